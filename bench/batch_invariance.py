@@ -105,7 +105,7 @@ def measure_case(engine: Engine, kernels: Any, case: str, arguments: Any) -> dic
         batch = scheduler.schedule()
         assert batch is not None and len(batch.tokens) == sequences * tokens, (case, turn)
         count = {"tokens": len(batch.tokens), "outputs": len(batch.output_rows)}
-        products = kernels.op_list()
+        products = kernels.create_op_list()
         for each in linears:
             products.append(Linear(np.zeros_like(each.out), each.x, each.weight, each.bias, rows=each.rows))
         inputs = [torch.zeros(count[op.rows], op.weight.k, dtype=weights[0].dtype) for op in linears]

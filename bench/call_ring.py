@@ -35,7 +35,7 @@ def main() -> None:
     repeats = parser.parse_args().repeats
     descriptor = create_memory_file(0, 8)
     writer, tensor = CallWriter(descriptor), torch.zeros(3, 4)
-    group = writer.group(range(8))
+    group = writer.register_group(range(8))
 
     def call(depth: int = 5) -> None:
         if depth:

@@ -86,7 +86,7 @@ def check(source: str, messages: list[dict[str, Any]], tools: list[dict[str, Any
     special = frozenset({*SPECIAL.findall(source), *named.values()})
     template = ChatTemplate(source, named, special, "the template")
     ours = [to_message(turn) for turn in messages]
-    given = [message.template_variables() for message in ours]
+    given = [message.to_template_variables() for message in ours]
     if template._takes_parts:
         given = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in given]
     try:

@@ -29,7 +29,7 @@ from meshwright.layout import Layout
 from meshwright.model.axis_operations import ContextOperations
 from meshwright.model.documents import Documents
 from meshwright.monitoring.memory import keep_freed_memory
-from meshwright.parallel.context import context_operations, local_positions
+from meshwright.parallel.context import list_local_positions, make_context_operations
 
 ROWS, HEADS, KV_HEADS, SIZE, TOKENS = 1, 8, 4, 64, 4096
 WARM = 2
@@ -59,15 +59,15 @@ class Side:
     def __init__(self, name: str, ranks: int, documents: Documents, inputs: list[torch.Tensor], tokens: int) -> None:
         self.name, method, device = name, "ulysses" if name == "ulysses" else "ring", inputs[0].device
         self.mesh = Mesh.create(Layout(cp=ranks, cp_method=method), device)
-        places = local_positions(self.mesh.layout, self.mesh.cp.rank, tokens)
+        places = list_local_positions(self.mesh.layout, self.mesh.cp.rank, tokens)
         if name == "one device":
             places = torch.arange(tokens)
         places = places.to(device)
         *self.leaves, self.direction = (x[:, :, places].contiguous() for x in inputs)
         for leaf in self.leaves:
             leaf.requires_grad_()
-        self.operations = ContextOperations() if name == "one device" else context_operations(self.mesh)
-        self.visible = self.operations.visibility(documents.select_tokens(places), len(places), None, device)
+        self.operations = ContextOperations() if name == "one device" else make_context_operations(self.mesh)
+        self.visible = self.operations.make_attention_mask(documents.select_tokens(places), len(places), None, device)
 
     def step(self) -> torch.Tensor | None:
         """The result, or None on a rank that has nothing to do."""
@@ -105,7 +105,7 @@ def race(precision: str, documents: bool, tokens: int, turns: int, device: str) 
     difference = 0.0
     if (whole := results["one device"]) is not None:
         for side in sides[:2]:
-            part = whole[:, :, local_positions(side.mesh.layout, 0, tokens).to(device)]
+            part = whole[:, :, list_local_positions(side.mesh.layout, 0, tokens).to(device)]
             difference = max(difference, float((results[side.name].double() - part.double()).abs().max()))
     return {"wall": wall, "processor": processor, "difference": difference}
 

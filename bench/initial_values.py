@@ -18,8 +18,8 @@ import torch
 
 from common import paired_ratio, write_result
 from meshwright.layout import Layout
-from meshwright.model.initialise import initial_slice
-from meshwright.parallel.flat_buffers import flat_layout, slice_entries
+from meshwright.model.initialise import make_initial_slice
+from meshwright.parallel.flat_buffers import make_flat_layout, make_slice_reader
 from meshwright.spec.parameter_entries import ParameterEntry
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
@@ -47,11 +47,11 @@ def main() -> None:
     for text in LAYOUTS:
         layout = Layout.parse(text)
         shards = layout.dp if layout.zero else 1
-        flat = flat_layout(table, UNIT, shards, layout, layout.coordinates(0))
+        flat = make_flat_layout(table, UNIT, shards, layout, layout.coordinates(0))
         shard = torch.zeros(flat.padded // shards)
         seconds: dict[str, list[float]] = {"slices": [], "whole tensors": []}
         for turn in range(options.rounds + 1):
-            sources = partial(initial_slice, seed=0), slice_entries(draw_whole)
+            sources = partial(make_initial_slice, seed=0), make_slice_reader(draw_whole)
             for found, source in zip(seconds.values(), sources, strict=True):
                 begun = time.perf_counter()
                 flat.fill(shard, 0, source)

@@ -91,7 +91,7 @@ def race(kernels: Kernels, shape: tuple[int, int], dtype: str, rows: int, argume
     size = kernels.pack(weight, dtype).buffer.nbytes
     copies = max(1, -(-CACHE_BYTES // size)) if rows <= 8 else 1
     packed = [kernels.pack(weight, dtype) for _ in range(copies)]
-    out, ops = np.empty((rows, n), np.float32), kernels.op_list()
+    out, ops = np.empty((rows, n), np.float32), kernels.create_op_list()
     for matrix in packed:
         ops.append(Linear(out, x, matrix))
     theirs = torch.from_numpy(weight).to(getattr(torch, dtype))

@@ -35,7 +35,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from chat_templates import CONVERSATIONS, SPECIAL
 from common import write_result
-from meshwright.data.packing.token_marks import TRAINED_BIT
+from meshwright.data.packing.token_flags import TRAINED_BIT
 from meshwright.data.records.chat_template import ChatTemplate
 from meshwright.data.records.conversations import RecordFormat
 from meshwright.data.records.examples import ExampleEncoder

@@ -25,7 +25,7 @@ from warcio.warcwriter import WARCWriter
 
 from common import paired_ratio, write_result
 from meshwright.data.cleaning.words import Words
-from meshwright.data.sources.page_process import find_extractor
+from meshwright.data.sources.page_process import describe_extractor
 from meshwright.data.sources.reading import Reader
 from meshwright.data.sources.resolution import SourceFile
 from meshwright.names import EXTRACTORS
@@ -104,7 +104,7 @@ def main() -> None:
     for library, found in texts.items():
         both = [(text, found[number]) for number, text in written.items()]
         figures[library] = {
-            "version": find_extractor(library).split()[1],
+            "version": describe_extractor(library).split()[1],
             "pages_per_second": round(len(pages) / statistics.median(seconds[library]), 1),
             "megabytes_per_second": round(megabytes / statistics.median(seconds[library]), 2),
             "pages_without_text": sum(not text for text in found),

@@ -26,9 +26,9 @@ from bench.published_runs import MEMORY, PUBLISHED, Run, runs
 from meshwright.collectives.quantities import GIB
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.planner.cost.bounds import Bounds, published
+from meshwright.planner.cost.bounds import Bounds, read_bounds_table
 from meshwright.planner.cost.step_time import StepTime, default_precision, step_time
-from meshwright.planner.memory.rank_memory import fullest_rank, slack
+from meshwright.planner.memory.rank_memory import fullest_rank, slack_fraction
 from meshwright.planner.problem import Problem
 from meshwright.spec.refuse import refuse
 
@@ -95,7 +95,7 @@ def measure(path: Path, verbose: bool = False, bounds: bool = False) -> dict[str
     everything = {source: pairs for found, _ in tables for source, pairs in found.items()}
     if bounds:
         plan_bounds.write([pair for pairs in everything.values() for pair in pairs])
-        published.cache_clear()
+        read_bounds_table.cache_clear()
         return measure(path)
     left_out = held_out(everything)
     given, new = (figures(found, refused, left_out) for found, refused in tables)
@@ -253,7 +253,7 @@ def memory(path: Path) -> dict[str, Any]:
             one.config, one.cluster, one.sequence, one.batch, one.engine, one.engine.fusion == "compiled", "adamw",
             str(layout.precision), 1.0, False,
         )  # fmt: skip
-        peak = fullest_rank(problem, layout).peak_bytes * (1 + slack(one.cluster))
+        peak = fullest_rank(problem, layout).peak_bytes * (1 + slack_fraction(one.cluster))
         errors[one.source].append(peak / GIB / one.memory - 1)
     return {
         source: {

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.published_runs import Run
-from meshwright.planner.cost.bounds import LIMITS, Request, Table, parse
+from meshwright.planner.cost.bounds import LIMITS, BoundsTable, StepProperties, parse_bounds_table
 from meshwright.planner.cost.step_time import StepTime, problem_for
 
 Pair = tuple[Run, StepTime]
@@ -44,11 +44,11 @@ def project(one: Run) -> str:
     return f"{organisation or re.split(r'[@ ,/]', source)[0]}, {one.engine.name}"
 
 
-def request(one: Run, step: StepTime) -> Request:
+def request(one: Run, step: StepTime) -> StepProperties:
     """Return what decides the bounds of a run."""
     layout = one.layouts[0]
     problem = problem_for(one.config, layout, one.cluster, one.sequence, one.batch, engine=one.engine)
-    return Request.of(problem, layout, step.seconds)
+    return StepProperties.of(problem, layout, step.seconds)
 
 
 def quantiles(ratios: list[float], weights: list[float]) -> tuple[float, float]:
@@ -68,7 +68,7 @@ def kinds(pairs: Iterable[Pair]) -> Iterator[dict[str, Any]]:
     """Yield the kinds of enough runs and projects, the narrowest first; the last has all. pairs: runs, predictions."""
     asked = [(one, step, request(one, step)) for one, step in pairs]
     for fields in TOGETHER:
-        alike: dict[tuple[Any, ...], list[tuple[Run, StepTime, Request]]] = defaultdict(list)
+        alike: dict[tuple[Any, ...], list[tuple[Run, StepTime, StepProperties]]] = defaultdict(list)
         for each in asked:
             alike[tuple(getattr(each[2], name) for name in fields)].append(each)
         for values, members in sorted(alike.items()):
@@ -106,9 +106,9 @@ def own() -> dict[str, dict[str, Any]]:
     return {"meshwright": {"low": low, "high": high, "runs": len(ratios)}}
 
 
-def table(pairs: list[Pair]) -> Table:
+def table(pairs: list[Pair]) -> BoundsTable:
     """The bounds that these runs give."""
-    return parse(content(pairs))
+    return parse_bounds_table(content(pairs))
 
 
 def write(pairs: list[Pair]) -> None:

@@ -38,7 +38,7 @@ def test_bundled_recipes_are_valid(repository: Path):
     recipes = sorted((repository / "recipes").glob("*.toml"))
     assert recipes
     for path in recipes:
-        load_recipe(path).parsed_layout.refuse_unbuilt()
+        load_recipe(path).parsed_layout.check_implemented()
 
 
 def test_recipe_round_trips_through_toml(tiny_recipe: Path):

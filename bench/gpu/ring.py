@@ -22,7 +22,7 @@ from meshwright.comm.handle import DONE, Handle
 from meshwright.comm.mesh import Axis
 from meshwright.layout import Layout
 from meshwright.model.documents import Documents
-from meshwright.model.scaled_dot_product import MaskForm, Visible
+from meshwright.model.scaled_dot_product import AttentionMask, MaskForm
 from meshwright.parallel import context
 from tests.model.flash_kernels import flash_kernels_on_cpu
 from tests.packed_documents import documents_from_starts
@@ -32,17 +32,17 @@ AXES = [Axis("cp", tuple(range(LAYOUT.cp)), rank) for rank in range(LAYOUT.cp)]
 Heads = tuple[torch.Tensor, ...]
 
 
-def make_masks(heads: Heads, documents: Documents, window: int | None, flash: bool) -> list[Visible]:
+def make_masks(heads: Heads, documents: Documents, window: int | None, flash: bool) -> list[AttentionMask]:
     """The attention mask of each rank."""
     tokens, device = heads[0].shape[2] // LAYOUT.cp, heads[0].device
     form: MaskForm = "varlen" if flash else "first"
-    return [context.RingAttention(axis).visibility(documents, tokens, window, device, form) for axis in AXES]
+    return [context.RingAttention(axis).make_attention_mask(documents, tokens, window, device, form) for axis in AXES]
 
 
-def attend(heads: Heads, d_out: torch.Tensor, masks: list[Visible]) -> list[torch.Tensor]:
+def attend(heads: Heads, d_out: torch.Tensor, masks: list[AttentionMask]) -> list[torch.Tensor]:
     """Output and gradients of queries, keys and values of all ranks, forward and backward."""
     tokens = d_out.shape[2]
-    places = [context.local_positions(LAYOUT, axis.rank, tokens).to(d_out.device) for axis in AXES]
+    places = [context.list_local_positions(LAYOUT, axis.rank, tokens).to(d_out.device) for axis in AXES]
     shards = [[x.transpose(1, 2)[:, held].contiguous().transpose(1, 2) for held in places] for x in (*heads, d_out)]
     blocks = [torch.stack(block) for block in zip(*shards[1:3], strict=True)]
     d_blocks = [torch.zeros_like(block, dtype=torch.float32) for block in blocks]
@@ -60,7 +60,7 @@ def attend(heads: Heads, d_out: torch.Tensor, masks: list[Visible]) -> list[torc
 
     outs, of_queries = list[torch.Tensor](), list[torch.Tensor]()
     with (
-        mock.patch.object(context, "_kv_blocks", pass_blocks),
+        mock.patch.object(context, "_pass_kv", pass_blocks),
         mock.patch.object(collectives, "rotate", add_gradients),
     ):
         for axis, mask, (q, k, v, d_o) in zip(AXES, masks, zip(*shards, strict=True), strict=True):

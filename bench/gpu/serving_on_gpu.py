@@ -21,7 +21,7 @@ import sys
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +194,7 @@ def graphs_equal_eager(small: bool, invariant: bool) -> bool:
     return bool(answers[0] == answers[1])
 
 
+@cache
 def read_bandwidth() -> float:
     """Bytes per second of the better of a sum and a copy (read and written) over 4 GiB."""
     source = torch.ones((1 << 30) if CUDA else (1 << 22), dtype=torch.float32, device=DEVICE)
@@ -217,7 +218,7 @@ def seconds_of(work: Any, times: int) -> float:
     return statistics.median(seconds)
 
 
-def measure(config: ModelConfig, invariant: bool, bandwidth: float, small: bool) -> dict[str, Any]:
+def measure(config: ModelConfig, invariant: bool, small: bool) -> dict[str, Any]:
     """Times and rates of one model."""
     tokens = 8 if small else TOKENS
     limits = StepLimits(REQUESTS[-1] * 2 * tokens // 16 + 64, 512, REQUESTS[-1], 2 * tokens, 0)
@@ -240,11 +241,11 @@ def measure(config: ModelConfig, invariant: bool, bandwidth: float, small: bool)
                 "last_first_token_seconds": round(first, 5),
             }
     decode = found["1 requests"]["decode_tokens_per_second"]
-    found["share_of_bandwidth"] = round(decode * found["bytes_of_a_token"] / bandwidth, 4)
+    found["share_of_bandwidth"] = round(decode * found["bytes_of_a_token"] / read_bandwidth(), 4)
     if CUDA:  # without scheduling and sampling
         graph, _ = runner._graphs[1]
         found["graph_seconds"] = seconds_of(graph.replay, 20)
-        found["share_of_bandwidth_of_graph"] = round(read / found["graph_seconds"] / bandwidth, 4)
+        found["share_of_bandwidth_of_graph"] = round(read / found["graph_seconds"] / read_bandwidth(), 4)
     return found
 
 
@@ -269,14 +270,14 @@ def main() -> int:
         cases.run(
             "memory", "1B", partial(memory, preset("llama-3.2-1b")), lambda found: found["used"] <= found["predicted"]
         )
-    bandwidth = cases.run("bandwidth", "bytes per second", read_bandwidth)
+    cases.run("bandwidth", "bytes per second", read_bandwidth)
     shapes = {"small": medium(True)[0]} if small else {"1B": preset("llama-3.2-1b"), "8B": preset("llama-3.1-8b")}
     for shape, config in shapes.items():
         pair = []
         for invariant in (False, True):
             free_memory()
             title = f"{shape} {'batch-invariant' if invariant else 'plain'}"
-            pair.append(cases.run("serving", title, partial(measure, config, invariant, bandwidth, small)))
+            pair.append(cases.run("serving", title, partial(measure, config, invariant, small)))
         if all(pair):
             cases.run("cost of batch invariance", shape, partial(compare, *pair))
     for invariant in (False, True):

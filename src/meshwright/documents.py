@@ -10,7 +10,7 @@ SCHEMA_VERSION = 1
 
 
 def to_json_dict(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a command's result to a dictionary of JSON types, with `"schema": 1` first.
+    """Convert `values`, a command's result, to a dictionary of JSON types, with `"schema": 1` first.
 
     Arrays and scalars of numpy and torch become lists and numbers, paths become text, nan and inf become None.
     """

@@ -27,7 +27,7 @@ class UserError(MeshwrightError):
 
 
 class ModelWarning(UserWarning):
-    """Warning about content of a model's config.json or directory that Meshwright ignores; printed as one line."""
+    """Warning about contents of a model's config.json or directory that Meshwright ignores; printed as one line."""
 
 
 def ignore_model_warnings() -> None:
@@ -49,24 +49,25 @@ class RankLost(MeshwrightError):
 
 
 class RanksDisagree(RankLost):
-    """Error: ranks made different collective calls at the same time, so that the data that a rank received belong to
-    another call than its own."""
+    """Error: ranks made different collective calls at the same time, so that a rank received data of another call than
+    the one it made."""
 
 
 class Terminated(MeshwrightError):
-    """Error: the process was stopped by SIGTERM, after its state was saved. The exit code is 128 + 15, as in a
+    """Error: the process was stopped by SIGTERM, after it had saved its state. The exit code is 128 + 15, as in a
     shell."""
 
     exit_code = 143
 
 
 def error_reason(error: OSError) -> str:
-    """Return the reason of an OSError as text in lower case, such as "no space left on device"."""
+    """Return the reason of the OSError `error` as text in lower case, such as "no space left on device"."""
     return (error.strerror or str(error)).lower()
 
 
 def out_of_memory_message(error: BaseException) -> str | None:
-    """Return a one-line message if the exception is a failed memory allocation in Python, NumPy or torch; else None."""
+    """Return a one-line message if `error` is a failed memory allocation in Python, NumPy or torch; None for other
+    errors."""
     text = " ".join(str(error).split())
     # torch raises a plain RuntimeError for a failed CPU allocation.
     failed = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"

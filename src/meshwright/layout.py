@@ -316,8 +316,8 @@ class Layout:
             groups.setdefault(fixed, []).append(rank)
         return [tuple(group) for group in groups.values()]
 
-    def refuse_unbuilt(self) -> None:
-        """Raise `UserError` if the layout, though valid, has a part that this version of Meshwright cannot run."""
+    def check_implemented(self) -> None:
+        """Raise `UserError` if the layout, though valid, needs a feature that is not implemented."""
         schedule = f"pp{self.pp}:{self.schedule}"
         unbuilt = [
             (self.schedule in ASYNCHRONOUS_SCHEDULES, schedule, "asynchronous pipelines"),
@@ -371,8 +371,8 @@ def _parse_count(part: str, name: str, digits: str) -> int:
 
 
 def _parse_options(part: str, name: str, options: str | None) -> dict[str, object]:
-    """Parse the text after a part's colon (`ulysses` in `cp2:ulysses`); return the `Layout` fields that it sets, {} for
-    None. part: the whole part, for the error. name: its letters."""
+    """Parse `options`, the text after a part's colon (`ulysses` in `cp2:ulysses`); return the `Layout` fields that it
+    sets, {} for None. part: the whole part, for the error. name: its letters."""
     if options is None:
         return {}
     if name == "tp" and options == "nosp":

@@ -9,8 +9,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Upper limit of a size in files and on command lines. most: largest accepted value. reason: why no larger value is
-    needed, for the error message."""
+    """Upper limit of a size in files and on command lines. most: largest accepted value. reason: why larger values are
+    not needed, for the error message."""
 
     most: int
     reason: str

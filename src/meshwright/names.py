@@ -132,7 +132,7 @@ LISTED = '"meshwright plan --list" prints them'
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the one of the `known` names that is most similar to a mistyped word, ignoring case; None if none is
+    """Return the name in `known` that is most similar to the mistyped `word`, ignoring case; None if none is
     similar."""
     by_lower_case = {name.lower(): name for name in known}
     matches = difflib.get_close_matches(word.lower(), list(by_lower_case), n=1, cutoff=0.6)
@@ -143,8 +143,8 @@ def unknown(kind: str, word: str, known: Iterable[str], listed: str = "") -> str
     """Return the error message for an unknown name: `unknown optimizer "adamq"; did you mean "adamw"? (known: adamw,
     sgd)`.
 
-    kind: what the name stands for ("optimizer"). word: the unknown name. listed: command or page that lists all known
-    names; if there are more than `MOST_LISTED` of them, the message gives it and similar names only.
+    kind: kind of thing that is named ("optimizer"). word: the unknown name. known: all valid names. listed: command or
+    page that lists them; if there are more than `MOST_LISTED`, the message has only this and similar names.
     """
     known = list(known)
     close = nearest(word, known)

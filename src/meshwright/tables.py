@@ -62,9 +62,8 @@ Name = Annotated[str, Field(min_length=1)]
 
 
 def named(kind: str, known: Sequence[str]) -> AfterValidator:
-    """Return a pydantic validator that rejects strings other than the `known` names. kind: what these names stand for
-    ("optimizer"), for the error.
-    """
+    """Return a pydantic validator that rejects strings other than the `known` names. kind: kind of thing that is named
+    ("optimizer"), for the error."""
 
     def check(word: str) -> str:
         """Return `word`; raise ValueError if it is not a known name."""
@@ -95,8 +94,8 @@ Root = TypeVar("Root", bound=Table)
 class Schema(Generic[Root]):
     """Schema of a TOML file format: its keys, and the error messages for mistakes.
 
-    root: class of the root table. elsewhere: {key of another program: dotted key here with the same meaning}, from
-    which the error for an unknown key suggests the right one.
+    root: class of the root table. elsewhere: {key of another program: dotted key of this format with the same meaning},
+    so that the error for an unknown key can suggest the right one.
     """
 
     root: type[Root]
@@ -127,8 +126,9 @@ class Schema(Generic[Root]):
         raise UserError(": ".join(part for part in (where(key), *self._describe_problem(key, problem)) if part) + more)
 
     def override(self, tables: dict[str, Any], text: str) -> str:
-        """Apply an override such as `train.steps=100` to the parsed TOML `tables`, in place; return the dotted key that
-        was set. A value that is a bare word is taken as a string. Raises `UserError`."""
+        """Apply the override `text`, such as `train.steps=100`, to the parsed TOML `tables`, in place; return the
+        dotted key that was set. A value that is a bare word is taken as a string. Raises `UserError` for text without
+        "=", or a key inside a value that is no table."""
         key, equals, value = (part.strip() for part in text.partition("="))
         if not equals or not key:
             raise UserError(f'override "{text}": an override is written table.key=value, as in train.steps=100')
@@ -161,9 +161,9 @@ class Schema(Generic[Root]):
         return key
 
     def _describe_problem(self, key: str, problem: Any) -> list[str]:
-        """Return the parts of the message for a pydantic error, to be joined by colons: [key, reason], or inside a list
-        of tables [key with the number of the table, key inside that table, reason]. key: dotted key. problem: one entry
-        of `ValidationError.errors()`."""
+        """Return the parts of the message for a pydantic error, to be joined by colons: [key, reason]; for an error in
+        a list of tables [key and number of the table in the list, key inside that table, reason]. key: dotted key.
+        problem: one entry of `ValidationError.errors()`."""
         rows = _find_list_item_table(self.keys[key].annotation) if key in self.keys else None
         inside = [part for part in problem["loc"][key.count(".") + 1 :] if isinstance(part, int)] if rows else []
         if rows is None or not inside:
@@ -248,9 +248,8 @@ def _list_plain_types(kind: Any) -> list[Any]:
 
 
 def _describe_type(kind: Any, limits: Sequence[Any]) -> str:
-    """Describe the valid values of a type annotation in words: "a whole number, at least 1". limits: pydantic
-    constraints that apply to the annotation.
-    """
+    """Describe the valid values of a type annotation `kind` in words: "a whole number, at least 1". limits: pydantic
+    constraints that apply to the annotation."""
     if get_origin(kind) is Annotated:
         kind, *more = get_args(kind)
         return _describe_type(kind, [*limits, *(limit for item in more for limit in getattr(item, "metadata", [item]))])

@@ -11,8 +11,8 @@ from typing import Any
 
 
 def escape_control_characters(text: str) -> str:
-    """Replace control characters, which could control the terminal, with Python escape sequences, and tabs with spaces;
-    newlines are kept. For text from user documents, which may contain any."""
+    """Replace control characters in `text` with Python escape sequences, and tabs with spaces; newlines are kept. Text
+    from user documents may contain control characters, which could control the terminal."""
     return "".join(
         character if character == "\n" or character.isprintable() else ascii(character)[1:-1]
         for character in text.expandtabs(4)
@@ -40,8 +40,8 @@ def wrap_on_terminal(text: str) -> str:
 
 
 def wrap_items(text: str, width: int) -> str:
-    """Return `text`, a line of items separated by semicolons, unchanged if it has at most `width` characters; otherwise
-    with one line per item, all but the first indented. Items of more than `width` characters are wrapped between words.
+    """Wrap `text`, a line of items separated by semicolons. If it has at most `width` characters it is returned
+    unchanged; otherwise each item gets a line, all but the first indented, and longer items are wrapped between words.
     Semicolons in parentheses do not separate items."""
     if len(text) <= width:
         return text
@@ -57,7 +57,8 @@ def wrap_items(text: str, width: int) -> str:
 
 
 def print_message(text: str) -> None:
-    """Print text on standard error, unbuffered, with control characters escaped, as it may quote untrusted files."""
+    """Print text on standard error, unbuffered. Control characters are escaped, as the text may quote untrusted
+    files."""
     print(escape_control_characters(text), file=sys.stderr, flush=True)
 
 

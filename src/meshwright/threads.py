@@ -91,8 +91,8 @@ def count_available_cores() -> int:
 
 
 def measure_busy_share(seconds: float = 0.2) -> float:
-    """Measure the fraction of this machine's CPU time, in [0, 1], that processes use while this one sleeps for
-    `seconds`. Return 0.0 if the kernel does not count it (Linux does, in /proc/stat)."""
+    """Sleep for `seconds` and return the fraction of this machine's CPU time, in [0, 1], that other processes used
+    meanwhile. Return 0.0 if the kernel does not report CPU times (Linux does, in /proc/stat)."""
 
     def read() -> tuple[int, int]:
         """Return (idle time, total time) of all cores since the machine started, in kernel clock ticks."""
@@ -109,9 +109,9 @@ def measure_busy_share(seconds: float = 0.2) -> float:
 
 
 def choose_threads(ranks: int, cores: int | None = None, layer_flops: float | None = None) -> int:
-    """Choose the number of OpenMP threads of each of `ranks` ranks on this machine: OMP_NUM_THREADS if it is set
-    (except to torchrun's default of 1), else an equal share of `cores` (default: those available), but at most one
-    thread per `FLOPS_PER_THREAD` of `layer_flops`.
+    """Choose the number of OpenMP threads of each of `ranks` ranks on this machine: OMP_NUM_THREADS if the user set it
+    (to another value than torchrun's default of 1), else an equal share of `cores` (default: those available), but at
+    most one thread per `FLOPS_PER_THREAD` of `layer_flops`.
 
     layer_flops: model FLOPs of the forward and backward pass of one layer, with its share of the LM head, for one
     micro-batch on one rank; None if unknown.

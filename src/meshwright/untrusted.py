@@ -16,7 +16,8 @@ PairsHook: TypeAlias = Callable[[list[tuple[str, Any]]], Any]
 
 
 def read_file(path: str | Path, limit: str = "json_bytes", *, pipe: bool = False) -> bytes:
-    """Read a file and return its content. limit: name in `limits.LIMITS` of the largest accepted size in bytes.
+    """Read the file `path` and return its content. limit: name in `limits.LIMITS` of the largest accepted size in
+    bytes.
 
     pipe: True to accept a FIFO too, such as the shell's `<(...)`. Raises OSError if the file cannot be read, exceeds
     the limit, or is a device (or a FIFO without `pipe`), which may be endless.
@@ -66,10 +67,9 @@ def parse_json(text: str | bytes | bytearray, object_pairs_hook: PairsHook | Non
 
 
 def read_json(path: str | Path, limit: str = "json_bytes", object_pairs_hook: PairsHook | None = None) -> Any:
-    """Read and parse a JSON file. limit: name in `limits.LIMITS` of the largest accepted size in bytes.
+    """Read and parse the JSON file `path`. limit: name in `limits.LIMITS` of the largest accepted size in bytes.
     object_pairs_hook: as in `json.loads`. Raises OSError if the file cannot be read or is too large, ValueError if the
-    JSON is invalid or nested too deeply.
-    """
+    JSON is invalid or nested too deeply."""
     return parse_json(read_file(path, limit), object_pairs_hook)
 
 

@@ -13,7 +13,7 @@ from meshwright.adapters.dropout import sample_keys
 from meshwright.model.documents import Documents
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
-from meshwright.quantization.packing import Packing
+from meshwright.quantization.packing import QuantizedFormat
 from meshwright.spec.adapter_config import AdapterConfig
 from meshwright.spec.parameters import parameter_table
 from tests.adapters.adapter_cases import batch, small
@@ -29,7 +29,7 @@ def test_compiled_blocks_with_adapter_match_uncompiled_ones(settings: dict[str, 
     attach_adapters(model, table, dtype=torch.float32)
     initialise(model, table, seed=4)
     for layer in (each for each in model.modules() if getattr(each, "packed", None) is not None):
-        records = Packing("nf4").pack(layer.weight.detach().flatten())
+        records = QuantizedFormat("nf4").pack(layer.weight.detach().flatten())
         layer.weight = torch.nn.Parameter(records, requires_grad=False)
 
     def gradients() -> dict[str, torch.Tensor]:

@@ -116,7 +116,7 @@ def spoilt(world_size: int, operation: str, kind: str) -> torch.Tensor:
         else:
             part, x = x[:1].clone(), torch.zeros(world_size)
             collectives.all_gather(x, part, axis, "test")
-    assert mesh.faults.struck == (1 if kind == "stale" else 2)
+    assert mesh.faults.affected_calls == (1 if kind == "stale" else 2)
     mesh.close()
     return x
 

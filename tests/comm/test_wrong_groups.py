@@ -61,7 +61,7 @@ def with_wrong_groups() -> dict[str, tuple[list[float], int]]:
 
     def spoil(operation: str, axis: str, groups: list[tuple[int, ...]], call) -> None:
         mesh.inject(Fault("site", operation, "wrong group", axis=axis, groups=tuple(groups)))
-        found[f"{operation} {axis}"] = (call().tolist(), mesh.faults.struck)
+        found[f"{operation} {axis}"] = (call().tolist(), mesh.faults.affected_calls)
 
     me = float(mesh.rank)
     mine = torch.tensor([me])
@@ -105,7 +105,7 @@ def with_wrong_groups() -> dict[str, tuple[list[float], int]]:
     spoil("all_to_all", "tp", [(1, 2), (0, 3)], exchange)
     spoil("broadcast", "world", [], spread)
     mesh.inject(None)
-    found["nothing"] = (reduce().tolist(), mesh.faults.struck)
+    found["nothing"] = (reduce().tolist(), mesh.faults.affected_calls)
     mesh.close()
     return found
 

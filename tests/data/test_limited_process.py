@@ -58,7 +58,7 @@ def make_process(tmp_path: Path) -> LimitedProcess:
     return LimitedProcess(str(program), {"first": "x"}, 10, 1 << 29)
 
 
-def test_what_the_program_prints_is_no_answer(tmp_path: Path):
+def test_printed_text_of_the_program_is_not_an_answer(tmp_path: Path):
     process = make_process(tmp_path)
     assert [process.ask({"do": "print"})["served"] for _ in range(2)] == [1, 2]
 

@@ -117,7 +117,7 @@ def test_mixture_sample_depends_on_number_alone(data: st.DataObject):
     assert together.tolist() == [int(MixtureOrder(5, sequences, weights).sample(number)) for number in numbers]
 
 
-def test_mixture_sources_have_their_own_epochs():
+def test_mixture_sources_have_separate_epochs():
     sequences = [5, 1000, 30]
     order = MixtureOrder(1, sequences, [1, 2, 1])
     samples = order.sample(np.arange(400))

@@ -148,7 +148,7 @@ def test_order_of_events_repeats():
 def test_layout_on_emulated_ranks_matches_one_device(layout: str, model: str):
     """The real trainer's steps, compared as in `meshwright verify`."""
     parsed = Layout.parse(layout)
-    problem = replace(CaseBuilder(parsed, preset(model)).make_plain(), steps=2)
+    problem = replace(CaseBuilder(parsed, preset(model)).make_sgd_problem(), steps=2)
     with mw.emulate(parsed.world_size) as ranks:
         results = [result for (result,) in ranks.run(run_rank, problem, layout)]
     found = compare(Reference(problem), results, parsed)

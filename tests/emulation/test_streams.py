@@ -43,7 +43,7 @@ LAYOUTS = (  # every axis, ZeRO stage and kind of activation checkpointing, and 
 def make_problem(layout: Layout) -> Problem:
     """Return a problem of two steps of a small model, with experts under expert parallelism, else with a tied head."""
     model = "qwen1.5-moe-a2.7b" if layout.expert_parallel else "qwen3-0.6b"
-    return replace(CaseBuilder(layout, preset(model)).make_plain(2), steps=2)
+    return replace(CaseBuilder(layout, preset(model)).make_sgd_problem(2), steps=2)
 
 
 def train(ranks: EmulatedRanks, layout: Layout) -> list[RankResult]:
@@ -106,10 +106,10 @@ def test_step_on_streams_equals_blocking_step_for_the_whole_grid():
 
 FAULTS = {  # layout, owner, function, text, replacement
     "ring attention computes with a KV block that has not arrived": (
-        *("cp2", context, "_kv_blocks", "handle.wait()", "pass"),
+        *("cp2", context, "_pass_kv", "handle.wait()", "pass"),
     ),
     "ring attention receives into the KV block that it sends": (
-        *("cp3", context, "_kv_blocks", "spare[distance % 2]", "spare[0]"),
+        *("cp3", context, "_pass_kv", "spare[distance % 2]", "spare[0]"),
     ),
     "ZeRO-3 computes before the all-gather has ended": (
         *("dp2 zero3", zero.FsdpUnit, "unshard", "self.pending_all_gather.wait()", "pass"),

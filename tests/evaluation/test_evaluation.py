@@ -120,7 +120,7 @@ def test_loss_is_sum_of_log_probabilities_from_server(place, checkpoint):
     )
     echoed = []
     for batch in tokens.iterate_batches(2):
-        for row, begins in enumerate(batch.document_starts()):
+        for row, begins in enumerate(batch.list_document_starts()):
             for begin, end in itertools.pairwise([*begins.tolist(), SEQUENCE]):
                 targets = [target for target in batch.targets[row, begin:end].tolist() if target >= 0]
                 if targets:

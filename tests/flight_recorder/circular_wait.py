@@ -49,7 +49,7 @@ def find_circular_wait(ranks: Sequence[RankCalls]) -> str | None:
                     if not left[member]:
                         starting.append(member)
     stuck = {rank: kernels[rank][place] for rank, place in at.items() if place < len(kernels[rank])}
-    return _describe_circle(stuck, entered) if stuck else None
+    return _blame_cycle(stuck, entered) if stuck else None
 
 
 def _find_first_common_calls(ranks: Sequence[RankCalls]) -> dict[Group, int]:
@@ -72,7 +72,7 @@ def _list_kernels(rank: RankCalls, first: dict[Group, int]) -> list[list[Call]]:
     return [kernel for key, found in together for kernel in ([[c] for c in found] if key[0] else [list(found)])]
 
 
-def _describe_circle(stuck: dict[int, list[Call]], entered: dict[_Key, dict[int, Call]]) -> str:
+def _blame_cycle(stuck: dict[int, list[Call]], entered: dict[_Key, dict[int, Call]]) -> str:
     """Return text on ranks that wait for each other, or for a rank that makes no such call. stuck: rank -> kernel (list
     of calls) in which it waits. entered: (group, index) of a call -> rank that has entered it -> its record of the
     call."""

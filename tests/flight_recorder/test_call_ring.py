@@ -34,13 +34,13 @@ def test_call_is_visible_to_readers_before_it_starts(descriptor):
     assert read_calls(descriptor) is None, "no process has opened it"
     writer = CallWriter(descriptor)
     begun = time.monotonic()
-    group = writer.group((0, 1, 2, 3))
+    group = writer.register_group((0, 1, 2, 3))
     assert read_calls(descriptor).last is None
 
     number = post(writer, group)
     line = f"test_call_ring.py:{post.__code__.co_firstlineno + 1} (post)"
     (call,) = read_calls(descriptor).calls
-    assert (call.number, call.index, call.what) == (1, 1, "all_reduce data.gradients over data")
+    assert (call.number, call.index, call.description) == (1, 1, "all_reduce data.gradients over data")
     assert call.group == Group((0, 1, 2, 3)) and call.form == "float32[3, 4]" and call.payload_bytes == 48
     assert call.place.endswith(line) and begun <= call.posted <= time.monotonic()
     assert call.waited is None and call.done is None and not call.waiting
@@ -55,9 +55,9 @@ def test_call_is_visible_to_readers_before_it_starts(descriptor):
 
 def test_calls_are_counted_by_group_of_equal_ranks(descriptor):
     writer = CallWriter(descriptor)
-    data, tensor, same = writer.group((0, 2)), writer.group([2, 3]), writer.group([0, 2])
+    data, tensor, same = writer.register_group((0, 2)), writer.register_group([2, 3]), writer.register_group([0, 2])
     assert data == same != tensor
-    up, down = writer.group((0, 2), (0, 2)), writer.group((0, 2), (2, 0))
+    up, down = writer.register_group((0, 2), (0, 2)), writer.register_group((0, 2), (2, 0))
     for group in (data, tensor, data, up, same, down, up):
         post(writer, group)
     seen = read_calls(descriptor)
@@ -68,7 +68,7 @@ def test_calls_are_counted_by_group_of_equal_ranks(descriptor):
 
 def test_oldest_calls_are_overwritten_and_counts_are_kept(descriptor):
     writer = CallWriter(descriptor)
-    once, often = writer.group((0, 1)), writer.group((2, 3))
+    once, often = writer.register_group((0, 1)), writer.register_group((2, 3))
     first = post(writer, once)
     last = [post(writer, often, f"site {at % 7}", at) for at in range(CAPACITY + 100)][-1]
     writer.wait(first)  # its record has been overwritten
@@ -85,7 +85,7 @@ def test_oldest_calls_are_overwritten_and_counts_are_kept(descriptor):
 def test_torn_record_is_distinguished_from_complete_one(descriptor, byte):
     """A writer that is killed while writing a record leaves new and old bytes in it."""
     writer = CallWriter(descriptor)
-    group = writer.group((0, 1, 2, 3))
+    group = writer.register_group((0, 1, 2, 3))
     for at in range(CAPACITY + 5):
         post(writer, group, size=at)
     with mmap.mmap(descriptor, 0) as memory:
@@ -103,7 +103,7 @@ def test_concurrent_reader_sees_complete_calls_in_order(descriptor):
     writer_process = os.fork()
     if writer_process == 0:
         writer = CallWriter(descriptor)
-        groups = [writer.group((0, 1)), writer.group((0, 1, 2, 3))]
+        groups = [writer.register_group((0, 1)), writer.register_group((0, 1, 2, 3))]
         at = 0
         while True:
             at += 1
@@ -134,7 +134,7 @@ def test_concurrent_reader_sees_complete_calls_in_order(descriptor):
 
 def test_full_name_heap_loses_only_names(descriptor):
     writer = CallWriter(descriptor)
-    group = writer.group((0, 1))
+    group = writer.register_group((0, 1))
     for at in range(200):
         post(writer, group, f"{at} " + 1000 * "x")
     seen = read_calls(descriptor)
@@ -146,12 +146,12 @@ def test_unbounded_shapes_leave_heap_space_for_other_names(descriptor):
     """As in generation, where lengths differ from call to call."""
     writer = CallWriter(descriptor)
     for at in range(6000):
-        writer.post(writer.group((0, 1)), "attention", "all_reduce", "tp", 4, FLOATS, (at, 64))
+        writer.post(writer.register_group((0, 1)), "attention", "all_reduce", "tp", 4, FLOATS, (at, 64))
     assert len(writer._forms) < 3000 and len(writer._numbers) < 3010, "the writer's memory must not grow"
     known = max(writer._forms, key=lambda form: form[1])[1]
-    writer.post(writer.group((0, 9)), "new.site", "all_gather", "dp", 4, FLOATS, known)
+    writer.post(writer.register_group((0, 9)), "new.site", "all_gather", "dp", 4, FLOATS, known)
     seen = read_calls(descriptor).calls
-    assert seen[-1].what == "all_gather new.site over dp" and seen[-1].group.ranks == (0, 9) and seen[-1].place
+    assert seen[-1].description == "all_gather new.site over dp" and seen[-1].group.ranks == (0, 9) and seen[-1].place
     assert seen[-1].form == f"float32[{known[0]}, 64]" and seen[-2].form == ""
 
 
@@ -163,7 +163,7 @@ def test_existing_ring_file_is_replaced_and_junk_rejected(tmp_path: Path):
         made = create_named_file(path, 0, 2)
         assert read_calls(junk.fileno()) is None, "readers of the old file keep it"
     writer = CallWriter(made)
-    post(writer, writer.group((0, 1)))
+    post(writer, writer.register_group((0, 1)))
     with path.open("rb") as file:
         assert read_calls(file.fileno()).last.site == "data.gradients"
     os.close(made)

@@ -19,13 +19,13 @@ def record(*ranks: Sequence[object]) -> list[RankCalls]:
         ring = CallWriter()
         for call in calls:
             if isinstance(call, list):
-                with ring.together():
+                with ring.post_together():
                     for pair in call:
-                        group = ring.group(range(len(ranks)), pair)
+                        group = ring.register_group(range(len(ranks)), pair)
                         ring.post(group, "pipeline", "transfer", "pp", 8, "f", (1,))
             else:
                 site, members = call  # type: ignore[misc]
-                ring.post(ring.group(members), site, "all_reduce", site, 8, "f", (1,))
+                ring.post(ring.register_group(members), site, "all_reduce", site, 8, "f", (1,))
         calls_of_rank = ring.read()
         found.append(RankCalls(rank, len(ranks), 1, calls_of_rank.calls, calls_of_rank.counts))
     return found

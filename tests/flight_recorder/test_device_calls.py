@@ -44,7 +44,7 @@ class Rank:
         self.stream, self.reported = Stream(), list[int]()
         writer = CallWriter(self.descriptor)
         self.calls = DeviceCalls(writer, self.stream.make_event, seconds, self.reported.append)
-        self.group = self.calls.group(tuple(range(ranks)))
+        self.group = self.calls.register_group(tuple(range(ranks)))
 
     def call(self, site: str = "data.gradients") -> int:
         """Post, wait and done, as a handle does on CUDA, where the host does not block."""

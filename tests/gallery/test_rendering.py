@@ -10,7 +10,7 @@ import pytest
 import meshwright as mw
 from meshwright.gallery.examples import EXAMPLES, explain
 from meshwright.gallery.explanation import ExampleWriter, Explanation, Figure, Table, Text, format_cell, format_size
-from meshwright.gallery.page import anchor, render_example, render_page
+from meshwright.gallery.page import make_anchor, render_example, render_page
 from meshwright.gallery.text import render_list, render_text
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "worked-examples.md"
@@ -73,7 +73,7 @@ def test_sizes_are_decimal(size: float, text: str):
 
 
 def test_anchor_is_that_of_github():
-    assert anchor("ZeRO 1, 2 and 3: 7.5 billion") == "zero-1-2-and-3-75-billion"
+    assert make_anchor("ZeRO 1, 2 and 3: 7.5 billion") == "zero-1-2-and-3-75-billion"
 
 
 def test_list_wraps_on_a_narrow_terminal():

@@ -51,7 +51,7 @@ def one_sequence(tokens: int, output_rows: tuple[int, ...] = (0,)) -> Batch:
 
 def compute_linear(kernels: Kernels, x: np.ndarray, weight: PackedMatrix, bias: np.ndarray | None = None) -> np.ndarray:
     """Return x Wᵀ + bias, float32 [rows, n]."""
-    out, ops = np.empty((len(x), weight.n), np.float32), kernels.op_list()
+    out, ops = np.empty((len(x), weight.n), np.float32), kernels.create_op_list()
     ops.append(Linear(out, x, weight, bias))
     ops.run(one_sequence(len(x)))
     return out

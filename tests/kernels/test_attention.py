@@ -59,7 +59,7 @@ def run_in_chunks(kernels: Kernels, case: Case, members: list[int], chunk: int, 
     of the blocks. The cache starts full of NaN but for what the sequences write; block 0 stays so."""
     inputs, query_norm, key_norm = draw_inputs(case)
     longest = -(-max(LENGTHS) // 16)
-    shapes = LayerCache.shapes(1 + len(members) * longest, case.kv_heads, case.head_dim)
+    shapes = LayerCache.compute_shapes(1 + len(members) * longest, case.kv_heads, case.head_dim)
     dtype = np.float32 if case.dtype == "float32" else np.uint16
     keys, values = (np.full(shape, np.nan if dtype == np.float32 else 0x7FC0, dtype) for shape in shapes)
     values[..., case.head_dim :] = 0  # the padding of the features
@@ -80,7 +80,7 @@ def run_in_chunks(kernels: Kernels, case: Case, members: list[int], chunk: int, 
             table[i, : max(0, r.start - case.window + 1) // 16] = 0
         qkv = np.concatenate([inputs[s][r.start : r.stop] for s, r in zip(active, ranges, strict=True)])
         out = np.zeros((len(qkv), case.heads * case.head_dim), np.float32)
-        operations = kernels.op_list()
+        operations = kernels.create_op_list()
         rotation = (cosine, sine) if case.rotated else (None, None)
         norms = (query_norm, key_norm) if case.norms else (None, None)
         operations.append(RopeStore(qkv, cache, case.heads, *rotation, *norms))
@@ -148,8 +148,8 @@ def test_long_context_has_the_same_bits_on_any_number_of_threads(
 
 
 def test_cache_of_another_shape_is_refused(kernels: Kernels):
-    keys, values = (np.zeros(shape, np.float32) for shape in LayerCache.shapes(2, 3, 8))
+    keys, values = (np.zeros(shape, np.float32) for shape in LayerCache.compute_shapes(2, 3, 8))
     qkv = np.zeros((4, (3 + 6) * 8), np.float32)
     for wrong in (LayerCache(keys, values, 16), LayerCache(values, keys, 8), LayerCache(keys, values.astype(float), 8)):
         with pytest.raises(ValueError, match=r"LayerCache|contiguous"):
-            kernels.op_list().append(RopeStore(qkv, wrong, 3))
+            kernels.create_op_list().append(RopeStore(qkv, wrong, 3))

@@ -141,7 +141,9 @@ def test_packed_panels_are_the_tiles_that_amx_multiplies(kernels: Kernels, rows:
 
 
 def test_memory_is_aligned_zeroed_and_apart(kernels: Kernels):
-    arrays = [kernels.empty((n,), np.uint8) for n in (1, 65, 4096, 70 << 20)] + [kernels.empty((3, 5), np.float32)]
+    arrays = [kernels.allocate((n,), np.uint8) for n in (1, 65, 4096, 70 << 20)] + [
+        kernels.allocate((3, 5), np.float32)
+    ]
     for number, array in enumerate(arrays):
         assert array.ctypes.data % 64 == 0 and not array[:1].any()
         array[:] = number + 1

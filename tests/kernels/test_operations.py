@@ -34,7 +34,7 @@ def draw_floats(seed: int, *shape: int) -> np.ndarray:
 
 def run(kernels: Kernels, *ops: object, batch: Batch | None = None) -> None:
     """Execute operations as one list."""
-    operations = kernels.op_list()
+    operations = kernels.create_op_list()
     for op in ops:
         operations.append(op)
     operations.run(one_sequence(ROWS) if batch is None else batch)
@@ -235,7 +235,7 @@ def test_segments_run_in_order_for_any_thread_count(kernels: Kernels):
     for threads in (1, 2, 3, 5):
         kernels.set_threads(threads)
         a, b = np.zeros_like(x), np.zeros_like(x)
-        operations = kernels.op_list()
+        operations = kernels.create_op_list()
         operations.append(Linear(a, x, packed))
         middle = operations.append(Activation(b, a, "silu", False))
         operations.append(Linear(a, b, packed, accumulate=True))
@@ -250,7 +250,11 @@ def test_segments_run_in_order_for_any_thread_count(kernels: Kernels):
 
 
 def test_buffers_of_a_wrong_shape_or_type_are_refused(kernels: Kernels):
-    x, packed, operations = draw_floats(0, 4, 8), kernels.pack(draw_floats(1, 6, 8), "float32"), kernels.op_list()
+    x, packed, operations = (
+        draw_floats(0, 4, 8),
+        kernels.pack(draw_floats(1, 6, 8), "float32"),
+        kernels.create_op_list(),
+    )
     for op in [
         Linear(x, x, packed),
         Linear(np.zeros((4, 6)), x, packed),  # float64

@@ -38,7 +38,7 @@ def test_overdue_call_ends_the_process_after_the_report(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "Event", lambda: mock.Mock(**{"query.return_value": False}))
     with watch_device_calls(communicator, host_calls if started_by_others else None):
         calls = communicator.calls
-        number = calls.post(calls.group((0, 1)), "data.gradients", "all_reduce", "data", 16, "float32", (4,))
+        number = calls.post(calls.register_group((0, 1)), "data.gradients", "all_reduce", "data", 16, "float32", (4,))
         calls.done(number)
         assert over.wait(10)
     assert ended[0] == 0, "the thread uses the rank's GPU"

@@ -25,7 +25,7 @@ def leave(path: Path, rank: int, calls: int) -> None:
     descriptor = create_named_file(path / f"rank-{rank:05d}", rank, 2)
     writer = CallWriter(descriptor)
     for _ in range(calls):
-        number = writer.post(writer.group((0, 1)), "data.gradients", "all_reduce", "data", 4, "float32", (4,))
+        number = writer.post(writer.register_group((0, 1)), "data.gradients", "all_reduce", "data", 4, "float32", (4,))
         writer.wait(number)
         writer.done(number)
     with subprocess.Popen(["true"]) as ended:

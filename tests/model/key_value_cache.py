@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from meshwright.model.documents import ONE_DOCUMENT
-from meshwright.model.scaled_dot_product import attend, visibility
-from meshwright.model.tiled_attention import Scores
+from meshwright.model.scaled_dot_product import attend, make_attention_mask
+from meshwright.model.tiled_attention import ScoreSettings
 from meshwright.spec.config import ModelConfig
 
 
@@ -20,7 +20,7 @@ class KeyValueCache:
 
     def __init__(self, config: ModelConfig, *, rows: int = 1, capacity: int = 256) -> None:
         self.length = 0
-        self._scores = Scores(config.score_scale)
+        self._scores = ScoreSettings(config.score_scale)
         self._windows = [config.layer_window(layer) for layer in range(config.layers)]
         self._buffers: list[torch.Tensor | None] = [None] * config.layers
         self._rows, self._capacity = rows, capacity
@@ -56,10 +56,10 @@ class KeyValueCache:
 
     def _mask(self, sequence: int, window: int | None, device: torch.device) -> torch.Tensor | None:
         """Return the attention mask of `sequence` new tokens: boolean [1, 1, S, C], True where a token may attend; with
-        an empty cache, the mask that `visibility` returns (None: plain causal). None for a single new token after
-        others, which attends to all keys passed. window: sliding window in tokens; None: without."""
+        an empty cache, the mask that `make_attention_mask` returns (None: plain causal). None for a single new token
+        after others, which attends to all keys passed. window: sliding window in tokens; None: without."""
         if self.length == 0:
-            visible = visibility(ONE_DOCUMENT, sequence, window, device)
+            visible = make_attention_mask(ONE_DOCUMENT, sequence, window, device)
             assert visible is None or isinstance(visible, torch.Tensor)
             return visible
         if sequence == 1:

@@ -9,7 +9,7 @@ import torch
 
 from meshwright.model import tiled_attention as tiles
 from meshwright.model.documents import Documents
-from meshwright.model.scaled_dot_product import attend, visibility
+from meshwright.model.scaled_dot_product import attend, make_attention_mask
 from meshwright.model.tiled_attention import tiled_attention
 from meshwright.spec.presets import preset
 from tests.model.key_value_cache import KeyValueCache
@@ -61,7 +61,7 @@ def packed(rows: int, tokens: int) -> torch.Tensor:
 def test_attention_and_gradients_match_their_definition(shape: tuple[int, ...], documents: bool, window: int | None):
     q, k, v = heads(shape)
     ids = packed(*shape[:2]) if documents else torch.zeros(shape[:2])
-    visible = visibility(Documents.from_ids(ids), shape[1], window, CPU)
+    visible = make_attention_mask(Documents.from_ids(ids), shape[1], window, CPU)
     want = by_definition(q, k, v, allowed(ids, window))
     out = attend(q, k, v, visible)
     direction = torch.randn(want.shape, dtype=want.dtype, generator=torch.Generator().manual_seed(0))
@@ -75,8 +75,8 @@ def test_attention_with_sinks_matches_its_definition(tile: int, monkeypatch: pyt
     monkeypatch.setattr(tiles, "TILE_SCORES", tile)
     q, k, v = heads((3, 70, 6, 3, 8))
     sinks = torch.tensor([9.0, -2.0, 0.0, 1.0, 3.0, -50.0], dtype=torch.float64, requires_grad=True)
-    visible = visibility(Documents.from_ids(packed(3, 70)), 70, 17, CPU)
-    out = attend(q, k, v, visible, tiles.Scores(8**-0.5, 0.0, sinks))
+    visible = make_attention_mask(Documents.from_ids(packed(3, 70)), 70, 17, CPU)
+    out = attend(q, k, v, visible, tiles.ScoreSettings(8**-0.5, 0.0, sinks))
     want = by_definition(q, k, v, allowed(packed(3, 70), 17), sinks)
     torch.testing.assert_close(out, want, rtol=0, atol=1e-13)
     of_all = q, k, v, sinks
@@ -100,7 +100,7 @@ def test_invisible_keys_are_not_read():
     size = tiles.TILE_QUERIES
     first = torch.arange(4 * size)[None] // size * size  # one document per tile
     everything = slice(0, 4 * size)
-    found = tiles.tiles_of(tiles.Span(everything, everything), torch.zeros(size, size), first)
+    found = tiles.cut_span(tiles.Span(everything, everything), torch.zeros(size, size), first)
     assert [(tile.keys.start, tile.keys.stop) for tile in found] == [(at * size, (at + 1) * size) for at in range(4)]
 
 
@@ -131,12 +131,12 @@ def test_custom_operators_match_their_declarations():
 @pytest.mark.parametrize("documents", [False, True])
 def test_accelerator_mask_equals_cpu_mask(window: int | None, documents: bool):
     ids = packed(3, 20) if documents else torch.zeros(3, 20)
-    mask = visibility(Documents.from_ids(ids).to("meta"), 20, window, torch.device("meta"))
+    mask = make_attention_mask(Documents.from_ids(ids).to("meta"), 20, window, torch.device("meta"))
     if not documents and window is None:
         assert mask is None  # the fused causal kernel
         return
     assert mask is not None and mask.shape == (3 if documents else 1, 1, 20, 20)
-    on_cpu = visibility(Documents.from_ids(ids), 20, window, CPU)
+    on_cpu = make_attention_mask(Documents.from_ids(ids), 20, window, CPU)
     assert on_cpu is not None
     places = torch.arange(20)
     first_visible = (places >= on_cpu[..., None]) & (places <= places[:, None])

@@ -19,7 +19,7 @@ from meshwright.checkpoint.model_directory import save_huggingface
 from meshwright.errors import ModelWarning
 from meshwright.model.documents import Documents
 from meshwright.model.huggingface import load_huggingface
-from meshwright.model.rope import RotaryTable, half_rotation_order, pad_pairs, rotate
+from meshwright.model.rope import RotaryTable, find_half_rotation_order, pad_pairs, rotate
 from meshwright.spec.config_json import config_from_huggingface, config_to_huggingface
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.parameters import parameter_table
@@ -334,9 +334,9 @@ def test_a_server_chooses_longrope_factors_by_its_longest_sequence():
     assert rotation is not None
     short, long = (RotaryTable(rotation, torch.float64, length) for length in (4096, 4097))
     cpu = torch.device("cpu")
-    assert torch.equal(short.up_to(9, cpu)[0], RotaryTable(rotation, torch.float64).up_to(9, cpu)[0])
-    assert not torch.equal(short.up_to(9, cpu)[0], long.up_to(9, cpu)[0])
-    assert torch.equal(long.up_to(9, cpu)[0], RotaryTable(rotation, torch.float64).up_to(5000, cpu)[0][:16])
+    assert torch.equal(short.get_table(9, cpu)[0], RotaryTable(rotation, torch.float64).get_table(9, cpu)[0])
+    assert not torch.equal(short.get_table(9, cpu)[0], long.get_table(9, cpu)[0])
+    assert torch.equal(long.get_table(9, cpu)[0], RotaryTable(rotation, torch.float64).get_table(5000, cpu)[0][:16])
 
 
 def test_packed_documents_choose_longrope_factors_as_each_does_alone(tmp_path: Path):
@@ -365,9 +365,9 @@ def test_packed_documents_choose_longrope_factors_as_each_does_alone(tmp_path: P
 @pytest.mark.parametrize("name", ["phi3-tiny", "glm4-tiny", "llama-tiny"])
 def test_half_rotation_order_leaves_scores_as_they_are(name: str):
     config = preset(name)
-    rotation, order = config.layer_rotation(0), half_rotation_order(config)
+    rotation, order = config.layer_rotation(0), find_half_rotation_order(config)
     assert rotation is not None and (order is None) == (name == "llama-tiny")
-    table = RotaryTable(rotation, torch.float64).up_to(16, torch.device("cpu"))
+    table = RotaryTable(rotation, torch.float64).get_table(16, torch.device("cpu"))
     q, k = torch.randn(2, 1, 1, 16, config.head_dim, dtype=torch.float64)
     want = rotate(q, *table, config.rotary_interleaved) @ rotate(k, *table, config.rotary_interleaved).mT
     table = pad_pairs(table, config.head_dim)

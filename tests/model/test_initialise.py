@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from meshwright.layout import Layout
-from meshwright.model.initialise import extract_entry, initial_slice, initial_value, initialise, write_entry
+from meshwright.model.initialise import extract_entry, initial_value, initialise, make_initial_slice, write_entry
 from meshwright.model.transformer import Transformer
-from meshwright.parallel.flat_buffers import flat_layout, select_columns
+from meshwright.parallel.flat_buffers import make_flat_layout, select_columns
 from meshwright.spec.initial_values import draw_normal_values
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
@@ -77,11 +77,11 @@ def test_rank_draws_only_values_that_it_holds(monkeypatch: pytest.MonkeyPatch, l
     for rank in range(parsed.world_size):
         drawn.clear()
         at = parsed.coordinates(rank)
-        flat = flat_layout(table, "layers.1", shards, parsed, at)
+        flat = make_flat_layout(table, "layers.1", shards, parsed, at)
         size = flat.padded // shards
         start = size * (at["dp"] if parsed.zero else 0)
         shard = torch.full((size,), float("nan"))
-        flat.fill(shard, start, partial(initial_slice, seed=5))
+        flat.fill(shard, start, partial(make_initial_slice, seed=5))
         assert sum(drawn) <= size
         for part, first, last in flat.slices_within(start, start + size):
             whole = initial_value(part.entry, 5)

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from meshwright.model.rope import RotaryTable, _rotate_halves, inverse_frequencies, rotate
+from meshwright.model.rope import RotaryTable, _rotate_halves, compute_inverse_frequencies, rotate
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_to_huggingface
 from meshwright.spec.presets import preset
@@ -78,8 +78,8 @@ def test_scores_depend_on_the_distance_alone():
 
 
 def test_yarn_keeps_high_frequencies_and_scales_low_ones():
-    plain = inverse_frequencies(config("plain").layer_rotation(0), torch.float64)
-    yarn = inverse_frequencies(config("yarn").layer_rotation(0), torch.float64)
+    plain = compute_inverse_frequencies(config("plain").layer_rotation(0), torch.float64)
+    yarn = compute_inverse_frequencies(config("yarn").layer_rotation(0), torch.float64)
     assert yarn[0] == plain[0]
     torch.testing.assert_close(yarn[-1], plain[-1] / 4)
 

@@ -13,12 +13,12 @@ from meshwright.model import transformer
 from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.documents import Documents
 from meshwright.model.initialise import initialise
-from meshwright.model.scaled_dot_product import attend, visibility
-from meshwright.model.tiled_attention import Scores
+from meshwright.model.scaled_dot_product import attend, make_attention_mask
+from meshwright.model.tiled_attention import ScoreSettings
 from meshwright.model.transformer import Transformer
-from meshwright.model.varlen_attention import VarlenMask, supports_flash_attention, varlen_mask
+from meshwright.model.varlen_attention import VarlenMask, make_varlen_mask, supports_flash_attention
 from meshwright.parallel.recompute import ActivationCheckpointing
-from meshwright.spec.chunks import padded_documents
+from meshwright.spec.chunks import pad_document_count
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from tests.model.flash_kernels import flash_kernels_on_cpu
@@ -47,7 +47,7 @@ def test_varlen_attention_equals_dense_mask(calls, window: int | None, starts: A
     heads = [each.transpose(1, 2) for each in x.split([4, kv_heads, kv_heads], dim=2)]
     found = []
     for form in ("varlen", "first"):
-        mask = visibility(documents, tokens, window, CPU, form)
+        mask = make_attention_mask(documents, tokens, window, CPU, form)
         assert isinstance(mask, VarlenMask) == (form == "varlen" and (starts is not None or window == 4))
         out = attend(*heads, mask)
         assert out.transpose(1, 2).is_contiguous()
@@ -58,17 +58,17 @@ def test_varlen_attention_equals_dense_mask(calls, window: int | None, starts: A
 
 
 def test_boundaries_are_padded_and_the_longest_document_is_known():
-    mask = varlen_mask(documents_from_starts(STARTS, 24), 7, CPU)
+    mask = make_varlen_mask(documents_from_starts(STARTS, 24), 7, CPU)
     assert mask.cu_seqlens is not None and mask.lengths is not None and mask.window == 7
     assert mask.cu_seqlens.tolist() == [[0, 1, 7, 8, 20, 24, 48, 71, *[72] * 9]]
     assert mask.cu_seqlens.dtype == torch.int32 and mask.lengths.tolist() == [24, 0, 1, 0, 24, 0, 23]
-    assert varlen_mask(Documents(), None, CPU) == (None, None, 0)
-    assert [padded_documents(count) for count in (1, 16, 17, 32, 1000)] == [16, 16, 32, 32, 1024]
+    assert make_varlen_mask(Documents(), None, CPU) == (None, None, 0)
+    assert [pad_document_count(count) for count in (1, 16, 17, 32, 1000)] == [16, 16, 32, 32, 1024]
 
 
 def test_boundaries_of_chunks_cut_documents():
     """Chunks 1 and 2 of four of six tokens: pieces, and the document of each chunk's first token."""
-    mask = varlen_mask(documents_from_starts(STARTS, 24), None, CPU, held=(1, 2), chunks=4)
+    mask = make_varlen_mask(documents_from_starts(STARTS, 24), None, CPU, held=(1, 2), chunks=4)
     assert mask.cu_seqlens is not None and mask.lengths is not None
     assert mask.cu_seqlens.tolist() == [[0, 1, 2, 6, 12, *[18] * 12], [0, 6, 12, *[18] * 14]]
     assert mask.lengths.tolist() == [6, 1, 1, 8, 6, 0, 6, 0, 6, 0, 6, 0, 6]
@@ -126,7 +126,7 @@ def test_flash_attention_takes_narrow_types_and_head_sizes(device: str, dtype: t
 
 
 def test_varlen_operators_declare_what_they_return(calls):
-    mask = varlen_mask(documents_from_starts(STARTS, 24), None, CPU)
+    mask = make_varlen_mask(documents_from_starts(STARTS, 24), None, CPU)
     q = torch.randn(3, 24, 4, 8, dtype=torch.float32).transpose(1, 2).requires_grad_()
     operators = torch.ops.meshwright
     for sinks in (None, torch.randn(4, requires_grad=True)):
@@ -141,8 +141,8 @@ def test_sinks_of_flash_attention_equal_those_of_tiles(calls, starts: Any):
     sinks = torch.randn(4, dtype=torch.float64, requires_grad=True)
     heads, found = [each.transpose(1, 2) for each in x.split([4, 2, 2], dim=2)], []
     for form in ("varlen", "first"):
-        mask = visibility(documents, 24, 7, CPU, form)
-        out = attend(*heads, mask, Scores(0.4, 0.0, sinks))
+        mask = make_attention_mask(documents, 24, 7, CPU, form)
+        out = attend(*heads, mask, ScoreSettings(0.4, 0.0, sinks))
         found.append((out, *torch.autograd.grad((out * torch.arange(8)).sum(), (x, sinks))))
     torch.testing.assert_close(found[0], found[1])
     assert len(calls) == 1

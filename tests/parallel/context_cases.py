@@ -14,8 +14,8 @@ from meshwright.layout import Layout
 from meshwright.model import tiled_attention as tiles
 from meshwright.model.documents import Documents
 from meshwright.model.scaled_dot_product import MaskForm
-from meshwright.model.tiled_attention import Scores
-from meshwright.parallel.context import context_operations, local_positions
+from meshwright.model.tiled_attention import ScoreSettings
+from meshwright.parallel.context import list_local_positions, make_context_operations
 from tests.model.flash_kernels import flash_kernels_on_cpu
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ def ids_of(shape: tuple[int, ...], documents: bool | list[list[int]]) -> torch.T
 
 
 def by_definition(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ids: torch.Tensor, window: int | None, how: Scores | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ids: torch.Tensor, window: int | None, how: ScoreSettings | None
 ) -> Any:
     """Softmax over an explicit mask, of scores with scale and softcap `how`."""
     places = torch.arange(ids.shape[1])
@@ -67,7 +67,7 @@ def attention(
     case: Case,
     dtype: torch.dtype,
     seed: int = 0,
-    how: Scores | None = None,
+    how: ScoreSettings | None = None,
     flash: bool = False,
     with_sinks: bool = False,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -75,7 +75,7 @@ def attention(
     the ranks of the gradients of sinks, if heads have them."""
     shape, documents, window, tiles.TILE_QUERIES = case
     ids, layout = ids_of(shape, documents), mesh.layout
-    places = local_positions(layout, mesh.cp.rank, shape[1])
+    places = list_local_positions(layout, mesh.cp.rank, shape[1])
     *whole, direction = inputs(shape, seed)
     whole = [x.requires_grad_() for x in whole]
     sinks = [torch.linspace(-2, 3, shape[2], dtype=torch.float64, requires_grad=True)] if with_sinks else []
@@ -83,9 +83,11 @@ def attention(
     wanted = by_definition(*whole, ids, window, how)
     want = [wanted.detach(), *torch.autograd.grad(wanted, [*whole, *sinks], direction)]
     mine = [x.detach()[:, :, places].to(dtype).requires_grad_() for x in whole]
-    operations = context_operations(mesh)
+    operations = make_context_operations(mesh)
     form: MaskForm = "varlen" if flash else "first"
-    visible = operations.visibility(Documents.from_ids(ids).select_tokens(places), len(places), window, CPU, form)
+    visible = operations.make_attention_mask(
+        Documents.from_ids(ids).select_tokens(places), len(places), window, CPU, form
+    )
     how = how._replace(sinks=sinks[0].to(dtype)) if how and sinks else how
     found = operations.attend(*mine, visible, how)
     gradients = torch.autograd.grad(found, [*mine, *sinks], direction[:, :, places].to(dtype))
@@ -96,8 +98,8 @@ def attention(
 
 
 def errors(
-    method: str, cases: list[Case], dtype: torch.dtype = torch.float64, how: Scores | None = None, flash: bool = False,
-    with_sinks: bool = False,
+    method: str, cases: list[Case], dtype: torch.dtype = torch.float64, how: ScoreSettings | None = None,
+    flash: bool = False, with_sinks: bool = False,
 ) -> list[float]:  # fmt: skip
     """The largest absolute error of each case over result and gradients on this rank. flash: by flash kernels."""
     mesh = Mesh.create(Layout(cp=dist.get_world_size(), cp_method=method))
@@ -109,7 +111,7 @@ def errors(
 
 
 def flash_errors(
-    cases: list[Case], dtype: torch.dtype, how: Scores | None = None, with_sinks: bool = False
+    cases: list[Case], dtype: torch.dtype, how: ScoreSettings | None = None, with_sinks: bool = False
 ) -> list[float]:
     """The same with PyTorch's flash kernels, replaced by their definition."""
     with flash_kernels_on_cpu() as calls:
@@ -143,8 +145,8 @@ def without_gradients(method: str) -> bool:
     """Return True if the result without gradients is bitwise equal."""
     mesh = Mesh.create(Layout(cp=dist.get_world_size(), cp_method=method))
     q, k, v, _ = inputs((2, 16, 4, 2, 8), mesh.cp.rank)
-    operations = context_operations(mesh)
-    visible = operations.visibility(Documents(), 16, None, CPU)
+    operations = make_context_operations(mesh)
+    visible = operations.make_attention_mask(Documents(), 16, None, CPU)
     wanted = operations.attend(q, k, v.requires_grad_(), visible)
     with torch.no_grad():
         same = torch.equal(operations.attend(q, k, v, visible), wanted)
@@ -159,7 +161,7 @@ def operators(method: str) -> None:
     ring, key = torch.ops.meshwright, mesh.cp.key
     if method == "ring":
         documents = Documents.from_ids((torch.arange(32) > 9)[None].expand(2, -1))
-        mask = context_operations(mesh).visibility(documents, 16, None, CPU, "varlen")
+        mask = make_context_operations(mesh).make_attention_mask(documents, 16, None, CPU, "varlen")
         with flash_kernels_on_cpu():
             _check_operators("flash_ring_attention", (q, k, v, mask.tensors, [0.0, 0.3], key, None), direction)
         first, sinks = torch.arange(16).clamp(max=5)[None], torch.ones(4, dtype=torch.float64)

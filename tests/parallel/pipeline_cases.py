@@ -177,7 +177,7 @@ def spoilt(site: str, kind: str, call: int | None = None) -> tuple[float, list[A
     mesh = Mesh.create(Layout(pp=2, micro_batches=3))
     mesh.faults.inject(Fault(site, "transfer", kind, call=call))
     result = run(generate("1f1b", 2, 3), mesh)
-    struck = mesh.faults.struck
+    struck = mesh.faults.affected_calls
     mesh.close()
     return result["loss"], list(result["gradients"].values()), struck
 

@@ -12,8 +12,8 @@ from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.model import tiled_attention as tiles
 from meshwright.model.documents import Documents
-from meshwright.model.tiled_attention import Scores
-from meshwright.parallel.context import local_positions, shard_sequences
+from meshwright.model.tiled_attention import ScoreSettings
+from meshwright.parallel.context import list_local_positions, shard_sequences
 from meshwright.parallel.ring_spans import list_spans
 from tests.parallel import context_cases as cases
 
@@ -36,7 +36,7 @@ THREE = [((rows, tokens, 6, keys, size), *rest) for (rows, tokens, _, _, size), 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_every_token_belongs_to_exactly_one_rank(ranks, method):
     layout = Layout(cp=ranks, cp_method=method)
-    places = [local_positions(layout, rank, 48) for rank in range(ranks)]
+    places = [list_local_positions(layout, rank, 48) for rank in range(ranks)]
     assert sorted(torch.cat(places).tolist()) == list(range(48))
     assert {len(each) for each in places} == {48 // ranks}
     assert all(each.tolist() == sorted(each.tolist()) for each in places)
@@ -44,12 +44,12 @@ def test_every_token_belongs_to_exactly_one_rank(ranks, method):
 
 def test_ring_sharding_gives_each_rank_early_and_late_tokens():
     layout = Layout(cp=3)
-    assert [local_positions(layout, rank, 12).tolist() for rank in range(3)] == [
+    assert [list_local_positions(layout, rank, 12).tolist() for rank in range(3)] == [
         [0, 1, 10, 11],
         [2, 3, 8, 9],
         [4, 5, 6, 7],
     ]
-    assert local_positions(Layout(cp=3, cp_method="ulysses"), 1, 12).tolist() == [4, 5, 6, 7]
+    assert list_local_positions(Layout(cp=3, cp_method="ulysses"), 1, 12).tolist() == [4, 5, 6, 7]
 
 
 def test_sharded_documents_know_positions_of_local_tokens():
@@ -74,7 +74,7 @@ def test_ring_spans_cover_every_visible_key_once(ranks):
     tokens = 12
     seen = torch.zeros(ranks * tokens, ranks * tokens)
     for rank, source in itertools.product(range(ranks), repeat=2):
-        mine, theirs = (local_positions(Layout(cp=ranks), each, ranks * tokens) for each in (rank, source))
+        mine, theirs = (list_local_positions(Layout(cp=ranks), each, ranks * tokens) for each in (rank, source))
         for span in list_spans(rank, source, ranks, tokens):
             queries, keys = mine[span.queries], theirs[span.keys]
             assert (int(queries[0]), int(keys[0])) == (span.query_start, span.key_start)
@@ -89,7 +89,7 @@ def work(rank: int, source: int, ranks: int, tokens: int, first: torch.Tensor | 
     return sum(
         (tile.queries.stop - tile.queries.start) * (tile.keys.stop - tile.keys.start)
         for span in list_spans(rank, source, ranks, tokens)
-        for tile in tiles.tiles_of(span, triangle, first)
+        for tile in tiles.cut_span(span, triangle, first)
     )
 
 
@@ -111,7 +111,7 @@ def test_keys_invisible_to_local_queries_are_not_read():
     piece = places // tiles.TILE_QUERIES * tiles.TILE_QUERIES  # one document per chunk
     window = (places - 9).clamp(min=0)
     for rank in range(ranks):
-        here = local_positions(Layout(cp=ranks), rank, ranks * tokens)
+        here = list_local_positions(Layout(cp=ranks), rank, ranks * tokens)
         scores = [work(rank, source, ranks, tokens, piece[here][None]) for source in range(ranks)]
         assert [count > 0 for count in scores] == [source == rank for source in range(ranks)]
         scores = [work(rank, source, ranks, tokens, window[here][None]) for source in range(ranks)]
@@ -139,9 +139,9 @@ def test_context_attention_on_two_ranks_matches_for_every_dtype(two, method):
 
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_scaled_and_capped_scores_and_sinks_on_two_ranks_match_one_device(two, method):
-    for worst in two.run(cases.errors, method, CASES, torch.float64, Scores(0.9, 1.3)):
+    for worst in two.run(cases.errors, method, CASES, torch.float64, ScoreSettings(0.9, 1.3)):
         assert max(worst) < 1e-12
-    for worst in two.run(cases.errors, method, CASES[::2], torch.float64, Scores(0.9), False, True):
+    for worst in two.run(cases.errors, method, CASES[::2], torch.float64, ScoreSettings(0.9), False, True):
         assert max(worst) < 1e-12
 
 
@@ -166,7 +166,7 @@ def test_ring_of_flash_kernels_with_documents_and_windows_matches_dense_masks(ra
         for worst in started.run(cases.flash_errors, FLASH, torch.float64):
             assert max(worst) < 1e-12, [case for case, error in zip(FLASH, worst, strict=True) if not error < 1e-12]
         for sinks in (False, True):
-            for worst in started.run(cases.flash_errors, FLASH[sinks::5], torch.float64, Scores(0.9), sinks):
+            for worst in started.run(cases.flash_errors, FLASH[sinks::5], torch.float64, ScoreSettings(0.9), sinks):
                 assert max(worst) < 1e-12, "scaled scores, and sinks"
         for worst in started.run(cases.flash_errors, FLASH[::5], torch.bfloat16):
             assert max(worst) < 0.1, worst

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from meshwright.parallel.flat_buffers import cut_slices, flat_layout, split_evenly
+from meshwright.parallel.flat_buffers import cut_slices, make_flat_layout, split_evenly
 from meshwright.spec.parameter_entries import ALIGNMENT, padded_numel
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
@@ -19,7 +19,7 @@ def test_slices_of_all_shards_cover_every_parameter_once(name, shards):
     table = parameter_table(preset(name))
     seen = {entry.name: torch.zeros(entry.numel, dtype=torch.int64) for entry in table.entries}
     for unit_name in table.units:
-        unit = flat_layout(table, unit_name, shards)
+        unit = make_flat_layout(table, unit_name, shards)
         assert unit.padded % (shards * ALIGNMENT) == 0 and 0 <= unit.padded - unit.numel < shards * ALIGNMENT
         length = unit.padded // shards
         for shard in range(shards):
@@ -35,7 +35,7 @@ def test_slices_of_all_shards_cover_every_parameter_once(name, shards):
 
 def test_decayed_tensors_come_first_in_a_unit():
     table = parameter_table(preset("gpt2-tiny"))
-    unit = flat_layout(table, "layers.0")
+    unit = make_flat_layout(table, "layers.0")
     for placed in unit.tensors:
         assert (placed.offset < unit.decay_numel) == placed.tensor.decay
     assert unit.decay_numel == max(placed.offset + placed.numel for placed in unit.tensors if placed.tensor.decay)
@@ -43,7 +43,7 @@ def test_decayed_tensors_come_first_in_a_unit():
 
 def test_slice_is_writable_view_for_checkpoint():
     table = parameter_table(preset("llama-tiny"))
-    unit = flat_layout(table, "head")
+    unit = make_flat_layout(table, "head")
     flat = torch.zeros(unit.padded)
     for piece in cut_slices(unit, "master", flat, 0, 0, unit.numel):
         piece.tensor.fill_(1.0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from meshwright.model.documents import Documents
-from meshwright.model.varlen_attention import varlen_mask
+from meshwright.model.varlen_attention import make_varlen_mask
 from meshwright.parallel import ring_spans
 from tests.model.flash_kernels import visible_pairs
 from tests.packed_documents import documents_from_starts
@@ -23,10 +23,10 @@ Call = tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]
 def calls_of(rank: int, ranks: int, chunk: int, rows: int, documents: Documents, window: int | None) -> Iterator[Call]:
     """The calls of a rank; one with variable lengths is a call for each document."""
     indices = torch.arange(2 * ranks * chunk).view(2 * ranks, chunk)
-    mine = indices[list(ring_spans.held_chunks(rank, ranks))].flatten()
-    mask = varlen_mask(documents, window, CPU, ring_spans.held_chunks(rank, ranks), 2 * ranks)
+    mine = indices[list(ring_spans.list_held_chunks(rank, ranks))].flatten()
+    mask = make_varlen_mask(documents, window, CPU, ring_spans.list_held_chunks(rank, ranks), 2 * ranks)
     for source in range(ranks):
-        theirs = indices[list(ring_spans.held_chunks(source, ranks))].flatten()
+        theirs = indices[list(ring_spans.list_held_chunks(source, ranks))].flatten()
         for span in ring_spans.list_spans(rank, source, ranks, 2 * chunk):
             for at, there, call in ring_spans.list_kernel_calls(mask, span, rows):
                 queries, keys = mine[at[3]], theirs[there[2]]

@@ -15,7 +15,7 @@ from meshwright.model.axis_operations import TensorOperations
 from meshwright.model.initialise import initial_value
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.axes import axis_operations
-from meshwright.parallel.flat_buffers import cut_slices, flat_layout
+from meshwright.parallel.flat_buffers import cut_slices, make_flat_layout
 from meshwright.parallel.step import count_targets
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.spec import chunks
@@ -49,7 +49,7 @@ def test_every_element_is_saved_once_with_holder_count(config, layout_text):
     for rank in range(layout.world_size):
         coordinates = layout.coordinates(rank)
         for name in table.units:
-            unit = flat_layout(table, name, shards, layout, coordinates)
+            unit = make_flat_layout(table, name, shards, layout, coordinates)
             assert unit.numel == table.unit_numel(name, layout)
             length = unit.padded // shards
             start = coordinates["dp"] * length
@@ -67,7 +67,7 @@ def test_every_element_is_saved_once_with_holder_count(config, layout_text):
 
 def test_slice_reports_its_columns_of_parameter():
     table, layout = parameter_table(LLAMA), Layout(tp=2)
-    unit = flat_layout(table, "layers.0", 1, layout, {"tp": 1})
+    unit = make_flat_layout(table, "layers.0", 1, layout, {"tp": 1})
     entry = table.entry("model.layers.0.mlp.down_proj.weight")
     (piece,) = [
         p for p in cut_slices(unit, "master", torch.zeros(unit.numel), 0, 0, unit.numel) if p.name == entry.name
@@ -210,7 +210,9 @@ def test_ranks_with_different_token_counts_chunk_loss_equally(monkeypatch):
     cuts = [
         [
             chunk.tokens
-            for chunk in loss._logit_chunks(hidden, targets, loss.OutputHead(weight, TensorOperations(), widest=250))
+            for chunk in loss._iterate_logit_chunks(
+                hidden, targets, loss.OutputHead(weight, TensorOperations(), widest=250)
+            )
         ]
         for weight in (torch.randn(250, 8), torch.randn(249, 8))
     ]
@@ -220,6 +222,6 @@ def test_ranks_with_different_token_counts_chunk_loss_equally(monkeypatch):
 def test_flat_buffer_lengths_match_parameter_table():
     table, layout = parameter_table(LLAMA), Layout(tp=4)
     for name in table.units:
-        units = [flat_layout(table, name, 2, layout, {"tp": rank}) for rank in range(4)]
+        units = [make_flat_layout(table, name, 2, layout, {"tp": rank}) for rank in range(4)]
         assert len({(unit.numel, unit.padded, unit.decay_numel) for unit in units}) == 1, "equal on all ranks"
         assert units[0].padded == padded_numel(units[0].numel, 2)

@@ -10,7 +10,7 @@ import torch
 from meshwright.layout import Layout
 from meshwright.planner.cost.measured_rates import BACKWARD, SCORE_BYTES
 from meshwright.planner.cost.micro_batch import MicroBatch
-from meshwright.planner.cost.operations import operations
+from meshwright.planner.cost.operations import list_operations
 from meshwright.probe.layer_kernels import VOCABULARY, list_layer_points
 from meshwright.probe.points import MeasurementPlan, MeasurementPoint, start_backward, time_point
 from meshwright.spec.presets import preset
@@ -58,7 +58,7 @@ def test_attention_scores_match_tiles(points: list[MeasurementPoint]):
 
 def test_planner_operations_have_names_of_timed_kernels(points: list[MeasurementPoint]):
     config = preset("llama-3-8b")
-    found = operations(MicroBatch.of(config, Layout(), 1, 256), Stage(0, range(1), first=False, last=False))
+    found = list_operations(MicroBatch.of(config, Layout(), 1, 256), Stage(0, range(1), first=False, last=False))
     ends = {one.name.rpartition(".")[2] for one in found}
     assert {"norm", "rotary", "activation"} <= ends
 
@@ -66,7 +66,7 @@ def test_planner_operations_have_names_of_timed_kernels(points: list[Measurement
 def test_loss_is_priced_by_bytes_of_planners_operation(points: list[MeasurementPoint]):
     """For equally many logits, without the matrix product that computes them."""
     config = replace(preset("llama-3-8b"), vocabulary=VOCABULARY)
-    head = operations(MicroBatch.of(config, Layout(), 1, 32), Stage(0, range(0), first=False, last=True))
+    head = list_operations(MicroBatch.of(config, Layout(), 1, 32), Stage(0, range(0), first=False, last=True))
     for phase, way in (("forward", ""), ("input", BACKWARD)):
         one = next(each for each in points if each.name == "loss" + way and each.sizes == (32 * VOCABULARY,))
         assert [each.bytes for each in head if (each.name, each.phase) == ("loss", phase)] == [one.bytes]

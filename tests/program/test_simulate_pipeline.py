@@ -133,7 +133,7 @@ ranks 1, micro-batches 2, placement 0 0
     assert times(simulate_pipeline(other, Durations(1, 1, 1, overlapped=[9, 2])))["1B0"] == (2, 7.5)
 
 
-def test_an_update_takes_no_time_unless_said() -> None:
+def test_an_update_takes_no_time_by_default() -> None:
     asynchronous = program("""
 ranks 1, micro-batches 1, placement 0
 

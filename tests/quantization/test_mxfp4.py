@@ -58,7 +58,7 @@ def test_every_code_and_scale_is_the_value_of_transformers():
     scales = torch.arange(2, 252, dtype=torch.uint8).view(1, 250, 1).expand(-1, -1, 16).contiguous()
     found = mxfp4.dequantize(blocks, scales)
     expected = convert_moe_packed_tensors(blocks, scales)
-    assert found.shape == mxfp4.unpacked_shape(tuple(blocks.shape)) == expected.shape
+    assert found.shape == mxfp4.compute_dequantized_shape(tuple(blocks.shape)) == expected.shape
     assert torch.equal(found, expected.float()) and len(found.unique()) > 1000
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from meshwright.quantization.formats import round_trip
-from meshwright.quantization.packing import PackedProduct, Packing
+from meshwright.quantization.packing import QuantizedFormat, QuantizedMatmul
 
 # bitsandbytes.functional.quantize_4bit(weights, blocksize=64, quant_type="nf4"): codes, absmax, dequantized values.
 EXPECTED = {
@@ -32,7 +32,7 @@ def digest(values: torch.Tensor) -> str:
 
 @pytest.mark.parametrize("dtype", EXPECTED)
 def test_nf4_is_that_of_bitsandbytes(dtype: torch.dtype):
-    packing = Packing("nf4")
+    packing = QuantizedFormat("nf4")
     records = packing.pack(weights().to(dtype).flatten()).view(-1, 36)
     scales = records[:, 32:].contiguous().view(torch.float32)
     values = packing.unpack(records, dtype).float()
@@ -41,7 +41,7 @@ def test_nf4_is_that_of_bitsandbytes(dtype: torch.dtype):
 
 @pytest.mark.parametrize("name", ["nf4", "int8"])
 def test_records_are_independent_of_where_the_weights_are_cut(name: str):
-    packing, whole = Packing(name), weights()
+    packing, whole = QuantizedFormat(name), weights()
     records = packing.pack(whole.flatten()).view(96, 2, -1)
     assert torch.equal(packing.pack(whole[:, 64:].flatten()).view(96, -1), records[:, 1])
     assert torch.equal(packing.pack(whole[5:9].flatten()).view(4, 2, -1), records[5:9])
@@ -55,8 +55,8 @@ def test_int8_is_off_by_at_most_half_a_step():
 
 
 def test_packed_product_has_the_gradient_of_the_unpacked_weight():
-    packing, whole = Packing("nf4"), weights()
-    product, records = PackedProduct(packing, (96, 128)), packing.pack(whole.flatten())
+    packing, whole = QuantizedFormat("nf4"), weights()
+    product, records = QuantizedMatmul(packing, (96, 128)), packing.pack(whole.flatten())
     x = torch.randn(3, 5, 128, dtype=torch.float64, requires_grad=True)
     dy = torch.randn(3, 5, 96, dtype=torch.float64)
     y = product(x, records)

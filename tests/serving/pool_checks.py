@@ -41,4 +41,4 @@ def check_scheduler(scheduler: Scheduler) -> None:
             assert row[each.blocks - len(held) : each.blocks].tolist() == list(held)
             assert not row[: each.blocks - len(held)].any() and not row[each.blocks :].any()
     scheduler._state = None
-    assert scheduler._admission_state().safe
+    assert scheduler._get_admission_state().safe

@@ -28,7 +28,7 @@ class GreedySequence:
     def __init__(self, begin: int, all_rows: bool) -> None:
         self.begin, self.all_rows = begin, all_rows
 
-    def output_positions(self, count: int) -> range:
+    def get_output_positions(self, count: int) -> range:
         return range(self.begin if self.all_rows else self.begin + count - 1, self.begin + count)
 
     def prepare_draw(self, position: int) -> Draw:

@@ -88,7 +88,9 @@ def test_safe_states_allow_all_requests_to_finish_oldest_first(kinds: list[Claim
                 tables = len(claim.owned)
                 for taken in range(min(claim.remaining, *claim.room, available // tables) + 1):
                     after = [*claims[:index], claim.take(taken), *claims[index + 1 :]]
-                    assert can_end_in_order(available - tables * taken, after) == (taken <= state.allowance(index))
+                    assert can_end_in_order(available - tables * taken, after) == (
+                        taken <= state.compute_allowance(index)
+                    )
     assert min(counts.values()) > 500
 
 
@@ -121,15 +123,17 @@ def test_incremental_admission_state_equals_rebuilt_one(
     for index, count in steps:
         if not state.safe or index >= len(claims):
             continue
-        count = min(count, claims[index].remaining, *claims[index].room, state.allowance(index))
+        count = min(count, claims[index].remaining, *claims[index].room, state.compute_allowance(index))
         state.take(index, count)
         claims[index] = claims[index].take(count)
         available -= 2 * count
         anew = build(available, claims)
         assert anew.safe
-        assert [state.allowance(i) for i in range(len(claims))] == [anew.allowance(i) for i in range(len(claims))]
+        assert [state.compute_allowance(i) for i in range(len(claims))] == [
+            anew.compute_allowance(i) for i in range(len(claims))
+        ]
         joined, anew = (each.admit(most=[2, 1], remaining=2, cached=[0, 0], shared={}) for each in (state, anew))
-        assert [joined.safe, joined.allowance(len(claims))] == [anew.safe, anew.allowance(len(claims))]
+        assert [joined.safe, joined.compute_allowance(len(claims))] == [anew.safe, anew.compute_allowance(len(claims))]
 
 
 def test_shared_block_counts_for_its_youngest_holder():
@@ -145,7 +149,7 @@ def test_shared_block_counts_for_its_youngest_holder():
 def test_block_shared_by_younger_sequence_is_not_reclaimed_before_window():
     # Tables without a window and with one of at most 2 blocks; the oldest has 2 and 2 and grows by 3.
     state = AdmissionState(3, 2, [3], [[5, 2]], [[2, 2]])
-    assert state.safe and state.allowance(0) == 1
+    assert state.safe and state.compute_allowance(0) == 1
     joined = state.admit(most=[2, 2], remaining=0, cached=[0, 0], shared={(0, 0): 2})
     assert joined.safe  # blocks of the first table are kept until the end: nothing changes for the oldest
     assert not state.admit(most=[2, 2], remaining=0, cached=[0, 0], shared={(0, 1): 1}).safe
@@ -154,7 +158,7 @@ def test_block_shared_by_younger_sequence_is_not_reclaimed_before_window():
 def run(requests: list[Request], blocks: int, reserved: bool = False) -> tuple[int, int, int]:
     """Return steps, pauses and the most sequences that ran concurrently; `reserved`: admit only as many as can all
     grow to their most together (worst-case reservation)."""
-    longest = max(-(-(request.longest - 1) // 16) for request in requests)
+    longest = max(-(-(request.max_total_tokens - 1) // 16) for request in requests)
     scheduler = Scheduler(StepLimits(blocks, 64, blocks // longest if reserved else 16, 256))
     for request in requests:
         scheduler.add(request)

@@ -127,7 +127,7 @@ def test_free_cached_and_held_blocks_sum_to_pool(actions: list[tuple[str, int]])
         held = {block for table in tables.values() for block in table}
         assert pool.free + pool.cached + len(held) == 6
         for one, table in tables.items():
-            youngest = [pool.youngest_holder(block) for block in table]
+            youngest = [pool.find_youngest_holder(block) for block in table]
             assert pool.owned[one, 0] == youngest.count(one)
 
 

@@ -61,7 +61,7 @@ def test_offsets_are_the_characters_before_each_token(prompts: Prompts):
         begin = len(echo or "")
         assert piece.text[begin:] == SAMPLE
         for number, (result, offset) in enumerate(piece.tokens):
-            whole = prompts.token_text(result.token)
+            whole = prompts.get_token_text(result.token)
             if not whole.startswith("bytes:"):
                 assert piece.text[offset:].startswith(whole), number
 
@@ -93,4 +93,4 @@ def test_echo_returns_positions_of_prompt_tokens(prompts: Prompts):
     assert [token.result.token for token in piece.tokens] == tokens
     assert piece.tokens[0].result.logprob is None
     for result, offset in piece.tokens[1:]:
-        assert piece.text[offset:].startswith(prompts.token_text(result.token))
+        assert piece.text[offset:].startswith(prompts.get_token_text(result.token))

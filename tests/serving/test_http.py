@@ -506,7 +506,7 @@ def test_retry_is_recognised_by_key_path_and_body(http: httpx.Client, engine: Fa
         assert http.post(path, json=body | change, headers=headers).status_code == 429
     tickets = engine.tickets
     assert tickets[0].key == tickets[1].key and len({ticket.key for ticket in tickets}) == 4
-    assert [ticket.first for ticket in tickets] == [False, True, False, False, False]
+    assert [ticket.first_attempt for ticket in tickets] == [False, True, False, False, False]
     assert tickets[0].tokens == 12
     assert "meshwright:refused_places_outstanding{" in http.get("/metrics").text
 
@@ -596,7 +596,7 @@ class PanicException(BaseException):
     """What a panic of a Rust library looks like."""
 
 
-@pytest.mark.parametrize("method", ["encode", "detokenizer"])
+@pytest.mark.parametrize("method", ["encode", "create_detokenizer"])
 @pytest.mark.parametrize("stream", [True, False])
 def test_tokenizer_panic_is_error_of_one_request(
     http: httpx.Client, prompts: Prompts, monkeypatch: pytest.MonkeyPatch, method: str, stream: bool
@@ -608,7 +608,7 @@ def test_tokenizer_panic_is_error_of_one_request(
     with monkeypatch.context() as patched:
         patched.setattr(prompts, method, broken)
         answer = http.post("/v1/completions", json={"prompt": "x", "stream": stream})
-    assert answer.status_code == (200 if stream and method == "detokenizer" else 500)
+    assert answer.status_code == (200 if stream and method == "create_detokenizer" else 500)
     assert '"code":"internal_error"' in answer.text and "secret" not in answer.text
     assert http.post("/v1/completions", json={"prompt": "x", "stream": stream}).is_success
 

@@ -62,16 +62,16 @@ def test_special_tokens_are_parsed_where_asked(prompts: Prompts, sentencepiece: 
 def test_token_bytes_concatenate_to_text_bytes(prompts: Prompts, sentencepiece: Prompts):
     for one, text in ((prompts, SAMPLE), (sentencepiece, " some señor 日本")):
         tokens = one.encode(text, add_start=False)
-        assert b"".join(map(one.token_bytes, tokens)) == text.encode()
+        assert b"".join(map(one.get_token_bytes, tokens)) == text.encode()
 
 
 def test_token_text_shows_bytes_of_incomplete_characters(prompts: Prompts, sentencepiece: Prompts):
     for one in (prompts, sentencepiece):
-        shown = [one.token_text(token) for token in one.encode("日", add_start=False)]
+        shown = [one.get_token_text(token) for token in one.encode("日", add_start=False)]
         assert shown[-1] in ("日", "bytes:\\xa5") or shown[-1].startswith("bytes:")
-    assert sentencepiece.token_text(1 + 0xE6) == "bytes:\\xe6"
-    assert sentencepiece.token_text(0) == "<s>"
-    assert sentencepiece.token_text(257) == " "
+    assert sentencepiece.get_token_text(1 + 0xE6) == "bytes:\\xe6"
+    assert sentencepiece.get_token_text(0) == "<s>"
+    assert sentencepiece.get_token_text(257) == " "
 
 
 @pytest.mark.parametrize("token", [-1, 10**6, 2**31])

@@ -54,7 +54,7 @@ def test_request_round_trips_through_a_message():
 
 
 def test_plan_of_ranks_round_trips_through_a_message():
-    plan = RankPlan("a/ü", "tp2 dp2", "bfloat16", StepLimits(9, 64, 4, 100, touched=False), 3, step_seconds=math.inf)
+    plan = RankPlan("a/ü", "tp2 dp2", "bfloat16", StepLimits(9, 64, 4, 100, resident=False), 3, step_seconds=math.inf)
     assert through_message(plan) == plan
 
 

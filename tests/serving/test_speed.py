@@ -104,7 +104,7 @@ def replica_with_queue(prompt: int, running: int = 4) -> Replica:
     """A replica of known speed that runs `running` sequences and queues three prompts."""
     replica, numbers = Replica(0, running), random.Random(0)
     for tokens, keys in steps(numbers, 200):
-        replica.speed.observe(seconds_of(tokens, keys), tokens, keys)
+        replica.step_times.observe(seconds_of(tokens, keys), tokens, keys)
     for number in range(running + 3):
         stream = Stream(Request(str(number), (1,) * (10 if number < running else prompt), Sampling(max_tokens=40)))
         stream.tokens = [1] * (5 * number + 1) if number < running else []
@@ -124,14 +124,14 @@ def test_predicted_wait_falls_within_a_step_and_grows_with_the_queue(monkeypatch
         assert replica.predict_wait(3) == pytest.approx(waits[2] - passed)
     now = 100.0 + waits[2] + 1e-6
     step = replica.predict_wait(3)
-    assert step == pytest.approx(replica.speed.predict(0, 0))  # overdue: another step
+    assert step == pytest.approx(replica.step_times.predict(0, 0))  # overdue: another step
 
 
 def test_delay_of_a_stalled_step_is_no_predicted_wait(monkeypatch: pytest.MonkeyPatch):
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     replica = replica_with_queue(100)
-    step = replica.speed.predict(0, 0)
+    step = replica.step_times.predict(0, 0)
     now += 10.0
     assert replica.delay == pytest.approx(10.0 - step)
     assert replica.predict_wait(3) == pytest.approx(step)

@@ -37,7 +37,7 @@ def fallback_tokenizer() -> Tokenizer:
 def stream(tokenizer: Tokenizer, before: list[int], tokens: list[int]) -> list[str]:
     text = IncrementalDetokenizer(tokenizer, before)
     pieces = [text.push(token) for token in tokens]
-    return [*pieces, text.rest()]
+    return [*pieces, text.flush()]
 
 
 def test_streamed_text_has_whole_characters_and_concatenates(tokenizer: Tokenizer):
@@ -93,7 +93,7 @@ class Letters:
     def push(self, token: int) -> str:
         return chr(token)
 
-    def rest(self) -> str:
+    def flush(self) -> str:
         return ""
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from meshwright.serving import waiting_line
 from meshwright.serving.engine_client import Refusal, Ticket
-from meshwright.serving.waiting_line import Queue, QueueLimits, WaitingLine
+from meshwright.serving.waiting_line import QueueForecast, QueueLimits, WaitingLine
 
 LIMIT, PLACES, ANSWER, ADMITTED = 64, 64, 32, 8
 """Requests of the queue, sequences that run, tokens of an answer, sequences that a step admits."""
@@ -52,7 +52,7 @@ class Engine:
         asked = max(1, choices)
         waiting = self.queued + asked - (PLACES - len(self.running))
         if self.with_line:
-            queue = Queue(waiting, partial(repeat, 64, self.queued), 64 * (self.queued + asked), self.predict)
+            queue = QueueForecast(waiting, partial(repeat, 64, self.queued), 64 * (self.queued + asked), self.predict)
             return self.line.admit(Ticket(key), choices, 64 * asked, queue)
         return Refusal("requests", self.predict(waiting - LIMIT)) if waiting > LIMIT else None
 
@@ -131,8 +131,8 @@ def line(clock: Clock) -> WaitingLine:
 def ask(line: WaitingLine, key: bytes, waiting: int = 9, first: bool = False, tokens: int = 9) -> float | None:
     """Ask for a request with `waiting` waiting ones, itself included, one of which is admitted each second. Return its
     `Retry-After` in seconds, None if it was admitted."""
-    queue = Queue(waiting, partial(repeat, tokens // max(1, waiting), waiting - 1), tokens, float)
-    refusal = line.admit(Ticket(key, first=first), 1, tokens // max(1, waiting), queue)
+    queue = QueueForecast(waiting, partial(repeat, tokens // max(1, waiting), waiting - 1), tokens, float)
+    refusal = line.admit(Ticket(key, first_attempt=first), 1, tokens // max(1, waiting), queue)
     return None if refusal is None else refusal.retry_after_seconds
 
 
@@ -168,7 +168,9 @@ def test_all_choices_of_refused_request_are_reserved(line: WaitingLine, clock: C
         clock.now, queued = float(second), queued - 1
         if due <= second:
             for choices in (0, 4):  # as the server asks: before and after the request has been parsed
-                queue = Queue(queued + max(1, choices), partial(repeat, 1, queued), queued + max(1, choices), float)
+                queue = QueueForecast(
+                    queued + max(1, choices), partial(repeat, 1, queued), queued + max(1, choices), float
+                )
                 refusal = line.admit(Ticket(b"four"), choices, 4, queue)
                 if refusal is not None:
                     due = second + refusal.retry_after_seconds
@@ -182,15 +184,15 @@ def test_all_choices_of_refused_request_are_reserved(line: WaitingLine, clock: C
 
 def test_delayed_step_lengthens_retry_after_but_refuses_nobody(line: WaitingLine):
     """A limit of 120 predicted seconds, and a step that takes 200 s already."""
-    assert line.admit(Ticket(b"a"), 1, 9, Queue(8, partial(repeat, 1, 7), 8, float, delay=200.0)) is None
-    refusal = line.admit(Ticket(b"b"), 1, 9, Queue(9, partial(repeat, 1, 8), 9, float, delay=20.0))
+    assert line.admit(Ticket(b"a"), 1, 9, QueueForecast(8, partial(repeat, 1, 7), 8, float, delay=200.0)) is None
+    refusal = line.admit(Ticket(b"b"), 1, 9, QueueForecast(9, partial(repeat, 1, 8), 9, float, delay=20.0))
     assert refusal is not None and refusal.retry_after_seconds == 1.25 * 20.0
 
 
 def test_due_client_refused_for_tokens_gets_same_retry_after(line: WaitingLine, clock: Clock):
     """Three prompts of 40 tokens must leave before one of 70 fits, and the queue is searched twice for a due client."""
     for clock.now in (0.0, 3.75):
-        refusal = line.admit(Ticket(b"a"), 1, 70, Queue(4, partial(repeat, 40, 3), 190, float))
+        refusal = line.admit(Ticket(b"a"), 1, 70, QueueForecast(4, partial(repeat, 40, 3), 190, float))
         assert refusal == Refusal("tokens", 1.25 * 3)
 
 

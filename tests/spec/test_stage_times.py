@@ -12,7 +12,7 @@ import pytest
 from meshwright.layout import Layout
 from meshwright.planner.cost.data_calls import Work
 from meshwright.planner.cost.flops import forward_flops_per_token, training_flops_per_token
-from meshwright.planner.cost.traffic import _Step
+from meshwright.planner.cost.traffic import _StepTraffic
 from meshwright.program.simulate_pipeline import simulate_pipeline
 from meshwright.schedules.library import generate_for_layout
 from meshwright.schedules.transfers import with_transfers
@@ -92,7 +92,7 @@ def test_named_schedules_are_independent_of_model():
 
 def test_byte_prediction_uses_program_of_model():
     layout, config = Layout.parse("pp4:auto mb8"), preset("gpt2")
-    step = _Step(config, layout, Work(batch=8, sequence=1024), 0)
+    step = _StepTraffic(config, layout, Work(batch=8, sequence=1024), 0)
     assert step.program.steps == with_transfers(program_for(layout, config, 1024)).steps
     assert step.program.steps != with_transfers(generate_for_layout(layout)).steps
 

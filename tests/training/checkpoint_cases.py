@@ -19,7 +19,7 @@ from meshwright.checkpoint.directory_lock import LOCK
 from meshwright.checkpoint.files import write_at
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
-from meshwright.parallel.flat_buffers import TensorSlice, cut_slices, flat_layout, split_evenly
+from meshwright.parallel.flat_buffers import TensorSlice, cut_slices, make_flat_layout, split_evenly
 from meshwright.recipe import ModelRecipe
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_from_recipe import config_from_recipe
@@ -51,7 +51,7 @@ def state_pieces(
     pieces = []
     for kind in kinds:
         for name in table.units:
-            unit = flat_layout(table, name)
+            unit = make_flat_layout(table, name)
             whole = torch.zeros(unit.padded)
             for part in unit.slices:
                 values = entry_values(kind, part.entry, salt)

@@ -73,8 +73,11 @@ def case_rank_1_is_killed_and_the_others_notice(description: dict[str, Any], sta
 
 
 def case_rank_2_exits(description: dict[str, Any], start: Place) -> dict[str, Any]:
+    started = Path(description["directory"]) / "started"
     if start.rank == 2:
+        started.touch()
         os._exit(7)
+    until(started)  # on a busy machine ranks may start seconds apart
     raise (RankLost, RanksDisagree)[start.rank]("left alone")
 
 
@@ -107,7 +110,7 @@ def wait_in_a_call(start: Place, description: dict[str, Any], site: str) -> None
     """Post a call once rank 0 is waiting."""
     until(Path(description["directory"]) / "elsewhere")
     calls = get_process_writer()
-    calls.wait(calls.post(calls.group((0, 1)), site, "all_reduce", "data", 16, "float32", (4,)))
+    calls.wait(calls.post(calls.register_group((0, 1)), site, "all_reduce", "data", 16, "float32", (4,)))
 
 
 def case_rank_0_is_elsewhere(description: dict[str, Any], start: Place) -> dict[str, Any]:
@@ -137,7 +140,9 @@ def case_device_of_rank_0_hangs(description: dict[str, Any], start: Place) -> di
         error = RankLost("the GPU of rank 0 did not complete a call within 0.2 s")
         calls = DeviceCalls(get_process_writer(), NeverReached, 0.2, lambda number: end_as_lost(error))
         for _ in range(2):
-            number = calls.post(calls.group((0, 1)), "data.gradients", "all_reduce", "data", 16, "float32", (4,))
+            number = calls.post(
+                calls.register_group((0, 1)), "data.gradients", "all_reduce", "data", 16, "float32", (4,)
+            )
             calls.wait(number)
             calls.done(number)
         threading.Thread(target=calls.watch, daemon=True).start()
@@ -157,7 +162,7 @@ def case_stopped_in_a_call(description: dict[str, Any], start: Place) -> dict[st
 def case_stopped_outside_calls(description: dict[str, Any], start: Place) -> dict[str, Any]:
     """As in a save: rank 1 waits for a file of rank 0, which is stopped."""
     calls = get_process_writer()
-    calls.done(calls.post(calls.group((0, 1)), "data.gradients", "all_reduce", "data", 16, "float32", (4,)))
+    calls.done(calls.post(calls.register_group((0, 1)), "data.gradients", "all_reduce", "data", 16, "float32", (4,)))
     posted = Path(description["directory"]) / "posted"
     if start.rank == 0:
         until(posted)

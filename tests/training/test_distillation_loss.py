@@ -66,12 +66,12 @@ def test_loss_and_gradients_equal_their_definition(
     leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     wanted = expected(loss, cap(leaves[0] @ leaves[1].T), cap(states @ teacher.T), targets, k)
     (3 * wanted).backward()
-    figures = torch.zeros(3, dtype=torch.float64)
-    found = TeacherTargets(loss, figures, states, OutputHead(teacher, SINGLE_DEVICE.tensor, softcap=softcap))
+    metric_sums = torch.zeros(3, dtype=torch.float64)
+    found = TeacherTargets(loss, metric_sums, states, OutputHead(teacher, SINGLE_DEVICE.tensor, softcap=softcap))
     if k:
-        found.top_ids_TK, found.top_T1K = top_log_probabilities(states, teacher, softcap, loss.temperature, k)
+        found.top_ids_TK, found.top_log_p_TO = top_log_probabilities(states, teacher, softcap, loss.temperature, k)
     for keep in (True, False):
-        figures.zero_()
+        metric_sums.zero_()
         ours = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         head = OutputHead(ours[1], SINGLE_DEVICE.tensor, softcap=softcap, teacher=found)
         value = linear_cross_entropy(ours[0], targets, head, keep)
@@ -79,7 +79,7 @@ def test_loss_and_gradients_equal_their_definition(
         torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-12)
         for mine, theirs in zip(ours, leaves, strict=True):
             torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-12)
-        mixed = loss.mixing * figures[0] + (1 - loss.mixing) * loss.temperature**2 * figures[1]
+        mixed = loss.mixing * metric_sums[0] + (1 - loss.mixing) * loss.temperature**2 * metric_sums[1]
         assert float(mixed) == pytest.approx(float(wanted), rel=1e-12)
 
 
@@ -90,7 +90,7 @@ def test_all_tokens_in_the_cache_give_the_loss_of_the_running_teacher():
     states, teacher = draw(TOKENS, TEACHER), draw(VOCABULARY, TEACHER)
     cached = top_log_probabilities(states, teacher, 0.0, loss.temperature, VOCABULARY)
     running = TeacherTargets(loss, torch.zeros(3), states, OutputHead(teacher, SINGLE_DEVICE.tensor))
-    stored = TeacherTargets(loss, torch.zeros(3), top_ids_TK=cached[0], top_T1K=cached[1])
+    stored = TeacherTargets(loss, torch.zeros(3), top_ids_TK=cached[0], top_log_p_TO=cached[1])
     values = [
         linear_cross_entropy(hidden, targets, OutputHead(weight, SINGLE_DEVICE.tensor, teacher=each))
         for each in (running, stored)
@@ -106,7 +106,7 @@ def test_small_rest_of_a_certain_student_is_exact_in_float32():
     for dtype in (torch.float64, torch.float32):
         weight = logits[:, None].to(dtype).requires_grad_()
         loss = DistillationLoss("forward_kl", 1.0, 0.0)
-        cached = TeacherTargets(loss, torch.zeros(3), top_ids_TK=torch.tensor([[0, 1]]), top_T1K=top)
+        cached = TeacherTargets(loss, torch.zeros(3), top_ids_TK=torch.tensor([[0, 1]]), top_log_p_TO=top)
         head = OutputHead(weight, SINGLE_DEVICE.tensor, teacher=cached)
         value = linear_cross_entropy(torch.ones(1, 1, dtype=dtype), torch.tensor([0]), head)
         value.backward()
@@ -123,7 +123,7 @@ def test_a_student_that_equals_its_teacher_has_no_divergence():
     hidden, weight = draw(TOKENS, HIDDEN), draw(VOCABULARY, HIDDEN)
     targets = torch.randint(0, VOCABULARY, (TOKENS,))
     for loss in LOSSES:
-        figures = torch.zeros(3, dtype=torch.float64)
-        teacher = TeacherTargets(loss, figures, hidden, OutputHead(weight, SINGLE_DEVICE.tensor))
+        metric_sums = torch.zeros(3, dtype=torch.float64)
+        teacher = TeacherTargets(loss, metric_sums, hidden, OutputHead(weight, SINGLE_DEVICE.tensor))
         linear_cross_entropy(hidden, targets, OutputHead(weight, SINGLE_DEVICE.tensor, teacher=teacher))
-        assert abs(float(figures[1])) < 1e-13 < math.log(2)
+        assert abs(float(metric_sums[1])) < 1e-13 < math.log(2)

@@ -303,7 +303,7 @@ def test_sequences_without_targets_are_not_continued(home: Path):
     (units,) = task.parallel.prefetchers.values()
     sampler = Sampler(task.model, units, task.mesh.device, ends=(256,), temperature=1.0, seed=recipe.run.seed)
     prompts = find_prompts((tokens_BS, targets_BS, documents), None)
-    tokens, targets, _ = sampler.replace((tokens_BS, targets_BS, documents), prompts, 0, np.arange(len(tokens_BS)))
+    tokens, targets, _ = sampler.sample((tokens_BS, targets_BS, documents), prompts, 0, np.arange(len(tokens_BS)))
     assert torch.equal(tokens[1], tokens_BS[1]) and targets[1].eq(-100).all() and not targets[0].eq(-100).all()
 
 
@@ -344,7 +344,7 @@ def test_logits_of_sampling_are_those_of_whole_sequences(name: str):
     model = Transformer(config, dtype=torch.float64).requires_grad_(False)
     initialise(model, parameter_table(config), seed=0)
     tokens, cache = torch.randint(2048, (2, 13), generator=torch.Generator().manual_seed(1)), _DenseCache(config, 2, 13)
-    parts = [model.scores(model.hidden(token, cache=cache)) for token in tokens.split(1, dim=1)]
+    parts = [model.output_logits(model.hidden(token, cache=cache)) for token in tokens.split(1, dim=1)]
     torch.testing.assert_close(torch.cat(parts, dim=1), model.logits(tokens), rtol=0, atol=1e-10)
 
 

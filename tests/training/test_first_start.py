@@ -19,7 +19,7 @@ from meshwright.errors import RankLost, Terminated, UserError
 from meshwright.launcher.rendezvous import Place
 from meshwright.layout import Layout
 from meshwright.monitoring.run_directory import RunDirectory
-from meshwright.planner.cost.bounds import Request, with_bounds
+from meshwright.planner.cost.bounds import StepProperties, bound_seconds
 from meshwright.planner.cost.step_time import step_time
 from meshwright.planner.hardware.cluster import cluster
 from meshwright.planner.hardware.machine_profile import (
@@ -128,8 +128,8 @@ def test_measurement_on_a_busy_machine_is_reported_and_repeated(asked, tmp_path:
         assert ("the next start on an idle machine measures again" in lines[1]) is (share is not None)
         found = find_hardware_profile(2, 1)
         assert found is not None and found.measured is not None and found.measured.disturbed == share
-        step = Request(False, "CPU", False, "meshwright", 2, 64, 1, 1.0)
-        seconds, low, high, _ = with_bounds(found, step)
+        step = StepProperties(False, "CPU", False, "meshwright", 2, 64, 1, 1.0)
+        seconds, low, high, _ = bound_seconds(found, step)
         assert low < seconds == 1.0 < high
         highs.append(high)
     assert highs[0] == highs[1] == pytest.approx(highs[2] / 0.6)
@@ -215,7 +215,7 @@ def test_cpu_without_bf16_instructions_is_measured_in_fp32_only(
 )  # fmt: skip
 def test_precision_without_cpu_instructions_gives_a_warning(layout, device, instructions, warned, monkeypatch):
     monkeypatch.setattr(first_start, "has_bf16_instructions", lambda: instructions)
-    warning = first_start.slow_precision_warning(Layout.parse(layout), device)
+    warning = first_start.describe_slow_precision(Layout.parse(layout), device)
     assert (warning is not None) is warned
     assert warning is None or "takes the faster one" in warning
 

@@ -35,7 +35,7 @@ class Shard:
     start: int
     stop: int
     balancing: tuple[tuple[int, int], ...] = ()
-    rate: float = 1.0
+    rate_factor: float = 1.0
 
 
 def flat(unit: list[torch.Tensor]) -> torch.Tensor:

@@ -23,7 +23,7 @@ from meshwright.spec.config_json import config_to_huggingface
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.training.preference_loss import Preference
-from meshwright.verification.compare import relative_errors
+from meshwright.verification.compare import compute_relative_errors
 from meshwright.verification.problem import scale_down_config
 from tests.model.transformers_names import entry_in_transformers
 
@@ -120,7 +120,7 @@ def test_pairs_follow_document_ids_and_exclude_padding():
     assert pairs.response_BC[0].tolist() == IDS[0].tolist()
     assert pairs.response_BC[1].tolist() == [0] * 5 + [1] * 5 + [4] * 2 and set(pairs.response_BC[2].tolist()) == {4}
     assert int(pairs.count) == 3 and pairs.reference_BD.shape == (3, 4)
-    assert Pairs.from_ids(IDS, most=3).response_BC[2].tolist() == [6] * 12
+    assert Pairs.from_ids(IDS, max_pairs=3).response_BC[2].tolist() == [6] * 12
     assert Pairs.from_ids(IDS[2:]).counted_BP.tolist() == [[False]], (
         "a batch of padding has room for a pair, and no pair"
     )
@@ -165,7 +165,7 @@ def test_losses_and_rewards_match_the_papers(preference: Preference):
         rewards = [rewards[0] + beta * chosen, rewards[1] + beta * rejected]
         right += chosen > rejected
     assert float(found.loss) == pytest.approx(total, rel=1e-12)
-    assert found.figures.tolist() == pytest.approx([*rewards, right, 3, 3], rel=1e-12)
+    assert found.metric_sums.tolist() == pytest.approx([*rewards, right, 3, 3], rel=1e-12)
 
 
 def test_kto_matches_the_paper():
@@ -174,7 +174,7 @@ def test_kto_matches_the_paper():
     reference, values = (-10 * torch.rand(3, 5, dtype=torch.float64, generator=generator) for _ in range(2))
     lengths = torch.tensor([[3.0, 5, 1, 0, 0], [4, 9, 2, 1, 0], [0] * 5], dtype=torch.float64)
     undesirable = torch.tensor([[1, 0, 0, 1, 1], [0, 1, 1, 0, 0], [1, 0, 0, 1, 0]]).bool()
-    pairs = Pairs.from_ids(torch.tensor([[0, 1, 2, 3], [0, 1, 2, 3], [0, 0, 0, 0]]), most=5, of=1)
+    pairs = Pairs.from_ids(torch.tensor([[0, 1, 2, 3], [0, 1, 2, 3], [0, 0, 0, 0]]), max_pairs=5, responses=1)
     pairs = replace(pairs, counted_BP=lengths > 0, reference_BD=reference, undesirable_BD=undesirable)
     for kl, weights in ((0.0, (1.0, 1.0)), (0.7, (1.5, 0.4))):
         values.requires_grad_().grad = None
@@ -192,7 +192,7 @@ def test_kto_matches_the_paper():
             slope = weights[bad] * 0.3 * value * (1 - value) * (1 if bad else -1)
             assert float(values.grad[row, place]) == pytest.approx(slope, rel=1e-12)
         assert float(found.loss.detach()) == pytest.approx(loss, rel=1e-12)
-        assert found.figures.tolist() == pytest.approx([*rewards, right, *counts], rel=1e-12)
+        assert found.metric_sums.tolist() == pytest.approx([*rewards, right, *counts], rel=1e-12)
         assert not values.grad[lengths == 0].any()
 
 
@@ -253,4 +253,4 @@ def test_loss_and_every_gradient_match_transformers(wide: Callable[[], Any]):
             gradient = entry_in_transformers(gradients, entry.name)
             theirs[entry.name] = (gradient.T if entry.transposed else gradient).reshape(-1)
             mine[entry.name] = ours.get_parameter(tensor.name).grad[entry.offset :][: entry.model_shape[0]].reshape(-1)
-    assert max(relative_errors(mine, theirs).values()) < 1e-10
+    assert max(compute_relative_errors(mine, theirs).values()) < 1e-10

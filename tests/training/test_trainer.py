@@ -137,7 +137,7 @@ def assert_same_steps(outcomes: list[dict[str, Any]], expected: Steps) -> None:
     assert found.norms == pytest.approx(expected.norms, rel=1e-10)
     mine, theirs = moved(found), moved(expected)
     assert mine.keys() == theirs.keys()
-    worst = max(relative_errors(mine, theirs).items(), key=lambda item: item[1])
+    worst = max(compute_relative_errors(mine, theirs).items(), key=lambda item: item[1])
     assert worst[1] < 1e-10, worst
 
 
@@ -150,7 +150,7 @@ def moved(steps: Steps) -> Values:
     return {**changes, **state}
 
 
-def relative_errors(mine: Values, theirs: Values) -> dict[tuple[str, str], float]:
+def compute_relative_errors(mine: Values, theirs: Values) -> dict[tuple[str, str], float]:
     """‖a - b‖ / max(‖b‖, 10⁻³ √n × root mean square of all tensors of the kind)."""
     errors = {}
     for kind in {kind for kind, _ in theirs}:

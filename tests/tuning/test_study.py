@@ -88,7 +88,7 @@ def test_unfinished_trial_is_taken_over_only_when_its_lock_is_released(tmp_path:
     os.close(mine.lock)  # the kernel does this for a killed worker
     again = other.take_trial()
     assert again is not None and again.trial.number == 0 and again.values == mine.values
-    assert len(other.trials()) == 2
+    assert len(other.list_trials()) == 2
 
 
 def test_trials_of_two_workers_stay_within_the_budget(tmp_path: Path):
@@ -124,13 +124,15 @@ def test_checkpoints_of_the_best_trials_only_are_kept_and_best_recipe_trains(tmp
         (running.directory / "run" / "checkpoints" / "step-000004").mkdir(parents=True)
         finish(study, running, loss)
     kept = [
-        trial.number for trial in study.trials() if (study.trial_directory(trial.number) / "run/checkpoints").exists()
+        trial.number
+        for trial in study.list_trials()
+        if (study.get_trial_directory(trial.number) / "run/checkpoints").exists()
     ]
     assert kept == [1, 3]
     study.write_best_recipe()
     best = load_recipe_text((tmp_path / "best.toml").read_text(), "best.toml")
     assert not best.tune.space
-    assert best.train.learning_rate == study.trials()[1].params["train.learning_rate"]
+    assert best.train.learning_rate == study.list_trials()[1].params["train.learning_rate"]
 
 
 def test_halving_continues_the_best_third_of_the_trials_at_each_rung(tmp_path: Path):
@@ -176,7 +178,7 @@ def test_journal_with_a_torn_line_is_repaired_and_a_foreign_file_refused(tmp_pat
         file.write(b'{"op_code":6,"worker_id":"x')
     assert study.take_trial() is not None  # a worker that had opened it before
     again = Study(make_recipe(), tmp_path)
-    assert [trial.value for trial in again.trials()] == [1.0, None]
+    assert [trial.value for trial in again.list_trials()] == [1.0, None]
     assert all(json.loads(line) for line in (tmp_path / JOURNAL).read_text().splitlines())
     other = tmp_path / "other"
     other.mkdir()

@@ -117,7 +117,7 @@ def test_running_trial_is_stopped_when_no_seconds_are_left(tmp_path: Path, monke
     recipe = make_recipe(tmp_path, **{"tune.seconds": 1.0, "tune.trials": 9})
     with pytest.raises(CheckFailed, match="no trial .* has completed: 0 failed; the last one: stopped: the budget of"):
         mw.tune(recipe, directory=tmp_path / "study")
-    [trial] = Study(recipe, tmp_path / "study").trials()
+    [trial] = Study(recipe, tmp_path / "study").list_trials()
     assert trial.state.name == "PRUNED" and trial.user_attrs["seconds"] >= 1
 
 
@@ -131,7 +131,7 @@ def test_run_that_cannot_start_here_leaves_its_trial_to_others(tmp_path: Path):
     recipe = make_recipe(tmp_path, **{"run.device": "cuda"})
     with pytest.raises(UserError, match=r"trial 0: .*cuda"):
         mw.tune(recipe, directory=tmp_path / "study")
-    [trial] = Study(recipe, tmp_path / "study").trials()
+    [trial] = Study(recipe, tmp_path / "study").list_trials()
     assert trial.state.name == "RUNNING"
     with pytest.raises(UserError, match=r"trial 0: "):  # not a second one
         mw.tune(recipe, directory=tmp_path / "study")

@@ -47,18 +47,18 @@ def fewer_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
 def two_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plant faults in models of two layers, the minimum for a site's calls to occur in several layers. The layout is
     verified without faults on the problem in which they are planted."""
-    plain = cases.CaseBuilder.make_plain
-    monkeypatch.setattr(cases.CaseBuilder, "make_plain", lambda maker, layers=5: plain(maker, min(layers, 2)))
+    plain = cases.CaseBuilder.make_sgd_problem
+    monkeypatch.setattr(cases.CaseBuilder, "make_sgd_problem", lambda maker, layers=5: plain(maker, min(layers, 2)))
     monkeypatch.setattr(
-        cases.CaseBuilder, "make_default_cases", lambda maker: [cases.Case("plain", maker.make_plain())]
+        cases.CaseBuilder, "make_default_cases", lambda maker: [cases.Case("plain", maker.make_sgd_problem())]
     )
 
 
 @pytest.fixture
 def three_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verify models of three layers: a first, a middle and a last one."""
-    plain = cases.CaseBuilder.make_plain
-    monkeypatch.setattr(cases.CaseBuilder, "make_plain", lambda maker, layers=5: plain(maker, min(layers, 3)))
+    plain = cases.CaseBuilder.make_sgd_problem
+    monkeypatch.setattr(cases.CaseBuilder, "make_sgd_problem", lambda maker, layers=5: plain(maker, min(layers, 3)))
 
 
 @pytest.fixture
@@ -76,6 +76,6 @@ def first_case_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """
 
     def first(maker: cases.CaseBuilder) -> list[cases.Case]:
-        return [cases.Case("updates", maker.make_updates(layers=5 if maker.config.router_bias else 3))]
+        return [cases.Case("updates", maker.make_update_problem(layers=5 if maker.config.router_bias else 3))]
 
     monkeypatch.setattr(cases.CaseBuilder, "make_default_cases", first)

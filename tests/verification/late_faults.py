@@ -79,7 +79,7 @@ def one_ring_buffer() -> Iterator[None]:
             yield (axis.rank - distance) % axis.size, here
             handle.wait()
 
-    with mock.patch.object(context, "_kv_blocks", blocks):
+    with mock.patch.object(context, "_pass_kv", blocks):
         yield
 
 

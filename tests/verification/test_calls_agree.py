@@ -27,7 +27,7 @@ def test_healthy_ranks_agree_on_calls_of_every_layout():
         layout = Layout.parse(text)
         _, config = _default_models(layout, mixture=False)[0]
         ranks = KeptRanks(layout.world_size)
-        ranks.run(run_rank, replace(CaseBuilder(layout, config, "float32").make_plain(3), steps=2), text)
+        ranks.run(run_rank, replace(CaseBuilder(layout, config, "float32").make_sgd_problem(3), steps=2), text)
         snapshot = ranks.calls()
         assert all(len(each.calls.calls) > 20 and each.calls.torn == 0 for each in snapshot.seen)
         assert snapshot.verdict is None, f"{text}: {snapshot.verdict.line}"

@@ -28,7 +28,7 @@ from meshwright.spec.presets import preset
 from meshwright.spec.refuse import refuse
 from meshwright.verification import mutations
 from meshwright.verification.cases import Case, CaseBuilder
-from meshwright.verification.compare import Comparison, compare, relative_errors
+from meshwright.verification.compare import Comparison, compare, compute_relative_errors
 from meshwright.verification.grid import GRID, MIXTURES
 from meshwright.verification.local_faults import LOCAL_FAULTS
 from meshwright.verification.mutations import NEUTRAL
@@ -128,7 +128,7 @@ def test_single_device_gradients_match_transformers(name: str, wide: Callable[[]
     for entry in (entry for entry in ours.table.entries if not entry.balances):
         gradient = entry_in_transformers(gradients, entry.name)
         theirs[entry.name] = (gradient.T if entry.transposed else gradient).reshape(-1)
-    assert max(relative_errors(ours.gradients[0], theirs).values()) < 1e-10
+    assert max(compute_relative_errors(ours.gradients[0], theirs).values()) < 1e-10
 
 
 # --- whole runs
@@ -309,7 +309,7 @@ def test_single_layout_model_makes_every_call_of_its_kind(notation: str):
 
 
 def test_layout_is_verified_with_one_model_or_thoroughly_three(monkeypatch: pytest.MonkeyPatch, two_layers: None):
-    monkeypatch.setattr(CaseBuilder, "make_default_cases", lambda maker: [Case("plain", maker.make_plain())])
+    monkeypatch.setattr(CaseBuilder, "make_default_cases", lambda maker: [Case("plain", maker.make_sgd_problem())])
     monkeypatch.setattr(CaseBuilder, "make_all_cases", CaseBuilder.make_default_cases)
     for thorough, models in ((False, {"qwen3-0.6b"}), (True, {"llama-3-8b", "qwen3-0.6b", "gpt2"})):
         assert {entry["model"] for entry in run_verification("dp2", thorough=thorough)["layouts"]} == models
@@ -478,7 +478,7 @@ def test_missing_and_infinite_values_fail(reference):
 def test_error_measure_has_floor_for_zero_gradients():
     truth = {"zero": torch.zeros(4, dtype=torch.float64), "other": torch.full((12,), 2.0, dtype=torch.float64)}
     values = {"zero": torch.full((4,), 1e-9, dtype=torch.float64), "other": truth["other"] * (1 + 1e-6)}
-    errors = relative_errors(values, truth)
+    errors = compute_relative_errors(values, truth)
     assert errors["other"] == pytest.approx(1e-6)
     root_mean_square = math.sqrt(12 * 4.0 / 16)
     assert errors["zero"] == pytest.approx(2e-9 / (1e-3 * math.sqrt(4) * root_mean_square))

@@ -27,7 +27,7 @@ def check(ranks: LocalRanks, text: str, loss: DistillationLoss, held: str = "sam
     layout = Layout.parse(text)
     student, teacher = (preset(models.get(name, "llama-3-8b")) for name in ("student", "teacher"))
     maker = CaseBuilder(layout, student, teaching=Teaching(loss, teacher, held))
-    problem = replace(maker.make_plain(3), steps=2)
+    problem = replace(maker.make_sgd_problem(3), steps=2)
     results = ranks.run(run_rank, problem, text)
     return compare(Reference(problem), [result for (result,) in results], layout)
 

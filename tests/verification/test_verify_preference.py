@@ -77,7 +77,7 @@ def test_every_fault_in_sum_of_response_log_probabilities_is_caught(two: LocalRa
     reference = Reference(problem)
     by_rank = two.run(run_rank, problem, str(layout), None, faults)
     for fault, results in zip(faults, zip(*by_rank, strict=True), strict=True):
-        assert any(result.struck for result in results), fault
+        assert any(result.affected_calls for result in results), fault
         assert compare(reference, results, layout).failure is not None, fault
 
 

@@ -27,7 +27,7 @@ from meshwright.verification.compare import TOLERANCES, Comparison, compare
 from meshwright.verification.local_faults import LOCAL_FAULTS, FaultCounter, LocalFault
 from meshwright.verification.problem import Problem
 from meshwright.verification.ranks import RankResult, StepRange, run_rank
-from meshwright.verification.reference import Reference, learning_rate, sample_index_of
+from meshwright.verification.reference import Reference, compute_sample_index, learning_rate
 from meshwright.verification.samples import make_sequences
 from tests.verification.local_fault_names import NEEDS_RANKS
 
@@ -51,9 +51,9 @@ def run(problem: Problem, directory: Path, fault: LocalFault | None = None) -> t
 
 
 PROBLEMS = {
-    "updates": maker().make_updates(layers=2),
-    "dtypes": maker().make_dtypes(),
-    "long sequences": maker().make_long(),
+    "updates": maker().make_update_problem(layers=2),
+    "dtypes": maker().make_dtype_problem(),
+    "long sequences": maker().make_long_sequence_problem(),
 }
 
 
@@ -79,13 +79,13 @@ def test_trainer_matches_one_device(case: str, tmp_path: Path):
 
 def test_float32_case_passes(tmp_path: Path):
     """With SGD instead of AdamW, and a constant loss scale."""
-    problem = CaseBuilder(LAYOUT, preset("gpt2"), "float32").make_updates(layers=2)
+    problem = CaseBuilder(LAYOUT, preset("gpt2"), "float32").make_update_problem(layers=2)
     assert problem.training.optimizer == "sgd" and problem.training.loss_scale_every == 0
     assert run(problem, tmp_path)[1].failure is None
 
 
 def test_run_resumed_on_another_layout_matches_one_device(tmp_path: Path):
-    problem, other = maker().make_updates(), choose_other_layout(LAYOUT)
+    problem, other = maker().make_update_problem(), choose_other_layout(LAYOUT)
     assert other != LAYOUT and problem.resumed_at == (2, 3)
     for layout, span in ((LAYOUT, StepRange(0, 3)), (other, StepRange(3))):
         (result,) = run_rank(problem, str(layout), None, [None], str(tmp_path), span)
@@ -139,7 +139,7 @@ def test_failed_or_missing_checkpoint_is_one_error_line(tmp_path: Path, monkeypa
 @pytest.mark.parametrize("name", LOCAL_FAULTS)
 def test_fault_in_local_code_is_caught(name: str, tmp_path: Path):
     result, found = run(PROBLEMS[LOCAL_FAULTS[name].case], tmp_path, LocalFault(name))
-    assert (result.struck == 0) == (name in NEEDS_RANKS)
+    assert (result.affected_calls == 0) == (name in NEEDS_RANKS)
     assert found.passed == (name in NEEDS_RANKS), found.failure
 
 
@@ -190,7 +190,7 @@ def test_fault_common_to_all_layouts_is_caught(
 ):
     """The reference shares no module with the engine, so a fault in a module affects the engine alone."""
     mixture = maker("mixtral-8x7b-v0.1")
-    problem = mixture.make_long() if owner is optimizer else mixture.make_updates(layers=2)
+    problem = mixture.make_long_sequence_problem() if owner is optimizer else mixture.make_update_problem(layers=2)
     assert passes(problem)
     monkeypatch.setattr(owner, name, wrong)
     assert not run(problem, tmp_path)[1].passed
@@ -225,24 +225,24 @@ def test_compiled_case_refuses_to_run_eagerly(tmp_path: Path):
 
 
 def test_clipping_is_active_in_exactly_one_case():
-    updates, long = reference(maker().make_updates()), reference(PROBLEMS["long sequences"])
+    updates, long = reference(maker().make_update_problem()), reference(PROBLEMS["long sequences"])
     assert all(norm > 2 * updates.problem.training.clip > 0 for norm in updates.norms)
     assert all(0 < norm < long.problem.training.clip for norm in long.norms)
 
 
 def test_steps_cross_epoch_end_and_change_loss_scale():
-    problem = maker().make_updates()
+    problem = maker().make_update_problem()
     assert 2 * problem.batch < problem.train_sequences < 3 * problem.batch
     assert len(set(reference(problem).scales)) > 1 and len(set(reference(problem).losses)) == problem.steps
 
 
 @pytest.mark.parametrize("layout", ["dp1", "cp2", "cp4", "dp2 tp2 cp2:ulysses"])
 def test_long_sequences_span_several_tiles_and_document_counts(layout: str):
-    problem = maker(layout=Layout.parse(layout)).make_long()
+    problem = maker(layout=Layout.parse(layout)).make_long_sequence_problem()
     parsed = Layout.parse(layout)
     piece = problem.sequence // (2 * parsed.cp) if parsed.cp_method == "ring" and parsed.cp > 1 else problem.sequence
     assert piece > TILE_QUERIES
-    numbers = [sample_index_of(number, problem.train_sequences, problem.seed) for number in range(problem.batch)]
+    numbers = [compute_sample_index(number, problem.train_sequences, problem.seed) for number in range(problem.batch)]
     batch = make_sequences(problem, numbers)
     counted = [ids for ids, targets in zip(batch.document_ids, batch.targets, strict=True) if (targets >= 0).any()]
     documents = [int(ids.max()) + 1 for ids in counted]
@@ -251,14 +251,14 @@ def test_long_sequences_span_several_tiles_and_document_counts(layout: str):
 
 def test_large_vocabulary_loss_uses_several_chunks():
     for layout in (LAYOUT, Layout.parse("tp2"), Layout.parse("cp2 tp2")):
-        problem = maker(layout=layout).make_loss_chunks()
+        problem = maker(layout=layout).make_loss_chunk_problem()
         tokens = problem.sequence // layout.cp
         assert len(loss_chunks(tokens, -(-problem.config.vocabulary // layout.tp), "cpu")) > 1
 
 
 def test_reference_order_and_learning_rates_match_documentation():
     order = SampleOrder(11, 19)
-    assert order.sample(range(60)).tolist() == [sample_index_of(number, 19, 11) for number in range(60)]
+    assert order.sample(range(60)).tolist() == [compute_sample_index(number, 19, 11) for number in range(60)]
     for schedule, warmup in (("constant", 0), ("linear", 2), ("cosine", 1)):
         training = dataclasses.replace(PROBLEMS["updates"].training, schedule=schedule, warmup=warmup)
         recipe = dataclasses.replace(PROBLEMS["updates"], training=training, steps=7).make_recipe(LAYOUT)

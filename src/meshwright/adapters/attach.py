@@ -17,7 +17,7 @@ from meshwright.layout import Layout
 from meshwright.model.axis_operations import TensorOperations
 from meshwright.model.initialise import initial_value
 from meshwright.model.layers import Linear
-from meshwright.quantization.packing import PackedProduct, Packing
+from meshwright.quantization.packing import QuantizedFormat, QuantizedMatmul
 from meshwright.spec.adapter_config import AdapterConfig
 from meshwright.spec.adapter_entries import ADAPTER_PARTS, PEFT_PREFIX
 from meshwright.spec.parameters import ModelParameter, ParameterEntry, ParameterTable
@@ -32,10 +32,12 @@ def attach_adapters(
     tensor: TensorOperations | None = None,
     **options: Any,
 ) -> None:
-    """Add to the linear layers of `model` the adapters that its parameter `table` lists, freeze all other parameters if
-    there are any, and add the projections to a teacher's hidden states. layout: parallel layout of which `model` is one
-    rank's part; None: one device. tensor: communication of tensor parallelism, by which DoRA sums norms. options:
-    `device` and `dtype` of the added parameters. The model's attribute `config` has the settings of both."""
+    """Add to `model` the parts that its attribute `config` asks for. An adapter: its matrices are added to the linear
+    layers that the parameter `table` lists, and all other parameters are frozen. Projections (distillation): linear
+    layers that map the model's hidden states to the width of a teacher's.
+
+    layout: parallel layout of which `model` is one rank's part; None: one device. tensor: communication of tensor
+    parallelism, by which DoRA sums norms. options: `device` and `dtype` of the added parameters."""
     config: Any = model.config
     adapter = config.adapter
     if adapter is not None:
@@ -66,7 +68,7 @@ def _attach_low_rank(
     for parameter in table.tensors:
         layer = parameter.name.removesuffix(".weight")
         if (packed := parameter.entries[0].packed) and layer in modules:
-            modules[layer].packed = PackedProduct(Packing(packed), parameter.local_shape(layout))
+            modules[layer].packed = QuantizedMatmul(QuantizedFormat(packed), parameter.local_shape(layout))
     for name, first in tensors.items():
         layer, _, part = name.rpartition(".adapter.")
         if part != "a" or not isinstance(modules.get(layer), Linear):  # of another pipeline stage
@@ -91,9 +93,9 @@ def _attach_low_rank(
 
 
 def _list_features(table: ParameterTable, first: ParameterEntry, layout: Layout, tp_rank: int) -> torch.Tensor:
-    """Return the index, among the inputs of the unsharded layer, of each input that a rank's shard of the layer has:
-    int64 [inputs of the rank]. first: parameter entry of one of the layer's adapter matrices A; layout: parallel
-    layout; tp_rank: index of the rank on tp."""
+    """Return for each input feature of this rank's shard of an adapted layer its index in the unsharded layer, int64
+    [inputs of the rank]. table: parameter table of the model; first: parameter entry of one of the layer's adapter
+    matrices A; layout: parallel layout; tp_rank: index of the rank on tp."""
     coordinates = dict.fromkeys(("tp", "cp", "dp", "pp", "ep", "etp"), 0) | {"tp": tp_rank}
     boxes = table.local_slices(first, layout, coordinates)
     return torch.cat([torch.arange(box.start[1], box.start[1] + box.shape[1]) for box in boxes])
@@ -116,9 +118,9 @@ def make_initial_values(
     base: ParameterTable, read_base: Callable[[ParameterEntry], torch.Tensor], seed: int
 ) -> Callable[[ParameterEntry], torch.Tensor]:
     """Return a function that computes the initial value of an adapter's parameter entry (checkpoint tensor): A is
-    random, B zero, and DoRA's magnitudes are the norms of the base weight's rows, so that the adapted model computes
-    what the base model does. base: parameter table of the base model; read_base: function that reads the value of one
-    of its entries, in its shape on disk; seed: seed of the random values."""
+    random, B zero, and DoRA's magnitudes are the norms of the base weight's rows. The adapted model then computes what
+    the base model computes. base: parameter table of the base model; read_base: function that reads the value of one of
+    its entries, in its shape on disk; seed: seed of the random values."""
 
     def value_of(entry: ParameterEntry) -> torch.Tensor:
         """Return the initial value of a parameter entry of the adapter (one of its checkpoint tensors), in its shape on

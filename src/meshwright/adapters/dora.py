@@ -17,14 +17,14 @@ NORM_SITE = "adapter.norms"
 
 
 class WeightDecomposed(LowRank):
-    """DoRA adapter of one linear layer y = x Wᵀ: output feature i becomes m_i / n_i times that of W' = W + s B A, where
-    n_i is the norm of row i of W' (eq. 5), treated as constant in backward (section 4.3). Parameters: `a` and `b`, the
-    stacked matrices A and B of `LowRank`, and `magnitude`, the m of all adapted output features.
+    """DoRA adapter of one linear layer y = x Wᵀ (Liu et al. 2024, arXiv:2402.09353). The adapted layer uses W' = W + s
+    B A with each row i scaled to a trained magnitude m_i: its output feature i is multiplied by m_i / n_i, where n_i is
+    the norm of the row (eq. 5), treated as a constant in backward (section 4.3). Parameters: `a` and `b`, the stacked
+    matrices A and B as in `LowRank`, and `magnitude`, the m_i of all adapted output features.
 
     rows: range of output features of each adapted matrix; inputs: number of inputs; rank: rank of A and B; scale: s;
     options: `device` and `dtype` of the parameters. tensor: communication of tensor parallelism for a row-parallel
-    layer, whose ranks each hold some columns of W'; None: this rank holds all columns.
-    """
+    layer, whose ranks each hold some columns of W'; None: this rank holds all columns."""
 
     def __init__(
         self,

@@ -43,9 +43,10 @@ class TokenKeys:
     keys_BC: torch.Tensor | None = None
 
     def set(self, documents: Documents, tokens: int) -> None:
-        """Compute the keys of a micro-batch's tokens from its samples' random keys and the tokens' positions.
-        documents: has both (`samples_B`, and under context parallelism `indices_C`); without `samples_B`, as in
-        validation, nothing is dropped. tokens: number of tokens of a sequence on this rank."""
+        """Compute the keys of a micro-batch's tokens from the random keys of its samples and the tokens' positions.
+        documents: document boundaries, with the samples' keys (`samples_B`) and, under context parallelism, the tokens'
+        positions (`indices_C`); without `samples_B`, as in validation, nothing is dropped. tokens: number of tokens of
+        a sequence on this rank."""
         keys_B = documents.samples_B
         if keys_B is None:
             self.keys_BC = None
@@ -114,8 +115,8 @@ class _DroppedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, d_low: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
-        """Return the gradients of x and A (None if not required), given `d_low`, that of their product [B, C, R]; None
-        for the other inputs. context: autograd context."""
+        """Return the gradients of x and A (None if not required), given `d_low`, the gradient of their product [B, C,
+        R]; None for the other inputs. context: autograd context."""
         x, a_RX, keys_BC = context.saved_tensors
         mask, d_low = context.dropout.mask(keys_BC), d_low * context.dropout.scale
         needs_x, needs_a = context.needs_input_grad[:2]

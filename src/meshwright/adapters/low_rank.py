@@ -15,7 +15,7 @@ from torch import nn
 
 from meshwright.adapters.dropout import Dropout
 from meshwright.model.layers import Linear
-from meshwright.quantization.packing import PackedProduct
+from meshwright.quantization.packing import QuantizedMatmul
 
 
 class Rows(NamedTuple):
@@ -28,12 +28,12 @@ class Rows(NamedTuple):
 
 class LowRank(nn.Module):
     """LoRA adapter of one linear layer y = x Wᵀ: it returns y + s x Aᵀ Bᵀ (Hu et al. 2021, arXiv:2106.09685, eq. 3).
-    Parameters: `a` [M x R, X], the matrices A of M adapted matrices stacked, and `b`, their matrices B stacked, [output
-    features of all adapted matrices, R]; both are uninitialised.
+    Parameters, both uninitialised: `a` [M x R, X], the matrices A of M adapted matrices (such as the query and the
+    value part of a fused qkv) stacked; `b` [output features of all adapted matrices, R], their matrices B stacked.
 
     rows: range of output features of each adapted matrix, in ascending order; inputs: X; rank: R; scale: s; options:
     `device` and `dtype` of the parameters. Attributes: `enabled`: False to return y, the base layer's output;
-    `dropout`: of the input x; None: without."""
+    `dropout`: dropout of the input x; None: no dropout."""
 
     dropout: Dropout | None = None
 
@@ -93,7 +93,7 @@ class _AdaptedProduct(torch.autograd.Function):
         a: torch.Tensor,
         b: torch.Tensor,
         keys_BC: torch.Tensor | None,
-        layer: tuple[LowRank, PackedProduct | None],
+        layer: tuple[LowRank, QuantizedMatmul | None],
     ) -> torch.Tensor:
         """Return x (W + s B A)ᵀ, [..., Y]. weight: W, or its quantized records; a, b: stacked matrices A and B;
         keys_BC: random keys of the tokens, from which the mask of the adapter's dropout follows (None: nothing is

@@ -21,7 +21,7 @@ from meshwright.model.checkpoint_files import CheckpointFiles
 from meshwright.model.huggingface import match_entries, read_entry
 from meshwright.quantization.formats import round_trip
 from meshwright.spec.adapter_config import RECORD_BYTES, AdapterConfig
-from meshwright.spec.adapter_entries import ADAPTER_PARTS, PEFT_PREFIX, adaptable_entries
+from meshwright.spec.adapter_entries import ADAPTER_PARTS, PEFT_PREFIX, find_adaptable_entries
 from meshwright.spec.adapter_json import ADAPTER_CONFIG, ADAPTER_FILE, adapter_to_peft, find_base_directory
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_from_path
@@ -85,9 +85,9 @@ def open_model_adapter(directory: Path, base: Path) -> tuple[CheckpointFiles, Ad
 
 
 def _selected(config: ModelConfig, settings: AdapterConfig) -> dict[str, Any]:
-    """Return {module name: parameter entry of the module's weight} for the linear layers that an adapter adapts.
+    """Return the linear layers that an adapter adapts, as {module name: parameter entry of the module's weight}.
     config: configuration of the base model; settings: settings of the adapter, which name its target modules."""
-    known = adaptable_entries(parameter_table(config).entries)
+    known = find_adaptable_entries(parameter_table(config).entries)
     return {module: known[module] for module in settings.targets}
 
 
@@ -266,7 +266,7 @@ def extract_adapter(
     table = parameter_table(config)
     both = [CheckpointFiles(each) for each in (tuned, base)]
     names = [match_entries(files, table, config) for files in both]
-    modules = {entry.name: module for module, entry in adaptable_entries(table.entries).items()}
+    modules = {entry.name: module for module, entry in find_adaptable_entries(table.entries).items()}
     factors, rest = dict[str, tuple[torch.Tensor, torch.Tensor]](), []
     kept = whole = 0.0
     for number, entry in enumerate(table.entries):

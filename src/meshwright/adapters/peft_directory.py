@@ -12,7 +12,7 @@ from meshwright.errors import UserError
 from meshwright.model.checkpoint_files import CheckpointFiles
 from meshwright.model.initialise import initial_value
 from meshwright.spec.adapter_config import AdapterConfig
-from meshwright.spec.adapter_json import ADAPTER_FILE, read_adapter_config, same_adapter
+from meshwright.spec.adapter_json import ADAPTER_FILE, find_adapter_difference, read_adapter_config
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameter_entries import ParameterEntry
 from meshwright.spec.parameters import parameter_table
@@ -44,8 +44,8 @@ def check_adapter(files: CheckpointFiles, config: ModelConfig) -> None:
 
 
 def with_adapter_of(files: CheckpointFiles, adapter: AdapterConfig, base: ModelConfig) -> ModelConfig:
-    """Return the model configuration `base` with the settings `adapter` of an adapter that was read from a PEFT
-    directory. Raises `UserError` if the adapter's tensors (`files`) do not fit the model in names and shapes."""
+    """Return a copy of the model configuration `base` that has the adapter settings `adapter`. files: the adapter's
+    tensors. Raises `UserError` if these do not fit the model in names and shapes."""
     config = dataclasses.replace(base, adapter=adapter)
     check_adapter(files, config)
     return config
@@ -54,11 +54,11 @@ def with_adapter_of(files: CheckpointFiles, adapter: AdapterConfig, base: ModelC
 def read_peft_adapter(
     directory: str | Path, config: ModelConfig, seed: int
 ) -> Callable[[ParameterEntry], torch.Tensor]:
-    """Return a function (trained parameter entry) -> tensor, which reads the adapter's tensors from a PEFT directory,
-    and draws from `seed` those that are not exported, such as projections to a teacher's hidden states. Raises
-    `UserError` if the directory holds another adapter than that of the model configuration `config`."""
+    """Return a function (trained parameter entry) -> tensor that reads the adapter's tensors from a PEFT directory.
+    Trained parameters that are not part of the adapter (projections to a teacher's hidden states) are drawn from `seed`
+    instead. Raises `UserError` if the directory holds another adapter than that of the model configuration `config`."""
     files, adapter = open_adapter(directory)
-    if (difference := same_adapter(config, adapter)) is not None:
+    if (difference := find_adapter_difference(config, adapter)) is not None:
         raise UserError(f"{directory}: holds an adapter with {difference}; give [adapter] the values of the directory")
     check_adapter(files, config)
     return lambda entry: files.read_weights(entry.name) if entry.exported else initial_value(entry, seed)

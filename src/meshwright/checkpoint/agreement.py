@@ -16,8 +16,8 @@ _TEXT_BYTES = 2048
 
 
 class Agreement:
-    """All-reduces of small values over all ranks of `mesh`. Every method is collective: all ranks call it, in the same
-    order."""
+    """Exchange of flags, numbers and short texts among all ranks of `mesh`, by small all-reduces. Every method is
+    collective: all ranks call it, in the same order."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -46,8 +46,9 @@ class Agreement:
 
     def broadcast_from_largest(self, size: int, values: Mapping[str, Any]) -> dict[str, Any]:
         """Broadcast the `values` of the rank that passes the largest `size` (not negative; in a tie the lowest such
-        rank); return them on every rank, with the number of that rank added under the key "rank". values: at most 2048
-        bytes as JSON."""
+        rank); return them on every rank, with the number of that rank added under the key "rank".
+
+        values: at most 2048 bytes as JSON."""
         rank = self._mesh.rank
         sizes = self._sum([size if other == rank else 0 for other in range(self._mesh.world_size)])
         largest = sizes.index(max(sizes))

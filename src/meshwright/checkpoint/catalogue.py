@@ -124,9 +124,10 @@ def list_intact(directory: Path) -> list[CheckpointPath]:
 def _iterate_intact(
     directory: Path, log: Callable[[str], None], open_it: Callable[[Path], CheckpointPath]
 ) -> Iterator[CheckpointPath]:
-    """Open the checkpoints in `directory` one by one, highest step first, and yield the intact ones. log: called with
-    one line for each damaged checkpoint. open_it: function that opens and checks a checkpoint directory; it raises
-    `DamagedCheckpoint` if the checkpoint is not intact."""
+    """Open the checkpoints in `directory` one by one, highest step first, and yield the intact ones.
+
+    log: called with one line for each damaged checkpoint. open_it: function that opens and checks a checkpoint
+    directory; it raises `DamagedCheckpoint` if the checkpoint is not intact."""
     for path in list_candidates(directory):
         try:
             yield open_it(path)
@@ -140,6 +141,7 @@ def find_newest(
     open_it: Callable[[Path], CheckpointPath] = _open_unverified,
 ) -> CheckpointPath | None:
     """Return the intact checkpoint of the highest step in `directory` (the checkpoints/ of a run); None without one.
+
     log: called with one line for each damaged checkpoint of a higher step. open_it: function that opens and checks a
     checkpoint directory; it raises `DamagedCheckpoint` if the checkpoint is not intact."""
     return next(_iterate_intact(Path(directory), log, open_it), None)
@@ -181,8 +183,8 @@ def find_best(directory: Path | str) -> CheckpointPath | None:
 
 
 def _select_best(checkpoints: list[CheckpointPath]) -> CheckpointPath | None:
-    """Return the checkpoint with the lowest finite validation loss (in a tie, the one of the highest step); None
-    without one."""
+    """Return the one of `checkpoints` with the lowest finite validation loss (in a tie, the one of the highest step);
+    None if none has a finite loss."""
 
     def loss(checkpoint: CheckpointPath) -> float:
         """Return the checkpoint's validation loss, infinite if it has none or if it is NaN."""

@@ -34,8 +34,8 @@ from meshwright.spec.adapter_json import (
     ADAPTER_CONFIG,
     ADAPTER_FILE,
     adapter_to_peft,
+    find_adapter_difference,
     read_adapter_config,
-    same_adapter,
 )
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_from_huggingface, config_from_path, config_to_huggingface
@@ -73,9 +73,9 @@ class Checkpointer:
     """Saves and loads the checkpoints of one run. Collective: every rank creates one and calls the same methods in the
     same order.
 
-    directory: checkpoints/ of the run, on a filesystem shared by all ranks (`UserError` if it is not). contents: the
-    model's configuration, or `CheckpointContents` for a user's own module. log: called with lines for the user.
-    """
+    directory: checkpoints/ of the run, on a filesystem shared by all ranks (`UserError` if it is not). mesh: device
+    mesh of this rank. contents: the model's configuration, or `CheckpointContents` for a user's own module. options:
+    settings of the saves. log: called with lines for the user."""
 
     def __init__(
         self,
@@ -303,8 +303,8 @@ class Checkpointer:
 
 def _lock_directory(directory: Path) -> DirectoryLock:
     """Lock a checkpoint directory against other processes, which could remove the files of a running save as leftovers;
-    return the lock. It is shared by all `Checkpointer`s of this process and released with the last of them. `UserError`
-    if another process holds the lock."""
+    return the lock. All `Checkpointer`s of this process share the lock, and the last of them releases it. `UserError`
+    if another process holds it."""
     place = directory.resolve()
     lock = _locks.get(place)
     if lock is None:
@@ -315,7 +315,9 @@ def _lock_directory(directory: Path) -> DirectoryLock:
 
 def make_model_contents(config: ModelConfig, options: SaveOptions) -> CheckpointContents:
     """Return the parameter table, small files and model check for checkpoints of a model with the architecture
-    `config`. With an adapter they are PEFT directories, which hold the adapter alone."""
+    `config`. With an adapter they are those of PEFT directories, which hold the adapter alone.
+
+    options: settings of the saves."""
     if config.adapter is not None:
         small_files = {
             ADAPTER_CONFIG: to_json_bytes(adapter_to_peft(config)),
@@ -332,7 +334,7 @@ def _check_adapter(config: ModelConfig, path: Path) -> None:
     """Raise `UserError` if the checkpoint directory `path` holds another adapter than the one in the model
     configuration `config`."""
     found = read_adapter_config(path, {part.name for part in read_index(path)})
-    if (difference := same_adapter(config, found)) is not None:
+    if (difference := find_adapter_difference(config, found)) is not None:
         raise UserError(
             f"checkpoint {path} holds an adapter with {difference}; use the same [adapter] or another run.directory"
         )
@@ -359,9 +361,10 @@ def make_small_files(
     config: ModelConfig, dtype: str, tokenizer_directory: Path | None, tokenizer_files: Sequence[str] = TOKENIZER_FILES
 ) -> dict[str, bytes]:
     """Return the files of a Hugging Face directory besides the weights, as file name -> content: those of the model
-    configuration `config`, and the tokenizer's. dtype: dtype of the exported weights. tokenizer_directory: directory of
-    the tokenizer files; None: no tokenizer. tokenizer_files: names of the files to copy from there; missing ones are
-    left out."""
+    configuration `config`, and the tokenizer's.
+
+    dtype: dtype of the exported weights. tokenizer_directory: directory of the tokenizer files; None: no tokenizer.
+    tokenizer_files: names of the files to copy from there; missing ones are left out."""
     tokens: dict[str, Any] = {"_from_model_config": True}
     if config.bos_token is not None:
         tokens["bos_token_id"] = config.bos_token

@@ -24,7 +24,7 @@ def write_at(descriptor: int, data: memoryview, offset: int, keep_going: Callabl
 
 @contextmanager
 def open_descriptor(path: Path, flags: int) -> Iterator[int]:
-    """Context manager that opens a file with the flags of `os.open` and yields its file descriptor."""
+    """Context manager that opens the file `path` with the flags of `os.open` and yields its file descriptor."""
     descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
     try:
         yield descriptor
@@ -57,7 +57,8 @@ def replace_file(path: Path, data: bytes, *, sync: bool = True) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Fsync a directory, so that created, removed and renamed entries survive a power failure."""
+    """Flush the directory `path` to disk (fsync), so that created, removed and renamed entries survive a power
+    failure."""
     with open_descriptor(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
         os.fsync(descriptor)
 

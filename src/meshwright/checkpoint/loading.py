@@ -93,16 +93,18 @@ def load_slices(path: Path, slices: Sequence[TensorSlice], rank: int, ranks: int
         for read, first, count, inside in task.copies:
             dtype = _DTYPES[read.code]
             source = torch.from_numpy(data[inside : inside + count * dtype.itemsize]).view(dtype)
-            copy_common(source, read.subrange(first, count), slices[read.destination].tensor, read.wanted)
+            copy_intersection(source, read.subrange(first, count), slices[read.destination].tensor, read.wanted)
 
     with torch.no_grad(), ThreadPoolExecutor(min(_THREADS, torch.get_num_threads())) as pool:
         for _ in pool.map(run, tasks):
             pass
 
 
-def copy_common(source: torch.Tensor, has: MatrixRange, destination: torch.Tensor, wants: MatrixRange) -> None:
-    """Copy the elements of a matrix that are in both of two ranges of its elements. `source`: 1-D, the elements of the
-    range `has`; `destination`: 1-D, those of the range `wants`, which is overwritten where the ranges intersect."""
+def copy_intersection(source: torch.Tensor, has: MatrixRange, destination: torch.Tensor, wants: MatrixRange) -> None:
+    """Copy the elements that two ranges of one matrix have in common from `source` to `destination`.
+
+    `source`: 1-D, the elements of the range `has`; `destination`: 1-D, the elements of the range `wants`, overwritten
+    where the ranges intersect."""
     for top, bottom, left, right in intersect_ranges(has, wants):
         size = (bottom - top, right - left)
         there = source.as_strided(size, (has.width, 1), source.storage_offset() + has.index_of(top, left))
@@ -112,8 +114,10 @@ def copy_common(source: torch.Tensor, has: MatrixRange, destination: torch.Tenso
 
 def _read_block(path: Path, task: _BlockTask, record: FileRecord, memory: np.ndarray) -> np.ndarray:
     """Read one block of a file into `memory` (uint8 [BLOCK_BYTES]) and verify its hash; return the bytes read, a view
-    of `memory`. path: checkpoint directory. task: names the file and the block. record: expected hashes of the file.
-    Raises `DamagedCheckpoint`."""
+    of `memory`.
+
+    path: checkpoint directory. task: names the file and the block. record: expected hashes of the file. Raises
+    `DamagedCheckpoint`."""
     start = task.block * BLOCK_BYTES
     size = min(BLOCK_BYTES, record.size - start)
     view = memory.data[:size]

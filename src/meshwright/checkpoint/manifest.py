@@ -141,8 +141,9 @@ def verify_checkpoint(path: Path | str) -> list[str]:
 
 def _find_damage(path: Path, name: str, record: FileRecord, *, whole: bool) -> str | None:
     """Compare size and block hashes of the file `name` in the checkpoint directory `path` with its record. Return the
-    first difference as one line of text; None if there is none. whole: True to compare the hash of the whole file
-    too."""
+    first difference as one line of text; None if there is none.
+
+    whole: True to compare the hash of the whole file too."""
     try:
         if (size := (path / name).stat().st_size) != record.size:
             return f"{name} has {size} bytes instead of {record.size}"
@@ -161,8 +162,8 @@ def count_blocks(size: int) -> int:
 
 
 def hash_file(path: Path, keep_going: Callable[[], None] = lambda: None) -> FileRecord:
-    """Compute the size of a file, its hash, and the hashes of its blocks, in one pass. keep_going: called between
-    reads; it stops the hashing by raising an exception."""
+    """Compute the size of the file `path`, its SHA-256, and the SHA-256 of each of its blocks, in one pass. keep_going:
+    called between reads; it stops the hashing by raising an exception."""
     size = path.stat().st_size
     whole, blocks = hash_blocks(path, True, range(count_blocks(size)), keep_going)
     assert whole is not None
@@ -172,9 +173,10 @@ def hash_file(path: Path, keep_going: Callable[[], None] = lambda: None) -> File
 def hash_blocks(
     path: Path, whole: bool, blocks: range | list[int], keep_going: Callable[[], None] = lambda: None
 ) -> tuple[str | None, dict[int, str]]:
-    """Compute hashes of a file, reading no more of it than needed. Return (hex SHA-256 of the whole file, None unless
-    `whole`; {block number: hex SHA-256 of the block} for the block numbers in `blocks`). keep_going: called between
-    reads; it stops the hashing by raising an exception."""
+    """Compute hashes of the file `path`, reading no more of it than needed. Return (hex SHA-256 of the whole file, None
+    unless `whole`; {block number: hex SHA-256 of the block} for the block numbers in `blocks`).
+
+    keep_going: called between reads; it stops the hashing by raising an exception."""
     size = path.stat().st_size
     everything = hashlib.sha256() if whole else None
     wanted = set(blocks)
@@ -236,7 +238,7 @@ def _format_block_range(block: int, size: int) -> str:
 
 
 def _hash_whole(path: Path) -> str:
-    """Return the hex SHA-256 of a whole file. Raises `DamagedCheckpoint` if it cannot be read."""
+    """Return the hex SHA-256 of the whole file `path`. Raises `DamagedCheckpoint` if it cannot be read."""
     try:
         return hash_blocks(path, True, [])[0] or ""
     except OSError as error:

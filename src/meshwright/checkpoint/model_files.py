@@ -41,9 +41,11 @@ class ModelFile:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Position of an exported tensor in the model files. file: file name. offset: byte of the file at which its
-    elements begin. entry: parameter entry that describes it (name, shape); the tensor in the file may stack those of
-    all experts."""
+    """Position of an exported tensor in the model files.
+
+    file: file name. offset: byte of the file at which its elements begin. entry: parameter entry that describes the
+    tensor (name, shape). An entry of one expert may lie inside a tensor of the file that stacks those of all
+    experts."""
 
     file: str
     offset: int
@@ -136,11 +138,12 @@ def split_disk_runs(
     """Split a slice of an exported tensor into runs of elements that are contiguous on disk. Yield (index of the run's
     first element in the tensor on disk, values of the run).
 
-    entry: parameter entry of the tensor, which gives its shape on disk. values: elements [start, start + len(values))
-    of the flattened tensor. A matrix is flattened row-major as [outputs, inputs]; with `columns`, a range of inputs,
-    only these columns are flattened. There is one run, or with `columns` one per matrix row. A matrix that is stored
-    transposed has one run per row on disk, unless the slice is the whole matrix.
-    """
+    entry: parameter entry of the tensor, which gives its shape on disk. values: the slice: elements [start, start +
+    len(values)) of the flattened tensor; a matrix is flattened row-major as [outputs, inputs]. columns: range of
+    inputs; only these columns of the matrix are flattened; None: all.
+
+    The slice is one run; with `columns` it is one run per row. A matrix that is stored transposed has one run per row
+    on disk, unless the slice is the whole matrix."""
     stop = start + len(values)
     if not entry.transposed:
         if columns is None:

@@ -37,8 +37,8 @@ class SaveMarkers:
         replace_file(self.partial / _BEGIN, self.attempt.encode(), sync=False)
 
     def begun_ranks(self) -> set[int]:
-        """Return {0} if rank 0 has called `begin` for this save, else an empty set: the form in which `Save` waits for
-        ranks. Never raises."""
+        """Return {0} if rank 0 has called `begin` for this save, else an empty set. (A set of ranks, like the result of
+        `ranks_with`, because `Save` waits for ranks in this way.) Never raises."""
         try:
             return {0} if (self.partial / _BEGIN).read_text() == self.attempt else set()
         except OSError:
@@ -82,8 +82,8 @@ class SaveMarkers:
         return None
 
     def record_outcome(self, outcome: str) -> None:
-        """Record how this save ended, "done" or the reason of failure, in a file that the other ranks read. The file
-        also has the outcomes of the last few saves. Only rank 0 calls this."""
+        """Record how this save ended in a file that the other ranks read. outcome: "done" or the reason of failure. The
+        file also has the outcomes of the last few saves. Only rank 0 calls this."""
         self.outcomes[self.attempt] = outcome
         if self.ranks > 1:
             last = {attempt: self.outcomes[attempt] for attempt in [*self.outcomes][-_OUTCOMES_KEPT:]}

@@ -262,7 +262,9 @@ class Save:
     def _wait_for(self, list_done: Callable[[], set[int]], ranks: Iterable[int], action: str) -> None:
         """Wait for other ranks: poll `list_done()`, which returns the ranks that have done an action, until they
         include all of `ranks`. Raises `SaveFailed` after `timeout_seconds`, `SaveCancelled` if the save is cancelled or
-        failed on another rank. action: participle for the message "rank 3 has not ...", such as "written its part"."""
+        failed on another rank.
+
+        action: participle for the message "rank 3 has not ...", such as "written its part"."""
         deadline = time.monotonic() + self.target.options.timeout_seconds
         pause = 0.002
         while missing := set(ranks) - list_done():
@@ -356,7 +358,7 @@ class Save:
         return disk.f_frsize * (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail) if disk.f_blocks else None
 
     def _format_error(self, error: OSError) -> str:
-        """Format an `OSError` as one line for the user: rank, file, reason, needed and free space, newest intact
+        """Format `error` as one line for the user: rank, file, reason, needed and free space, newest intact
         checkpoint."""
         where = f"rank {self.target.rank} could not write {self.partial / self._writing}"
         space = ""
@@ -384,8 +386,10 @@ def _as_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def _split_chunks(tensor: torch.Tensor, whole: bool) -> Iterable[tuple[int, torch.Tensor]]:
-    """Split a 1-D slice into chunks, so that the conversion of one to another dtype takes little memory; return an
-    iterable of (index of the chunk's first element, elements). whole: True to return the slice as a single chunk, for
-    tensors that are stored transposed: a small chunk would be many short runs on disk."""
+    """Split the 1-D `tensor`, a slice to be saved, into chunks, so that converting one of them to another dtype takes
+    little memory. Return an iterable of (index of the chunk's first element, elements).
+
+    whole: True to return a single chunk, for tensors that are stored transposed, because a small chunk would be many
+    short runs on disk."""
     step = tensor.numel() if whole else _CAST_ELEMENTS
     return ((start, tensor[start : start + step]) for start in range(0, tensor.numel(), max(1, step)))

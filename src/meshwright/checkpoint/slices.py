@@ -141,9 +141,10 @@ def read_index(path: Path) -> list[StoredSlice]:
 def _parse_slice(
     file: str, kind: str, name: str, start: int, stop: int, code: str, offset: int, *columns: int
 ) -> StoredSlice:
-    """Build a `StoredSlice` from one entry of the JSON index; the arguments before `columns` are its fields. columns:
-    empty, or (first column, end column (exclusive), number of columns of the matrix). Raises `ValueError` for invalid
-    values."""
+    """Build a `StoredSlice` from one entry of the JSON index.
+
+    columns: empty, or (first column, end column (exclusive), number of columns of the matrix); the other arguments,
+    `file` to `offset`, are the fields of that class. Raises `ValueError` for invalid values."""
     part = StoredSlice(kind, name, start, stop, code, file, offset, Columns(*columns) if columns else None)
     first, end, of = part.columns or (0, 1, 1)
     texts, numbers = (kind, name, code), (start, stop, offset, first, end, of)
@@ -246,9 +247,9 @@ def intersect_ranges(a: MatrixRange, b: MatrixRange) -> list[tuple[int, int, int
 
 
 def _align_columns(a: Columns | None, b: Columns | None) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return (first column, width) for each of two column ranges of one matrix, so that `MatrixRange` can intersect
-    them; None stands for all columns. For equal column ranges, return (0, 1) twice: equal indices in the flattened
-    elements then mean equal elements, so that both can be treated as a matrix with a single column."""
+    """Return (first column, width) for each of two column ranges, `a` and `b`, of one matrix (None: all columns), as
+    arguments of `MatrixRange`. For equal ranges return (0, 1) twice: element i of one range then is element i of the
+    other, so both can be treated as a matrix with a single column."""
     if a == b:
         return (0, 1), (0, 1)
     total = (a or b or Columns(0, 1, 1)).total

@@ -13,9 +13,11 @@ from meshwright.parallel.flat_buffers import TensorSlice
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Copy of slices of the training state in host memory. slices: the copied slices, whose tensors are views of
-    `buffers`. buffers: one buffer per dtype, wider dtypes first. ready: on CUDA, the event that follows the last copy
-    and must have completed before the buffers are read; None on CPUs."""
+    """Copy of slices of the training state in host memory.
+
+    slices: the copied slices, whose tensors are views of `buffers`. buffers: one buffer per dtype, wider dtypes first.
+    ready: on CUDA, the event that follows the last copy and must have completed before the buffers are read; None on
+    CPUs."""
 
     slices: tuple[TensorSlice, ...]
     buffers: tuple[torch.Tensor, ...]
@@ -62,8 +64,9 @@ class SnapshotBuffers:
 
     def _get_buffer(self, dtype: torch.dtype, group: Sequence[TensorSlice]) -> torch.Tensor:
         """Return the host buffer into which all slices of one dtype are copied: the one of an earlier snapshot if it is
-        large enough, else a new one (in pinned memory if a slice is on a CUDA device). group: the slices of this
-        dtype."""
+        large enough, else a new one (in pinned memory if a slice is on a CUDA device).
+
+        group: the slices of this dtype."""
         pinned = any(item.tensor.is_cuda for item in group)
         size = sum(item.stop - item.start for item in group)
         buffer = self._buffers.get((dtype, pinned))

@@ -49,7 +49,8 @@ def merge(adapter: str, output: Path, base: Path | None, quantized: str | None, 
 
     \f
     output: directory to write, which must not exist. base: directory of the base model; None: as the adapter names it.
-    quantized: format in which the base was held; the adapter is merged into the dequantized base. as_json: print JSON.
+    quantized: "nf4", "int8" or "no", number format of the base model's weights while the adapter was trained; the
+    adapter is merged into the dequantized weights. None: as the adapter's run states. as_json: print JSON.
     """
     from meshwright.adapters.merging import find_base, find_format, merge_adapter
     from meshwright.checkpoint import find_checkpoint

@@ -38,7 +38,8 @@ def _quantity_option(option: str, name: str, parser: str, help: str) -> Callable
 
 
 def _parse_dims(context: click.Context, option: click.Parameter, text: str | None) -> tuple[int, ...] | None:
-    """Click callback of --dims: parse `4x4` into the grid's sides (4, 4); None (not given) stays None."""
+    """Parse the text of --dims, such as `4x4`, to the side lengths (4, 4) of the grid of ranks; None (not given) stays
+    None. A click callback; context, option: as click passes them."""
     if text is None:
         return None
     try:
@@ -89,17 +90,17 @@ def command(
 ) -> None:  # fmt: skip
     """Check an ALGORITHM (a name, auto, or @FILE) for a collective OPERATION, and simulate its time on a network.
 
-    auto simulates every algorithm of the operation and takes the fastest. Exit code 1 if a program is not valid: a line
-    names rank, step and reason.
+    auto simulates every algorithm of the operation and takes the fastest. Exit code 1 if the algorithm's program (list
+    of sends and receives of each rank) is not valid; an error line names rank, step and reason.
 
     \f
-    ranks: number of ranks, None for a program file. total_bytes: size of the full vector. topology: kind of
-    network. root: rank from or to which a rooted operation sends. reduction: such as "sum". latency: seconds for each
-    link. bandwidth: bytes per second for each link and direction. reduce_rate: bytes per second that a rank reduces,
-    None if reduction takes no time. segments: number of pieces into which a pipelined algorithm divides the vector.
-    groups: ranks per node. dims: sides of the grid. run: also execute the program on local processes. svg, html, trace,
-    program_file: files to write, None for none. text: print the buffers after each round. as_json: print the report as
-    JSON.
+    ranks: number of ranks, None for a program file. total_bytes: size of the full vector. topology: kind of network.
+    root: root rank of a broadcast, reduce, scatter or gather. reduction: such as "sum". latency: seconds for each link.
+    bandwidth: bytes per second for each link and direction. reduce_rate: bytes per second that a rank reduces, None if
+    reduction takes no time. segments: number of pieces into which a pipelined algorithm divides the vector. groups:
+    ranks per node. dims: side lengths of the grid of ranks. run: also execute the program on local processes. svg,
+    html, trace, program_file: files to write, None for none. text: print the buffers after each round. as_json: print
+    the report as JSON.
     """
     printed = is_standard_output(program_file, "--program", as_json)
     with result_printer(as_json) as answer:

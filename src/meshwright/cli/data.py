@@ -10,7 +10,7 @@ import click
 
 from meshwright.cli import data_records, plumbing
 from meshwright.cli.plumbing import file_option, json_option, overrides_argument, result_printer, write_file
-from meshwright.cli.sample_text import make_mark_table, make_sample_table
+from meshwright.cli.sample_text import make_role_table, make_sample_table
 from meshwright.cli.tables import make_fact_table, make_table
 from meshwright.cli.tokenizer_text import make_report_tables, make_token_lines
 from meshwright.errors import UserError
@@ -60,8 +60,8 @@ def prepare(recipe: str, overrides: tuple[str, ...], as_json: bool) -> None:
 @file_option("--html", help="Also write the samples to this page.")
 @json_option
 def show(recipe: str, overrides: tuple[str, ...], rows: int, html: Path | None, as_json: bool) -> None:
-    """Show counts of documents, tokens and dropped documents by rule, and samples as training reads them, one with a
-    document boundary. Of records also turns and tokens by role, and which tokens are trained on.
+    """Show counts of documents, tokens and dropped documents by rule, and samples as training reads them, one of them
+    with a document boundary. For records, also show turns and tokens by role and which tokens are trained on.
 
     Data that are not prepared yet are prepared first.
 
@@ -69,16 +69,16 @@ def show(recipe: str, overrides: tuple[str, ...], rows: int, html: Path | None, 
     recipe: path of the recipe. overrides: KEY=VALUE for fields of it. rows: number of samples to show. html: page to
     write, None for none. as_json: print JSON.
     """
-    from meshwright.data.description import describe_marks, describe_samples
+    from meshwright.data.description import count_tokens_by_role, describe_samples
     from meshwright.data.sample_page import render_sample_page
 
     with result_printer(as_json) as answer:
         data, samples = _load_prepared(recipe, overrides, check=False)
         document = {**data.summary(samples), "rows": describe_samples(data, rows)}
         parts = [_make_summary_tables(document)]
-        if marks := describe_marks(data):
+        if marks := count_tokens_by_role(data):
             document["marks"] = marks
-            parts += ["", make_mark_table(marks)]
+            parts += ["", make_role_table(marks)]
         parts += map(make_sample_table, document["rows"])
         if html is not None:
             write_file(html, render_sample_page(Path(recipe).name, document))
@@ -153,8 +153,9 @@ def tokenizer(recipe: str, overrides: tuple[str, ...], text: str | None, html: P
 @overrides_argument
 @json_option
 def teacher(recipe: str, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Cache the teacher's distill.top_k most probable tokens of all of RECIPE's data, which distillation reads instead
-    of running the teacher; check those that exist already, byte for byte.
+    """Run the teacher of RECIPE's distillation over all its data, and cache the teacher's distill.top_k most probable
+    tokens at each position; distillation then reads these instead of running the teacher. If the cache exists already,
+    check it byte for byte.
 
     If it was killed, the same command continues where it stopped.
 

@@ -23,14 +23,13 @@ _FILE = click.Path(path_type=Path)
 
 
 def _output_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator that adds the required option --output (a file path) to a click command."""
+    """Add the required option --output (a file path) to the click command `function`; used as a decorator."""
     return click.option("--output", required=True, type=_FILE, metavar="F", help="JSON Lines file to write.")(function)
 
 
 def _served_model_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator that adds to a click command the options for requests to a served model: URL, model name, API key,
-    journal file of the answers, maximum requests in flight, time-out, attempts, seed, prices.
-    """
+    """Add to the click command `function` the options for requests to a served model: URL, model name, API key, journal
+    file of the answers, maximum number of requests in flight, time-out, attempts, seed, prices. Used as a decorator."""
     price = FiniteRange(0)
     options = (
         click.option("--url", required=True, metavar="URL", help="Base URL, such as http://127.0.0.1:8000/v1."),
@@ -60,9 +59,9 @@ def _served_model_options(function: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--again", is_flag=True, help="Replace labels that a model gave before.")
 @json_option
 def label(records: Path, output: Path, again: bool, as_json: bool, **served: Any) -> None:
-    """Label speech acts and refusals in those RECORDS that no person has labelled, by a served model.
+    """Have a served model label speech acts and refusals in those RECORDS that no person has labelled.
 
-    The labels are marked as guesses of a model. If the command was killed, the same command continues and repeats no
+    The labels are marked as a model's guesses. If the command was killed, the same command continues and repeats no
     answered request.
 
     \f
@@ -92,9 +91,10 @@ def label(records: Path, output: Path, again: bool, as_json: bool, **served: Any
 @file_option("--html", help="Write a page.")
 @json_option
 def balance(files: tuple[Path, ...], by: str | None, target: str | None, html: Path | None, as_json: bool) -> None:
-    """Count labelled records by speech act (assertive, directive ...), those that each act lacks, and refusals.
+    """Count labelled records by speech act (assertive, directive ...) and refusals, and report how many records each
+    act lacks.
 
-    Each FILE is reported separately; an act lacks records if it has a smaller fraction of them than the target.
+    Each FILE is reported separately. An act lacks records if its fraction of the records is below the target.
 
     \f
     files: JSON Lines files of labelled records. by: key of the records by whose values they are grouped further.
@@ -202,7 +202,7 @@ def vary(
     seeds: Path, method: str, count: int, instances: int, rounds: int, temperature: float | None, max_tokens: int,
     output: Path, as_json: bool, **served: Any,
 ) -> None:  # fmt: skip
-    """Generate new instructions with responses from the seed instructions in SEEDS, by a served model.
+    """Have a served model generate new instructions with responses from the seed instructions in SEEDS.
 
     If the command was killed, the same command continues and repeats no answered request.
 
@@ -254,8 +254,8 @@ def _make_client(served: Mapping[str, Any], output: Path) -> ChatClient:
 
 
 def _make_summary_table(summary: Mapping[str, Any]) -> Any:
-    """Format a command's result (a JSON object) as a rich table with one line for each key; counts of 0 inside a value
-    are left out."""
+    """Format `summary`, the result of a command as a JSON object, as a rich table with one line for each key; counts of
+    0 inside a value are left out."""
     table = make_fact_table()
     for key, value in summary.items():
         if isinstance(value, Mapping):

@@ -65,7 +65,7 @@ def command(
 
 
 def _format_result(result: Evaluation) -> str:
-    """Format an evaluation as text: loss in nats per token, perplexity, bits per byte."""
+    """Format the result of an evaluation as text: loss in nats per token, perplexity, bits per byte."""
     lines = [
         f"checkpoint     {result.checkpoint}",
         f"loss           {result.loss:.4f} nats per token ({result.tokens:,} tokens)",

@@ -189,7 +189,7 @@ def _make_placement_table(placement: Mapping[str, Any]) -> Any:
 
 def _describe_rank_contents(rank: Mapping[str, Any]) -> tuple[str, str, int, int]:
     """Return the contents of a rank under a layout: (layers as text, other modules as text, bytes of its parameters,
-    bytes in training with AdamW). rank: the rank's entry in the placement of `inspect_model`.
+    bytes of all its model states in training with AdamW). rank: the rank's entry in the placement of `inspect_model`.
     """
     also = [name for name in ("embedding", "head") if rank[name]]
     if "experts" in rank:
@@ -198,19 +198,19 @@ def _describe_rank_contents(rank: Mapping[str, Any]) -> tuple[str, str, int, int
 
 
 def _format_ranges(numbers: Sequence[int]) -> str:
-    """Format ascending integers as ranges: `0-3, 8`."""
+    """Format ascending integers (`numbers`) as ranges: `0-3, 8`."""
     cuts = [0, *(at for at, (one, other) in enumerate(pairwise(numbers), 1) if other != one + 1), len(numbers)]
     runs = [(numbers[first], numbers[stop - 1]) for first, stop in pairwise(cuts) if stop > first]
     return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
 
 
 def _format_number(value: float | int | bool | None) -> str:
-    """Format a statistic of a tensor with four significant digits; None as `-`."""
+    """Format `value`, a statistic of a tensor such as its mean, with four significant digits; None as `-`."""
     return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _format_bytes(count: float) -> str:
-    """Format a number of bytes in B, KiB, MiB or GiB."""
+    """Format a number of bytes (`count`) in B, KiB, MiB or GiB."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

@@ -53,26 +53,28 @@ class Commands(Group):
     """Top-level click group: it lists all commands, but imports only the module of the command that runs."""
 
     def list_commands(self, context: click.Context) -> list[str]:
-        """Return the names of all commands, for --help and suggestions."""
+        """Return the names of all commands, for --help and suggestions. context: click's context, unused."""
         return list(COMMANDS)
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        """Import and return the click command of this name; None if there is none."""
+        """Import and return the click command called `name`; None if there is none. context: click's context,
+        unused."""
         if name not in COMMANDS:
             return None
         command: click.Command = importlib.import_module(f"meshwright.cli.{name}").command
         return command
 
     def invoke(self, context: click.Context) -> Any:
-        """Run the command that the arguments name. A KeyboardInterrupt is replaced by `_Interrupted`, since click would
-        print an empty line for it."""
+        """Run the command that the command line (in click's `context`) names. A KeyboardInterrupt is replaced by
+        `_Interrupted`, since click would print an empty line for it."""
         try:
             return super().invoke(context)
         except KeyboardInterrupt as error:  # click would answer it with an empty line
             raise _Interrupted(str(error)) from None
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of commands for --help from the table `COMMANDS`, without importing the commands."""
+        """Write the list of commands for --help to click's `formatter`, from the table `COMMANDS`, without importing
+        the commands. context: click's context."""
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
@@ -89,8 +91,8 @@ def meshwright() -> None:
 def run() -> NoReturn:
     """Run the command line of this process and end the process with its exit code.
 
-    A rank that torchrun, Kubernetes or SLURM started skips Python's finalization, as ranks of Meshwright's launcher do:
-    threads of torch.distributed that still run then abort the process, rarely, after all its work is done.
+    Ranks that torchrun, Kubernetes or SLURM started skip Python's finalization, as ranks of Meshwright's launcher do:
+    during finalization, threads of torch.distributed that still run sometimes abort the process.
     """
     code = main()
     if "torch" in sys.modules:

@@ -77,8 +77,8 @@ def command(
 
     MODEL is a preset, a Hugging Face directory, a config.json or a recipe; KEY=VALUE overrides one field of the recipe;
     adapter.KEY=VALUE adds an adapter to other models.
-    Memory is that of the fullest rank. Each time has a lower and an upper bound, far enough apart for the published
-    runs that the planner is tested with. With --serve, predict the memory of a server instead.
+    Memory is that of the fullest rank. Each time has a lower and an upper bound, wide enough apart to include the times
+    of the published runs that the planner is tested on. With --serve, predict the memory of a server instead.
 
     \f
     names: MODEL, then overrides; if `calibrate`, run directories. cluster: device count and kind, a cluster file, or
@@ -143,9 +143,9 @@ def command(
         document = found.to_json_dict(ledger=every_tensor, operations=explained)
         lines = _format_plan(found, model, shutil.get_terminal_size((WIDE, 24)).columns, every_tensor, explained)
         if html:
-            from meshwright.planner.show.page import page
+            from meshwright.planner.show.page import plan_page
 
-            write_file(html, page(found.problem, model, found.estimates, found.search, found.nearest))
+            write_file(html, plan_page(found.problem, model, found.estimates, found.search, found.nearest))
             document["files"] = {"page": str(html)}
             lines.append(f"page: {html}")
         answer(document, "\n\n".join(lines))
@@ -300,8 +300,9 @@ def _find_gpus(device: str, ranks: int, memory: str | None) -> list[HostMemory]:
 
 
 def _run_jobs(path: str) -> None:
-    """Run `plan --jobs`: predict time and memory for each request, one line of a JSON Lines file (`-`: standard input),
-    and print one JSON object per line, in the same order. A request that fails is answered by {"error": message}."""
+    """Run `plan --jobs`: read requests from the JSON Lines file `path` ("-": standard input), predict time and memory
+    for each, and print one JSON object per line, in the same order. A request that fails is answered by {"error":
+    message}."""
     from meshwright.planner.jobs import answer
 
     for line in _read_lines(path):
@@ -310,8 +311,8 @@ def _run_jobs(path: str) -> None:
 
 
 def _read_lines(path: str) -> Iterator[str]:
-    """Yield the non-empty lines of a file (`-`: standard input). Raises `UserError` if it cannot be read or a line is
-    too long."""
+    """Yield the non-empty lines of the file `path` ("-": standard input). Raises `UserError` if it cannot be read or a
+    line is too long."""
     try:
         with sys.stdin if path == "-" else Path(path).open(encoding="utf-8") as file:
             longest = limit_of("config_bytes")

@@ -25,25 +25,25 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "sho
 
 
 def _check_device(context: click.Context, option: click.Parameter, name: str) -> str:
-    """Click callback of --device: return the name ("auto", "cpu" or "cuda"); raise `BadParameter` if it is unknown."""
+    """Return the device name given as --device, "auto", "cpu" or "cuda"; raise `BadParameter` for another one. A click
+    callback; context, option: as click passes them."""
     if name not in DEVICES:
         raise click.BadParameter(unknown("device", name, DEVICES))
     return name
 
 
 def _check_device_without_layout(context: click.Context, option: click.Parameter, name: str) -> str:
-    """Click callback of --device, in commands whose --layout runs on CPU ranks: return the device name. Raises
-    `BadParameter` if it is unknown, or an error if it asks for a GPU together with --layout.
-    """
+    """Return the device name given as --device, in commands whose --layout runs on CPU ranks. Raises `BadParameter` if
+    the name is unknown, or an error if it asks for a GPU and --layout is given. A click callback; context, option: as
+    click passes them."""
     _check_device(context, option, name)
-    _check_device_of_layout(context, option, name)
+    _refuse_gpu_with_layout(context, option, name)
     return name
 
 
-def _check_device_of_layout(context: click.Context, option: click.Parameter, value: Any) -> Any:
-    """Click callback of --device and --layout, in commands whose --layout runs on CPU ranks: return the option's value.
-    Raises an error if --layout is given and --device asks for a GPU.
-    """
+def _refuse_gpu_with_layout(context: click.Context, option: click.Parameter, value: Any) -> Any:
+    """Return the `value` of --device or --layout, in commands whose --layout runs on CPU ranks. Raises an error if
+    --layout is given and --device asks for a GPU. A click callback; context, option: as click passes them."""
     from meshwright.launcher.device import refuse_device_of_layout
 
     given = {**context.params, str(option.name): value}
@@ -60,7 +60,7 @@ device_option = click.option("--device", callback=_check_device_without_layout, 
 device_option_of_ranks = click.option("--device", callback=_check_device, **_DEVICE)
 reading_layout_option = click.option(
     "--layout",
-    callback=_check_device_of_layout,
+    callback=_refuse_gpu_with_layout,
     help='Shard the model over local CPU ranks, such as "pp2" or "tp2 pp2".',
 )
 trust_option = click.option(
@@ -83,7 +83,8 @@ class FiniteRange(click.FloatRange):
     and "inf"."""
 
     def convert(self, value: Any, option: click.Parameter | None, context: click.Context | None) -> Any:
-        """Convert the text of the option to a float. Raises `click.BadParameter`, also for "nan" and "inf"."""
+        """Convert `value`, the text of the option, to a float. Raises `click.BadParameter`, also for "nan" and "inf".
+        option, context: as click passes them."""
         number = super().convert(value, option, context)
         if not math.isfinite(number):
             self.fail(f"{value!r}: a finite number is needed", option, context)
@@ -112,17 +113,16 @@ class Group(click.Group):
     def resolve_command(
         self, context: click.Context, arguments: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return (name, click command, remaining arguments) of a command line; raise a usage error that suggests the
-        nearest name for an unknown command."""
+        """Return (name, click command, remaining arguments) for the command-line `arguments`; raise a usage error that
+        suggests the nearest name for an unknown command. context: click's context."""
         name = arguments[0]
         if not name.startswith("-") and self.get_command(context, name) is None:
             raise click.UsageError(unknown("command", name, self.list_commands(context)), context)
         return super().resolve_command(context, arguments)
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of commands for --help, each with the whole first paragraph of its help; click would cut it to
-        one line.
-        """
+        """Write the list of commands for --help to click's `formatter`, each with the whole first paragraph of its
+        help, which click would cut to one line. context: click's context."""
         rows = []
         for name in self.list_commands(context):
             command = self.get_command(context, name)
@@ -211,20 +211,20 @@ def refuse_overrides(overrides: Sequence[str], name: str | None) -> None:
 
 
 class ResultPrinter(Protocol):
-    """Protocol of the function that prints a command's result; to be called once. With --json it prints `document` as
-    JSON on standard output, otherwise `text`. alone: output that must have standard output for itself, such as a
-    program file: it is printed there, and `text` on standard error; None: there is no such output.
-    """
+    """Type of the function that prints a command's result, from `result_printer`."""
 
-    def __call__(self, document: Mapping[str, Any], text: str = "", alone: str | None = None) -> None: ...
+    def __call__(self, document: Mapping[str, Any], text: str = "", alone: str | None = None) -> None:
+        """Print the result of a command; called once. document: result as JSON, printed with --json. text: result for
+        people, printed otherwise. alone: content of a file that the user wants on standard output, such as a program;
+        `text` is then printed on standard error. None: there is no such content."""
 
 
 @contextmanager
 def result_printer(as_json: bool) -> Iterator[ResultPrinter]:
     """Context manager that yields a `ResultPrinter`, the function with which a command prints its result once.
 
-    With `as_json`, standard output carries that one JSON document only; all other output inside the context, also of
-    child processes, goes to standard error.
+    If `as_json` (option --json), standard output carries only the result as JSON; all other output inside the context,
+    also of child processes, goes to standard error.
     """
     answered = False
 
@@ -268,7 +268,7 @@ def result_printer(as_json: bool) -> Iterator[ResultPrinter]:
 
 
 def print_progress(text: str, last: bool) -> None:
-    """Print `text` on standard error in place of the previous progress text; print nothing if standard error is no
+    """Print `text` on standard error over the previous progress text; print nothing if standard error is not a
     terminal. last: True to end the line, so that the text stays.
     """
     if sys.stderr.isatty():

@@ -33,14 +33,15 @@ def command(
     as_json: bool,
 ) -> None:
     """Write RUN/report.html: curves of loss, throughput, learning rate, gradient norm, memory and time, recipe,
-    evaluation, samples, in one file. Of several runs, write comparison.html into the first one's directory.
+    evaluation, samples, in one file. For several runs, write comparison.html to the directory of the first RUN instead.
 
     evaluation.json and sample.json in the run directory are shown by default. Without sample.json, the newest
     checkpoint generates samples from the beginnings of validation documents, or from --prompt.
 
     \f
-    evaluation, sample: files that `evaluate --json` and `generate --json` printed. samples: number of texts to
-    generate; None: the default number, but none for large models. prompts: texts to continue. as_json: print JSON.
+    runs: run directories. evaluation, sample: files that `evaluate --json` and `generate --json` printed. samples:
+    number of texts to generate; None: the default number, or 0 for a large model. prompts: texts to continue. as_json:
+    print JSON.
     """
     from meshwright.errors import UserError
     from meshwright.monitoring.report import write_report
@@ -100,9 +101,9 @@ def _find_document(given: Path | None, own: Path | None, command: str) -> dict[s
     """Read the JSON document that `meshwright COMMAND --json` printed into a file; return None if there is no such
     file.
 
-    given: file that the user named; `UserError` if it holds something else. own: file in the run directory, which is
-    read if `given` is None; if it holds something else, a warning is printed and the result is None. command: the
-    COMMAND, "evaluate" or "generate".
+    given: file that the user named; `UserError` if it is missing or contains something else. own: file in the run
+    directory, read if `given` is None; if it contains something else, a warning is printed and None returned. command:
+    the COMMAND, "evaluate" or "generate".
     """
     from meshwright.errors import UserError
     from meshwright.terminal import print_message
@@ -117,8 +118,8 @@ def _find_document(given: Path | None, own: Path | None, command: str) -> dict[s
 
 
 def _read_document(path: Path, command: str) -> dict[str, Any]:
-    """Read and check a JSON object that `meshwright COMMAND --json` printed into a file. command: "evaluate" or
-    "generate". `UserError` if the file does not hold such a document."""
+    """Read and check the JSON object in the file `path`, which `meshwright COMMAND --json` printed. command: "evaluate"
+    or "generate". `UserError` if the file does not contain such a document."""
     from meshwright.errors import UserError
     from meshwright.monitoring.report_inputs import check_evaluation, check_sample
     from meshwright.untrusted import read_json

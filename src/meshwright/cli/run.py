@@ -71,7 +71,7 @@ def command(
     where = Path(directory) if directory else Path("runs") / path.stem
     with result_printer(as_json) as answer:
         try:
-            result = run_script(path, list(arguments), ranks, where, restarts=restarts, aside=as_json)
+            result = run_script(path, list(arguments), ranks, where, restarts=restarts, redirect_stdout=as_json)
         except RankFault as fault:  # an exception of the script, with its traceback
             print_message(str(fault))
             raise click.exceptions.Exit(1) from None

@@ -15,9 +15,9 @@ _LINES = 10  # maximum lines of a document
 _TRAINED, _SPECIAL = "bold green", "magenta"
 
 
-def make_mark_table(marks: Mapping[str, Any]) -> Any:
-    """Format turns and tokens by role, and the tokens that are trained on, as a rich table. marks: dict of
-    `describe_marks`."""
+def make_role_table(marks: Mapping[str, Any]) -> Any:
+    """Format the numbers of turns, tokens and trained tokens of each role in chat data as a rich table. marks: result
+    of `count_tokens_by_role`."""
     from rich.console import Group
     from rich.text import Text
 
@@ -63,10 +63,10 @@ def make_sample_table(row: Mapping[str, Any]) -> Any:
 
 
 def _format_example_lines(document: Mapping[str, Any]) -> list[Text]:
-    """Return an example as lines of text: tokens that are trained on in green between ⟦ and ⟧, special tokens in
-    magenta, text between turns dim; a long example is shortened in the middle.
+    """Format one instruction or chat example as lines of rich text: tokens that are trained on in green between ⟦ and
+    ⟧, special tokens in magenta, the chat template's own text dim. A long example is shortened in the middle.
 
-    document: a document of `describe_samples` with "parts".
+    document: entry of "documents" in the result of `describe_samples` that has "parts", the example's pieces of text.
     """
     from rich.text import Text
 
@@ -86,8 +86,8 @@ def _format_example_lines(document: Mapping[str, Any]) -> list[Text]:
 
 
 def _shorten_lines(text: str) -> list[str]:
-    """Return the lines of `text`; if they are more than `_LINES`, the middle ones are replaced by one line that
-    says how many were left out."""
+    """Return the lines of `text`. If there are more than `_LINES`, the middle ones are replaced by one line that states
+    how many are left out."""
     lines = text.split("\n")
     if len(lines) <= _LINES:
         return lines

@@ -26,8 +26,8 @@ from meshwright.names import SCHEDULES
 
 
 def _parse_durations(context: click.Context, option: click.Parameter, text: str | None) -> float | list[float] | None:
-    """Click callback that parses the text of an option with durations: a float if the text is one number, a list of
-    floats if it is several separated by commas. None, if the option is not given, stays None."""
+    """Parse the text of an option with durations: to a float if it is one number, to a list of floats if it is several
+    separated by commas; None (not given) stays None. A click callback; context, option: as click passes them."""
     if text is None:
         return None
     try:
@@ -91,7 +91,8 @@ def command(
 
     Durations are per rank and micro-batch, in any unit; a rank with several model chunks divides them among these.
     Reported are the bubble, and each rank's peak of saved activations (in micro-batches), weight copies and messages.
-    Exit code 1 if a program is not valid: a line names rank, step and reason.
+    Exit code 1 if the schedule's program (list of steps of each rank) is not valid; an error line names rank, step and
+    reason.
 
     \f
     schedule: name or @FILE. stages: pipeline ranks. microbatches: per step. chunks: model chunks per rank. The last
@@ -112,10 +113,10 @@ def command(
         parts = parts if isinstance(parts, list) else [parts]
     from meshwright.draw.gantt import draw_page, draw_svg
     from meshwright.program.trace import build_chrome_trace
-    from meshwright.schedules.api import StepDurations, refuse_memory
+    from meshwright.schedules.api import StepDurations, check_memory_option
     from meshwright.schedules.api import schedule as report_of
 
-    refuse_memory(schedule, memory, "--memory")
+    check_memory_option(schedule, memory, "--memory")
 
     durations = StepDurations(transfer=transfer)
     if parts is None:
@@ -148,8 +149,8 @@ def command(
 
 
 def _require_counts(schedule: str, stages: int | None, micro_batches: int | None) -> None:
-    """Raise `UserError` if `schedule` is a name such as "1f1b" and --stages or --microbatches is missing. A program
-    file (@FILE) states both itself."""
+    """Raise `UserError` if `schedule` is a name such as "1f1b" and --stages or --microbatches (`micro_batches`) is
+    missing. A program file (@FILE) states both itself."""
     if schedule not in SCHEDULES:
         return
     missing = [word for word, value in (("--stages 4", stages), ("--microbatches 8", micro_batches)) if value is None]

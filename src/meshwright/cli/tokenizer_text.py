@@ -49,8 +49,8 @@ def make_report_tables(report: Mapping[str, Any]) -> Any:
 
 
 def make_token_lines(shown: Mapping[str, Any]) -> Any:
-    """Format the tokens of a text (a dict from `describe_tokens`) as rich text, followed by the decoded text if that
-    differs from the original."""
+    """Format the tokens of a text as rich text, followed by the decoded text if that differs from the original. shown:
+    dict from `describe_tokens`."""
     from rich.text import Text
 
     lines = [f"{len(shown['tokens'])} tokens: {' '.join(_quote_token(token['text']) for token in shown['tokens'])}"]

@@ -31,12 +31,13 @@ def command(
     """Search the recipe keys of [tune.space] for the lowest validation loss.
 
     Each trial is a training run. Start the command several times, on one host or several, with the same directory to
-    share the study. Stopped by SIGTERM or Ctrl-C, it saves the running trial; the same command goes on.
+    share the study. Stopped by SIGTERM or Ctrl-C, it saves the running trial; the same command continues it.
 
     \f
-    overrides: KEY=VALUE for fields of the recipe. directory: directory of the study; None: the default. check_widths:
-    widths of the coordinate check; None: search. trust: the
-    recipe may run code that it names. as_json: print JSON.
+    recipe: path of the recipe. overrides: KEY=VALUE for fields of it. directory: directory of the study; None: the run
+    directory's name followed by "-tune". check_widths: instead of a search, train at these multiples of the width, such
+    as "1,2,4", to check the size of activations (µP's coordinate check); None: search. trust: the recipe may run code
+    that it names. as_json: print JSON.
     """
     from meshwright.tuning.api import tune
 
@@ -44,7 +45,9 @@ def command(
         if check_widths is not None:
             from meshwright.tuning.api import check_widths as check
 
-            checked, picture = check(recipe, _parse_factors(check_widths), overrides, directory=directory, trust=trust)
+            checked, picture = check(
+                recipe, _parse_width_factors(check_widths), overrides, directory=directory, trust=trust
+            )
             growth = checked.find_growth()
             lines = [f"{part:<10} {' '.join(f'{value:10.3g}' for value in checked.changes[part])}  width^{power:.2f}"
                      for part, power in growth.items()]  # fmt: skip
@@ -66,8 +69,9 @@ def command(
         )
 
 
-def _parse_factors(text: str) -> tuple[int, ...]:
-    """Parse the widths of --check-widths, such as "1,2,4". Raises `click.BadParameter`."""
+def _parse_width_factors(text: str) -> tuple[int, ...]:
+    """Parse the text of --check-widths, multiples of the recipe's width such as "1,2,4". Raises `click.BadParameter`
+    unless they are two or more different integers from 1 to 1024."""
     parts = text.split(",")
     valid = all(part.isdecimal() and 1 <= int(part) <= 1024 for part in parts) and len(set(parts)) == len(parts)
     if len(parts) < 2 or not valid:

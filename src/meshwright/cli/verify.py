@@ -43,9 +43,10 @@ def command(
     """Train a small model of the recipe's kind under its layout and on one device, and compare.
 
     Losses, gradients, norms, updates, optimizer state and counters must agree to 1e-10 (--dtype float32: 1e-5); cases
-    in lower precision have the tolerances of docs/verify.md. A skipped step, a resume, short and long sequences are
-    included. Without recipe and layout, a grid over every axis is verified. Needs no GPU and no data; a layout of many
-    ranks is made smaller first. KEY=VALUE overrides one field of the recipe. Exit code 1 if anything differs.
+    in lower precision have the tolerances of docs/verify.md. The cases include a skipped step, a resumed run, and short
+    and long sequences. Without recipe and layout, a grid over every axis is verified. Needs no GPU and no data; a
+    layout of many ranks is made smaller first. KEY=VALUE overrides one field of the recipe. Exit code 1 if anything
+    differs.
 
     \f
     arguments: RECIPE, then overrides. layout: to verify in place of the recipe's. model: preset, Hugging Face
@@ -76,9 +77,8 @@ def command(
 
 
 def _format_summary(found: Verification) -> str:
-    """Format a verification as text: number of layouts that passed, the worst errors and, with --mutate, the number of
-    injected faults that were detected.
-    """
+    """Format the result of a verification as text: number of layouts that passed, the worst errors and, with --mutate,
+    the number of injected faults that were detected. found: the result."""
     worst, layouts = found.worst, found.layouts
     passed = sum(entry["passed"] for entry in layouts)
     lines = [

@@ -32,9 +32,9 @@ def list_tree_levels(n: int) -> list[tuple[Integers, Integers]]:
     return [(position, position + distance) for position, distance in near]
 
 
-def broadcast_rounds(program: Builder, ranks: Integers, root: int = 0, first: int = 0, count: int = 1) -> Rounds:
-    """Add the rounds of a binomial-tree broadcast to the builder `program`: a generator that adds one round's sends per
-    iteration, so that several algorithms can be interleaved.
+def add_broadcast_rounds(program: Builder, ranks: Integers, root: int = 0, first: int = 0, count: int = 1) -> Rounds:
+    """Add a binomial-tree broadcast to the builder `program`. Each iteration of this generator adds the sends of one
+    round, so that several algorithms can be interleaved.
 
     ranks: [..., n], ranks of each of several independent groups. root: position of the source among the n ranks of a
     group. first, count: first slot (buffer for one chunk) and number of slots to send.
@@ -45,9 +45,9 @@ def broadcast_rounds(program: Builder, ranks: Integers, root: int = 0, first: in
         yield
 
 
-def reduce_rounds(program: Builder, ranks: Integers, root: int = 0, first: int = 0, count: int = 1) -> Rounds:
-    """Add the rounds of a binomial-tree reduce to the builder `program`: a generator that adds one round's sends per
-    iteration, so that several algorithms can be interleaved.
+def add_reduce_rounds(program: Builder, ranks: Integers, root: int = 0, first: int = 0, count: int = 1) -> Rounds:
+    """Add a binomial-tree reduce to the builder `program`. Each iteration of this generator adds the sends of one
+    round, so that several algorithms can be interleaved.
 
     ranks: [..., n], ranks of each of several independent groups. root: position of the destination among the n ranks of
     a group. first, count: first slot (buffer for one chunk) and number of slots to reduce.
@@ -58,24 +58,24 @@ def reduce_rounds(program: Builder, ranks: Integers, root: int = 0, first: int =
         yield
 
 
-def scatter_rounds(program: Builder, root: int) -> Rounds:
-    """Add the rounds of a binomial-tree scatter to the builder `program`: a generator that adds one round's sends per
-    iteration, so that several algorithms can be interleaved.
+def add_scatter_rounds(program: Builder, root: int) -> Rounds:
+    """Add a binomial-tree scatter to the builder `program`. Each iteration of this generator adds the sends of one
+    round, so that several algorithms can be interleaved.
 
-    root: source rank. A parent forwards the slots (buffers for one chunk, slot r for rank r) of the ranks in its
-    subtree.
+    root: source rank. A parent sends to its child the slots (buffers for one chunk, slot r for rank r) of all ranks in
+    the child's subtree.
     """
     for near, far, first, count in _list_subtrees(program.ranks, root):
         transfer_cyclic_range(program, near, far, first, count, program.chunks)
         yield
 
 
-def gather_rounds(program: Builder, root: int) -> Rounds:
-    """Add the rounds of a binomial-tree gather to the builder `program`: a generator that adds one round's sends per
-    iteration, so that several algorithms can be interleaved.
+def add_gather_rounds(program: Builder, root: int) -> Rounds:
+    """Add a binomial-tree gather to the builder `program`. Each iteration of this generator adds the sends of one
+    round, so that several algorithms can be interleaved.
 
-    root: destination rank. Rank r contributes slot r (buffer for one chunk); a child forwards the slots of the ranks in
-    its subtree.
+    root: destination rank. Rank r contributes slot r (buffer for one chunk). A child sends to its parent the slots of
+    all ranks in the child's subtree.
     """
     for near, far, first, count in reversed(list(_list_subtrees(program.ranks, root))):
         transfer_cyclic_range(program, far, near, first, count, program.chunks)
@@ -98,29 +98,31 @@ def broadcast(ranks: int, root: int = 0, segments: int = 1) -> CollectiveProgram
     """Generate the program (steps of every rank) of the binomial-tree broadcast from rank `root`. Best for small
     vectors.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
-    One segment: L rounds; the root sends L S bytes; time L (alpha + S beta).
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (L = log2 n,
+    rounded up): with one segment, L rounds; the root sends L S bytes; time L (alpha + S beta).
+
     segments: k parts of the vector, sent as a pipeline: L + k - 1 rounds with messages of S/k bytes. This is faster
     only if a rank can send to several others at once.
     """
     program = Builder("broadcast", "binomial-tree", ranks, segments, root)
     everyone = np.arange(ranks)
     return build_from_rounds(
-        program, run_staggered(broadcast_rounds(program, everyone, root, part) for part in range(segments))
+        program, run_staggered(add_broadcast_rounds(program, everyone, root, part) for part in range(segments))
     )
 
 
 def reduce(ranks: int, root: int = 0, segments: int = 1) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the binomial-tree reduce to rank `root`. Best for small vectors.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
-    One segment: L rounds; S bytes per rank; time L (alpha + S beta).
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (L = log2 n,
+    rounded up): with one segment, L rounds; S bytes sent per rank; time L (alpha + S beta).
+
     segments: k parts of the vector, reduced as a pipeline: L + k - 1 rounds with messages of S/k bytes.
     """
     program = Builder("reduce", "binomial-tree", ranks, segments, root)
     everyone = np.arange(ranks)
     return build_from_rounds(
-        program, run_staggered(reduce_rounds(program, everyone, root, part) for part in range(segments))
+        program, run_staggered(add_reduce_rounds(program, everyone, root, part) for part in range(segments))
     )
 
 
@@ -128,15 +130,17 @@ def all_reduce(ranks: int, segments: int = 1) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the binomial-tree all-reduce: reduce to rank 0, then broadcast.
     Best for small vectors.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
-    One segment: 2L rounds; rank 0 sends L S bytes, the others between S and L S; time 2L (alpha + S beta).
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (L = log2 n,
+    rounded up): with one segment, 2L rounds; rank 0 sends L S bytes, the others between S and L S; time 2L (alpha + S
+    beta).
+
     segments: k parts of the vector, each broadcast as soon as it is reduced: 2L + k - 1 rounds with messages of S/k
     bytes.
     """
     program = Builder("all-reduce", "binomial-tree", ranks, segments)
     everyone = np.arange(ranks)
     up_and_down = (
-        run_in_sequence(reduce_rounds(program, everyone, 0, part), broadcast_rounds(program, everyone, 0, part))
+        run_in_sequence(add_reduce_rounds(program, everyone, 0, part), add_broadcast_rounds(program, everyone, 0, part))
         for part in range(segments)
     )
     return build_from_rounds(program, run_staggered(up_and_down))
@@ -145,28 +149,29 @@ def all_reduce(ranks: int, segments: int = 1) -> CollectiveProgram:
 def scatter(ranks: int, root: int = 0) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the binomial-tree scatter from rank `root`.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
-    L rounds; the root sends (n-1)/n S bytes; time L alpha + (n-1)/n S beta.
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (L = log2 n,
+    rounded up): L rounds; the root sends (n-1)/n S bytes; time L alpha + (n-1)/n S beta.
     """
     program = Builder("scatter", "binomial-tree", ranks, ranks, root)
-    return build_from_rounds(program, scatter_rounds(program, root))
+    return build_from_rounds(program, add_scatter_rounds(program, root))
 
 
 def gather(ranks: int, root: int = 0) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the binomial-tree gather to rank `root`.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
-    L rounds; the root receives (n-1)/n S bytes; time L alpha + (n-1)/n S beta.
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (L = log2 n,
+    rounded up): L rounds; the root receives (n-1)/n S bytes; time L alpha + (n-1)/n S beta.
     """
     program = Builder("gather", "binomial-tree", ranks, ranks, root)
-    return build_from_rounds(program, gather_rounds(program, root))
+    return build_from_rounds(program, add_gather_rounds(program, root))
 
 
 def barrier(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the binomial-tree barrier: signals up the tree to rank 0, then
-    down. 2L rounds; time 2L alpha.
+    down.
 
-    Symbols: n ranks; a message without data takes alpha seconds; L is log2 n, rounded up.
+    Costs for n ranks, where a message without data takes alpha seconds (L = log2 n, rounded up): 2L rounds; time 2L
+    alpha.
     """
     program = Builder("barrier", "binomial-tree", ranks, chunks=1)
 

@@ -19,12 +19,13 @@ def compute_lower_bound_seconds(operation: str, network: Network, total_bytes: f
     """Return a lower bound on the seconds that any program needs for a collective operation on a vector of
     `total_bytes` bytes.
 
-    operation: name such as "all-reduce". root: source or destination rank of a rooted operation. The result is the
-    larger of two bounds. Latency bound: the latency from a rank to the farthest rank that needs its data. Bandwidth
-    bound: the ranks are divided into blocks (single ranks, nodes, halves of a torus ...); the bytes that must leave or
-    enter a block take at least their sum divided by the bandwidth of the block's links, plus the lowest latency of a
-    message; the largest such time over all known divisions counts. For all-reduce on uniform links it is alpha +
-    2(n-1)/n S beta (n ranks, S bytes, alpha seconds per message, beta seconds per byte).
+    operation: name such as "all-reduce". network: ranks, switches and links. root: source or destination rank of a
+    rooted operation. The result is the larger of two bounds. Latency bound: the latency from a rank to the farthest
+    rank that needs its data. Bandwidth bound: the ranks are divided into blocks (single ranks, nodes, halves of a torus
+    ...). The bytes that must leave or enter a block take at least their sum divided by the bandwidth of the block's
+    links, plus the lowest latency of a message. The largest such time over all known divisions is the bound. For
+    all-reduce on uniform links it is alpha + 2(n-1)/n S beta (n ranks, S bytes, alpha seconds per message, beta seconds
+    per byte).
     """
     if network.ranks == 1:
         return 0.0

@@ -17,10 +17,10 @@ def all_gather(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the Bruck all-gather: in each round, a rank that has the blocks
     (1/n of the vector) of d ranks sends them to the rank d before it.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
-    L rounds; (n-1)/n S bytes per rank; time L alpha + (n-1)/n S beta. Blocks are stored at their final slots (buffers
-    for one block) from the start, so no copies are needed; a message that wraps around the end of the vector is sent as
-    two.
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (L = log2 n,
+    rounded up): L rounds; (n-1)/n S bytes sent per rank; time L alpha + (n-1)/n S beta. Blocks are stored at their
+    final slots (buffers for one block) from the start, so no copies are needed; a message that wraps around the end of
+    the vector is sent as two.
     """
     program = Builder("all-gather", "bruck", ranks, chunks=ranks)
     everyone = np.arange(ranks)
@@ -35,9 +35,9 @@ def all_to_all(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the Bruck all-to-all: a block for the rank at distance i travels in
     hops of 1, 2, 4 ..., the binary digits of i.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
-    L rounds, in each of which a rank sends one message; at most L S/2 bytes per rank; time L alpha + L S/2 beta. Blocks
-    (the data for one rank) are copied into and out of each message.
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (L = log2 n,
+    rounded up): L rounds, in each of which a rank sends one message; at most L S/2 bytes per rank; time L alpha + L S/2
+    beta. Blocks (the data for one rank) are copied into and out of each message.
     """
     program = Builder("all-to-all", "bruck", ranks, chunks=ranks, scratch=2 * ranks)
     rank = np.arange(ranks)[:, None]  # [n, 1]; distances and runs are [m]

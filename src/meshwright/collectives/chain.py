@@ -13,10 +13,10 @@ from meshwright.program.collective import Builder, CollectiveProgram
 from meshwright.program.order import Integers
 
 
-def chain_rounds(program: Builder, path: Integers, reduce: bool = False) -> Rounds:
-    """Add to the builder `program` the rounds that move all chunks of the vector along a path of ranks: a generator
-    that adds one round's sends per iteration, so that several algorithms can be interleaved. Chunk c takes hop h in
-    round c + h.
+def add_chain_rounds(program: Builder, path: Integers, reduce: bool = False) -> Rounds:
+    """Add to the builder `program` the sends that move all chunks of the vector along a path of ranks: chunk c takes
+    hop h in round c + h. Each iteration of this generator adds the sends of one round, so that several algorithms can
+    be interleaved.
 
     path: all ranks, in order of the path. reduce: True if each rank adds its own data to the chunks that pass.
     """
@@ -32,21 +32,21 @@ def broadcast(ranks: int, root: int = 0, segments: int | None = None) -> Collect
     """Generate the program (steps of every rank) of the chain (pipelined ring) broadcast from rank `root`. Best for
     large vectors, in many segments.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k segments
-    (default n - 1).
-    n + k - 2 rounds; S bytes per rank; time (n + k - 2) (alpha + S/k beta).
+    Costs for n ranks and a vector of S bytes in k segments (default n - 1), where a message of b bytes takes alpha + b
+    beta seconds: n + k - 2 rounds; S bytes sent per rank; time (n + k - 2) (alpha + S/k beta).
     """
     program = Builder("broadcast", "ring", ranks, segments or max(1, ranks - 1), root)
-    return build_from_rounds(program, chain_rounds(program, np.roll(np.arange(ranks), -root)))
+    return build_from_rounds(program, add_chain_rounds(program, np.roll(np.arange(ranks), -root)))
 
 
 def reduce(ranks: int, root: int = 0, segments: int | None = None) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the chain (pipelined ring) reduce to rank `root`: segments travel
     around the ring, and each rank adds its own data to them.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; k segments
-    (default n - 1).
-    Best for large vectors, in many segments. n + k - 2 rounds; S bytes per rank; time (n + k - 2) (alpha + S/k beta).
+    Best for large vectors, in many segments.
+
+    Costs for n ranks and a vector of S bytes in k segments (default n - 1), where a message of b bytes takes alpha + b
+    beta seconds: n + k - 2 rounds; S bytes sent per rank; time (n + k - 2) (alpha + S/k beta).
     """
     program = Builder("reduce", "ring", ranks, segments or max(1, ranks - 1), root)
-    return build_from_rounds(program, chain_rounds(program, np.roll(np.arange(ranks), -root - 1), reduce=True))
+    return build_from_rounds(program, add_chain_rounds(program, np.roll(np.arange(ranks), -root - 1), reduce=True))

@@ -60,9 +60,11 @@ class Candidate:
 class Choice:
     """Ranking of the algorithms of one collective operation by simulated time, for one size of the vector.
 
-    ranking: candidates, fastest first. refused: name of an algorithm that does not accept the number of ranks ->
-    reason. left_out: algorithms that were not simulated, because their closed-form time is much longer than the best
-    time. reason: sentence on why the fastest candidate is the fastest.
+    Attributes:
+        ranking: Candidates, fastest first.
+        refused: Name of an algorithm that does not accept the number of ranks -> reason.
+        left_out: Algorithms that were not simulated, because their closed-form time is much longer than the best time.
+        reason: Sentence on why the fastest candidate is the fastest.
     """
 
     ranking: tuple[Candidate, ...]
@@ -81,11 +83,15 @@ class Chooser:
     """Chooser of the fastest algorithm of one collective operation on one network, by simulation; caches generated
     programs.
 
-    operation: such as "all-reduce". network: network that the programs run on. root: source or destination rank.
-    reduce_bytes_per_second: rate of local reductions (default: infinite). requested: options given by the user, which
-    take precedence over those that fit the network.
-    _simulators: (algorithm, options) -> simulator. _refused: algorithm -> reason why it does not accept the number of
-    ranks. _settings: algorithm -> its options on this network.
+    Attributes:
+        operation: Such as "all-reduce".
+        network: Network that the programs run on.
+        root: Source or destination rank.
+        reduce_bytes_per_second: Rate of local reductions (default: infinite).
+        requested: Options given by the user, which take precedence over those that fit the network.
+        _simulators: (algorithm, options) -> simulator.
+        _refused: Algorithm -> reason why it does not accept the number of ranks.
+        _settings: Algorithm -> its options on this network.
     """
 
     operation: str
@@ -140,12 +146,12 @@ class Chooser:
         return Choice(tuple(found), dict(self._refused), tuple(left_out), self._explain_choice(found, total_bytes))
 
     def find_candidate(self, algorithm: str, total_bytes: float, near: float = 0.0) -> Candidate | None:
-        """Return an algorithm with its best options and its simulated time for a vector of `total_bytes` bytes; None if
-        it does not accept the network's number of ranks.
+        """Simulate an algorithm with its best options on a vector of `total_bytes` bytes; return it with its time, or
+        None if it does not accept the network's number of ranks.
 
         A pipelined algorithm is simulated with k segments, the number for which its formula gives the lowest time.
-        near: in seconds; if the simulated time with k segments is at most `near`, k/2 and 2k segments are tried too,
-        because the formula may be off; 0: only k segments are tried.
+        Because the formula may be off, k/2 and 2k segments are tried too if the time with k segments is at most `near`
+        seconds (0: never).
         """
         first, *others = self._list_settings(algorithm, total_bytes)
         best = self._simulate_candidate(algorithm, first, total_bytes)
@@ -168,7 +174,7 @@ class Chooser:
 
     def compute_closed_form(self, algorithm: str, total_bytes: float) -> float:
         """Return the seconds of an algorithm for a vector of `total_bytes` bytes by its closed form (formula), with the
-        options for which this time is lowest; infinite if the algorithm has no formula."""
+        options that make this time lowest; infinite if the algorithm has no formula."""
         form = self._compute_form(algorithm, self._list_settings(algorithm, total_bytes)[0], total_bytes)
         return float("inf") if form is None else form
 
@@ -192,8 +198,8 @@ class Chooser:
         )
 
     def _list_settings(self, algorithm: str, total_bytes: float) -> list[AlgorithmOptions]:
-        """Return the options of an algorithm to try for a vector of `total_bytes` bytes; first come those for which its
-        formula gives the lowest time.
+        """Return the options of an algorithm to try for a vector of `total_bytes` bytes. The first entry has the lowest
+        time by the algorithm's formula.
 
         For a pipelined algorithm without a requested number of segments: the best power of two k, then k/2 and 2k
         segments. For any other algorithm: a single entry.

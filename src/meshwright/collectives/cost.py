@@ -103,8 +103,9 @@ def compute_closed_form_seconds(
     """Return the seconds that a collective algorithm takes on a network by its closed form (formula), None if it has
     none.
 
-    total_bytes: size of the full vector. segments, groups (ranks per node), dims (sides of the grid): its options. If
-    links inside and between nodes differ, formulas of hierarchical algorithms use both, others those between nodes.
+    operation: such as "all-reduce". total_bytes: size of the full vector. segments, groups (ranks per node), dims
+    (sides of the grid): options. Formulas of hierarchical algorithms use the links inside nodes and those between
+    nodes, all others only the latter.
     """
     form = CLOSED_FORMS.get(operation, {}).get(algorithm)
     if form is None:
@@ -121,25 +122,25 @@ def compute_closed_form_seconds(
 # --- rings and pairs
 
 
-def _ring_form(phases: int) -> Form:
+def _make_ring_form(phases: int) -> Form:
     """Return the closed form (function from `CostInputs` to seconds) of a ring algorithm with `phases` x (n - 1)
     rounds, in which each of n ranks sends 1/n of the vector per round."""
     return lambda c: phases * c.link.time_rounds(c.ranks - 1, c.share)
 
 
-def _bidirectional_ring_form(phases: int) -> Form:
-    """Return the closed form (function from `CostInputs` to seconds) of an algorithm on a ring used in both directions
-    at once. phases: 1 for reduce-scatter or all-gather, 2 for all-reduce."""
+def _make_bidirectional_ring_form(phases: int) -> Form:
+    """Return the closed form (function from `CostInputs` to seconds) of a ring algorithm that sends half of the data in
+    each direction. phases: 1 for reduce-scatter or all-gather, 2 for all-reduce."""
     return lambda c: phases * c.link.time_rounds(c.ranks - 1, c.share / (2 if c.cables and c.ranks > 2 else 1))
 
 
-def _all_pairs_form(phases: int) -> Form:
+def _make_all_pairs_form(phases: int) -> Form:
     """Return the closed form (function from `CostInputs` to seconds) of an algorithm with `phases` rounds. In each
     round every rank sends 1/n of the vector to each of the n - 1 others, spread over its ports."""
     return lambda c: phases * c.link.time_concurrent([c.share] * math.ceil((c.ranks - 1) / c.ports))
 
 
-def _linear_gather_form(c: CostInputs) -> float:
+def _compute_linear_gather_seconds(c: CostInputs) -> float:
     """Compute the seconds of a gather in which all ranks send to the root at once, spread over its ports. c: ranks,
     vector size and links."""
     return c.link.time_rounds(1, (c.ranks - 1) / c.ports * c.share)
@@ -148,41 +149,41 @@ def _linear_gather_form(c: CostInputs) -> float:
 # --- recursive halving and doubling
 
 
-def _butterfly_form(c: CostInputs) -> float:
+def _compute_butterfly_seconds(c: CostInputs) -> float:
     """Compute the seconds of the butterfly all-reduce by closed form. c: ranks, vector size and links. It has two more
     rounds if the number of ranks is not a power of two."""
     return c.link.time_rounds(math.log2(c.core) + (2 if c.extra else 0), c.size)
 
 
-def _rabenseifner_form(c: CostInputs) -> float:
+def _compute_rabenseifner_seconds(c: CostInputs) -> float:
     """Compute the seconds of the Rabenseifner all-reduce by closed form. c: ranks, vector size and links."""
     halves = 2 * (math.log2(c.core) * c.link.alpha + (c.core - 1) / c.core * c.size * c.link.beta)
     return halves + (c.link.time_rounds(2, c.size) if c.extra else 0.0)
 
 
 def _compute_exchange_seconds(c: CostInputs) -> float:
-    """Compute the seconds of the exchanges of recursive halving or doubling. c: number of ranks n, vector size and
-    links. With m the largest power of two up to n, exchange i (of log2 m) moves 2^i shares, 1/n of the vector each,
-    between two ranks, and up to twice as many where a rank stands in for one of the n - m others."""
+    """Compute the seconds of the exchanges of recursive halving or doubling. c: ranks, vector size and links. Exchange
+    i moves 2^i shares (1/n of the vector each) between two of the m core ranks, with m the largest power of two up to
+    n; up to twice as many if a core rank also acts for one of the n - m other ranks."""
     distances = [1 << bit for bit in range(c.core.bit_length() - 1)]
     return sum(c.link.time_rounds(1, min(2 * d, d + c.extra) * c.share) for d in distances)
 
 
-def _recursive_halving_form(c: CostInputs) -> float:
+def _compute_recursive_halving_seconds(c: CostInputs) -> float:
     """Compute the seconds of a recursive-halving reduce-scatter by closed form. c: ranks, vector size and links."""
     return _compute_exchange_seconds(c) + (
         c.link.time_rounds(1, c.size) + c.link.time_rounds(1, c.share) if c.extra else 0.0
     )
 
 
-def _recursive_doubling_form(c: CostInputs) -> float:
+def _compute_recursive_doubling_seconds(c: CostInputs) -> float:
     """Compute the seconds of a recursive-doubling all-gather by closed form. c: ranks, vector size and links."""
     return _compute_exchange_seconds(c) + (
         c.link.time_rounds(1, c.share) + c.link.time_rounds(1, c.size - c.share) if c.extra else 0.0
     )
 
 
-def _bruck_all_to_all_form(c: CostInputs) -> float:
+def _compute_bruck_all_to_all_seconds(c: CostInputs) -> float:
     """Compute the seconds of the Bruck all-to-all by closed form. c: ranks, vector size and links."""
     moved = [sum(1 for place in range(c.ranks) if place >> bit & 1) for bit in range(c.levels)]
     return sum(c.link.time_rounds(1, blocks * c.share) for blocks in moved)
@@ -191,7 +192,7 @@ def _bruck_all_to_all_form(c: CostInputs) -> float:
 # --- trees and pipelines
 
 
-def _binomial_tree_form(rounds_of_tree: int) -> Form:
+def _make_binomial_tree_form(rounds_of_tree: int) -> Form:
     """Return the closed form (function from `CostInputs` to seconds) of a binomial-tree algorithm, pipelined over
     segments of the vector. rounds_of_tree: number of passes over the tree, 1 for broadcast or reduce, 2 for all-reduce.
     With a switch, the messages that a rank sends in one round, up to one per level of the tree, share its link."""
@@ -205,26 +206,25 @@ def _binomial_tree_form(rounds_of_tree: int) -> Form:
     return form
 
 
-def _binomial_scatter_form(c: CostInputs) -> float:
+def _compute_binomial_scatter_seconds(c: CostInputs) -> float:
     """Compute the seconds of a binomial-tree scatter or gather by closed form. c: ranks, vector size and links."""
     return c.levels * c.link.alpha + (c.ranks - 1) * c.share * c.link.beta
 
 
-def _chain_form(c: CostInputs) -> float:
+def _compute_chain_seconds(c: CostInputs) -> float:
     """Compute the seconds of a chain broadcast or reduce by closed form. c: ranks, vector size, links, segments."""
     k = c.segments or max(1, c.ranks - 1)
     return c.link.time_rounds(c.ranks + k - 2, c.size / k)
 
 
-def _double_tree_all_reduce_form(c: CostInputs) -> float:
+def _compute_double_tree_all_reduce_seconds(c: CostInputs) -> float:
     """Compute the seconds of the double-binary-tree all-reduce. c: ranks, vector size, links and segments."""
     height, k = c.ranks.bit_length() - 1, c.segments or 8
-    return (2 * height + k - 1) * c.link.time_concurrent(
-        [c.size / (2 * k)] * 4
-    )  # one message up each tree, two down one of them
+    # In a round, a rank sends one message up each tree and two down one of them.
+    return (2 * height + k - 1) * c.link.time_concurrent([c.size / (2 * k)] * 4)
 
 
-def _double_tree_form(c: CostInputs) -> float:
+def _compute_double_tree_seconds(c: CostInputs) -> float:
     """Compute the seconds of a double-binary-tree broadcast or reduce (trees over all ranks but the root) by closed
     form. c: ranks, vector size, links and segments."""
     height, k = max(0, (c.ranks - 1).bit_length() - 1), c.segments or 8
@@ -234,7 +234,7 @@ def _double_tree_form(c: CostInputs) -> float:
 # --- nodes
 
 
-def _hierarchical_all_reduce_form(c: CostInputs) -> float:
+def _compute_hierarchical_all_reduce_seconds(c: CostInputs) -> float:
     """Compute the seconds of the hierarchical all-reduce (trees inside nodes, ring between). c: ranks, ranks per node,
     vector size, links."""
     nodes, each = c.get_node_shape()
@@ -242,7 +242,7 @@ def _hierarchical_all_reduce_form(c: CostInputs) -> float:
     return inside + c.link.time_rounds(2 * (nodes - 1), c.size / nodes)
 
 
-def _hierarchical_form(phases: int) -> Form:
+def _make_hierarchical_form(phases: int) -> Form:
     """Return the closed form (function from `CostInputs` to seconds) of a hierarchical algorithm with rings inside
     nodes and between nodes. phases: 1 for reduce-scatter or all-gather, 2 for all-reduce."""
 
@@ -254,13 +254,13 @@ def _hierarchical_form(phases: int) -> Form:
     return form
 
 
-def _hierarchical_tree_form(c: CostInputs) -> float:
+def _compute_hierarchical_tree_seconds(c: CostInputs) -> float:
     """Compute the seconds of a hierarchical broadcast or reduce. c: ranks, ranks per node, vector size and links."""
     nodes, each = c.get_node_shape()
     return c.link.time_rounds((nodes - 1).bit_length(), c.size) + c.inner.time_rounds((each - 1).bit_length(), c.size)
 
 
-def _hierarchical_all_to_all_form(c: CostInputs) -> float:
+def _compute_hierarchical_all_to_all_seconds(c: CostInputs) -> float:
     """Compute the seconds of the hierarchical all-to-all. c: ranks, ranks per node, vector size and links."""
     nodes, each = c.get_node_shape()
     return c.inner.time_rounds(each - 1, c.size / each) + c.link.time_rounds(nodes - 1, c.size / nodes)
@@ -269,7 +269,7 @@ def _hierarchical_all_to_all_form(c: CostInputs) -> float:
 # --- tori and meshes
 
 
-def _torus_form(phases: int, dimensions: int | None, turns: bool) -> Form:
+def _make_torus_form(phases: int, dimensions: int | None, turns: bool) -> Form:
     """Return the closed form (function from `CostInputs` to seconds) of a torus algorithm, which runs one axis after
     the other, each in both directions.
 
@@ -291,7 +291,7 @@ def _torus_form(phases: int, dimensions: int | None, turns: bool) -> Form:
     return form
 
 
-def _mesh_form(phases: int, dimensions: int | None, turns: bool) -> Form:
+def _make_mesh_form(phases: int, dimensions: int | None, turns: bool) -> Form:
     """Return the closed form (function from `CostInputs` to seconds) of a mesh algorithm, one axis after another.
 
     phases: 1 for reduce-scatter or all-gather, 2 for all-reduce. dimensions: number of axes if the inputs have no
@@ -325,7 +325,7 @@ def _compute_axis_bytes(shape: tuple[int, ...], size: float, turns: bool) -> lis
     return rounds
 
 
-def _latency_form(rounds: Callable[[CostInputs], float]) -> Form:
+def _make_latency_form(rounds: Callable[[CostInputs], float]) -> Form:
     """Return the closed form (function from `CostInputs` to seconds) of an algorithm whose messages have no data, such
     as a barrier. rounds: function from `CostInputs` to the number of rounds."""
     return lambda c: c.link.alpha * rounds(c)
@@ -333,68 +333,68 @@ def _latency_form(rounds: Callable[[CostInputs], float]) -> Form:
 
 # A reduce-scatter is an all-gather in reverse, at the same cost.
 _SCATTER_OR_GATHER: dict[str, Form] = {
-    "ring": _ring_form(1),
-    "bidirectional-ring": _bidirectional_ring_form(1),
-    "pairwise": _ring_form(1),
-    "all-pairs": _all_pairs_form(1),
-    "hierarchical": _hierarchical_form(1),
-    "2d-torus": _torus_form(1, 2, turns=False),
-    "3d-torus": _torus_form(1, 3, turns=False),
-    "torus": _torus_form(1, None, turns=False),
-    "2d-mesh": _mesh_form(1, 2, turns=False),
-    "mesh": _mesh_form(1, None, turns=False),
+    "ring": _make_ring_form(1),
+    "bidirectional-ring": _make_bidirectional_ring_form(1),
+    "pairwise": _make_ring_form(1),
+    "all-pairs": _make_all_pairs_form(1),
+    "hierarchical": _make_hierarchical_form(1),
+    "2d-torus": _make_torus_form(1, 2, turns=False),
+    "3d-torus": _make_torus_form(1, 3, turns=False),
+    "torus": _make_torus_form(1, None, turns=False),
+    "2d-mesh": _make_mesh_form(1, 2, turns=False),
+    "mesh": _make_mesh_form(1, None, turns=False),
 }
 
 CLOSED_FORMS: dict[str, dict[str, Form]] = {
     "send-receive": {"direct": lambda c: c.link.time_rounds(1, c.size)},
     "barrier": {
-        "dissemination": _latency_form(lambda c: c.levels),
-        "binomial-tree": _latency_form(lambda c: 2 * c.levels),
+        "dissemination": _make_latency_form(lambda c: c.levels),
+        "binomial-tree": _make_latency_form(lambda c: 2 * c.levels),
     },
     "broadcast": {
-        "binomial-tree": _binomial_tree_form(1),
-        "ring": _chain_form,
-        "double-binary-tree": _double_tree_form,
-        "scatter-all-gather": lambda c: _binomial_scatter_form(c) + _ring_form(1)(c),
-        "hierarchical": _hierarchical_tree_form,
+        "binomial-tree": _make_binomial_tree_form(1),
+        "ring": _compute_chain_seconds,
+        "double-binary-tree": _compute_double_tree_seconds,
+        "scatter-all-gather": lambda c: _compute_binomial_scatter_seconds(c) + _make_ring_form(1)(c),
+        "hierarchical": _compute_hierarchical_tree_seconds,
     },
-    "scatter": {"binomial-tree": _binomial_scatter_form, "linear": _all_pairs_form(1)},
-    "gather": {"binomial-tree": _binomial_scatter_form, "linear": _linear_gather_form},
+    "scatter": {"binomial-tree": _compute_binomial_scatter_seconds, "linear": _make_all_pairs_form(1)},
+    "gather": {"binomial-tree": _compute_binomial_scatter_seconds, "linear": _compute_linear_gather_seconds},
     "reduce": {
-        "binomial-tree": _binomial_tree_form(1),
-        "ring": _chain_form,
-        "double-binary-tree": _double_tree_form,
-        "reduce-scatter-gather": lambda c: _recursive_halving_form(c) + _binomial_scatter_form(c),
-        "hierarchical": _hierarchical_tree_form,
+        "binomial-tree": _make_binomial_tree_form(1),
+        "ring": _compute_chain_seconds,
+        "double-binary-tree": _compute_double_tree_seconds,
+        "reduce-scatter-gather": lambda c: _compute_recursive_halving_seconds(c) + _compute_binomial_scatter_seconds(c),
+        "hierarchical": _compute_hierarchical_tree_seconds,
     },
     "all-gather": {
         **_SCATTER_OR_GATHER,
-        "recursive-doubling": _recursive_doubling_form,
-        "bruck": _binomial_scatter_form,
+        "recursive-doubling": _compute_recursive_doubling_seconds,
+        "bruck": _compute_binomial_scatter_seconds,
     },
-    "reduce-scatter": {**_SCATTER_OR_GATHER, "recursive-halving": _recursive_halving_form},
+    "reduce-scatter": {**_SCATTER_OR_GATHER, "recursive-halving": _compute_recursive_halving_seconds},
     "all-reduce": {
-        "ring": _ring_form(2),
-        "bidirectional-ring": _bidirectional_ring_form(2),
+        "ring": _make_ring_form(2),
+        "bidirectional-ring": _make_bidirectional_ring_form(2),
         "halving-doubling": lambda c: c.link.time_rounds(2 * c.levels, c.size),
-        "rabenseifner": _rabenseifner_form,
-        "butterfly": _butterfly_form,
-        "binomial-tree": _binomial_tree_form(2),
-        "double-binary-tree": _double_tree_all_reduce_form,
-        "all-pairs": _all_pairs_form(2),
-        "hierarchical": _hierarchical_all_reduce_form,
-        "hierarchical-scatter": _hierarchical_form(2),
-        "2d-torus": _torus_form(2, 2, turns=True),
-        "3d-torus": _torus_form(2, 3, turns=True),
-        "torus": _torus_form(2, None, turns=True),
-        "2d-mesh": _mesh_form(2, 2, turns=True),
-        "mesh": _mesh_form(2, None, turns=True),
+        "rabenseifner": _compute_rabenseifner_seconds,
+        "butterfly": _compute_butterfly_seconds,
+        "binomial-tree": _make_binomial_tree_form(2),
+        "double-binary-tree": _compute_double_tree_all_reduce_seconds,
+        "all-pairs": _make_all_pairs_form(2),
+        "hierarchical": _compute_hierarchical_all_reduce_seconds,
+        "hierarchical-scatter": _make_hierarchical_form(2),
+        "2d-torus": _make_torus_form(2, 2, turns=True),
+        "3d-torus": _make_torus_form(2, 3, turns=True),
+        "torus": _make_torus_form(2, None, turns=True),
+        "2d-mesh": _make_mesh_form(2, 2, turns=True),
+        "mesh": _make_mesh_form(2, None, turns=True),
     },
     "all-to-all": {
-        "pairwise": _ring_form(1),
+        "pairwise": _make_ring_form(1),
         "ring": lambda c: c.link.time_rounds(c.ranks - 1, c.size / 2),
-        "all-pairs": _all_pairs_form(1),
-        "bruck": _bruck_all_to_all_form,
-        "hierarchical": _hierarchical_all_to_all_form,
+        "all-pairs": _make_all_pairs_form(1),
+        "bruck": _compute_bruck_all_to_all_seconds,
+        "hierarchical": _compute_hierarchical_all_to_all_seconds,
     },
 }

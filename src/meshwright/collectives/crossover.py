@@ -26,9 +26,11 @@ class Crossover:
 class Curves:
     """Simulated times of all algorithms of one operation on one network, for several sizes of the vector.
 
-    chooser: simulator of the operation's algorithms on the network. sizes: sizes in bytes, ascending. seconds:
-    algorithm -> seconds at each size, infinite where it was not simulated. bound: lower bound of the seconds at each
-    size.
+    Attributes:
+        chooser: Simulator of the operation's algorithms on the network.
+        sizes: Sizes in bytes, ascending.
+        seconds: Algorithm -> seconds at each size, infinite where it was not simulated.
+        bound: Lower bound of the seconds at each size.
     """
 
     chooser: Chooser
@@ -43,9 +45,9 @@ class Curves:
         """Return the simulated time of each algorithm at sizes from `least` to `most` bytes (both included), each about
         four times the previous one.
 
-        chooser: simulator of the operation's algorithms on the network. within: to save time, an algorithm is not
-        simulated at a size, and gets infinite seconds there, if the time by its cost formula exceeds `within` times the
-        best time simulated at this size so far.
+        chooser: simulator of the operation's algorithms on the network. within: limit that saves time: if an
+        algorithm's time by formula exceeds `within` times the best simulated time at a size, the algorithm is not
+        simulated there and gets infinite seconds.
         """
         steps = max(1, math.ceil(math.log(most / least, _STEP)))
         sizes = [least * (most / least) ** (step / steps) for step in range(steps + 1)]
@@ -63,9 +65,9 @@ class Curves:
 
     @classmethod
     def simulate_promising(cls, chooser: Chooser, most: float = LARGEST) -> Curves:
-        """Return the simulated times of the algorithms at sizes from 1 KiB to `most` bytes, where algorithms whose
-        closed-form time (by formula) is far from the best are not simulated. The result is enough to find the sizes at
-        which the fastest algorithm changes.
+        """Return the simulated times of the algorithms at sizes from 1 KiB to `most` bytes. An algorithm whose time by
+        formula is far above the best time at a size is not simulated there, which changes no crossover (size at which
+        the fastest algorithm changes).
 
         chooser: simulator of the operation's algorithms on the network.
         """

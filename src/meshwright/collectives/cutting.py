@@ -21,9 +21,9 @@ def split_segments(program: CollectiveProgram, numel: int, itemsize: int, whole:
     """Split a vector into segments, on which a collective program runs one after another; return for each segment
     (index of its first element, elements per chunk).
 
-    To be used only for operations in which ranks own no share of the vector, such as broadcast. program: gives the
-    number of chunks per segment. numel: elements of the vector. itemsize: bytes of an element. whole: True for one
-    segment that is the whole vector.
+    Not for operations in which each rank owns a share of the vector, such as all-gather. program: gives the number of
+    chunks per segment. numel: elements of the vector. itemsize: bytes of an element. whole: True for a single segment,
+    the whole vector.
     """
     chunks = program.chunks
     wanted = max(SEGMENT_BYTES, chunks * CHUNK_BYTES) // itemsize

@@ -12,8 +12,8 @@ def send_receive(ranks: int, root: int = 0) -> CollectiveProgram:
     """Generate the program (steps of every rank) of a send from rank `root` to the last of `ranks` ranks (to rank 0 if
     the root is the last).
 
-    Symbols: S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    1 round; S bytes; time alpha + S beta.
+    Costs for a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: 1 round; S bytes sent; time
+    alpha + S beta.
     """
     program = Builder("send-receive", "direct", ranks, 1, root)
     with program.round():
@@ -25,9 +25,9 @@ def scatter(ranks: int, root: int = 0) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the linear scatter: rank `root` sends to all ranks at once. Best
     for large vectors.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    1 round of n-1 messages; the root sends (n-1)/n S bytes. Time: alpha + (n-1)/n S beta if a rank can have many
-    messages in flight, (n-1) alpha + (n-1)/n S beta if it sends them one after the other.
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: 1 round of n-1
+    messages; the root sends (n-1)/n S bytes. Time: alpha + (n-1)/n S beta if a rank can have many messages in flight,
+    (n-1) alpha + (n-1)/n S beta if it sends them one after the other.
     """
     program = Builder("scatter", "linear", ranks, ranks, root)
     with program.round():
@@ -38,9 +38,9 @@ def scatter(ranks: int, root: int = 0) -> CollectiveProgram:
 def gather(ranks: int, root: int = 0) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the linear gather: all ranks send to rank `root` at once.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    1 round of n-1 messages; S/n bytes per rank. Time: alpha + (n-1)/n S beta if a rank can have many messages in
-    flight, (n-1) alpha + (n-1)/n S beta if the messages arrive one after the other.
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: 1 round of n-1
+    messages; S/n bytes per rank. Time: alpha + (n-1)/n S beta if a rank can have many messages in flight, (n-1) alpha +
+    (n-1)/n S beta if the messages arrive one after the other.
     """
     program = Builder("gather", "linear", ranks, ranks, root)
     with program.round():

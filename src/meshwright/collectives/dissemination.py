@@ -15,8 +15,8 @@ def barrier(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the dissemination barrier: each rank signals the ranks at distance
     1, 2, 4 ...
 
-    Symbols: n ranks; a message without data takes alpha seconds.
-    log2 n rounds, rounded up, for any n; time rounds x alpha.
+    Costs for n ranks, where a message without data takes alpha seconds: log2 n rounds, rounded up, for any n; time
+    rounds x alpha.
     """
     program = Builder("barrier", "dissemination", ranks, chunks=1)
     everyone = np.arange(ranks)

@@ -58,9 +58,9 @@ def _list_levels(ranks: Integers, root: int | None) -> Tree:
     return levels[1:] if root is None else levels
 
 
-def reduce_up(program: Builder, tree: Tree, chunk: int) -> Rounds:
-    """Add to the builder `program` the rounds that reduce one chunk up a tree, one tree level per round: a generator
-    that adds one round's sends per iteration, so that several algorithms can be interleaved.
+def add_tree_reduce_rounds(program: Builder, tree: Tree, chunk: int) -> Rounds:
+    """Add to the builder `program` the sends that reduce one chunk up a tree, one tree level per round. Each iteration
+    of this generator adds the sends of one round, so that several algorithms can be interleaved.
 
     tree: levels of edges (parents, children), from the root down. chunk: number of the chunk.
     """
@@ -69,9 +69,9 @@ def reduce_up(program: Builder, tree: Tree, chunk: int) -> Rounds:
         yield
 
 
-def broadcast_down(program: Builder, tree: Tree, chunk: int) -> Rounds:
-    """Add to the builder `program` the rounds that broadcast one chunk down a tree, one tree level per round: a
-    generator that adds one round's sends per iteration, so that several algorithms can be interleaved.
+def add_tree_broadcast_rounds(program: Builder, tree: Tree, chunk: int) -> Rounds:
+    """Add to the builder `program` the sends that broadcast one chunk down a tree, one tree level per round. Each
+    iteration of this generator adds the sends of one round, so that several algorithms can be interleaved.
 
     tree: levels of edges (parents, children), from the root down. chunk: number of the chunk.
     """
@@ -84,16 +84,18 @@ def all_reduce(ranks: int, segments: int = 8) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the double-binary-tree all-reduce: each segment is reduced up a
     tree and broadcast down again.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; h is log2 n, rounded
-    down; k segments.
-    2h + k - 1 rounds; at most 2 S bytes per rank; time (2h + k - 1) (alpha + 2 S/k beta), near 2h alpha + 2 S beta.
+    Costs for n ranks and a vector of S bytes in k segments, where a message of b bytes takes alpha + b beta seconds (h
+    = log2 n, rounded down): 2h + k - 1 rounds; at most 2 S bytes sent per rank; time (2h + k - 1) (alpha + 2 S/k beta),
+    near 2h alpha + 2 S beta.
     """
     program = Builder("all-reduce", "double-binary-tree", ranks, chunks=2 * segments)
     trees = build_two_trees(np.arange(ranks))
     return _run_in_segments(
         program,
         trees,
-        lambda tree, chunk: run_in_sequence(reduce_up(program, tree, chunk), broadcast_down(program, tree, chunk)),
+        lambda tree, chunk: run_in_sequence(
+            add_tree_reduce_rounds(program, tree, chunk), add_tree_broadcast_rounds(program, tree, chunk)
+        ),
     )
 
 
@@ -101,26 +103,24 @@ def broadcast(ranks: int, root: int = 0, segments: int = 8) -> CollectiveProgram
     """Generate the program (steps of every rank) of the double-binary-tree broadcast: rank `root` sends into both trees
     over the other ranks.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; h is the height of a
-    tree over n-1 ranks; k segments.
-    h + k rounds; at most S bytes per rank; time (h + k) (alpha + S/k beta).
+    Costs for n ranks and a vector of S bytes in k segments, where a message of b bytes takes alpha + b beta seconds (h:
+    height of a tree over n-1 ranks): h + k rounds; at most S bytes sent per rank; time (h + k) (alpha + S/k beta).
     """
     program = Builder("broadcast", "double-binary-tree", ranks, chunks=2 * segments, root=root)
     trees = build_two_trees(np.roll(np.arange(ranks), -root)[1:], root)
-    return _run_in_segments(program, trees, lambda tree, chunk: broadcast_down(program, tree, chunk))
+    return _run_in_segments(program, trees, lambda tree, chunk: add_tree_broadcast_rounds(program, tree, chunk))
 
 
 def reduce(ranks: int, root: int = 0, segments: int = 8) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the double-binary-tree reduce to rank `root`, the reverse of
     `broadcast`.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; h is the height of a
-    tree over n-1 ranks; k segments.
-    h + k rounds; S bytes per rank; time (h + k) (alpha + S/k beta).
+    Costs for n ranks and a vector of S bytes in k segments, where a message of b bytes takes alpha + b beta seconds (h:
+    height of a tree over n-1 ranks): h + k rounds; S bytes sent per rank; time (h + k) (alpha + S/k beta).
     """
     program = Builder("reduce", "double-binary-tree", ranks, chunks=2 * segments, root=root)
     trees = build_two_trees(np.roll(np.arange(ranks), -root)[1:], root)
-    return _run_in_segments(program, trees, lambda tree, chunk: reduce_up(program, tree, chunk))
+    return _run_in_segments(program, trees, lambda tree, chunk: add_tree_reduce_rounds(program, tree, chunk))
 
 
 def _run_in_segments(

@@ -19,22 +19,24 @@ def all_reduce(ranks: int, groups: int | None = None) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the hierarchical all-reduce: reduce to the first rank inside each
     node, all-reduce between the nodes' first ranks, broadcast inside each node.
 
-    Symbols: n ranks in k nodes of g ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    groups: g, the ranks per node (default: the largest divisor of n up to its square root).
-    X. Jia et al., Highly scalable deep learning training system with mixed-precision, arXiv 1807.11205. Binomial trees
-    inside nodes, a ring between nodes. With L = log2 g, rounded up: 2L + 2(k-1) rounds; time 2L (alpha + S beta) inside
-    nodes + 2(k-1) alpha + 2(k-1)/k S beta between nodes. The first rank of a node sends L S bytes inside its node and
-    2(k-1)/k S bytes to another node.
+    groups: g, the ranks per node (default: the largest divisor of n up to its square root). X. Jia et al., Highly
+    scalable deep learning training system with mixed-precision, arXiv 1807.11205. Binomial trees inside nodes, a ring
+    between nodes.
+
+    Costs for n ranks in k nodes of g ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta
+    seconds (L = log2 g, rounded up): 2L + 2(k-1) rounds; time 2L (alpha + S beta) inside nodes + 2(k-1) alpha +
+    2(k-1)/k S beta between nodes. The first rank of a node sends L S bytes inside its node and 2(k-1)/k S bytes to
+    another node.
     """
     nodes = _arrange_nodes("all-reduce", ranks, groups)
     first, k = nodes[:, 0], len(nodes)
     program = Builder("all-reduce", "hierarchical", ranks, chunks=k)
     return build_from_rounds(
         program,
-        binomial_tree.reduce_rounds(program, nodes, count=k),
-        ring.reduce_scatter_rounds(program, first, np.arange(k)),
-        ring.all_gather_rounds(program, first, np.arange(k)),
-        binomial_tree.broadcast_rounds(program, nodes, count=k),
+        binomial_tree.add_reduce_rounds(program, nodes, count=k),
+        ring.add_reduce_scatter_rounds(program, first, np.arange(k)),
+        ring.add_all_gather_rounds(program, first, np.arange(k)),
+        binomial_tree.add_broadcast_rounds(program, nodes, count=k),
     )
 
 
@@ -42,11 +44,12 @@ def all_reduce_scattered(ranks: int, groups: int | None = None) -> CollectivePro
     """Generate the program (steps of every rank) of the BlueConnect all-reduce: reduce-scatter inside each node,
     all-reduce between nodes among the ranks with the same local rank, all-gather inside each node.
 
-    Symbols: n ranks in k nodes of g ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    groups: g, the ranks per node (default: the largest divisor of n up to its square root).
-    M. Cho, U. Finkler, M. Serrano, D. Kung, H. Hunter, BlueConnect, IBM Journal of R&D 63(6), 2019. All phases use
-    rings. 2(g-1) + 2(k-1) rounds; 2(n-1)/n S bytes per rank, of which 2(k-1)/n S leave the node; time 2(g-1) alpha +
-    2(g-1)/g S beta inside nodes + 2(k-1) alpha + 2(k-1)/n S beta between nodes.
+    groups: g, the ranks per node (default: the largest divisor of n up to its square root). M. Cho, U. Finkler, M.
+    Serrano, D. Kung, H. Hunter, BlueConnect, IBM Journal of R&D 63(6), 2019. All phases use rings.
+
+    Costs for n ranks in k nodes of g ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta
+    seconds: 2(g-1) + 2(k-1) rounds; 2(n-1)/n S bytes sent per rank, of which 2(k-1)/n S leave the node; time 2(g-1)
+    alpha + 2(g-1)/g S beta inside nodes + 2(k-1) alpha + 2(k-1)/n S beta between nodes.
     """
     nodes = _arrange_nodes("all-reduce", ranks, groups)
     k, g = nodes.shape
@@ -54,10 +57,10 @@ def all_reduce_scattered(ranks: int, groups: int | None = None) -> CollectivePro
     share = np.arange(ranks).reshape(g, k)  # row i: slots that ranks of local rank i reduce across nodes
     return build_from_rounds(
         program,
-        ring.reduce_scatter_rounds(program, nodes, share[:, 0], k),
-        ring.reduce_scatter_rounds(program, nodes.T, share),
-        ring.all_gather_rounds(program, nodes.T, share),
-        ring.all_gather_rounds(program, nodes, share[:, 0], k),
+        ring.add_reduce_scatter_rounds(program, nodes, share[:, 0], k),
+        ring.add_reduce_scatter_rounds(program, nodes.T, share),
+        ring.add_all_gather_rounds(program, nodes.T, share),
+        ring.add_all_gather_rounds(program, nodes, share[:, 0], k),
     )
 
 
@@ -65,17 +68,19 @@ def reduce_scatter(ranks: int, groups: int | None = None) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the hierarchical reduce-scatter: inside each node, then between
     nodes, among the ranks with the same local rank. Both phases use rings.
 
-    Symbols: n ranks in k nodes of g ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     groups: g, the ranks per node (default: the largest divisor of n up to its square root).
-    (g-1) + (k-1) rounds; (n-1)/n S bytes per rank, of which (k-1)/n S leave the node; time (g-1) alpha + (g-1)/g S beta
-    inside nodes, in messages of k blocks (1/n of the vector each), + (k-1) alpha + (k-1)/n S beta between nodes.
+
+    Costs for n ranks in k nodes of g ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta
+    seconds: (g-1) + (k-1) rounds; (n-1)/n S bytes sent per rank, of which (k-1)/n S leave the node; time (g-1) alpha +
+    (g-1)/g S beta inside nodes, in messages of k blocks (1/n of the vector each), + (k-1) alpha + (k-1)/n S beta
+    between nodes.
     """
     nodes = _arrange_nodes("reduce-scatter", ranks, groups)
     program = Builder("reduce-scatter", "hierarchical", ranks, chunks=ranks)
     return build_from_rounds(
         program,
-        ring.reduce_scatter_rounds(program, nodes[:, None], nodes),  # in every node, for each node's blocks
-        ring.reduce_scatter_rounds(program, nodes.T, nodes.T),
+        ring.add_reduce_scatter_rounds(program, nodes[:, None], nodes),  # in every node, for each node's blocks
+        ring.add_reduce_scatter_rounds(program, nodes.T, nodes.T),
     )
 
 
@@ -83,54 +88,58 @@ def all_gather(ranks: int, groups: int | None = None) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the hierarchical all-gather: between nodes, among the ranks with
     the same local rank, then inside each node. Both phases use rings.
 
-    Symbols: n ranks in k nodes of g ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    groups: g, the ranks per node (default: the largest divisor of n up to its square root).
-    Z. Zhang et al., MiCS: near-linear scaling for training gigantic model on public cloud, VLDB 2022. (k-1) + (g-1)
-    rounds; (n-1)/n S bytes per rank, of which (k-1)/n S leave the node; time (k-1) alpha + (k-1)/n S beta between nodes
-    + (g-1) alpha + (g-1)/g S beta inside nodes, in messages of k blocks (1/n of the vector each).
+    groups: g, the ranks per node (default: the largest divisor of n up to its square root). Z. Zhang et al., MiCS:
+    near-linear scaling for training gigantic model on public cloud, VLDB 2022.
+
+    Costs for n ranks in k nodes of g ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta
+    seconds: (k-1) + (g-1) rounds; (n-1)/n S bytes sent per rank, of which (k-1)/n S leave the node; time (k-1) alpha +
+    (k-1)/n S beta between nodes + (g-1) alpha + (g-1)/g S beta inside nodes, in messages of k blocks (1/n of the vector
+    each).
     """
     nodes = _arrange_nodes("all-gather", ranks, groups)
     program = Builder("all-gather", "hierarchical", ranks, chunks=ranks)
     return build_from_rounds(
         program,
-        ring.all_gather_rounds(program, nodes.T, nodes.T),
-        ring.all_gather_rounds(program, nodes[:, None], nodes),
+        ring.add_all_gather_rounds(program, nodes.T, nodes.T),
+        ring.add_all_gather_rounds(program, nodes[:, None], nodes),
     )
 
 
 def broadcast(ranks: int, root: int = 0, groups: int | None = None) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the hierarchical broadcast from rank `root`: to one rank of every
-    node, then inside each node.
+    node, then inside each node. Both phases use binomial trees.
 
-    Symbols: n ranks in k nodes of g ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     groups: g, the ranks per node (default: the largest divisor of n up to its square root).
-    Binomial trees: log2 k + log2 g rounds, with each logarithm rounded up; every message has S bytes.
+
+    Costs for n ranks in k nodes of g ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta
+    seconds: log2 k + log2 g rounds, with each logarithm rounded up; every message has S bytes.
     """
     nodes = _arrange_nodes("broadcast", ranks, groups)
     node, place = divmod(root, nodes.shape[1])
     program = Builder("broadcast", "hierarchical", ranks, chunks=1, root=root)
     return build_from_rounds(
         program,
-        binomial_tree.broadcast_rounds(program, nodes[:, place], node),
-        binomial_tree.broadcast_rounds(program, nodes, place),
+        binomial_tree.add_broadcast_rounds(program, nodes[:, place], node),
+        binomial_tree.add_broadcast_rounds(program, nodes, place),
     )
 
 
 def reduce(ranks: int, root: int = 0, groups: int | None = None) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the hierarchical reduce to rank `root`: to one rank of every node,
-    then between these ranks.
+    then between these ranks. Both phases use binomial trees.
 
-    Symbols: n ranks in k nodes of g ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     groups: g, the ranks per node (default: the largest divisor of n up to its square root).
-    Binomial trees: log2 g + log2 k rounds, with each logarithm rounded up; every message has S bytes.
+
+    Costs for n ranks in k nodes of g ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta
+    seconds: log2 g + log2 k rounds, with each logarithm rounded up; every message has S bytes.
     """
     nodes = _arrange_nodes("reduce", ranks, groups)
     node, place = divmod(root, nodes.shape[1])
     program = Builder("reduce", "hierarchical", ranks, chunks=1, root=root)
     return build_from_rounds(
         program,
-        binomial_tree.reduce_rounds(program, nodes, place),
-        binomial_tree.reduce_rounds(program, nodes[:, place], node),
+        binomial_tree.add_reduce_rounds(program, nodes, place),
+        binomial_tree.add_reduce_rounds(program, nodes[:, place], node),
     )
 
 
@@ -138,13 +147,14 @@ def all_to_all(ranks: int, groups: int | None = None) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the hierarchical all-to-all: first inside each node, then between
     nodes, among the ranks with the same local rank.
 
-    Symbols: n ranks in k nodes of g ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    groups: g, the ranks per node (default: the largest divisor of n up to its square root).
-    Inside a node, the rank with local rank l collects all blocks for ranks with local rank l of any node; it then sends
-    one message to each other node. Copies between the two phases make each message contiguous. C. Hwang et al., Tutel:
-    adaptive mixture-of-experts at scale, MLSys 2023, its two-dimensional hierarchical form.
-    (g-1) + (k-1) rounds; (g-1)/g S + (k-1)/k S bytes per rank; time (g-1) alpha + (g-1)/g S beta inside nodes +
-    (k-1) alpha + (k-1)/k S beta between nodes, in k-1 messages instead of the n-g of a direct exchange.
+    groups: g, the ranks per node (default: the largest divisor of n up to its square root). Inside a node, the rank
+    with local rank l collects all blocks for ranks with local rank l of any node; it then sends one message to each
+    other node. Copies between the two phases make each message contiguous. C. Hwang et al., Tutel: adaptive
+    mixture-of-experts at scale, MLSys 2023, its two-dimensional hierarchical form.
+
+    Costs for n ranks in k nodes of g ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta
+    seconds: (g-1) + (k-1) rounds; (g-1)/g S + (k-1)/k S bytes sent per rank; time (g-1) alpha + (g-1)/g S beta inside
+    nodes + (k-1) alpha + (k-1)/k S beta between nodes, in k-1 messages instead of the n-g of a direct exchange.
     """
     nodes = _arrange_nodes("all-to-all", ranks, groups)
     k, g = nodes.shape
@@ -176,10 +186,10 @@ def all_to_all(ranks: int, groups: int | None = None) -> CollectiveProgram:
         program,
         reorder_blocks(0, k, g),  # now by local rank, then by node
         copy_slots(ready + place * k, met + place * k, k),
-        pairwise.all_to_all_rounds(program, nodes, ready + np.arange(g) * k, met + np.arange(g) * k, k),
+        pairwise.add_all_to_all_rounds(program, nodes, ready + np.arange(g) * k, met + np.arange(g) * k, k),
         reorder_blocks(met, g, k),  # from (sender's local rank, node) to (node, sender's local rank)
         copy_slots(ready + node * g, output + node * g, g),
-        pairwise.all_to_all_rounds(program, nodes.T, ready + np.arange(k) * g, output + np.arange(k) * g, g),
+        pairwise.add_all_to_all_rounds(program, nodes.T, ready + np.arange(k) * g, output + np.arange(k) * g, g),
     )
 
 

@@ -18,10 +18,10 @@ from meshwright.program.collective import Builder, CollectiveProgram
 from meshwright.program.order import Integers
 
 
-def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
-    """Add the rounds of a reduce-scatter along lines of ranks to the builder `program`: a generator that adds one
-    round's sends per iteration, so that several algorithms can be interleaved. Each block is summed from both ends of
-    the line towards its owner, the farthest block first.
+def add_reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
+    """Add a reduce-scatter along lines of ranks to the builder `program`. Each block is summed from both ends of the
+    line towards its owner, the farthest block first. Each iteration of this generator adds the sends of one round, so
+    that several algorithms can be interleaved.
 
     ranks: [..., n], ranks of each line. own: [..., n], first slot (buffer for one chunk) of the block that each rank
     ends with. count: number of consecutive slots in a block.
@@ -35,10 +35,10 @@ def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, coun
         yield
 
 
-def all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
-    """Add the rounds of an all-gather along lines of ranks to the builder `program`: a generator that adds one round's
-    sends per iteration, so that several algorithms can be interleaved. Each block runs from its owner to both ends of
-    the line.
+def add_all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
+    """Add an all-gather along lines of ranks to the builder `program`. Each block travels from its owner to both ends
+    of the line. Each iteration of this generator adds the sends of one round, so that several algorithms can be
+    interleaved.
 
     ranks: [..., n], ranks of each line. own: [..., n], first slot (buffer for one chunk) of the block that each rank
     starts with. count: number of consecutive slots in a block.
@@ -55,12 +55,13 @@ def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
     """Generate the program (steps of every rank) of the mesh all-reduce: reduce-scatter along each axis in turn, then
     all-gather in reverse.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     Best for large vectors on a mesh. With d axes, the vector has d parts, and part i starts with axis i. dims: sides of
     the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given; without either,
     one line.
-    2[(X-1) + (Y-1) + ...] rounds; at most 2 (1 + 1/X + 1/XY + ...) S bytes per rank; with equal sides, time rounds x
-    alpha + 2 S/d [(X-1)/X + (Y-1)/XY + ...] beta.
+
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (X, Y ...: the
+    sides): 2[(X-1) + (Y-1) + ...] rounds; at most 2 (1 + 1/X + 1/XY + ...) S bytes sent per rank; with equal sides,
+    time rounds x alpha + 2 S/d [(X-1)/X + (Y-1)/XY + ...] beta.
     """
     name, shape = resolve_grid("mesh", ranks, dims, dimensions)
     axes = range(len(shape))
@@ -71,8 +72,8 @@ def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
         `start`: a generator that adds one round's sends per iteration, so that the parts can be interleaved."""
         steps = list_axis_phases(np.arange(ranks).reshape(shape), [*axes[start:], *axes[:start]], first=start * ranks)
         return run_in_sequence(
-            *(reduce_scatter_rounds(program, *step) for step in steps),
-            *(all_gather_rounds(program, *step) for step in reversed(steps)),
+            *(add_reduce_scatter_rounds(program, *step) for step in steps),
+            *(add_all_gather_rounds(program, *step) for step in reversed(steps)),
         )
 
     return build_from_rounds(program, run_together(run_part(start) for start in axes))
@@ -81,27 +82,29 @@ def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
 def reduce_scatter(ranks: int, dims: Sequence[int] | None = None, dimensions: int | None = None) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the mesh reduce-scatter: one axis after the other.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given;
     without either, one line.
-    (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes per rank; time rounds x alpha + (n-1)/n S beta.
+
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (X, Y ...: the
+    sides): (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes sent per rank; time rounds x alpha + (n-1)/n S beta.
     """
     name, shape = resolve_grid("mesh", ranks, dims, dimensions)
     program = Builder("reduce-scatter", name, ranks, chunks=ranks)
     steps = list_axis_phases(np.arange(ranks).reshape(shape), range(len(shape)))
-    return build_from_rounds(program, *(reduce_scatter_rounds(program, *step) for step in steps))
+    return build_from_rounds(program, *(add_reduce_scatter_rounds(program, *step) for step in steps))
 
 
 def all_gather(ranks: int, dims: Sequence[int] | None = None, dimensions: int | None = None) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the mesh all-gather: one axis after the other, the reverse of the
     mesh reduce-scatter.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given;
     without either, one line.
-    (X-1) + (Y-1) + ... rounds; time rounds x alpha + (n-1)/n S beta.
+
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (X, Y ...: the
+    sides): (X-1) + (Y-1) + ... rounds; time rounds x alpha + (n-1)/n S beta.
     """
     name, shape = resolve_grid("mesh", ranks, dims, dimensions)
     program = Builder("all-gather", name, ranks, chunks=ranks)
     steps = list_axis_phases(np.arange(ranks).reshape(shape), range(len(shape)))
-    return build_from_rounds(program, *(all_gather_rounds(program, *step) for step in reversed(steps)))
+    return build_from_rounds(program, *(add_all_gather_rounds(program, *step) for step in reversed(steps)))

@@ -42,7 +42,7 @@ def draw_crossovers(
 
     curves: simulated times of all algorithms. crossovers: sizes at which the fastest algorithm changes. requested: size
     in bytes to mark, None for no mark. named: (algorithm that the user chose, its seconds at the requested size), drawn
-    as a dot; the algorithm's curve is emphasized; None for neither. A program from a file has a dot only, no curve.
+    as a dot on an emphasized curve, or as a dot alone for a program from a file; None: no algorithm was chosen.
     """
     names = [curves.find_fastest(0), *(crossover.after for crossover in crossovers)]
     colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(dict.fromkeys(names))}
@@ -74,8 +74,8 @@ def draw_crossovers(
 
 
 def _list_curve_points(curves: Curves, name: str) -> list[tuple[float, float]]:
-    """Return the points (vector size in bytes, seconds) of the curve of algorithm `name`, without sizes at which it was
-    not simulated."""
+    """Return the points (vector size in bytes, seconds) at which the algorithm `name` was simulated. curves: simulated
+    times of all algorithms."""
     pairs = zip(curves.sizes, curves.seconds[name], strict=True)
     return [pair for pair in pairs if math.isfinite(pair[1])]
 

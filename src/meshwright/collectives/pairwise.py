@@ -13,10 +13,10 @@ from meshwright.program.collective import Builder, CollectiveProgram
 from meshwright.program.order import Integers
 
 
-def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
-    """Add the rounds of a pairwise reduce-scatter to the builder `program`: a generator that adds one round's sends per
-    iteration, so that several algorithms can be interleaved. In each round, each rank sends to one other rank the block
-    that the receiver will own.
+def add_reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
+    """Add a pairwise reduce-scatter to the builder `program`. In each round, each rank sends to one other rank the
+    block that the receiver will own. Each iteration of this generator adds the sends of one round, so that several
+    algorithms can be interleaved.
 
     ranks: [..., n], ranks of each of several independent groups. own: [..., n], first slot (buffer for one chunk) of
     the block that each rank ends with. count: number of consecutive slots in a block.
@@ -26,10 +26,9 @@ def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, coun
         yield
 
 
-def all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
-    """Add the rounds of a pairwise all-gather to the builder `program`: a generator that adds one round's sends per
-    iteration, so that several algorithms can be interleaved. In each round, each rank sends its block to one other
-    rank.
+def add_all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
+    """Add a pairwise all-gather to the builder `program`. In each round, each rank sends its block to one other rank.
+    Each iteration of this generator adds the sends of one round, so that several algorithms can be interleaved.
 
     ranks: [..., n], ranks of each of several independent groups. own: [..., n], first slot (buffer for one chunk) of
     the block that each rank starts with. count: number of consecutive slots in a block.
@@ -39,14 +38,14 @@ def all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: i
         yield
 
 
-def all_to_all_rounds(program: Builder, ranks: Integers, blocks: Integers, into: Integers, count: int) -> Rounds:
-    """Add the rounds of a pairwise all-to-all to the builder `program`: a generator that adds one round's sends per
-    iteration, so that several algorithms can be interleaved. In each round, each rank sends to one other rank of its
-    group the block for that rank.
+def add_all_to_all_rounds(program: Builder, ranks: Integers, blocks: Integers, into: Integers, count: int) -> Rounds:
+    """Add a pairwise all-to-all to the builder `program`. In each round, each rank sends one block to one other rank of
+    its group. Each iteration of this generator adds the sends of one round, so that several algorithms can be
+    interleaved.
 
-    A block is `count` consecutive slots (buffers for one chunk), given by its first. ranks: [..., n], ranks of each of
-    several independent groups of n. blocks: [n], the sender's block for each rank of its group. into: [..., n], block
-    of the receiver in which the data of each rank of its group are stored.
+    A block is `count` consecutive slots (buffers for one chunk each). ranks: [..., n], ranks of each of several
+    independent groups of n. blocks: [n], first slot of the block that a sender has for each rank of its group. into:
+    [..., n], first slot on the receiver where the block from each rank of its group is stored.
     """
     for partner in list_partners(ranks.shape[-1]):
         program.transfer(ranks, ranks[..., partner], blocks[partner], count, into)
@@ -76,16 +75,17 @@ def all_pairs_all_reduce(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the all-pairs all-reduce: every rank reduces one block (1/n of the
     vector) and sends the result to all other ranks.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    Best for small vectors inside a machine, where all pairs have good links. 2 rounds; 2(n-1)/n S bytes per rank in
-    2(n-1) messages; time 2 alpha + 2(n-1)/n S beta.
+    Best for small vectors inside a machine, where all pairs have good links.
+
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: 2 rounds;
+    2(n-1)/n S bytes sent per rank in 2(n-1) messages; time 2 alpha + 2(n-1)/n S beta.
     """
     program = Builder("all-reduce", "all-pairs", ranks, chunks=ranks)
     everyone = own = np.arange(ranks)
     return build_from_rounds(
         program,
-        merge_rounds(reduce_scatter_rounds(program, everyone, own)),
-        merge_rounds(all_gather_rounds(program, everyone, own)),
+        merge_rounds(add_reduce_scatter_rounds(program, everyone, own)),
+        merge_rounds(add_all_gather_rounds(program, everyone, own)),
     )
 
 
@@ -93,79 +93,83 @@ def all_pairs_reduce_scatter(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the all-pairs reduce-scatter. Best for small vectors inside a
     machine.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    1 round of n-1 messages; (n-1)/n S bytes per rank; time alpha + (n-1)/n S beta.
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: 1 round of n-1
+    messages; (n-1)/n S bytes sent per rank; time alpha + (n-1)/n S beta.
     """
     program = Builder("reduce-scatter", "all-pairs", ranks, chunks=ranks)
-    return build_from_rounds(program, merge_rounds(reduce_scatter_rounds(program, np.arange(ranks), np.arange(ranks))))
+    return build_from_rounds(
+        program, merge_rounds(add_reduce_scatter_rounds(program, np.arange(ranks), np.arange(ranks)))
+    )
 
 
 def all_pairs_all_gather(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the all-pairs all-gather. Best for small vectors inside a machine.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    1 round of n-1 messages; (n-1)/n S bytes per rank; time alpha + (n-1)/n S beta.
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: 1 round of n-1
+    messages; (n-1)/n S bytes sent per rank; time alpha + (n-1)/n S beta.
     """
     program = Builder("all-gather", "all-pairs", ranks, chunks=ranks)
-    return build_from_rounds(program, merge_rounds(all_gather_rounds(program, np.arange(ranks), np.arange(ranks))))
+    return build_from_rounds(program, merge_rounds(add_all_gather_rounds(program, np.arange(ranks), np.arange(ranks))))
 
 
 def reduce_scatter(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the pairwise reduce-scatter: blocks (1/n of the vector each) go
     directly to their owners.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    Best for large vectors if all pairs of ranks are near (as within a node). n-1 rounds; (n-1)/n S bytes per rank; time
-    (n-1) alpha + (n-1)/n S beta.
+    Best for large vectors if all pairs of ranks are near (as within a node).
+
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: n-1 rounds;
+    (n-1)/n S bytes sent per rank; time (n-1) alpha + (n-1)/n S beta.
     """
     program = Builder("reduce-scatter", "pairwise", ranks, chunks=ranks)
-    return build_from_rounds(program, reduce_scatter_rounds(program, np.arange(ranks), np.arange(ranks)))
+    return build_from_rounds(program, add_reduce_scatter_rounds(program, np.arange(ranks), np.arange(ranks)))
 
 
 def all_gather(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the pairwise all-gather: blocks (1/n of the vector each) go
     directly from their owners to all ranks.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    Best for large vectors if all pairs of ranks are near (as within a node). n-1 rounds; (n-1)/n S bytes per rank; time
-    (n-1) alpha + (n-1)/n S beta.
+    Best for large vectors if all pairs of ranks are near (as within a node).
+
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: n-1 rounds;
+    (n-1)/n S bytes sent per rank; time (n-1) alpha + (n-1)/n S beta.
     """
     program = Builder("all-gather", "pairwise", ranks, chunks=ranks)
-    return build_from_rounds(program, all_gather_rounds(program, np.arange(ranks), np.arange(ranks)))
+    return build_from_rounds(program, add_all_gather_rounds(program, np.arange(ranks), np.arange(ranks)))
 
 
 def all_to_all(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the pairwise all-to-all: one partner in each round. Best for large
     vectors.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    n-1 rounds; (n-1)/n S bytes per rank, each sent once; time (n-1) alpha + (n-1)/n S beta.
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: n-1 rounds;
+    (n-1)/n S bytes sent per rank, each sent once; time (n-1) alpha + (n-1)/n S beta.
     """
     program = Builder("all-to-all", "pairwise", ranks, chunks=ranks)
-    return build_from_rounds(program, _copy_own_block(program), _exchange_blocks(program))
+    return build_from_rounds(program, _add_own_copy_round(program), _add_exchange_rounds(program))
 
 
 def all_pairs_all_to_all(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the all-pairs all-to-all: every rank sends its messages to all
     other ranks at once.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    1 round of n-1 messages; (n-1)/n S bytes per rank; time alpha + (n-1)/n S beta.
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: 1 round of n-1
+    messages; (n-1)/n S bytes sent per rank; time alpha + (n-1)/n S beta.
     """
     program = Builder("all-to-all", "all-pairs", ranks, chunks=ranks)
-    return build_from_rounds(program, _copy_own_block(program), merge_rounds(_exchange_blocks(program)))
+    return build_from_rounds(program, _add_own_copy_round(program), merge_rounds(_add_exchange_rounds(program)))
 
 
-def _copy_own_block(program: Builder) -> Rounds:
+def _add_own_copy_round(program: Builder) -> Rounds:
     """Add to the builder `program` the first round of an all-to-all, in which each rank copies the block that it sends
-    to itself from its input to its output. A generator of this one round, which can be interleaved with others."""
+    to itself from its input to its output. This generator yields once, after the round."""
     everyone = np.arange(program.ranks)
     program.copy(everyone, source=everyone, into=program.chunks + everyone)
     yield
 
 
-def _exchange_blocks(program: Builder) -> Rounds:
-    """Add the rounds of a pairwise all-to-all over all ranks to the builder `program`: a generator that adds one
-    round's sends per iteration, so that several algorithms can be interleaved."""
+def _add_exchange_rounds(program: Builder) -> Rounds:
+    """Add a pairwise all-to-all of one chunk per pair of ranks, over all ranks of the builder `program`. Each iteration
+    of the returned generator adds the sends of one round."""
     everyone = np.arange(program.ranks)
-    return all_to_all_rounds(program, everyone, everyone, program.chunks + everyone, 1)
+    return add_all_to_all_rounds(program, everyone, everyone, program.chunks + everyone, 1)

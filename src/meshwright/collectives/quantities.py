@@ -73,12 +73,13 @@ def _parse_quantity(text: str, units: dict[str, Decimal], where: str, right: str
 
 
 def format_bytes(value: float) -> str:
-    """Return a number of bytes as text in the largest binary unit that is not greater than it, such as `64 MiB`."""
+    """Return `value`, a number of bytes, as text in the largest binary unit that is not greater than it, such as `64
+    MiB`."""
     return _format_scaled(value, {"bytes": Decimal(1), **{f"{prefix}B": factor for prefix, factor in _BINARY.items()}})
 
 
 def format_seconds(value: float) -> str:
-    """Return a time in seconds as text in the largest unit that is not greater than it, such as `1.23 ms`."""
+    """Return `value`, a time in seconds, as text in the largest unit that is not greater than it, such as `1.23 ms`."""
     return _format_scaled(value, {unit: SECONDS[unit] for unit in ("ns", "µs", "ms", "s")}) if value else "0 s"
 
 
@@ -92,13 +93,14 @@ def _format_scaled(value: float, units: dict[str, Decimal]) -> str:
 
 
 def format_exact_rate(value: float) -> str:
-    """Return a rate in bytes per second as text that `parse_rate` parses to exactly the same number, such as
+    """Return `value`, a rate in bytes per second, as text that `parse_rate` parses to exactly the same number, such as
     `25GB/s`."""
     return _format_exact(value, {f"{prefix}B/s": factor for prefix, factor in _DECIMAL.items()})
 
 
 def format_exact_seconds(value: float) -> str:
-    """Return a time in seconds as text that `parse_seconds` parses to exactly the same number, such as `5us`."""
+    """Return `value`, a time in seconds, as text that `parse_seconds` parses to exactly the same number, such as
+    `5us`."""
     return _format_exact(value, {unit: SECONDS[unit] for unit in ("s", "ms", "us", "ns")})
 
 

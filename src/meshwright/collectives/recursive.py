@@ -14,9 +14,9 @@ from meshwright.program.collective import Builder, CollectiveProgram
 from meshwright.program.order import Integers
 
 
-def halving_rounds(program: Builder, ranks: Integers, edges: Integers) -> Rounds:
-    """Add the rounds of a reduce-scatter among 2^k ranks by recursive halving, farthest partner first to the builder
-    `program`: a generator that adds one round's sends per iteration, so that several algorithms can be interleaved.
+def add_halving_rounds(program: Builder, ranks: Integers, edges: Integers) -> Rounds:
+    """Add a recursive-halving reduce-scatter among 2^k ranks, farthest partner first, to the builder `program`. Each
+    iteration of this generator adds the sends of one round, so that several algorithms can be interleaved.
 
     ranks: [..., n], ranks of each of several independent groups. edges: [n + 1]; the rank at position p of a group ends
     with the slots (buffers for one chunk) edges[p] to edges[p + 1] - 1.
@@ -30,9 +30,9 @@ def halving_rounds(program: Builder, ranks: Integers, edges: Integers) -> Rounds
         yield
 
 
-def doubling_rounds(program: Builder, ranks: Integers, edges: Integers) -> Rounds:
-    """Add the rounds of an all-gather among 2^k ranks by recursive doubling, nearest partner first to the builder
-    `program`: a generator that adds one round's sends per iteration, so that several algorithms can be interleaved.
+def add_doubling_rounds(program: Builder, ranks: Integers, edges: Integers) -> Rounds:
+    """Add a recursive-doubling all-gather among 2^k ranks, nearest partner first, to the builder `program`. Each
+    iteration of this generator adds the sends of one round, so that several algorithms can be interleaved.
 
     ranks: [..., n], ranks of each of several independent groups. edges: [n + 1]; the rank at position p of a group
     starts with the slots (buffers for one chunk) edges[p] to edges[p + 1] - 1.
@@ -51,8 +51,8 @@ def list_powers_of_two(n: int) -> list[int]:
 
 
 def split_extra_ranks(ranks: Integers) -> tuple[Integers, Integers, Integers]:
-    """Split ranks into a core of 2^k ranks, the largest power of two up to n, and the extra ranks. Return (extra ranks,
-    substitutes, core): the substitute of an extra rank is the core rank that runs the algorithm on its behalf.
+    """Split ranks into 2^k core ranks (2^k: largest power of two up to n) and the extra ranks. Return (extra ranks,
+    substitutes, core ranks): the substitute of an extra rank is the core rank that runs the algorithm on its behalf.
 
     ranks: [..., n], ranks of each of several independent groups; the results have the same leading shape.
     """
@@ -62,10 +62,10 @@ def split_extra_ranks(ranks: Integers) -> tuple[Integers, Integers, Integers]:
     return ranks[..., : 2 * extra : 2], stand_in, np.concatenate([stand_in, ranks[..., 2 * extra :]], axis=-1)
 
 
-def fold_rounds(program: Builder, ranks: Integers) -> Rounds:
+def add_fold_round(program: Builder, ranks: Integers) -> Rounds:
     """Add to the builder `program` the first round of an algorithm for a number of ranks that is not a power of two:
-    each extra rank (beyond the largest power of two) sends its vector to a core rank, which adds it to its own. A
-    generator of this one round; of no round for a power of two.
+    each extra rank (beyond the largest power of two) sends its vector to a core rank, which adds it to its own. This
+    generator yields once, after the round; for a power of two it adds nothing and never yields.
 
     ranks: all ranks of the algorithm, in order.
     """
@@ -75,10 +75,10 @@ def fold_rounds(program: Builder, ranks: Integers) -> Rounds:
         yield
 
 
-def unfold_rounds(program: Builder, ranks: Integers) -> Rounds:
+def add_unfold_round(program: Builder, ranks: Integers) -> Rounds:
     """Add to the builder `program` the last round of an algorithm for a number of ranks that is not a power of two:
-    each extra rank (beyond the largest power of two) receives the full result from its core rank. A generator of this
-    one round; of no round for a power of two.
+    each extra rank (beyond the largest power of two) receives the full result from its core rank. This generator yields
+    once, after the round; for a power of two it adds nothing and never yields.
 
     ranks: all ranks of the algorithm, in order.
     """
@@ -92,13 +92,14 @@ def rabenseifner(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the Rabenseifner all-reduce: recursive-halving reduce-scatter,
     recursive-doubling all-gather.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
     Best for medium and large vectors: as few bytes as a ring in far fewer rounds, but between distant ranks, whose
     links may be shared. R. Rabenseifner, Optimization of collective reduction operations, ICCS 2004.
-    If n is a power of two: 2 log2 n rounds; 2(n-1)/n S bytes per rank; time 2 log2 n alpha + 2(n-1)/n S beta.
-    Otherwise, let m be the largest power of two below n: 2 log2 m + 2 rounds; time 2 log2 m alpha + 2(m-1)/m S beta +
-    2 (alpha + S beta). Each of the n - m extra ranks sends its S bytes to a neighbour and later receives the result
-    from it. Such a neighbour sends 2(m-1)/m S + S bytes; each other rank sends 2(m-1)/m S.
+
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: if n is a power
+    of two, 2 log2 n rounds; 2(n-1)/n S bytes sent per rank; time 2 log2 n alpha + 2(n-1)/n S beta. Otherwise, let m be
+    the largest power of two below n: 2 log2 m + 2 rounds; time 2 log2 m alpha + 2(m-1)/m S beta + 2 (alpha + S beta).
+    Each of the n - m extra ranks sends its S bytes to a neighbour and later receives the result from it. Such a
+    neighbour sends 2(m-1)/m S + S bytes; each other rank sends 2(m-1)/m S.
     """
     everyone = np.arange(ranks)
     _, _, core = split_extra_ranks(everyone)
@@ -106,10 +107,10 @@ def rabenseifner(ranks: int) -> CollectiveProgram:
     edges = np.arange(len(core) + 1)
     return build_from_rounds(
         program,
-        fold_rounds(program, everyone),
-        halving_rounds(program, core, edges),
-        doubling_rounds(program, core, edges),
-        unfold_rounds(program, everyone),
+        add_fold_round(program, everyone),
+        add_halving_rounds(program, core, edges),
+        add_doubling_rounds(program, core, edges),
+        add_unfold_round(program, everyone),
     )
 
 
@@ -117,11 +118,12 @@ def butterfly(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the butterfly all-reduce (recursive doubling): partners exchange
     and add whole vectors.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    Best for small vectors: fewest rounds. If n is a power of two: log2 n rounds; S log2 n bytes per rank; time
-    log2 n (alpha + S beta). Otherwise, let m be the largest power of two below n: log2 m + 2 rounds. Each of the n - m
-    extra ranks sends its S bytes to a neighbour and later receives the result from it. Such a neighbour sends
-    S log2 m + S bytes.
+    Best for small vectors: fewest rounds.
+
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: if n is a power
+    of two, log2 n rounds; S log2 n bytes sent per rank; time log2 n (alpha + S beta). Otherwise, let m be the largest
+    power of two below n: log2 m + 2 rounds. Each of the n - m extra ranks sends its S bytes to a neighbour and later
+    receives the result from it. Such a neighbour sends S log2 m + S bytes.
     """
     program = Builder("all-reduce", "butterfly", ranks, chunks=1)
     everyone = np.arange(ranks)
@@ -135,20 +137,22 @@ def butterfly(ranks: int) -> CollectiveProgram:
             program.transfer(core, core[position ^ distance], 0, reduce=True)
             yield
 
-    return build_from_rounds(program, fold_rounds(program, everyone), exchange(), unfold_rounds(program, everyone))
+    return build_from_rounds(
+        program, add_fold_round(program, everyone), exchange(), add_unfold_round(program, everyone)
+    )
 
 
-def reduce_scatter_rounds(program: Builder, ranks: Integers) -> Rounds:
-    """Add to the builder `program` the rounds of a recursive-halving reduce-scatter, which works for any number of
-    ranks: a generator that adds one round's sends per iteration, so that several algorithms can be interleaved.
+def add_reduce_scatter_rounds(program: Builder, ranks: Integers) -> Rounds:
+    """Add to the builder `program` a recursive-halving reduce-scatter for any number of ranks. Each iteration of this
+    generator adds the sends of one round, so that several algorithms can be interleaved.
 
     ranks: [n], ranks of the algorithm, in order; the rank at position p ends with slot p (buffer for one chunk).
     """
     extra, stand_in, core = split_extra_ranks(ranks)
     return run_in_sequence(
-        fold_rounds(program, ranks),
-        halving_rounds(program, core, _compute_share_bounds(ranks)),
-        _transfer_extra_shares(program, stand_in, extra),
+        add_fold_round(program, ranks),
+        add_halving_rounds(program, core, _compute_share_bounds(ranks)),
+        _add_extra_share_round(program, stand_in, extra),
     )
 
 
@@ -156,22 +160,22 @@ def reduce_scatter(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the reduce-scatter by recursive halving. Best for small and medium
     vectors.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    If n is a power of two: log2 n rounds; (n-1)/n S bytes per rank; time log2 n alpha + (n-1)/n S beta. Otherwise 2
-    more rounds: ranks beyond the largest power of two first send S bytes, and at the end receive their share of S/n.
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: if n is a power
+    of two, log2 n rounds; (n-1)/n S bytes sent per rank; time log2 n alpha + (n-1)/n S beta. Otherwise 2 more rounds:
+    ranks beyond the largest power of two first send S bytes, and at the end receive their share of S/n.
     """
     program = Builder("reduce-scatter", "recursive-halving", ranks, chunks=ranks)
-    return build_from_rounds(program, reduce_scatter_rounds(program, np.arange(ranks)))
+    return build_from_rounds(program, add_reduce_scatter_rounds(program, np.arange(ranks)))
 
 
 def all_gather(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the recursive-doubling all-gather. Best for small and medium
     vectors.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    If n is a power of two: log2 n rounds; (n-1)/n S bytes per rank; time log2 n alpha + (n-1)/n S beta. Otherwise 2
-    more rounds: ranks beyond the largest power of two first send their share of S/n bytes, and at the end receive the
-    missing (n-1)/n S. The algorithm `bruck` needs fewer rounds.
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: if n is a power
+    of two, log2 n rounds; (n-1)/n S bytes sent per rank; time log2 n alpha + (n-1)/n S beta. Otherwise 2 more rounds:
+    ranks beyond the largest power of two first send their share of S/n bytes, and at the end receive the missing
+    (n-1)/n S. The algorithm `bruck` needs fewer rounds.
     """
     program = Builder("all-gather", "recursive-doubling", ranks, chunks=ranks)
     everyone = np.arange(ranks)
@@ -184,8 +188,8 @@ def all_gather(ranks: int) -> CollectiveProgram:
         program.transfer(stand_in, extra, extra + 1, count=ranks - extra - 1)
         yield
 
-    gather = doubling_rounds(program, core, _compute_share_bounds(everyone))
-    return build_from_rounds(program, _transfer_extra_shares(program, extra, stand_in), gather, fill_up())
+    gather = add_doubling_rounds(program, core, _compute_share_bounds(everyone))
+    return build_from_rounds(program, _add_extra_share_round(program, extra, stand_in), gather, fill_up())
 
 
 def _compute_share_bounds(ranks: Integers) -> Integers:
@@ -199,10 +203,9 @@ def _compute_share_bounds(ranks: Integers) -> Integers:
     return np.concatenate([np.arange(0, 2 * extra, 2), np.arange(2 * extra, n + 1)])
 
 
-def _transfer_extra_shares(program: Builder, source: Integers, target: Integers) -> Rounds:
+def _add_extra_share_round(program: Builder, source: Integers, target: Integers) -> Rounds:
     """Add to the builder `program` one round that moves the share of each extra rank (beyond the largest power of two)
-    to or from the core rank that runs the algorithm on its behalf. A generator of this one round, which can be
-    interleaved with others.
+    to or from the core rank that runs the algorithm on its behalf. This generator yields once, after the round.
 
     source, target: [pairs], sending and receiving ranks: the extra ranks and their core ranks, or the reverse. The
     share of pair i is slot 2 i (a slot is the buffer for one chunk).

@@ -32,11 +32,16 @@ _FEW_RANKS = 32  # limit for the search of crossovers
 class CollectiveReport:
     """Result of `meshwright collective`: a verified collective program with its simulated times on a network.
 
-    checked: the verified program. settings: the algorithm's options. total_bytes: size of the full vector. timing:
-    simulated times. closed_form_seconds: time by the algorithm's formula, None if it has none. chooser: simulator of
-    all algorithms on the network. choice: ranking of the algorithms, for `auto`. crossovers: sizes at which the fastest
-    algorithm changes, None if not computed. measured: results of a run beside torch.distributed
-    (`comm.measure_program.measure`), empty without one.
+    Attributes:
+        checked: The verified program.
+        settings: The algorithm's options.
+        total_bytes: Size of the full vector.
+        timing: Simulated times.
+        closed_form_seconds: Time by the algorithm's formula, None if it has none.
+        chooser: Simulator of all algorithms on the network.
+        choice: Ranking of the algorithms, for `auto`.
+        crossovers: Sizes at which the fastest algorithm changes, None if not computed.
+        measured: Results of a run beside torch.distributed (`comm.measure_program.measure`), empty without one.
     """
 
     checked: CheckedCollective
@@ -152,8 +157,8 @@ RANKING_HEAD = ("algorithm", "settings", "simulated", "closed form")
 
 
 def list_ranking_rows(choice: Choice) -> list[tuple[str, str, str, str]]:
-    """Return a ranking of algorithms as table rows of text, fastest first. Columns, as in `RANKING_HEAD`: algorithm,
-    options, simulated time, time by formula; missing values are empty cells."""
+    """Return the algorithms of `choice`, ranked by simulated time, as table rows of text, fastest first. Columns, as in
+    `RANKING_HEAD`: algorithm, options, simulated time, time by formula; missing values are empty cells."""
     return [
         (
             one.algorithm,
@@ -166,7 +171,7 @@ def list_ranking_rows(choice: Choice) -> list[tuple[str, str, str, str]]:
 
 
 def format_ranking(choice: Choice) -> list[str]:
-    """Return a ranking of algorithms as lines of text: fastest first, then those that were skipped or that do not
+    """Return the algorithms of `choice` as lines of text: fastest first, then those that were skipped or that do not
     accept the number of ranks."""
     rows = [RANKING_HEAD, *([cell or "-" for cell in row] for row in list_ranking_rows(choice))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -13,10 +13,10 @@ from meshwright.program.collective import Builder, CollectiveProgram
 from meshwright.program.order import Integers
 
 
-def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
-    """Add the rounds of a ring reduce-scatter to the builder `program`: a generator that adds one round's sends per
-    iteration, so that several algorithms can be interleaved. The partial sum of each block travels once around the ring
-    and ends at its owner.
+def add_reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
+    """Add a ring reduce-scatter to the builder `program`. The partial sum of each block travels once around the ring
+    and ends at its owner. Each iteration of this generator adds the sends of one round, so that several algorithms can
+    be interleaved.
 
     ranks: [..., n], ranks of each of several independent rings. own: [..., n], first slot (buffer for one chunk) of the
     block that each rank ends with. count: number of consecutive slots in a block.
@@ -26,9 +26,9 @@ def reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, coun
         yield
 
 
-def all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
-    """Add the rounds of a ring all-gather to the builder `program`: a generator that adds one round's sends per
-    iteration, so that several algorithms can be interleaved. Each block travels once around the ring from its owner.
+def add_all_gather_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
+    """Add a ring all-gather to the builder `program`. Each block travels once around the ring from its owner. Each
+    iteration of this generator adds the sends of one round, so that several algorithms can be interleaved.
 
     ranks: [..., n], ranks of each of several independent rings. own: [..., n], first slot (buffer for one chunk) of the
     block that each rank starts with. count: number of consecutive slots in a block.
@@ -42,50 +42,49 @@ def all_reduce(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the ring all-reduce: reduce-scatter, then all-gather. Best for
     large vectors.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    2(n-1) rounds; 2(n-1)/n S bytes per rank, fewest of all algorithms; time 2(n-1) alpha + 2(n-1)/n S beta.
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: 2(n-1) rounds;
+    2(n-1)/n S bytes sent per rank, fewest of all algorithms; time 2(n-1) alpha + 2(n-1)/n S beta.
     """
     program = Builder("all-reduce", "ring", ranks, chunks=ranks)
     everyone = own = np.arange(ranks)
     return build_from_rounds(
-        program, reduce_scatter_rounds(program, everyone, own), all_gather_rounds(program, everyone, own)
+        program, add_reduce_scatter_rounds(program, everyone, own), add_all_gather_rounds(program, everyone, own)
     )
 
 
 def reduce_scatter(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the ring reduce-scatter. Best for large vectors.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    n-1 rounds; (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S beta.
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: n-1 rounds;
+    (n-1)/n S bytes sent per rank; time (n-1) alpha + (n-1)/n S beta.
     """
     program = Builder("reduce-scatter", "ring", ranks, chunks=ranks)
-    return build_from_rounds(program, reduce_scatter_rounds(program, np.arange(ranks), np.arange(ranks)))
+    return build_from_rounds(program, add_reduce_scatter_rounds(program, np.arange(ranks), np.arange(ranks)))
 
 
 def all_gather(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the ring all-gather. Best for large vectors.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    n-1 rounds; (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S beta.
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: n-1 rounds;
+    (n-1)/n S bytes sent per rank; time (n-1) alpha + (n-1)/n S beta.
     """
     program = Builder("all-gather", "ring", ranks, chunks=ranks)
-    return build_from_rounds(program, all_gather_rounds(program, np.arange(ranks), np.arange(ranks)))
+    return build_from_rounds(program, add_all_gather_rounds(program, np.arange(ranks), np.arange(ranks)))
 
 
 def bidirectional_all_reduce(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the bidirectional-ring all-reduce: one half of every block (1/n of
-    the vector) in each direction.
+    the vector) in each direction. For full-duplex links.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    For full-duplex links. 2(n-1) rounds; 2(n-1)/n S bytes per rank, half of them over each of its two links; time
-    2(n-1) alpha + (n-1)/n S beta.
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: 2(n-1) rounds;
+    2(n-1)/n S bytes sent per rank, half of them over each of its two links; time 2(n-1) alpha + (n-1)/n S beta.
     """
     program = Builder("all-reduce", "bidirectional-ring", ranks, chunks=2 * ranks)
     ways = _split_directions(ranks)
     return build_from_rounds(
         program,
-        run_together(reduce_scatter_rounds(program, *way) for way in ways),
-        run_together(all_gather_rounds(program, *way) for way in ways),
+        run_together(add_reduce_scatter_rounds(program, *way) for way in ways),
+        run_together(add_all_gather_rounds(program, *way) for way in ways),
     )
 
 
@@ -93,12 +92,12 @@ def bidirectional_reduce_scatter(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the bidirectional-ring reduce-scatter: one half of every block (1/n
     of the vector) in each direction.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    n-1 rounds; (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S/2 beta.
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: n-1 rounds;
+    (n-1)/n S bytes sent per rank; time (n-1) alpha + (n-1)/n S/2 beta.
     """
     program = Builder("reduce-scatter", "bidirectional-ring", ranks, chunks=2 * ranks)
     return build_from_rounds(
-        program, run_together(reduce_scatter_rounds(program, *way) for way in _split_directions(ranks))
+        program, run_together(add_reduce_scatter_rounds(program, *way) for way in _split_directions(ranks))
     )
 
 
@@ -106,12 +105,12 @@ def bidirectional_all_gather(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the bidirectional-ring all-gather: one half of every block (1/n of
     the vector) in each direction.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    n-1 rounds; (n-1)/n S bytes per rank; time (n-1) alpha + (n-1)/n S/2 beta.
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: n-1 rounds;
+    (n-1)/n S bytes sent per rank; time (n-1) alpha + (n-1)/n S/2 beta.
     """
     program = Builder("all-gather", "bidirectional-ring", ranks, chunks=2 * ranks)
     return build_from_rounds(
-        program, run_together(all_gather_rounds(program, *way) for way in _split_directions(ranks))
+        program, run_together(add_all_gather_rounds(program, *way) for way in _split_directions(ranks))
     )
 
 

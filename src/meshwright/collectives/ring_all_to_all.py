@@ -14,9 +14,8 @@ def all_to_all(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the ring all-to-all. Best on networks that are rings; on others
     `pairwise` sends fewer bytes.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds.
-    n-1 rounds; (n-1)/2 S bytes per rank, as every block takes all hops to its destination; time (n-1) alpha + (n-1)/2 S
-    beta.
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: n-1 rounds;
+    (n-1)/2 S bytes sent per rank, as every block takes all hops to its destination; time (n-1) alpha + (n-1)/2 S beta.
     """
     program = Builder("all-to-all", "ring", ranks, chunks=ranks, scratch=2 * ranks)
     rank, following = np.arange(ranks), (np.arange(ranks) + 1) % ranks

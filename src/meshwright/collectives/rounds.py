@@ -33,16 +33,16 @@ def build_from_rounds(program: Builder, *parts: Rounds) -> CollectiveProgram:
 
 
 def run_together(parts: Iterable[Rounds]) -> Rounds:
-    """Run round generators (each adds one round's sends to the program before each yield) in parallel: round i of the
-    result has the sends of round i of all of them."""
+    """Run several round generators in parallel: round i of the result has the sends of round i of all of them. parts:
+    generators; each adds the sends of one round to the program before each yield."""
     active = list(parts)
     while active := [part for part in active if not _write_next_round(part)]:
         yield
 
 
 def run_staggered(parts: Iterable[Rounds]) -> Rounds:
-    """Run round generators (each adds one round's sends to the program before each yield) as a pipeline: in round i of
-    the result, generator `parts[i]` starts, and each earlier one adds its next round."""
+    """Run several round generators as a pipeline: in round i of the result, generator `parts[i]` starts, and each
+    earlier one adds its next round. A generator adds the sends of one round to the program before each yield."""
     active: list[Rounds] = []
     for part in parts:
         active = [part for part in [*active, part] if not _write_next_round(part)]
@@ -51,14 +51,15 @@ def run_staggered(parts: Iterable[Rounds]) -> Rounds:
 
 
 def run_in_sequence(*parts: Rounds) -> Rounds:
-    """Run round generators (each adds one round's sends to the program before each yield) one after the other."""
+    """Run several round generators one after the other. parts: generators; each adds the sends of one round to the
+    program before each yield."""
     for part in parts:
         yield from part
 
 
 def _write_next_round(part: Rounds) -> bool:
     """Advance the round generator `part` by one iteration, which adds the sends of one round to the program. Return
-    True if the generator was at its end, so that nothing was added, else False."""
+    True if the generator had already ended and nothing was added, else False."""
     return next(part, part) is part
 
 

@@ -18,13 +18,14 @@ def broadcast(ranks: int, root: int = 0) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the van de Geijn broadcast from rank `root`: binomial-tree scatter,
     then ring all-gather.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
-    L + n-1 rounds; the root sends 2(n-1)/n S bytes, the others less; time (L + n-1) alpha + 2(n-1)/n S beta.
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (L = log2 n,
+    rounded up): L + n-1 rounds; the root sends 2(n-1)/n S bytes, the others less; time (L + n-1) alpha + 2(n-1)/n S
+    beta.
     """
     program = Builder("broadcast", "scatter-all-gather", ranks, ranks, root)
     everyone = own = np.arange(ranks)
     return build_from_rounds(
-        program, binomial_tree.scatter_rounds(program, root), ring.all_gather_rounds(program, everyone, own)
+        program, binomial_tree.add_scatter_rounds(program, root), ring.add_all_gather_rounds(program, everyone, own)
     )
 
 
@@ -32,13 +33,14 @@ def reduce(ranks: int, root: int = 0) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the Rabenseifner reduce to rank `root`: recursive-halving
     reduce-scatter, then binomial-tree gather.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; L is log2 n, rounded up.
-    If n is a power of two: 2L rounds; time 2L alpha + 2(n-1)/n S beta. Otherwise 2 more rounds: the ranks beyond the
-    largest power of two send their vectors to neighbours before the halving and receive their shares after it.
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (L = log2 n,
+    rounded up): if n is a power of two, 2L rounds; time 2L alpha + 2(n-1)/n S beta. Otherwise 2 more rounds: the ranks
+    beyond the largest power of two send their vectors to neighbours before the halving and receive their shares after
+    it.
     """
     program = Builder("reduce", "reduce-scatter-gather", ranks, ranks, root)
     return build_from_rounds(
         program,
-        recursive.reduce_scatter_rounds(program, np.arange(ranks)),
-        binomial_tree.gather_rounds(program, root),
+        recursive.add_reduce_scatter_rounds(program, np.arange(ranks)),
+        binomial_tree.add_gather_rounds(program, root),
     )

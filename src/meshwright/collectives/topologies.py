@@ -29,8 +29,11 @@ from meshwright.program.network import Network
 class _TopologySyntax:
     """Syntax of one kind of topology, such as a torus, in text form: settings that may follow its name and shape.
 
-    example: valid text. tiers: names of classes of links whose latency and bandwidth can be set. numbers: names of
-    settings with a number, such as `spines` for `spines=2`. flags: words without a value, such as `rails`.
+    Attributes:
+        example: Valid text.
+        tiers: Names of classes of links whose latency and bandwidth can be set.
+        numbers: Names of settings with a number, such as `spines` for `spines=2`.
+        flags: Words without a value, such as `rails`.
     """
 
     example: str
@@ -56,9 +59,11 @@ TOPOLOGIES = {
 class _TopologySettings:
     """Settings parsed from a topology's text. A setting that the text does not give has no entry.
 
-    latency: class of links, such as "inner" or "outer" -> seconds. bandwidth: class of links -> bytes per second.
-    numbers: name of another setting -> its number, as given by NAME=NUMBER. flags: words without a value, such as
-    "rails".
+    Attributes:
+        latency: Class of links, such as "inner" or "outer" -> seconds.
+        bandwidth: Class of links -> bytes per second.
+        numbers: Name of another setting -> its number, as given by NAME=NUMBER.
+        flags: Words without a value, such as "rails".
     """
 
     latency: dict[str, float]
@@ -70,8 +75,9 @@ class _TopologySettings:
 def parse_topology(text: str, ranks: int, latency: float | None = None, bandwidth: float | None = None) -> Network:
     """Build the network for `ranks` ranks that a text such as `torus:4x4,25GB/s,1us` describes.
 
-    latency (seconds), bandwidth (bytes per second): defaults for links whose values the text does not give, except
-    links inside nodes, which have defaults of their own. Raises UserError, which names a valid alternative.
+    latency (seconds), bandwidth (bytes per second): values for links whose values the text does not give (None:
+    built-in defaults); links inside nodes always have built-in defaults. Raises UserError, which names a valid
+    alternative.
     """
     name, colon, shape = text.split(",")[0].partition(":")
     name = name.strip()
@@ -193,7 +199,8 @@ def _build_spine_leaf(sides: tuple[int, ...], settings: _TopologySettings) -> Ne
 
 
 def _get_whole_number(settings: _TopologySettings, key: str) -> int | None:
-    """Return the setting `key`, such as `spines`, as an integer, or None if it is not given.
+    """Return the setting called `key`, such as `spines`, of a topology's parsed text (`settings`) as an integer; None
+    if the text does not give it.
 
     Raises UserError for a fraction.
     """

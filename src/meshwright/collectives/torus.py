@@ -23,12 +23,13 @@ def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
     """Generate the program (steps of every rank) of the torus all-reduce: reduce-scatter along each axis in turn, then
     all-gather in reverse.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     With d axes, the vector has 2d parts: for each axis, two parts that start with this axis, one in each direction.
     dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given;
     without either, one ring.
-    2[(X-1) + (Y-1) + ...] rounds; 2(n-1)/n S bytes per rank; with equal sides, time rounds x alpha + 2 S/(2d) [(X-1)/X
-    + (Y-1)/XY + ...] beta.
+
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (X, Y ...: the
+    sides): 2[(X-1) + (Y-1) + ...] rounds; 2(n-1)/n S bytes sent per rank; with equal sides, time rounds x alpha + 2
+    S/(2d) [(X-1)/X + (Y-1)/XY + ...] beta.
     """
     name, shape = resolve_grid("torus", ranks, dims, dimensions)
     axes = range(len(shape))
@@ -46,8 +47,8 @@ def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
         steps = list_axis_phases(grid, order, first=(2 * start + (direction < 0)) * ranks)
         along = [(lines[..., ::direction], own[..., ::direction], count) for lines, own, count in steps]
         return run_in_sequence(
-            *(ring.reduce_scatter_rounds(program, *step) for step in along),
-            *(ring.all_gather_rounds(program, *step) for step in reversed(along)),
+            *(ring.add_reduce_scatter_rounds(program, *step) for step in along),
+            *(ring.add_all_gather_rounds(program, *step) for step in reversed(along)),
         )
 
     return build_from_rounds(program, run_together(run_part(start, sign) for start in axes for sign in (1, -1)))
@@ -57,16 +58,17 @@ def reduce_scatter(ranks: int, dims: Sequence[int] | None = None, dimensions: in
     """Generate the program (steps of every rank) of the torus reduce-scatter: one axis after the other in both
     directions, in contiguous blocks.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given;
     without either, one ring.
-    (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes per rank; time rounds x alpha + (n-1)/n S/2 beta.
+
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (X, Y ...: the
+    sides): (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes sent per rank; time rounds x alpha + (n-1)/n S/2 beta.
     """
     name, shape = resolve_grid("torus", ranks, dims, dimensions)
     program = Builder("reduce-scatter", name, ranks, chunks=2 * ranks)
     steps = list_axis_phases(np.arange(ranks).reshape(shape), range(len(shape)), count=2)
     return build_from_rounds(
-        program, *(_run_both_directions(ring.reduce_scatter_rounds, program, *step) for step in steps)
+        program, *(_run_both_directions(ring.add_reduce_scatter_rounds, program, *step) for step in steps)
     )
 
 
@@ -74,16 +76,17 @@ def all_gather(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
     """Generate the program (steps of every rank) of the torus all-gather: one axis after the other, the reverse of the
     torus reduce-scatter.
 
-    Symbols: n ranks, S bytes in the vector; a message of b bytes takes alpha + b beta seconds; X, Y ... are the sides.
     dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given;
     without either, one ring.
-    (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes per rank; time rounds x alpha + (n-1)/n S/2 beta.
+
+    Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (X, Y ...: the
+    sides): (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes sent per rank; time rounds x alpha + (n-1)/n S/2 beta.
     """
     name, shape = resolve_grid("torus", ranks, dims, dimensions)
     program = Builder("all-gather", name, ranks, chunks=2 * ranks)
     steps = list_axis_phases(np.arange(ranks).reshape(shape), range(len(shape)), count=2)
     return build_from_rounds(
-        program, *(_run_both_directions(ring.all_gather_rounds, program, *step) for step in reversed(steps))
+        program, *(_run_both_directions(ring.add_all_gather_rounds, program, *step) for step in reversed(steps))
     )
 
 
@@ -94,12 +97,13 @@ def _run_both_directions(
     own: Integers,
     count: int,
 ) -> Rounds:
-    """Add to the builder `program` the rounds of a ring algorithm that runs in both directions at once, each direction
-    for one half of every block (consecutive slots): a generator that adds one round's sends per iteration, so that
-    several algorithms can be interleaved.
+    """Add to the builder `program` a ring algorithm that runs in both directions at once, each direction for one half
+    of every block (consecutive slots). Each iteration of this generator adds the sends of one round, so that several
+    algorithms can be interleaved.
 
-    rounds: `ring.reduce_scatter_rounds` or `ring.all_gather_rounds`. lines: [..., n], ranks of each ring. own: [...,
-    n], first slot (buffer for one chunk) of the block that each rank owns. count: number of slots in a block, even.
+    rounds: `ring.add_reduce_scatter_rounds` or `ring.add_all_gather_rounds`. lines: [..., n], ranks of each ring. own:
+    [..., n], first slot (buffer for one chunk) of the block that each rank owns. count: number of slots in a block,
+    even.
     """
     half = count // 2
     backwards = own[..., ::-1] + half

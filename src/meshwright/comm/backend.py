@@ -33,7 +33,7 @@ def backend_timeout(device: torch.device | str, seconds: float) -> timedelta:
     return timedelta(seconds=2 * seconds if torch.device(device).type == "cuda" else seconds)
 
 
-def backend_reason(error: Exception) -> str:
+def format_backend_error(error: Exception) -> str:
     """Return the text of an error of the torch.distributed backend as one line, without the location in the backend's
     source with which gloo's texts begin."""
     return re.sub(r"^\[[^\]]*\] ", "", " ".join(str(error).split()))

@@ -137,14 +137,14 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Handle]:
     ("double"), or the previous message of the same size ("stale"). Raises RankLost if a message cannot be posted."""
     communicator = axis.communicator
     calls, whats, faults = [], list[Callable[[], tuple[str, str]]](), list[Fault | None]()
-    with communicator.calls.together():
+    with communicator.calls.post_together():
         for m in messages:
             size, here, there = m.tensor.nbytes, axis.ranks[axis.rank], axis.ranks[m.peer]
             communicator.record.count_call(m.site, "transfer", axis.name, size, 0 if m.is_receive else size)
-            pair = communicator.calls.group(axis.ranks, (there, here) if m.is_receive else (here, there))
+            pair = communicator.calls.register_group(axis.ranks, (there, here) if m.is_receive else (here, there))
             dtype, shape = m.tensor.dtype, m.tensor.shape
             calls.append(communicator.calls.post(pair, m.site, "transfer", axis.name, size, dtype, shape))
-            whats.append(partial(_name_message, m, axis, communicator.calls.count(pair)))
+            whats.append(partial(_name_message, m, axis, communicator.calls.count_calls(pair)))
             planted = m.is_receive and communicator.faults.active is not None
             faults.append(communicator.faults.match_call(m.site, "transfer") if planted else None)
     try:
@@ -234,21 +234,22 @@ def _copy_unless_shared(output: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _shift_by_one_rank(parts: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Return a copy of `parts`, which has one slice of equal size for each rank, with the slices shifted cyclically by
-    one rank. Imitates the injected fault "wrong group" (a call over other ranks)."""
+    """Return a copy of `parts`, which has one slice of equal size for each rank of `axis`, with the slices shifted
+    cyclically by one rank. Imitates the injected fault "wrong group" (a call over other ranks)."""
     return parts.reshape(axis.size, -1).roll(1, 0).view(parts.shape)
 
 
 def _host_timeout(axis: Axis, tensor: torch.Tensor) -> timedelta | None:
-    """Return the time for which the host may wait for a call on `tensor` to complete; None (no limit) for a CUDA
-    tensor, because `launcher.device_watch` detects calls that hang on the device."""
+    """Return the time for which the host may wait for a call on `tensor` over `axis` to complete; None (no limit) for a
+    CUDA tensor, because `launcher.device_watch` detects calls that hang on the device."""
     return None if tensor.is_cuda else timedelta(seconds=axis.communicator.timeout_seconds)
 
 
 def _name_message(message: Message, axis: Axis, index: int) -> tuple[str, str]:
     """Return two texts for the error message about a point-to-point message that was not delivered: which rank waits
-    for which, and the message's site, name and axis. index: number of the message among those between these two
-    ranks."""
+    for which, and the message's site, name and axis.
+
+    index: number of the message among those between these two ranks."""
     peer = axis.ranks[message.peer]
     waits = f"had nothing from rank {peer}" if message.is_receive else f"had no reader for what it sends to rank {peer}"
     return (
@@ -342,8 +343,8 @@ def _post_call(
     """
     axis, fault, calls = call.axis, call.fault, call.axis.communicator.calls
     shape = ("...", *output.shape[1:]) if uneven else output.shape  # the recorded shape must be equal on all ranks
-    number = calls.post(axis.calls_group, call.site, call.operation, axis.name, call.payload, output.dtype, shape)
-    call.index = calls.count(axis.calls_group)
+    number = calls.post(axis.recorder_group, call.site, call.operation, axis.name, call.payload, output.dtype, shape)
+    call.index = calls.count_calls(axis.recorder_group)
     try:
         with axis.communicator.around(call.site):
             works, finish = post()

@@ -14,8 +14,9 @@ COMPILER = "torch._dynamo"
 
 def custom_operator(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that registers a function as the torch custom operator `name`, like
-    `torch.library.custom_op(name, mutates_args=(), schema=schema)`. The function must not mutate its arguments. schema:
-    operator schema; None: inferred from the function's annotations."""
+    `torch.library.custom_op(name, mutates_args=(), schema=schema)`. The function must not mutate its arguments.
+
+    schema: operator schema; None: inferred from the function's annotations."""
 
     def define(function: Callable[..., Any]) -> Any:
         """Register `function` as the custom operator `name` and return the operator."""

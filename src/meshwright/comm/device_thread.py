@@ -9,9 +9,10 @@ import torch
 
 
 def start_thread(run: Callable[[], object], name: str, cuda: bool) -> threading.Thread:
-    """Start a daemon thread named `name` that calls `run`; return the thread. cuda: True: the thread uses the caller's
-    current CUDA device. (The default in a new thread is the first GPU, on which its first CUDA call would open a
-    context.)"""
+    """Start a daemon thread named `name` that calls `run`; return the thread.
+
+    cuda: True if the thread must use the caller's current CUDA device. (The default in a new thread is the first GPU,
+    on which its first CUDA call would open a context.)"""
     device = torch.cuda.current_device() if cuda else None
 
     def run_on_device() -> None:

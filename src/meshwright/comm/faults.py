@@ -55,11 +55,11 @@ class Faults(Generic[AxisType]):
     """Fault injection of one process: holds the active fault, if any, and applies it to collective calls. All ranks of
     a group inject the same fault, so that no call hangs.
 
-    struck: number of calls that the fault has affected so far."""
+    affected_calls: number of calls that the fault has affected so far."""
 
     def __init__(self) -> None:
         self.active: Fault | None = None
-        self.struck = 0  # calls with an injected fault
+        self.affected_calls = 0  # calls with an injected fault
         self.other: AxisType | None = None
         self._calls = 0
         self._before: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
@@ -73,35 +73,35 @@ class Faults(Generic[AxisType]):
         if fault is not None and fault.kind not in KINDS:
             raise ValueError(f'unknown fault "{fault.kind}" (known: {", ".join(KINDS)})')
         self.active, self.other = fault, other
-        self.struck = self._calls = 0
+        self.affected_calls = self._calls = 0
         self._before.clear()
 
     def match_call(self, site: str, operation: str) -> Fault | None:
-        """Return the fault to apply to the collective call that is about to be made; None: none. site: label of the
-        call. operation: such as "all_reduce". Must be called once for each call, because a fault may apply only to the
-        n-th call with its site and operation."""
+        """Return the fault to apply to the collective call that is about to be made; None: none.
+
+        site: label of the call. operation: such as "all_reduce". Must be called once for each call, because a fault may
+        apply only to the n-th call with its site and operation."""
         fault = self.active
         if fault is None or fault.site != site or fault.operation != operation:
             return None
         self._calls += 1
         if fault.call is None or fault.call == self._calls:
-            self.struck += fault.kind not in ("stale", "wrong group")
+            self.affected_calls += fault.kind not in ("stale", "wrong group")
             return fault
         return dataclasses.replace(fault, kind=_REMEMBER) if fault.kind == "stale" else None
 
     def redirect(self, fault: Fault | None, axis: AxisType, ordered: bool = True) -> tuple[AxisType, bool]:
-        """Return (axis over which to make a call, shift), for a call to be made over `axis` while `fault` is active.
-        With the fault "wrong group" (call over other ranks) for this axis, the returned axis has other ranks, or shift
-        is True: the ranks' data must be shifted cyclically by one rank instead. With any other fault, or None, it is
-        (`axis`, False).
+        """Apply the fault "wrong group" (a call runs over other ranks) to a call over `axis`. Return (axis over which
+        to make the call, shift). Under this fault the returned axis has other ranks or, if no other axis was injected,
+        shift is True: the caller must shift the ranks' data cyclically by one rank. Under any other `fault`, or None,
+        return (`axis`, False).
 
-        ordered: True if the call's result depends on the order of ranks.
-        """
+        ordered: True if the call's result depends on the order of ranks."""
         if fault is None or fault.kind != "wrong group" or fault.axis != axis.name:
             return axis, False
         if self.other is None and not ordered:
             return axis, False
-        self.struck += 1
+        self.affected_calls += 1
         return (axis, True) if self.other is None else (self.other, False)
 
     def corrupt_result(self, fault: Fault, output: torch.Tensor) -> None:
@@ -114,6 +114,6 @@ class Faults(Generic[AxisType]):
             true_result = output.clone()
             before = self._before.get(key)
             if before is not None and fault.kind == "stale":
-                self.struck += not torch.equal(before, output)
+                self.affected_calls += not torch.equal(before, output)
                 output.copy_(before)
             self._before[key] = true_result

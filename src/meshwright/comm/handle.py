@@ -8,7 +8,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from meshwright.comm.backend import backend_reason
+from meshwright.comm.backend import format_backend_error
 from meshwright.comm.mesh import Communicator, calls_in_flight
 from meshwright.errors import RankLost
 from meshwright.flight_recorder.call_ring import get_process_writer
@@ -77,6 +77,7 @@ class Handle:
 
     def settle(self, seconds: float) -> None:
         """Wait for the transfers of a call whose result is no longer needed; ignore errors and run no callbacks.
+
         seconds: limit of the wait for each transfer; without a timeout of the handle (CUDA), the backend's limit
         applies."""
         works, self._works, self._finishers = self._works, (), []
@@ -101,4 +102,4 @@ def make_rank_lost_error(describe: Callable[[], tuple[str, str]] | None, error: 
     who, where = describe() if describe else ("a collective call had no answer", "its site")
     if isinstance(error, RankLost):  # from a collective program, which names the waiting ranks
         return RankLost(f"{error}, in {where}")
-    return RankLost(f"{who} in {where}: {backend_reason(error)[:300]}")
+    return RankLost(f"{who} in {where}: {format_backend_error(error)[:300]}")

@@ -279,7 +279,7 @@ class _Server:
             raise RankLost(f"the server of local ranks has exited: {error}") from error
 
     def stop(self) -> None:
-        """Close the connection to the server process, at which the server ends, and wait for its end."""
+        """Close the connection to the server process, which makes it end, and wait for its end."""
         if self.owner == os.getpid():
             self.connection.close()
             self.process.wait()
@@ -377,7 +377,7 @@ def _serve_calls(connection: Connection) -> None:
 
 
 def _import_function(name: str) -> Callable[..., Any]:
-    """Import and return the function named "package.module:function"."""
+    """Import and return the function called `name`, "package.module:function"."""
     module, _, path = name.partition(":")
     found: Any = importlib.import_module(module)
     for part in path.split("."):

@@ -60,8 +60,9 @@ class Reduce(NamedTuple):
 
 class LocalCopy(NamedTuple):
     """Entry of a rank's schedule: copy `size` slots (buffers of one chunk each), from slot `source` on, to the slots
-    from `slot` on. combine: True to reduce them into those slots instead (by the program's reduction: sum, minimum or
-    maximum)."""
+    from `slot` on.
+
+    combine: True to reduce them into those slots instead (by the program's reduction: sum, minimum or maximum)."""
 
     slot: int
     size: int
@@ -71,13 +72,12 @@ class LocalCopy(NamedTuple):
 
 @dataclass(slots=True)
 class Group:
-    """Group of messages in a rank's schedule that are posted together, with the waits and local work before and after.
-    The fields are executed in this order.
+    """Group of messages in a rank's schedule that are posted together, with the waits and local work before and after
+    them. The fields are lists of actions, executed in this order; a slot is the buffer of one chunk.
 
-    before: waits for earlier sends from slots (buffers of one chunk each) into which this group receives. receives,
-    sends: messages to post. ahead: receives of the next group that are posted early. after: waits for received messages
-    and earlier sends, local copies and reductions.
-    """
+    before: waits for earlier sends from slots into which this group receives. receives, sends: messages to post. ahead:
+    receives of the next group, posted one group early. after: waits for received messages and earlier sends, local
+    copies and reductions."""
 
     before: list[AwaitSend] = field(default_factory=list)
     receives: list[Message] = field(default_factory=list)
@@ -178,7 +178,7 @@ def _group_into_messages(checked: CheckedCollective, rank: int, merge: bool) -> 
     for slot, step in ends:
         joins &= (s.group_index[step][1:] == s.group_index[step][:-1]) & (s.peer[step][1:] == s.peer[step][:-1])
         joins &= slot[1:] == (slot + count)[:-1]
-        joins &= _region_of_slot(program, slot)[1:] == _region_of_slot(program, slot)[:-1]
+        joins &= _find_region(program, slot)[1:] == _find_region(program, slot)[:-1]
     parts: list[_TransferEnd] = []
     for index in range(len(send)):
         if index and not joins[index - 1]:
@@ -195,15 +195,16 @@ def _group_into_messages(checked: CheckedCollective, rank: int, merge: bool) -> 
         yield parts
 
 
-def _region_of_slot(program: CollectiveProgram, slot: Integers) -> Integers:
-    """Return for each slot number in `slot` the memory region that contains the slot: 0 for data, 1 for output, 2 for
-    scratch. A slot is the buffer of one chunk; slots of different regions are not adjacent in memory."""
+def _find_region(program: CollectiveProgram, slot: Integers) -> Integers:
+    """Return for each slot number in `slot` the memory region that contains the slot in `program`: 0 for data, 1 for
+    output, 2 for scratch. A slot is the buffer of one chunk; slots of different regions are not adjacent in memory."""
     return (slot >= program.chunks).astype(np.int64) + (slot >= program.first_scratch)
 
 
 def _schedule_arrivals(groups: list[Group], arriving: list[list[_TransferEnd]]) -> int:
     """Add to each group the waits for its received messages, and after each wait the reductions of the message into its
-    slots. Messages to be reduced are received into a staging buffer; return its number of slots.
+    slots. Messages to be reduced are received into a staging buffer; return the number of slots of this buffer (a slot
+    holds one chunk).
 
     groups: schedule, changed in place. arriving: for each group, the received transfers. Reductions run in step order.
     Even and odd groups have separate staging slots, because two consecutive groups may be in flight."""

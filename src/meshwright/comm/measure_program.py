@@ -80,9 +80,10 @@ def measure(
 
 
 def count_elements(checked: CheckedCollective, total_bytes: float) -> int:
-    """Return the number of float32 elements of a vector of `total_bytes`, rounded up. checked: collective program that
-    is to run on the vector; if each of its ranks owns a slice of the vector, the number is rounded up so that all
-    slices are equal. Raises UserError for a negative size."""
+    """Return the number of float32 elements of a vector of `total_bytes`, rounded up.
+
+    checked: collective program that is to run on the vector; if each of its ranks owns a slice of the vector, the
+    number is rounded up so that all slices are equal. Raises UserError for a negative size."""
     if total_bytes < 0:
         raise UserError(f"bytes must be at least 0, not {total_bytes:g}")
     numel = max(1, -int(-total_bytes // DTYPE.itemsize))
@@ -158,11 +159,12 @@ def measure_rank(checked: CheckedCollective, numel: int, repeats: int, device: s
 
 def _run_program(executable: Executable, vector: torch.Tensor | None, output: torch.Tensor | None) -> None:
     """Run the prepared collective program `executable` once on `vector` (None: barrier) and record the run as one call
-    in the flight recorder. output: receives the result of an all-to-all; None for other operations, which work in
-    place."""
+    in the flight recorder.
+
+    output: receives the result of an all-to-all; None for other operations, which work in place."""
     calls = get_process_writer()
     size, form = (0, ("", ())) if vector is None else (vector.nbytes, (vector.dtype, vector.shape))
-    number = calls.post(calls.group(executable.ranks), executable.name, "program", "world", size, *form)
+    number = calls.post(calls.register_group(executable.ranks), executable.name, "program", "world", size, *form)
     calls.wait(number)
     executable.run(vector, output)
     calls.done(number)
@@ -170,8 +172,9 @@ def _run_program(executable: Executable, vector: torch.Tensor | None, output: to
 
 def _matches_native(executable: Executable, numel: int, device: str) -> bool:
     """Run the prepared program `executable`, and torch.distributed's call of the same operation, on a vector of
-    integers; return True if their results are equal. numel: number of elements of the vector. device: device of the
-    vector."""
+    integers; return True if their results are equal.
+
+    numel: number of elements of the vector. device: device of the vector."""
     program = executable.program
     if program.operation == "barrier":
         _run_program(executable, None, None)
@@ -187,16 +190,17 @@ def _matches_native(executable: Executable, numel: int, device: str) -> bool:
 
 
 def _run_native(executable: Executable, vector: torch.Tensor) -> torch.Tensor:
-    """Run torch.distributed's call of the operation of `executable` (a prepared program) on `vector`; for a CUDA vector
-    on gloo, on a copy in host memory. Return the result on the vector's device."""
+    """Run torch.distributed's call of the same operation as `executable` (a prepared program) on `vector`; for a CUDA
+    vector on gloo, on a copy in host memory. Return the result on the vector's device."""
     there = vector if vector.is_cpu or executable.batched else vector.cpu()
     return _call_native(executable, there).to(vector.device)
 
 
 def find_defined_slice(executable: Executable, numel: int) -> slice:
     """Return the range of the elements of a vector of `numel` elements that hold the operation's result on this rank,
-    such as this rank's slice after a reduce-scatter; the other elements have arbitrary values. executable: prepared
-    program, which gives operation and rank."""
+    such as this rank's slice after a reduce-scatter; the other elements have arbitrary values.
+
+    executable: prepared program, which gives operation and rank."""
     program, rank = executable.program, executable.rank
     if program.operation in ("reduce-scatter", "scatter"):
         share = numel // program.ranks
@@ -217,7 +221,7 @@ def _find_receiver(executable: Executable) -> int:
 
 def _call_native(e: Executable, vector: torch.Tensor) -> torch.Tensor:
     """Run torch.distributed's call of the program's operation on `vector`, in place. Return the result: `vector`, or a
-    new tensor for an all-to-all. e: prepared program, which gives the operation, process group and root rank."""
+    new tensor for an all-to-all. e: prepared program, of which operation, process group and root rank are read."""
     program, group, operation, root = e.program, e.group, e.program.operation, e.program.root
     shares = vector.view(program.ranks, -1).unbind() if operation in OWNED else (vector,) * program.ranks
     mine = shares[e.rank]

@@ -79,7 +79,7 @@ class Communicator:
         site, operation, axis, dtype, shape: values recorded for the call, as for a collective call. A RuntimeError
         inside the context becomes RankLost.
         """
-        number = self.calls.post(self.calls.group(ranks), site, operation, axis, 0, dtype, shape)
+        number = self.calls.post(self.calls.register_group(ranks), site, operation, axis, 0, dtype, shape)
         self.calls.wait(number)
         try:
             yield
@@ -118,8 +118,8 @@ class Axis:
         return len(self.ranks) == 1 and not self.communicator.trivial_calls
 
     def program(self, operation: str, size: int) -> Executable | None:
-        """Return the prepared collective program to run over this axis in place of the backend's own call; None: use
-        the backend's call.
+        """Return the prepared collective program that runs over this axis in place of the backend's own call; None: the
+        backend's call is used.
 
         operation: such as "all_reduce". size: bytes of the vector."""
         return self.communicator.programs.find(self.name, operation, self.ranks, self.group, size)
@@ -131,10 +131,10 @@ class Axis:
         return group_backends(self.group)
 
     @cached_property
-    def calls_group(self) -> int:
-        """Number under which the flight recorder records this axis's calls. Axes over the same ranks share the number
+    def recorder_group(self) -> int:
+        """Number that identifies this axis's ranks in the flight recorder. Axes over the same ranks share the number
         and the process group."""
-        return self.communicator.calls.group(self.ranks)
+        return self.communicator.calls.register_group(self.ranks)
 
     @property
     def key(self) -> str:
@@ -237,10 +237,9 @@ class Mesh:
     ) -> Mesh:
         """Build the mesh over the running `torch.distributed` world. Every rank calls it, with the same arguments.
 
-        timeout_seconds: limit of one wait for a call. programs: (axis name, operation) -> collective program that
-            replaces the backend's call, as `collectives.named.load_named_programs` returns them. Raises UserError if
-            the layout needs another world size.
-        """
+        device: device of this rank's tensors. timeout_seconds: limit of one wait for a call. programs: {(axis name,
+        operation): collective program} that replace the backend's calls, as `collectives.named.load_named_programs`
+        returns them. Raises UserError if the layout needs another world size."""
         if layout.world_size == 1 and not dist.is_initialized():
             return cls.single(layout, device)
         world_size = dist.get_world_size()

@@ -62,8 +62,8 @@ class NamedPrograms:
     """Collective programs (each rank's sends, receives and reductions) that one process runs in place of calls of the
     torch.distributed backend, and the queue of their runs.
 
-    named: (axis name, operation) -> program; the backend makes all other calls. timeout_seconds: limit of one wait.
-    device: device of the vectors."""
+    named: {(name of a mesh axis, operation): program}; all other calls go to the backend. timeout_seconds: limit of one
+    wait. device: device of the vectors."""
 
     def __init__(
         self,
@@ -100,9 +100,9 @@ class NamedPrograms:
     def post(self, run: Callable[[], Any], tensor: torch.Tensor, batched: bool) -> Work | _StreamWork:
         """Queue a run of a program and return its work handle without waiting for it.
 
-        run: function that runs the program on `tensor`, the operation's vector. batched: True if the backend is NCCL;
-        then a run on a CUDA tensor is queued on a CUDA stream. In all other cases the communication thread executes the
-        run."""
+        run: function that runs the program on `tensor`, the operation's vector. batched: True if each group of messages
+        is one batched call (NCCL); a run on a CUDA tensor is then queued on a CUDA stream. All other runs are executed
+        by the communication thread."""
         if tensor.is_cuda and batched:
             self._stream = self._stream or torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())

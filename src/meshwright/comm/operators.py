@@ -113,15 +113,16 @@ def _call_operator(name: str, x: torch.Tensor, axis: Axis, site: str, *arguments
 
 
 def _forward_all_reduce(x: torch.Tensor, axis: Axis, site: str) -> torch.Tensor:
-    """Return the sum of `x` over the ranks of `axis`, as a new tensor (forward of `reduce_from`)."""
+    """Return the sum of `x` over the ranks of `axis`, as a new tensor (forward of `reduce_from`). site: label of the
+    call in traces."""
     total = x.clone(memory_format=torch.contiguous_format)
     collectives.all_reduce(total, axis, site)
     return total
 
 
 def _forward_all_gather(x: torch.Tensor, axis: Axis, site: str, dim: int) -> torch.Tensor:
-    """Return the ranks' `x` concatenated along `dim` (forward of `gather_from` and `join_from`). site: label of the
-    call."""
+    """Return the `x` of the ranks of `axis` concatenated along `dim` (forward of `gather_from` and `join_from`). site:
+    label of the call in traces."""
     parts = x.new_empty((axis.size, *x.shape))
     if axis.communicator.faults.active is not None:
         parts.zero_()  # a skipped call must not leave the right values of an earlier one
@@ -130,8 +131,8 @@ def _forward_all_gather(x: torch.Tensor, axis: Axis, site: str, dim: int) -> tor
 
 
 def _forward_reduce_scatter(x: torch.Tensor, axis: Axis, site: str, dim: int) -> torch.Tensor:
-    """Return this rank's slice along `dim` of the sum of `x` over ranks (forward of `reduce_scatter_to`). site: label
-    of the call."""
+    """Return this rank's slice along `dim` of the sum of `x` over the ranks of `axis` (forward of `reduce_scatter_to`).
+    site: label of the call in traces."""
     parts = x.unflatten(dim, (axis.size, -1)).movedim(dim, 0).contiguous()
     mine = torch.empty_like(parts[0])
     collectives.reduce_scatter(mine, parts, axis, site)
@@ -139,14 +140,14 @@ def _forward_reduce_scatter(x: torch.Tensor, axis: Axis, site: str, dim: int) ->
 
 
 def _forward_split(x: torch.Tensor, axis: Axis, site: str, dim: int) -> torch.Tensor:
-    """Return a copy of this rank's slice of `x` along `dim` (forward of `split_to`). site: ignored, as nothing is
-    sent."""
+    """Return a copy of this rank's slice along `dim` of `x`, which is equal on all ranks of `axis` (forward of
+    `split_to`). site: ignored, as nothing is sent."""
     return x.chunk(axis.size, dim)[axis.rank].clone()
 
 
 def _forward_all_to_all(x: torch.Tensor, axis: Axis, site: str, split: int, join: int) -> torch.Tensor:
-    """Return the received parts of an all-to-all, concatenated along dim `join`; part i of `x` along dim `split` goes
-    to rank i (forward of `all_to_all`)."""
+    """Send part i of `x` along dim `split` to rank i of `axis`; return the received parts concatenated along dim `join`
+    (forward of `all_to_all`). site: label of the call in traces."""
     parts = torch.stack(x.chunk(axis.size, split))
     arrived = torch.empty_like(parts)
     collectives.all_to_all(arrived, parts, axis, site)
@@ -156,25 +157,24 @@ def _forward_all_to_all(x: torch.Tensor, axis: Axis, site: str, split: int, join
 def _forward_all_to_all_rows(
     x: torch.Tensor, axis: Axis, site: str, source_sizes: list[int], output_sizes: list[int]
 ) -> torch.Tensor:
-    """Return the rows received in an all-to-all of uneven parts of `x` along dim 0 (forward of `all_to_all_rows`).
-
-    source_sizes, output_sizes: rows sent to and received from each rank, in rank order. site: label of the call.
-    """
+    """Send source_sizes[i] rows (dim 0) of `x` to rank i of `axis`; return the received rows, output_sizes[i] from rank
+    i, in rank order (forward of `all_to_all_rows`). site: label of the call in traces."""
     arrived = _empty_rows(x, sum(output_sizes))
     collectives.all_to_all(arrived, x.contiguous(), axis, site, output_sizes, source_sizes)
     return arrived
 
 
 def _forward_gather_rows(x: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> torch.Tensor:
-    """Return the ranks' `x` concatenated along dim 0, where rank i has sizes[i] rows (forward of `gather_rows`)."""
+    """Return the `x` of the ranks of `axis` concatenated along dim 0, where rank i has sizes[i] rows (forward of
+    `gather_rows`). site: label of the call in traces."""
     whole = _empty_rows(x, sum(sizes))
     collectives.all_gather_rows(whole, x.contiguous(), axis, site, sizes)
     return whole
 
 
 def _forward_reduce_scatter_rows(x: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> torch.Tensor:
-    """Return this rank's rows (dim 0) of the sum of `x` over ranks; rank i gets sizes[i] rows (forward of
-    `reduce_scatter_rows`)."""
+    """Return this rank's rows (dim 0) of the sum of `x` over the ranks of `axis`, where rank i gets sizes[i] rows
+    (forward of `reduce_scatter_rows`). site: label of the call in traces."""
     mine = _empty_rows(x, sizes[axis.rank])
     collectives.reduce_scatter_rows(mine, x.contiguous(), axis, site, sizes)
     return mine
@@ -199,11 +199,12 @@ def _empty_split(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
 
 
 class Operator(NamedTuple):
-    """Definition of a differentiable collective operator that `_register` registers with torch.
+    """Definition of a differentiable collective operator, which `_register` registers with torch.
 
     conjugate: name of the operator that computes the gradient; it takes the further arguments in reverse order.
-    forward: implementation. result: function of x, axis and the further arguments that allocates an empty result, for
-    tracing. arguments: schema declarations of the further arguments, those after x, axis and site."""
+    forward: implementation, a function of x, axis, site and the further arguments. result: function of x, axis and the
+    further arguments that allocates an empty result, for tracing. arguments: schema declarations of the further
+    arguments, such as "int dim"."""
 
     conjugate: str
     forward: Callable[..., torch.Tensor]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.collectives import cutting
-from meshwright.comm.backend import backend_reason, group_backends
+from meshwright.comm.backend import format_backend_error, group_backends
 from meshwright.comm.lowering import AwaitReceive, AwaitSend, LocalCopy, Message, RankProgram, Reduce, lower
 from meshwright.errors import RankLost, UserError
 from meshwright.flight_recorder.call_ring import get_process_writer
@@ -262,7 +262,7 @@ class Executable:
         among = "" if self.ranks == list(range(len(self.ranks))) else f" of ranks {', '.join(map(str, self.ranks))}"
         return RankLost(
             f"rank {self.ranks[self.rank]} waits for rank {self.ranks[message.peer]}: step {group} "
-            f"({self.program.describe(message.step)}) of {self.name}{among}: {backend_reason(error)[:200]}"
+            f"({self.program.describe(message.step)}) of {self.name}{among}: {format_backend_error(error)[:200]}"
         )
 
     def _apply_locally(self, event: Reduce | LocalCopy, memory: Memory, staging: Memory) -> None:

@@ -32,7 +32,7 @@ class SiteRecord:
 
 
 class Record:
-    """Counters of the collective calls of one process, by call site, operation and axis."""
+    """Call counters: numbers and bytes of the collective calls of one process, by call site, operation and axis."""
 
     def __init__(self) -> None:
         self.sites: dict[tuple[str, str, str], SiteRecord] = {}
@@ -67,9 +67,9 @@ class Record:
         return dict(+sent)
 
     def table(self) -> list[dict[str, str | int]]:
-        """Return the totals as JSON-able dicts with the fields of `SiteRecord`, one per call site and operation, in the
-        order of their first calls. Totals of a site that calls on several axes are summed; "axis" is then the first
-        one."""
+        """Return the totals as a list of JSON-able dicts with the fields of `SiteRecord`, one per call site and
+        operation, in the order of their first calls. If a site calls over several axes, its totals are summed, and
+        "axis" is the first of them."""
         lines: dict[tuple[str, str], SiteRecord] = {}
         for entry in self.sites.values():
             line = lines.setdefault((entry.site, entry.operation), SiteRecord(entry.site, entry.operation, entry.axis))
@@ -77,7 +77,7 @@ class Record:
         return [asdict(line) for line in lines.values()]
 
 
-def sent_between(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
+def count_sent_between(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
     """Return the increases of byte counters from `before` to `after` (both: key -> bytes), without keys that have not
     increased."""
     sent = {key: size - before.get(key, 0) for key, size in after.items()}

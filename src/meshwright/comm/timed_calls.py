@@ -30,8 +30,8 @@ class TimedCall:
 
 
 class CallTimer:
-    """Call recorder that also stores the times of each collective call; it forwards all calls to the recorder `calls`.
-    Attribute `timed`: the calls so far with their times, in posting order."""
+    """Wrapper of a call recorder that also stores the times of each collective call; all calls are forwarded to
+    `calls`, the wrapped recorder. Attribute `timed`: the calls so far with their times, in posting order."""
 
     def __init__(self, calls: CallWriter) -> None:
         self._calls = calls
@@ -44,9 +44,9 @@ class CallTimer:
     def post(self, group: int, site: str, operation: str, axis: str, payload_bytes: int, dtype: Any, shape: Any) -> int:
         """Record a posted call and its time; return its number in the flight recorder.
 
-        group: number of the call's set of ranks in the flight recorder. site: label of the call. operation: such as
-        "all_reduce". axis: name of the mesh axis. payload_bytes: bytes of the whole vector. dtype, shape: those of the
-        tensor."""
+        group: number that identifies the call's ranks in the flight recorder. site: label of the call. operation: such
+        as "all_reduce". axis: name of the mesh axis. payload_bytes: bytes of the whole vector. dtype, shape: dtype and
+        shape of the tensor."""
         number = self._calls.post(group, site, operation, axis, payload_bytes, dtype, shape)
         call = self._numbers[number] = TimedCall(site, operation, axis, payload_bytes, time.time_ns())
         self.timed.append(call)

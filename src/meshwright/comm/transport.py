@@ -102,10 +102,10 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted
 
 
 def all_reduce(tensor: torch.Tensor, axis: Axis, op: str) -> Posted:
-    """Post an all-reduce of `tensor` in place; op: "sum" or "max". Collective programs are used for sums only.
+    """Post an all-reduce of `tensor` over the mesh axis `axis`, in place; op: "sum" or "max". Collective programs are
+    used for sums only.
 
-    Returns (work handles, function to call when they are complete, or None).
-    """
+    Returns (work handles, function to call when they are complete, or None)."""
     program = axis.program("all_reduce", tensor.nbytes) if op == "sum" else None
     if program is not None:
         return [axis.communicator.programs.post(lambda: program.run(tensor), tensor, program.batched)], None
@@ -128,8 +128,8 @@ def all_to_all(
     output_sizes: list[int] | None,
     source_sizes: list[int] | None,
 ) -> Posted:
-    """Post an all-to-all along dim 0: part i of `source` goes to rank i, and the part from rank i becomes part i of
-    `output`.
+    """Post an all-to-all over the mesh axis `axis` along dim 0: part i of `source` goes to rank i, and the part from
+    rank i becomes part i of `output`.
 
     source_sizes, output_sizes: number of rows of each part (None: equal parts). Returns (work handles, None: no
     function to call when they are complete)."""
@@ -138,10 +138,9 @@ def all_to_all(
 
 
 def transfer(messages: Sequence[Message], axis: Axis) -> list[Posted]:
-    """Post point-to-point messages together; their tensors must be contiguous.
+    """Post point-to-point messages between ranks of the mesh axis `axis` together; their tensors must be contiguous.
 
-    Returns for each message (work handles, function to call when they are complete, or None).
-    """
+    Returns for each message (work handles, function to call when they are complete, or None)."""
     if messages and axis.backends[messages[0].tensor.device.type] != "gloo":
         works = dist.batch_isend_irecv(
             [
@@ -185,21 +184,19 @@ def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
 
 
 def all_gather_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, sizes: list[int]) -> Posted:
-    """Post an uneven all-gather along dim 0 of the ranks' `source` as an all-to-all; `output` gets sizes[i] rows from
-    rank i.
+    """Post an uneven all-gather along dim 0 of the `source` of the ranks of `axis`, as an all-to-all; `output` gets
+    sizes[i] rows from rank i.
 
-    Returns (work handles, None: no function to call when they are complete).
-    """
+    Returns (work handles, None: no function to call when they are complete)."""
     copies = source.repeat(axis.size, *(1 for _ in source.shape[1:]))
     return all_to_all(output, copies, axis, sizes, [source.shape[0]] * axis.size)
 
 
 def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, sizes: list[int]) -> Posted:
-    """Post an uneven reduce-scatter of `source` along dim 0: `output` receives this rank's rows of the sum over ranks,
-    where rank i has sizes[i] rows. The ranks' contributions are added in rank order.
+    """Post an uneven reduce-scatter of `source` along dim 0 over the ranks of `axis`: `output` receives this rank's
+    rows of the sum over ranks, where rank i has sizes[i] rows. The ranks' contributions are added in rank order.
 
-    Returns (work handles, function that adds up the received parts).
-    """
+    Returns (work handles, function that adds up the received parts)."""
     arrived = source.new_empty((axis.size * output.shape[0], *output.shape[1:]))
     works, _ = all_to_all(arrived, source, axis, [output.shape[0]] * axis.size, sizes)
 
@@ -211,8 +208,8 @@ def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, 
 
 
 def _post_exchange(outgoing: list[torch.Tensor], incoming: list[torch.Tensor], axis: Axis) -> list[Any]:
-    """Send outgoing[i] to rank i of the axis and receive incoming[i] from rank i, for all other ranks; return the work
-    handles.
+    """Send outgoing[i] to rank i of `axis` and receive incoming[i] from rank i, for all other ranks; return the work
+    handles without waiting.
 
     Each rank sends first to its right neighbour. The group's own methods are called, because `dist.isend` and
     `dist.irecv` look up the group at each call."""

@@ -7,9 +7,8 @@ from collections.abc import Iterable
 
 
 def measure_xz_bits_per_byte(texts: Iterable[str]) -> float:
-    """Compress the concatenated `texts` with `xz -9` and return the ratio of compressed bits to UTF-8 bytes of text;
-    nan if there is no text.
-    """
+    """Compress the concatenated `texts` with `xz -9`; return the compressed size in bits per UTF-8 byte of text, nan if
+    there is no text."""
     compressor = lzma.LZMACompressor(format=lzma.FORMAT_XZ, preset=9)
     plain = packed = 0
     for text in texts:

@@ -22,7 +22,7 @@ PARTIAL = ".partial-"  # prefix of unfinished files, which the next preparation 
 _BLOCK = 1 << 20
 
 
-def canonical_json(value: Any) -> bytes:
+def to_canonical_json(value: Any) -> bytes:
     """Serialize a JSON value to canonical bytes for hashing: sorted keys, no spaces, ASCII. Equal values give equal
     bytes.
     """
@@ -45,9 +45,8 @@ def sync_directory(directory: Path) -> None:
 
 
 class AtomicFile:
-    """Context manager that writes a file atomically: under a temporary name in the same directory, which `finish`
-    renames to `path`, the final name. Without `finish` the temporary file is deleted when the context exits.
-    """
+    """Context manager that writes a file atomically: under a temporary name in the same directory, until `finish`
+    renames it to `path`. Without `finish` the temporary file is deleted when the context exits."""
 
     def __init__(self, path: Path) -> None:
         """Open a temporary file next to `path`, the final name."""
@@ -98,7 +97,7 @@ def try_write_json(path: Path, value: Any) -> None:
     """
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, canonical_json(value))
+        write_atomic(path, to_canonical_json(value))
 
 
 def write_array(file: AtomicFile, array: NDArray[Any]) -> None:

@@ -29,17 +29,17 @@ Handler: TypeAlias = "Callable[[dict[str, Any]], dict[str, Any]]"
 
 
 class HandlerFailed(Exception):
-    """Error: the subprocess's handler raised an exception for a request. The text is the type and message of that
-    exception."""
+    """Error: the function in the subprocess that answers requests raised an exception. The text is the type and message
+    of that exception."""
 
 
 class LimitedProcess:
-    """Subprocess that answers requests under limits on CPU time and memory. It is started when needed, and again after
-    a limit has ended it.
+    """Subprocess that answers requests, JSON objects, under limits on CPU time and memory. It is started when needed,
+    and again after a limit has ended it.
 
-    program: Python file that imports nothing of Meshwright, whose function `make_handler` returns the `Handler`. first:
-    request that every new process gets before all others, such as the template to compile. cpu_seconds: limit for one
-    request. memory_bytes: limit of the process's address space.
+    program: path of a Python file that imports nothing of Meshwright; its function `make_handler` returns the function
+    that answers requests. first: request sent to every new process before all others, such as the template to compile.
+    cpu_seconds: limit for one request. memory_bytes: limit of the process's address space.
     """
 
     def __init__(self, program: str, first: Mapping[str, Any], cpu_seconds: int, memory_bytes: int) -> None:
@@ -50,15 +50,14 @@ class LimitedProcess:
         self._lock = threading.Lock()
 
     def start(self) -> dict[str, Any]:
-        """Start the subprocess unless it runs, and return its answer to the first request; answers and errors are those
-        of `ask`."""
+        """Start the subprocess and return its answer to the first request; answers and errors are as in `ask`."""
         with self._lock:
             return self._start()
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer to a request. If a limit ended the process, the answer is {"limit": a clause such as "takes
-        more than 10 s of CPU time"}, and the next request starts a new one. Raises `HandlerFailed` if the handler
-        raised an exception."""
+        """Send a request and return the answer. If a limit ends the process, the answer is {"limit": a clause such as
+        "takes more than 10 s of CPU time"}, and the next request starts a new process. Raises `HandlerFailed` if
+        answering raised an exception."""
         with self._lock:
             if self._process is None or self._owner != os.getpid():
                 answer = self._start()
@@ -85,8 +84,7 @@ class LimitedProcess:
 
     def _send_request(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Send a request to the subprocess and return the answer, {"limit": reason} if none comes. Raises
-        `HandlerFailed`.
-        """
+        `HandlerFailed` if answering raised an exception."""
         assert self._process is not None and self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -107,9 +105,8 @@ class LimitedProcess:
         return answer
 
     def _read_line(self) -> bytes:
-        """Read one line from the subprocess. The line returned has no newline at its end if the process ended, or 300
-        seconds passed, before the line was complete.
-        """
+        """Read one line from the subprocess. If the process ends, or 300 seconds pass, the incomplete line is returned,
+        without a newline at its end."""
         assert self._process is not None and self._process.stdout is not None
         descriptor, deadline = self._process.stdout.fileno(), time.monotonic() + _WAIT_SECONDS
         parts: list[bytes] = []
@@ -162,8 +159,8 @@ def _end_process(process: subprocess.Popen[bytes], owner: int) -> None:
 def serve_requests(program: str, cpu_seconds: int, memory_bytes: int) -> None:
     """Main loop of the subprocess: read requests from standard input, one JSON object per line, and write one answer
     per line, until the input ends. The kernel ends the process when a request exceeds `cpu_seconds`, and refuses
-    allocations beyond `memory_bytes`. program: as for `LimitedProcess`; it is imported before memory is limited. Its
-    own output is discarded."""
+    allocations beyond `memory_bytes`. program: as for `LimitedProcess`; it is imported before memory is limited. What
+    the program prints is discarded."""
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     handle: Handler = runpy.run_path(program)["make_handler"]()

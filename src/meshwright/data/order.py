@@ -36,29 +36,27 @@ class SampleOrder:
         self._half_bits = max(2, ((sequences - 1).bit_length() + 1) // 2)
 
     def sample(self, numbers: ArrayLike) -> NDArray[np.int64]:
-        """Return the index, in [0, sequences), of the sample that training reads n-th, for each n >= 0 in `numbers`;
-        int64 of the same shape.
-        """
+        """Return the sample indices, in [0, sequences), at the positions `numbers` >= 0 of the training order; int64 of
+        the same shape."""
         wanted = np.asarray(numbers, dtype=np.int64)
         assert wanted.size == 0 or wanted.min() >= 0, wanted.min()
-        epochs, places = np.divmod(wanted.ravel(), self.sequences)
-        samples = np.empty_like(places)
+        epochs, positions = np.divmod(wanted.ravel(), self.sequences)
+        samples = np.empty_like(positions)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            samples[here] = self._permute(places[here].astype(np.uint64), int(epoch)).astype(np.int64)
+            samples[here] = self._permute(positions[here].astype(np.uint64), int(epoch)).astype(np.int64)
         return samples.reshape(wanted.shape)
 
     def epoch(self, number: int) -> int:
-        """Return the epoch, from 0, of the n-th sample that training reads (n = `number`, from 0)."""
+        """Return the epoch, from 0, to which position `number` of the training order belongs."""
         return number // self.sequences
 
-    def _permute(self, places: NDArray[np.uint64], epoch: int) -> NDArray[np.uint64]:
-        """Map positions of an epoch to sample indices; both are in [0, sequences). places: positions. epoch: its
-        number, from 0."""
+    def _permute(self, positions: NDArray[np.uint64], epoch: int) -> NDArray[np.uint64]:
+        """Map `positions` in an epoch to sample indices, both in [0, sequences). epoch: number of the epoch, from 0."""
         digest = hashlib.sha512(f"{self._key}, epoch {epoch}".encode()).digest()
         keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
         assert len(keys) == _ROUNDS
-        result = self._apply_feistel(places, keys)
+        result = self._apply_feistel(positions, keys)
         while (outside := np.flatnonzero(result >= self.sequences)).size:
             result[outside] = self._apply_feistel(result[outside], keys)
         return result
@@ -82,10 +80,10 @@ class MixtureOrder:
     seed: random seed of the training run. sequences: number of samples of each source; source k's samples have the
     indices from sequences[0] + ... + sequences[k-1] on. weights: w, relative share of each source.
 
-    The pattern of sources is periodic and as even as possible: source k's number among the first n samples differs from
-    n w_k / sum(w) by at most 1 - 1/(2K - 2) (Tijdeman, "The chairman assignment problem", 1980), and among any n
-    consecutive samples by at most twice that. The period is the sum of the smallest integers with the ratios of the
-    weights; if it would exceed `LONGEST_PERIOD` (65,536), these integers are scaled down and rounded.
+    The pattern of sources is periodic and as even as possible: among the first n samples, source k has its share n w_k
+    / sum(w), with an error of at most 1 - 1/(2K - 2) samples (Tijdeman, "The chairman assignment problem", 1980). The
+    period is the sum of the smallest integers with the ratios of the weights. If it would exceed `LONGEST_PERIOD`
+    (65,536), these integers are scaled down and rounded.
     """
 
     def __init__(self, seed: int, sequences: Sequence[int], weights: Sequence[float]) -> None:
@@ -101,14 +99,13 @@ class MixtureOrder:
             self._before[self._sources == source] = np.arange(count)
 
     def sample(self, numbers: ArrayLike) -> NDArray[np.int64]:
-        """Return the index of the sample that training reads n-th, for each n >= 0 in `numbers`; int64 of the same
-        shape. Indices count the samples of all sources, source after source.
-        """
+        """Return the sample indices at the positions `numbers` >= 0 of the training order; int64 of the same shape.
+        Indices count the samples of all sources, source after source."""
         wanted = np.asarray(numbers, dtype=np.int64)
         assert wanted.size == 0 or wanted.min() >= 0, wanted.min()
-        periods, places = np.divmod(wanted.ravel(), len(self._sources))
-        sources = self._sources[places]
-        turns = periods * np.array(self.parts)[sources] + self._before[places]
+        periods, positions = np.divmod(wanted.ravel(), len(self._sources))
+        sources = self._sources[positions]
+        turns = periods * np.array(self.parts)[sources] + self._before[positions]
         samples: NDArray[np.int64] = np.empty_like(turns)
         for source in np.unique(sources):
             here = sources == source
@@ -116,7 +113,7 @@ class MixtureOrder:
         return samples.reshape(wanted.shape)
 
     def count_by_source(self, samples: int) -> list[int]:
-        """Return how many of the first `samples` samples of the training order come from each source, [sources]."""
+        """Return how many of the first `samples` samples of the training order each source has, [sources]."""
         periods, rest = divmod(samples, len(self._sources))
         more = np.bincount(self._sources[:rest], minlength=len(self.parts))
         return [periods * part + int(extra) for part, extra in zip(self.parts, more, strict=True)]
@@ -140,13 +137,10 @@ def reduce_weights(weights: Sequence[float]) -> list[int]:
 
 def interleave_evenly(counts: Sequence[int]) -> list[int]:
     """Return a list of sum(counts) source indices in which source k in [0, K) occurs counts[k] times, spread as evenly
-    as possible: [2, 1] gives [0, 1, 0].
-
-    With w the share of source k, its occurrence j (from 0) is allowed at positions t (from 1) at which w t - j >=
-    1/(2K-2) and w (t-1) - j <= 1 - 1/(2K-2). Each position goes to the source whose next occurrence is allowed there
-    and has the earliest last allowed position. Every occurrence then gets an allowed position (Tijdeman 1980, theorem
-    1).
-    """
+    as possible: [2, 1] gives [0, 1, 0]. Each position goes to the source with the earliest deadline among those whose
+    next occurrence is already allowed (Tijdeman 1980, theorem 1)."""
+    # With w the share of source k, its occurrence j (from 0) is allowed at positions t (from 1) at which
+    # w t - j >= 1/(2K-2) and w (t-1) - j <= 1 - 1/(2K-2); the last of them is its deadline.
     total, number = sum(counts), len(counts)
     if number == 1:
         return [0] * total

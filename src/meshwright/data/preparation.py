@@ -10,24 +10,24 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.data.cleaning.rules import Rewriter, collect_key_fields
-from meshwright.data.cleaning.survey import (
+from meshwright.data.cleaning.corpus import (
     FEW_DOCUMENTS,
     SHORT_DOCUMENT,
     SPLITS,
-    Survey,
+    CleanedCorpus,
+    clean_and_split_corpus,
     find_last,
     make_reader,
-    survey_corpus,
 )
+from meshwright.data.cleaning.rules import Rewriter, collect_key_fields
 from meshwright.data.files import (
     PARTIAL,
-    canonical_json,
     find_damage,
     hash_file,
     hold_lock,
     read_json,
     sync_directory,
+    to_canonical_json,
     write_atomic,
 )
 from meshwright.data.packing.shards import Shard, ShardWriter, TextEncoder, limit_rate
@@ -88,10 +88,9 @@ def prepare(
 
 
 def find_prepared(recipe: DataRecipe, seed: int = 0) -> PreparedData | None:
-    """Return the prepared data of a recipe's `[data]` table from the cache; None if the cache lacks them. recipe: the
+    """Return the prepared data of a recipe's `[data]` table from the cache; None if they are not there. recipe: the
     `[data]` table. seed: random seed of the training split's sample order. Raises `UserError` for sources that cannot
-    be read.
-    """
+    be read."""
     job = _Preparation(recipe, lambda line: None, keep_text=False)
     manifest = job.find_manifest(contents=False, log=None)
     return None if manifest is None else PreparedData(job.directory, manifest, recipe, seed)
@@ -128,7 +127,7 @@ class _Preparation:
             special = self.tokenizer_files.load().special if self.tokenizer_files else frozenset[str]()
             check_template_tokens(recipe.template_name, special, recipe.tokenizer)
         self.contents = SourceDigests(self.files, cache, log)
-        self.key = hashlib.sha256(canonical_json(self._collect_key_fields())).hexdigest()
+        self.key = hashlib.sha256(to_canonical_json(self._collect_key_fields())).hexdigest()
         self.directory = cache / self.key[:32]
 
     def _collect_key_fields(self) -> dict[str, Any]:
@@ -181,10 +180,9 @@ class _Preparation:
         return None if problems else manifest
 
     def prepare_missing(self) -> dict[str, Any]:
-        """Run the missing steps (survey, tokenizer, shards, manifest) and return the manifest as JSON. The caller must
-        hold the lock of the cache directory. Raises `SourceChanged`, with all results deleted, if a source file changed
-        meanwhile.
-        """
+        """Run the missing steps (cleaning, tokenizer, shards, manifest) and return the manifest as JSON. The caller
+        must hold the lock of the cache directory. Raises `SourceChanged`, with all results deleted, if a source file
+        changed meanwhile."""
         for partial in self.directory.rglob(f"{PARTIAL}*"):
             shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
         (self.directory / "manifest.json").unlink(missing_ok=True)
@@ -198,9 +196,9 @@ class _Preparation:
         """Run the preparation steps in order, write the manifest, which marks the data as complete, and return it as
         JSON. Raises `SourceChanged` if a source file changed meanwhile.
         """
-        survey = self._survey_corpus()
-        tokenizer, tokenizer_record = self._prepare_tokenizer(survey)
-        splits = {name: self._pack_split(name, survey, tokenizer, tokenizer_record) for name in SPLITS}
+        corpus = self._clean_and_split_corpus()
+        tokenizer, tokenizer_record = self._prepare_tokenizer(corpus)
+        splits = {name: self._pack_split(name, corpus, tokenizer, tokenizer_record) for name in SPLITS}
         self._check_unchanged()
         shards = {
             name: [dataclasses.asdict(shard) for shards in by_source for shard in shards]
@@ -217,19 +215,23 @@ class _Preparation:
                     "shards": {name: len(by_source[number]) for name, by_source in splits.items()},
                 }
                 for number, (files, documents) in enumerate(
-                    zip(self._sum_by_source([1] * len(self.files)), self._sum_by_source(survey.pieces), strict=True)
+                    zip(
+                        self._sum_by_source([1] * len(self.files)),
+                        self._sum_by_source(corpus.documents_by_file),
+                        strict=True,
+                    )
                 )
             ],
             "vocabulary": tokenizer.vocabulary,
             "dtype": tokenizer.dtype.str,
             "end_token": tokenizer.end,
-            "cleaning": survey.report,
+            "cleaning": corpus.report,
             "tokenizer": tokenizer_record,
             "splits": shards,
             "sha256": _hash_json([tokenizer_record, shards]),
         }
         closed = {**manifest, "manifest_sha256": _hash_json(manifest)}
-        write_atomic(self.directory / "manifest.json", canonical_json(closed))
+        write_atomic(self.directory / "manifest.json", to_canonical_json(closed))
         sync_directory(self.directory)
         return manifest
 
@@ -246,28 +248,27 @@ class _Preparation:
             elif path.name != "lock":
                 path.unlink()
 
-    def _survey_corpus(self) -> Survey:
-        """Return the survey of the corpus: the split of each document, or the rule that dropped it. The survey is read
-        from the cache if a complete one exists; otherwise all documents are read and cleaned.
-        """
+    def _clean_and_split_corpus(self) -> CleanedCorpus:
+        """Return the result of cleaning and splitting the corpus: the split of each document, or the rule that dropped
+        it. A complete result is read from the cache; otherwise all documents are read and cleaned."""
         work, rewriter = self.directory / "cleaning", Rewriter(self.recipe.clean)
-        if Survey.read(self.directory, rewriter) is None:
+        if CleanedCorpus.read(self.directory, rewriter) is None:
             self.log(f"reading {_format_count(len(self.files), 'file')} ({self.contents.bytes / 1e6:,.1f} MB)")
-            survey = survey_corpus(self.files, self.recipe, self.log, work)
-            dropped = ", ".join(f"{rule} {count}" for rule, count in survey.dropped.items() if count)
-            kept = sum(survey.documents.values())
+            corpus = clean_and_split_corpus(self.files, self.recipe, self.log, work)
+            dropped = ", ".join(f"{rule} {count}" for rule, count in corpus.dropped.items() if count)
+            kept = sum(corpus.documents.values())
             because = f"; dropped: {dropped}" if dropped else ""
-            self.log(f"kept {kept:,} of {_format_count(len(survey.codes), 'document')}{because}")
+            self.log(f"kept {kept:,} of {_format_count(len(corpus.codes), 'document')}{because}")
             self._check_unchanged()
-            survey.write(self.directory)
+            corpus.write(self.directory)
         shutil.rmtree(work, ignore_errors=True)  # only a killed cleaning pass needs it, to resume
-        survey_read = Survey.read(self.directory, rewriter)
-        assert survey_read is not None
-        return survey_read
+        found = CleanedCorpus.read(self.directory, rewriter)
+        assert found is not None
+        return found
 
-    def _prepare_tokenizer(self, survey: Survey) -> tuple[TextTokenizer, dict[str, Any]]:
+    def _prepare_tokenizer(self, corpus: CleanedCorpus) -> tuple[TextTokenizer, dict[str, Any]]:
         """Return (tokenizer, {file name: {"bytes", "sha256"}} of its files). If the files in the cache directory are
-        missing or damaged, first train the tokenizer, or copy the existing one that the recipe names. survey: assigns
+        missing or damaged, first train the tokenizer, or copy the existing one that the recipe names. corpus: assigns
         documents to splits.
         """
         directory, record_path = self.directory / "tokenizer", self.directory / "tokenizer.record.json"
@@ -275,7 +276,7 @@ class _Preparation:
         if record is None or any(
             find_damage(directory / name, recorded, contents=True) for name, recorded in record.items()
         ):
-            recipe, size = self.recipe, survey.bytes["train"]
+            recipe, size = self.recipe, corpus.bytes["train"]
             if _trains_tokenizer(recipe):
                 size, title = min(size, TRAINING_TEXT), KINDS[recipe.tokenizer].title
                 self.log(f"training {title} of {recipe.vocabulary:,} tokens on {size / 1e6:,.1f} MB")
@@ -287,7 +288,7 @@ class _Preparation:
                 recipe.tokenizer,
                 recipe.vocabulary,
                 self.tokenizer_files,
-                self._iterate_training_texts(survey),
+                self._iterate_training_texts(corpus),
                 self.template[0] if self.template else None,
             )
             sync_directory(directory)
@@ -295,30 +296,29 @@ class _Preparation:
                 name: {"bytes": (directory / name).stat().st_size, "sha256": hash_file(directory / name)}
                 for name in FILES
             }
-            write_atomic(record_path, canonical_json(record))
+            write_atomic(record_path, to_canonical_json(record))
             sync_directory(self.directory)
         return load_tokenizer(directory), record
 
-    def _iterate_training_texts(self, survey: Survey) -> Iterator[str]:
-        """Yield the texts on which the tokenizer is trained: all texts of the training split, or, if these have more
-        than 256 MiB, texts of about as many bytes spread evenly over them. survey: assigns documents to splits.
-        """
-        share = TRAINING_TEXT / max(1, survey.bytes["train"])
-        for number, text in survey.iterate_texts(self.files, make_reader(self.recipe, survey.longest), "train"):
+    def _iterate_training_texts(self, corpus: CleanedCorpus) -> Iterator[str]:
+        """Yield the texts on which the tokenizer is trained: all texts of the training split or, if it has more than
+        256 MiB, about as many bytes of texts spread evenly over it. corpus: assigns documents to splits."""
+        share = TRAINING_TEXT / max(1, corpus.bytes["train"])
+        for number, text in corpus.iterate_texts(self.files, make_reader(self.recipe, corpus.longest), "train"):
             # Multiples of the golden ratio modulo 1 are spread evenly.
             if share >= 1 or (number * 0x9E3779B97F4A7C15) % 2**64 < share * 2.0**64:
                 yield text
 
     def _pack_split(
-        self, split: str, survey: Survey, tokenizer: TextTokenizer, tokenizer_record: dict[str, Any]
+        self, split: str, corpus: CleanedCorpus, tokenizer: TextTokenizer, tokenizer_record: dict[str, Any]
     ) -> list[list[Shard]]:
         """Tokenize one split ("train" or "validation") and write its shards; returns their metadata, one list per data
         source.
 
-        survey: assigns documents to splits. tokenizer_record: {file name: {"bytes", "sha256"}} of the tokenizer's
+        corpus: assigns documents to splits. tokenizer_record: {file name: {"bytes", "sha256"}} of the tokenizer's
         files.
         """
-        reader, total = make_reader(self.recipe, survey.longest), survey.bytes[split]
+        reader, total = make_reader(self.recipe, corpus.longest), corpus.bytes[split]
         encoder = (
             TextEncoder(tokenizer)
             if self.template is None
@@ -326,8 +326,8 @@ class _Preparation:
         )
         packer = ShardWriter(
             self.directory / split,
-            lambda first: survey.iterate_documents(self.files, reader, split, first),
-            self._find_split_ends(survey, split),
+            lambda first: corpus.iterate_documents(self.files, reader, split, first),
+            self._find_split_ends(corpus, split),
             encoder,
             tokenizer_record[FILES[0]]["sha256"],
             self.recipe.shard_tokens,
@@ -340,7 +340,7 @@ class _Preparation:
             self.log(f"warning: {warning}")
         if number_of_shards := sum(map(len, shards)):
             tokens = sum(shard.tokens for by_source in shards for shard in by_source)
-            documents = _format_count(survey.documents[split], "document")
+            documents = _format_count(corpus.documents[split], "document")
             self.log(f"packed {split}: {tokens:,} tokens of {documents} in {_format_count(number_of_shards, 'shard')}")
         return shards
 
@@ -351,13 +351,13 @@ class _Preparation:
             totals[file.source] += count
         return totals
 
-    def _find_split_ends(self, survey: Survey, split: str) -> list[int]:
-        """Return, for each data source, the number of the document after its last one in `split` ("train" or
-        "validation"), [sources]. A source without documents in the split has the value of the source before it. survey:
-        assigns documents to splits."""
+    def _find_split_ends(self, corpus: CleanedCorpus, split: str) -> list[int]:
+        """Return for each data source 1 + the number of its last document in `split` ("train" or "validation"),
+        [sources]. A source without documents in the split gets the value of the source before it. corpus: assigns
+        documents to splits."""
         code, ends, begin, last = SPLITS.index(split), list[int](), 0, 0
-        for count in self._sum_by_source(survey.pieces):
-            last = find_last(survey.codes, code, begin, begin + count) + 1 or last
+        for count in self._sum_by_source(corpus.documents_by_file):
+            last = find_last(corpus.codes, code, begin, begin + count) + 1 or last
             ends.append(last)
             begin += count
         return ends
@@ -365,7 +365,7 @@ class _Preparation:
 
 def _hash_json(value: Any) -> str:
     """Hash a JSON value in canonical form; returns hex SHA-256."""
-    return hashlib.sha256(canonical_json(value)).hexdigest()
+    return hashlib.sha256(to_canonical_json(value)).hexdigest()
 
 
 def _trains_tokenizer(recipe: DataRecipe) -> bool:
@@ -386,5 +386,5 @@ def _find_cache_directory(recipe: DataRecipe) -> Path:
 
 
 def _format_count(number: int, noun: str) -> str:
-    """Return `number` with its noun, such as "1 file" or "2,000 files". noun: in the singular."""
+    """Format `number` with a noun, as "1 file" or "2,000 files". noun: the noun in the singular, "file"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

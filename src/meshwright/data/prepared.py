@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.data.cleaning.survey import SPLITS
+from meshwright.data.cleaning.corpus import SPLITS
 from meshwright.data.order import MixtureOrder, SampleOrder
 from meshwright.data.packing.packed import PackedDataset, PackedTokens, StoredTokens
 from meshwright.data.packing.packed_examples import PackedExamples
@@ -78,10 +78,8 @@ class PreparedData:
 
     def split(self, name: str) -> PackedDataset:
         """Return the packed dataset of the split `name`: "train", or "validation" (empty if data.validation_fraction is
-        0).
-
-        If the recipe weights its data sources, no packed row of the training split contains tokens of two sources.
-        """
+        0). If the recipe gives its data sources weights, no packed row of the training split contains tokens of two
+        sources."""
         assert name in SPLITS, name
         shards = [Shard(**record) for record in self.manifest["splits"][name]]
         dtype = np.dtype(self.manifest["dtype"])
@@ -135,9 +133,11 @@ class PreparedData:
 
     def summary(self, samples: int = 0) -> dict[str, Any]:
         """Return the JSON document of `meshwright data prepare`: `tokens` (start and end tokens included), `documents`,
-        `bytes`, `dropped` by rule, `sha256`, counts of each split (`splits`) and of each data source (`sources`).
+        `bytes`, `dropped` documents by rule, `sha256`, counts of each split (`splits`) and of each data source
+        (`sources`).
 
-        samples: number of samples that the planned run reads, from which the number of epochs of each source follows.
+        samples: number of samples that the planned training run reads; the number of epochs of each source follows from
+        it.
         """
         splits = {name: self.split(name) for name in SPLITS}
         cleaning = self.cleaning
@@ -211,9 +211,8 @@ class PreparedData:
         return rows
 
     def check_lengths(self, validation_fraction: float) -> None:
-        """Raise `UserError` if a split, or a source with a weight, has too few tokens for a single sample.
-        validation_fraction: fraction of validation documents, in [0, 1]; with 0 the validation split may be empty.
-        """
+        """Raise `UserError` if a split, or a source with a weight, has too few tokens for one sample.
+        validation_fraction: fraction of validation documents, in [0, 1]; with 0 the validation split may be empty."""
         for name in SPLITS if validation_fraction else SPLITS[:1]:
             split = self.split(name)
             if not split.sequences:
@@ -244,7 +243,7 @@ class PreparedData:
 
 def format_packing_report(report: dict[str, int], rows: int, sequence: int) -> str:
     """Format a packing report as one line of text: numbers of examples, packed rows, truncated and dropped examples,
-    and target tokens lost by them.
+    and target tokens that truncation and dropping cost.
 
     report: counts as in `PackedExamples.report`. rows: number of packed rows. sequence: S, positions in a row; a row
     stores S + 1 tokens, as the last one is only a target.

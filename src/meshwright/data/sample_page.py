@@ -19,9 +19,8 @@ def render_sample_page(name: str, shown: Mapping[str, Any]) -> str:
 
 
 def _render_sections(name: str, shown: Mapping[str, Any]) -> Iterator[Markup]:
-    """Yield the sections of the page in order: counts, tokens by role if the data are records, samples. Arguments as in
-    `render_sample_page`.
-    """
+    """Yield the sections of the page in order: counts, tokens by role if the data are records, samples. name: the
+    recipe's name. shown: JSON document of `meshwright data show`."""
     yield element("h1", f"Samples of {name}")
     for split, counts in shown["splits"].items():
         words = f"{split}: {counts['documents']:,} documents, {counts['tokens']:,} tokens"
@@ -57,9 +56,7 @@ def _render_document(document: Mapping[str, Any]) -> Markup:
 
 
 def _list_classes(part: Mapping[str, Any]) -> str:
-    """Return the style-sheet classes of consecutive tokens of one kind. part: entry of `parts` of
-    `describe_samples`.
-    """
+    """Return the CSS classes that style a run of equal tokens. part: entry of `parts` of `describe_samples`."""
     untrained = "template" if part["author"] == "template" else "context"
     kinds = ["trained" if part["trained"] else untrained, *["special"] * part["special"]]
     return " ".join(["part", *kinds])

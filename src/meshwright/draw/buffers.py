@@ -55,8 +55,8 @@ def draw_buffers(checked: CheckedCollective) -> Markup:
 
 
 def _format_cost(checked: CheckedCollective) -> str:
-    """Return a sentence on a collective program's number of rounds and traffic, such as `6 rounds; every rank sends 1.5
-    times the vector.`"""
+    """Return a sentence on the number of rounds and the traffic of a verified collective program (`checked`), such as
+    `6 rounds; every rank sends 1.5 times the vector.`"""
     sent = checked.bytes_sent(1.0)
     least, most = (f"{float(value):.4g}" for value in (sent.min(), sent.max()))
     rounds = f"{checked.rounds} round{'s' * (checked.rounds != 1)}"

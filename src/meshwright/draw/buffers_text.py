@@ -34,9 +34,9 @@ def _format_arrows(program: CollectiveProgram, frame: Frame) -> list[str]:
 
 
 def _describe_arrow(program: CollectiveProgram, arrow: Arrow) -> str:
-    """Describe one send or local copy of a collective program as text: `0 → 1 data[2]` (rank 0 sends the chunk in
-    data[2] to rank 1), `0 → 1 adds data[2]`, `2 copies data[0] into scratch[0]` (on one rank), or `0 → 1` for a signal
-    without data."""
+    """Describe one send or local copy (`arrow`) of a collective program as text: `0 → 1 data[2]` (rank 0 sends the
+    chunk in data[2] to rank 1), `0 → 1 adds data[2]`, `2 copies data[0] into scratch[0]` (on one rank), or `0 → 1` for
+    a signal without data."""
     here, there = (program.format_slots(slot, arrow.count) for slot in (arrow.slot, arrow.into))
     if arrow.source == arrow.target:
         return f"{arrow.source} {'adds' if arrow.adds else 'copies'} {here} {'to' if arrow.adds else 'into'} {there}"
@@ -48,7 +48,7 @@ def _describe_arrow(program: CollectiveProgram, arrow: Arrow) -> str:
 
 def _format_cell_table(program: CollectiveProgram, frame: Frame) -> list[str]:
     """Return a table of all ranks' buffers after a round as lines of text: a header, then one line for each rank with a
-    column for each slot (buffer for one chunk)."""
+    column for each slot (buffer for one chunk). frame: contents of the buffers."""
     heads = [""] + [format_slot_title(program, slot) for slot in range(len(frame.cells[0]))]
     rows = [[f"rank {rank} {LETTERS[rank]}", *map(_format_cell, cells)] for rank, cells in enumerate(frame.cells)]
     width = max(len(text) for row in rows for text in row[1:]) + 2
@@ -59,7 +59,7 @@ def _format_cell_table(program: CollectiveProgram, frame: Frame) -> list[str]:
 
 
 def _format_cell(cell: Cell) -> str:
-    """Format the content of a slot (buffer for one chunk) as text: `[a0]` if written in this round, else ` a0 `; `·`
-    instead of `a0` if the slot is empty."""
+    """Format `cell`, the content of a slot (buffer for one chunk), as text: `[a0]` if written in this round, else ` a0
+    `; `·` instead of `a0` if the slot is empty."""
     text = cell.label or "·"
     return f"[{text}]" if cell.fresh else f" {text} "

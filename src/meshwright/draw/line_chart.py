@@ -52,8 +52,11 @@ class Band:
     """Named interval of a chart's x axis, drawn as a coloured box in a strip of boxes below the axis. Each band begins
     where the previous one ends (the first at the beginning of the axis) and ends at x = `end`.
 
-    name: text in the box. title: text on hover. colour: style-sheet colour, such as "blue". until: label written at the
-    end of the box, empty for none.
+    Attributes:
+        name: Text in the box.
+        title: Text on hover.
+        colour: Style-sheet colour, such as "blue".
+        until: Label written at the end of the box, empty for none.
     """
 
     end: float
@@ -172,9 +175,9 @@ class Plot:
             self.picture.parts.append(element("g", area, self._draw_tip(places[at], texts), class_="hit"))
 
     def _draw_tip(self, x: float, texts: Sequence[str]) -> Markup:
-        """Return a box with lines of text, for values shown on hover, on the side of the x coordinate `x` (in pixels)
-        that has more space. The style sheet hides the box until its column of the chart is pointed at. A <title>
-        instead would not show on a touch screen."""
+        """Return a box with the lines `texts`, for values shown on hover, on the side of the x coordinate `x` (in
+        pixels) that has more space. The style sheet hides the box until its column of the chart is pointed at. A
+        <title> instead would not show on a touch screen."""
         width = max(text_width(words) for words in texts) + 12
         left = x + 8 if x <= (self.left + self.right) / 2 else x - 8 - width
         left = min(max(left, 2.0), max(2.0, self.right - width))  # inside the picture

@@ -50,7 +50,7 @@ def element(name: str, /, *children: Content, **attributes: str | float | None) 
 
 
 def join(content: Content, between: str = "") -> Markup:
-    """Concatenate contents into one `Markup`: strings (escaped), `Markup` (unchanged) and nested sequences of these.
+    """Concatenate `content` into one `Markup`: strings (escaped), `Markup` (unchanged) and nested sequences of these.
     between: text inserted between the items, without escaping."""
     if content is None:
         return Markup()
@@ -62,14 +62,14 @@ def join(content: Content, between: str = "") -> Markup:
 
 
 def format_number(value: float, digits: int = 2) -> str:
-    """Format a number as text with at most `digits` decimals, without trailing zeros."""
+    """Format the number `value` as text with at most `digits` decimals, without trailing zeros."""
     text = f"{round(value, digits) + 0.0:.{digits}f}"  # + 0.0: no negative zero
     return text.rstrip("0").rstrip(".") if digits else text
 
 
 def _replace_invisible(found: re.Match[str]) -> str:
-    """Return the visible replacement of the character that a regular expression matched: for an ASCII control character
-    its symbol (U+2400 on), for any other U+FFFD."""
+    """Return the visible replacement of the character that a regular expression matched (`found`): for an ASCII control
+    character its symbol (U+2400 on), for any other U+FFFD."""
     code = ord(found[0])
     if unicodedata.category(found[0]) == "Cc" and code < 0x80:
         return chr(0x2421 if code == 0x7F else 0x2400 + code)

@@ -16,8 +16,8 @@ PITCH = 150.0  # pixels between two axes
 
 @dataclass(frozen=True)
 class Item:
-    """One line of the picture. values: value on each axis, None where the item has none (the line then passes the axis
-    by). colour: style-sheet colour. title: text on hover. kind: line style, "thin" or "thick"."""
+    """One line of the picture. values: value on each axis; None if the item has none, and the line skips the axis.
+    colour: style-sheet colour. title: text on hover. kind: line style, "thin" or "thick"."""
 
     values: Sequence[float | None]
     colour: str

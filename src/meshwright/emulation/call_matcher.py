@@ -30,10 +30,15 @@ GroupKey = tuple[int, str]  # (generation of the default group on this rank, nam
 class Event:
     """Record of one communication call of one rank.
 
-    order: position among all ranks' calls, from 1. rank: global rank that made the call. number: position among this
-    rank's calls, from 1. operation: name of the call, such as "all_reduce" or "send to 1". group: global ranks of the
-    process group. shape: dtype and shape, such as "float32[4, 8]". bytes: size of the call's inputs or outputs on this
-    rank, whichever is larger. place: code location of the call, as file and line.
+    Attributes:
+        order: Position among all ranks' calls, from 1.
+        rank: Global rank that made the call.
+        number: Position among this rank's calls, from 1.
+        operation: Name of the call, such as "all_reduce" or "send to 1".
+        group: Global ranks of the process group.
+        shape: Dtype and shape, such as "float32[4, 8]".
+        bytes: Size of the call's inputs or outputs on this rank, whichever is larger.
+        place: Code location of the call, as file and line.
     """
 
     order: int
@@ -47,8 +52,8 @@ class Event:
 
 
 class CollectiveCall:
-    """One call of a collective by the ranks of a process group. It collects the calls of the single ranks, and is
-    complete when all ranks have made theirs.
+    """Collective call of a process group: it collects the calls of the individual ranks, and is complete when all ranks
+    have made theirs.
 
     operation: name of the collective, such as "all_reduce". ranks: global ranks of the group. Attributes: `calls`:
     {index in the group: that rank's call}; `results`: result tensors, [index in the group][output], None until
@@ -84,9 +89,12 @@ class EmulatedWork(dist.Work):
     the output tensors only when the program waits for the handle (or finds it completed), so that a forgotten `wait`
     shows as wrong values in every run.
 
-    matcher: matches the calls of all ranks. ready: returns True once the call is complete. describe: returns text on
-    the call, for the deadlock report. finish: writes the results to the output tensors and returns these tensors.
-    message: the posted receive, if the call is one; else None.
+    Attributes:
+        matcher: Matches the calls of all ranks.
+        ready: Returns True once the call is complete.
+        describe: Returns text on the call, for the deadlock report.
+        finish: Writes the results to the output tensors and returns these tensors.
+        message: The posted receive, if the call is one; else None.
     """
 
     def __init__(
@@ -121,8 +129,8 @@ class EmulatedWork(dist.Work):
         self.wait()
 
     def get_future(self) -> Any:
-        """Wait for the call; return a completed future of its output tensors. The call is waited for here because C++
-        code that waits for a future, such as DistributedDataParallel's, would let no other rank run."""
+        """Wait for the call; return a completed future of its output tensors. It waits here because C++ code that waits
+        for a future, such as DistributedDataParallel's, would let no other rank run."""
         self.wait()
         future: Any = torch.futures.Future()
         future.set_result(list(self._outputs))
@@ -143,8 +151,8 @@ class EmulatedWork(dist.Work):
 
 
 class CallMatcher:
-    """Matches the communication calls of emulated ranks: the calls that a group's ranks make to one collective, and
-    each send with its receive.
+    """Matcher of the communication calls of emulated ranks: joins the calls that a group's ranks make to one
+    collective, and each send with its receive.
 
     scheduler: scheduler of the ranks. Attributes: `events`: all calls in order; `on_call`: None, or a function called
     before each call with (rank, number of the call on that rank, the caller's frame); `on_event`: None, or a function

@@ -28,10 +28,14 @@ REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 class RankCall:
     """One rank's communication call: its tensors and its description.
 
-    inputs: tensors that the rank sends. outputs: tensors that receive the call's results. shown: tensor whose dtype and
-    shape are printed in reports, None if the call has no tensor. form: text (root, reduction, shape) that must be equal
-    on all ranks of a collective call. sliced: True if the inputs are slices of one tensor. place: file and line of the
-    call. number: position among the rank's calls, from 1.
+    Attributes:
+        inputs: Tensors that the rank sends.
+        outputs: Tensors that receive the call's results.
+        shown: Tensor whose dtype and shape are printed in reports, None if the call has no tensor.
+        form: Text (root, reduction, shape) that must be equal on all ranks of a collective call.
+        sliced: True if the inputs are slices of one tensor.
+        place: File and line of the call.
+        number: Position among the rank's calls, from 1.
     """
 
     inputs: Tensors

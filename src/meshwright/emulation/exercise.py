@@ -23,9 +23,12 @@ Result = torch.Tensor | tuple[torch.Tensor, Any]
 class WrongTensor:
     """Mismatch between a tensor that an exercise's `distributed()` returns and the same tensor of its `one_device()`.
 
-    name: its key in the returned dictionary. rank: first rank that returns wrong values; None: no rank returns some of
-    the elements. relative_error: ‖a-b‖ / ‖b‖ of the rank's tensor a and the single device's b; infinite if the shape is
-    wrong or elements are missing. reason: text for the user.
+    Attributes:
+        name: Its key in the returned dictionary.
+        rank: First rank that returns wrong values; None if some elements are missing on all ranks.
+        relative_error: ‖a-b‖ / ‖b‖ of the rank's tensor a and the single device's b; infinite if the shape is wrong or
+            elements are missing.
+        reason: Text for the user.
     """
 
     name: str

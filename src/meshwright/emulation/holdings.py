@@ -19,13 +19,15 @@ from meshwright.flight_recorder.verdict import name_ranks
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
-    """One value of a named tensor, with the ranks on which the tensor has this value; a tensor that differs between
-    ranks has one `Holding` for each distinct value.
+class HeldValue:
+    """One value of a named tensor, and the ranks that hold it. A tensor that differs between ranks has one `HeldValue`
+    for each distinct value.
 
-    name: class of the module and name of the parameter, such as "Linear.weight", or name of a global variable. shape:
-    dtype and shape, "float32[4, 8]". ranks: ranks whose tensors are bitwise equal. checksum: CRC-32 of the bytes, in
-    hexadecimal.
+    Attributes:
+        name: Class of the module and name of the parameter, such as "Linear.weight", or name of a global variable.
+        shape: Dtype and shape, "float32[4, 8]".
+        ranks: Ranks whose tensors are bitwise equal.
+        checksum: CRC-32 of the bytes, in hexadecimal.
     """
 
     name: str
@@ -77,7 +79,7 @@ class ModuleLog:
         return [module for key, module in self._modules.get(rank, {}).items() if key not in self._children]
 
 
-def list_holdings(log: ModuleLog, namespaces: list[dict[str, Any]]) -> list[Holding]:
+def list_holdings(log: ModuleLog, namespaces: list[dict[str, Any]]) -> list[HeldValue]:
     """List the tensors that the ranks hold: parameters and buffers of their modules, and tensors in their scripts'
     global variables. Returns one entry for each name and distinct value, with the ranks that hold it.
 
@@ -94,7 +96,7 @@ def list_holdings(log: ModuleLog, namespaces: list[dict[str, Any]]) -> list[Hold
             found, rank, ((name, each) for name, each in variables.items() if isinstance(each, torch.Tensor))
         )
     return [
-        Holding(name, shape, tuple(ranks), checksum)
+        HeldValue(name, shape, tuple(ranks), checksum)
         for name, copies in found.items()
         for (shape, checksum), ranks in copies.items()
     ]
@@ -115,7 +117,7 @@ def compute_checksum(tensor: torch.Tensor) -> str:
     return f"{zlib.crc32(flat.view(torch.uint8).numpy().tobytes()):08x}"
 
 
-def format_holdings(holdings: list[Holding]) -> str:
+def format_holdings(holdings: list[HeldValue]) -> str:
     """Return `holdings` as a text table: one line for each tensor name, with the ranks of each distinct value.
     Checksums are not shown: they depend on the machine's arithmetic.
     """

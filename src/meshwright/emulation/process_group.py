@@ -22,9 +22,10 @@ class EmulatedGroup(_ProcessGroup):
     """Process group of one emulated rank, with the interface of a torch.distributed backend: methods take the arguments
     that torch.distributed passes, and return handles.
 
-    matcher: matches the calls of all ranks. key: (number of default groups that the rank has created so far, name of
-    the group). rank: index of this rank in the group. ranks: global ranks of the group. A collective call is complete
-    when all ranks have made it, a send when it is received. Reductions add in the order of gloo's ring all-reduce.
+    matcher: matches the calls of all ranks. key: identifies the group on all its ranks: (number of default groups that
+    the rank has created so far, name of the group). rank: index of this rank in the group. ranks: global ranks of the
+    group. A collective call is complete when all ranks have made it, a send when it is received. Reductions add in the
+    order of gloo's ring all-reduce.
     """
 
     def __init__(self, matcher: CallMatcher, key: GroupKey, rank: int, ranks: tuple[int, ...]) -> None:

@@ -49,16 +49,18 @@ class World:
 
 
 class ProcessState:
-    """State of which a process has one copy, such as random generators. Emulated ranks share a process, so each has its
-    own `ProcessState`, which is loaded into the process when the rank runs.
+    """Process-wide state, such as random generators, of one emulated rank. Emulated ranks share a process, so the state
+    of a rank is loaded into the process when the rank runs, and saved when it stops.
 
-    It holds torch.distributed's process groups (`world`), environment variables, `__main__`, `sys.argv`, the modules of
-    the script's directory, random states, default dtype, deterministic mode, and the mesh axes and call records of
-    Meshwright's package `comm`.
+    The state is torch.distributed's process groups (`world`), environment variables, `__main__`, `sys.argv`, the
+    modules of the script's directory, random states, default dtype, deterministic mode, and the mesh axes and call
+    records of Meshwright's package `comm`.
 
-    world: process groups, an object with the fields of torch.distributed's `_World`. environment: environment
-    variables, as the private dictionary of `os.environ` stores them. main: the module `__main__`. arguments:
-    `sys.argv`.
+    Attributes:
+        world: Process groups, an object with the fields of torch.distributed's `_World`.
+        environment: Environment variables, as the private dictionary of `os.environ` stores them.
+        main: The module `__main__`.
+        arguments: `sys.argv`.
     """
 
     def __init__(self, world: Any, environment: dict[Any, Any], main: ModuleType, arguments: list[str]) -> None:
@@ -148,8 +150,8 @@ def _environment() -> Any:
 
 
 def _is_below(module: ModuleType, directory: str) -> bool:
-    """Return True if a module is the user's own, imported from a file below the script's `directory`: not of Python,
-    installed packages or meshwright."""
+    """Return True if a module was imported from a file below the script's `directory`, and so is the user's own, not
+    one of Python, of an installed package or of meshwright."""
     file = getattr(module, "__file__", None) or ""
     python = (path for path in PYTHON if path.startswith(directory))  # excludes one that contains the script
     installed = (

@@ -121,8 +121,8 @@ class EmulatedRanks:
         stack.callback(isolate, False)
 
     def _rendezvous(self, url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iterator[tuple[Any, int, int]]:
-        """Yield (store, rank, world size) of the running rank. Stand-in for torch.distributed's `rendezvous`, whose
-        arguments it ignores."""
+        """Yield (store, rank, world size) of the running rank. Stand-in for torch.distributed's `rendezvous`, which
+        takes the same arguments; they are ignored."""
         yield self._store, self.scheduler.current().index, self.world_size
 
     def _make_group(

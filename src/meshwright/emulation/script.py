@@ -20,7 +20,7 @@ import torch
 from meshwright.emulation.call_matcher import Event
 from meshwright.emulation.debugger import break_before, make_breakpoint_hook, parse_breakpoint
 from meshwright.emulation.exercise import ExerciseResult, compare_ranks, get_function
-from meshwright.emulation.holdings import Holding, ModuleLog, format_holdings, list_holdings
+from meshwright.emulation.holdings import HeldValue, ModuleLog, format_holdings, list_holdings
 from meshwright.emulation.ranks import EmulatedRanks
 from meshwright.emulation.scheduler import Failure
 from meshwright.errors import MeshwrightError, UserError
@@ -47,10 +47,14 @@ class ScriptOptions:
 class ScriptReport:
     """Result of running a script on emulated ranks.
 
-    ranks: number of ranks. failure: text of the first error, empty if there is none; failed_rank: rank that raised it
-    (None: no single rank). exit_code: exit code of the command. events: communication calls in order. holdings: tensors
-    that the ranks hold at the end, with `ScriptOptions.show`. exercise: comparison with one device, with
-    `ScriptOptions.check`.
+    Attributes:
+        ranks: Number of ranks.
+        failure: Text of the first error, empty if there is none.
+        failed_rank: Rank that raised it (None: no single rank).
+        exit_code: Exit code of the command.
+        events: Communication calls in order.
+        holdings: Tensors that the ranks hold at the end, with `ScriptOptions.show`.
+        exercise: Comparison with one device, with `ScriptOptions.check`.
     """
 
     ranks: int
@@ -58,7 +62,7 @@ class ScriptReport:
     failed_rank: int | None = None
     exit_code: int = 0
     events: list[Event] = field(default_factory=list)
-    holdings: list[Holding] = field(default_factory=list)
+    holdings: list[HeldValue] = field(default_factory=list)
     exercise: ExerciseResult | None = None
 
     def summary(self) -> str:
@@ -87,8 +91,8 @@ class ScriptReport:
 
 
 class RankOutput(io.TextIOBase):
-    """Replacement of `sys.stdout` for all ranks: writes each line to `output` with the rank that printed it as prefix,
-    "[rank 2] "."""
+    """Replacement of `sys.stdout` for all ranks (current: function that returns the running rank): writes each line to
+    `output` with the rank that printed it as prefix, "[rank 2] "."""
 
     def __init__(self, output: IO[str], current: Callable[[], int | None]) -> None:
         """Store where to write. output: stream that receives the prefixed lines. current: returns the rank that runs,
@@ -259,11 +263,11 @@ class ScriptEnded(MeshwrightError):
 
 
 def describe_failure(failure: Failure | None, error: BaseException) -> tuple[str, int | None, int]:
-    """Return (text, rank, exit code) for the report of a failed run.
+    """Describe why a run failed; return (text, rank, exit code) for its report.
 
-    The text is the error's message if the emulation raised the error, the script ended with an exit code, or `failure`
-    is None; for other errors it is the rank's traceback. failure: first error of any rank; None if none was recorded,
-    and then the returned rank is None. error: exception that ended the run.
+    text: message of `error` if Meshwright or the script's `sys.exit` raised it, or if no rank failed; else the
+    traceback of the rank. rank: rank that failed first, None if there is no single one. failure: first error of any
+    rank; None if none was recorded. error: exception that ended the run.
     """
     if failure is None:
         return str(error), None, 1

@@ -113,7 +113,7 @@ def _evaluate_on_rank(
     directory: str, layout: str, data: str, sequence: int, overrides: Sequence[str], instruction_set: str | None
 ) -> tuple[float, int]:
     """Evaluate the model on one data-parallel replica's part of the data; every rank of the layout runs this function.
-    Returns (sum of token losses in nats, number of target tokens) on the replica's first rank, (0, 0) on its others.
+    The first rank of a replica returns (sum of token losses in nats, number of target tokens), its other ranks (0, 0).
 
     directory: path of the model. layout: such as "dp2 tp2". data: path of a recipe or data source. sequence: context
     length in tokens. overrides: "table.key=value" for the recipe. instruction_set: instruction set of the CPU kernels,
@@ -133,10 +133,9 @@ def _sum_losses(
     engine: Engine, batches: Iterable[TokenBatch], progress: Callable[[int], None] = lambda done: None
 ) -> tuple[float, int]:
     """Compute the losses of all target tokens in `batches` with the inference engine; return (sum of the losses in
-    nats, number of target tokens). Each document is a prompt from which nothing is generated; a token's loss is minus
-    the log-probability that the engine reports for it (`prompt_logprobs`). progress: called after each batch with the
-    number of rows done.
-    """
+    nats, number of target tokens). Each document is a prompt from which nothing is generated; the loss of a token is
+    its negative log-probability, as the engine reports it for prompts (`prompt_logprobs`). progress: called after each
+    batch with the number of rows done."""
     losses, rows = array("d"), 0
     for batch in batches:
         requests, counted = _build_requests(batch)
@@ -151,16 +150,13 @@ def _sum_losses(
 
 
 def _build_requests(batch: TokenBatch) -> tuple[list[Request], dict[str, list[int]]]:
-    """Build one scoring request (nothing is generated) for each document in the batch's rows. Documents without target
-    tokens are left out.
-
-    Returns (requests, {request ID: positions of the target tokens in the request's prompt}). A prompt is the document
-    up to and including its last target token.
-    """
+    """Build one scoring request (nothing is generated) for each document in the batch's rows, except documents without
+    target tokens. Return (requests, {request ID: positions of the target tokens in the request's prompt}). A prompt is
+    the document up to and including its last target token."""
     requests: list[Request] = []
     counted: dict[str, list[int]] = {}
     sampling = Sampling(max_tokens=0, prompt_logprobs=0)
-    for row, begins in enumerate(batch.document_starts()):
+    for row, begins in enumerate(batch.list_document_starts()):
         for begin, end in itertools.pairwise([*begins.tolist(), batch.tokens.shape[1]]):
             targets = batch.targets[row, begin:end]
             places = np.flatnonzero(targets != IGNORED)
@@ -188,7 +184,7 @@ def prepare_held_out(
     log: Callable[[str], None],
     overrides: Sequence[str] = (),
 ) -> tuple[PreparedData, PackedDataset]:
-    """Tokenize and pack the evaluation data with the checkpoint's own tokenizer; return (prepared data, the split to
+    """Tokenize and pack the evaluation data with the checkpoint's tokenizer; return (prepared data, the split to
     evaluate).
 
     checkpoint: model directory. config: configuration of the model. data: recipe (its validation split is used) or data

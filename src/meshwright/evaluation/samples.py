@@ -1,4 +1,4 @@
-"""Samples of a run for its report: texts that its newest checkpoint generates from prompts of the run's own data."""
+"""Samples of a run for its report: texts that its newest checkpoint generates from prompts in the run's data."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def generate_samples(
     log: Callable[[str], None] = lambda line: None,
 ) -> list[dict[str, Any]]:
     """Generate sample texts with the newest checkpoint of a run. Return, for each prompt, the JSON document of
-    `meshwright generate --json`; an empty list for a run whose recipe has no [model] table (a torch module of the
-    user's own).
+    `meshwright generate --json`; an empty list for a run whose recipe has no [model] table (it trains a user's torch
+    module).
 
     run_directory: directory of the training run. prompts: texts to continue (user messages if the run trained on
     records); if empty, `count` prompts are read from the run's data by `read_prompts`. count: number of those prompts;
@@ -66,11 +66,11 @@ def _find_data(recipe: Recipe) -> PreparedData:
 
 
 def read_prompts(data: PreparedData, count: int) -> list[list[int]]:
-    """Return up to `count` different prompts as token IDs from `data`, from the validation split, or from the training
+    """Return up to `count` different prompts as token IDs, from the validation split of `data`, or from the training
     split if the validation split is empty.
 
     A prompt is the first 16 tokens of a text document, or the tokens of an SFT or preference example before its first
-    loss target. `UserError` if both splits are empty, or if no document is longer than its prompt.
+    loss target. Raises `UserError` if both splits are empty, or if no document is longer than its prompt.
     """
     split = next((found for name in ("validation", "train") if (found := data.split(name)).sequences), None)
     if split is None:
@@ -95,7 +95,7 @@ def _iterate_prompts(split: PackedDataset, document_mask: bool) -> Iterator[tupl
     """
     examples = isinstance(split, PackedExamples)
     for number, batch in enumerate(islice(split.iterate_batches(_ROWS), _BATCHES)):
-        rows = zip(batch.tokens, batch.targets, batch.document_starts(), strict=True)
+        rows = zip(batch.tokens, batch.targets, batch.list_document_starts(), strict=True)
         for row, (tokens, targets, starts) in enumerate(rows, number * _ROWS):
             within = row > 0 and document_mask and not examples  # text rows after the first begin inside a document
             for start, stop in pairwise([*starts[within:].tolist(), len(tokens)]):

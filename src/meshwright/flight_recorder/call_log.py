@@ -9,8 +9,8 @@ from itertools import pairwise
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks that must make the same calls in the same order: all ranks of a process group, or the two ranks of a
-    point-to-point channel.
+    """Ranks that must make the same calls in the same order: all ranks of a process group, or the sender and receiver
+    of point-to-point messages.
 
     ranks: global ranks of the process group. pair: for point-to-point messages, (sender, receiver) as global ranks;
     None for collectives.
@@ -95,14 +95,14 @@ class Call:
     done: float | None = None
 
     @property
-    def what(self) -> str:
+    def description(self) -> str:
         """Operation, site (label of the calling line) and mesh axis as text: `all_reduce data.gradients over data`."""
         return f"{self.operation} {self.site} over {self.axis}"
 
     @property
     def name(self) -> str:
         """Text that identifies the call within its group: `call 57 (all_reduce data.gradients over data)`."""
-        return f"call {self.index} ({self.what})"
+        return f"call {self.index} ({self.description})"
 
     @property
     def waiting(self) -> bool:

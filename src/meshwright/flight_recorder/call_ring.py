@@ -94,9 +94,9 @@ def _prepare_file(descriptor: int, rank: int, ranks: int) -> None:
 
 
 class CallWriter:
-    """Records this process's collective calls in a ring buffer, in one to three microseconds per call. descriptor: open
-    file of the rank's ring buffer (`create_memory_file`, `create_named_file`); None: private memory that no other
-    process can read."""
+    """Recorder of this process's collective calls in a ring buffer; a call takes one to three microseconds to record.
+    descriptor: open file of the rank's ring buffer (`create_memory_file`, `create_named_file`); None: private memory
+    that no other process can read."""
 
     def __init__(self, descriptor: int | None = None) -> None:
         if descriptor is None:
@@ -156,7 +156,7 @@ class CallWriter:
         number = self._forms[dtype, shape] = self._add_name(text)
         return number
 
-    def group(self, ranks: Sequence[int], pair: tuple[int, int] | None = None) -> int:
+    def register_group(self, ranks: Sequence[int], pair: tuple[int, int] | None = None) -> int:
         """Register a group (ranks that make the same calls in the same order) at its first use; return the number by
         which `post` refers to it.
 
@@ -170,17 +170,18 @@ class CallWriter:
             self._counts.append(0)
         return self._groups[key]
 
-    def count(self, group: int) -> int:
-        """Return the number of calls that this rank has made so far in a group. group: number returned by `group`."""
+    def count_calls(self, group: int) -> int:
+        """Return the number of calls that this rank has made so far in a group. group: number returned by
+        `register_group`."""
         return self._counts[group]
 
     def post(self, group: int, site: str, operation: str, axis: str, payload_bytes: int, dtype: Any, shape: Any) -> int:
         """Record that this rank enters a call; return the number of the call for `wait` and `done`.
 
-        group: number returned by `group`. site: label of the calling line, such as "data.gradients". operation: such as
-        "all_reduce". axis: mesh axis. payload_bytes, dtype, shape: size, dtype and shape of the call's data on this
-        rank. A dim that varies from call to call must be given as "...", because the file stores each distinct text
-        once and frees none.
+        group: number returned by `register_group`. site: label of the calling line, such as "data.gradients".
+        operation: such as "all_reduce". axis: name of the mesh axis, such as "data". payload_bytes, dtype, shape: size,
+        dtype and shape of the call's data on this rank. Give a dim that varies from call to call as "...": the file
+        stores each distinct dtype and shape as a text that is never freed.
         """
         self._number = number = self._number + 1
         index = self._counts[group] = self._counts[group] + 1
@@ -203,10 +204,10 @@ class CallWriter:
         return number
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def post_together(self) -> Iterator[None]:
         """Context manager around sends and receives that are posted as one group (between `ncclGroupStart` and
-        `ncclGroupEnd`): all are recorded as posted at the time at which the context was entered, as none starts before
-        the group ends."""
+        `ncclGroupEnd`). All of them are recorded with the time at which the context was entered, since none starts
+        before the group ends."""
         self._time_of_group = monotonic_ns()
         try:
             yield

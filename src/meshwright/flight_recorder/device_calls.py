@@ -26,11 +26,11 @@ class Event(Protocol):
 
 class DeviceCalls:
     """Wrapper of the call recorder `calls` for calls on a GPU, where the host's wait for a call returns before the call
-    is complete. It records when the GPU has completed each call, and which call it is running.
+    is complete. It records when the GPU has completed each call, and which call the GPU is running.
 
     make_event: function that makes a device event. seconds: time limit of one call, from when the GPU begins it.
-    overdue: function called at most once, in the watching thread, with the number of the first call that exceeds the
-    limit.
+    overdue: function called at most once, in the thread that runs `watch`, with the number of the first call that
+    exceeds the limit.
     """
 
     def __init__(
@@ -48,16 +48,16 @@ class DeviceCalls:
         return getattr(self._calls, name)
 
     def done(self, number: int) -> None:
-        """Queue an event on the device's current stream, after the call with this number. A later check that finds the
-        event passed records the call as complete."""
+        """Queue an event on the device's current stream after the call `number`. Once the device has passed the event,
+        `find_overdue` records the call as complete."""
         event = self._passed.popleft() if self._passed else self._make_event()
         event.record()
         self._queued.append((number, event))
 
     def find_overdue(self, now: float) -> int | None:
-        """Record the calls that the device has completed since the last check. If the call that it is running has
-        exceeded the time limit, return the call's number, else None. now: seconds of any clock, the same one for all
-        checks."""
+        """Record which calls the device has completed since the last check. Return the number of the call that the
+        device is running if that call has exceeded the time limit, else None. now: present time in seconds, by the same
+        clock at every check."""
         while self._queued and self._queued[0][1].query():
             number, event = self._queued.popleft()
             self._calls.done(number)
@@ -72,8 +72,8 @@ class DeviceCalls:
         return number if now - self._since > self.seconds else None
 
     def watch(self) -> None:
-        """Check the device every `LOOK_SECONDS` (0.1 s), until `close`, a device error, or the report of one overdue
-        call. Run in a separate thread."""
+        """Call `find_overdue` every `LOOK_SECONDS` (0.1 s) until `close` is called, the device raises an error, or a
+        call is overdue. Run this in a separate thread."""
         while not self._closed.wait(LOOK_SECONDS):
             try:
                 number = self.find_overdue(time.monotonic())

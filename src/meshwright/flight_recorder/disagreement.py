@@ -69,27 +69,27 @@ def _find_divergence(ranks: Mapping[int, RankState], group: Group) -> _Divergenc
     if len(by_rank) < 2:
         return None
     for index in range(min(map(min, by_rank.values())), max(map(max, by_rank.values())) + 1):
-        here = _fill_unknown_names({rank: calls[index] for rank, calls in by_rank.items() if index in calls})
-        for rank, call in here.items():
+        at_index = _fill_unknown_names({rank: calls[index] for rank, calls in by_rank.items() if index in calls})
+        for rank, call in at_index.items():
             by_rank[rank][index] = call
-        if len({_make_signature(call) for call in here.values()}) > 1:
-            return _Divergence(group, index, here, by_rank)
+        if len({_make_signature(call) for call in at_index.values()}) > 1:
+            return _Divergence(group, index, at_index, by_rank)
     return None
 
 
-def _fill_unknown_names(here: dict[int, Call]) -> dict[int, Call]:
-    """Complete recorded calls that lack operation, site or shape because the recorder's space for texts was full: copy
-    these from the most common complete call of the other ranks that agrees with the incomplete call in the texts that
-    it has.
+def _fill_unknown_names(calls: dict[int, Call]) -> dict[int, Call]:
+    """Fill in the operation, site and shape of recorded calls that lack them because the recorder's text area was full.
+    They are copied from other ranks' calls at the same index: from the most common complete call that does not
+    contradict the texts which the incomplete call has.
 
-    here: rank -> the rank's call at one index of a group. Return the same mapping with completed calls; incomplete
-    calls without a unique such match are left out.
+    calls: rank -> its call at one index of a group. Return the same mapping with the completed calls; an incomplete
+    call is left out if there is no single most common complete call.
     """
-    if all(call.form and call.operation != "?" for call in here.values()):
-        return here
-    whole = [call for call in here.values() if call.form and call.operation != "?"]
+    if all(call.form and call.operation != "?" for call in calls.values()):
+        return calls
+    whole = [call for call in calls.values() if call.form and call.operation != "?"]
     found = {}
-    for rank, call in here.items():
+    for rank, call in calls.items():
         like = [c for c in whole if call.operation == "?" or (c.operation, c.site) == (call.operation, call.site)]
         votes = Counter(map(_make_signature, like)).most_common(2)
         if call in whole or (call.operation != "?" and not like):
@@ -122,33 +122,34 @@ class _Divergence:
     """First call of a group in which its ranks differ.
 
     group: ranks that must make equal calls. index: position of the differing call among the group's calls, from 1.
-    here: rank -> its call at `index`. calls: rank -> index -> call, for all recorded calls of the group.
+    differing: {rank: its call at `index`}. calls: {rank: {index: call}}, all recorded calls of the group.
     """
 
     group: Group
     index: int
-    here: Mapping[int, Call]
+    differing: Mapping[int, Call]
     calls: Mapping[int, Mapping[int, Call]]
 
     @property
     def began(self) -> float:
         """Time at which the first rank entered the differing call, in seconds of the monotonic clock."""
-        return min(call.posted for call in self.here.values())
+        return min(call.posted for call in self.differing.values())
 
     def make_verdict(self, now: float) -> Verdict:
-        """Return the verdict that blames the ranks whose call differs from the expected one; if no call can be
-        expected, it says that the ranks disagree. now: seconds of the monotonic clock."""
+        """Return the verdict that blames the ranks whose call differs from the expected one. If it cannot be determined
+        which call is the expected one, the verdict says that the ranks disagree. now: seconds of the monotonic
+        clock."""
         expected = self._find_expected()
         of_group = f" of ranks {format_ranks(self.group.members)}"
         if expected is None:
-            each = ", ".join(f"rank {r} makes {c.what} {c.form} at {c.place}" for r, c in self.here.items())
+            each = ", ".join(f"rank {r} makes {c.description} {c.form} at {c.place}" for r, c in self.differing.items())
             line = f"ranks disagree about call {self.index}{of_group}: {each}"
-            return Verdict(line, "disagree", tuple(self.here), self.group, self.index)
-        blamed = tuple(rank for rank, call in self.here.items() if _make_signature(call) != expected)
-        right = [rank for rank in self.here if rank not in blamed]
-        wrong, first = self.here[blamed[0]], blamed[0]
+            return Verdict(line, "disagree", tuple(self.differing), self.group, self.index)
+        blamed = tuple(rank for rank, call in self.differing.items() if _make_signature(call) != expected)
+        right = [rank for rank in self.differing if rank not in blamed]
+        wrong, first = self.differing[blamed[0]], blamed[0]
         if right:
-            due, where = self.here[right[0]].what, f", at {self.here[right[0]].place}"
+            due, where = self.differing[right[0]].description, f", at {self.differing[right[0]].place}"
         else:
             due, where = f"{expected[0]} {expected[1]}", ""
         who = f"{name_ranks(blamed)} {choose_has(blamed)}"
@@ -157,32 +158,30 @@ class _Divergence:
                 f" where {name_ranks(right)} {'pass' if len(right) > 1 else 'passes'} {expected[2]}" if right else ""
             )
             verb = "pass" if len(blamed) > 1 else "passes"
-            name = f"call {self.index}{of_group} ({wrong.what})"
+            name = f"call {self.index}{of_group} ({wrong.description})"
             line = f"{name_ranks(blamed)} {verb} {wrong.form} to {name}{others}, at {wrong.place}"
             kind = "shape"
-        elif self._is_made_later(first, expected):
-            line = (
-                f"{who} skipped call {self.index}{of_group} ({due}){where} and {choose_is(blamed)} in {wrong.what}, at "
-            )
-            line, kind = line + wrong.place, "skipped"
+        elif self._has_skipped_call(first, expected):
+            line = f"{who} skipped call {self.index}{of_group} ({due}){where} and {choose_is(blamed)} in "
+            line, kind = f"{line}{wrong.description}, at {wrong.place}", "skipped"
         elif self._has_extra_call(first, expected):
-            extra = f"call {self.index}{of_group} ({wrong.what}), at {wrong.place}"
+            extra = f"call {self.index}{of_group} ({wrong.description}), at {wrong.place}"
             line, kind = f"{who} made an extra call: {extra}; expected: {due}", "extra"
         else:
-            line = f"{name_ranks(blamed)} {choose_is(blamed)} in {wrong.what} instead of call {self.index}{of_group}"
-            line, kind = f"{line} ({due}){where}; its call is at {wrong.place}", "other"
-        stuck = [rank for rank in right if self.here[rank].waiting]
+            line = f"{name_ranks(blamed)} {choose_is(blamed)} in {wrong.description} instead of call {self.index}"
+            line, kind = f"{line}{of_group} ({due}){where}; its call is at {wrong.place}", "other"
+        stuck = [rank for rank in right if self.differing[rank].waiting]
         if stuck:
-            line += f"; {name_ranks(stuck)} {format_wait(stuck, self.here, now)}"
+            line += f"; {name_ranks(stuck)} {format_wait(stuck, self.differing, now)}"
         return Verdict(line, kind, blamed, self.group, self.index)
 
     def _find_expected(self) -> _Signature | None:
         """Return the signature (operation, site, dtype and shape) that the differing call should have: that of most
         ranks or, in a tie, the one that the group's earlier calls predict. None if the tie cannot be decided."""
-        votes = Counter(map(_make_signature, self.here.values())).most_common()
+        votes = Counter(map(_make_signature, self.differing.values())).most_common()
         if votes[0][1] > votes[1][1]:
             return votes[0][0]
-        return self._predict_next([], among=dict(votes))
+        return self._predict_next([], allowed=dict(votes))
 
     def _list_common_calls(self) -> list[_Signature]:
         """Return the signatures (operation, site, dtype and shape) of the group's calls before the divergence, oldest
@@ -190,19 +189,21 @@ class _Divergence:
         longest = max(self.calls.values(), key=lambda calls: sum(at < self.index for at in calls))
         return [_make_signature(longest[at]) for at in sorted(longest) if at < self.index]
 
-    def _predict_next(self, then: list[_Signature], among: Container[_Signature] | None = None) -> _Signature | None:
-        """Predict the signature (operation, site, dtype and shape) of the group's next call, as training repeats its
-        calls from step to step: find an earlier run of calls that equals the most recent calls, as long as possible,
-        and return the call that followed it.
+    def _predict_next(
+        self, assumed: list[_Signature], allowed: Container[_Signature] | None = None
+    ) -> _Signature | None:
+        """Predict the signature (operation, site, dtype and shape) of the group's next call. Training repeats its calls
+        in every step, so the longest earlier run of calls that equals the most recent calls is found, and the call
+        after that run is the prediction.
 
-        then: signatures of calls assumed to follow those before the divergence; they count as the most recent. among:
-        signatures that may be returned (None: all). Returns None if there is no such run, or if equally long runs were
-        followed by different calls.
+        assumed: signatures of calls assumed to follow those before the divergence; they are the most recent calls.
+        allowed: signatures that may be predicted; None: all. Return None if there is no such run, or if equally long
+        runs were followed by different calls.
         """
-        history = [*self._list_common_calls(), *then]
+        history = [*self._list_common_calls(), *assumed]
         best, follower = 0, None
         for end in range(1, len(history)):
-            if among is not None and history[end] not in among:
+            if allowed is not None and history[end] not in allowed:
                 continue
             length = 0
             while length < end and history[end - 1 - length] == history[-1 - length]:
@@ -212,11 +213,11 @@ class _Divergence:
                 best = length
         return follower
 
-    def _is_made_later(self, rank: int, expected: _Signature) -> bool:
-        """Return True if `rank` left out the `expected` call (signature: operation, site, dtype and shape). This is
-        concluded if the other ranks make, or are predicted to make, the rank's actual call at most `LOOK_AHEAD` calls
-        after the expected one."""
-        wrong = _make_signature(self.here[rank])
+    def _has_skipped_call(self, rank: int, expected: _Signature) -> bool:
+        """Return True if `rank` seems to have skipped the `expected` call (a signature: operation, site, dtype and
+        shape): the call that it made instead is one that other ranks make, or are predicted to make, within the
+        next `LOOK_AHEAD` calls after the expected one."""
+        wrong = _make_signature(self.differing[rank])
         for calls in self.calls.values():
             later = (calls.get(self.index + ahead) for ahead in range(1, LOOK_AHEAD))
             at = calls.get(self.index)
@@ -226,12 +227,12 @@ class _Divergence:
                 and any(c and _make_signature(c) == wrong for c in later)
             ):
                 return True
-        then = [expected]
+        assumed = [expected]
         for _ in range(LOOK_AHEAD):
-            following = self._predict_next(then)
+            following = self._predict_next(assumed)
             if following is None or following == wrong:
                 return following is not None
-            then.append(following)
+            assumed.append(following)
         return False
 
     def _has_extra_call(self, rank: int, expected: _Signature) -> bool:

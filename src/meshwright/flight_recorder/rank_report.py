@@ -80,8 +80,8 @@ class Snapshot:
         return any(each.calls is not None and each.calls.last is not None for each in self.seen)
 
     def format_report(self, first_line: str) -> str:
-        """Format the hang report as text: `first_line` (the conclusion); a paragraph on each rank; and the calls just
-        before and after the one that shows the cause, in the process group in which it was found."""
+        """Format the hang report as text: `first_line` (the conclusion), a paragraph on each rank, and the calls just
+        before and after the one that shows the cause, in the same group of ranks."""
         verdict = self.verdict
         lines = [first_line, "", f"{self.when}, activity of each rank:", ""]
         shown = _choose_ranks([each.rank for each in self.seen], verdict)
@@ -124,7 +124,8 @@ class Snapshot:
         return lines
 
     def _format_ago(self, moment: float | None) -> str:
-        """Format the time from `moment` (seconds of the monotonic clock) to the snapshot, such as `12.3 s`."""
+        """Format the time from `moment` (seconds of the monotonic clock; None: that of the snapshot) to the snapshot,
+        such as `12.3 s`."""
         return f"{self.now - (moment or self.now):.1f} s"
 
     def _format_calls(self, group: Group, index: int) -> list[str]:
@@ -135,7 +136,7 @@ class Snapshot:
         for each in members:
             for call in each.calls.calls if each.calls else ():
                 if call.group == group and index - CALLS_AROUND <= call.index <= index + CALLS_AROUND:
-                    made.setdefault(call.index, {}).setdefault(f"{call.what} {call.form}", []).append(each.rank)
+                    made.setdefault(call.index, {}).setdefault(f"{call.description} {call.form}", []).append(each.rank)
         if not made:
             return []
         lines = [f"calls of ranks {format_ranks(group.members)}{' (messages)' if group.pair else ''}:"]
@@ -151,12 +152,12 @@ class Snapshot:
 def _describe_call(call: Call) -> str:
     """Describe a call by its number, group, operation, dtype, shape and bytes: `call 57 of ranks 0-3 (...)`."""
     size = f", {call.form}, {call.payload_bytes:,} bytes"
-    return f"call {call.index} of ranks {format_ranks(call.group.members)} ({call.what}{size})"
+    return f"call {call.index} of ranks {format_ranks(call.group.members)} ({call.description}{size})"
 
 
 def _format_who(ranks: Sequence[int], members: Sequence[RankState]) -> str:
-    """Return "all" if `ranks` are all ranks in `members`, else text such as "ranks 0-3". members: states of a group's
-    ranks."""
+    """Format ranks as "all" if there are as many as `members`, the states of all ranks of a group; else as text such as
+    "ranks 0-3"."""
     return "all" if len(ranks) == len(members) else f"rank{'s' * (len(ranks) > 1)} {format_ranks(sorted(ranks))}"
 
 

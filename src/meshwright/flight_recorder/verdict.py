@@ -126,8 +126,8 @@ def choose_is(ranks: Sequence[int]) -> str:
 
 
 def format_wait(ranks: Sequence[int], calls: Mapping[int, Call], now: float) -> str:
-    """Return the beginning of a clause on how long `ranks` have waited, such as `have been waiting for 12.3 s`: the
-    longest wait of any of them. calls: rank -> call in which it waits. now: seconds of the monotonic clock."""
+    """Format the longest wait of any of `ranks` as the predicate of a sentence: `have been waiting for 12.3 s`. calls:
+    rank -> call in which it waits. now: seconds of the monotonic clock."""
     longest = now - min(calls[rank].waited or calls[rank].posted for rank in ranks)
     return f"{choose_has(ranks)} been waiting for {longest:.1f} s"
 

@@ -26,9 +26,11 @@ LATE_SHARE = 0.5  # share of the wait: a rank that entered the call later than t
 
 
 def find_awaited_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | None:
-    """Find the ranks for which other ranks wait in calls, by following the chains "rank waits for rank" to their ends;
-    return the verdict that blames them, or the ranks of a cycle. None if no rank waits. ranks: rank -> its state. now:
-    seconds of the monotonic clock."""
+    """Find the ranks for which other ranks wait in calls, by following the chains "rank waits for rank" to their ends.
+    Return the verdict that blames the ranks at the ends, or the ranks of a cycle; None if no rank waits.
+
+    ranks: rank -> its state. now: seconds of the monotonic clock.
+    """
     waiting = {rank: call for rank, seen in ranks.items() if seen.calls and (call := seen.calls.waiting)}
     waiting = {rank: call for rank, call in waiting.items() if not ranks[rank].dead}
     if not waiting:
@@ -36,7 +38,7 @@ def find_awaited_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | 
     blockers = {rank: _list_missing_ranks(ranks, call) for rank, call in waiting.items()}
     ends = list(dict.fromkeys(end for rank in sorted(waiting) for end in _find_chain_ends(rank, blockers)))
     if not ends:
-        return _describe_circle(waiting, blockers, now)
+        return _blame_cycle(waiting, blockers, now)
     # A rank that died or was stopped inside a call has entered it, but the others still wait for it.
     stuck = [other for end in ends if end in waiting for other in waiting[end].group.members if other in ranks]
     ends = list(dict.fromkeys([*ends, *(other for other in stuck if ranks[other].dead or ranks[other].stopped)]))
@@ -51,9 +53,9 @@ def find_awaited_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | 
 
 
 def _list_missing_ranks(ranks: Mapping[int, RankState], call: Call) -> list[int]:
-    """Return the ranks for which `call` waits: the members of its group that have not entered it. Members whose calls
-    cannot be read are returned only if all others have entered it. ranks: rank -> state, for ranks whose calls can be
-    read."""
+    """Return the ranks for which `call` waits: the ranks of its group that have not entered the call. Ranks whose calls
+    cannot be read are returned only if all others have entered it. ranks: rank -> its state, without the ranks whose
+    calls cannot be read."""
 
     def entered(rank: int) -> bool:
         """Return True if rank `rank` is known to have entered `call`; False if it has not, or if its calls cannot be
@@ -67,8 +69,8 @@ def _list_missing_ranks(ranks: Mapping[int, RankState], call: Call) -> list[int]
 
 
 def _find_chain_ends(rank: int, blockers: Mapping[int, list[int]]) -> Iterator[int]:
-    """Yield the ranks at the ends of the chains "rank waits for rank" that begin at `rank`, which wait for no other
-    rank. blockers: rank -> ranks for which it waits."""
+    """Follow the chains "rank waits for rank" that begin at `rank`; yield the ranks at their ends, which wait for no
+    other rank. blockers: rank -> ranks for which it waits."""
     reached, ahead = {rank}, [rank]
     while ahead:
         at = ahead.pop()
@@ -105,8 +107,8 @@ def _blame_missing(
     left = [rank for rank in left if waiting[rank].group == earliest.group]
     blamed = tuple(rank for rank in blamed if rank in earliest.group.members and rank in blockers[left[0]])
     of_group = f"of ranks {format_ranks(earliest.group.members)} "
-    line = f"{name_ranks(blamed)} {choose_has(blamed)} not entered call {earliest.index} {of_group}({earliest.what})"
-    line += f", where {name_ranks(left)} {format_wait(left, waiting, now)} at {earliest.place}"
+    line = f"{name_ranks(blamed)} {choose_has(blamed)} not entered call {earliest.index} {of_group}"
+    line += f"({earliest.description}), where {name_ranks(left)} {format_wait(left, waiting, now)} at {earliest.place}"
     line += f"; {describe_activity(first, now)}; {describe_process(first)}"
     return Verdict(line, first.blame, blamed, earliest.group, earliest.index)
 
@@ -132,9 +134,9 @@ def _blame_unreadable(
 def _blame_late_or_link(
     ranks: Mapping[int, RankState], stuck: list[int], waiting: Mapping[int, Call], now: float
 ) -> Verdict:
-    """Return the verdict on a call that all ranks of its group have entered, but that is not complete: either one rank
-    entered it late, or the network carries no data. A rank is late if it entered the call after more than the fraction
-    `LATE_SHARE` of the first rank's wait.
+    """Return the verdict on a call that all ranks of its group have entered but that is not complete: either one rank
+    entered the call late, or the network carries no data. The last rank is late if it entered when more than the
+    fraction `LATE_SHARE` of the first rank's present waiting time had passed.
 
     ranks: rank -> its state. stuck: ranks that wait in the call. waiting: rank -> call in which it waits. now: seconds
     of the monotonic clock.
@@ -157,7 +159,7 @@ def _blame_late_or_link(
     return Verdict(line, "link", (), call.group, call.index)
 
 
-def _describe_circle(waiting: Mapping[int, Call], blockers: Mapping[int, list[int]], now: float) -> Verdict:
+def _blame_cycle(waiting: Mapping[int, Call], blockers: Mapping[int, list[int]], now: float) -> Verdict:
     """Return the verdict on ranks that wait for each other in a cycle.
 
     waiting: rank -> call in which it waits; blockers: rank -> ranks for which it waits; now: seconds of the monotonic
@@ -180,10 +182,10 @@ def _describe_circle(waiting: Mapping[int, Call], blockers: Mapping[int, list[in
 
 
 def find_lagging_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | None:
-    """Find ranks that have made fewer calls in a group than other ranks; return the verdict that blames them. On CUDA
-    only such a lag shows the cause, because hosts queue calls and do not block in them.
+    """Find the ranks that have made fewer calls in a group than other ranks; return the verdict that blames them. On
+    CUDA only such a lag shows the cause of a hang, because hosts queue calls and do not block in them.
 
-    None if no rank lags, or if no process has died, timed out or been stopped (SIGSTOP), because ranks also lag in
+    Return None if no rank lags, or if no process has died, timed out or been stopped (SIGSTOP): ranks also lag in
     normal operation. If rank A is behind rank B, and B behind C, only A is blamed. ranks: rank -> its state. now:
     seconds of the monotonic clock.
     """
@@ -219,10 +221,12 @@ def _blame_lagging(
     now: float,
 ) -> Verdict:
     """Return the verdict that blames ranks which have made fewer calls than others. It names the earliest call that the
-    first of them has not made.
+    first blamed rank has not made.
 
-    ranks: rank -> its state. blamed: the ranks to blame. kind: why they are behind: "dead", "stopped" or "behind".
-    slower: rank -> {rank that has made fewer calls: groups in which it has}. now: seconds of the monotonic clock."""
+    ranks: rank -> its state. blamed: the ranks to blame. kind: why they are behind: "dead", "stopped" or "behind"
+    (running other code). slower: {rank A: {rank B that has made fewer calls than A: groups in which it has}}. now:
+    seconds of the monotonic clock.
+    """
     first, missing = blamed[0], list[tuple[float, int, Call]]()
     for rank, others in slower.items():
         for group in others.get(first, ()):
@@ -242,15 +246,15 @@ def _blame_lagging(
     )
     of_group = f"of ranks {format_ranks(call.group.members)} "
     line = f"{name_ranks(alike)} {choose_has(alike)} not entered call {call.index} {of_group}"
-    line += f"({call.what}), which rank {ahead} queued {now - posted:.1f} s ago at {call.place}"
+    line += f"({call.description}), which rank {ahead} queued {now - posted:.1f} s ago at {call.place}"
     line += f"; {describe_activity(ranks[first], now)}; {describe_process(ranks[first])}"
     return Verdict(line, kind, alike, call.group, call.index)
 
 
 def find_stopped_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | None:
-    """Find the ranks whose process is suspended (SIGSTOP or debugger), for example during a checkpoint save; return the
-    verdict that blames them, or None without one. Called after `find_awaited_ranks`, which handles suspended ranks for
-    which others wait. ranks: rank -> its state. now: seconds of the monotonic clock."""
+    """Find the ranks whose process is suspended (SIGSTOP or debugger) outside a call, for example during a checkpoint
+    save. Return the verdict that blames them, or None if there are none. Called after `find_awaited_ranks`, which
+    handles suspended ranks for which others wait. ranks: rank -> its state. now: seconds of the monotonic clock."""
     blamed = tuple(rank for rank, seen in ranks.items() if seen.stopped)
     if not blamed:
         return None

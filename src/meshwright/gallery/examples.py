@@ -15,10 +15,14 @@ from meshwright.names import unknown
 class Example:
     """Definition of a worked example, before it is computed.
 
-    title: heading. published: the number or formula as papers print it. source: paper and section. run: function that
-    computes the example and appends its steps and results to an `ExampleWriter`. commands: command lines that show
-    more. files: source files that compute it, relative to the package. mistake: frequent error in texts, and what is
-    right; empty if none is known.
+    Attributes:
+        title: Heading.
+        published: The number or formula as papers print it.
+        source: Paper and section.
+        run: Function that computes the example and appends its steps and results to an `ExampleWriter`.
+        commands: Command lines that show more.
+        files: Source files that compute it, relative to the package.
+        mistake: Frequent error in texts, and what is right; empty if none is known.
     """
 
     title: str

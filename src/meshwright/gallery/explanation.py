@@ -29,8 +29,8 @@ class Table:
 
     @property
     def numeric(self) -> list[bool]:
-        """For each column: True if all of its non-empty cells are single numbers (with or without unit); such columns
-        are right-aligned."""
+        """One value per column: True if all of its non-empty cells are single numbers (with or without unit). Such
+        columns are right-aligned."""
         columns = zip(*self.rows, strict=True)
         return [all(_NUMBER.match(cell) and not _VECTOR.match(cell) for cell in column if cell) for column in columns]
 
@@ -54,8 +54,8 @@ Step: TypeAlias = Text | Table | Figure
 
 
 class ExampleWriter:
-    """Collects the steps and results of a worked example while it is computed: the example's function appends the steps
-    to show, and records results.
+    """Collector of the steps and results of a worked example while it is computed: the example's function appends the
+    steps to show, and records results.
 
     steps (attribute): `Text`, `Table` and `Figure` objects in the order in which they are shown. results (attribute):
     name of a result, with its unit or quantity -> number.

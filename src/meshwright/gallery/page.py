@@ -17,12 +17,12 @@ published figure or an independent computation. Sizes are decimal (1 GB = 10⁹ 
 def render_page(explanations: Sequence[Explanation]) -> str:
     """Return the page docs/worked-examples.md in Markdown: a table of contents and the examples `explanations`."""
     contents = "\n".join(
-        f"- [{one.title}](#{anchor(one.title)}): `meshwright explain {one.name}`" for one in explanations
+        f"- [{one.title}](#{make_anchor(one.title)}): `meshwright explain {one.name}`" for one in explanations
     )
     return "\n\n".join([INTRODUCTION, contents, *map(render_example, explanations)]) + "\n"
 
 
-def anchor(heading: str) -> str:
+def make_anchor(heading: str) -> str:
     """Return the link anchor that GitHub generates for a Markdown heading."""
     kept = "".join(letter for letter in heading.lower() if letter.isalnum() or letter in " -_")
     return kept.replace(" ", "-")

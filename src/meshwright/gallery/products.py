@@ -20,7 +20,9 @@ def explain_column_parallel_linear(writer: ExampleWriter) -> None:
     """Compute a worked example and append it to `writer`: a column-parallel linear layer Y = X W with the columns of W
     split over two ranks, in forward and in backward with its all-reduce."""
     halves = np.split(W, 2, axis=1)
-    writer.table("X (2 tokens) and W; rank 0 holds columns 0 and 1 of W, rank 1 columns 2 and 3:", *_show_operands())
+    writer.table(
+        "X (2 tokens) and W; rank 0 holds columns 0 and 1 of W, rank 1 columns 2 and 3:", *_make_operand_table()
+    )
     parts = [X @ half for half in halves]
     writer.table(
         "Forward: every rank has all of X and multiplies it with its columns.",
@@ -37,7 +39,7 @@ def explain_column_parallel_linear(writer: ExampleWriter) -> None:
         "dX = dY₀ W₀ᵀ + dY₁ W₁ᵀ has a part on each rank, so that the input's gradient is all-reduced; dW of "
         "a rank is Xᵀ dY of its columns and stays there.",
     )  # fmt: skip
-    writer.text(_show_split("model.layers.0.mlp.up_proj.weight"))
+    writer.text(_describe_split("model.layers.0.mlp.up_proj.weight"))
     writer.result("Y[0, 3]", whole[0, 3])
     writer.result("difference from X W", float(np.abs(whole - X @ W).max()))
 
@@ -45,7 +47,7 @@ def explain_column_parallel_linear(writer: ExampleWriter) -> None:
 def explain_row_parallel_linear(writer: ExampleWriter) -> None:
     """Compute a worked example and append it to `writer`: a row-parallel linear layer Y = X W with the rows of W and
     the columns of X split over two ranks, whose partial products an all-reduce sums."""
-    writer.table("X (2 tokens) and W; rank 0 holds rows 0 and 1 of W, rank 1 rows 2 and 3:", *_show_operands())
+    writer.table("X (2 tokens) and W; rank 0 holds rows 0 and 1 of W, rank 1 rows 2 and 3:", *_make_operand_table())
     parts = [x @ w for x, w in zip(np.split(X, 2, axis=1), np.split(W, 2, axis=0), strict=True)]
     total = _show_reduction(
         writer, parts,
@@ -56,7 +58,7 @@ def explain_row_parallel_linear(writer: ExampleWriter) -> None:
         "Backward: dX of a rank is dY W_rᵀ, of its own features: no communication. With sequence parallelism the "
         "all-reduce becomes a reduce-scatter, and an all-gather before the next column-split layer."
     )
-    writer.text(_show_split("model.layers.0.mlp.down_proj.weight"))
+    writer.text(_describe_split("model.layers.0.mlp.down_proj.weight"))
     once, halves = 0.0, [0.0, 0.0]
     for index in range(10):
         once += 0.1
@@ -71,9 +73,8 @@ def explain_row_parallel_linear(writer: ExampleWriter) -> None:
     writer.result("ten times 0.1, on two ranks", sum(halves))
 
 
-def _show_operands() -> tuple[tuple[str, str], list[tuple[str, str]]]:
-    """Return (column names, rows) of a table that shows the example's activations X and weights W, both module
-    constants."""
+def _make_operand_table() -> tuple[tuple[str, str], list[tuple[str, str]]]:
+    """Return (column names, rows) of a table of the example's activations X and weights W, the module constants."""
     rows = [(format_vector(X[at]) if at < len(X) else "", format_vector(row)) for at, row in enumerate(W)]
     return ("rows of X", "rows of W"), rows
 
@@ -101,9 +102,9 @@ def _show_reduction(writer: ExampleWriter, parts: list[Floats], words: str) -> F
     return total
 
 
-def _show_split(name: str) -> str:
-    """Return a sentence that says how tensor parallelism over two ranks splits a weight of the preset "llama-tiny",
-    with the weight's full and local shapes. name: name of the weight."""
+def _describe_split(name: str) -> str:
+    """Return a sentence on how tensor parallelism over two ranks splits a weight of the preset "llama-tiny", with the
+    weight's full and local shapes. name: name of the weight."""
     entry = parameter_table(preset("llama-tiny")).entry(name)
     whole, local = (" × ".join(map(str, shape)) for shape in (entry.shape, entry.local_shape(Layout(tp=2))))
     kind = "column-split (the disk holds Wᵀ, so that its rows are cut)" if entry.split["tp"] == 0 else "row-split"

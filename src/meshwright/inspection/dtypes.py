@@ -12,15 +12,14 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class ElementType:
-    """Element type of tensors, with a function that converts raw bytes to numbers. bits: size of an element in bits.
-    read: converts uint8 [n] to values [8 n / bits]; None if values of this type cannot be read.
-    """
+    """Element type of tensors. bits: size of an element in bits. read: function that converts raw bytes, uint8 [n], to
+    numbers [8 n / bits]; None: values of this type cannot be read."""
 
     bits: int
     read: Callable[[NDArray[np.uint8]], NDArray[Any]] | None = None
 
 
-def _numpy_type(kind: str) -> ElementType:
+def _make_numpy_type(kind: str) -> ElementType:
     """Create the `ElementType` of a NumPy dtype: its `read` views raw bytes as little-endian values. kind: name of the
     dtype, such as "f4" (float32).
     """
@@ -56,18 +55,19 @@ def _decode_float8_codes(exponent_bits: int, mantissa_bits: int, infinities: boo
     return (sign * value).astype(np.float32)
 
 
-def _lookup_type(values: NDArray[np.float32]) -> ElementType:
+def _make_lookup_type(values: NDArray[np.float32]) -> ElementType:
     """Create an 8-bit `ElementType` whose `read` maps each byte to its entry in the table `values`, float32 [256]."""
     return ElementType(8, lambda raw: values[raw])
 
 
 ELEMENT_TYPES: dict[str, ElementType] = {
-    "BOOL": _numpy_type("?"), "U8": _numpy_type("u1"), "I8": _numpy_type("i1"),
-    "U16": _numpy_type("u2"), "I16": _numpy_type("i2"), "U32": _numpy_type("u4"), "I32": _numpy_type("i4"),
-    "U64": _numpy_type("u8"), "I64": _numpy_type("i8"), "F16": _numpy_type("f2"),
-    "BF16": ElementType(16, _read_bfloat16), "F32": _numpy_type("f4"), "F64": _numpy_type("f8"),
-    "F8_E4M3": _lookup_type(_decode_float8_codes(4, 3, infinities=False)),
-    "F8_E5M2": _lookup_type(_decode_float8_codes(5, 2, infinities=True)),
+    "BOOL": _make_numpy_type("?"), "U8": _make_numpy_type("u1"), "I8": _make_numpy_type("i1"),
+    "U16": _make_numpy_type("u2"), "I16": _make_numpy_type("i2"),
+    "U32": _make_numpy_type("u4"), "I32": _make_numpy_type("i4"),
+    "U64": _make_numpy_type("u8"), "I64": _make_numpy_type("i8"), "F16": _make_numpy_type("f2"),
+    "BF16": ElementType(16, _read_bfloat16), "F32": _make_numpy_type("f4"), "F64": _make_numpy_type("f8"),
+    "F8_E4M3": _make_lookup_type(_decode_float8_codes(4, 3, infinities=False)),
+    "F8_E5M2": _make_lookup_type(_decode_float8_codes(5, 2, infinities=True)),
     "F8_E8M0": ElementType(8), "F4": ElementType(4), "F6_E2M3": ElementType(6), "F6_E3M2": ElementType(6),
     "C64": ElementType(64),
 }  # fmt: skip

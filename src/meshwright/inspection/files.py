@@ -1,5 +1,5 @@
-"""Find the tensors of a model path: a safetensors file, shards with an index, or torch's `.bin`, read without executing
-its pickle. Only headers are read; every error in them is one line that names the file."""
+"""Tensors of a model path: a safetensors file, shards with an index, or torch's `.bin`, read without executing its
+pickle. Only headers are read; every error in them is one line that names the file."""
 
 from __future__ import annotations
 
@@ -121,11 +121,12 @@ class TensorFiles:
 
 
 def _are_records(storages: Set[tuple[int, int]], records: Mapping[int, int]) -> bool:
-    """Return True if each memory block that `torch.load` has mapped from a file coincides with a record (stored member)
-    of that zip file; also True if there are none.
+    """Return True if each memory block that `torch.load` has mapped from a zip file is exactly one of the file's
+    records (stored members), or if there are no blocks.
 
     storages: (address, size in bytes) of each block. records: {offset in the file: size in bytes} of the zip file's
-    records. The file is mapped at a page boundary, which is found from the first block."""
+    records. The address at which the file is mapped, a page boundary, is derived from the first block.
+    """
     if not storages:
         return True
     first, size = next(iter(storages))
@@ -138,10 +139,10 @@ def _are_records(storages: Set[tuple[int, int]], records: Mapping[int, int]) -> 
 
 
 def _check_zip_records(file: Path) -> dict[int, int]:
-    """Check that the records (stored members) of a zip file written by `torch.save` are where the zip directory says,
-    uncompressed and one after another. Return {offset of a record's data in the file: its size in bytes}. torch does
-    not check this when it maps the records, and would return other bytes. Raises `ValueError` or `BadZipFile` if the
-    check fails."""
+    """Check that the records (stored members) of a zip file written by `torch.save` are uncompressed, one after
+    another, and where the zip directory says; torch maps them without this check and could return other bytes. Return
+    {offset of a record's data in the file: its size in bytes}. Raises `ValueError` or `BadZipFile` if the check fails.
+    """
     with zipfile.ZipFile(file) as archive, file.open("rb") as stream:
         records = sorted(archive.infolist(), key=lambda record: record.header_offset)
         found: dict[int, int] = {}

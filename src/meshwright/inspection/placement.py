@@ -8,7 +8,7 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.cost.micro_batch import ITEM_BYTES
 from meshwright.planner.memory.ledger import DTYPES, STORED
-from meshwright.planner.memory.states import flats_of, states
+from meshwright.planner.memory.states import flats_of, list_states
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import ParameterTable, parameter_table
 from meshwright.spec.partition import Partition
@@ -41,8 +41,10 @@ def describe_placement(config: ModelConfig, layout_text: str, dtype: str, sequen
     kept = DTYPES[STORED.get(precision, precision)]
     table = parameter_table(config)
     partition = Partition.of(program_for(layout, config, sequence), config, table, sequence)
-    places = [_describe_stage(partition, layout, place, kept) for place in range(layout.pp)]
-    experts = [_list_held_experts(table, layout, place) for place in range(layout.ep)] if layout.ep > 1 else [[]]
+    places = [_describe_stage(partition, layout, at, kept) for at in range(layout.pp)]
+    experts = (
+        [_list_held_experts(table, layout, coordinate) for coordinate in range(layout.ep)] if layout.ep > 1 else [[]]
+    )
     ranks = []
     for rank in range(layout.world_size):
         at = layout.coordinates(rank)
@@ -52,8 +54,8 @@ def describe_placement(config: ModelConfig, layout_text: str, dtype: str, sequen
     return {"layout": str(layout), "precision": precision, "ranks": ranks}
 
 
-def _describe_stage(partition: Partition, layout: Layout, place: int, dtype: str) -> dict[str, Any]:
-    """Return what each rank with the coordinate `place` on axis pp holds, as a JSON dict: "stages" and "layers"
+def _describe_stage(partition: Partition, layout: Layout, coordinate: int, dtype: str) -> dict[str, Any]:
+    """Return the contents of a rank with coordinate `coordinate` on axis pp, as a JSON dict: "stages" and "layers"
     (indices), "embedding" and "head" (True if held), "elements" and "bytes" of the parameters that the rank keeps
     between steps, "training_bytes" (persistent memory of AdamW training: {kind, such as "parameters", "gradients" or
     "optimizer": bytes}).
@@ -61,10 +63,10 @@ def _describe_stage(partition: Partition, layout: Layout, place: int, dtype: str
     partition: assignment of layers to stages. layout: axes over which the stage's parameters are sharded. dtype: torch
     name of the parameters' dtype, such as "bfloat16".
     """
-    stages, units = partition.stages_on(place), partition.units_on(place)
+    stages, units = partition.stages_on(coordinate), partition.units_on(coordinate)
     flats = flats_of(partition.table, layout, units)
     kinds: dict[str, int] = {}
-    for state in states(flats, dtype, "float32", "adamw"):
+    for state in list_states(flats, dtype, "float32", "adamw"):
         kinds[state.kind] = kinds.get(state.kind, 0) + state.bytes
     return {
         "stages": [stage.index for stage in stages],
@@ -77,9 +79,11 @@ def _describe_stage(partition: Partition, layout: Layout, place: int, dtype: str
     }
 
 
-def _list_held_experts(table: ParameterTable, layout: Layout, place: int) -> list[int]:
+def _list_held_experts(table: ParameterTable, layout: Layout, coordinate: int) -> list[int]:
     """Return the indices of the experts that a rank holds under expert parallelism, ascending. table: the model's
-    parameters. layout: its ep is the number of ranks over which the experts are divided. place: the rank's coordinate
-    on axis ep."""
-    held = {entry.expert[0] for entry in table.entries if entry.expert is not None and entry.ep_rank(layout) == place}
+    parameters. layout: its ep is the number of ranks over which the experts are divided. coordinate: the rank's
+    coordinate on axis ep."""
+    held = {
+        entry.expert[0] for entry in table.entries if entry.expert is not None and entry.ep_rank(layout) == coordinate
+    }
     return sorted(held)

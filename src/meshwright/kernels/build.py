@@ -46,9 +46,9 @@ class KernelsUnavailable(Exception):
 
 
 @contextmanager
-def _reporting_errors() -> Iterator[None]:
-    """Context manager that converts errors of a failing compiler and of an unusable cache directory to
-    `KernelsUnavailable`, whose message states the reason."""
+def _convert_errors() -> Iterator[None]:
+    """Context manager that converts errors of the compiler and of file access to `KernelsUnavailable`, whose message
+    states the reason."""
     try:
         yield
     except subprocess.CalledProcessError as error:
@@ -60,7 +60,8 @@ def _reporting_errors() -> Iterator[None]:
 
 
 def find_compiler() -> str:
-    """Return the path of the C++ compiler: what CXX names, else g++. Raises KernelsUnavailable if there is none."""
+    """Return the path of the C++ compiler: the one that the environment variable CXX names, else g++. Raises
+    KernelsUnavailable if it is not installed."""
     name = os.environ.get("CXX") or "g++"
     if (found := shutil.which(name)) is None:
         raise KernelsUnavailable(f"there is no C++ compiler {name} (CXX names another)")
@@ -89,9 +90,10 @@ def get_cache_directory() -> Path:
 
 
 def compute_version(compiler: str, instruction_set: str) -> str:
-    """Return the version of the compiled library for an instruction set: the hex SHA-256 of kernel sources, compiler
-    version and flags. compiler: path of the C++ compiler. Raises KernelsUnavailable if the compiler does not run."""
-    with _reporting_errors():
+    """Return the version of the compiled library for `instruction_set` ("amx", "avx512_bf16", "avx512" or "avx2"): the
+    hex SHA-256 of kernel sources, compiler version and flags. compiler: path of the C++ compiler. Raises
+    KernelsUnavailable if the compiler does not run."""
+    with _convert_errors():
         described = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=60).stdout
     digest = hashlib.sha256(described + repr((FLAGS, INSTRUCTION_SETS[instruction_set])).encode())
     for path in SOURCES:
@@ -100,17 +102,17 @@ def compute_version(compiler: str, instruction_set: str) -> str:
 
 
 def build(instruction_set: str, log: Callable[[str], None] = lambda line: None) -> tuple[Path, str]:
-    """Compile the kernels for `instruction_set` to a shared library, unless the cache holds an undamaged one. Return
-    (path of the library, version), where the version is the hash of sources, compiler and flags.
+    """Compile the kernels for `instruction_set` to a shared library, unless the cache has an undamaged one. Return
+    (path of the library, its version from `compute_version`).
 
-    log: called with one line before compiling, or waiting for another process that compiles. Raises KernelsUnavailable
-    if there is no compiler that can build the library, or no place for it.
+    log: called with one line before compiling, or before waiting for another process that compiles. Raises
+    KernelsUnavailable if the compiler fails or the library cannot be written.
     """
     compiler = find_compiler()
     version = compute_version(compiler, instruction_set)
     library = get_cache_directory() / f"{version}.so"
     if not _is_intact(library):
-        with _reporting_errors():
+        with _convert_errors():
             library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with _lock(library.with_suffix(".lock"), log):
                 if not _is_intact(library):  # no other process has compiled it meanwhile
@@ -121,9 +123,9 @@ def build(instruction_set: str, log: Callable[[str], None] = lambda line: None) 
 
 @contextmanager
 def _lock(path: Path, log: Callable[[str], None]) -> Iterator[None]:
-    """Hold an exclusive lock on the file `path` inside the context; it ends with the process at the latest. On a file
-    system without locks nothing is locked: several processes may then compile, and each moves complete files into
-    place. log: called with one line before waiting."""
+    """Context manager that holds an exclusive lock on the file `path`; the end of the process also unlocks it. On a
+    file system without locks nothing is locked; several processes may then compile, which is safe because each renames
+    complete files. log: called with one line before waiting."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -142,12 +144,12 @@ def _is_intact(library: Path) -> bool:
         status = library.stat()
         if status.st_uid != os.geteuid() or status.st_mode & 0o022:
             return False
-        return _checksum_path(library).read_text() == hashlib.sha256(library.read_bytes()).hexdigest()
+        return _get_checksum_path(library).read_text() == hashlib.sha256(library.read_bytes()).hexdigest()
     except (OSError, UnicodeDecodeError):
         return False
 
 
-def _checksum_path(library: Path) -> Path:
+def _get_checksum_path(library: Path) -> Path:
     """Return the path of the file beside `library` that contains the library's SHA-256."""
     return library.with_suffix(".sha256")
 
@@ -166,4 +168,4 @@ def _compile(compiler: str, instruction_set: str, library: Path) -> None:
         checksum = Path(scratch) / "sha256"
         checksum.write_text(hashlib.sha256(made.read_bytes()).hexdigest())
         os.replace(made, library)
-        os.replace(checksum, _checksum_path(library))
+        os.replace(checksum, _get_checksum_path(library))

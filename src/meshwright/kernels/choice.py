@@ -99,12 +99,14 @@ def choose_instruction_set(log: Callable[[str], None] = lambda line: None) -> st
 
 
 def prepare_kernels(config: ModelConfig, dtype: str, layout: Layout, log: Callable[[str], None]) -> tuple[str, str]:
-    """Compile the kernels that CPU ranks will load, unless they are in the cache, and return (instruction set, ""). If
-    there are no kernels for this machine, model or dtype, log a warning and return (`PLAIN_TORCH`, reason).
+    """Compile the kernels that CPU ranks will load, unless they are in the cache; return (instruction set, ""). If no
+    kernels can be used on this machine or for this model or dtype, log a warning and return ("torch", reason): the
+    model is then computed in plain PyTorch.
 
     config: configuration of the model. dtype: dtype of the weights, such as "bfloat16". layout: parallel layout of the
-    ranks. log: called with each line. Raises UserError if the instruction set that the user has named cannot be used,
-    or the layout needs kernels and there are none."""
+    ranks. log: called with each line of text for the user. Raises UserError if the instruction set that the user chose
+    is not available, or if the layout needs kernels and none can be used.
+    """
     reason = f"there are no kernels for {dtype}, only for {' and '.join(KERNEL_DTYPES)}"
     if gap := find_kernel_gap(config, layout):
         reason = gap
@@ -151,8 +153,8 @@ def measure_kernels(candidates: Mapping[str, Kernels]) -> dict[str, dict[str, fl
 
 
 def _make_cases(kernels: Kernels) -> dict[str, Callable[[], None]]:
-    """Return the benchmark cases by which the instruction set is chosen, {case: function that runs it once}: for T = 1,
-    8 and 128 tokens (decode to prefill) one matrix product and one attention.
+    """Return the benchmark cases by which the instruction set is chosen, {name: function that runs the case once}: one
+    matrix product and one attention for each of T = 1, 8 and 128 tokens (decode to prefill).
 
     Case "product T" multiplies T rows by a [1536, 1536] weight. Case "attention T" computes attention of the last T
     tokens of a sequence of 1,024 tokens, with 8 query heads of size 64 and 2 key-value heads. kernels: the compiled
@@ -160,12 +162,14 @@ def _make_cases(kernels: Kernels) -> dict[str, Callable[[], None]]:
     """
     random, heads, kv_heads, size, context = np.random.default_rng(0), 8, 2, 64, 1024
     matrix = kernels.pack(random.standard_normal((1536, 1536), np.float32), "bfloat16")
-    keys, values = (kernels.empty(shape, np.uint16) for shape in LayerCache.shapes(context // 16, kv_heads, size))
+    keys, values = (
+        kernels.allocate(shape, np.uint16) for shape in LayerCache.compute_shapes(context // 16, kv_heads, size)
+    )
     cache = LayerCache(keys, values, size)
     cases: dict[str, Callable[[], None]] = {}
     for tokens in (1, 8, 128):
         x, out = random.standard_normal((tokens, 1536), np.float32), np.zeros((tokens, 1536), np.float32)
-        products, attention = kernels.op_list(), kernels.op_list()
+        products, attention = kernels.create_op_list(), kernels.create_op_list()
         products.append(Linear(out, x, matrix))
         qkv = x[:, : (heads + 2 * kv_heads) * size]
         attention.append(Attention(out[:, : heads * size], qkv, cache, heads, size**-0.5))
@@ -176,8 +180,8 @@ def _make_cases(kernels: Kernels) -> dict[str, Callable[[], None]]:
 
 
 class _LastTokens:
-    """Batch (as `StepArrays`) for timing kernels: a step that computes the last `tokens` tokens of a single sequence of
-    `context` tokens, whose other keys and values are cached. Token IDs are arbitrary."""
+    """Batch for timing kernels, with the arrays of `StepArrays`: a step that computes the last `tokens` tokens of a
+    single sequence of `context` tokens, whose earlier keys and values are cached. Token IDs are arbitrary."""
 
     def __init__(self, tokens: int, context: int) -> None:
         self.positions = np.arange(context - tokens, context, dtype=np.int32)
@@ -188,9 +192,8 @@ class _LastTokens:
 
 
 def _open_libraries(instruction_sets: Sequence[str], log: Callable[[str], None]) -> Iterator[tuple[str, Kernels]]:
-    """Open the compiled libraries for `instruction_sets`, in order, and yield (instruction set, library) for each that
-    can be opened. Raises `KernelsUnavailable` at the end if there are none. log: called with one line before
-    compiling."""
+    """Open the compiled libraries for `instruction_sets` in order; yield (instruction set, library) for each that can
+    be opened. Raises `KernelsUnavailable` at the end if none could. log: called with one line before compiling."""
     reasons = []
     for name in instruction_sets:
         try:
@@ -204,9 +207,9 @@ def _open_libraries(instruction_sets: Sequence[str], log: Callable[[str], None])
 
 
 def _open_library(instruction_set: str, log: Callable[[str], None]) -> Kernels:
-    """Open the compiled library for one instruction set, from the cache or compiled now, and return it. Raises
-    `KernelsUnavailable` if it cannot be built, or if the system denies the use of AMX. log: called with one line before
-    compiling."""
+    """Open the compiled library for `instruction_set` ("avx2" ...), from the cache or compiled now, and return it.
+    Raises `KernelsUnavailable` if the library cannot be built or the system denies the use of AMX. log: called with one
+    line before compiling."""
     path, version = build.build(instruction_set, log)
     library = ctypes.CDLL(str(path))
     library.kernels_new_pool.restype = ctypes.c_void_p

@@ -47,8 +47,8 @@ class Kernels:
         self.end_packing()
         self._pool = weakref.finalize(self, self._library.kernels_delete_pool, self._handle)
 
-    def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-        """Return a new zeroed array of the given shape and dtype, aligned to 64 bytes, in huge pages where the system
+    def allocate(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+        """Return a new array of zeros of the given shape and dtype, aligned to 64 bytes, in huge pages where the system
         has them. A page takes physical memory when it is first written."""
         dtype = np.dtype(dtype)
         size = int(np.prod(shape)) * dtype.itemsize
@@ -62,14 +62,14 @@ class Kernels:
         return bytes_.view(dtype).reshape(shape)
 
     def pack(self, weight: Array, dtype: str) -> PackedMatrix:
-        """Pack weight matrices into the kernels' memory layout; return them.
+        """Return weight matrices packed in the memory layout that the kernels read.
 
-        weight: [n, k] or [count, n, k], float32 or bfloat16 bits (uint16). dtype: element type of the result, "float32"
-        or "bfloat16" (rounded to nearest even).
+        weight: one matrix [n, k] or several [count, n, k], float32 or uint16 (bits of bfloat16). dtype: element type of
+        the result, "float32" or "bfloat16" (rounded to nearest even).
         """
         count, n, k = weight.shape if weight.ndim == 3 else (1, *weight.shape)
         row_bytes = -(-k // 32) * 32 * 2 if dtype == "bfloat16" else k * 4
-        buffer = self.empty((count * -(-n // 16) * 16 * row_bytes,), np.uint8)
+        buffer = self.allocate((count * -(-n // 16) * 16 * row_bytes,), np.uint8)
         packed = PackedMatrix(buffer, n, k, count, dtype == "bfloat16")
         # A word is one float32, or two bfloat16 of consecutive k.
         words = buffer.view(np.uint32).reshape(count, -(-n // 16), -1, 16)
@@ -99,16 +99,16 @@ class Kernels:
         return packed
 
     def end_packing(self) -> None:
-        """Free the threads and buffers in which `pack` converts weights; call it when all weights are loaded. A later
-        `pack` allocates them again."""
+        """Free the threads and buffers that `pack` uses. Called when all weights are packed; a later call of `pack`
+        creates them again."""
         if self._packers is not None:
             self._packers.shutdown()
         self._packers, self._padded = None, [np.empty(0, np.uint32)] * self._threads
 
     def _make_padded(self, number: int, shape: tuple[int, int]) -> npt.NDArray[np.uint32]:
-        """Return a zeroed uint32 array of `shape` (rows, columns) into which `pack` copies rows of a weight, padded to
-        whole panels, before it permutes them. number: index of the packing thread, whose array is reused by its next
-        call."""
+        """Return a uint32 array of zeros of `shape` (rows, columns). `pack` copies rows of a weight into it, padded to
+        whole panels of 16 rows, before it permutes them. number: index of the packing thread; the thread's next call
+        reuses the memory."""
         size = shape[0] * shape[1]
         if len(self._padded[number]) < size:
             self._padded[number] = np.empty(size, np.uint32)
@@ -116,8 +116,8 @@ class Kernels:
         padded[...] = 0
         return padded
 
-    def op_list(self) -> OpList:
-        """Return a new, empty list of operations that this library executes when the list is run."""
+    def create_op_list(self) -> OpList:
+        """Return a new empty list of operations, which this library executes when `OpList.run` is called."""
         return OpList(self.execute)
 
     def execute(self, ops: ctypes.Array[structures.Op], begin: int, end: int, step: structures.Step) -> None:

@@ -69,9 +69,9 @@ class OpList:
         return self._array
 
     def append(self, op: AnyOp) -> int:
-        """Append an operation; return the index of its first entry, for use as `begin` or `end` of `run`. A
-        mixture-of-experts layer takes several entries, every other operation one. Raises `ValueError` if the shapes of
-        the operation's arrays are inconsistent."""
+        """Append the operation `op`, such as a `Linear`; return the index of its first entry, for use as `begin` or
+        `end` of `run`. A mixture-of-experts layer takes several entries, every other operation one. Raises `ValueError`
+        if the shapes of the operation's arrays are inconsistent."""
         begin = len(self._ops)
         self._ops += list(_LOWER[type(op)](op))  # all or, after an error, none
         self._held.append(op)
@@ -92,8 +92,8 @@ class OpList:
 
 
 def make_matrix_struct(weight: PackedMatrix) -> structures.Matrix:
-    """Convert a packed weight matrix to the ctypes struct for the compiled library, which holds the address of its
-    buffer."""
+    """Convert a packed weight matrix to its ctypes struct for the compiled library. The struct holds the address of the
+    matrix's buffer, which must stay allocated."""
     size = len(weight.buffer) // weight.count
     return structures.Matrix(
         weight.buffer.ctypes.data, weight.n, weight.k, weight.count, size, bfloat16=weight.bfloat16, packed=True
@@ -102,10 +102,12 @@ def make_matrix_struct(weight: PackedMatrix) -> structures.Matrix:
 
 def _make_cache_struct(cache: LayerCache) -> structures.Cache:
     """Convert a layer's KV cache to its ctypes struct. Raises `ValueError` if keys and values have different numbers of
-    blocks or heads, or other shapes than `LayerCache.shapes` has for these numbers."""
+    blocks or heads, or other shapes than `LayerCache.compute_shapes` has for these numbers."""
     blocks, kv_heads = cache.keys.shape[:2]
-    if (cache.keys.shape, cache.values.shape) != LayerCache.shapes(blocks, kv_heads, cache.head_dim):
-        raise ValueError(f"keys {cache.keys.shape} and values {cache.values.shape} are not those of LayerCache.shapes")
+    if (cache.keys.shape, cache.values.shape) != LayerCache.compute_shapes(blocks, kv_heads, cache.head_dim):
+        raise ValueError(
+            f"keys {cache.keys.shape} and values {cache.values.shape} are not those of LayerCache.compute_shapes"
+        )
     wide = BFLOAT16 if cache.keys.dtype == BFLOAT16 else np.dtype(np.float32)
     return structures.Cache(
         get_address(cache.keys, wide),
@@ -120,8 +122,8 @@ def _make_cache_struct(cache: LayerCache) -> structures.Cache:
 def _make_op(
     kind: str, out: Float32, x: Float32 | None, *, width: int, in_width: int | None = None, **fields: Any
 ) -> structures.Op:
-    """Create the ctypes struct of one operation. Raises `ValueError` if `out` or `x` has rows of another width than
-    given.
+    """Create the ctypes struct of one operation. Raises `ValueError` if the rows of `out` or `x` do not have the given
+    width.
 
     kind: key of `KIND`, such as "linear". out: buffer to write, with rows of `width` elements. x: buffer to read, with
     rows of `in_width` elements (None: `width`). fields: further fields of `structures.Op`.
@@ -137,7 +139,7 @@ def _make_op(
 
 
 def _lower_embed(op: Embed) -> Iterator[structures.Op]:
-    """Yield the ctypes struct of an `Embed` operation (embedding lookup by token ID or position)."""
+    """Yield the ctypes struct of the `Embed` operation `op` (embedding lookup by token ID or position)."""
     if isinstance(op.table, np.ndarray):
         wide = BFLOAT16 if op.table.dtype == BFLOAT16 else np.dtype(np.float32)
         (n, k), data = op.table.shape, get_address(op.table, wide)
@@ -149,7 +151,7 @@ def _lower_embed(op: Embed) -> Iterator[structures.Op]:
 
 
 def _lower_norm(op: Norm) -> Iterator[structures.Op]:
-    """Yield the ctypes struct of a `Norm` operation (RMSNorm or LayerNorm)."""
+    """Yield the ctypes struct of the `Norm` operation `op` (RMSNorm or LayerNorm)."""
     yield _make_op(
         "norm", op.out, op.x, width=len(op.weight), mode=_NORM[op.kind], rows=_ROWS[op.rows], epsilon=op.epsilon,
         weight=get_address(op.weight, np.float32), bias=get_address(op.bias, np.float32, len(op.weight)),
@@ -157,7 +159,7 @@ def _lower_norm(op: Norm) -> Iterator[structures.Op]:
 
 
 def _lower_linear(op: Linear) -> Iterator[structures.Op]:
-    """Yield the ctypes struct of a `Linear` operation."""
+    """Yield the ctypes struct of the `Linear` operation `op`."""
     bias = get_address(op.bias, np.float32, op.weight.n)
     yield _make_op(
         "linear", op.out, op.x, width=op.weight.n, in_width=op.weight.k, rows=_ROWS[op.rows], bias=bias,
@@ -166,7 +168,8 @@ def _lower_linear(op: Linear) -> Iterator[structures.Op]:
 
 
 def _lower_rope_store(op: RopeStore) -> Iterator[structures.Op]:
-    """Yield the ctypes struct of a `RopeStore` operation (QK norm, rotary embedding, and the write to the KV cache)."""
+    """Yield the ctypes struct of the `RopeStore` operation `op` (QK norm, rotary embedding and the
+    write to the KV cache)."""
     cache, size = _make_cache_struct(op.cache), op.cache.head_dim
     rotated, count = (0, None) if op.cosine is None else (2 * op.cosine.shape[1], op.cosine.size)
     yield _make_op(
@@ -178,8 +181,8 @@ def _lower_rope_store(op: RopeStore) -> Iterator[structures.Op]:
 
 
 def _lower_attention(op: Attention) -> Iterator[structures.Op]:
-    """Yield the ctypes struct of an `Attention` operation. `window` 0 (no sliding window) is encoded as a window of
-    2^40 tokens."""
+    """Yield the ctypes struct of the `Attention` operation `op`. Its `window` 0 (no sliding window) is encoded as a
+    window of 2^40 tokens."""
     cache, size, window = _make_cache_struct(op.cache), op.cache.head_dim, op.window or 1 << 40
     yield _make_op(
         "attention", op.out, op.qkv, width=op.heads * size, in_width=(op.heads + 2 * cache.kv_heads) * size,
@@ -188,7 +191,7 @@ def _lower_attention(op: Attention) -> Iterator[structures.Op]:
 
 
 def _lower_activation(op: Activation, rows: str = "tokens", **fields: Any) -> Iterator[structures.Op]:
-    """Yield the ctypes struct of an `Activation` operation.
+    """Yield the ctypes struct of the `Activation` operation `op`.
 
     rows: meaning of a buffer's rows: "tokens", "outputs" (tokens whose logits are wanted) or "assignments" (pairs of
     token and expert). fields: further fields of `structures.Op`, such as `routing`.
@@ -201,9 +204,9 @@ def _lower_activation(op: Activation, rows: str = "tokens", **fields: Any) -> It
 
 
 def _lower_experts(op: Experts) -> Iterator[structures.Op]:
-    """Yield the seven ctypes structs of a mixture-of-experts layer: router product, top-k choice, sorting by expert, up
-    projections, activation, down projections, weighted sum. Raises `ValueError` if the workspace was allocated for
-    another number of experts or another top-k than the layer has."""
+    """Yield the seven ctypes structs of the mixture-of-experts layer `op`: router product, top-k choice, sorting by
+    expert, up projections, activation, down projections, weighted sum. Raises `ValueError` if the
+    workspace was allocated for another number of experts or another top-k than the layer has."""
     space, count = op.workspace, op.router.n
     if space.scores.shape[1] != count or space.chosen.shape[1] != op.top_k:
         raise ValueError(
@@ -230,14 +233,14 @@ def _lower_experts(op: Experts) -> Iterator[structures.Op]:
 
 
 def _lower_gate(op: Gate) -> Iterator[structures.Op]:
-    """Yield the ctypes struct of a `Gate` operation (sigmoid gate of a shared expert)."""
+    """Yield the ctypes struct of the `Gate` operation `op` (sigmoid gate of a shared expert)."""
     matrix = structures.Matrix(k=op.x.shape[1])
     weight = get_address(op.weight, np.float32, op.x.shape[1])
     yield _make_op("gate", op.out, op.x, width=op.out.shape[1], in_width=op.x.shape[1], weight=weight, matrix=matrix)
 
 
 def _lower_scale(op: Scale) -> Iterator[structures.Op]:
-    """Yield the ctypes struct of a `Scale` operation (rows times a number, softcap)."""
+    """Yield the ctypes struct of the `Scale` operation `op` (rows times a number, softcap)."""
     yield _make_op(
         "scale", op.out, op.x, width=op.out.shape[1], scale=op.factor, softcap=op.softcap, accumulate=op.accumulate,
         rows=_ROWS[op.rows],
@@ -245,7 +248,7 @@ def _lower_scale(op: Scale) -> Iterator[structures.Op]:
 
 
 def _lower_take_rows(op: TakeRows) -> Iterator[structures.Op]:
-    """Yield the ctypes struct of a `TakeRows` operation (copy of the rows whose logits are wanted)."""
+    """Yield the ctypes struct of the `TakeRows` operation `op` (copy of the rows whose logits are wanted)."""
     yield _make_op("take_rows", op.out, op.x, width=op.out.shape[1], rows=_ROWS["outputs"])
 
 

@@ -57,7 +57,7 @@ class LayerCache:
     table: int = 0
 
     @staticmethod
-    def shapes(blocks: int, kv_heads: int, head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def compute_shapes(blocks: int, kv_heads: int, head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return (shape of keys, shape of values) of a layer's KV cache. blocks: number of KV blocks of 16 tokens.
         kv_heads: key-value heads of size `head_dim`."""
         padded = -(-head_dim // 16) * 16

@@ -16,10 +16,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 def add_norm(
     x, delta, weight, out, size, epsilon, ADD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Write the RMSNorm of one row of `x` [rows, size] to `out`. ADD: first add the row of `delta` to `x` in place
-    (residual).
+    """Write the RMSNorm of one row of `x` [rows, size], times `weight`, to `out` [rows, size]. If ADD, first add the
+    row of `delta` [rows, size] (the residual branch) to `x` in place.
 
-    Grid: (rows). weight: [size]. epsilon: added to the mean square. BLOCK: power of 2 >= size.
+    Grid: (rows). weight: [size]. epsilon: added to the mean square. BLOCK: power of 2 >= size. PDL: use programmatic
+    dependent launch.
     """
     if PDL:
         gdc_launch_dependents()
@@ -47,7 +48,7 @@ def rotate_and_store(
 
     Grid: (tokens, heads + 2 kv_heads): query heads, then key heads, then value heads. keys, values: cache [slots,
     kv_heads, SIZE]. positions, slots: int32 [tokens]. cosine, sine: [positions, SIZE / 2]. query_norm, key_norm:
-    RMSNorm weights [SIZE], with `epsilon`. HALF: power of 2 >= SIZE / 2.
+    RMSNorm weights [SIZE], with `epsilon`. HALF: power of 2 >= SIZE / 2. PDL: use programmatic dependent launch.
     """
     if PDL:
         gdc_launch_dependents()
@@ -85,29 +86,29 @@ def rotate_and_store(
             tl.store(target + SIZE // 2, b.to(keys.dtype.element_ty), inside)
 
 
-@triton.jit(do_not_specialize=["stride", "most"])
+@triton.jit(do_not_specialize=["stride", "tile_tokens"])
 def attend(
     qkv, keys, values, positions, tiles, tables, partial, stats, arrivals, out, sinks, scale, softcap, width,
-    table_width, stride, most, sections, window, CAPPED: tl.constexpr, SINKS: tl.constexpr, KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
-    SECTION: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    table_width, stride, tile_tokens, sections, window, CAPPED: tl.constexpr, SINKS: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
+    PADDED: tl.constexpr, SECTION: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of one tile of queries for one key-value head, in sections of SECTION keys (split-K), to `out`
-    [tokens, query heads, SIZE]. A tile is at most `most` consecutive tokens of one sequence.
+    """Compute attention of one tile of queries for one key-value head, in sections of SECTION keys (split-K), and write
+    it to `out` [tokens, query heads, SIZE]. A tile is at most `tile_tokens` consecutive tokens of one sequence.
 
-    With several sections, the highest score of each and its sum of exp(score - highest) go to `stats` [rows, 2], its
-    weighted sum of values to `partial` [rows, SIZE], with one row per (tile, token in the tile, query head, section).
-    The program that finishes last merges the sections in order (log-sum-exp merge); the bits do not depend on which one
-    that is.
+    If a tile has several sections, each section's highest score and sum of exp(score - highest) are written to `stats`
+    [rows, 2], and its weighted sum of values to `partial` [rows, SIZE]; there is one row for each (tile, token in the
+    tile, query head, section). The program that finishes last merges the sections in order (log-sum-exp merge), so that
+    the bits do not depend on which program that is.
 
     Grid: (tiles, KV_HEADS, P); program p of P computes every P-th section. qkv: [tokens, width]. keys, values: KV cache
     [slots, KV_HEADS, SIZE]. positions: int32 [tokens]. tiles: int32 [3, number of tiles], rows `stride` elements apart:
     first token, number of tokens, and row of `tables`. tables: block tables, `table_width` entries a row. arrivals:
-    int32 [tiles, KV_HEADS], number of programs that have finished: 0 before and after. scale: factor of the scores.
-    softcap: if CAPPED, c that turns scores x into c tanh(x / c). sinks: if SINKS, one more score of each query head.
-    sections: maximum number of sections of a sequence. window: keys that a query attends to, 0: all. GROUP: query heads
-    per key-value head. ROWS: (token, head) pairs of a tile. STEP: keys per iteration. BLOCK: tokens of a KV block.
-    GROUP_PADDED, PADDED: powers of 2 >= GROUP, >= SIZE.
+    int32 [tiles, KV_HEADS], number of programs that have finished; 0 before and after the launch. scale: factor of the
+    scores. softcap: if CAPPED, c that turns scores x into c tanh(x / c). sinks: if SINKS, attention sink (one more
+    score) of each query head. sections: maximum number of sections of a sequence. window: keys that a query attends to,
+    0: all. GROUP: query heads per key-value head. ROWS: (token, head) pairs of a tile. STEP: keys per iteration. BLOCK:
+    tokens of a KV block. GROUP_PADDED, PADDED: powers of 2 >= GROUP, >= SIZE. PDL: use programmatic dependent launch.
     """
     if PDL:
         gdc_launch_dependents()
@@ -129,7 +130,7 @@ def attend(
         real[:, None] & held, 0.0,
     )  # fmt: skip
     result = out + ((first + token)[:, None].to(tl.int64) * (KV_HEADS * GROUP) + head[:, None]) * SIZE + dims[None, :]
-    first_row = ((tile * most + token).to(tl.int64) * (KV_HEADS * GROUP) + head) * sections
+    first_row = ((tile * tile_tokens + token).to(tl.int64) * (KV_HEADS * GROUP) + head) * sections
     first_section, end_section = oldest // SECTION, last // SECTION + 1
     for section in range(first_section + tl.program_id(2), end_section, tl.num_programs(2)):
         highest = tl.full([ROWS], float("-inf"), tl.float32)
@@ -200,11 +201,11 @@ def product(
     """Compute one tile [ROWS, COLUMNS] of x Wᵀ, for x [rows, inner] and `weight` W [columns, inner], in steps of STEP
     elements of the inner dimension.
 
-    Program IDs: 0 row tile, 1 column tile, 2 split, or with GROUPED expert. Split s of SPLITS sums over the s-th part
-    of the inner dimension; with SPLITS > 1 `out` is [SPLITS, rows, columns], which `add_splits` sums; else
-    [rows, columns], plus `bias` [columns] if BIAS. GROUPED (grouped GEMM of experts, SPLITS = 1): `weight` is
-    [E, columns, inner], and `ends` int32 [E] has the exclusive end of each expert's rows in x; no row tile spans two
-    experts. Without GROUPED `ends` is not read."""
+    Grid: (row tiles, column tiles, SPLITS); if GROUPED (row tiles, column tiles, experts). Split-K: split s sums over
+    the s-th of SPLITS parts of the inner dimension. If SPLITS > 1, `out` is [SPLITS, rows, columns], which `add_splits`
+    sums; else `out` is [rows, columns], and `bias` [columns] is added if BIAS. GROUPED: grouped GEMM of E experts, with
+    SPLITS = 1; `weight` is [E, columns, inner], and `ends` int32 [E] has the exclusive end of each expert's rows in x,
+    else it is not read. No row tile spans two experts."""
     z = tl.program_id(2)
     begin, end = 0, rows
     first, last = 0, inner
@@ -242,13 +243,15 @@ def gemv(
     x, delta, norm, weight, bias, out, sum_out, columns, inner, epsilon, COLUMNS: tl.constexpr, PADDED: tl.constexpr,
     NORM: tl.constexpr, ADD: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute COLUMNS elements of W v for one row x [inner], in float32. v is x, or with NORM the RMSNorm of x times
-    `norm` [inner]; with NORM and ADD the norm is that of x + delta (residual), which is also written to `sum_out`
-    [inner].
+    """Compute COLUMNS elements of the matrix-vector product W v in float32, for one token's row x [inner]. v is x; if
+    NORM, v is the RMSNorm of x times `norm` [inner]; if NORM and ADD, v is the RMSNorm of x + delta (residual branch)
+    times `norm`, and x + delta is written to `sum_out` [inner].
 
-    Grid: (blocks of columns). weight: W [columns, inner]; with GATED [2 columns, inner], and the result is SwiGLU of W
-    v: silu(first half) * second half. bias: [columns], added if BIAS. out: [columns]. epsilon: added to the mean
-    square. PADDED: power of 2 >= inner."""
+    Grid: (blocks of columns). weight: W [columns, inner]. If GATED, W is [2 columns, inner], and the result is SwiGLU
+    of W v: silu(first half) * second half. bias: [columns], added if BIAS. out: [columns]. epsilon: added to the mean
+    square. PADDED: power of 2 >= inner. PDL: use programmatic dependent launch; W is read before the previous kernel
+    has ended.
+    """
     column, places = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, PADDED)
     inside = places < inner
     at = column[:, None].to(tl.int64) * inner + places[None, :]
@@ -284,8 +287,8 @@ def gemv(
 def add_splits(
     parts, bias, out, size, columns, SPLITS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Sum partial products over the splits, in order, and add the bias if BIAS; write BLOCK elements to `out` [rows,
-    columns].
+    """Sum the partial results of `product` (split-K) over the splits, in order, and add the bias if BIAS; write BLOCK
+    elements to `out` [rows, columns].
 
     Grid: (blocks of elements). parts: [SPLITS, rows, columns]. bias: [columns]. size: rows x columns.
     """
@@ -314,13 +317,14 @@ def swiglu(up, out, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def weigh_sections(logits, draws, sections, size, stride, BLOCK: tl.constexpr):
-    """Compute four numbers of one section of BLOCK logits of one row, float64, into `sections` [rows, sections of a
-    row, 4]: the highest logit (NaN if one is NaN); its token ID (the lowest among equals); the sum of exp(logit -
-    highest); that of exp((logit - highest) / temperature), 0 if the temperature is 0.
+def reduce_sections(logits, draws, sections, size, stride, BLOCK: tl.constexpr):
+    """Reduce one section (BLOCK consecutive logits of one row) to four numbers, first step of sampling. They are
+    written to `sections`, float64 [rows, sections of a row, 4]: 0: the highest logit (NaN if any is NaN); 1: its token
+    ID (the lowest among equals); 2: sum of exp(logit - highest); 3: sum of exp((logit - highest) / temperature), or 0
+    if the temperature is 0.
 
-    Grid: (rows, sections of a row). logits: float32, rows of `size` elements, `stride` elements apart. draws: float64
-    [3, rows] with the temperature of each row first.
+    Grid: (rows, sections of a row). logits: float32, rows of `size` (the vocabulary), `stride` elements apart. draws:
+    float64 [3, rows], of which draws[0] is the temperature of each row.
     """
     row, section = tl.program_id(0).to(tl.int64), tl.program_id(1)
     places = section * BLOCK + tl.arange(0, BLOCK)
@@ -346,14 +350,15 @@ def weigh_sections(logits, draws, sections, size, stride, BLOCK: tl.constexpr):
 def merge_and_draw(
     logits, draws, sections, out, size, stride, count, BLOCK: tl.constexpr, PADDED: tl.constexpr
 ):  # fmt: skip
-    """Merge the sections of one row, and draw its token if its temperature is more than 0: the first whose cumulative
-    weight exceeds the fraction `uniform` of the total. Write to `out` [rows, 7], float64: most likely token ID, its
-    logit, sum of exp(logit - highest), that of exp((logit - highest) / temperature), drawn token ID, its logit, logit
-    of the target.
+    """Merge the sections of one row, and draw a token if the row's temperature is above 0 (inverse-CDF sampling: the
+    first token whose cumulative softmax weight exceeds the fraction `uniform` of the total). Write seven numbers to
+    `out`, float64 [rows, 7]: 0: ID of the most likely token; 1: its logit; 2: sum of exp(logit - highest); 3: sum of
+    exp((logit - highest) / temperature); 4: ID of the drawn token; 5: its logit; 6: logit of the target token.
 
-    Grid: (rows). logits: float32, rows of `size` elements, `stride` elements apart. draws: float64 [3, rows]:
-    temperature, uniform, target (token ID). sections: [rows, count, 4], written by `weigh_sections` for sections of
-    BLOCK logits. count: sections of a row. PADDED: power of 2 >= count."""
+    Grid: (rows). logits: float32, rows of `size` (the vocabulary), `stride` elements apart. draws: float64 [3, rows]:
+    temperature, uniform in [0, 1), and target token ID of each row. sections: [rows, count, 4], written by
+    `reduce_sections` for sections of BLOCK logits. count: sections of a row. PADDED: power of 2 >= count.
+    """
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     numbers = tl.arange(0, PADDED)
     held = numbers < count

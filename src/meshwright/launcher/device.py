@@ -127,8 +127,8 @@ def agree_on_device(wanted: str, place: Place, store: Store) -> str:
     SLURM started.
 
     wanted: "auto", "cpu" or "cuda". place: this rank's number, the number of ranks, and the local rank if known. store:
-    key-value store that all ranks share. Collective: every rank calls it, and all raise the same `UserError` if there
-    is no device for one of them. Works also where the local rank is unknown, or where each rank sees only its own GPU.
+    key-value store that all ranks share. Collective: every rank calls it, and all raise the same `UserError` if one of
+    them has no device. The local rank may be unknown, and each rank may see only its own GPU.
     """
     if wanted == "cpu":
         return "cpu"

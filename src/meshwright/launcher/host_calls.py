@@ -77,10 +77,10 @@ class HostCalls:
         return error if verdict is None else RankLost(verdict.line)
 
     def _claim_and_report(self, path: Path, when: str = "") -> Verdict | None:
-        """Take the recorder files in the directory `path` away from the other ranks, which may call this at the same
-        time; if the files show which rank is at fault, write the hang report to the run directory and print its path.
-        Remove the files. Return the verdict (rank and reason); None if another rank has taken the files or they do not
-        show a cause.
+        """Read the recorder files in the directory `path` and remove them. If they show which rank is at fault, write
+        the hang report to the run directory and print its path. Return the verdict (rank and reason), or None if the
+        files show no cause. Several ranks may call this at the same time: the first takes all files by renaming their
+        directory; the others return None.
 
         when: text printed before the verdict, such as "in the start before this one: "; empty: the verdict is not
         printed.

@@ -97,8 +97,8 @@ def agree_on_interface(place: Place, store: Any) -> str | None:
     """Find the network interface through which gloo reaches the ranks on other hosts; return its name, None if unknown.
     Collective: every rank that torchrun, Kubernetes or SLURM started calls it.
 
-    place: this rank and its rendezvous. store: key-value store that all ranks share. Needed since gloo by default
-    resolves this host's own name, which often leads to the loopback interface.
+    place: this rank and its rendezvous. store: key-value store that all ranks share. This is needed since gloo by
+    default uses the interface to which this host's own name resolves, often the loopback interface.
     """
     if place.method.startswith("file://"):
         return None
@@ -113,11 +113,10 @@ def agree_on_interface(place: Place, store: Any) -> str | None:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the answer to a question that a launch script asks about hosts; return the exit code: 0, or 2 after an
-    error line.
+    """Print a host's address for a launch script, and return the exit code: 0, or 2 after an error line.
 
-    arguments: [HOST]: print this host's own address on the route to HOST; ["--is-here", HOST]: print true if HOST is
-    this host, else false.
+    arguments: [HOST] prints this host's IP address on the network route to HOST; ["--is-here", HOST] prints "true" if
+    HOST is this host, else "false".
     """
     try:
         if arguments[0] == "--is-here":

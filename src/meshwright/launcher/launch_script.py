@@ -77,11 +77,11 @@ def build_launch_script(
     path = str(recipe_path)
     words = [f"./{path}" if path.startswith("-") else path, *overrides, *["--trust-recipe"][: int(trust)]]
     values = {
-        "TITLE": f"{_shell_safe_name(recipe.run.name)}, layout {layout}: {hosts} of {ranks}",
+        "TITLE": f"{_make_shell_safe_name(recipe.run.name)}, layout {layout}: {hosts} of {ranks}",
         "DIRECTORY": shlex.quote(str(Path.cwd())),
         "PYTHON": shlex.quote(sys.executable),
         "RECIPE": " ".join(shlex.quote(word) for word in words),
-        "NAME": _shell_safe_name(recipe.run.name),
+        "NAME": _make_shell_safe_name(recipe.run.name),
         "LOGS": shlex.quote(str(recipe.run_directory / "torchrun")),
         "NODES": nodes,
         "DEVICES": devices_per_node,
@@ -140,7 +140,7 @@ def _format_count(number: int, what: str) -> str:
     return f"{number} {what}{'s' if number != 1 else ''}"
 
 
-def _shell_safe_name(name: str) -> str:
+def _make_shell_safe_name(name: str) -> str:
     """Return `name` with every character except letters, digits and "_.-" replaced by "_", for shells and sbatch."""
     return re.sub("[^A-Za-z0-9_.-]", "_", name)
 

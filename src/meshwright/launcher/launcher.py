@@ -44,14 +44,15 @@ class RankFault(Exception):
 class LaunchSpec:
     """Arguments of `launch`, which starts the ranks of a run on this machine.
 
-    description: JSON dict sent to every rank, with rank, ranks, method, threads and directory added. ranks: number of
-    processes. directory: run directory, locked while the run lasts. restarts: maximum number of restarts after a lost
-    rank. threads: per rank; None: OMP_NUM_THREADS, else this machine's cores divided by the ranks. method: rendezvous
-    URL; None: a new file, since a free port may be taken before rank 0 binds it. collective_timeout: the ranks' time
-    limit of a collective call, in seconds. command: command line that starts one rank. output: file descriptor that
-    ranks get as standard output. trains: True if the run takes steps and saves checkpoints; False: `directory` is
-    temporary. before_ranks: called once the directory is locked. log: called with each line for the user.
-    limit_seconds: time limit of one start of the ranks, after which they are ended; None: no limit.
+    description: JSON dict sent to every rank, which tells the rank's program what to do (such as its recipe); the keys
+    rank, ranks, method, threads and directory are added. ranks: number of processes. directory: run directory, locked
+    while the run lasts. restarts: maximum number of restarts after a lost rank. threads: number of threads of each
+    rank; None: OMP_NUM_THREADS, else this machine's cores divided by the ranks. method: rendezvous URL; None: that of a
+    new file, since a free port may be taken before rank 0 binds it. collective_timeout: time limit of a collective
+    call, in seconds. command: command line that starts one rank. output: file descriptor that ranks get as standard
+    output. trains: True if the run takes steps and saves checkpoints; False: `directory` is temporary. before_ranks:
+    function called once the directory is locked. log: called with each line for the user. limit_seconds: time limit of
+    one start of the ranks, after which they are ended; None: no limit.
     """
 
     description: Mapping[str, Any]
@@ -165,16 +166,16 @@ class _Attempt:
                 self._forward_signals()
                 if time.monotonic() >= last:
                     raise RankLost(f"not finished after {limit:g} s")
-                if not ready and deadline is None and self._stopped_too_long():
+                if not ready and deadline is None and self._is_suspended_too_long():
                     self._take_snapshot()
                     break
-                if deadline is None and any(map(self._ended_abnormally, self.ranks)):
+                if deadline is None and any(map(self._has_ended_abnormally, self.ranks)):
                     deadline = time.monotonic() + SETTLE_SECONDS
                     if any(rank.blames_another_rank for rank in self.ranks):
                         self._take_snapshot()  # before the ranks that it waited for continue
                 if deadline is not None and time.monotonic() >= deadline:
                     break
-        if self.snapshot is None and any(map(self._ended_abnormally, self.ranks)):
+        if self.snapshot is None and any(map(self._has_ended_abnormally, self.ranks)):
             self._take_snapshot()
 
     def _take_snapshot(self) -> None:
@@ -185,7 +186,7 @@ class _Attempt:
         for seen in self.snapshot.busy_ranks:
             self.snapshot.stacks[seen.rank] = self.ranks[seen.rank].read_stack()
 
-    def _stopped_too_long(self) -> bool:
+    def _is_suspended_too_long(self) -> bool:
         """Return True if a rank's process has been suspended (SIGSTOP) for `STOPPED_SECONDS` longer than the timeout of
         collective calls. This also finds ranks for which no other rank waits in a collective call, as during a save,
         which has a much longer time limit."""
@@ -234,7 +235,7 @@ class _Attempt:
             rank.report = json.loads(rank.report_bytes)
             rank.ended = (rank.report or {}).get("at", rank.ended)
 
-    def _ended_abnormally(self, rank: StartedRank) -> bool:
+    def _has_ended_abnormally(self, rank: StartedRank) -> bool:
         """Return True if a rank has ended in such a way that the other ranks cannot continue: without a result, and
         without the report `Terminated` of a rank that stopped after SIGTERM."""
         return rank.ended is not None and not rank.finished and rank.error != "Terminated"
@@ -292,17 +293,17 @@ class _Attempt:
         own_errors = [rank for rank in reported if not rank.blames_another_rank]
         if own_errors and not killed:
             self._raise_reported(own_errors[0])
-        line = self._describe_loss(killed or died, reported)
+        line = self._describe_lost_rank(killed or died, reported)
         self._print_hang_report(line)
         raise RankLost(f"{line}; {self._describe_resume()}")
 
-    def _describe_loss(self, died: list[StartedRank], reported: list[StartedRank]) -> str:
-        """Return one sentence on which rank was lost and why. died: ranks that ended without a report. reported: ranks
-        that reported an error.
+    def _describe_lost_rank(self, died: list[StartedRank], reported: list[StartedRank]) -> str:
+        """Describe in one sentence which rank was lost and why. died: ranks that ended without a report. reported:
+        ranks that reported an error.
 
-        The sentence is on the first of `died`. If none died, or if NCCL aborted that rank because another one was
-        suspended or made a wrong call, it is on the rank at fault according to the recorded collective calls. If the
-        calls show none, it is the first reported error.
+        The sentence is about the first of `died`. If no rank died, or if NCCL aborted that rank because another one was
+        suspended or made a wrong call, the sentence is about the rank at fault according to the recorded collective
+        calls. If the calls show no such rank, the sentence is the first reported error.
         """
         verdict = self.snapshot.verdict if self.snapshot is not None else None
         # NCCL's watchdog aborts the ranks that wait for a suspended one.

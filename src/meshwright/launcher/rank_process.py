@@ -68,7 +68,8 @@ _ending = threading.Lock()  # held until the end by the thread that reports
 
 
 def _describe_error(error: BaseException) -> str:
-    """Return the report of an exception that is being handled, as JSON, for the launcher to raise it again."""
+    """Return the report of the exception `error`, which is being handled, as JSON text from which the launcher can
+    raise it again."""
     if isinstance(error, MeshwrightError):
         report: dict[str, Any] = {"error": type(error).__name__, "message": str(error), "exit_code": error.exit_code}
     else:
@@ -91,9 +92,9 @@ def _end_process(text: str, code: int) -> NoReturn:
 
 
 def _end_with_launcher(launcher: int | None) -> None:
-    """Make the kernel kill this process when the launcher dies, so that no rank holds memory, ports and the run's lock.
-    launcher: process id of the launcher. If it is not the id of this process's parent, the launcher has died, and this
-    process exits at once."""
+    """Make the kernel kill this process when the launcher dies, so that it does not keep memory, ports and the run's
+    lock. launcher: process id of the launcher. If it is not the id of this process's parent, the launcher has died, and
+    this process exits at once."""
     die_with_parent()
 
     def watch() -> None:

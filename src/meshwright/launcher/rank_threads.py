@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from meshwright.checkpoint import find_newest
-from meshwright.data.tokenizers.tokenizer import find_least_vocabulary
+from meshwright.data.tokenizers.tokenizer import find_smallest_vocabulary
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.limits import limit_of
@@ -91,7 +91,7 @@ def compute_layer_flops(recipe: Recipe, layout: Layout | None = None) -> float |
     if recipe.model is None:  # type: ignore[redundant-expr]
         return None
     layout, sequence = layout or recipe.parsed_layout, recipe.data.sequence
-    config = config_from_recipe(recipe.model, sequence, find_least_vocabulary(recipe.data.tokenizer))
+    config = config_from_recipe(recipe.model, sequence, find_smallest_vocabulary(recipe.data.tokenizer))
     tokens = recipe.train.batch / layout.dp / layout.micro_batches * sequence
     return training_flops_per_token(config, sequence) * tokens / config.layers / (layout.tp * layout.cp)
 
@@ -113,18 +113,18 @@ def choose_local_threads(recipe: Recipe, ranks: int, cores: int | None = None) -
 
 
 def ranks_share_one_host(place: Place) -> bool:
-    """Return True if all ranks of the run are on this host and share its cores (SLURM did not give each rank its own);
-    then the thread count can be computed without asking the other ranks. place: numbers of all ranks and of those on
-    this host."""
+    """Return True if all ranks of the run are on this host and share its cores, so that the thread count can be
+    computed without asking the other ranks. False if SLURM has assigned cores to each rank. place: number of all ranks
+    and of those on this host."""
     return place.ranks == (place.host_ranks or 1) and bool(read_rank_cores(os.environ)["shared"])
 
 
 def agree_on_threads(recipe: Recipe, place: Place, store: Any) -> ThreadChoice:
-    """Choose the threads per rank in a run that torchrun, Kubernetes or SLURM started. Rank 0 chooses one number for
-    all ranks, by the rank with the fewest cores. Collective: every rank calls it.
+    """Choose the number of threads per rank in a run that torchrun, Kubernetes or SLURM started. Rank 0 chooses one
+    number for all ranks, limited by the rank with the fewest cores. Collective: every rank calls it.
 
-    place: this rank's number and the number of ranks. store: key-value store that all ranks share. If rank 0 finds a
-    `UserError`, all ranks raise it.
+    recipe: recipe of the run. place: this rank's number and the number of ranks. store: key-value store that all ranks
+    share. If rank 0 gets a `UserError`, all ranks raise it.
     """
     store.set(f"meshwright/cores/{place.rank}", json.dumps(read_rank_cores(os.environ)))
     if place.rank == 0:

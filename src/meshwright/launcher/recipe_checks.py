@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from meshwright.data import PreparedData
-from meshwright.data.tokenizers.tokenizer import FILES, find_least_vocabulary, find_tokenizer
+from meshwright.data.tokenizers.tokenizer import FILES, find_smallest_vocabulary, find_tokenizer
 from meshwright.errors import UserError
 from meshwright.monitoring.trackers import check_trackers
 from meshwright.recipe import Recipe
@@ -23,11 +23,11 @@ def check_recipe(recipe: Recipe) -> None:
 
     Runs before data are prepared: a tokenizer still to be trained counts with its smallest possible vocabulary.
     """
-    recipe.parsed_layout.refuse_unbuilt()
+    recipe.parsed_layout.check_implemented()
     if recipe.base_directory is not None:  # before its tokenizer is read, so that a damaged directory is reported
         config_from_path(recipe.base_directory)
     read_teacher_config(recipe)
-    least = find_least_vocabulary(recipe.data.tokenizer)
+    least = find_smallest_vocabulary(recipe.data.tokenizer)
     check_vocabulary(recipe, least)
     student = config_from_recipe(recipe.model, recipe.data.sequence, least, recipe.adapter)
     check_teacher(recipe, student, recipe.parsed_layout)
@@ -42,8 +42,9 @@ def check_vocabulary(recipe: Recipe, tokens: int) -> None:
 
 
 def check_teacher_tokenizer(recipe: Recipe, data: PreparedData) -> None:
-    """Raise `UserError` unless the teacher of distillation, if there is one, has the tokens of the data and the model's
-    vocabulary. Its directory may lack a tokenizer.json: then only the sizes are compared."""
+    """Raise `UserError` if the recipe has a teacher for distillation whose tokenizer differs from that of the data or
+    whose vocabulary size differs from the model's. If the teacher's directory lacks tokenizer.json, only the sizes are
+    compared."""
     if recipe.distill.teacher is None:
         return
     student = config_from_recipe(recipe.model, recipe.data.sequence, data.vocabulary, recipe.adapter)
@@ -72,7 +73,7 @@ def check_memory(recipe: Recipe, machine_bytes: int) -> None:
     """
     if recipe.run.device == "cuda" or (recipe.run.device == "auto" and Path("/dev/nvidiactl").exists()):
         return
-    vocabulary = find_least_vocabulary(recipe.data.tokenizer)
+    vocabulary = find_smallest_vocabulary(recipe.data.tokenizer)
     config = config_from_recipe(recipe.model, recipe.data.sequence, vocabulary, recipe.adapter)
     table = parameter_table(config)
     numel, trained = table.numel, table.trained.numel
@@ -91,8 +92,8 @@ def check_memory(recipe: Recipe, machine_bytes: int) -> None:
 
 
 def check_profile_and_trackers(recipe: Recipe) -> None:
-    """Raise `UserError` if `train.profile_ranks` names a rank that the layout does not have, or if a tracker of
-    `track.to` cannot be created."""
+    """Raise `UserError` if the recipe's `train.profile_ranks` has a rank that the layout does not have, or if an
+    experiment tracker in its `track.to` cannot be created."""
     layout = recipe.parsed_layout
     if beyond := [rank for rank in recipe.train.profile_ranks if rank >= layout.world_size]:
         where = f"{recipe.where('train.profile_ranks')}: train.profile_ranks"

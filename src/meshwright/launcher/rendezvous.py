@@ -148,7 +148,7 @@ def check_world_size(place: Place, layout: Layout) -> None:
 
 
 def parse_first_host(nodes: str) -> str:
-    """Return the first host of a SLURM node list: `gpu[007-010,12],login1` -> `gpu007`."""
+    """Return the first host of the SLURM node list `nodes`: `gpu[007-010,12],login1` -> `gpu007`."""
     match = re.match(r"(?:[^,\[\]]|\[[0-9][^\]]*\])+", nodes.strip())
     if match is None:
         raise UserError(f'SLURM_JOB_NODELIST "{nodes}" names no host; set run.rendezvous = "tcp://HOST:PORT"')
@@ -182,7 +182,7 @@ def _read_int(environment: Mapping[str, str], name: str) -> int:
 def connect_to_store(place: Place, timeout_seconds: float) -> Store:
     """Connect this rank to the torch.distributed store (key-value server or file) that all ranks share; return it.
     place: this rank and its rendezvous. Raises `UserError` if it is unreachable within `timeout_seconds`."""
-    with _rendezvous_errors(place, timeout_seconds):
+    with _convert_rendezvous_errors(place, timeout_seconds):
         return _connect_store(place, timedelta(seconds=timeout_seconds))
 
 
@@ -205,14 +205,14 @@ def initialise_process_group(place: Place, store: Store, device: str, timeout_se
         import torch
 
         options["device_id"] = torch.device(device)
-    with _rendezvous_errors(place, timeout_seconds):
+    with _convert_rendezvous_errors(place, timeout_seconds):
         dist.init_process_group(
             backend, store=store, rank=place.rank, world_size=place.ranks, timeout=timeout, **options
         )
 
 
 @contextmanager
-def _rendezvous_errors(place: Place, timeout_seconds: float) -> Iterator[None]:
+def _convert_rendezvous_errors(place: Place, timeout_seconds: float) -> Iterator[None]:
     """Context manager that turns every exception of torch's rendezvous into a `UserError` or `RankLost` of one line.
 
     place: this rank and its rendezvous. timeout_seconds: limit of the rendezvous, for the message.
@@ -278,11 +278,11 @@ connections, and more of it for each rank that connects at the same time; torch 
 
 
 def _connect_within(place: Place, connect: Callable[[timedelta], Store], timeout: timedelta) -> Store:
-    """Connect this rank to the key-value store by calling `connect(limit)`, and return the store. Ranks other than 0
-    first wait up to `timeout` for rank 0 to listen; then the store must answer within `limit`, which grows with the
-    number of ranks up to `timeout`. Raises `RuntimeError` at the end of either time.
+    """Connect this rank to the key-value store, and return the store. Rank 0 calls `connect(timeout)`. Every other rank
+    waits up to `timeout` until rank 0 listens at its port, then calls `connect(limit)`, where the limit grows with the
+    number of ranks up to `timeout`. Raises `RuntimeError` if either time passes.
 
-    place: this rank and its rendezvous.
+    place: this rank and its rendezvous. connect: function that connects within the given time limit.
     """
     if place.rank == 0:
         return connect(timeout)

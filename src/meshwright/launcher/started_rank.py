@@ -107,13 +107,13 @@ def start_rank(
     inherits. output: file descriptor that becomes its standard output (2: standard error).
     """
     ours, theirs = os.pipe()
-    calls, stack = create_memory_file(number, ranks), _temporary_descriptor()
+    calls, stack = create_memory_file(number, ranks), _open_temporary_file()
     message = {
         **description, "rank": number, "ranks": ranks, "threads": threads, "launcher": os.getpid(), "report": theirs,
         "keep": [*keep], "calls": calls, "stack": stack,
     }  # fmt: skip
     # Libraries read these before any code of ours runs; the user's settings take precedence.
-    environment = {**_loopback_environment(), **build_child_environment(threads)}
+    environment = {**_make_loopback_environment(), **build_child_environment(threads)}
     # Inherited by the rank, which unblocks the signal once it ignores it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -134,13 +134,13 @@ def start_rank(
     return StartedRank(number, process, ours, calls, stack)
 
 
-def _temporary_descriptor() -> int:
+def _open_temporary_file() -> int:
     """Open a new temporary file without a name; return its file descriptor."""
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 
 
-def _loopback_environment() -> dict[str, str]:
+def _make_loopback_environment() -> dict[str, str]:
     """Return environment variables that make gloo use the loopback interface, since this host's name may lead to a
     network that is down."""
     with suppress(OSError):

@@ -15,8 +15,8 @@ from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.cache import AttentionCache
 from meshwright.model.layers import Linear, RMSNorm, RowParallelLinear, normalise
 from meshwright.model.rope import rotate
-from meshwright.model.scaled_dot_product import Visible
-from meshwright.model.tiled_attention import Scores
+from meshwright.model.scaled_dot_product import AttentionMask
+from meshwright.model.tiled_attention import ScoreSettings
 from meshwright.spec.config import ModelConfig
 
 
@@ -26,9 +26,12 @@ class Attention(nn.Module):
 
     Query, key and value projections are fused: `qkv.weight` is [(N + 2K) D, H], the rows of the queries first, then
     those of keys and values. Queries and keys may be normalised before the rotary embedding: each head (QK norm: Henry
-    et al. 2020, arXiv:2010.04245; Qwen3), or all heads together (OLMo 2: arXiv:2501.00656, section 3). `sinks` [N]: one
-    more score of each query head (gpt-oss); None: none. N, K: query and key-value heads on this rank, D: head size, H:
-    hidden size. `axes`: communication of the mesh axes; `options`: `device` and `dtype` of the parameters."""
+    et al. 2020, arXiv:2010.04245; Qwen3), or all heads together (OLMo 2: arXiv:2501.00656, section 3). `sinks` [N]:
+    attention-sink score of each query head (gpt-oss); None: none. N, K: query and key-value heads on this rank, D: head
+    size, H: hidden size.
+
+    `config`: model configuration; `axes`: communication of the mesh axes; `options`: `device` and `dtype` of the
+    parameters."""
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
@@ -39,7 +42,7 @@ class Attention(nn.Module):
         width = (self.heads + 2 * self.kv_heads) * self.size
         self.qkv = Linear(config.hidden, width, config.qkv_bias, **options)
         self.projection_norm, self.interleaved = config.projection_norm, config.rotary_interleaved
-        self.scores = Scores(config.score_scale, config.attention_softcap or 0.0)
+        self.scores = ScoreSettings(config.score_scale, config.attention_softcap or 0.0)
         self.query_norm = self.key_norm = None
         if config.query_key_norm:
             centre, tensor = float(config.zero_centred_norms), axes.tensor if config.projection_norm else None
@@ -57,14 +60,16 @@ class Attention(nn.Module):
         self,
         x_BSH: torch.Tensor,
         rotation: tuple[torch.Tensor, torch.Tensor | None] | None,
-        visible: Visible,
+        visible: AttentionMask,
         cache: AttentionCache | None = None,
         layer: int = 0,
     ) -> torch.Tensor:
         """Return the attention output [B, S, H] for the hidden states `x_BSH` (with sequence parallelism both are this
-        rank's token slices). `rotation`: rotary cosine and sine of each token, [B or 1, 1, S, R/2] each (R: rotated
-        features of a head); None without rotary positions. `visible`: attention mask from `visibility` (encoder: from
-        `bidirectional_mask`); None: plain causal (encoder: unmasked). `cache`: KV cache, to which the new keys and
+        rank's token slices).
+
+        `rotation`: rotary cosine and sine of each token, [B or 1, 1, S, R/2] each (R: rotated features of a head); None
+        without rotary positions. `visible`: attention mask from `make_attention_mask` (encoder: from
+        `make_bidirectional_mask`); None: plain causal (encoder: unmasked). `cache`: KV cache, to which the new keys and
         values are added as those of layer number `layer`; attention then covers the cached tokens too, and `visible` is
         ignored."""
         x_BSH = self.tensor.enter(x_BSH, "attention.input")

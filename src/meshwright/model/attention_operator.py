@@ -59,29 +59,39 @@ def _holds_tensors(argument: Any) -> bool:
 
 
 def add_sinks(out: torch.Tensor, log_sum: torch.Tensor, sinks: torch.Tensor) -> None:
-    """Add one more term, exp(sink), to the denominators of softmaxes, in place, given attention outputs `out` [..., D]
-    and log-sum-exps `log_sum` [...]. sinks: of each query's head, broadcast to [...]. Backward of attention then needs
-    no other formula for queries, keys and values: probabilities are exp(score - log_sum), and the sink has value 0."""
+    """Add attention sinks to computed attention, in place: one more term, exp(sink), in the denominator of each
+    softmax.
+
+    out: attention outputs [..., D]; log_sum: their log-sum-exps [...]; sinks: sink score of each query, which
+    broadcasts to [...].
+
+    With this `log_sum`, attention's backward is correct for queries, keys and values without a change."""
     with_sinks = torch.logaddexp(log_sum, sinks.to(log_sum.dtype))
     out.mul_((log_sum - with_sinks).exp_()[..., None])
     log_sum.copy_(with_sinks)
 
 
-def sink_gradients(sinks_N: torch.Tensor, log_sum_BNS: torch.Tensor, inner_BNS: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of the sinks [N]: minus the sum over all queries of the sink's probability times `inner_BNS`,
-    the sum over D of the output times its gradient. `log_sum_BNS`: log-sum-exps of the scores, sinks included."""
+def compute_sink_gradients(sinks_N: torch.Tensor, log_sum_BNS: torch.Tensor, inner_BNS: torch.Tensor) -> torch.Tensor:
+    """Return the gradient [N] of the attention-sink scores `sinks_N`: minus the sum, over sequences and queries, of p x
+    inner, with the sink's probability p.
+
+    `log_sum_BNS`: log-sum-exps of the scores, sinks included; `inner_BNS`: sum over the head dimension of the attention
+    output times its gradient."""
     p_BNS = (sinks_N.to(log_sum_BNS.dtype)[:, None] - log_sum_BNS).exp_()
     return -(p_BNS * inner_BNS).sum(dim=(0, 2)).to(sinks_N.dtype)
 
 
 def empty_gradient(like: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Return an uninitialised tensor for the gradient of `sinks`; without sinks (None) an empty tensor like `like`."""
+    """Return an uninitialised tensor for the gradient of `sinks`. Without sinks (None) return a tensor without
+    elements, of the dtype and device of `like`."""
     return like.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
 
-def by_kv_head(x_BNSD: torch.Tensor, k_BKSD: torch.Tensor) -> torch.Tensor:
-    """View `x_BNSD` [B, N, S, D], a tensor of N query heads, as [B, K, G, S, D]: query heads grouped by the key-value
-    head that they read, G for each of K. `k_BKSD`: tensor from whose shape K is taken."""
+def group_by_kv_head(x_BNSD: torch.Tensor, k_BKSD: torch.Tensor) -> torch.Tensor:
+    """View a tensor of N query heads, `x_BNSD` [B, N, S, D], as [B, K, G, S, D]: its heads grouped by the key-value
+    head to which they attend, with G = N / K query heads for each of K key-value heads.
+
+    `k_BKSD`: tensor from whose shape K is taken."""
     return x_BNSD.unflatten(1, (k_BKSD.shape[1], -1))
 
 

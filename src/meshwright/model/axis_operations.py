@@ -14,16 +14,17 @@ from typing import Any, Protocol
 import torch
 
 from meshwright.model.documents import Documents
-from meshwright.model.scaled_dot_product import MaskForm, Visible, attend, visibility
-from meshwright.model.tiled_attention import Scores
+from meshwright.model.scaled_dot_product import AttentionMask, MaskForm, attend, make_attention_mask
+from meshwright.model.tiled_attention import ScoreSettings
 
 Function = Callable[..., Any]
 
 
 class TokenAxis:
     """Base class of the communication over a parallel axis whose ranks hold different tokens of the same sequences.
-    This class itself is for one device: its `size` (number of ranks) is 1, and nothing is communicated. name: "tp" or
-    "cp"."""
+    This class itself is for one device: its `size` (number of ranks) is 1, and nothing is communicated.
+
+    name: "tp" or "cp"."""
 
     name: str
     size = 1
@@ -48,14 +49,16 @@ class TensorOperations(TokenAxis):
 
     def enter(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
         """Return the input of a column-parallel product, [B, S, H] on every tp rank: `x_BSH` itself or, with sequence
-        parallelism, the all-gather of the ranks' token slices `x_BSH`. On one device: `x_BSH` itself. `site`: label of
-        the call in traces."""
+        parallelism, the all-gather of the ranks' token slices `x_BSH`. On one device: `x_BSH` itself.
+
+        `site`: label of the call in traces."""
         return x_BSH
 
     def leave(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
         """Return the sum over tp ranks of `x_BSH`, each rank's partial result of a row-parallel product: [B, S, H] or,
-        with sequence parallelism, this rank's token slice of that sum. On one device: `x_BSH` itself. `site`: label of
-        the call in traces."""
+        with sequence parallelism, this rank's token slice of that sum. On one device: `x_BSH` itself.
+
+        `site`: label of the call in traces."""
         return x_BSH
 
     def average(self, x: torch.Tensor, site: str) -> torch.Tensor:
@@ -89,30 +92,36 @@ class ContextOperations(TokenAxis):
 
     name = "cp"
 
-    def visibility(
+    def make_attention_mask(
         self, documents: Documents, tokens: int, window: int | None, device: torch.device, form: MaskForm = "boolean"
-    ) -> Visible:
-        """Return the attention mask that the method `attend` takes as its argument `visible`; None for plain causal
-        attention. `documents`: document boundaries in packed sequences; `tokens`: number of tokens of each sequence on
-        this rank; `window`: sliding window in tokens (None: none); `device`: device of the mask; `form`: form that the
-        kernel takes. Here it is the mask of unsharded sequences."""
-        return visibility(documents, self.size * tokens, window, device, form)
+    ) -> AttentionMask:
+        """Return the attention mask for the argument `visible` of `attend`; None for plain causal attention. This base
+        class builds the mask of unsharded sequences.
+
+        `documents`: document boundaries in packed sequences; `tokens`: number of tokens of each sequence on this rank;
+        `window`: sliding window in tokens (None: none); `device`: device of the mask; `form`: mask format of the
+        attention kernel, from `choose_mask_form`: "first" (first visible key of each query), "varlen" (document
+        boundaries) or "boolean" (one entry for each query and key)."""
+        return make_attention_mask(documents, self.size * tokens, window, device, form)
 
     def attend(
-        self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: Visible,
-        scores: Scores | None = None,
+        self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: AttentionMask,
+        scores: ScoreSettings | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Return the causal attention [B, N, S, D] of this rank's queries (S tokens, N heads) over the keys of all cp
-        ranks; on one device, over the given keys. `k_BKSD`, `v_BKSD`: this rank's keys and values, of K heads.
-        `visible`: mask that `visibility` returned; `scores`: scale and softcap of the scores (None: 1 / √D, none)."""
+        """Return the causal attention [B, N, S, D] of this rank's queries `q_BNSD` to the keys of all cp ranks; on one
+        device, to the given keys.
+
+        `k_BKSD`, `v_BKSD`: this rank's keys and values, of K heads. `visible`: attention mask from
+        `make_attention_mask`; `scores`: scale and softcap of the attention scores; None: 1 / √D and no softcap."""
         return attend(q_BNSD, k_BKSD, v_BKSD, visible, scores)
 
 
 class TokenDispatcher(Protocol):
     """Interface of a token dispatcher of expert parallelism, which sends tokens to the ranks that hold their experts
-    and combines the results. expert_ranks: number of ranks with different experts (ep). width_ranks: number of ranks
-    that split the width of each expert (etp); width_rank: index of this rank among them. torch.compile cannot trace
-    `dispatch` and `combine`."""
+    and combines the results.
+
+    expert_ranks: number of ranks with different experts (ep). width_ranks: number of ranks that split the width of each
+    expert (etp); width_rank: index of this rank among them. torch.compile cannot trace `dispatch` and `combine`."""
 
     expert_ranks: int
     """Ranks among which experts are split."""
@@ -148,6 +157,7 @@ class Recompute:
     ) -> Function:
         """Return a replacement for `function`, the forward of a transformer block or of a part of it. This base class
         only compiles `function`, if requested; subclasses also add activation checkpointing of some of its operators.
+
         compile_options: keyword arguments of torch.compile; None: do not compile. around: function that wraps the
         compiled function; unused without compilation."""
         return function if compile_options is None else around(torch.compile(function, **compile_options))
@@ -160,9 +170,11 @@ class Recompute:
 
 @dataclass(frozen=True)
 class AxisOperations:
-    """Parallel operations that a model is built with; the defaults are those of one device. `tensor`, `context`:
-    communication of tensor and context parallelism. `dispatcher`: token dispatcher of expert parallelism; None: no
-    expert parallelism, tp ranks split the width of each expert. `recompute`: activation checkpointing."""
+    """Parallel operations that a model is built with; the defaults are those of one device.
+
+    `tensor`, `context`: communication of tensor and context parallelism. `dispatcher`: token dispatcher of expert
+    parallelism; None: no expert parallelism, tp ranks split the width of each expert. `recompute`: activation
+    checkpointing."""
 
     tensor: TensorOperations = field(default_factory=TensorOperations)
     context: ContextOperations = field(default_factory=ContextOperations)

@@ -17,15 +17,16 @@ from meshwright.model.cache import AttentionCache
 from meshwright.model.experts import Mixture
 from meshwright.model.latent_attention import LatentAttention
 from meshwright.model.layers import FeedForward, Linear, make_norm
-from meshwright.model.scaled_dot_product import Visible
+from meshwright.model.scaled_dot_product import AttentionMask
 from meshwright.spec.config import ModelConfig
 
 
 class Block(nn.Module):
-    """Transformer block: x + attention(norm(x)), then x + mlp(norm(x)), where the MLP may be a mixture of experts.
-    Depending on the model family, the outputs of both are normalised too, or instead of the inputs, and scaled. `axes`:
-    communication of the mesh axes; `layer`: index of the block in the model; `options`: `device` and `dtype` of the
-    parameters."""
+    """Transformer block: x + attention(norm(x)), then x + mlp(norm(x)), where the MLP may be a mixture of experts. In
+    some model families the outputs of attention and MLP are normalised too, or in place of their inputs, and scaled.
+
+    `config`: model configuration; `axes`: communication of the mesh axes; `layer`: index of the block in the model;
+    `options`: `device` and `dtype` of the parameters."""
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, layer: int, **options: Any) -> None:
         super().__init__()
@@ -41,15 +42,17 @@ class Block(nn.Module):
         self,
         x_BSH: torch.Tensor,
         rotation: tuple[torch.Tensor, torch.Tensor | None] | None,
-        visible: Visible,
+        visible: AttentionMask,
         counted_B: torch.Tensor | None = None,
         cache: AttentionCache | None = None,
         layer: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the block's output [B, S, H] and the load-balancing loss of its mixture of experts (None without one,
-        or without `counted_B`). `rotation`: rotary cosine and sine of each token, [B or 1, 1, S, D/2] each; None with
-        learned positions. `visible`: attention mask; None: plain causal. `counted_B`: number of target tokens of each
-        sequence. `cache`: KV cache, to which the new keys and values are added as those of layer number `layer`."""
+        """Return the block's output [B, S, H] for the hidden states `x_BSH`, and the load-balancing loss of its mixture
+        of experts (None without experts, or without `counted_B`).
+
+        `rotation`: rotary cosine and sine of each token, [B or 1, 1, S, D/2] each; None with learned positions.
+        `visible`: attention mask; None: plain causal. `counted_B`: number of target tokens of each sequence. `cache`:
+        KV cache, to which the new keys and values are added as those of layer number `layer`."""
         x_BSH, normed_BSH = self.attend(x_BSH, rotation, visible, cache, layer)
         if not isinstance(self.mlp, Mixture):
             return self.add(x_BSH, self.mlp(normed_BSH), self.mlp_post_norm), None
@@ -57,8 +60,10 @@ class Block(nn.Module):
         return self.add(x_BSH, y_BSH, self.mlp_post_norm), balance
 
     def add(self, x_BSH: torch.Tensor, y_BSH: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
-        """Return the residual sum x + s norm(y), where y is the output `y_BSH` of a sublayer (attention or MLP) and s
-        the model's residual multiplier (1 in most families). `norm`: norm of the sublayer's output; None: none."""
+        """Return the residual sum x + s norm(y) of `x_BSH` and the output `y_BSH` of a sublayer (attention or MLP),
+        with the model's residual multiplier s (1 in most families).
+
+        `norm`: norm of the sublayer's output; None: none."""
         y_BSH = y_BSH if norm is None else norm(y_BSH)
         return x_BSH + (y_BSH if self.residual_scale == 1 else y_BSH * self.residual_scale)
 
@@ -66,21 +71,23 @@ class Block(nn.Module):
         self,
         x_BSH: torch.Tensor,
         rotation: tuple[torch.Tensor, torch.Tensor | None] | None,
-        visible: Visible,
+        visible: AttentionMask,
         cache: AttentionCache | None = None,
         layer: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the first half of the block: return y = x + attention(norm(x)) and norm(y), the input of the MLP, [B, S,
-        H] each. `rotation`: rotary cosine and sine of each token; None with learned positions. `visible`: attention
-        mask; None: plain causal. `cache`: KV cache, to which the new keys and values are added as those of layer number
-        `layer`."""
+        """Run the first half of the block on hidden states x (`x_BSH`): return y = x + attention(norm(x)), and norm(y),
+        the input of the MLP, [B, S, H] each.
+
+        `rotation`: rotary cosine and sine of each token; None with learned positions. `visible`: attention mask; None:
+        plain causal. `cache`: KV cache, to which the new keys and values are added as those of layer number `layer`."""
         normed_BSH = x_BSH if self.attention_norm is None else self.attention_norm(x_BSH)
         y_BSH = self.attention(normed_BSH, rotation, visible, cache, layer)
         x_BSH = self.add(x_BSH, y_BSH, self.attention_post_norm)
         return x_BSH, x_BSH if self.mlp_norm is None else self.mlp_norm(x_BSH)
 
     def linear_layers(self) -> list[Linear]:
-        """Return the block's linear layers through which every token passes, that is, without those of experts."""
+        """Return the linear layers through which every token passes: those of attention and of a dense MLP, not those
+        of experts."""
         of_mlp = [self.mlp.up, self.mlp.down] if isinstance(self.mlp, FeedForward) else []
         return [*self.attention.linear_layers(), *of_mlp]
 
@@ -88,10 +95,10 @@ class Block(nn.Module):
 def compile_around_dispatch(
     run_dense: Callable[..., Any], attend: Callable[..., Any], mixture: Callable[..., Any]
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """Combine the functions of a transformer block to one function with the arguments and result of `Block.forward`. A
-    block without experts runs in `run_dense`, compiled as a whole. A block with experts runs in `attend` (attention and
-    norms, compiled) and then in `mixture` (the experts, not compiled). torch.compile cannot trace token dispatch, and a
-    graph break inside a checkpoint would leave the whole block uncompiled."""
+    """Build a function with the arguments and result of `Block.forward` that runs a transformer block in compiled
+    parts. A block without experts runs in `run_dense`, one compiled function. A block with experts runs in `attend`
+    (attention and norms, compiled), then in `mixture` (the experts, not compiled), because torch.compile cannot trace
+    token dispatch, and a graph break inside activation checkpointing would leave the whole block uncompiled."""
 
     def run(block: Block, x_BSH: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run one transformer block, with or without experts; return its output and load-balancing loss. `rest`: rotary

@@ -28,8 +28,10 @@ INDEX_FILE = "model.safetensors.index.json"
 
 class CheckpointFiles:
     """Reader of the safetensors files of the Hugging Face directory `directory`; each tensor is read by name when it is
-    requested. `single`: name of the file if there is no index. Attribute `mapped`: True if tensors that are read are
-    views of the memory-mapped file.
+    requested.
+
+    `single`: name of the file if there is no index. Attribute `mapped`: True if tensors that are read are views of the
+    memory-mapped file.
 
     Raises UserError, naming the file and the tensor, when a file is missing, truncated, or does not match the index."""
 
@@ -49,22 +51,23 @@ class CheckpointFiles:
         return frozenset(self._place)
 
     def parts(self, name: str) -> tuple[str, ...]:
-        """Return the names of the files' tensors that hold the weights `name`: one tensor of that name, or the two
-        tensors of quantized weights (values and scales); empty if there is none."""
+        """Return the names of the tensors in the files that store the weights `name`: (name,), or for quantized weights
+        the names of two tensors (values, scales); () if the weights are not in the files."""
         packed = (name + BLOCKS, name + SCALES)
         if name not in self.names:
             return packed if self.names.issuperset(packed) else ()
         return (name, name + SCALE_SUFFIX) if name + SCALE_SUFFIX in self.names else (name,)
 
-    def missing_part(self, name: str, shape: tuple[int, ...]) -> str:
-        """Return, for errors, the tensor that is missing where weights `name` have no `parts`: of the two tensors of
-        packed weights the one that is not there, if the other is; else `name` and its `shape`."""
+    def describe_missing(self, name: str, shape: tuple[int, ...]) -> str:
+        """Return a text that names, in an error, the tensor that is missing when `parts` of the weights `name` is
+        empty: the second tensor of quantized weights if the files have only one of the two, else `name` and its
+        expected `shape`."""
         lacking = [part for part in (name + BLOCKS, name + SCALES) if part not in self.names]
         return lacking[0] if len(lacking) == 1 else f"{name} {list(shape)}"
 
     def weights_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the weights `name`; for quantized ones the shape after dequantization."""
-        return self.shape(name) if name in self.names else mxfp4.unpacked_shape(self.shape(name + BLOCKS))
+        return self.shape(name) if name in self.names else mxfp4.compute_dequantized_shape(self.shape(name + BLOCKS))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the tensor `name` without reading its values."""
@@ -85,13 +88,14 @@ class CheckpointFiles:
             return query(self._open(self._place[name]))
 
     def read_weights(self, name: str, expert: int | None = None) -> torch.Tensor:
-        """Read the weights `name` in their dtype on disk; quantized ones are dequantized to float32. `expert`: index
-        along the first dim of weights that are stacked by expert, to read only that expert's; None: read all. Raises
-        UserError for another dtype and for NaN or infinite values."""
+        """Read the weights `name` in their dtype on disk; quantized ones are dequantized to float32.
+
+        `expert`: index along the first dim of weights that are stacked by expert, to read only that expert's; None:
+        read all. Raises UserError for another dtype and for NaN or infinite values."""
         self.check_weights(name)
         value, *scales = (each if expert is None else each[expert] for each in map(self.read, self.parts(name)))
         if scales:
-            form = self._described
+            form = self._config_format
             unpack = partial(block_fp8.dequantize, form=form) if isinstance(form, BlockFp8) else mxfp4.dequantize
             value = unpack(value, scales[0])
         if value.numel():
@@ -108,11 +112,11 @@ class CheckpointFiles:
         """Raise UserError unless the weights `name` have a supported floating-point dtype (`WEIGHT_TYPES`), or are
         quantized, with scales, in the format that ``config.json`` describes."""
         if name not in self.names:
-            self._check_blocks(name)
+            self._check_mxfp4(name)
             return
         dtype = self.dtype(name)
         if dtype == FP8 and name + SCALE_SUFFIX in self.names:
-            shape, scales, form = self.shape(name), name + SCALE_SUFFIX, self._format(name, BlockFp8)
+            shape, scales, form = self.shape(name), name + SCALE_SUFFIX, self._require_format(name, BlockFp8)
             wanted = form.scale_shape(shape) if isinstance(form, BlockFp8) and len(shape) == 2 else None
             if self.shape(scales) != wanted or self.dtype(scales) not in WEIGHT_TYPES:
                 raise UserError(
@@ -125,10 +129,11 @@ class CheckpointFiles:
                 f"{READ_FORMATS}: another quantized or packed model cannot be read, save the unquantized one"
             )
 
-    def _check_blocks(self, name: str) -> None:
-        """Raise UserError unless the weights `name` are in MXFP4, with fitting scales, and ``config.json`` says so."""
+    def _check_mxfp4(self, name: str) -> None:
+        """Raise UserError unless the weights `name` are stored in MXFP4, with scales of the right shape, and
+        ``config.json`` names this format."""
         values, scales = name + BLOCKS, name + SCALES
-        self._format(values, MxFp4)
+        self._require_format(values, MxFp4)
         shape = self.shape(values)
         if len(shape) < 3 or shape[-1] != mxfp4.BLOCK_BYTES or self.shape(scales) != shape[:-1]:
             raise UserError(
@@ -140,20 +145,19 @@ class CheckpointFiles:
                 raise UserError(f"{self.file(each)}: tensor {each} is of type {self.dtype(each)}; MXFP4 is in U8")
 
     @cached_property
-    def _described(self) -> WeightFormat | None:
-        """Quantization format of the weights as described by the directory's ``config.json``; None: it describes
-        none."""
+    def _config_format(self) -> WeightFormat | None:
+        """Quantization format that the directory's ``config.json`` describes; None if it describes none."""
         return read_weight_format(read_config(self.directory), str(self.directory / "config.json"))
 
-    def _format(self, name: str, wanted: type[WeightFormat]) -> WeightFormat:
-        """Return the quantization format that ``config.json`` describes. Raises UserError unless it is of the class
-        `wanted`, the format in which the tensor `name` is stored."""
-        if not isinstance(self._described, wanted):
+    def _require_format(self, name: str, wanted: type[WeightFormat]) -> WeightFormat:
+        """Return the quantization format that ``config.json`` describes. Raises UserError unless it is an instance of
+        `wanted`, the class of the format in which the tensor `name` is stored."""
+        if not isinstance(self._config_format, wanted):
             raise UserError(
                 f"{self.file(name)}: tensor {name} is {self.dtype(name)}, but config.json has no "
                 f'"quantization_config" of {wanted.__name__}'
             )
-        return self._described
+        return self._config_format
 
     def file(self, name: str) -> Path:
         """Return the path of the file that contains the tensor, or the quantized weights, called `name`."""

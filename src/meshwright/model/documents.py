@@ -74,8 +74,8 @@ class Documents:
         return indices_C - self.starts_BS[:, indices_C]
 
     def lengths_BS(self) -> torch.Tensor | None:
-        """Return the number of tokens of the document of each of the C tokens on this rank, [B, C]; None if every
-        sequence is one document."""
+        """Return for each of the C tokens of each sequence on this rank the number of tokens of its document, [B, C];
+        None if every sequence is one document."""
         starts_BS = self.starts_BS
         if starts_BS is None:
             return None
@@ -83,10 +83,12 @@ class Documents:
         lengths_BS = counts_BS.gather(1, starts_BS)
         return lengths_BS if self.indices_C is None else lengths_BS[:, self.indices_C]
 
-    def cut(self, size: int, rows: int, sequence: int, device: torch.device) -> Documents:
-        """Return the boundaries of chunks instead of documents: each document is cut into chunks of `size` tokens,
-        within which layers with chunked attention attend. `rows`: number of sequences; `sequence`: tokens of an
-        unsharded sequence; `device`: device of the boundaries."""
+    def cut_into_chunks(self, size: int, rows: int, sequence: int, device: torch.device) -> Documents:
+        """Return boundaries for chunked attention: each document is cut into chunks of `size` tokens, and a token
+        attends only within its chunk. The chunks take the place of documents in the result.
+
+        `rows`: number of sequences; `sequence`: number of tokens of an unsharded sequence; `device`: device of the
+        boundaries."""
         if sequence <= size:
             return self
 

@@ -23,15 +23,17 @@ from meshwright.model.documents import ONE_DOCUMENT, Documents
 from meshwright.model.layers import Embedding, FeedForward, Linear, activate, make_norm
 from meshwright.model.loss import IGNORED, OutputHead, linear_cross_entropy
 from meshwright.model.precision import at_least_float32
-from meshwright.model.scaled_dot_product import bidirectional_mask
+from meshwright.model.scaled_dot_product import make_bidirectional_mask
 from meshwright.model.units import NO_UNITS, Units
 from meshwright.spec.config import ModelConfig
 
 
 class EncoderBlock(nn.Module):
     """Post-norm transformer block: norm(x + attention(x)), then norm(x + mlp(x)) (Vaswani et al. 2017,
-    arXiv:1706.03762, section 3.1). `config`: model configuration; `axes`: communication of the mesh axes; `options`:
-    `device` and `dtype` of the parameters."""
+    arXiv:1706.03762, section 3.1).
+
+    `config`: model configuration; `axes`: communication of the mesh axes; `options`: `device` and `dtype` of the
+    parameters."""
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
@@ -41,9 +43,10 @@ class EncoderBlock(nn.Module):
         self.mlp_norm = make_norm(config, **options)
 
     def forward(self, x_BSH: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:
-        """Return the block's output [B, S, H] for the hidden states `x_BSH`. `added`: additive attention mask [B or 1,
-        1, S or 1, S] (0 or a large negative number) from `bidirectional_mask`; None: every token attends to every
-        other."""
+        """Return the block's output [B, S, H] for the hidden states `x_BSH`.
+
+        `added`: additive attention mask [B or 1, 1, S or 1, S] (0 or a large negative number) from
+        `make_bidirectional_mask`; None: every token attends to every other."""
         x_BSH = self.attention_norm(x_BSH + self.attention(x_BSH, None, added))
         return self.mlp_norm(x_BSH + self.mlp(x_BSH))
 
@@ -121,8 +124,8 @@ class Encoder(nn.Module):
         units: Units = NO_UNITS,
         **inputs: Unpack[EncoderInputs],
     ) -> torch.Tensor:
-        """Return the sum of the losses (nats, a scalar in float32 or float64) over targets that are not -100. Raises
-        UserError for head "none" and for sequences longer than the model's positions.
+        """Return the sum of the losses (nats, a scalar in float32 or float64) of the token IDs `tokens_BS` over targets
+        that are not -100. Raises UserError for head "none" and for sequences longer than the model's positions.
 
         `targets`: with head "masked" the true token ID at each masked position, [B, S], elsewhere -100; with head
         "classes" the class of each sequence, [B], or of each of D packed documents, [D]. Only masked positions go
@@ -154,10 +157,11 @@ class Encoder(nn.Module):
         attention_mask_BS: torch.Tensor | None = None,
         token_types_BS: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the last block's output, [B, S, H], for the token IDs `tokens_BS`. `units`: hooks around FSDP units;
-        `attention_mask_BS`: 0 at padding, to which no token attends; `token_types_BS`: segment ID of each token
-        (default 0); `documents`: document boundaries in packed sequences. Raises UserError if a sequence is longer than
-        the model's positions."""
+        """Return the last block's output, [B, S, H], for the token IDs `tokens_BS`.
+
+        `units`: hooks around FSDP units; `attention_mask_BS`: 0 at padding, to which no token attends;
+        `token_types_BS`: segment ID of each token (default 0); `documents`: document boundaries in packed sequences.
+        Raises UserError if a sequence is longer than the model's positions."""
         sequence = tokens_BS.shape[1]
         if sequence > self.config.max_positions:
             most = self.config.max_positions
@@ -177,7 +181,7 @@ class Encoder(nn.Module):
             x_BSH = units.enter(unit, x_BSH)
             x_BSH = units.leave(unit, x_BSH + table(numbers_BS))
         x_BSH = units.leave("embedding_norm", self.embedding_norm(units.enter("embedding_norm", x_BSH)))
-        added = bidirectional_mask(documents, attention_mask_BS, x_BSH.dtype)
+        added = make_bidirectional_mask(documents, attention_mask_BS, x_BSH.dtype)
         for layer, block in enumerate(self.layers):
             x_BSH = units.enter(f"layers.{layer}", x_BSH)
             x_BSH = units.leave(f"layers.{layer}", self._run_block(block, x_BSH, added))
@@ -185,8 +189,9 @@ class Encoder(nn.Module):
 
     def pooled(self, hidden_BSH: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         """Return the pooler output, tanh(linear(first token)): [B, H] from the first token of each sequence or, with D
-        packed `documents`, [D, H] from the first token of each document. `hidden_BSH`: the last block's output. Raises
-        UserError if the model has no pooler."""
+        packed `documents`, [D, H] from the first token of each document.
+
+        `hidden_BSH`: the last block's output. Raises UserError if the model has no pooler."""
         if not self.config.pooled:
             raise UserError(f'an encoder with head "{self.config.head}" has no pooler')
         if documents is None or documents.starts_BS is None:
@@ -199,10 +204,11 @@ class Encoder(nn.Module):
     def logits(
         self, tokens_BS: torch.Tensor, documents: Documents | None = None, **inputs: Unpack[EncoderInputs]
     ) -> torch.Tensor:
-        """Return the logits of the head in the model's dtype: [B, S, V] over the vocabulary for "masked", [B, C] over
-        the C classes for "classes" (with D packed documents [D, C]). `documents`: document boundaries in packed
-        sequences; `inputs`: attention mask and segment IDs (fields of `EncoderInputs`). Raises UserError for head
-        "none"."""
+        """Return the logits of the head, in the model's dtype, for the token IDs `tokens_BS`: [B, S, V] over the
+        vocabulary for "masked", [B, C] over the C classes for "classes" (with D packed documents [D, C]).
+
+        `documents`: document boundaries in packed sequences; `inputs`: attention mask and segment IDs (fields of
+        `EncoderInputs`). Raises UserError for head "none"."""
         hidden_BSH = self.hidden(tokens_BS, documents, **inputs)
         if self.config.head == "masked":
             return F.linear(self._transform_for_head(hidden_BSH), self.embedding.weight, self.head.bias)

@@ -26,8 +26,10 @@ from meshwright.spec.config import ModelConfig
 
 class Mixture(nn.Module):
     """Mixture-of-experts layer: the sum over a token's experts of weight * expert(x), plus the shared expert (Shazeer
-    et al. 2017, arXiv:1701.06538, eq. 1; Dai et al. 2024, arXiv:2401.06066, eq. 9). `config`: model configuration;
-    `axes`: communication of the mesh axes; `options`: `device` and `dtype` of the parameters."""
+    et al. 2017, arXiv:1701.06538, eq. 1; Dai et al. 2024, arXiv:2401.06066, eq. 9).
+
+    `config`: model configuration; `axes`: communication of the mesh axes; `options`: `device` and `dtype` of the
+    parameters."""
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
@@ -42,9 +44,11 @@ class Mixture(nn.Module):
     def forward(
         self, x_BSH: torch.Tensor, counted_B: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the layer's output [B, S, H] for the hidden states `x_BSH`, and its load-balancing loss (scalar; None
-        without `counted_B`). `counted_B`: number of target tokens of each sequence, by which the sequence's
-        load-balancing loss is weighted."""
+        """Return the layer's output [B, S, H] for the hidden states `x_BSH`, and its load-balancing loss (scalar;
+        None without `counted_B`).
+
+        `counted_B`: number of target tokens of each sequence, by which the sequence's load-balancing loss is
+        weighted."""
         if self.expert_parallel:
             return self._forward_expert_parallel(x_BSH, counted_B)
         x_BSH = self.tensor.enter(x_BSH, "mlp.input")
@@ -58,9 +62,10 @@ class Mixture(nn.Module):
     def _forward_expert_parallel(
         self, x_BSH: torch.Tensor, counted_B: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run the layer with expert parallelism; only the shared expert is tensor-parallel. Return the output [B, S,
-        H] and the load-balancing loss (None without `counted_B`). `counted_B`: number of target tokens of each
-        sequence."""
+        """Run the layer on hidden states `x_BSH` with expert parallelism; only the shared expert is tensor-parallel.
+        Return the output [B, S, H] and the load-balancing loss (None without `counted_B`).
+
+        `counted_B`: number of target tokens of each sequence."""
         slices = self.tensor.sequence_parallel
         own_BSH = x_BSH if slices else self.tensor.split_tokens(x_BSH, "experts.input")
         y_BSH, loss = self._forward_routed(own_BSH, counted_B)
@@ -74,8 +79,9 @@ class Mixture(nn.Module):
     def _forward_routed(
         self, x_BSH: torch.Tensor, counted_B: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run the routed experts: route each token to its experts and sum their weighted outputs. Return the output [B,
-        S, H] and the load-balancing loss (None without `counted_B`, the number of target tokens of each sequence)."""
+        """Run the routed experts on hidden states `x_BSH`: route each token to its experts and sum their weighted
+        outputs. Return the output [B, S, H] and the load-balancing loss (None without `counted_B`, the number of target
+        tokens of each sequence)."""
         x_TH = x_BSH.flatten(0, 1)
         scores_TE = self.router.scores(x_TH)
         weights_TK, chosen_TK = self.router.choose(scores_TE)
@@ -95,12 +101,13 @@ class Mixture(nn.Module):
 
 
 class Router(nn.Module):
-    """Top-K router: chooses the experts of each token and their weights. `config`: model configuration; `options`:
+    """Top-K router: chooses the K experts of each token and their weights. `config`: model configuration; `options`:
     `device` and `dtype` of the parameters.
 
-    Scores are a softmax over all experts (Mixtral, Qwen) or a sigmoid of each (DeepSeek-V3, arXiv:2412.19437, section
-    2.1.2); the K highest are chosen. The bias that balances the load changes only the choice, not the weights (Wang et
-    al. 2024, arXiv:2408.15664, eq. 3); that of gpt-oss is one of a linear layer."""
+    The score of an expert is the softmax over all experts (Mixtral, Qwen) or the sigmoid (DeepSeek-V3,
+    arXiv:2412.19437, section 2.1.2) of its logit; the K highest are chosen. In DeepSeek-V3 a bias that balances the
+    load is added for the choice, but not for the weights (Wang et al. 2024, arXiv:2408.15664, eq. 3). In gpt-oss the
+    bias is part of the linear layer."""
 
     def __init__(self, config: ModelConfig, **options: Any) -> None:
         super().__init__()
@@ -110,10 +117,11 @@ class Router(nn.Module):
         self.bias = nn.Parameter(torch.empty(config.experts, **options)) if biased else None
 
     def scores(self, x_TH: torch.Tensor, product: Callable[..., torch.Tensor] = F.linear) -> torch.Tensor:
-        """Return the router score of each of E experts for each of T tokens, [T, E], in float32 or float64: softmax or
-        sigmoid of the router's logits, positive; with `routed_input` the logits themselves, as Llama 4 ranks by them
-        (sigmoids of large logits are equal). `product`: function (x, W, b) -> x Wᵀ + b that computes the logits; b may
-        be left out."""
+        """Return the router score of each of E experts for each of T tokens `x_TH`, [T, E], in float32 or float64: the
+        softmax or sigmoid of the logits. For models with `config.routed_input` (Llama 4) return the logits themselves,
+        since the sigmoids of large logits are equal.
+
+        `product`: function (x, W, b) -> x Wᵀ + b that computes the logits; b may be left out."""
         wide = at_least_float32(x_TH.dtype)
         if self.config.router == "sigmoid":
             logits_TE = product(x_TH.to(wide), self.weight.to(wide))
@@ -122,8 +130,10 @@ class Router(nn.Module):
         return product(x_TH, self.weight, *bias).to(wide).softmax(dim=-1)
 
     def choose(self, scores_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose each token's K experts by their scores. Return (factors on the outputs of these experts [T, K], expert
-        indices [T, K]). `scores_TE`: score of each of E experts for each of T tokens, from `scores`."""
+        """Choose each token's K experts by their scores. Return (factors by which the outputs of these experts are
+        multiplied [T, K], indices of these experts [T, K]).
+
+        `scores_TE`: score of each of E experts for each of T tokens, from `scores`."""
         ranking_TE = scores_TE.detach()
         if self.config.router_bias and self.bias is not None:
             ranking_TE = ranking_TE + self.bias.detach()
@@ -136,10 +146,10 @@ class Router(nn.Module):
         return weights_TK * self.config.routed_scale, chosen_TK
 
     def _keep_groups(self, ranking_TE: torch.Tensor) -> torch.Tensor:
-        """Return a copy of `ranking_TE` [T, E], the values by which a token's experts are chosen, with -inf for the
-        experts outside of the token's chosen groups (group-limited routing). Chosen are the groups with the highest
-        score, which is their highest expert score (arXiv:2405.04434, section 2.2.2) or, with sigmoid scores, the sum of
-        their two highest (arXiv:2412.19437, section 2.1.2)."""
+        """Return a copy of `ranking_TE` [T, E], the values by which experts are chosen, with -inf for the experts
+        outside of each token's best groups (group-limited routing). The value of a group is the highest value of its
+        experts (arXiv:2405.04434, section 2.2.2) or, with sigmoid scores, the sum of the two highest (arXiv:2412.19437,
+        section 2.1.2)."""
         config = self.config
         grouped_TGE = ranking_TE.unflatten(1, (config.expert_groups, -1))
         best = grouped_TGE.topk(2 if config.router == "sigmoid" else 1, dim=-1).values.sum(dim=-1)
@@ -150,10 +160,11 @@ class Router(nn.Module):
     def balance_loss(
         self, scores_TE: torch.Tensor, chosen_TK: torch.Tensor, counted_B: torch.Tensor, *parts: TokenAxis
     ) -> torch.Tensor:
-        """Return this layer's load-balancing term of the summed loss (scalar). `scores_TE`: scores of all E experts;
-        `chosen_TK`: expert indices of each token; `counted_B`: number of target tokens of each of B sequences of S
-        tokens; `parts`: parallel axes whose ranks hold different tokens of a sequence, over which expert loads are
-        all-reduced.
+        """Return this layer's load-balancing term of the summed loss (scalar).
+
+        `scores_TE`: scores of all E experts; `chosen_TK`: expert indices of each token; `counted_B`: number of target
+        tokens of each of B sequences of S tokens; `parts`: parallel axes whose ranks hold different tokens of a
+        sequence, over which expert loads are all-reduced.
 
         The auxiliary loss of a sequence is E times the sum over experts of (assignments of the expert / S) x (mean
         score of the expert): Fedus et al. 2021 (arXiv:2101.03961, eq. 4 to 6), scaled as in transformers. It is
@@ -185,11 +196,11 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """MLPs of the routed experts on this rank, stacked. With E experts on this rank, of intermediate size F on this
     rank, and hidden size H, `up.weight` is [E x 2F, H]: for each expert the rows of the gate projection, then those of
-    the up projection (in some families alternating); `down.weight` is [E x H, F]. Where several ranks split an expert's
-    width, each holds and adds a slice of the bias of the down projection, [E x H / ranks].
+    the up projection (in some families alternating); `down.weight` is [E x H, F]. If several ranks split an expert's
+    width, each adds one slice of the bias of the down projection, [E x H / ranks].
 
-    `axes`: communication of the mesh axes; `options`: `device` and `dtype` of the parameters.
-    """
+    `config`: model configuration; `axes`: communication of the mesh axes; `options`: `device` and `dtype` of the
+    parameters."""
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
@@ -205,9 +216,10 @@ class Experts(nn.Module):
             self.down.bias = nn.Parameter(torch.empty(self.held * slice_size, **options))
 
     def forward(self, x_TH: torch.Tensor, weights_TK: torch.Tensor, chosen_TK: torch.Tensor) -> torch.Tensor:
-        """Return for each of T tokens the weighted sum of the outputs of its K experts, [T, H]. `x_TH`: hidden states;
-        `weights_TK`: factors on the experts' outputs, or on their inputs if the model is so configured; `chosen_TK`:
-        indices of the experts."""
+        """Return for each of T tokens the weighted sum of the outputs of its K experts, [T, H].
+
+        `x_TH`: hidden states; `weights_TK`: factors on the experts' outputs, or on their inputs if the model is so
+        configured; `chosen_TK`: indices of the experts."""
         tokens, chosen = chosen_TK.shape
         order_N, _, ends_E = sort_copies(chosen_TK, self.experts)
         inverse_N = invert_permutation(order_N)
@@ -226,7 +238,9 @@ class Experts(nn.Module):
     def _apply_experts(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         """Return the outputs [N, H] of this rank's expert MLPs for N token copies `x_NH` (one for each of a token's
         experts), sorted by expert. Where several ranks split an expert's width, the outputs are this rank's partial
-        sums. `ends_E`: exclusive end index of each expert's copies."""
+        sums.
+
+        `ends_E`: exclusive end index of each expert's copies."""
         hidden_NF = self.activate(grouped_linear(x_NH, self.up, ends_E))
         return grouped_linear(hidden_NF, self.down, ends_E, self.first)
 
@@ -260,9 +274,10 @@ class ClampedSwiGLU(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, up_NX: torch.Tensor, limit: float, alpha: float, interleaved: bool) -> torch.Tensor:
-        """Return the activation [N, F] for the concatenated gate and up projections `up_NX` [N, 2F]. `limit`, `alpha`:
-        constants of the function; `interleaved`: True if the columns of gate and up alternate, False if gate's come
-        first."""
+        """Return the activation [N, F] for the concatenated gate and up projections `up_NX` [N, 2F].
+
+        `limit`, `alpha`: constants of the function; `interleaved`: True if the columns of gate and up alternate, False
+        if gate's come first."""
         context.save_for_backward(up_NX)
         context.numbers = limit, alpha, interleaved
         gate_NF, up_NF = split_gate(up_NX, interleaved)

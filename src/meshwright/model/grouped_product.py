@@ -24,10 +24,11 @@ def grouped_product(
     x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor, bias_EZ: torch.Tensor | None = None,
     first: int = 0,
 ) -> torch.Tensor:  # fmt: skip
-    """Return x Wᵀ + b, [N, Y], for N token copies `x_NX` (one for each of a token's experts) sorted by expert, where W
-    and b are those of the copy's expert; differentiable. `weight_EYX`: one W [Y, X] for each of E experts; `ends_E`:
-    exclusive end index of each expert's copies, int32; `bias_EZ`: one b for each, for the Z outputs from `first` on;
-    None: none."""
+    """Return x Wᵀ + b, [N, Y], for N token copies `x_NX` sorted by expert (a token has one copy for each of its
+    experts), with the W and b of each copy's expert; differentiable.
+
+    `weight_EYX`: W [Y, X] of each of E experts; `ends_E`: exclusive end index of each expert's copies, int32;
+    `bias_EZ`: b of each expert, which is added to the outputs [first, first + Z) only; None: no bias."""
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # A custom operator's first call loads the compiler.
         return _compute_grouped_product(x_NX, weight_EYX, ends_E, bias_EZ, first)
@@ -37,8 +38,8 @@ def grouped_product(
 def _compute_grouped_product(
     x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor, bias_EZ: torch.Tensor | None, first: int
 ) -> torch.Tensor:
-    """Compute x Wᵀ + b for token copies sorted by expert, with the arguments and result of `grouped_product`, but
-    without autograd."""
+    """Compute x Wᵀ + b for N token copies sorted by expert, without autograd. `x_NX`, `weight_EYX`, `ends_E`,
+    `bias_EZ`, `first` and the result are those of `grouped_product`."""
     if _supports_grouped_mm(x_NX, weight_EYX):
         y_NY = F.grouped_mm(x_NX, weight_EYX.mT, offs=ends_E)
     else:
@@ -56,10 +57,11 @@ _forward = custom_operator("meshwright::grouped_product")(_compute_grouped_produ
 
 
 @custom_operator("meshwright::grouped_product_input")
-def _input_gradient(dy_NY: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return dy W, [N, X], the gradient of the grouped product's input, where W is the matrix of the token copy's
-    expert. `dy_NY`: gradient of the output for N token copies sorted by expert; `ends_E`: exclusive end index of each
-    expert's copies."""
+def _compute_input_gradient(dy_NY: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    """Return dy W, [N, X], the gradient of the grouped product's input, with the matrix W of each token copy's expert.
+
+    `dy_NY`: gradient of the output for N token copies sorted by expert; `weight_EYX`: W of each of E experts; `ends_E`:
+    exclusive end index of each expert's copies."""
     if _supports_grouped_mm(dy_NY, weight_EYX):
         return F.grouped_mm(dy_NY.contiguous(), weight_EYX, offs=ends_E)
     dx_NX = dy_NY.new_empty(dy_NY.shape[0], weight_EYX.shape[2])
@@ -69,10 +71,12 @@ def _input_gradient(dy_NY: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch
 
 
 @custom_operator("meshwright::grouped_product_weight")
-def _weight_gradient(dy_NY: torch.Tensor, x_NX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+def _compute_weight_gradient(dy_NY: torch.Tensor, x_NX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """Return the gradient [E, Y, X] of the grouped product's weights: for each expert dyᵀ x over its token copies, 0
-    without copies. `dy_NY`, `x_NX`: output gradient and input of N token copies sorted by expert; `ends_E`: exclusive
-    end index of each expert's copies."""
+    without copies.
+
+    `dy_NY`, `x_NX`: output gradient and input of N token copies sorted by expert; `ends_E`: exclusive end index of each
+    expert's copies."""
     if _supports_grouped_mm(dy_NY, x_NX):
         return F.grouped_mm(dy_NY.contiguous().T, x_NX, offs=ends_E)
     dw_EYX = x_NX.new_empty(len(ends_E), dy_NY.shape[1], x_NX.shape[1])
@@ -90,7 +94,7 @@ def bias_gradients(dy_NZ: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     copies. `ends_E`: exclusive end index of each expert's copies."""
     ones_N8 = dy_NZ.new_ones(len(dy_NZ), ALIGNMENT // 2)  # as many columns as grouped_mm needs in bf16
     if _supports_grouped_mm(dy_NZ, ones_N8):  # a product with ones: no host synchronisation
-        return _weight_gradient(dy_NZ.contiguous(), ones_N8, ends_E)[..., 0]  # type: ignore[no-any-return]
+        return _compute_weight_gradient(dy_NZ.contiguous(), ones_N8, ends_E)[..., 0]  # type: ignore[no-any-return]
     d_bias_EZ = dy_NZ.new_zeros(len(ends_E), dy_NZ.shape[1])
     for expert, rows in _expert_slices(ends_E):
         torch.sum(dy_NZ[rows], dim=0, out=d_bias_EZ[expert])
@@ -117,13 +121,13 @@ def _expert_slices(ends_E: torch.Tensor) -> Iterator[tuple[int, slice]]:
 
 
 _forward.register_fake(lambda x, weight, ends, bias, first: x.new_empty(x.shape[0], weight.shape[1]))
-_input_gradient.register_fake(lambda dy, weight, ends: dy.new_empty(dy.shape[0], weight.shape[2]))
-_weight_gradient.register_fake(lambda dy, x, ends: x.new_empty(len(ends), dy.shape[1], x.shape[1]))
+_compute_input_gradient.register_fake(lambda dy, weight, ends: dy.new_empty(dy.shape[0], weight.shape[2]))
+_compute_weight_gradient.register_fake(lambda dy, x, ends: x.new_empty(len(ends), dy.shape[1], x.shape[1]))
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    """Save the inputs (token copies, weights, end indices) of the grouped product that backward reads: the
-    `setup_context` function of torch.library.register_autograd."""
+    """Save those inputs of the grouped product that backward reads (token copies, weights, end indices) in `ctx`: the
+    `setup_context` function of torch.library.register_autograd. output: unused."""
     x_NX, weight_EYX, ends_E, bias_EZ, first = inputs
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     ctx.save_for_backward(x_NX if needs_weight else None, weight_EYX if needs_x else None, ends_E)

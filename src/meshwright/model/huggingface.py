@@ -93,11 +93,12 @@ def _load_model(
     build: Callable[[ModelConfig], AnyModel], config: ModelConfig, files: CheckpointFiles, seed: int = 0,
     new_head: bool = False,
 ) -> AnyModel:  # fmt: skip
-    """Build the model of configuration `config` and load all its parameters from `files`. `build`: function that builds
-    the model; it is called only after the tensors in `files` were found to match `config`, so that a wrong config.json
-    cannot make it allocate a huge model. `new_head`: True to initialise, from `seed`, head parameters that are missing
-    in the files or have another shape there. Raises UserError if tensors are missing, misshapen or unexpected, except
-    such head parameters."""
+    """Build the model of configuration `config` and load all its parameters from `files`.
+
+    `build`: function that builds the model; it is called only after the tensors in `files` were found to match
+    `config`, so that a wrong config.json cannot make it allocate a huge model. `new_head`: True to initialise, from
+    `seed`, head parameters that are missing in the files or have another shape there. Raises UserError if tensors are
+    missing, misshapen or unexpected, except such head parameters."""
     table = parameter_table(config)
     names = match_entries(files, table, config, new_head)
     model = build(config)
@@ -114,8 +115,9 @@ def _load_model(
 def match_entries(
     files: CheckpointFiles, table: ParameterTable, config: ModelConfig, new_head: bool = False
 ) -> Mapping[str, str]:
-    """Match the parameter entries of `table` (the tensors that a checkpoint of the model has) to the tensors in
-    `files`; return {entry name: tensor name}. Raises UserError for missing, misshapen or unexpected tensors.
+    """Match the parameter entries of `table` (the tensors that a checkpoint of the model with configuration `config`
+    has) to the tensors in `files`; return {entry name: tensor name}. Raises UserError for missing, misshapen or
+    unexpected tensors.
 
     Files of a base model may omit the prefix "transformer.", "model." or "bert.". The tensor of an output head tied to
     the embedding is ignored, as in transformers, and so are an encoder's other heads. `new_head`: True: do not raise
@@ -134,7 +136,7 @@ def match_entries(
             del names[entry.name]
             continue
         if not parts:
-            missing.append(files.missing_part(name, entry.disk_shape))
+            missing.append(files.describe_missing(name, entry.disk_shape))
             continue
         files.check_weights(name)
         if files.weights_shape(name) != entry.disk_shape:
@@ -167,8 +169,8 @@ def _list_some(found: Sequence[str]) -> str:
 
 
 def _map_current_names(files: CheckpointFiles, config: ModelConfig) -> dict[str, str]:
-    """Return {current Hugging Face name of a tensor: its name in the files}. The names differ if an older version of
-    transformers wrote the files."""
+    """Return {current Hugging Face name of a tensor: its name in the files} for a model of configuration `config`. The
+    names differ if an older version of transformers wrote the files."""
     nested = NESTED_PREFIXES.get(config.family, {})
     inside = lambda name: next((each for each in nested if name.startswith(each)), None)  # noqa: E731
     found = {}
@@ -184,9 +186,11 @@ def _map_current_names(files: CheckpointFiles, config: ModelConfig) -> dict[str,
 
 def read_entry(files: CheckpointFiles, entry: ParameterEntry, names: Mapping[str, str] | None = None) -> torch.Tensor:
     """Read the unsharded value of a parameter entry (checkpoint tensor) as stored on disk (not transposed for the
-    model) from `files`. `names`: {entry name: tensor name}, result of `match_entries`; None: the tensor has the entry's
-    own name. Raises UserError if the tensor is missing."""
+    model) from `files`.
+
+    `names`: {entry name: tensor name}, result of `match_entries`; None: the tensor has the entry's own name. Raises
+    UserError if the tensor is missing."""
     name = entry.disk_name if names is None else names[entry.name]
     if not files.parts(name):
-        raise UserError(f"{files.directory}: tensor {files.missing_part(name, entry.disk_shape)} is missing")
+        raise UserError(f"{files.directory}: tensor {files.describe_missing(name, entry.disk_shape)} is missing")
     return files.read_weights(name, entry.expert[0] if entry.stacked and entry.expert else None)

@@ -22,11 +22,11 @@ columns [first, end) of a matrix of `width` columns; None: of all."""
 def initial_value(entry: ParameterEntry, seed: int) -> torch.Tensor:
     """Return the unsharded initial value of a parameter entry (one tensor of a checkpoint), drawn from `seed`: float32
     on the CPU, in its shape on disk."""
-    value = initial_slice(entry, 0, entry.numel, seed=seed).view(entry.model_shape)
+    value = make_initial_slice(entry, 0, entry.numel, seed=seed).view(entry.model_shape)
     return value.T if entry.transposed else value.view(entry.shape)
 
 
-def initial_slice(
+def make_initial_slice(
     entry: ParameterEntry, start: int, stop: int, columns: tuple[int, int, int] | None = None, *, seed: int
 ) -> torch.Tensor:
     """Return the initial values of the elements [start, stop) of a parameter entry (checkpoint tensor), flattened as
@@ -56,14 +56,16 @@ def fill_parameters(
 
 
 def write_entry(tensor: torch.Tensor, entry: ParameterEntry, value: torch.Tensor) -> None:
-    """Copy the value of one parameter entry (one tensor of a checkpoint) into a model parameter. `value`: in its shape
-    on disk (before any transposition); `tensor`: unsharded model parameter of which the entry is a slice (such as fused
-    qkv)."""
+    """Copy the value of one parameter entry (one tensor of a checkpoint) into a model parameter.
+
+    `value`: in its shape on disk (before any transposition); `tensor`: unsharded model parameter of which the entry is
+    a slice (such as fused qkv)."""
     extract_entry(tensor, entry).copy_(value)
 
 
 def extract_entry(tensor: torch.Tensor, entry: ParameterEntry) -> torch.Tensor:
     """Return one parameter entry (one tensor of a checkpoint) as a view of a model parameter, in its shape on disk.
+
     `tensor`: the unsharded model parameter of which the entry is a slice (such as fused qkv), or that parameter's
     gradient."""
     part = tensor[entry.offset : entry.offset + entry.model_shape[0]]

@@ -21,8 +21,8 @@ from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.cache import AttentionCache
 from meshwright.model.layers import Linear, RMSNorm, RowParallelLinear
 from meshwright.model.rope import rotate
-from meshwright.model.scaled_dot_product import Visible
-from meshwright.model.tiled_attention import Scores
+from meshwright.model.scaled_dot_product import AttentionMask
+from meshwright.model.tiled_attention import ScoreSettings
 from meshwright.spec.config import ModelConfig
 
 _NORM_EPSILON = 1e-6
@@ -30,13 +30,13 @@ _NORM_EPSILON = 1e-6
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention layer of a transformer block. The projections of the hidden state are fused: the rows
-    of `qkv.weight` are those of the queries (or of their latent vector), then R rows for the latent vector of keys and
-    values, then E rows for the rotary key. Every tp rank computes the latent vectors; heads are split over tp.
+    """Multi-head latent attention layer of a transformer block (DeepSeek-V2: arXiv:2405.04434, section 2.1). The
+    projections of the hidden state are fused: the rows of `qkv.weight` are those of the queries (or of their latent
+    vector), then R rows for the latent vector of keys and values, then E rows for the rotary key. Every tp rank
+    computes the latent vectors; heads are split over tp.
 
-    R: size of the latent vector, E: size of the rotary key. `axes`: communication of the mesh axes; `options`: `device`
-    and `dtype` of the parameters.
-    """
+    R: size of the latent vector, E: size of the rotary key. `config`: model configuration; `axes`: communication of the
+    mesh axes; `options`: `device` and `dtype` of the parameters."""
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
@@ -55,20 +55,22 @@ class LatentAttention(nn.Module):
         self.latent_up = Linear(rank, self.heads * (self.plain + config.latent.value_dim), False, **options)
         inputs = self.heads * config.latent.value_dim
         self.output = RowParallelLinear(inputs, config.hidden, False, axes.tensor, "attention.output", **options)
-        self.scores, self.interleaved = Scores(config.score_scale), config.rotary_interleaved
+        self.scores, self.interleaved = ScoreSettings(config.score_scale), config.rotary_interleaved
 
     def forward(
         self,
         x_BSH: torch.Tensor,
         rotation: tuple[torch.Tensor, torch.Tensor] | None,
-        visible: Visible,
+        visible: AttentionMask,
         cache: AttentionCache | None = None,
         layer: int = 0,
     ) -> torch.Tensor:
-        """Return the attention output [B, S, H] for the hidden states `x_BSH` (with sequence parallelism both are this
-        rank's token slices). `rotation`: rotary cosine and sine of each token, [B or 1, 1, S, E/2] each. `visible`:
-        attention mask from `visibility`; None: plain causal. `cache`: KV cache, to which the latent vectors and rotary
-        keys are added as those of layer number `layer`; attention then covers the cached tokens too, and `visible` is
+        """Return the attention output [B, S, H] for the hidden states `x_BSH` (with sequence parallelism both are
+        this rank's token slices).
+
+        `rotation`: rotary cosine and sine of each token, [B or 1, 1, S, E/2] each. `visible`: attention mask from
+        `make_attention_mask`; None: plain causal. `cache`: KV cache, to which the latent vectors and rotary keys are
+        added as those of layer number `layer`; attention then covers the cached tokens too, and `visible` is
         ignored."""
         assert rotation is not None
         parts = self.qkv(self.tensor.enter(x_BSH, "attention.input"))
@@ -95,18 +97,20 @@ class LatentAttention(nn.Module):
         return [self.qkv, *([] if self.query_up is None else [self.query_up]), self.latent_up, self.output]
 
     def _decompress(self, latent_BSR: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Project normalised latent vectors [B, S, R] to the keys without rotary position [B, N, S, P] and the values
-        [B, N, S, V] of this rank's N heads; return both. P, V: sizes per head."""
+        """Project the normalised latent vectors `latent_BSR` to the keys without rotary position, [B, N, S, P], and the
+        values, [B, N, S, V], of this rank's N heads; return both. P, V: sizes per head."""
         both = self.latent_up(latent_BSR).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         k_BNSP, v_BNSV = both.split([self.plain, self.latent.value_dim], dim=-1)
         return k_BNSP, v_BNSV
 
     def _attend(
-        self, q_BNSD: torch.Tensor, k_BNSD: torch.Tensor, v_BNSV: torch.Tensor, visible: Visible
+        self, q_BNSD: torch.Tensor, k_BNSD: torch.Tensor, v_BNSV: torch.Tensor, visible: AttentionMask
     ) -> torch.Tensor:
-        """Return the causal attention output [B, N, S, V] of queries and keys of head size D and values of head size V.
-        The smaller size is padded with zeros, because attention kernels take one head size. `visible`: attention mask;
-        None: plain causal."""
+        """Return the causal attention output [B, N, S, V] of queries `q_BNSD` and keys `k_BNSD` of head size D and
+        values `v_BNSV` of head size V. The smaller size is padded with zeros, because attention kernels take one head
+        size.
+
+        `visible`: attention mask; None: plain causal."""
         width, values = max(self.size, self.latent.value_dim), self.latent.value_dim
         q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q_BNSD, k_BNSD, v_BNSV))
         return self.context.attend(q, k, v, visible, self.scores)[..., :values]
@@ -115,13 +119,13 @@ class LatentAttention(nn.Module):
         self, q_BNSP: torch.Tensor, q_BNSE: torch.Tensor, new_B1SC: torch.Tensor, cache: AttentionCache, layer: int
     ) -> torch.Tensor:
         """Return the attention output [B, N, S, V] of new tokens over the latent vectors in a KV cache, to which the
-        new tokens' latent vectors are first added as those of layer number `layer`. `q_BNSP`, `q_BNSE`: features of the
-        queries without and with rotary position; `new_B1SC`: latent vectors and rotary keys of the new tokens, C = R +
-        E.
+        new tokens' latent vectors are first added as those of layer number `layer`.
+
+        `q_BNSP`, `q_BNSE`: features of the queries without and with rotary position; `new_B1SC`: latent vectors and
+        rotary keys of the new tokens, C = R + E.
 
         Keys (W_k latent) and values (W_v latent) are never formed, as the projections move to queries and output: q
-        (W_k latent)^T = (q W_k) latent^T, and p (W_v latent) = W_v (p latent) for probabilities p.
-        """
+        (W_k latent)^T = (q W_k) latent^T, and p (W_v latent) = W_v (p latent) for probabilities p."""
         up_NOR = self.latent_up.weight.unflatten(0, (self.heads, -1))
         key_NPR, value_NVR = up_NOR.split([self.plain, self.latent.value_dim], dim=1)
         q_BNSC = torch.cat([torch.matmul(q_BNSP, key_NPR), q_BNSE], dim=-1)

@@ -14,7 +14,7 @@ from torch import nn
 from meshwright.model.axis_operations import AxisOperations, TensorOperations
 from meshwright.model.precision import at_least_float32
 from meshwright.model.weight_gradients import Taps, WeightGradients, linear
-from meshwright.quantization.packing import PackedProduct
+from meshwright.quantization.packing import QuantizedMatmul
 from meshwright.spec.config import ModelConfig
 
 
@@ -22,14 +22,13 @@ class Linear(nn.Module):
     """Linear layer y = x Wᵀ + b with W [y, x]; parameters are uninitialised. `x`, `y`: input and output size; `bias`:
     True for a layer with b; `options`: `device` and `dtype` of the parameters.
 
-    Attributes: `weight_gradients`: queue to which backward hands the computation of the weight gradient; None: autograd
-    computes it. `packed`: function that multiplies by a quantized weight; None: the weight is not quantized. `adapter`:
-    LoRA adapter; None: none. `taps`: only during a compiled call: two dummy inputs, as whose gradients the compiled
-    backward passes dy and x to the queue.
-    """
+    Attributes: `weight_gradients`: queue to which backward defers the computation of the weight gradient; None:
+    autograd computes it. `packed`: function that multiplies by a quantized weight; None: the weight is not quantized.
+    `adapter`: LoRA adapter; None: none. `taps`: set only during a call of a compiled graph: two dummy inputs, through
+    whose gradients the compiled backward passes dy and x to the queue."""
 
     weight_gradients: WeightGradients | None = None  # None: autograd computes them
-    packed: PackedProduct | None = None  # the product with a packed weight
+    packed: QuantizedMatmul | None = None  # the product with a packed weight
     adapter: Any  # `adapters.low_rank.LowRank`, which computes the product in place of `base_product`
     taps: Taps | None = None  # set during a compiled call
 
@@ -62,8 +61,10 @@ class Linear(nn.Module):
 
 class RowParallelLinear(Linear):
     """Row-parallel linear layer: the ranks' partial products are summed over tensor parallelism before the bias is
-    added. `x`: input size on this rank; `y`: output size; `bias`: True for a layer with bias; `tensor`: communication
-    of tensor parallelism; `site`: label of the sum in traces; `options`: `device` and `dtype` of the parameters."""
+    added.
+
+    `x`: input size on this rank; `y`: output size; `bias`: True for a layer with bias; `tensor`: communication of
+    tensor parallelism; `site`: label of the sum in traces; `options`: `device` and `dtype` of the parameters."""
 
     def __init__(self, x: int, y: int, bias: bool, tensor: TensorOperations, site: str, **options: Any) -> None:
         super().__init__(x, y, bias, **options)
@@ -80,9 +81,12 @@ class RowParallelLinear(Linear):
 
 class RMSNorm(nn.Module):
     """RMSNorm over the last dimension, of `size` elements: x / root mean square(x) * weight (Zhang & Sennrich 2019,
-    arXiv:1910.07467, eq. 4). `epsilon`: added to the mean square; `centre`: added to the weight, 1 for a zero-centred
-    one; `tensor`: communication of tensor parallelism, if the ranks hold parts of the dimension, which is then
-    normalised as a whole; None: this rank holds all of it. `options`: `device` and `dtype` of the parameters."""
+    arXiv:1910.07467, eq. 4).
+
+    `epsilon`: added to the mean square; `centre`: added to the weight: 1 for models that store the weight minus 1
+    (Gemma), else 0; `tensor`: communication of tensor parallelism, if the dimension is split over the tp ranks but
+    normalised as a whole; None: this rank holds the whole dimension. `options`: `device` and `dtype` of the
+    parameters."""
 
     def __init__(
         self, size: int, epsilon: float, centre: float = 0.0, tensor: TensorOperations | None = None, **options: Any
@@ -114,8 +118,10 @@ def normalise(x: torch.Tensor, epsilon: float) -> torch.Tensor:
 
 class LayerNorm(nn.Module):
     """LayerNorm over the last dimension, of `size` elements: (x - mean) / standard deviation * weight + bias (Ba et al.
-    2016, arXiv:1607.06450). `epsilon`: added to the variance; `bias`: True for a layer with bias; `options`: `device`
-    and `dtype` of the parameters."""
+    2016, arXiv:1607.06450).
+
+    `epsilon`: added to the variance; `bias`: True for a layer with bias; `options`: `device` and `dtype` of the
+    parameters."""
 
     def __init__(self, size: int, epsilon: float, bias: bool, **options: Any) -> None:
         super().__init__()
@@ -129,8 +135,8 @@ class LayerNorm(nn.Module):
 
 
 def make_norm(config: ModelConfig, wanted: bool = True, **options: Any) -> Any:
-    """Build the norm layer over the hidden dimension that `config.norm` selects (RMSNorm or LayerNorm). wanted: False:
-    return None. options: `device` and `dtype` of its parameters."""
+    """Build the norm layer over the hidden dimension that `config.norm` selects (RMSNorm or LayerNorm). wanted: False
+    to return None, for a layer that the model family does not have. options: `device` and `dtype` of its parameters."""
     if not wanted:
         return None
     if config.norm == "rmsnorm":
@@ -175,20 +181,22 @@ class FeedForward(nn.Module):
 
 class Embedding(nn.Module):
     """Embedding table [rows, hidden] on this rank, with one row for each ID; its gradient is summed in float32 or
-    float64. `tensor`: communication of tensor parallelism; if given, the table is vocabulary-parallel: each tp rank
-    holds a slice of the rows and returns zeros for other IDs; None: the table is unsharded. `options`: `device` and
-    `dtype` of the parameters."""
+    float64.
+
+    `tensor`: communication of tensor parallelism; if given, the table is vocabulary-parallel: each tp rank holds a
+    slice of the rows and returns zeros for other IDs; None: the table is unsharded. `options`: `device` and `dtype` of
+    the parameters."""
 
     def __init__(self, rows: int, hidden: int, tensor: TensorOperations | None, **options: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, hidden, **options))
         self.tensor = tensor
 
-    def forward(self, numbers_BS: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings [B, S, H] of the token or position IDs `numbers_BS` [B, S]."""
+    def forward(self, ids_BS: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings [B, S, H] of the token or position IDs `ids_BS` [B, S]."""
         if self.tensor is None or self.tensor.trivial:
-            return _Lookup.apply(self.weight, numbers_BS)
-        places_BS = numbers_BS - self.tensor.rank * self.weight.shape[0]
+            return _Lookup.apply(self.weight, ids_BS)
+        places_BS = ids_BS - self.tensor.rank * self.weight.shape[0]
         elsewhere_BS = (places_BS < 0) | (places_BS >= self.weight.shape[0])
         rows_BSH = _Lookup.apply(self.weight, places_BS.masked_fill(elsewhere_BS, 0))
         return rows_BSH.masked_fill(elsewhere_BS[..., None], 0.0)
@@ -203,17 +211,17 @@ class _Lookup(torch.autograd.Function):
     """Embedding lookup whose weight gradient is summed in float32 or float64."""
 
     @staticmethod
-    def forward(context: Any, weight_VH: torch.Tensor, numbers_BS: torch.Tensor) -> torch.Tensor:
-        """Return the rows [B, S, H] of the embedding table `weight_VH` for the IDs `numbers_BS`."""
-        context.save_for_backward(numbers_BS)
+    def forward(context: Any, weight_VH: torch.Tensor, ids_BS: torch.Tensor) -> torch.Tensor:
+        """Return the rows [B, S, H] of the embedding table `weight_VH` for the IDs `ids_BS`."""
+        context.save_for_backward(ids_BS)
         context.rows, context.dtype = weight_VH.shape[0], weight_VH.dtype
-        return F.embedding(numbers_BS, weight_VH)
+        return F.embedding(ids_BS, weight_VH)
 
     @staticmethod
     def backward(context: Any, gradient_BSH: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Return the gradient [V, H] of the embedding table, given the gradient `gradient_BSH` of the looked-up rows;
         None for the IDs."""
-        (numbers_BS,) = context.saved_tensors
+        (ids_BS,) = context.saved_tensors
         wide = gradient_BSH.to(at_least_float32(context.dtype))
-        total_VH = torch.ops.aten.embedding_dense_backward(wide, numbers_BS, context.rows, -1, False)
+        total_VH = torch.ops.aten.embedding_dense_backward(wide, ids_BS, context.rows, -1, False)
         return total_VH.to(context.dtype), None

@@ -28,8 +28,10 @@ def linear_cross_entropy(
     hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: OutputHead, keep: bool = True
 ) -> torch.Tensor:
     """Return the cross-entropy loss summed over T tokens: -log softmax(hidden weightᵀ + bias)[target] (nats, scalar,
-    float32 or float64); targets of -100 do not count. `hidden_TH`: input of the output head; `head`: its weight and
-    bias.
+    float32 or float64).
+
+    `hidden_TH`: input of the output head; `targets_T`: target token IDs; -100 for tokens that do not count; `head`:
+    weight and bias of the output head.
 
     `keep`: True: compute the gradients in the forward pass and save them, which takes memory of the weight's size;
     False: backward recomputes the logits. Both give bitwise equal gradients. In both cases, tensor parallelism
@@ -39,8 +41,10 @@ def linear_cross_entropy(
 
 
 def token_cross_entropy(hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: OutputHead) -> torch.Tensor:
-    """Return each token's cross-entropy -log softmax(hidden weightᵀ + bias)[target] (nats), [T], float32 or float64; 0
-    where the target is -100. `hidden_TH`: input of the output head for T tokens; `head`: its weight and bias.
+    """Return each token's cross-entropy -log softmax(hidden weightᵀ + bias)[target] (nats), [T], float32 or float64.
+
+    `hidden_TH`: input of the output head for T tokens; `targets_T`: target token IDs; -100 for tokens that get a loss
+    of 0; `head`: weight and bias of the output head.
 
     Backward recomputes the logits from `hidden_TH` and two saved numbers per token."""
     mode = _Mode("recompute" if torch.is_grad_enabled() else "none", of_tokens=True)
@@ -48,12 +52,15 @@ def token_cross_entropy(hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: 
 
 
 class OutputHead(NamedTuple):
-    """Weight, bias and loss settings of the output head; with tensor parallelism, of this rank's vocabulary slice.
+    """Output head of a model for the loss functions: weight, bias and settings; with tensor parallelism, of this rank's
+    vocabulary slice.
 
     `weight_VH`, `bias_V`: weight and bias of the V token IDs that start at `first_token`. `tensor`: communication over
     tp. `widest`: largest V of any tp rank (default: this rank's V). `compile_backend`: torch.compile backend that fuses
-    the elementwise operations of the loss; None: they run eagerly. `softcap`: cap c that turns logits x into
-    c tanh(x / c) (Gemma 2); 0: none. `teacher`: a teacher's targets, whose `make_chunk` replaces `Chunk`, or None."""
+    the elementwise operations of the loss; None: they run eagerly. `softcap`: cap c that turns logits x into c tanh(x /
+    c) (Gemma 2); 0: none. `teacher`: for distillation, the teacher's targets
+    (`training.teacher_targets.TeacherTargets`), whose method `make_chunk` builds the chunks of the loss; None: the loss
+    is the cross-entropy."""
 
     weight_VH: torch.Tensor
     tensor: TensorOperations
@@ -66,10 +73,11 @@ class OutputHead(NamedTuple):
 
 
 class _Mode(NamedTuple):
-    """Options of a cross-entropy. gradients: "save": forward computes the gradients and saves them; "recompute":
-    backward recomputes the logits and computes the gradients; "none": no backward follows (autograd's
-    `needs_input_grad` does not show that: it stays True under torch.no_grad). of_tokens: True: return the loss of each
-    token, [T]; False: the sum."""
+    """Options of a cross-entropy computation.
+
+    gradients: "save": forward computes the gradients and saves them; "recompute": backward recomputes the logits and
+    computes the gradients; "none": no backward follows (autograd's `needs_input_grad` does not show that: it stays True
+    under torch.no_grad). of_tokens: True: return the loss of each token, [T]; False: return their sum."""
 
     gradients: Literal["none", "save", "recompute"]
     of_tokens: bool
@@ -89,15 +97,16 @@ class _CrossEntropy(torch.autograd.Function):
         head: OutputHead,
         mode: _Mode,
     ) -> torch.Tensor:
-        """Return the cross-entropy (nats): the sum, a scalar, or the loss of each token, [T]. `weight_VH`, `bias_V`:
-        those of `head`, passed as separate inputs so that autograd sees them; `targets_T`: token IDs, -100 for ignored
-        tokens; `head`: vocabulary slice and communication; `mode`: sum or token losses, and how backward gets the
-        gradients."""
+        """Return the cross-entropy (nats): the sum, a scalar, or the loss of each token, [T].
+
+        `hidden_TH`: input of the output head; `weight_VH`, `bias_V`: weight and bias of `head`, passed as separate
+        inputs so that autograd sees them; `targets_T`: token IDs, -100 for ignored tokens; `head`: vocabulary slice and
+        communication; `mode`: sum or token losses, and how backward gets the gradients."""
         wanted = tuple(mode.gradients != "none" and needed for needed in context.needs_input_grad[:3])
         total = torch.zeros((), dtype=at_least_float32(hidden_TH.dtype), device=hidden_TH.device)
         sums = _Gradients(hidden_TH, head, *wanted) if any(wanted) and mode.gradients == "save" else None
         losses, known = [], []
-        for chunk in _logit_chunks(hidden_TH, targets_T, head):
+        for chunk in _iterate_logit_chunks(hidden_TH, targets_T, head):
             if mode.of_tokens:
                 losses.append(chunk.losses_C)
             else:
@@ -135,8 +144,10 @@ class _CrossEntropy(torch.autograd.Function):
 
 class _Gradients:
     """Accumulator, over chunks of tokens, of the loss's gradients with respect to hidden states, head weight and head
-    bias. `hidden_TH`: hidden states of all T tokens; `head`: weight and bias; `of_hidden`, `of_weight`, `of_bias`: True
-    if that gradient is required; a gradient that is not required stays None."""
+    bias.
+
+    `hidden_TH`: hidden states of all T tokens; `head`: weight and bias; `of_hidden`, `of_weight`, `of_bias`: True if
+    that gradient is required; a gradient that is not required stays None."""
 
     def __init__(
         self, hidden_TH: torch.Tensor, head: OutputHead, of_hidden: bool, of_weight: bool, of_bias: bool
@@ -171,18 +182,20 @@ def _recompute_gradients(
     context: Any, factors_T: torch.Tensor | None = None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Recompute the logits and return the gradients of hidden states, weight and bias (None where not required).
+
     `context`: autograd context with the tensors that forward saved; `factors_T`: a factor on the loss of each token;
     None: 1."""
     hidden_TH, weight_VH, bias_V, targets_T, known_2T = context.saved_tensors
     head = context.head._replace(weight_VH=weight_VH, bias_V=bias_V)
     sums = _Gradients(hidden_TH, head, *context.needs_input_grad[:3])
-    for chunk in _logit_chunks(hidden_TH, targets_T, head, known_2T):
+    for chunk in _iterate_logit_chunks(hidden_TH, targets_T, head, known_2T):
         sums.add(chunk, factors_T)
     return sums.collect()
 
 
 class Chunk:
     """Logits and losses (nats) of one chunk of C tokens, from which `differentiate` computes the logits' gradients.
+
     `tokens`: slice that selects the chunk from all T tokens; `logits_CV`: logits of this rank's V token IDs, later
     overwritten; `targets_C`: target token IDs, -100 for ignored tokens; `head`: vocabulary slice and communication.
     `known_2C`: [2, C], log-sum-exp and target logit of each token, if the forward pass has computed them; None: compute
@@ -198,7 +211,7 @@ class Chunk:
     ) -> None:
         self.tokens, self._logits_CV, self._softcap = tokens, logits_CV, head.softcap
         self._compiled = head.compile_backend is not None
-        self._statistics, self._to_gradient_ = _elementwise_functions(head.compile_backend)
+        self._statistics, self._to_gradient_ = _get_elementwise_functions(head.compile_backend)
         wide = at_least_float32(logits_CV.dtype)
         self._counted_C = (targets_C != IGNORED).to(wide)
         indices_C = targets_C.clamp(min=0) - head.first_token
@@ -256,8 +269,11 @@ def _statistics(logits_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _to_gradient_(logits_CV: torch.Tensor, log_sum_C: torch.Tensor, counted_C: torch.Tensor, softcap: float) -> None:
-    """Overwrite the logits of C tokens with softmax(logits) times `counted_C`, the factor on each token's loss (0 for
-    ignored tokens), and with a softcap times its derivative. `log_sum_C`: log-sum-exp of each token's logits."""
+    """Overwrite the logits of C tokens, `logits_CV`, with the softmax part of their gradient: softmax(logits) times
+    `counted_C`, the factor on each token's loss (0 for ignored tokens), times the derivative of the softcap (if it is
+    not 0).
+
+    `log_sum_C`: log-sum-exp of each token's logits."""
     slope_CV = 1 - (logits_CV.to(log_sum_C.dtype) / softcap).square() if softcap else None
     logits_CV.copy_((logits_CV.to(log_sum_C.dtype) - log_sum_C[:, None]).exp() * counted_C[:, None])
     if slope_CV is not None:
@@ -265,15 +281,16 @@ def _to_gradient_(logits_CV: torch.Tensor, log_sum_C: torch.Tensor, counted_C: t
 
 
 def loss_chunk_from_logits(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> Chunk:
-    """Build a chunk of tokens from given logits [C, V] and targets [C], without the matmul of the output head. The
-    hardware probe uses it to time the computation of losses (constructor) and of logit gradients (`differentiate`)."""
+    """Build a chunk of C tokens from given logits `logits_CV` and targets `targets_C`, without the matmul of the output
+    head. The hardware probe uses it to time the computation of losses (constructor) and of logit gradients
+    (`differentiate`)."""
     vocabulary = logits_CV.shape[1]
     head = OutputHead(logits_CV.new_empty(vocabulary, 0), SINGLE_DEVICE.tensor, widest=vocabulary)
     return Chunk(slice(0, len(logits_CV)), logits_CV, targets_C, head)
 
 
 @functools.cache
-def _elementwise_functions(backend: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _get_elementwise_functions(backend: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the functions (`_statistics`, `_to_gradient_`), compiled with the torch.compile backend `backend`; None:
     not compiled."""
     if backend is None:
@@ -288,7 +305,7 @@ def cap_logits_(logits: torch.Tensor, softcap: float) -> torch.Tensor:
     return logits.div_(softcap).tanh_().mul_(softcap)
 
 
-def _logit_chunks(
+def _iterate_logit_chunks(
     hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: OutputHead, known_2T: torch.Tensor | None = None
 ) -> Iterator[Chunk]:
     """Compute the logits of the output head for the hidden states `hidden_TH`, chunk by chunk of tokens; yield each

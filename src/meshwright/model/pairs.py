@@ -18,18 +18,17 @@ RESPONSES_SITE = "loss.responses"
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Preference pairs of a batch of B sequences, with at most P pairs and D = 2 P responses in each. Documents 2k and
-    2k + 1 of a sequence are a pair: the same prompt with its chosen and with its rejected response. Or, for KTO, single
-    labelled responses in place of pairs, with D = P.
+    """Responses of a batch of B sequences, for preference training: at most P pairs and D = 2 P responses in each
+    sequence. Documents 2k and 2k + 1 of a sequence are a pair: the same prompt with its chosen and with its rejected
+    response. For KTO, single labelled responses take the place of pairs, and D = P.
 
     `response_BC`: document number of each of the C tokens on this rank; D for tokens outside any pair. `counted_BP`:
     True for a pair, False for padding in sequences with fewer than P pairs. `reference_BD`: log-probabilities of the
     responses under the reference policy (nats, float64); zeros until they are computed. `lengths_BD`: number of target
     tokens of each response (float64); zeros until they are counted.
 
-    Only used for single responses: `undesirable_BD`: True for a response labelled undesirable; `kl_B`: estimate of the
-    KL divergence between policy and reference (nats, float64), the same number for all sequences.
-    """
+    Only for KTO: `undesirable_BD`: True for a response labelled undesirable; `kl_B`: estimate of the KL divergence
+    between policy and reference (nats, float64), the same number for all sequences."""
 
     response_BC: torch.Tensor
     counted_BP: torch.Tensor
@@ -39,20 +38,21 @@ class Pairs:
     kl_B: torch.Tensor
 
     @classmethod
-    def from_ids(cls, ids_BS: torch.Tensor, most: int | None = None, of: int = 2) -> Pairs:
+    def from_ids(cls, ids_BS: torch.Tensor, max_pairs: int | None = None, responses: int = 2) -> Pairs:
         """Build the pairs of sequences from `ids_BS`, the document number of each token, counted from 0. Documents 2k
         and 2k + 1 are a pair. If the last number is even, its tokens are padding: 0, 0, 1, 2, 3, 3, 4 are two pairs and
         one token of padding.
 
-        `most`: P, the number of pairs per sequence for which tensors are allocated; None: the largest number in the
-        batch. `of`: 2 for pairs, 1 for single labelled responses; then each document is one response, and the padding
-        counts as one too.
+        `max_pairs`: P, the number of pairs per sequence for which tensors are allocated; None: the largest number in
+        the batch. `responses`: 2 for pairs; 1 for single labelled responses (KTO), where each document is one response,
+        and padding counts as one more.
         """
-        pairs_B = (ids_BS.amax(dim=1) + 1) // 2 if of == 2 else ids_BS.amax(dim=1) + 1
-        most = max(1, int(pairs_B.max())) if most is None else most
+        pairs_B = (ids_BS.amax(dim=1) + 1) // 2 if responses == 2 else ids_BS.amax(dim=1) + 1
+        most = max(1, int(pairs_B.max())) if max_pairs is None else max_pairs
         counted_BP = torch.arange(most, device=ids_BS.device) < pairs_B[:, None]
-        response_BS = torch.where(ids_BS < of * pairs_B[:, None], ids_BS, of * most).long().clamp(max=of * most)
-        none_BD = torch.zeros(len(ids_BS), of * most, dtype=torch.float64)
+        response_BS = torch.where(ids_BS < responses * pairs_B[:, None], ids_BS, responses * most)
+        response_BS = response_BS.long().clamp(max=responses * most)
+        none_BD = torch.zeros(len(ids_BS), responses * most, dtype=torch.float64)
         return cls(response_BS, counted_BP, none_BD, none_BD, none_BD.bool(), none_BD[:, 0])
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Pairs:
@@ -85,10 +85,11 @@ class Pairs:
 class PreferenceLoss(NamedTuple):
     """Preference loss and metrics of a batch. `loss`: summed over pairs (or, for KTO, single labelled responses).
 
-    `figures`: float64 [5], detached: sum of the rewards of chosen (desirable) responses; that of rejected (undesirable)
-    ones; number of pairs whose chosen response has the higher reward, or of single responses whose score is on the side
-    of the KL estimate that their label demands; number of chosen responses; number of rejected ones.
+    `metric_sums`: float64 [5], detached: (sum of the rewards of the chosen (KTO: desirable) responses; the same sum for
+    the rejected (undesirable) ones; number of pairs whose chosen response has the higher reward, for KTO number of
+    desirable responses with a score above the KL estimate and of undesirable ones below it; number of chosen responses;
+    number of rejected ones).
     """
 
     loss: torch.Tensor
-    figures: torch.Tensor
+    metric_sums: torch.Tensor

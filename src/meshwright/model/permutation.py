@@ -30,8 +30,8 @@ class Permuted(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, d_NH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradient of `x_TH`: the output gradient in the order before the permutation, summed over the
-        copies of each row."""
+        """Return the gradient of `x_TH`: the output gradient `d_NH` in the order before the permutation, summed over
+        the copies of each row."""
         (inverse_N,) = context.saved_tensors
         d_x = d_NH.index_select(0, inverse_N)
         if context.copies is not None:

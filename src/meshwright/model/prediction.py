@@ -20,9 +20,12 @@ from meshwright.spec.config import ModelConfig
 
 
 class PredictionModule(nn.Module):
-    """Module of multi-token prediction: a transformer block on a projection of the normalised hidden state of a token
-    and of the embedding of the next token (eqs. 21 to 23). Embedding and output head are those of the model. `axes`:
-    communication of the mesh axes; `options`: `device` and `dtype` of the parameters."""
+    """Multi-token prediction module of DeepSeek-V3 (arXiv:2412.19437, eqs. 21 to 23): a transformer block whose input
+    is a projection of a token's normalised hidden state and the embedding of the next token. It shares embedding and
+    output head with the model.
+
+    `config`: model configuration; `axes`: communication of the mesh axes; `options`: `device` and `dtype` of the
+    parameters."""
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
@@ -34,17 +37,20 @@ class PredictionModule(nn.Module):
 
     def project(self, x_BSH: torch.Tensor, next_BSH: torch.Tensor) -> torch.Tensor:
         """Return the input of the block, [B, S, H]: the projection of a token's normalised hidden state and the next
-        token's embedding. `x_BSH`: output of the model's final norm; `next_BSH`: embeddings of the next tokens. With
-        sequence parallelism, arguments and result are this rank's token slices."""
+        token's embedding.
+
+        `x_BSH`: output of the model's final norm; `next_BSH`: embeddings of the next tokens. With sequence parallelism,
+        arguments and result are this rank's token slices."""
         return self.projection(torch.cat([self.embedding_norm(next_BSH), self.hidden_norm(x_BSH)], dim=-1))  # type: ignore[no-any-return]
 
 
 def shift_by_one(
     tokens_BS: torch.Tensor, targets_BS: torch.Tensor, documents: Documents | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Shift tokens and targets by one position, for multi-token prediction: return the next token of each token and the
-    target of that next token, [B, S] each. The target is ignored (-100) at the end of a sequence and where the next
-    token is in another document (`documents`: boundaries in packed sequences)."""
+    """Shift the inputs of multi-token prediction by one position. Return two tensors [B, S]: for each token of
+    `tokens_BS` the next token, and for each the target (`targets_BS`) of that next token. The target is -100 (ignored)
+    at the end of a sequence and where the next token is in another document (`documents`: boundaries in packed
+    sequences)."""
     next_BS, after_BS = tokens_BS.roll(-1, dims=1), targets_BS.roll(-1, dims=1)
     after_BS[:, -1] = IGNORED
     if documents is not None and (starts_BS := documents.starts_BS) is not None:

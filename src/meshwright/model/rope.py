@@ -16,10 +16,12 @@ from meshwright.spec.config import ModelConfig
 from meshwright.spec.rope_scaling import RopeScaling, Rotation, Temperature
 
 
-def inverse_frequencies(rotation: Rotation, dtype: torch.dtype, length: int = 0) -> torch.Tensor:
+def compute_inverse_frequencies(rotation: Rotation, dtype: torch.dtype, length: int = 0) -> torch.Tensor:
     """Return the rotary frequencies [R/2] of a layer: the angle in radians per position of each pair of features, in
-    `dtype`. `rotation`: the layer's rotary settings; `length`: tokens of the longest sequence, by which LongRoPE
-    chooses its factors.
+    `dtype`.
+
+    `rotation`: the layer's rotary settings; `length`: tokens of the longest sequence, by which LongRoPE chooses its
+    factors.
 
     The order of operations is that of transformers, so that float32 tables agree to the last bit at any position."""
     exponents = torch.arange(0, rotation.size, 2, dtype=dtype) / rotation.size
@@ -57,8 +59,10 @@ def _scale_llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tens
 
 def _yarn_frequencies(wave: torch.Tensor, scaling: RopeScaling, rotation: Rotation) -> torch.Tensor:
     """Return the rotary frequencies [R/2] of YaRN (arXiv:2309.00071, section 3.2): high frequencies unchanged, low ones
-    divided by the scaling factor, with a ramp between. `wave`: base ** (2i / R) of each dimension pair i, the inverse
-    of its unscaled frequency."""
+    divided by the scaling factor, with a ramp between.
+
+    `wave`: inverse of the unscaled frequencies, base ** (2i / R) for dimension pair i; `scaling`, `rotation`: settings
+    of YaRN and of the layer's rotary embedding."""
     assert scaling.original_max_positions is not None
     positions = scaling.original_max_positions
 
@@ -81,27 +85,27 @@ def _yarn_frequencies(wave: torch.Tensor, scaling: RopeScaling, rotation: Rotati
 
 class RotaryTable:
     """Table of the cosines and sines of rotary angles by position, shared by all layers with the rotary settings
-    `rotation`. It grows when larger positions are requested, and is not saved with the model. `dtype`: dtype of the
-    model. `length`: tokens of the longest sequence, by which LongRoPE chooses its factors; None: each document chooses
-    by its own length.
+    `rotation`. It grows when larger positions are requested, and is not saved with the model.
 
-    Angles are computed in float32 (float64 for a float64 model): bfloat16 cannot tell positions beyond 256 apart.
-    """
+    `dtype`: dtype of the model. `length`: tokens of the longest sequence, by which LongRoPE chooses its factors; None:
+    each document chooses by its own length.
+
+    Angles are computed in float32 (float64 for a float64 model): bfloat16 cannot tell positions beyond 256 apart."""
 
     def __init__(self, rotation: Rotation, dtype: torch.dtype, length: int | None = None) -> None:
         self._dtype, self._rotation, self._length = at_least_float32(dtype), rotation, length
         self._scale = rotation.scaling.attention_scale if rotation.scaling else 1.0
         self._tables: dict[tuple[float, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def up_to(self, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (cosine, sine), [P, R/2] each, on `device`, for positions 0 ... P - 1, where P is at least
+    def get_table(self, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (cosines, sines), [P, R/2] each, on `device`, for the positions 0 to P - 1, where P is at least
         `length`."""
         longest, scaling = length if self._length is None else self._length, self._rotation.scaling
         factors = () if scaling is None else _longrope_factors(scaling, longest)
         table = self._tables.get(factors)
         if table is None or table[0].shape[0] < length or table[0].device != device:
             positions = torch.arange(1 << (length - 1).bit_length(), dtype=self._dtype)
-            angles = torch.outer(positions, inverse_frequencies(self._rotation, self._dtype, longest))
+            angles = torch.outer(positions, compute_inverse_frequencies(self._rotation, self._dtype, longest))
             table = (angles.cos() * self._scale).to(device), (angles.sin() * self._scale).to(device)
             self._tables[factors] = table
         return table
@@ -110,10 +114,12 @@ class RotaryTable:
         self, positions_BS: torch.Tensor | None, start: int, stop: int, device: torch.device,
         documents: Documents = ONE_DOCUMENT,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Return cosine and sine, [B or 1, 1, S, R/2] each, of the rotary angles at the positions `positions_BS`, on
-        `device`. All positions must be less than `stop`. If `positions_BS` is None, they are start ... stop - 1 in
-        every sequence; otherwise `start` is ignored. `documents`: document boundaries, by which LongRoPE chooses."""
-        cosine, sine = self.up_to(stop, device)
+        """Return (cosine, sine) of the rotary angles at the positions `positions_BS`, [B or 1, 1, S, R/2] each, on
+        `device`. All positions must be less than `stop`. If `positions_BS` is None, the positions are start ... stop -
+        1 in every sequence; otherwise `start` is ignored.
+
+        `documents`: document boundaries, by which LongRoPE chooses its factors."""
+        cosine, sine = self.get_table(stop, device)
         if positions_BS is None:
             return cosine[None, None, start:stop], sine[None, None, start:stop]
         cosine, sine = cosine[positions_BS][:, None], sine[positions_BS][:, None]
@@ -122,14 +128,14 @@ class RotaryTable:
         if trained is None or (lengths_BS := documents.lengths_BS()) is None:
             return cosine, sine
         # Documents that are packed into one sequence each get the factors that they get alone, on any layout.
-        short, is_short = self.up_to(trained, device), (lengths_BS <= trained)[:, None, :, None]
+        short, is_short = self.get_table(trained, device), (lengths_BS <= trained)[:, None, :, None]
         first, second = (each[positions_BS.clamp(max=trained - 1)][:, None] for each in short)
         return torch.where(is_short, first, cosine), torch.where(is_short, second, sine)
 
 
 class TemperatureTable:
-    """Factors by which the queries of layers with position-dependent temperature are multiplied (Llama 4), by position,
-    in `dtype` or float32. Has the same interface as `RotaryTable`."""
+    """Table of position-dependent temperatures (Llama 4): factors by position, by which a layer's queries are
+    multiplied, in `dtype` or float32. It has the interface of `RotaryTable`. `temperature`: settings of the factors."""
 
     def __init__(self, temperature: Temperature, dtype: torch.dtype) -> None:
         self._temperature, self._dtype = temperature, at_least_float32(dtype)
@@ -147,20 +153,24 @@ class TemperatureTable:
         return factors_BS[:, None, :, None], None
 
 
-def make_table(turn: Rotation | Temperature, dtype: torch.dtype, length: int | None) -> RotaryTable | TemperatureTable:
-    """Return the table that a layer's queries and keys need: of rotary positions, or of temperatures. `turn`: settings
-    of either; `dtype`: dtype of the model; `length`: tokens of the longest sequence (None: each document by its own
-    length)."""
-    return TemperatureTable(turn, dtype) if isinstance(turn, Temperature) else RotaryTable(turn, dtype, length)
+def make_table(kind: Rotation | Temperature, dtype: torch.dtype, length: int | None) -> RotaryTable | TemperatureTable:
+    """Build the table of position-dependent factors that a layer applies to its queries and keys: rotary cosines and
+    sines (RoPE), or temperatures of the queries (Llama 4).
+
+    `kind`: the layer's settings of either; `dtype`: dtype of the model; `length`: number of tokens of the longest
+    sequence, by which LongRoPE chooses its factors; None: each document by its own length."""
+    return TemperatureTable(kind, dtype) if isinstance(kind, Temperature) else RotaryTable(kind, dtype, length)
 
 
-def half_rotation_order(config: ModelConfig) -> list[int] | None:
-    """Return the permutation [D] of a head's features after which rotary pairs are D/2 apart (feature i with i + D/2),
-    as serving kernels expect that rotate the whole head; `pad_pairs` adds pairs of angle 0 for features that are not
-    rotated. None: the features are in this order already.
+def find_half_rotation_order(config: ModelConfig) -> list[int] | None:
+    """Return the order [D] in which a server stores a head's features, for kernels that rotate feature i with feature i
+    + D/2: element j of the result is the index of the model's feature that becomes feature j. Features without rotation
+    are paired too; `pad_pairs` gives these pairs the angle 0. None: the model's order already is this one, or there are
+    no rotary positions.
 
-    Attention scores do not depend on the order of features, so that a server may permute those of queries and keys.
-    """
+    `config`: model configuration.
+
+    Attention scores do not depend on the order of features, so that a server may permute those of queries and keys."""
     size, rotated = config.head_dim, config.rotary_dim
     if config.positions != "rope" or (rotated == size and not config.rotary_interleaved):
         return None
@@ -173,8 +183,10 @@ def half_rotation_order(config: ModelConfig) -> list[int] | None:
 
 
 def pad_pairs(table: tuple[torch.Tensor, torch.Tensor], size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Extend rotary cosines and sines [P, R/2] to all D/2 pairs of features of a head of `size` D, [P, D/2] each; the
-    added pairs have the angle 0 (cosine 1, sine 0), which leaves their features unchanged."""
+    """Extend a rotary table to all D/2 pairs of features of a head.
+
+    `table`: (cosines, sines), [P, R/2] each for R rotated features; `size`: D. Return both as [P, D/2]; the added pairs
+    have the angle 0 (cosine 1, sine 0), which leaves their features unchanged."""
     cosine, sine = table
     more = cosine.shape[0], size // 2 - cosine.shape[1]
     return torch.cat([cosine, cosine.new_ones(more)], dim=1), torch.cat([sine, sine.new_zeros(more)], dim=1)
@@ -182,12 +194,12 @@ def pad_pairs(table: tuple[torch.Tensor, torch.Tensor], size: int) -> tuple[torc
 
 def rotate(x_BNSD: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
     """Return `x_BNSD` with the rotary embedding applied, in its shape and dtype: each pair (i, i + R/2) of the first R
-    features is rotated by the angle of its position. `cosine`, `sine`: [B or 1, 1, S, R/2]. `interleaved`: the pairs
-    are (2i, 2i + 1).
+    features is rotated by the angle of its position.
+
+    `cosine`, `sine`: [B or 1, 1, S, R/2]. `interleaved`: the pairs are (2i, 2i + 1).
 
     The result is stored as [B, N, S, D] on a CPU, elsewhere as [B, S, N, D]: the orders that PyTorch's attention
-    kernels read without a copy.
-    """
+    kernels read without a copy."""
     if x_BNSD.device.type == "cpu":
         return _rotate_first(x_BNSD, cosine, sine, interleaved)
     x_BSND, cosine, sine = (each.transpose(1, 2) for each in (x_BNSD, cosine, sine))
@@ -195,9 +207,10 @@ def rotate(x_BNSD: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, inter
 
 
 def _rotate_first(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Return `x` [..., D] with the pairs of its first R features rotated, in the dtype of `x`. `cosine`, `sine`: those
-    of the angles, broadcast against [..., R/2]; `interleaved`: True: the pairs are features (2i, 2i + 1); False: (i, i
-    + R/2)."""
+    """Return `x` [..., D] with the pairs of its first R features rotated, in the dtype of `x`.
+
+    `cosine`, `sine`: cosine and sine of the angles, broadcast against [..., R/2]; `interleaved`: True: the pairs are
+    features (2i, 2i + 1); False: (i, i + R/2)."""
     size = 2 * cosine.shape[-1]
     if size < x.shape[-1]:
         rotated = _rotate_first(x[..., :size], cosine, sine, interleaved)
@@ -210,7 +223,7 @@ def _rotate_first(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, int
 
 def _rotate_halves(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
     """Return `x` [..., D] with each pair of dimensions (i, i + D/2) rotated by an angle, in the dtype of `x`. `cosine`,
-    `sine`: those of the angles, broadcast against [..., D/2]."""
+    `sine`: cosine and sine of the angles, broadcast against [..., D/2]."""
     first, second = x.to(cosine.dtype).chunk(2, dim=-1)
     rotated = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
     return rotated.to(x.dtype)

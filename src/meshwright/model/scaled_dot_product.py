@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.model.documents import Documents
-from meshwright.model.tiled_attention import Scores, tiled_attention
-from meshwright.model.varlen_attention import VarlenMask, supports_flash_attention, varlen_attention, varlen_mask
+from meshwright.model.tiled_attention import ScoreSettings, tiled_attention
+from meshwright.model.varlen_attention import VarlenMask, make_varlen_mask, supports_flash_attention, varlen_attention
 
-Visible = torch.Tensor | VarlenMask | None
-"""Attention mask of a batch, as `visibility` returns it."""
+AttentionMask = torch.Tensor | VarlenMask | None
+"""Attention mask of a batch, as `make_attention_mask` returns it."""
 
 MaskForm = Literal["first", "varlen", "boolean"]
 """Form of an attention mask: the first visible key of each token (tiled attention), document boundaries (flash
@@ -25,9 +25,12 @@ attention), or one entry for each pair of tokens."""
 def choose_mask_form(
     device: torch.device, dtype: torch.dtype, head_size: int, capped: bool, sinks: bool = False
 ) -> MaskForm:
-    """Return the form of the attention mask ("first", "varlen" or "boolean") that the attention kernel for queries of
-    `dtype` and `head_size` on `device` takes. `capped`: True if the scores have a softcap, which only tiled attention
-    computes; `sinks`: True if heads have sinks, which of PyTorch's kernels only flash attention supports."""
+    """Return the mask format of the attention kernel that is used for queries of `dtype` and `head_size` on `device`:
+    "first" (index of the first visible key of each query), "varlen" (document boundaries, as in flash attention) or
+    "boolean" (one entry for each query and key).
+
+    `capped`: True if the scores have a softcap, which only tiled attention computes; `sinks`: True if heads have
+    attention sinks, which of PyTorch's kernels only flash attention supports."""
     if capped or device.type == "cpu":
         return "first"
     if supports_flash_attention(device, dtype, head_size):
@@ -35,35 +38,39 @@ def choose_mask_form(
     return "first" if sinks else "boolean"
 
 
-def visibility(
+def make_attention_mask(
     documents: Documents, sequence: int, window: int | None, device: torch.device, form: MaskForm = "boolean"
-) -> Visible:
-    """Return the causal attention mask of packed documents and a sliding window for `attend`; None for plain causal
-    attention. `sequence`: number of tokens of a sequence; `window`: sliding window in tokens (None: none); `form`: form
-    of the mask, on devices other than a CPU.
+) -> AttentionMask:
+    """Return the attention mask of a batch for `attend`: causal, within documents, and within a sliding window; None
+    for plain causal attention.
 
-    In the form "first", and instead of "boolean" on a CPU, the mask is the index of the first key that each token may
-    attend to, [B or 1, S] on the CPU; in the form "varlen" it is a `VarlenMask`; else boolean, [B or 1, 1, S, S], True
-    where a token may attend. It is built once per batch for all layers with the same window."""
+    `documents`: document boundaries in packed sequences; `sequence`: number of tokens of a sequence; `window`: sliding
+    window in tokens (None: none); `device`: device of the mask; `form`: mask format, from `choose_mask_form`.
+
+    Format "first" (also in place of "boolean" on a CPU): index of the first key to which each token may attend, [B or
+    1, S], on the CPU. "varlen": a `VarlenMask`. "boolean": [B or 1, 1, S, S], True where a token may attend. One mask
+    serves all layers with the same window."""
     if form == "first" or (form == "boolean" and device.type == "cpu"):  # the host reads it
         return documents.on_host().first_visible_BS(sequence, window, torch.device("cpu"))
     first_BS = documents.first_visible_BS(sequence, window, device)
     if first_BS is None:
         return None
     if form == "varlen":
-        return varlen_mask(documents, window, device)
+        return make_varlen_mask(documents, window, device)
     places_S = torch.arange(sequence, device=device)
     return ((places_S >= first_BS[..., None]) & (places_S <= places_S[:, None]))[:, None]
 
 
 def attend(
-    q_BNSD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, visible: Visible, scores: Scores | None = None
-) -> torch.Tensor:
-    """Return the attention output softmax(q kᵀ / √D) v, [B, N, S, D]. The S queries belong to the last S of the C
-    tokens whose keys and values are given. `visible`: mask from `visibility` or a KV cache; None: causal if S = C, all
-    keys visible if S < C. `scores`: scale of the scores instead of 1 / √D, their softcap, and sinks; None: none of
-    them."""
-    scores = scores or Scores(q_BNSD.shape[-1] ** -0.5)
+    q_BNSD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, visible: AttentionMask,
+    scores: ScoreSettings | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Return the attention output softmax(q kᵀ / √D) v, [B, N, S, D], for queries `q_BNSD` of the last S of C tokens,
+    and keys `k_BKCD` and values `v_BKCD` of all C tokens.
+
+    `visible`: attention mask from `make_attention_mask` or a KV cache; None: causal if S = C, all keys visible if S <
+    C. `scores`: scale (in place of 1 / √D), softcap and sinks of the scores; None: the defaults."""
+    scores = scores or ScoreSettings(q_BNSD.shape[-1] ** -0.5)
     same_length, sinks = q_BNSD.shape[2] == k_BKCD.shape[2], scores.sinks is not None
     if sinks and same_length and visible is None and not scores.softcap and supports_flash_attention(
         q_BNSD.device, q_BNSD.dtype, q_BNSD.shape[-1]
@@ -85,13 +92,14 @@ def attend(
 
 
 def supports_grouped_query(dtype: torch.dtype, masked: bool) -> bool:
-    """Return True if a fused CUDA kernel of PyTorch supports grouped-query attention in `dtype`. `masked`: True if
-    there is an attention mask. Flash attention supports it in 16-bit dtypes without a mask; other kernels would
-    materialise all scores (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)."""
+    """Return True if a fused CUDA kernel of PyTorch supports grouped-query attention in `dtype`.
+
+    `masked`: True if there is an attention mask. Flash attention supports it in 16-bit dtypes without a mask; other
+    kernels would materialise all scores (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)."""
     return dtype in (torch.bfloat16, torch.float16) and not masked
 
 
-def bidirectional_mask(
+def make_bidirectional_mask(
     documents: Documents, attention_mask_BS: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor | None:
     """Return the additive attention mask of an encoder, [B, 1, S or 1, S]: 0 where a token may attend, else the lowest

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from meshwright.model.attention_operator import attention_operator, by_kv_head, empty_bsnd, empty_gradient
+from meshwright.model.attention_operator import attention_operator, empty_bsnd, empty_gradient, group_by_kv_head
 from meshwright.model.documents import move
 from meshwright.model.precision import at_least_float32
 from meshwright.spec.policy import ACCELERATOR_TILE, TILE_QUERIES, TILE_SCORES
@@ -27,9 +27,11 @@ HIDDEN = -1e30
 
 
 class Span(NamedTuple):
-    """Block of attention between a range of queries and an equally long range of keys, on one device. `queries`,
-    `keys`: slices along the token dim of the tensors. `query_start`, `key_start`: index in the unsharded sequence of
-    the first query and of the first key. They are equal (causal mask), or all keys precede all queries (no mask)."""
+    """Block of attention between a range of queries and an equally long range of keys, on one device.
+
+    `queries`, `keys`: slices along the token dim of the tensors. `query_start`, `key_start`: index in the unsharded
+    sequence of the first query and of the first key. They are equal (causal mask), or all keys precede all queries (no
+    mask)."""
 
     queries: slice
     keys: slice
@@ -38,25 +40,29 @@ class Span(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Block of attention scores that is computed at once. queries, keys: slices of the query and the key tensor along
-    the token dim. mask: additive mask [..., queries, m] for the last m of these keys; earlier keys are visible to all
-    queries. None: all keys are visible."""
+    """Block of attention scores that is computed at once: the queries and keys in two slices of the token dim,
+    `queries` and `keys`.
+
+    mask: additive mask [..., queries, m] for the last m of these keys, while earlier keys are visible to all queries;
+    None: all keys are visible."""
 
     queries: slice
     keys: slice
     mask: torch.Tensor | None
 
 
-class Scores(NamedTuple):
-    """How attention scores are computed from products of queries and keys: c tanh(scale q kᵀ / c) for a softcap c > 0
-    (Gemma 2: arXiv:2408.00118, section 2), scale q kᵀ for a softcap of 0. sinks: learned scores of the N query heads,
-    each one more term of the softmax's denominator (gpt-oss: arXiv:2508.10925, section 2.3); None: none."""
+class ScoreSettings(NamedTuple):
+    """Settings of attention scores: c tanh(scale q kᵀ / c) with a softcap c (Gemma 2: arXiv:2408.00118, section 2), or
+    scale q kᵀ if `softcap` is 0.
+
+    sinks: learned attention-sink scores of the N query heads, each one more term of the softmax's denominator (gpt-oss:
+    arXiv:2508.10925, section 2.3); None: none."""
 
     scale: float
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
 
-    def of_heads(self, q_BKGSD: torch.Tensor, heads: slice) -> Scores:
+    def select_heads(self, q_BKGSD: torch.Tensor, heads: slice) -> ScoreSettings:
         """Return a copy for the key-value heads in the slice `heads` only: sinks [K G] become [K, G] and are sliced.
         `q_BKGSD`: queries, of which only K and G are read."""
         return self if self.sinks is None else self._replace(sinks=self.sinks.view(q_BKGSD.shape[1:3])[heads])
@@ -64,13 +70,14 @@ class Scores(NamedTuple):
 
 def tiled_attention(
     q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, first_BS: torch.Tensor | None,
-    scores: Scores | None = None,
+    scores: ScoreSettings | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the causal attention softmax(q kᵀ / √D) v, [B, N, S, D], stored in memory as [B, S, N, D]. Each query
-    attends to the keys from its index in `first_BS` (None: from 0) to its own; query head n reads key-value head n //
-    (N / K), for N query and K key-value heads. `scores`: scale of the scores instead of 1 / √D, their softcap, and
-    sinks; None: none of them."""
-    arguments = q_BNSD, k_BKSD, v_BKSD, first_BS, *(scores or Scores(q_BNSD.shape[-1] ** -0.5))
+    """Return the causal attention softmax(q kᵀ / √D) v, [B, N, S, D], stored in memory as [B, S, N, D], of queries
+    `q_BNSD` to keys `k_BKSD` and values `v_BKSD`. Each query attends to the keys from its index in `first_BS` (None:
+    from 0) to its own index; query head n reads key-value head n // (N / K), for N query and K key-value heads.
+
+    `scores`: scale (in place of 1 / √D), softcap and sinks of the scores; None: the defaults."""
+    arguments = q_BNSD, k_BKSD, v_BKSD, first_BS, *(scores or ScoreSettings(q_BNSD.shape[-1] ** -0.5))
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # A custom operator's first call loads the compiler (over a second); generation does without.
         return _compute_attention(*arguments)
@@ -81,20 +88,22 @@ def _compute_attention(
     q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, first_BS: torch.Tensor | None, scale: float,
     softcap: float, sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute causal attention, softmax(scores) v, [B, N, S, D], without autograd. `first_BS`: first visible key index
-    of each query (None: 0). `scale`, `softcap`, `sinks`: fields of `Scores`."""
-    how = Scores(scale, softcap, sinks)
-    q, out = by_kv_head(q_BNSD, k_BKSD), empty_bsnd(q_BNSD)
-    out_BKGSD = by_kv_head(out, k_BKSD)
+    """Compute the causal attention softmax(scores) v, [B, N, S, D], of queries `q_BNSD` to keys `k_BKSD` and values
+    `v_BKSD`, without autograd.
+
+    `first_BS`: first visible key index of each query (None: 0). `scale`, `softcap`, `sinks`: fields of
+    `ScoreSettings`."""
+    settings = ScoreSettings(scale, softcap, sinks)
+    q, out = group_by_kv_head(q_BNSD, k_BKSD), empty_bsnd(q_BNSD)
+    out_BKGSD = group_by_kv_head(out, k_BKSD)
     wide = at_least_float32(q.dtype)
-    for rows, heads, tiles in cut_tiles(q, _full_span(q), first_BS):
+    for rows, heads, tiles in cut_tiles(q, _make_full_span(q), first_BS):
         k_PSD, v_PSD = flatten_heads(k_BKSD[rows, heads]), flatten_heads(v_BKSD[rows, heads])
         wide_k_PSD = k_PSD.to(wide)
         for tile in tiles:
             part = q[rows, heads, :, tile.queries]
-            p_PXL, *_ = _compute_probabilities(
-                flatten_heads(part), wide_k_PSD, tile, part.shape, how.of_heads(q, heads)
-            )
+            selected = settings.select_heads(q, heads)
+            p_PXL, *_ = _compute_probabilities(flatten_heads(part), wide_k_PSD, tile, part.shape, selected)
             o_PXD = torch.bmm(p_PXL, v_PSD[:, tile.keys])
             out_BKGSD[rows, heads, :, tile.queries] = o_PXD.view(part.shape)
     return out
@@ -104,24 +113,25 @@ def _compute_gradients(
     d_out_BNSD: torch.Tensor, saved: list[torch.Tensor], first_BS: torch.Tensor | None, scale: float, softcap: float,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradients of queries, keys and values (`saved`), in their shapes, and of the sinks. `d_out_BNSD`:
-    gradient of the attention output. `first_BS`: first visible key index of each query; None: 0. `scale`, `softcap`,
-    `sinks`: fields of `Scores`."""
+    """Return the gradients of queries, keys and values (`saved`), in their shapes, and of the sinks.
+
+    `d_out_BNSD`: gradient of the attention output. `first_BS`: first visible key index of each query; None: 0. `scale`,
+    `softcap`, `sinks`: fields of `ScoreSettings`."""
     q_BNSD, k_BKSD, v_BKSD = saved
-    q, d_out = by_kv_head(q_BNSD, k_BKSD), by_kv_head(d_out_BNSD, k_BKSD)
+    q, d_out = group_by_kv_head(q_BNSD, k_BKSD), group_by_kv_head(d_out_BNSD, k_BKSD)
     dq, dk, dv = empty_bsnd(q_BNSD), empty_bsnd(k_BKSD), empty_bsnd(v_BKSD)
-    dq_BKGSD = by_kv_head(dq, k_BKSD)
-    wide, how = at_least_float32(q.dtype), Scores(scale, softcap, sinks)
+    dq_BKGSD = group_by_kv_head(dq, k_BKSD)
+    wide, settings = at_least_float32(q.dtype), ScoreSettings(scale, softcap, sinks)
     d_sinks = empty_gradient(q, sinks).to(wide).zero_()
-    for rows, heads, tiles in cut_tiles(q, _full_span(q), first_BS):
+    for rows, heads, tiles in cut_tiles(q, _make_full_span(q), first_BS):
         k_PSD, v_PSD = flatten_heads(k_BKSD[rows, heads]), flatten_heads(v_BKSD[rows, heads])
         wide_k_PSD = k_PSD.to(wide)
         dk_PSD, dv_PSD = torch.zeros_like(wide_k_PSD), torch.zeros_like(wide_k_PSD)
         for tile in tiles:
             part = q[rows, heads, :, tile.queries]
             q_PXD, d_out_PXD = flatten_heads(part), flatten_heads(d_out[rows, heads, :, tile.queries])
-            of_heads = how.of_heads(q, heads)
-            p_PXL, slope_PXL, p_sinks = _compute_probabilities(q_PXD, wide_k_PSD, tile, part.shape, of_heads)
+            selected = settings.select_heads(q, heads)
+            p_PXL, slope_PXL, p_sinks = _compute_probabilities(q_PXD, wide_k_PSD, tile, part.shape, selected)
             dv_PSD[:, tile.keys] += torch.bmm(p_PXL.mT, d_out_PXD)
             dp_PXL = torch.bmm(d_out_PXD, v_PSD[:, tile.keys].mT)
             if p_sinks is not None:
@@ -139,16 +149,18 @@ def _compute_gradients(
 
 
 def _compute_probabilities(
-    q_PXD: torch.Tensor, wide_k_PSD: torch.Tensor, tile: Tile, shape: torch.Size, how: Scores
+    q_PXD: torch.Tensor, wide_k_PSD: torch.Tensor, tile: Tile, shape: torch.Size, settings: ScoreSettings
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return three tensors of a tile: the softmax of its scores [P, X, L], in the dtype of `q_PXD`; the derivative of
     the scores' softcap (None without one); the probabilities of the sinks [sequences, heads, G, queries] (None without
-    sinks). `wide_k_PSD`: keys, in the dtype of the scores; `shape`: (sequences, heads, G, queries, D); `how`: scale,
+    sinks).
+
+    `wide_k_PSD`: keys, in the dtype of the scores; `shape`: (sequences, heads, G, queries, D); `settings`: scale,
     softcap and sinks."""
-    scores_PXL, slope_PXL = compute_scores(q_PXD, wide_k_PSD, tile, shape, how)
+    scores_PXL, slope_PXL = compute_scores(q_PXD, wide_k_PSD, tile, shape, settings)
     p_PXL, p_sinks = torch.softmax(scores_PXL, dim=-1), None
-    if how.sinks is not None:
-        p_sinks = torch.sigmoid(how.sinks.to(p_PXL.dtype)[..., None] - log_sum_exp(scores_PXL, p_PXL).view(shape[:-1]))
+    if (sinks := settings.sinks) is not None:
+        p_sinks = torch.sigmoid(sinks.to(p_PXL.dtype)[..., None] - log_sum_exp(scores_PXL, p_PXL).view(shape[:-1]))
         p_PXL *= (1 - p_sinks).view(*p_PXL.shape[:2], 1)
     del scores_PXL  # before a copy in another dtype
     return p_PXL.to(q_PXD.dtype), slope_PXL, p_sinks
@@ -165,24 +177,26 @@ def compute_scores(
     wide_k_PSD: torch.Tensor,
     tile: Tile,
     shape: torch.Size,
-    how: Scores,
-    less_PX1: torch.Tensor | None = None,
+    settings: ScoreSettings,
+    subtract_PX1: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the attention scores of a tile, with its mask added: [P, X, L], in the dtype of `wide_k_PSD`, and with a
-    softcap its derivative at each score (else None). P: sequences x KV heads; X: G x queries; L: keys of the tile.
-    `shape`: (sequences, heads, G, queries, D), the shape of the queries before `flatten_heads`. `how`: scale and
-    softcap. `less_PX1`: value to subtract from each query's scores, such as its log-sum-exp; None: 0."""
-    wide_q_PXD = q_PXD.to(wide_k_PSD.dtype) * how.scale
+    """Compute the attention scores of the queries `q_PXD` and keys `wide_k_PSD` in a tile. Return the scores with the
+    tile's mask added, [P, X, L], in the dtype of `wide_k_PSD`; and the derivative of the softcap at each score (None
+    without softcap). P: sequences x KV heads; X: G x queries; L: keys of the tile.
+
+    `shape`: (sequences, heads, G, queries, D), the shape of the queries before `flatten_heads`. `settings`: scale and
+    softcap. `subtract_PX1`: value that is subtracted from each query's scores, such as its log-sum-exp; None: 0."""
+    wide_q_PXD = q_PXD.to(wide_k_PSD.dtype) * settings.scale
     k_PDL, slope_PXL = wide_k_PSD[:, tile.keys].mT, None
-    if how.softcap:
-        ratio_PXL = torch.bmm(wide_q_PXD, k_PDL).div_(how.softcap).tanh_()
-        scores_PXL, slope_PXL = ratio_PXL * how.softcap, 1 - ratio_PXL.square()
-        if less_PX1 is not None:
-            scores_PXL -= less_PX1
-    elif less_PX1 is None:
+    if settings.softcap:
+        ratio_PXL = torch.bmm(wide_q_PXD, k_PDL).div_(settings.softcap).tanh_()
+        scores_PXL, slope_PXL = ratio_PXL * settings.softcap, 1 - ratio_PXL.square()
+        if subtract_PX1 is not None:
+            scores_PXL -= subtract_PX1
+    elif subtract_PX1 is None:
         scores_PXL = torch.bmm(wide_q_PXD, k_PDL)
     else:
-        scores_PXL = torch.baddbmm(less_PX1, wide_q_PXD, k_PDL, beta=-1)
+        scores_PXL = torch.baddbmm(subtract_PX1, wide_q_PXD, k_PDL, beta=-1)
     if tile.mask is not None:
         rows, heads, group, queries, _ = shape
         scores_PXL.view(rows, heads * group, queries, -1)[..., -tile.mask.shape[-1] :].add_(tile.mask)
@@ -192,9 +206,11 @@ def compute_scores(
 def cut_tiles(
     q_BKGSD: torch.Tensor, span: Span, first_BS: torch.Tensor | None
 ) -> Iterator[tuple[slice, slice, list[Tile]]]:
-    """Cut the attention of `span` (a range of queries over a range of keys) into pieces whose scores fit in cache.
-    Yield (slice of sequences, slice of key-value heads, attention tiles to compute for these sequences and heads).
-    `q_BKGSD`: queries, grouped by key-value head; `first_BS`: index of the first key that each query attends to; None:
+    """Cut the block of attention `span` (a range of queries over a range of keys) into pieces whose scores fit in
+    cache. Yield (slice of sequences, slice of key-value heads, attention tiles to compute for these sequences and
+    heads).
+
+    `q_BKGSD`: queries, grouped by key-value head; `first_BS`: index of the first key to which each query attends; None:
     no lower limit."""
     rows, kv_heads, group = q_BKGSD.shape[:3]
     length = span.keys.stop - span.keys.start
@@ -209,16 +225,18 @@ def cut_tiles(
         first_BS = first_BS.expand(rows, -1)
     for row in range(0, rows, rows_at_once):
         chosen = slice(row, min(rows, row + rows_at_once))
-        found = tiles_of(span, triangle, None if first_BS is None else first_BS[chosen])
+        found = cut_span(span, triangle, None if first_BS is None else first_BS[chosen])
         for head in range(0, kv_heads, heads_at_once):
             yield chosen, slice(head, min(kv_heads, head + heads_at_once)), found
 
 
-def tiles_of(span: Span, triangle: torch.Tensor, first_RS: torch.Tensor | None) -> list[Tile]:
-    """Cut `span` (a range of queries over a range of keys) into attention tiles of len(`triangle`) queries. A tile's
-    keys are those that any of its queries may attend to; tiles without such keys are left out. `triangle`: additive
-    causal mask [queries, queries]; `first_RS`: index of the first key that each query attends to, for R sequences, on
-    the CPU; None: no lower limit."""
+def cut_span(span: Span, triangle: torch.Tensor, first_RS: torch.Tensor | None) -> list[Tile]:
+    """Cut the block of attention `span` (a range of queries over a range of keys) into tiles of as many queries as
+    `triangle` has, and return the tiles. A tile's keys are those to which any of its queries may attend; a tile without
+    keys is left out.
+
+    `triangle`: additive causal mask [queries, queries]; `first_RS`: index of the first key to which each query attends,
+    for R sequences, on the CPU; None: no lower limit."""
     found = []
     at_once = len(triangle)
     length, diagonal = span.keys.stop - span.keys.start, span.query_start == span.key_start
@@ -244,7 +262,7 @@ def tiles_of(span: Span, triangle: torch.Tensor, first_RS: torch.Tensor | None) 
     return found
 
 
-def _full_span(q_BKGSD: torch.Tensor) -> Span:
+def _make_full_span(q_BKGSD: torch.Tensor) -> Span:
     """Return the `Span` of causal attention on one device: all queries `q_BKGSD` [B, K, G, S, D] over as many keys,
     both from sequence index 0."""
     everything = slice(0, q_BKGSD.shape[3])

@@ -25,7 +25,7 @@ from meshwright.model.loss import IGNORED, OutputHead, cap_logits_, linear_cross
 from meshwright.model.pairs import RESPONSES_SITE
 from meshwright.model.prediction import PredictionModule, shift_by_one
 from meshwright.model.rope import RotaryTable, TemperatureTable, make_table
-from meshwright.model.scaled_dot_product import Visible, choose_mask_form
+from meshwright.model.scaled_dot_product import AttentionMask, choose_mask_form
 from meshwright.model.units import NO_UNITS, Units
 from meshwright.model.weight_gradients import attach_taps
 from meshwright.spec.chunks import keeps_head_gradient
@@ -39,9 +39,10 @@ None without either."""
 
 
 class StageInput(NamedTuple):
-    """Input of pipeline stage `stage` for one micro-batch. `x_BSH`: the previous stage's output; None on the first
-    stage. `tokens_BS`: token IDs; `documents`: document boundaries in packed sequences (None: every sequence is one
-    document)."""
+    """Input of pipeline stage `stage` for one micro-batch.
+
+    `x_BSH`: the previous stage's output; None on the first stage. `tokens_BS`: token IDs; `documents`: document
+    boundaries in packed sequences (None: every sequence is one document)."""
 
     stage: Stage
     x_BSH: torch.Tensor | None
@@ -50,10 +51,11 @@ class StageInput(NamedTuple):
 
 
 class StageOutput(NamedTuple):
-    """Output of a pipeline stage for one micro-batch. `x`: hidden states [B, S, H] (with sequence parallelism this
-    rank's token slice); on the last stage the summed loss, or with preference pairs the responses' log-probabilities.
-    `balance`: load-balancing loss, which the caller adds to the summed loss; None if the stage has none, or if `x`
-    already includes it."""
+    """Output of a pipeline stage for one micro-batch.
+
+    `x`: hidden states [B, S, H] (with sequence parallelism this rank's token slice); on the last stage the summed loss,
+    or with preference pairs the responses' log-probabilities. `balance`: load-balancing loss, which the caller adds to
+    the summed loss; None if the stage has none, or if `x` already includes it."""
 
     x: torch.Tensor
     balance: torch.Tensor | None
@@ -104,7 +106,7 @@ class Transformer(nn.Module):
         )
         self._norm: Callable[..., torch.Tensor] = nn.Module.__call__
         self.compiled = False
-        self.tapped: dict[int, Any] = {}
+        self.layer_outputs: dict[int, Any] = {}
         """Layer -> its output in the last forward pass, which distillation compares; only for the keys given."""
         self._loss_backend: Any = None
         self._widest = min(width, config.vocabulary)
@@ -135,12 +137,12 @@ class Transformer(nn.Module):
         documents: Documents | None = None,
         units: Units = NO_UNITS,
     ) -> torch.Tensor:
-        """Return the sum of the token losses (nats, a scalar in float32 or float64) of `tokens_BS` over targets that
-        are not -100. With preference pairs, return the log-probability of each response instead, float64 [B, D] for D
-        responses per sequence. Load-balancing losses of experts contribute to the gradient, but not to the value.
+        """Return the sum of the token losses (nats, a scalar in float32 or float64) of the tokens `tokens_BS` with the
+        targets `targets_BS`, over targets that are not -100. With preference pairs, return the log-probability of each
+        response instead, float64 [B, D] for D responses per sequence. Load-balancing losses of experts contribute to
+        the gradient, but not to the value.
 
-        `documents`: document boundaries in packed sequences, and preference pairs; `units`: hooks around FSDP units.
-        """
+        `documents`: document boundaries in packed sequences, and preference pairs; `units`: hooks around FSDP units."""
         return self.run_stage(self._whole_model_stage(), None, tokens_BS, targets_BS, documents, units).x
 
     def run_stage(
@@ -148,9 +150,11 @@ class Transformer(nn.Module):
         documents: Documents | None = None, units: Units = NO_UNITS, at_once: bool = True,
     ) -> StageOutput:  # fmt: skip
         """Run pipeline stage `stage` on `x_BSH`, the previous stage's output (None: first stage), and return its
-        output: hidden states, or on the last stage the summed loss of the targets that are not -100 (with preference
-        pairs in `documents`, the log-probabilities of the responses). The loss includes the gradient of that stage's
-        own load-balancing loss. `documents`: document boundaries in packed sequences; `units`: hooks around FSDP units.
+        output: hidden states, or on the last stage the summed loss of the targets `targets_BS` that are not -100 (with
+        preference pairs in `documents`, the log-probabilities of the responses). The loss includes the gradient of that
+        stage's own load-balancing loss.
+
+        `tokens_BS`: token IDs; `documents`: document boundaries in packed sequences; `units`: hooks around FSDP units;
         `at_once`: True if the backward pass of this forward follows immediately. If not, the loss saves the gradient of
         the output head only if it is small; otherwise backward recomputes the logits."""
         pairs = None if documents is None else documents.pairs
@@ -177,9 +181,9 @@ class Transformer(nn.Module):
         teacher = None if documents is None else documents.teacher
         loss = linear_cross_entropy(states_TH, targets_T, self.output_head()._replace(teacher=teacher), keep)
         if teacher is not None:
-            loss = loss + teacher.match_hidden(self, targets_BS)
+            loss = loss + teacher.compute_hidden_loss(self, targets_BS)
         if normed_BSH is not None:
-            later, more = self._predict_later(normed_BSH, tokens_BS, targets_BS, documents, counted_B, keep)
+            later, more = self._predict_token_after_next(normed_BSH, tokens_BS, targets_BS, documents, counted_B, keep)
             balance = more if balance is None else balance + more
             loss = loss + self.config.prediction_loss * (later - later.detach())
         if balance is not None:
@@ -191,8 +195,11 @@ class Transformer(nn.Module):
         cache: AttentionCache | None = None, positions: torch.Tensor | None = None, stage: Stage | None = None,
         x_BSH: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Return the output of the final norm, [B, S, H], which is the input of the output head. `documents`: document
-        boundaries in packed sequences; `units`: hooks around FSDP units; `cache`: KV cache of the tokens before these.
+        """Return the output of the final norm, [B, S, H], which is the input of the output head, for the token IDs
+        `tokens_BS`.
+
+        `documents`: document boundaries in packed sequences; `units`: hooks around FSDP units; `cache`: KV cache of the
+        tokens before these.
 
         `positions` [B, S]: position IDs; None: 0, 1, 2 ... within each document, or continuing after the cached tokens.
         `stage`: run only this pipeline stage on `x_BSH`, the previous stage's output; every stage but the last returns
@@ -211,12 +218,13 @@ class Transformer(nn.Module):
         cache: AttentionCache | None = None,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the next-token logits, [B, S, V], in the model's dtype. `documents`: document boundaries in packed
-        sequences; `cache`: KV cache of the tokens before these; `positions` [B, S]: position IDs; None: 0, 1, 2 ...
-        within each document, or continuing after the cached tokens."""
-        return self.scores(self.hidden(tokens_BS, documents, cache=cache, positions=positions))
+        """Return the next-token logits, [B, S, V], in the model's dtype, for the token IDs `tokens_BS`.
 
-    def scores(self, hidden_BSH: torch.Tensor) -> torch.Tensor:
+        `documents`: document boundaries in packed sequences; `cache`: KV cache of the tokens before these; `positions`
+        [B, S]: position IDs; None: 0, 1, 2 ... within each document, or continuing after the cached tokens."""
+        return self.output_logits(self.hidden(tokens_BS, documents, cache=cache, positions=positions))
+
+    def output_logits(self, hidden_BSH: torch.Tensor) -> torch.Tensor:
         """Return the next-token logits [B, S, V] for `hidden_BSH`, the output of the final norm."""
         local_BSV = nn.functional.linear(hidden_BSH, self._head_module.weight)
         if self.config.logit_softcap:
@@ -224,9 +232,11 @@ class Transformer(nn.Module):
         return self.axes.tensor.gather(local_BSV, "head.output", dim=2)[..., : self.config.vocabulary]
 
     def compile_blocks(self, **options: Any) -> None:
-        """Compile blocks, final norm and loss with torch.compile. `options`: keyword arguments of torch.compile
-        (`dynamic` is False by default). Blocks of the same structure share one graph of static shapes; another batch
-        shape, or the first batch that packs several documents, triggers another compilation."""
+        """Compile blocks, final norm and loss with torch.compile.
+
+        `options`: keyword arguments of torch.compile (`dynamic` is False by default). Blocks of the same structure
+        share one graph of static shapes; another batch shape, or the first batch that packs several documents, triggers
+        another compilation."""
         weight_gradients.exclude_from_compiled_graphs()
         options = {"dynamic": False, **options}
         recompute = self.axes.recompute
@@ -263,10 +273,11 @@ class Transformer(nn.Module):
         positions_BS: torch.Tensor | None = None, counted_B: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:  # fmt: skip
         """Run the embedding and blocks of a stage on `given`; return the hidden states [B, S, H] and the load-balancing
-        loss of each block that has one. `units`: hooks around FSDP units; `cache`: KV cache of the preceding tokens;
-        `positions_BS`: position IDs; None: 0, 1, 2 ... within each document, or continuing after the cached tokens.
-        `counted_B`: number of target tokens of each sequence, by which the losses are weighted; None: they are not
-        computed."""
+        loss of each block that has one.
+
+        `units`: hooks around FSDP units; `cache`: KV cache of the preceding tokens; `positions_BS`: position IDs; None:
+        0, 1, 2 ... within each document, or continuing after the cached tokens. `counted_B`: number of target tokens of
+        each sequence, by which the losses are weighted; None: they are not computed."""
         stage, x, tokens_BS, documents = given
         documents = ONE_DOCUMENT if documents is None else documents
         sequence, cached = tokens_BS.shape[1], 0 if cache is None else cache.length
@@ -295,8 +306,8 @@ class Transformer(nn.Module):
             else:
                 x_BSH, _ = block(x_BSH, rotation, None, None, cache, layer)
             x_BSH = units.leave(f"layers.{layer}", x_BSH)
-            if layer in self.tapped:
-                self.tapped[layer] = x_BSH
+            if layer in self.layer_outputs:
+                self.layer_outputs[layer] = x_BSH
         if cache is not None:
             cache.advance(sequence)
         return x_BSH, losses
@@ -314,18 +325,17 @@ class Transformer(nn.Module):
         documents: Documents,
         cache: AttentionCache | None,
         positions_BS: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, dict[int, tuple[Rotated, Visible]]]:
-        """Prepare what the attention of the given `layers` needs. Return the position IDs (None: consecutive) and
-        {layer: (rotary cosine and sine, attention mask)}. Cosine and sine are None without rotary positions; the mask
-        is None for plain causal attention or with a KV cache.
+    ) -> tuple[torch.Tensor | None, dict[int, tuple[Rotated, AttentionMask]]]:
+        """Compute positions and attention masks for the attention of the given `layers`. Return the position IDs (None:
+        consecutive) and {layer: (rotary cosine and sine, attention mask)}. Cosine and sine are None without rotary
+        positions; the mask is None for plain causal attention or with a KV cache.
 
         `tokens_BS`: token IDs; `documents`: document boundaries; `cache`: KV cache of the preceding tokens;
-        `positions_BS`: position IDs; None: consecutive within each document.
-        """
+        `positions_BS`: position IDs; None: consecutive within each document."""
         sequence, cached = tokens_BS.shape[1], 0 if cache is None else cache.length
         windows = {layer: self.config.layer_window(layer) for layer in layers}
         turns = {layer: self.config.layer_rotation(layer) or self.config.layer_temperature(layer) for layer in windows}
-        visible: dict[int | None, Visible] = {}
+        visible: dict[int | None, AttentionMask] = {}
         if cache is None:
             context = self.axes.context
             assert context.size == 1 or documents.indices_C is not None, "context parallelism needs indices_C"
@@ -335,8 +345,8 @@ class Transformer(nn.Module):
                 inside, window = documents, each
                 if each is not None and self.config.window_chunks:
                     whole = len(tokens_BS), sequence * context.size
-                    inside, window = documents.cut(each, *whole, tokens_BS.device), None
-                visible[each] = context.visibility(inside, sequence, window, tokens_BS.device, form)
+                    inside, window = documents.cut_into_chunks(each, *whole, tokens_BS.device), None
+                visible[each] = context.make_attention_mask(inside, sequence, window, tokens_BS.device, form)
         # The host would wait for a GPU to read the largest position: only a caller's own ones are unknown.
         stop = cached + sequence if positions_BS is None else int(positions_BS.max()) + 1
         if positions_BS is None and (positions_BS := documents.positions_BS()) is not None:
@@ -348,17 +358,16 @@ class Transformer(nn.Module):
                 rotations[turn] = table.look_up(positions_BS, cached, stop, tokens_BS.device, documents)
         return positions_BS, {layer: (rotations[turns[layer]], visible.get(windows[layer])) for layer in windows}
 
-    def _predict_later(
+    def _predict_token_after_next(
         self, normed_BSH: torch.Tensor, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, documents: Documents | None,
         counted_B: torch.Tensor | None, keep: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Run multi-token prediction: return (summed loss of predicting the token after the next one, load-balancing
-        loss of the prediction module).
+        """Predict the token after the next one (multi-token prediction). Return (summed loss of these predictions,
+        load-balancing loss of the prediction module).
 
         `normed_BSH`: output of the final norm; `tokens_BS`, `targets_BS`: token IDs and targets of the next token;
-        `documents`: document boundaries; `counted_B`: number of target tokens of each sequence; `keep`: True: compute
-        the loss's gradients in forward.
-        """
+        `documents`: document boundaries; `counted_B`: number of target tokens of each sequence; `keep`: True to compute
+        the loss's gradients in forward."""
         assert self.prediction is not None and self.axes.context.size == 1, "refused with cp"
         next_BS, after_BS = shift_by_one(tokens_BS, targets_BS, documents)
         x_BSH = self.prediction.project(normed_BSH, self._embed(next_BS, "prediction.embedding"))

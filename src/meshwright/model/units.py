@@ -12,19 +12,22 @@ X = TypeVar("X", torch.Tensor, None)
 
 class Units:
     """Hooks that the model calls before and after each FSDP unit, to all-gather the unit's parameters before use and
-    reshard them after use. The model continues with the tensor that a hook returns: a subclass wraps it in an autograd
-    function, whose backward runs the hooks in reverse order. This base class does nothing; it is for a model with
+    reshard them after use. The model continues with the tensor that a hook returns, so that a subclass can wrap it in
+    an autograd function whose backward calls hooks, too. The hooks of this base class do nothing; it serves models with
     unsharded parameters."""
 
     def enter(self, unit: str, x: X) -> X:
-        """Hook called before the first use of the parameters of the FSDP unit named `unit`. `x`: the unit's input (None
-        before the embedding). Return `x`, or the same values as output of an autograd function whose backward runs
-        hooks."""
+        """Hook called before the first use of the parameters of the FSDP unit named `unit`.
+
+        `x`: the unit's input (None before the embedding). Return `x`; a subclass may return `x` as the output of an
+        autograd identity function, whose backward runs after the unit's backward."""
         return x
 
     def leave(self, unit: str, x: torch.Tensor) -> torch.Tensor:
-        """Hook called after the last use of the parameters of the FSDP unit named `unit` in forward. `x`: the unit's
-        output. Return `x`, or the same values as output of an autograd function, as `enter` does."""
+        """Hook called after the last use of the parameters of the FSDP unit named `unit` in forward.
+
+        `x`: the unit's output. Return `x`; a subclass may return `x` as the output of an autograd identity function,
+        whose backward runs before the unit's backward."""
         return x
 
 

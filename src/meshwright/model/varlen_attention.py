@@ -18,32 +18,31 @@ import torch
 from meshwright.model.attention_operator import (
     add_sinks,
     attention_operator,
+    compute_sink_gradients,
     empty_bsnd,
     empty_gradient,
-    sink_gradients,
 )  # fmt: skip
 from meshwright.model.documents import Documents, move
-from meshwright.spec.chunks import padded_documents
+from meshwright.spec.chunks import pad_document_count
 
 _flash_forward = torch.ops.aten._flash_attention_forward
 _flash_backward = torch.ops.aten._flash_attention_backward
 
 
 class VarlenMask(NamedTuple):
-    """Attention mask in the form that flash kernels take: causal, within documents, with a sliding window. It covers
-    the chunks of each sequence that this rank holds: two with ring attention, else one chunk, the whole sequence. Chunk
-    boundaries cut documents into pieces.
+    """Attention mask in the format of flash kernels: causal, within documents, with a sliding window. It covers the
+    chunks of each sequence that this rank holds: two with ring attention, else one chunk, the whole sequence. Where a
+    chunk boundary falls inside a document, each chunk has a piece of the document.
 
-    cu_seqlens: int32 [chunks, L + 1] on the device; row c, for chunk number c of all sequences concatenated, has the
-    indices at which the pieces of documents begin, and at last the number of tokens; trailing pieces may be empty.
-    None: each sequence is one document.
+    cu_seqlens: int32 [chunks, L + 1] on the device. Row c is for chunk number c of all sequences, concatenated: the
+    indices at which the pieces of documents begin and, last, the number of tokens; trailing pieces may be empty. None:
+    each sequence is one document.
 
-    lengths: int64 [1 + 2 B chunks] on the CPU: first the number of tokens of the longest piece; then, for each sequence
-    and chunk, two numbers on the document of the chunk's first token: the index in the sequence at which this document
-    begins, and how many of the chunk's tokens it has.
+    lengths: int64 [1 + 2 B chunks] on the CPU: first the number of tokens of the longest piece; then two numbers for
+    each sequence and chunk, on the document of the chunk's first token: the index in the sequence at which it begins,
+    and how many of the chunk's tokens it has.
 
-    window: a token attends to itself and the `window` - 1 tokens before it; 0: no window.
-    """
+    window: a token attends to itself and the `window` - 1 tokens before it; 0: no window."""
 
     cu_seqlens: torch.Tensor | None
     lengths: torch.Tensor | None
@@ -59,11 +58,9 @@ class FlashCall(NamedTuple):
     """Arguments of a call of the flash kernels, besides queries, keys and values.
 
     cu_seqlens: start indices of the variable-length pieces, of queries and of keys alike; None: each sequence is one
-    piece. longest: largest length of a piece. causal: True: the last query attends to all keys, and each query before
-    it to one key less at the end. left: sliding window: the last query attends to at most the last `left` + 1 keys; for
-    each query before it the window is one key further to the front; None: no limit. scale: factor of the scores; None:
-    1 / √D.
-    """
+    piece. longest: largest length of a piece. causal: True for a causal mask aligned to the bottom right: the last
+    query attends to all keys. left: sliding window, aligned in the same way: the last query attends to at most the last
+    `left` + 1 keys; None: no window. scale: factor of the scores; None: 1 / √D."""
 
     cu_seqlens: torch.Tensor | None = None
     longest: int = 0
@@ -72,10 +69,11 @@ class FlashCall(NamedTuple):
     scale: float | None = None
 
 
-def varlen_mask(
+def make_varlen_mask(
     documents: Documents, window: int | None, device: torch.device, held: tuple[int, ...] = (0,), chunks: int = 1
 ) -> VarlenMask:
     """Build the attention mask of a batch for flash kernels, on the host; its `cu_seqlens` is then copied to `device`.
+
     `documents`: boundaries in packed sequences; `window`: sliding window in tokens (None: none); `chunks`: number of
     chunks into which each sequence is cut for ring attention; `held`: indices of the chunks that this rank holds."""
     starts_BS = documents.on_host().starts_BS
@@ -96,7 +94,7 @@ def _find_lengths(starts_BXC: torch.Tensor, held: tuple[int, ...]) -> tuple[torc
     is_first_BHC = starts_BHC == torch.arange(starts_BXC[0].numel()).view(starts_BXC.shape[1:])[held, :]
     is_first_BHC[..., 0] = True
     begins = [row.nonzero().flatten() for row in is_first_BHC.transpose(0, 1).flatten(1)]
-    padded = padded_documents(max(map(len, begins)))  # so that batches share compiled graphs
+    padded = pad_document_count(max(map(len, begins)))  # so that batches share compiled graphs
     cu_seqlens = torch.full((len(held), padded + 1), starts_BHC[:, 0].numel(), dtype=torch.int32)
     for row, places in zip(cu_seqlens, begins, strict=True):
         row[: len(places)] = places
@@ -105,7 +103,7 @@ def _find_lengths(starts_BXC: torch.Tensor, held: tuple[int, ...]) -> tuple[torc
 
 
 def supports_flash_attention(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    """Return True if PyTorch's flash kernels take queries of this dtype and head size on `device`: on CUDA, in 16-bit
+    """Return True if PyTorch's flash kernels take queries of `dtype` and `head_size` on `device`: on CUDA, in 16-bit
     dtypes, for head sizes that are multiples of 8 up to 256."""
     narrow = dtype in (torch.bfloat16, torch.float16)
     return device.type == "cuda" and narrow and head_size % 8 == 0 and head_size <= 256
@@ -115,9 +113,12 @@ def varlen_attention(
     q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, mask: VarlenMask, scale: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the causal attention softmax(scale q kᵀ) v, [B, N, S, D], stored in memory as [B, S, N, D], computed by
-    flash kernels; query head n reads key-value head n // (N / K). `mask`: documents and sliding window within which
-    tokens attend; `scale`: None: 1 / √D. `sinks`: one more score of each query head [N]; None: none."""
+    """Return the causal attention softmax(scale q kᵀ) v, [B, N, S, D], stored in memory as [B, S, N, D], of queries
+    `q_BNSD` to keys `k_BKSD` and values `v_BKSD`, computed by flash kernels; query head n reads key-value head n // (N
+    / K).
+
+    `mask`: documents and sliding window within which tokens attend; `scale`: None: 1 / √D. `sinks`: attention-sink
+    score of each query head [N]; None: none."""
     found = torch.ops.meshwright.varlen_attention(q_BNSD, k_BKSD, v_BKSD, mask.tensors, mask.window, scale, sinks)
     return found[0]  # type: ignore[no-any-return]
 
@@ -125,9 +126,11 @@ def varlen_attention(
 def flash_forward(
     q_BNSD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, call: FlashCall
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run PyTorch's flash kernel once; return the attention output [B, N, S, D] and each query's log-sum-exp, float32
-    [B, N, S]. `call`: causality, window and variable lengths."""
-    arguments = _kernel_arguments((q_BNSD, k_BKCD, v_BKCD), call)
+    """Run PyTorch's flash kernel once on queries `q_BNSD`, keys `k_BKCD` and values `v_BKCD`. Return the attention
+    output [B, N, S, D] and each query's log-sum-exp, float32 [B, N, S].
+
+    `call`: causality, window and variable lengths."""
+    arguments = _make_kernel_arguments((q_BNSD, k_BKCD, v_BKCD), call)
     options = {"scale": call.scale, "window_size_left": call.left}
     out, log_sum = _flash_forward(*arguments, 0.0, call.causal, False, **options)[:2]
     if call.cu_seqlens is not None:  # [N, T]
@@ -139,10 +142,11 @@ def flash_backward(
     d_out_BNSD: torch.Tensor, saved: Sequence[torch.Tensor], call: FlashCall
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run PyTorch's flash backward kernel once; return the gradients of queries, keys and values, in their shapes.
+
     `d_out_BNSD`: output gradient; `saved`: queries, keys, values, output and log-sum-exps (the last two over all keys,
     of which the call may cover only some); `call`: arguments of the forward."""
     *heads, log_sum = saved
-    q, k, v, out, d_out, *bounds = _kernel_arguments((*heads, d_out_BNSD), call)
+    q, k, v, out, d_out, *bounds = _make_kernel_arguments((*heads, d_out_BNSD), call)
     if call.cu_seqlens is not None:
         log_sum = log_sum.transpose(0, 1).flatten(1)
     state = torch.empty(2, dtype=torch.uint64, device=q.device)  # of random numbers: not read without dropout
@@ -153,9 +157,12 @@ def flash_backward(
     return dq, dk, dv
 
 
-def _kernel_arguments(heads: Sequence[torch.Tensor], call: FlashCall) -> tuple[Any, ...]:
-    """Return the kernels' positional arguments: the tensors `heads` (queries, keys ...) as [B, S, N, D], or [T, N, D]
-    with variable lengths (copied only if not stored so); cu_seqlens of queries and of keys; their longest lengths."""
+def _make_kernel_arguments(heads: Sequence[torch.Tensor], call: FlashCall) -> tuple[Any, ...]:
+    """Return positional arguments of the flash kernels: the tensors `heads` (queries, keys ...) as [B, S, N, D] or,
+    with variable lengths, [T, N, D] (copied only if not stored so); cu_seqlens of queries and of keys; their longest
+    lengths.
+
+    `call`: variable lengths, causality and window."""
     by_token = [each.transpose(1, 2) for each in heads]
     if call.cu_seqlens is None:
         return *by_token, None, None, by_token[0].shape[1], by_token[1].shape[1]
@@ -172,10 +179,12 @@ def _compute_attention(
     q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, tensors: list[torch.Tensor], window: int,
     scale: float | None, sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute variable-length attention without autograd; return the output [B, N, S, D] and each query's log-sum-exp,
-    float32 [B, N, S]. `tensors`, `window`: those of a `VarlenMask`; `scale`: factor of the scores; `sinks`: one more
-    score of each query head."""
-    found = flash_forward(q_BNSD, k_BKSD, v_BKSD, _causal_call(q_BNSD, tensors, window, scale))
+    """Compute variable-length attention of queries `q_BNSD` to keys `k_BKSD` and values `v_BKSD`, without autograd;
+    return the output [B, N, S, D] and each query's log-sum-exp, float32 [B, N, S].
+
+    `tensors`, `window`: those of a `VarlenMask`; `scale`: factor of the scores; `sinks`: attention-sink score of each
+    query head."""
+    found = flash_forward(q_BNSD, k_BKSD, v_BKSD, _make_causal_call(q_BNSD, tensors, window, scale))
     if sinks is not None:
         add_sinks(*found, sinks[:, None])
     return found
@@ -185,19 +194,20 @@ def _compute_gradients(
     d_out_BNSD: torch.Tensor, saved: list[torch.Tensor], tensors: list[torch.Tensor], window: int,
     scale: float | None, sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradients of queries, keys and values, in their shapes, and of the sinks. `d_out_BNSD`: gradient of
-    the output; `saved`: queries, keys, values, output and log-sum-exps; `tensors`, `window`, `scale`, `sinks`: as in
-    `_compute_attention`."""
-    found = flash_backward(d_out_BNSD, saved, _causal_call(d_out_BNSD, tensors, window, scale))
+    """Return the gradients of queries, keys and values, in their shapes, and of the sinks.
+
+    `d_out_BNSD`: gradient of the output; `saved`: queries, keys, values, output and log-sum-exps; `tensors`, `window`,
+    `scale`, `sinks`: as in `_compute_attention`."""
+    found = flash_backward(d_out_BNSD, saved, _make_causal_call(d_out_BNSD, tensors, window, scale))
     if sinks is None:
         return *found, empty_gradient(d_out_BNSD, None)
     out, log_sum = saved[3:]
-    return *found, sink_gradients(sinks, log_sum, (d_out_BNSD.float() * out).sum(dim=-1))
+    return *found, compute_sink_gradients(sinks, log_sum, (d_out_BNSD.float() * out).sum(dim=-1))
 
 
-def _causal_call(q_BNSD: torch.Tensor, tensors: list[torch.Tensor], window: int, scale: float | None) -> FlashCall:
-    """Return the kernel arguments of causal attention. `tensors`, `window`: those of a `VarlenMask` with one chunk a
-    sequence; `scale`: factor of the scores; None: 1 / √D."""
+def _make_causal_call(q_BNSD: torch.Tensor, tensors: list[torch.Tensor], window: int, scale: float | None) -> FlashCall:
+    """Return the kernel arguments of causal attention of the queries `q_BNSD`. `tensors`, `window`: those of a
+    `VarlenMask` with one chunk a sequence; `scale`: factor of the scores; None: 1 / √D."""
     tokens, left = q_BNSD.shape[2], window - 1 if window else None
     if tensors:
         cu_seqlens, lengths = tensors

@@ -70,9 +70,10 @@ class WeightGradients:
 
     def submit(self, parameter: nn.Parameter, multiply: Multiply | None, *operands: torch.Tensor) -> None:
         """Add a gradient of `parameter` to the accumulation buffers. It is computed now or, in a `collecting` block,
-        when `run` is called. `multiply`: function of the operands that returns the gradient, in any shape with the
-        parameter's number of elements; None: the gradient is dyᵀ x, where the operands are dy [..., output] and x [...,
-        input]."""
+        when `run` is called.
+
+        `multiply`: function of the operands that returns the gradient, in any shape with the parameter's number of
+        elements; None: the gradient is dyᵀ x, where the operands are dy [..., output] and x [..., input]."""
         product = _DeferredGradient(parameter, multiply, operands)
         if self._collects is None:
             self._accumulate(product)
@@ -102,7 +103,7 @@ class WeightGradients:
 
 
 def defer_weight_gradients(model: nn.Module, queue: WeightGradients | None, smallest: int = 0) -> None:
-    """Make the linear layers of `model` with at least `smallest` parameter elements hand the computation of their
+    """Make the linear layers of `model` with at least `smallest` parameter elements defer the computation of their
     weight gradients to `queue` in backward. In smaller layers, or in all layers if `queue` is None, autograd computes
     them."""
     for module in model.modules():
@@ -127,9 +128,11 @@ def linear(
     queue: WeightGradients | None,
     taps: Taps | None = None,
 ) -> torch.Tensor:
-    """Return x Wᵀ + b, [..., Y], for x [..., X] and weight W [Y, X]. `queue`: backward hands it the computation of the
-    weight gradient; None: autograd computes the weight gradient. `taps`: dummy inputs whose gradients carry dy and x
-    out of a compiled backward to the queue; None: a layer with a queue runs outside of compiled graphs."""
+    """Return x Wᵀ + b, [..., Y], for x [..., X], weight W [Y, X] and `bias` b (None: 0).
+
+    `queue`: backward defers the computation of the weight gradient to it; None: autograd computes the weight gradient.
+    `taps`: dummy inputs whose gradients carry dy and x out of a compiled backward to the queue; None: a layer with a
+    queue runs outside of compiled graphs."""
     if queue is None or not torch.is_grad_enabled() or not weight.requires_grad:
         return F.linear(x, weight, bias)
     if not torch.compiler.is_compiling():
@@ -147,8 +150,8 @@ class _Linear(torch.autograd.Function):
     def forward(
         context: Any, x: torch.Tensor, weight_YX: nn.Parameter, bias: torch.Tensor | None, queue: WeightGradients
     ) -> torch.Tensor:
-        """Return x Wᵀ + b, [..., Y], for x [..., X], W [Y, X] and b [Y] (`bias`; None: 0). `queue`: receives dy and x
-        in backward."""
+        """Return x Wᵀ + b, [..., Y], for x [..., X], W (`weight_YX`) and b [Y] (`bias`; None: 0). `queue`: receives dy
+        and x in backward."""
         context.save_for_backward(x, weight_YX)
         context.weight, context.queue = weight_YX, queue
         return F.linear(x, weight_YX, bias)
@@ -167,8 +170,10 @@ def _differentiate_input_and_bias(
     context: Any, dy: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Return a linear layer's input x, and the gradients of x and bias (None where not required), given `dy`, that of
-    the output. context: autograd context; its saved tensors are read once, because activation checkpointing allows only
-    one read in a backward."""
+    the output.
+
+    context: autograd context; its saved tensors are read once, because activation checkpointing allows only one read in
+    a backward."""
     x, weight_YX = context.saved_tensors
     needs_x, _, needs_bias = context.needs_input_grad[:3]
     dy_NY = dy.flatten(0, -2)
@@ -211,8 +216,8 @@ class _MakeTaps(torch.autograd.Function):
     def forward(
         context: Any, weight_YX: nn.Parameter, queue: WeightGradients, rows: tuple[int, ...]
     ) -> tuple[torch.Tensor, ...]:
-        """Return two tensors of zeros with stride 0, [*rows, Y] and [*rows, X], for a linear layer of weight [Y, X]
-        with input [*rows, X]. `queue`: receives dy and x in backward."""
+        """Return two tensors of zeros with stride 0, [*rows, Y] and [*rows, X], for a linear layer of weight
+        `weight_YX` with input [*rows, X]. `queue`: receives dy and x in backward."""
         context.weight, context.queue = weight_YX, queue
         return tuple(weight_YX.new_zeros(()).expand(*rows, size) for size in weight_YX.shape)
 
@@ -225,10 +230,12 @@ class _MakeTaps(torch.autograd.Function):
 
 
 class Tapped(Protocol):
-    """Interface of a linear layer y = x weightᵀ whose weight gradient is computed by a queue, also if the layer is
-    compiled. weight: [Y, X], Y outputs and X inputs. weight_gradients: the queue; None: autograd computes the weight
-    gradient. taps: during a compiled call two dummy inputs, by which the backward hands the queue what it needs: it
-    returns dy as gradient of one and x as that of the other. Otherwise None."""
+    """Interface of a linear layer y = x weightᵀ that can defer its weight gradient to a queue, also in a compiled
+    graph.
+
+    weight: [Y, X], Y outputs and X inputs. weight_gradients: the queue; None: autograd computes the weight gradient.
+    taps: set only during a call of a compiled graph: two dummy inputs, whose gradients in the compiled backward are dy
+    and x, the operands that the queue needs; otherwise None."""
 
     weight: nn.Parameter
     weight_gradients: WeightGradients | None
@@ -237,9 +244,10 @@ class Tapped(Protocol):
 
 @contextmanager
 def attach_taps(products: Sequence[Tapped], rows: tuple[int, ...]) -> Iterator[None]:
-    """Context manager around a compiled call: inside it, those of the linear layers `products` that have a queue also
-    have taps (dummy inputs whose gradients carry dy and x to the queue). `rows`: shape of the layers' inputs without
-    the last dim, such as (batch, tokens)."""
+    """Context manager around a compiled call. Inside it, each of the linear layers `products` that has a queue of
+    deferred weight gradients also has taps (dummy inputs whose gradients carry dy and x to the queue).
+
+    `rows`: shape of the layers' inputs without the last dim, such as (batch, tokens)."""
     products = [each for each in products if each.weight_gradients and each.weight.requires_grad]
     products = products if torch.is_grad_enabled() else []
     for each in products:
@@ -252,10 +260,12 @@ def attach_taps(products: Sequence[Tapped], rows: tuple[int, ...]) -> Iterator[N
 
 
 def grouped_linear(x_NX: torch.Tensor, layer: GroupedLayer, ends_E: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """Return x Wᵀ + b, [N, Y], for N token copies `x_NX` (one for each of a token's experts) sorted by expert, where W
-    and b are those of the copy's expert. `layer`: weights and biases of E experts; `ends_E`: exclusive end index of
-    each expert's copies; `first`: index of the first output to which b, which may be shorter than Y, is added. In
-    backward the layer's queue gets the computation of the weight gradient; without a queue autograd computes it."""
+    """Return x Wᵀ + b, [N, Y], for N token copies `x_NX` sorted by expert (a token has one copy for each of its
+    experts), with the W and b of each copy's expert. In backward, the computation of the weight gradient is deferred to
+    the layer's queue; without a queue autograd computes it.
+
+    `layer`: weights and biases of E experts; `ends_E`: exclusive end index of each expert's copies; `first`: index of
+    the first output to which b, which may be shorter than Y, is added."""
     weight, bias, queue = layer.weight, layer.bias, layer.weight_gradients
     if queue is None or not torch.is_grad_enabled() or not weight.requires_grad:
         bias_EZ = None if bias is None else _unstack_experts(bias, ends_E)
@@ -265,9 +275,10 @@ def grouped_linear(x_NX: torch.Tensor, layer: GroupedLayer, ends_E: torch.Tensor
 
 
 class GroupedLayer(Protocol):
-    """Interface of the linear layers of E experts. weight: their matrices stacked, [E x Y, X]. bias: their biases, or
-    slices of these, [E x Z], Z <= Y; None: none. weight_gradients: queue of weight gradients; None: autograd computes
-    them."""
+    """Interface of the linear layers of E experts.
+
+    weight: their matrices stacked, [E x Y, X]. bias: their biases, or slices of these, [E x Z], Z <= Y; None: none.
+    weight_gradients: queue of weight gradients; None: autograd computes them."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -290,9 +301,11 @@ class _GroupedLinear(torch.autograd.Function):
         context: Any, x_NX: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None, ends_E: torch.Tensor,
         first: int, queue: WeightGradients,
     ) -> torch.Tensor:  # fmt: skip
-        """Return x Wᵀ + b, [N, Y], for N token copies `x_NX` sorted by expert. `weight`, `bias`: those of all E experts
-        stacked; `ends_E`: exclusive end index of each expert's copies; `first`: index of the first output to which b is
-        added; `queue`: receives the operands of the weight gradient in backward."""
+        """Return x Wᵀ + b, [N, Y], for N token copies `x_NX` sorted by expert.
+
+        `weight`, `bias`: those of all E experts stacked; `ends_E`: exclusive end index of each expert's copies;
+        `first`: index of the first output to which b is added; `queue`: receives the operands of the weight gradient in
+        backward."""
         context.save_for_backward(x_NX, weight, ends_E)
         bias_EZ = None if bias is None else _unstack_experts(bias, ends_E)
         context.weight, context.queue = weight, queue
@@ -301,8 +314,8 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, dy_NY: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of `x_NX` and the bias, given that of the output, and None for the other inputs; hand
-        the operands of the weight gradient to the queue that `forward` was given."""
+        """Return the gradients of `x_NX` and the bias, given the output gradient `dy_NY`, and None for the other
+        inputs. Put the operands of the weight gradient into the queue that was passed to `forward`."""
         x_NX, weight, ends_E = context.saved_tensors
         needs_x, needs_weight = context.needs_input_grad[:2]
         operators = torch.ops.meshwright
@@ -323,9 +336,9 @@ _uncompiled = _apply_function
 
 
 def exclude_from_compiled_graphs() -> None:
-    """Exclude linear layers that have a queue but no taps from compiled graphs, from now on: their backward writes the
-    weight-gradient computation to the queue, which a compiled backward cannot do. Call this right before the first
-    compilation, since it imports torch's compiler, which takes over a second."""
+    """Exclude from compiled graphs, from now on, linear layers that defer weight gradients to a queue but have no taps
+    (dummy inputs whose gradients carry the operands out of the graph): a compiled backward cannot write to a queue.
+    Call this right before the first compilation, since it imports torch's compiler, which takes over a second."""
     global _uncompiled
     if _uncompiled is _apply_function:
         _uncompiled = torch.compiler.disable(_apply_function)

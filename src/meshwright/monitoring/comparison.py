@@ -40,12 +40,17 @@ class ProcessMemory:
 class Prediction:
     """Predicted memory, step time and traffic of one rank; None for values that could not be predicted.
 
-    memory: bytes of tensors at the memory peak by category ("parameters" ...); the key "peak" is the sum of all others
-    except "framework" and "unexplained". time: seconds of a step by phase. sent_by_axis: bytes sent in a step by mesh
-    axis. machine: the hardware profile (measured machine speeds). compiled: True if layers run under torch.compile.
-    notes: further console lines. process: peak RSS by item; None on CUDA. fullest: predicted memory of the rank with
-    the largest peak: {"rank": its number, "memory_bytes": bytes of tensors by category, "process_memory_bytes": peak
-    RSS by item}.
+    Attributes:
+        memory: Bytes of tensors at the memory peak by category ("parameters" ...); the key "peak" is the sum of all
+            others except "framework" and "unexplained".
+        time: Seconds of a step by phase.
+        sent_by_axis: Bytes sent in a step by mesh axis.
+        machine: The hardware profile (measured machine speeds).
+        compiled: True if layers run under torch.compile.
+        notes: Further console lines.
+        process: Peak RSS by item; None on CUDA.
+        fullest: Predicted memory of the rank with the largest peak: {"rank": its number, "memory_bytes": bytes of
+            tensors by category, "process_memory_bytes": peak RSS by item}.
     """
 
     memory: Mapping[str, int] | None
@@ -63,13 +68,13 @@ class Prediction:
         the tensor allocator; 0 if unknown."""
         if self.process is not None:
             return self.process.peak
-        return 0 if self.memory is None else _expected_peak(self.memory)
+        return 0 if self.memory is None else _compute_expected_peak(self.memory)
 
     def memory_to_json(self) -> dict[str, Any]:
         """Return this rank's predicted memory: {"memory_bytes": bytes of tensors by category, with the peaks of
         allocator and process, "process_memory_bytes": peak RSS by item}; None for unknown values."""
         return {
-            "memory_bytes": None if self.memory is None else {**self.memory, **self._peak_entries()},
+            "memory_bytes": None if self.memory is None else {**self.memory, **self._get_peak_entries()},
             "process_memory_bytes": None if self.process is None else dict(self.process.items),
         }
 
@@ -85,14 +90,16 @@ class Prediction:
             "step_seconds_low": None if time is None else time.low,
             "step_seconds_high": None if time is None else time.high,
             "seconds_by_part": None if time is None else dict(time.breakdown),
-            "seconds_by_kind": None if time is None else _split_kinds(time.seconds, _waiting_seconds(time.breakdown)),
+            "seconds_by_kind": None
+            if time is None
+            else _split_kinds(time.seconds, _sum_waiting_seconds(time.breakdown)),
             "sent_bytes_by_axis": None if self.sent_by_axis is None else dict(self.sent_by_axis),
             "device": None if machine is None else machine.device.name,
             "calibration": None if calibration is None else calibration.table(),
             "compile": self.compiled,
         }
 
-    def _peak_entries(self) -> dict[str, int | None]:
+    def _get_peak_entries(self) -> dict[str, int | None]:
         """Return {"allocator_peak": predicted peak bytes of the tensor allocator, "process_peak": predicted peak RSS of
         the process in bytes, or None if it is not predicted (always on CUDA)}."""
         assert self.memory is not None
@@ -126,7 +133,7 @@ def _format_fullest(fullest: Mapping[str, Any]) -> list[str]:
         return [f"process peak of rank {rank} {items}, of which tensors {format_bytes(memory['peak'])}"]
     sums = "peak", "framework", "allocator_peak", "process_peak"
     sizes = {name: size for name, size in memory.items() if name not in sums}
-    return [f"allocator peak of rank {rank} {format_bytes(_expected_peak(memory))} ({_format_largest(sizes)})"]
+    return [f"allocator peak of rank {rank} {format_bytes(_compute_expected_peak(memory))} ({_format_largest(sizes)})"]
 
 
 class _StepTime(NamedTuple):
@@ -159,9 +166,9 @@ class StepTimes:
         return sorted(self._steps, key=lambda step: step.seconds)[(len(self._steps) - 1) // 2] if self._steps else None
 
     def to_json_dict(self, device: torch.device) -> dict[str, Any]:
-        """Return the measured duration of a step for the result document: {"step_seconds": median, "seconds_by_part":
-        {phase: seconds}, "seconds_by_kind": {"working" and "waiting": seconds}, "waiting_seconds"}. The last two are
-        None on CUDA; all are None if no step is stored."""
+        """Return the measured duration of a step for the result document: "step_seconds" (median), "seconds_by_part"
+        ({phase: seconds}), "seconds_by_kind" ({"working": seconds, "waiting": seconds}) and "waiting_seconds". device:
+        device of this rank. On CUDA the last two are None; if no step is stored, all are."""
         step = self.median_step()
         if step is None:
             return dict.fromkeys(("step_seconds", "seconds_by_part", "seconds_by_kind", "waiting_seconds"))
@@ -178,7 +185,7 @@ WORKING_PARTS = "compute", "optimizer"
 """Parts of a predicted step in which its rank works; in all others it waits."""
 
 
-def _waiting_seconds(breakdown: Mapping[str, float]) -> float:
+def _sum_waiting_seconds(breakdown: Mapping[str, float]) -> float:
     """Return the seconds of a predicted step in which this rank waits for others: those of all phases except "compute"
     and "optimizer" (`WORKING_PARTS`). breakdown: phase -> seconds."""
     return sum(seconds for part, seconds in breakdown.items() if part not in WORKING_PARTS)
@@ -194,13 +201,14 @@ def _split_kinds(seconds: float, waiting: float) -> dict[str, float]:
 def collect_measured_memory(
     states: Mapping[str, int], memory: StepMemory, prediction: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the measured memory of rank 0 in bytes, None for unknown values: model states by category ("parameters"
-    ...), "peak" (growth from before the trainer's construction to the peak of the first steps), "allocator_peak",
-    "process_peak" (RSS), and "unexplained" (measured minus predicted peak).
+    """Return the measured memory of rank 0 in bytes, None for unknown values.
+
+    Keys: each category of model states ("parameters" ...); "peak": growth from before the trainer's construction to the
+    peak of the first steps; "allocator_peak"; "process_peak" (RSS); "unexplained": measured minus predicted peak, of
+    the allocator on CUDA and of the process on a CPU.
 
     states: bytes by kind, from `Trainer.memory`. memory: meter of the peaks. prediction: entry `predicted` of the
-    result document. "unexplained" compares the allocator's peaks on CUDA and the process's peaks on a CPU; the bytes
-    that calibration by earlier runs added to the prediction are not counted as predicted.
+    result document. The bytes that earlier runs' errors have added to the prediction do not count as predicted.
     """
     found: dict[str, Any] = {}
     for kind, size in states.items():
@@ -243,7 +251,7 @@ def _format_peak(predicted: Mapping[str, Any] | None, measured: Mapping[str, Any
     if found[key] is None:
         return []
     error = ""
-    peak = None if not expected else expected[key] if key == "process_peak" else _expected_peak(expected)
+    peak = None if not expected else expected[key] if key == "process_peak" else _compute_expected_peak(expected)
     if peak:
         other = predicted["rank"] if predicted else 0
         rank = "" if other == measured["rank"] else f" for rank {other}"
@@ -251,7 +259,7 @@ def _format_peak(predicted: Mapping[str, Any] | None, measured: Mapping[str, Any
     return [f"{name} of rank {measured['rank']} {format_bytes(found[key])}{error}"]
 
 
-def _expected_peak(memory: Mapping[str, int]) -> int:
+def _compute_expected_peak(memory: Mapping[str, int]) -> int:
     """Return the predicted peak bytes of the tensor allocator: the predicted tensor bytes ("peak") plus the bytes by
     which earlier runs exceeded their predictions ("unexplained"). memory: predicted bytes by category."""
     return memory["peak"] + memory["unexplained"]

@@ -29,8 +29,12 @@ GIB = 2**30
 
 
 class Journal:
-    """Reports one run on the console, in `metrics.jsonl` and to trackers (TensorBoard, MLflow ...). Every rank makes
-    the same calls; only rank 0 prints and writes."""
+    """Reporter of one run: writes to the console, to `metrics.jsonl` and to trackers (TensorBoard, MLflow ...). Every
+    rank makes the same calls; only rank 0 prints and writes.
+
+    recipe: the run's recipe. mesh: mesh of its ranks. directory: run directory. show_progress: True to print progress
+    on the console.
+    """
 
     run: RunDescription
     """Set by `begin`."""
@@ -142,8 +146,8 @@ class Journal:
     # --- during the run
 
     def record_step(self, record: StepRecord) -> None:
-        """Report one training step, applied or skipped: write its line of `metrics.jsonl`, update the console, and
-        check for slow ranks."""
+        """Report one training step (`record`), applied or skipped: write its line of `metrics.jsonl`, update the
+        console, and check for slow ranks."""
         if not self.leader:
             return
         if record.finite and not record.profiled:
@@ -180,7 +184,7 @@ class Journal:
         self.progress.step(done, self._format_figures(record, rate))
 
     def _log_skipped(self, record: StepRecord) -> None:
-        """Log that a step was skipped on all ranks because its loss or gradient norm was not finite."""
+        """Log that the step of `record` was skipped on all ranks because its loss or gradient norm was not finite."""
         after = record.next_loss_scale
         lower = f"; the loss scale is now {after:g}" if after != record.loss_scale else ""
         reason = f"loss {record.loss}, gradient norm {record.gradient_norm}{lower}"
@@ -188,7 +192,8 @@ class Journal:
 
     def _store_values(self, line: dict[str, Any], record: StepRecord) -> None:
         """Store a step's values for the result document, except the loss and metrics of a skipped step and the
-        throughput of a profiled step. line: the step's line of `metrics.jsonl`."""
+        throughput of a profiled step. line: the step's line of `metrics.jsonl`. record: results and times of the
+        step."""
         left_out = {
             *(() if record.finite else ("loss", *record.metrics.values)),
             *((self.rate_name,) if record.profiled else ()),
@@ -216,8 +221,8 @@ class Journal:
         return rate * self.run.flops_per_unit / (self.run.peak_flops * self.mesh.world_size)
 
     def _format_figures(self, record: StepRecord, rate: float) -> list[str]:
-        """Format a step's values as texts for the console, the most important first. rate: tokens or samples per second
-        of all ranks."""
+        """Format a step's values as texts for the console, the most important first. record: results and times of the
+        step. rate: tokens or samples per second of all ranks."""
         mfu = self._compute_mfu(rate)
         return [
             f"loss {record.loss:.3f}{record.metrics.text}",
@@ -244,8 +249,7 @@ class Journal:
         self._slow_rank = rank
 
     def _write_line(self, line: dict[str, Any]) -> None:
-        """Write one line to `metrics.jsonl` and queue it for the trackers. If the file cannot be written, log that
-        once."""
+        """Write one line to `metrics.jsonl` and queue it for the trackers. The first failure to write is logged."""
         if self.metrics is None:
             return
         if self.tracking is not None:
@@ -264,15 +268,16 @@ class Journal:
     # --- at the end
 
     def record_stop(self, step: int, checkpointer: Checkpointer) -> None:
-        """Send the paths of the newest and best checkpoint to the trackers, as values of step `step`. Called after the
-        last save of a run that is stopped by SIGTERM or an interrupt."""
-        self._queue_for_trackers(step, _checkpoint_paths(checkpointer))
+        """Send the paths of the newest and best checkpoint to the trackers, as values of step `step`. checkpointer:
+        knows these paths. Called after the last save of a run that is stopped by SIGTERM or an interrupt."""
+        self._queue_for_trackers(step, _get_checkpoint_paths(checkpointer))
 
     def make_result(self, end: RunEnd, checkpointer: Checkpointer, fullest: Mapping[str, Any]) -> dict[str, Any]:
         """Return the result document (JSON dict) of the run: outcome, predicted and measured values, checkpoint paths.
 
-        end: final step, bytes of model states and predicted traffic. fullest: "rank" and "memory_bytes" (both peaks) of
-        the rank with the largest peak. If this process had no steps left, the outcome is read from `metrics.jsonl`.
+        end: final step, bytes of model states and predicted traffic. checkpointer: knows the newest and best
+        checkpoint. fullest: "rank" and "memory_bytes" (both peaks) of the rank with the largest peak. If this process
+        had no steps left, the outcome is read from `metrics.jsonl`.
         """
         predicted = {} if self.prediction is None else self.prediction.to_json_dict()
         measured = {
@@ -302,7 +307,7 @@ class Journal:
                     **measured,
                 },
             }
-            | _checkpoint_paths(checkpointer)
+            | _get_checkpoint_paths(checkpointer)
         )
 
     def _collect_outcome(self, end: RunEnd) -> dict[str, Any]:
@@ -343,7 +348,7 @@ class Journal:
         result = self.directory.read_result() if self.leader else None
         if result is None or result.get("step") != step:
             return None
-        return result | _checkpoint_paths(checkpointer)
+        return result | _get_checkpoint_paths(checkpointer)
 
     def _read_earlier_figures(self) -> dict[str, list[float]]:
         """Read loss, metrics and throughput of all steps from `metrics.jsonl` on rank 0; return key -> list of values,
@@ -364,7 +369,7 @@ def _with_threads(recipe: Recipe, threads: int | None) -> Recipe:
     return recipe.model_copy(update={"run": run})
 
 
-def _checkpoint_paths(checkpointer: Checkpointer) -> dict[str, str | None]:
+def _get_checkpoint_paths(checkpointer: Checkpointer) -> dict[str, str | None]:
     """Return {"checkpoint": path of the newest checkpoint, "best_checkpoint": path of the one with the lowest
     validation loss}; None for a missing one."""
     newest, best = checkpointer.find_newest(), checkpointer.find_best()

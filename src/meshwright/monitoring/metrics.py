@@ -20,8 +20,8 @@ from meshwright.untrusted import read_file
 
 
 class MetricsFile:
-    """Writer of `metrics.jsonl`, a file with one JSON object per line. When a run is resumed, lines of steps after
-    `resume_step`, the step of the checkpoint, are removed first.
+    """Writer of `metrics.jsonl`, a file with one JSON object per line. path: the file. resume_step: number of steps
+    done in the checkpoint from which the run resumes, 0 for a fresh run; lines of later steps are removed first.
 
     Each line is written completely or not at all; a line that could not be written (disk full) is retried with the next
     one.
@@ -36,7 +36,7 @@ class MetricsFile:
         self._waiting = b""
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            self._size = _bytes_to_keep(read_file(path, "metrics_bytes"), resume_step)
+            self._size = _count_bytes_to_keep(read_file(path, "metrics_bytes"), resume_step)
             os.ftruncate(self._descriptor, self._size)  # in place: rewriting the file would need free space
         except OSError:
             os.close(self._descriptor)
@@ -70,7 +70,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [line for line in parsed if line is not None]
 
 
-def _bytes_to_keep(content: bytes, resume_step: int) -> int:
+def _count_bytes_to_keep(content: bytes, resume_step: int) -> int:
     """Return how many bytes at the beginning of a metrics file are complete lines of steps up to `resume_step`.
     content: content of the file."""
     kept = 0

@@ -55,8 +55,8 @@ class ProfiledTrainer(Protocol):
 
 class Profile:
     """Profiler of the training steps that `train.profile` names, such as "10:12"; writes Chrome traces into the run
-    directory. Every rank calls `before_step` and `after_step` around every training step. log: called with each log
-    line."""
+    directory. Every rank calls `before_step` and `after_step` around every training step. recipe: recipe of the run.
+    mesh: mesh of its ranks. directory: run directory. log: called with each log line."""
 
     def __init__(self, recipe: Recipe, mesh: Mesh, directory: RunDirectory, log: Callable[[str], None]) -> None:
         """Parse the recipe's `train.profile`; arguments: see the class."""
@@ -69,7 +69,7 @@ class Profile:
 
     def before_step(self, trainer: ProfiledTrainer) -> bool:
         """Start recording if the profiled range begins with the next step. Return True if the next step is recorded.
-        All ranks must call it, as it synchronizes them."""
+        All ranks must call it, as it synchronizes them. trainer: trainer of this rank."""
         if self._recording is None and self.first <= trainer.steps_done + 1 <= self.last:
             self._recording = _ProfileRecording(trainer, self._mesh, self._record_operators)
         if self._recording is not None:
@@ -78,7 +78,7 @@ class Profile:
 
     def after_step(self, trainer: ProfiledTrainer, ending: bool) -> bool:
         """Record the end of a step if it is profiled, and write the trace after the last one. Return True if the step
-        was recorded. ending: True if the run ends after this step."""
+        was recorded. trainer: trainer of this rank. ending: True if the run ends after this step."""
         if self._recording is None:
             return False
         self._recording.step_done()
@@ -106,13 +106,13 @@ class Profile:
                 events = _load_operator_trace(recording.operators, directory / f".rank-{rank:05d}.json")
                 trace, kernels = build_rank_trace(recorded, events)
                 _write_json(directory / f"rank-{rank:05d}.json.gz", trace)
-            _write_json(_steps_path(directory, rank), recorded.table() | {"kernels": kernels})
+            _write_json(_get_steps_path(directory, rank), recorded.table() | {"kernels": kernels})
         except OSError as error:
             problem = f"the profile in {directory} cannot be written: {error_reason(error)}"
         failure = agreement.broadcast_first_text(problem)
         if rank == 0 and failure is None:
             try:
-                parts = [_read_json(_steps_path(directory, other)) for other in range(self._mesh.world_size)]
+                parts = [_read_json(_get_steps_path(directory, other)) for other in range(self._mesh.world_size)]
                 _write_json(directory / MERGED, merge_rank_traces(parts, program, self._pipeline_ranks()))
             except OSError as error:
                 failure = 0, f"the profile in {directory} cannot be written: {error_reason(error)}"
@@ -120,7 +120,7 @@ class Profile:
         if rank == 0:
             for other in range(self._mesh.world_size):
                 with suppress(OSError):
-                    _steps_path(directory, other).unlink()
+                    _get_steps_path(directory, other).unlink()
             steps = f"step {last}" if recording.steps == 1 else f"steps {last - recording.steps + 1} to {last}"
             self._log(failure[1] if failure else f"profile of {steps}: {directory / MERGED} (opens in ui.perfetto.dev)")
 
@@ -131,8 +131,8 @@ class Profile:
 
 
 class _ProfileRecording:
-    """Recording of consecutive training steps on this rank. operators: True to record operators and kernels too, by
-    torch.profiler."""
+    """Recording of consecutive training steps on this rank. trainer: trainer whose steps are recorded. mesh: mesh of
+    all ranks. operators: True to record operators and kernels too, by torch.profiler."""
 
     def __init__(self, trainer: ProfiledTrainer, mesh: Mesh, operators: bool) -> None:
         """Start to record on this rank; arguments: see the class."""
@@ -213,7 +213,7 @@ class _ProfileRecording:
 
 
 class _NamedCompute:
-    """Wrapper of a `Compute`, the object that runs forward and backward of this rank's pipeline stages. Each pass runs
+    """Wrapper of `compute`, the object that runs forward and backward of this rank's pipeline stages. Each pass runs
     inside a context manager that records its time. around: function (kind of pass, stage, replica, micro-batch) -> that
     context manager."""
 
@@ -236,20 +236,20 @@ class _NamedCompute:
 def _compare_clocks(mesh: Mesh) -> tuple[int, int]:
     """Record, on all ranks, the time at which each leaves several barriers, and compare these times. Return (start of
     the profile on rank 0's clock in nanoseconds since 1970, nanoseconds by which this rank's clock is ahead of rank
-    0's). Collective."""
+    0's). All ranks of `mesh` must call this function."""
     size, rank = mesh.world_size, mesh.rank
     seen = torch.zeros(MEETINGS + 1, size, dtype=torch.int64)
     for meeting in range(MEETINGS):  # all ranks leave a barrier at nearly the same time
         collectives.barrier(mesh.world, "profile.clocks")
         seen[meeting, rank] = time.time_ns()
-    seen[MEETINGS, rank] = _clock_id()
+    seen[MEETINGS, rank] = _read_clock_id()
     together = seen.to(mesh.device)
     collectives.all_reduce(together, mesh.world, "profile.clocks")
     *times, machines = together.tolist()
     return times[-1][0], compute_clock_offset(times, machines, rank)
 
 
-def _clock_id() -> int:
+def _read_clock_id() -> int:
     """Return an integer that identifies this machine's clock (a hash of Linux's boot id), equal for all its processes;
     a random one if the boot id is unknown."""
     try:
@@ -262,8 +262,9 @@ def _clock_id() -> int:
 # --- files
 
 
-def _steps_path(directory: Path, rank: int) -> Path:
-    """Return the path of the temporary file in which rank `rank` stores its recorded steps for rank 0 to merge."""
+def _get_steps_path(directory: Path, rank: int) -> Path:
+    """Return the path of the temporary file in the run directory `directory` in which rank `rank` stores its recorded
+    steps, for rank 0 to merge."""
     return directory / f".steps-{rank:05d}.json.gz"
 
 

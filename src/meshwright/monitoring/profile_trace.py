@@ -109,7 +109,7 @@ def build_rank_trace(steps: RankSteps, operators: Mapping[str, Any]) -> tuple[di
             kernels.append(event | place)
     names = threads.events()
     on_device = [event for event in names if event["tid"] in {kernel["tid"] for kernel in kernels}]
-    return _chrome_trace([*build_rank_events(steps), *names, *found]), on_device + kernels
+    return _make_chrome_trace([*build_rank_events(steps), *names, *found]), on_device + kernels
 
 
 def merge_rank_traces(
@@ -126,8 +126,8 @@ def merge_rank_traces(
     for rank, part in zip(ranks, parts, strict=True):
         events += [*build_rank_events(rank), *part["kernels"]]
     if program.ranks > 1:
-        events += _simulated_events(ranks, program, pipeline_ranks)
-    return _chrome_trace(events)
+        events += _simulate_events(ranks, program, pipeline_ranks)
+    return _make_chrome_trace(events)
 
 
 def build_rank_events(steps: RankSteps) -> Events:
@@ -163,9 +163,7 @@ def build_rank_events(steps: RankSteps) -> Events:
     return events
 
 
-def _simulated_events(
-    ranks: Sequence[RankSteps], program: PipelineProgram, pipeline_ranks: Mapping[int, int]
-) -> Events:
+def _simulate_events(ranks: Sequence[RankSteps], program: PipelineProgram, pipeline_ranks: Mapping[int, int]) -> Events:
     """Simulate the pipeline schedule `program` with the median durations that `ranks` recorded; return the trace events
     of the simulation, none if it is impossible with these durations. pipeline_ranks: global rank -> pipeline rank."""
     seen: dict[tuple[str, int, int], list[float]] = defaultdict(list)
@@ -198,8 +196,8 @@ def _simulated_events(
 
 
 class _ThreadNumbers:
-    """Assigns the thread numbers of one rank in a Chrome trace, in the order in which threads are first named. rank:
-    global rank; first: offset of the first number within the block of `THREADS` numbers that belong to the rank."""
+    """Thread numbers of one rank in a Chrome trace, assigned in the order in which threads are first named. rank:
+    global rank. first: offset of the first number within the block of `THREADS` numbers that belong to the rank."""
 
     def __init__(self, rank: int, first: int) -> None:
         """Start without threads; arguments: see the class."""
@@ -216,6 +214,6 @@ class _ThreadNumbers:
         ]
 
 
-def _chrome_trace(events: Events) -> dict[str, Any]:
+def _make_chrome_trace(events: Events) -> dict[str, Any]:
     """Return a Chrome trace document (JSON dict) with these events."""
     return {"traceEvents": events, "displayTimeUnit": "ms"}

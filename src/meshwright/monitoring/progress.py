@@ -50,7 +50,7 @@ class Progress:
                     width = console.width
                     bar.bar_width = max(5, width // 8)
                     room = width - len(self._format_position()) - bar.bar_width - 3
-                    return Text(join_fitting(self._all_figures(), room), no_wrap=True, overflow="crop")
+                    return Text(join_fitting(self._list_figures(), room), no_wrap=True, overflow="crop")
 
             class Position(ProgressColumn):
                 """Progress column with the number of steps done and of all steps."""
@@ -105,7 +105,7 @@ class Progress:
         """Format the number of steps done and of all steps as `step 58/60`."""
         return f"step {self._done}/{self._steps}"
 
-    def _all_figures(self) -> list[str]:
+    def _list_figures(self) -> list[str]:
         """Return the texts to display on a terminal, the most important first: remaining time, values of the step,
         elapsed time."""
         elapsed, *remaining = self._format_times()
@@ -123,8 +123,8 @@ class Progress:
 
 
 def join_fitting(parts: Sequence[str], width: int) -> str:
-    """Join as many of the texts, in order, as fit into `width` characters, separated by two spaces. The first text is
-    always included."""
+    """Join as many of the texts `parts`, in order, as fit into `width` characters, separated by two spaces. The first
+    text is always included."""
     line = "".join(parts[:1])
     for part in parts[1:]:
         if len(line) + 2 + len(part) > width:

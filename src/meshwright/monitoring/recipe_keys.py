@@ -10,7 +10,7 @@ from meshwright.errors import UserError
 from meshwright.toml import format_toml_value, parse_toml
 
 
-def differing_from_defaults(recipe: str) -> dict[str, str] | None:
+def list_differing_keys(recipe: str) -> dict[str, str] | None:
     """Return the keys of a recipe (TOML text) whose values are not the defaults, as {dotted key: value as TOML}; None
     if the text is not TOML."""
     flat = _flatten_recipe(recipe)
@@ -38,7 +38,7 @@ def _list_defaults() -> dict[str, str]:
 
 
 def _flatten_recipe(text: str) -> dict[str, str] | None:
-    """Parse a recipe and return {dotted key: value as TOML}; None if it is not TOML."""
+    """Parse the recipe `text` and return {dotted key: value as TOML}; None if it is not TOML."""
     try:
         tables = parse_toml(text, "recipe")
     except UserError:
@@ -47,8 +47,8 @@ def _flatten_recipe(text: str) -> dict[str, str] | None:
 
 
 def flatten(table: Mapping[str, Any], separator: str, prefix: str = "") -> dict[str, Any]:
-    """Flatten nested dicts to {path: value}, with paths such as "train.steps" for the separator ".". prefix: text
-    before each path."""
+    """Flatten the nested dicts `table` to {path: value}, with paths such as "train.steps" for the separator ".".
+    prefix: text before each path."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
         flat |= (

@@ -32,10 +32,15 @@ class Validation(NamedTuple):
 class RunDescription:
     """Properties of a run that are known before its first step.
 
-    model, data: short descriptions for the console; notes: further console lines. parameters: number of trained
-    elements. unit: unit of throughput ("tokens", "samples"); units_per_step: number of them in a step over all ranks.
-    flops_per_unit: training FLOPs of one token or sample; None: unknown, so MFU is not reported; peak_flops: dense
-    FLOP/s of one device. metric_names: keys in metrics.jsonl of the metrics other than the losses.
+    Attributes:
+        model, data: Short descriptions for the console.
+        notes: Further console lines.
+        parameters: Number of trained elements.
+        unit: Unit of throughput ("tokens", "samples").
+        units_per_step: Number of them in a step over all ranks.
+        flops_per_unit: Training FLOPs of one token or sample; None: unknown, so MFU is not reported.
+        peak_flops: Dense FLOP/s of one device.
+        metric_names: Keys in metrics.jsonl of the metrics other than the losses.
     """
 
     model: str
@@ -53,12 +58,21 @@ class RunDescription:
 class StepRecord:
     """Results and times of one training step, for the journal.
 
-    step: number of the step, from 1. finite: True if loss and gradient norm are finite, so that the update was applied.
-    skipped_steps: number of skipped steps in the run so far. metrics: mean values besides the loss. validation: result
-    of a validation after the step, None without one. seconds: duration of the step without validation; seconds_by_part:
-    duration of each phase; waiting_seconds: time that the host waited in collective calls; rank_seconds: time of each
-    rank's own work. loss_scale, next_loss_scale: loss scales of this and of the next step; None if it is not dynamic.
-    profiled: True if the profiler recorded the step, which makes it slower.
+    Attributes:
+        step: Number of the step, from 1.
+        loss: Mean loss over the step's loss terms.
+        gradient_norm: Global norm before clipping.
+        learning_rate: Rate of this step.
+        finite: True if loss and gradient norm are finite, so that the update was applied.
+        skipped_steps: Number of skipped steps in the run so far.
+        metrics: Mean values besides the loss.
+        validation: Result of a validation after the step, None without one.
+        seconds: Duration of the step without validation.
+        seconds_by_part: {phase: seconds}.
+        waiting_seconds: Time that the host waited in collective calls.
+        rank_seconds: [rank], seconds of each rank's own work.
+        loss_scale, next_loss_scale: Loss scales of this and of the next step; None if it is not dynamic.
+        profiled: True if the profiler recorded the step, which makes it slower.
     """
 
     step: int
@@ -80,10 +94,15 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """Final results of a run on this rank. step: number of steps done, of which `skipped_steps` were skipped. layout:
-    notation such as "dp2 zero1". state_bytes, predicted_state_bytes: measured and predicted bytes of model states by
-    kind ("parameters", "optimizer" ...). predicted_sent_bytes: predicted bytes sent in a step, by call site (label of a
-    collective call in the code)."""
+    """Final results of a run on this rank.
+
+    Attributes:
+        step: Number of steps done, of which `skipped_steps` were skipped.
+        layout: Notation such as "dp2 zero1".
+        state_bytes, predicted_state_bytes: Measured and predicted bytes of model states by kind ("parameters",
+            "optimizer" ...).
+        predicted_sent_bytes: Predicted bytes sent in a step, by call site (label of a collective call in the code).
+    """
 
     step: int
     skipped_steps: int

@@ -18,7 +18,7 @@ Lines = Sequence[Mapping[str, Any]]
 """Step lines of metrics.jsonl."""
 
 
-def work_unit(lines: Lines) -> str:
+def find_throughput_unit(lines: Lines) -> str:
     """Return the unit in which a run counts throughput: "tokens", or "samples" for a user's own module. lines: step
     lines of metrics.jsonl."""
     return "tokens" if "tokens_per_second" in lines[0] else "samples"
@@ -27,14 +27,14 @@ def work_unit(lines: Lines) -> str:
 def draw_run(lines: Lines) -> Iterator[Markup]:
     """Yield the headings and charts of one run: loss, throughput, learning rate, gradient norm, memory, time by phase.
     lines: step lines of metrics.jsonl."""
-    work, training = work_unit(lines), select(lines, "loss")
+    work, training = find_throughput_unit(lines), select_points(lines, "loss")
     losses = [Series("training", training, "pale"), Series("training, smoothed", smooth(training), "blue", dots=True)]
-    if validation := select(lines, "validation_loss"):
+    if validation := select_points(lines, "validation_loss"):
         losses.append(Series("validation", validation, "orange", dots=True))
     yield element("h2", "Loss")
-    yield draw_step_chart(losses, _loss_unit(work))
-    for title, key, unit, scale in _single_curves([lines], work):
-        if points := select(lines, key, scale):
+    yield draw_step_chart(losses, _get_loss_unit(work))
+    for title, key, unit, scale in _list_curve_charts([lines], work):
+        if points := select_points(lines, key, scale):
             yield element("h2", title)
             yield draw_step_chart([Series(title.lower(), points, "green", dots=True)], unit, from_zero=True)
     parts = list(dict.fromkeys(part for line in lines for part in line.get("seconds_by_part", {})))
@@ -53,7 +53,7 @@ def draw_run(lines: Lines) -> Iterator[Markup]:
 def draw_runs(runs: Mapping[str, Lines]) -> Iterator[Markup]:
     """Yield headings and charts that compare several runs, with one curve per run. runs: run name -> step lines of
     metrics.jsonl."""
-    work = work_unit(next(iter(runs.values())))
+    work = find_throughput_unit(next(iter(runs.values())))
     coloured = [(name, lines, COLOURS[at % len(COLOURS)]) for at, (name, lines) in enumerate(runs.items())]
 
     def curves(read: Callable[[Lines], Sequence[tuple[float, float]]]) -> list[Series]:
@@ -63,23 +63,28 @@ def draw_runs(runs: Mapping[str, Lines]) -> Iterator[Markup]:
         return [one for one in found if one.points]
 
     titled = [
-        ("Training loss, smoothed", curves(lambda lines: smooth(select(lines, "loss"))), _loss_unit(work), False),
-        ("Validation loss", curves(lambda lines: select(lines, "validation_loss")), _loss_unit(work), False),
+        (
+            "Training loss, smoothed",
+            curves(lambda lines: smooth(select_points(lines, "loss"))),
+            _get_loss_unit(work),
+            False,
+        ),
+        ("Validation loss", curves(lambda lines: select_points(lines, "validation_loss")), _get_loss_unit(work), False),
     ]
-    for title, key, unit, scale in _single_curves(list(runs.values()), work):
-        titled.append((title, curves(partial(select, key=key, scale=scale)), unit, True))
+    for title, key, unit, scale in _list_curve_charts(list(runs.values()), work):
+        titled.append((title, curves(partial(select_points, key=key, scale=scale)), unit, True))
     for title, series, unit, from_zero in titled:
         if series:
             yield element("h2", title)
             yield draw_step_chart(series, unit, from_zero=from_zero, legend=True)
 
 
-def _loss_unit(work: str) -> str:
+def _get_loss_unit(work: str) -> str:
     """Return the unit of the loss. work: unit of throughput, "tokens" or "samples"."""
     return "nats per token" if work == "tokens" else "loss"
 
 
-def _single_curves(runs: Sequence[Lines], work: str) -> list[tuple[str, str, str, float]]:
+def _list_curve_charts(runs: Sequence[Lines], work: str) -> list[tuple[str, str, str, float]]:
     """Describe the charts in which each run has one curve: (title, key of metrics.jsonl, unit, factor that converts the
     key's value to that unit). runs: step lines of each run; work: unit of throughput, "tokens" or "samples"."""
     largest = max((line["memory_gib"] for lines in runs for line in lines), default=0.0)
@@ -92,7 +97,7 @@ def _single_curves(runs: Sequence[Lines], work: str) -> list[tuple[str, str, str
     ]
 
 
-def select(lines: Lines, key: str, scale: float = 1.0) -> list[tuple[float, float]]:
+def select_points(lines: Lines, key: str, scale: float = 1.0) -> list[tuple[float, float]]:
     """Extract the points (step, `scale` x value) of one key of metrics.jsonl; steps without a finite value are left
     out. lines: step lines of the file."""
     return [(line["step"], scale * line[key]) for line in lines if line.get(key) is not None]

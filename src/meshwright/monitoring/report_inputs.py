@@ -24,7 +24,8 @@ class _Document(BaseModel):
 
 
 class _StepLine(_Document):
-    """Schema (pydantic) of a line of metrics.jsonl about a step, with the keys that the report reads."""
+    """Schema (pydantic) of a line of metrics.jsonl about a step, with the keys that the report reads. memory_gib: peak
+    memory so far in GiB. seconds_by_part: {phase: seconds}. loss, gradient_norm: None if not finite."""
 
     step: Annotated[int, Field(ge=0, le=2**53)]
     loss: _Number | None
@@ -46,7 +47,16 @@ class _FullestRank(_Document):
 
 class _Figures(_Document):
     """Schema (pydantic) of the entries `predicted` and `measured` of a result document, with the keys that the report
-    reads."""
+    reads.
+
+    Attributes:
+        step_seconds_low, step_seconds_high: Bounds of the prediction.
+        seconds_by_part: {phase: seconds}.
+        seconds_by_kind: Seconds "working" and "waiting".
+        memory_bytes: Bytes by category.
+        fullest_rank: Rank with the largest peak memory.
+        sent_bytes_by_axis: {mesh axis: bytes sent in a step}.
+    """
 
     step_seconds: _Number | None = None
     step_seconds_low: _Number | None = None
@@ -59,7 +69,8 @@ class _Figures(_Document):
 
 
 class _Result(_Document):
-    """Schema (pydantic) of the result document of a run, with the keys that the report reads."""
+    """Schema (pydantic) of the result document of a run, with the keys that the report reads. parameters: parameter
+    count. mfu: model FLOP utilisation, 0 to 1. predicted, measured: figures of a step."""
 
     parameters: _Whole | None = None
     layout: str | None = None

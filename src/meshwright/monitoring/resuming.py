@@ -75,7 +75,7 @@ def check_resume(recipe: Recipe, data_sha256: str | None = None) -> dict[str, An
 def check_resume_differences(old: Recipe, new: Recipe) -> None:
     """Check that only keys of `RESUMABLE` differ between `old`, the recipe of the checkpoint, and `new`. Raises
     `UserError` that names the first other key."""
-    before, after = values_by_key(old), values_by_key(new)
+    before, after = list_values_by_key(old), list_values_by_key(new)
     for key in SCHEMA.keys:
         if before.get(key) == after.get(key) or any(key == free or key.startswith(f"{free}.") for free in RESUMABLE):
             continue
@@ -87,7 +87,7 @@ def check_resume_differences(old: Recipe, new: Recipe) -> None:
         )
 
 
-def values_by_key(recipe: Recipe) -> dict[str, Any]:
+def list_values_by_key(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe's values as dotted key -> value, such as "train.steps" -> 100; unset keys are left out."""
     flat: dict[str, Any] = {}
     tables = recipe.to_tables()

@@ -10,7 +10,7 @@ from meshwright.draw.page import page, paragraph, table
 from meshwright.errors import UserError
 from meshwright.monitoring.recipe_keys import compare_recipes
 from meshwright.monitoring.report import read_run, summarise, write_page
-from meshwright.monitoring.report_charts import COLOURS, draw_runs, work_unit
+from meshwright.monitoring.report_charts import COLOURS, draw_runs, find_throughput_unit
 
 
 def write_run_comparison(directories: Sequence[Path]) -> Path:
@@ -23,7 +23,7 @@ def write_run_comparison(directories: Sequence[Path]) -> Path:
     if not 2 <= len(unlike) <= len(COLOURS):
         raise UserError(f"a comparison takes 2 to {len(COLOURS)} different runs, not {len(unlike)}")
     runs = [read_run(directory) for directory in unlike.values()]
-    if len({work_unit(run.lines) for run in runs}) > 1:
+    if len({find_throughput_unit(run.lines) for run in runs}) > 1:
         raise UserError("some runs count throughput in tokens and others in samples, and cannot be compared")
     names = [run.name for run in runs]
     if len(set(names)) < len(names):

@@ -24,7 +24,8 @@ CHECKPOINTS = "checkpoints"
 
 
 class RunDirectory:
-    """Directory of one run: paths and content of its files, and its lock.
+    """Directory of one run: paths and content of its files, and its lock. path: the directory, which need not exist
+    yet.
 
     Every process of a run creates one object; only one of them locks the directory (the launcher, or rank 0 if
     torchrun, Kubernetes or SLURM started the ranks).
@@ -103,7 +104,7 @@ class RunDirectory:
         )
 
     def write_recipe(self, text: str) -> None:
-        """Write the resolved recipe (file, overrides and defaults together) as TOML."""
+        """Write the resolved recipe (file, overrides and defaults together), given as TOML `text`."""
         self._replace_file(RECIPE, text.encode())
 
     def write_result(self, result: Mapping[str, Any]) -> None:
@@ -149,7 +150,8 @@ class RunDirectory:
         return None
 
     def _replace_file(self, name: str, content: bytes) -> None:
-        """Replace the file `name` of the directory atomically. `UserError` if it cannot be written."""
+        """Replace the file `name` of the directory atomically by one with the bytes `content`. `UserError` if it cannot
+        be written."""
         try:
             replace_file(self.path / name, content, sync=False)
         except OSError as error:

@@ -16,7 +16,7 @@ STEPS = 3
 
 class StepMemory:
     """Meter of this process's memory: its peak so far, and its growth from the base (`start`) to the peak of the first
-    steps. It counts allocated bytes on CUDA and resident bytes on a CPU.
+    steps. It counts allocated bytes on CUDA and resident bytes on a CPU. device: device of this rank.
 
     On a CPU the kernel's peak counter is reset before the first step (Linux, proc(5)), to exclude loading; if it cannot
     be reset, `growth_in_first_steps` stays None.
@@ -36,15 +36,15 @@ class StepMemory:
 
     def start(self) -> None:
         """Record the current memory as the base of the growth. Called before the trainer is constructed."""
-        self._before = _current_bytes(self.device)
+        self._before = _read_current_bytes(self.device)
         self.resident_before = resident_bytes()
 
     @contextmanager
     def exclude_allocations(self) -> Iterator[None]:
         """Context manager: memory allocated inside it does not count as growth."""
-        before = _current_bytes(self.device)
+        before = _read_current_bytes(self.device)
         yield
-        after = _current_bytes(self.device)
+        after = _read_current_bytes(self.device)
         if self._before is not None and before is not None and after is not None:
             self._before += after - before
 
@@ -87,7 +87,7 @@ class StepMemory:
         return None if now is None else max(self._earlier_resident, now)
 
 
-def _current_bytes(device: torch.device) -> int | None:
+def _read_current_bytes(device: torch.device) -> int | None:
     """Return the current memory of this process in bytes: allocated on a CUDA `device`, resident on a CPU (None if
     unknown)."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_bytes()

@@ -12,7 +12,7 @@ from typing import Any
 from meshwright.errors import UserError
 from meshwright.monitoring.metrics import read_metrics
 from meshwright.monitoring.recipe_keys import flatten
-from meshwright.monitoring.resuming import values_by_key
+from meshwright.monitoring.resuming import list_values_by_key
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.monitoring.trackers import FAILED, TrackedRun, Tracker, make_tracker
 from meshwright.recipe import Recipe
@@ -31,7 +31,7 @@ Line = tuple[int, dict[str, float | str]]
 
 
 class Tracking:
-    """Sends a run's metrics to the trackers named in its recipe. Created on rank 0 when `metrics.jsonl` is open.
+    """Sender of a run's metrics to the trackers named in its recipe. Created on rank 0 when `metrics.jsonl` is open.
 
     layout: notation such as "dp2 zero1", sent with the recipe's values. directory: run directory. step: steps done in
     the resumed checkpoint, 0 in a fresh run. log: prints a line on the console. `UserError` if a tracker cannot be
@@ -55,7 +55,7 @@ class Tracking:
             with lock:
                 directory.write_trackers(entries)
 
-        parameters = values_by_key(recipe) | {"layout": layout}
+        parameters = list_values_by_key(recipe) | {"layout": layout}
         for name in recipe.track.to:
             entries[name] = kept = dict(known.get(name, {}))
             sent = kept.get("sent", "0")
@@ -97,9 +97,15 @@ class Tracking:
 class _TrackerThread:
     """Queue and thread that send lines (step, values by name) to one tracker.
 
-    name: the tracker's name in `track.to`. tracker: the tracker. run: description of the run for it. recipe: dotted key
-    -> value. missing: lines of metrics.jsonl that an earlier start of the run may not have sent; sent first and never
-    dropped. keep: function that writes the trackers' stored strings to the run directory. log: prints a line.
+    Attributes:
+        name: The tracker's name in `track.to`.
+        tracker: The tracker.
+        run: Description of the run for it.
+        recipe: Dotted key -> value.
+        missing: Lines of metrics.jsonl that an earlier start of the run may not have sent; sent first and never
+            dropped.
+        keep: Function that writes the trackers' stored strings to the run directory.
+        log: Prints a line.
     """
 
     def __init__(
@@ -249,7 +255,8 @@ def flatten_line(line: Mapping[str, Any]) -> Line:
 
 
 def _read_lines(directory: RunDirectory, step: int) -> list[dict[str, Any]]:
-    """Read the lines of `metrics.jsonl` up to step `step` (inclusive) as dicts; none for a fresh run (step 0)."""
+    """Read the lines of `metrics.jsonl` in a run directory (`directory`) up to step `step` (inclusive) as dicts; none
+    for a fresh run (step 0)."""
     return [line for line in read_metrics(directory.metrics) if line.get("step", 0) <= step] if step else []
 
 

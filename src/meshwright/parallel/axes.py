@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshwright.comm.mesh import Mesh
 from meshwright.model.axis_operations import AxisOperations
-from meshwright.parallel.context import context_operations
+from meshwright.parallel.context import make_context_operations
 from meshwright.parallel.expert import AllToAllTokenDispatcher
 from meshwright.parallel.recompute import ActivationCheckpointing
 from meshwright.parallel.tensor import TensorParallel
@@ -17,7 +17,7 @@ def axis_operations(mesh: Mesh) -> AxisOperations:
     layout = mesh.layout
     return AxisOperations(
         tensor=TensorParallel(mesh.tp, layout.tensor_sequence_parallel),
-        context=context_operations(mesh),
+        context=make_context_operations(mesh),
         dispatcher=AllToAllTokenDispatcher(mesh.ep, mesh.etp) if layout.expert_parallel else None,
         recompute=ActivationCheckpointing(layout.recompute),
     )

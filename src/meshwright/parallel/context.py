@@ -31,19 +31,19 @@ from meshwright.layout import Layout
 from meshwright.model.attention_operator import (
     add_sinks,
     attention_operator,
-    by_kv_head,
+    compute_sink_gradients,
     empty_bsnd,
     empty_gradient,
-    sink_gradients,
+    group_by_kv_head,
 )  # fmt: skip
 from meshwright.model.axis_operations import ContextOperations
 from meshwright.model.documents import Documents
 from meshwright.model.precision import at_least_float32
-from meshwright.model.scaled_dot_product import MaskForm, Visible, attend
-from meshwright.model.tiled_attention import Scores
-from meshwright.model.varlen_attention import VarlenMask, varlen_mask
+from meshwright.model.scaled_dot_product import AttentionMask, MaskForm, attend
+from meshwright.model.tiled_attention import ScoreSettings
+from meshwright.model.varlen_attention import VarlenMask, make_varlen_mask
 from meshwright.parallel import ring_spans
-from meshwright.parallel.ring_spans import held_chunks
+from meshwright.parallel.ring_spans import list_held_chunks
 
 SITE = "attention.ring"
 
@@ -51,11 +51,11 @@ SITE = "attention.ring"
 # --- idea: which tokens a rank holds, and how it attends
 
 
-def local_positions(layout: Layout, rank: int, sequence: int) -> torch.Tensor:
+def list_local_positions(layout: Layout, rank: int, sequence: int) -> torch.Tensor:
     """Return the sequence indices of the tokens that cp rank `rank` holds of an unsharded sequence: ascending, int64
     [S / cp]. `layout`: gives cp and its method; `sequence`: S in tokens, a multiple of cp (ring attention: of 2 cp)."""
     ring = layout.cp_method == "ring"
-    count, held = (2 * layout.cp, held_chunks(rank, layout.cp)) if ring else (layout.cp, (rank,))
+    count, held = (2 * layout.cp, list_held_chunks(rank, layout.cp)) if ring else (layout.cp, (rank,))
     assert sequence % count == 0, f"{sequence} tokens in {count} chunks"
     return torch.cat([chunk for index, chunk in enumerate(torch.arange(sequence).chunk(count)) if index in held])
 
@@ -63,12 +63,14 @@ def local_positions(layout: Layout, rank: int, sequence: int) -> torch.Tensor:
 def shard_sequences(
     tokens_BS: torch.Tensor, targets_BS: torch.Tensor, documents: Documents, mesh: Mesh
 ) -> tuple[torch.Tensor, torch.Tensor, Documents]:
-    """Return this cp rank's slices of unsharded tokens and targets, [B, S] -> [B, S / cp] each, and of `documents`
-    (document boundaries in packed sequences). Without context parallelism the arguments are returned unchanged. `mesh`:
-    device mesh, whose layout gives the cp method and whose cp axis gives this rank."""
+    """Return this cp rank's slices of the unsharded `tokens_BS` and `targets_BS`, [B, S] -> [B, S / cp] each, and of
+    `documents` (document boundaries in packed sequences). Without context parallelism the arguments are returned
+    unchanged.
+
+    `mesh`: device mesh, whose layout gives the cp method and whose cp axis gives this rank."""
     if mesh.cp.trivial:
         return tokens_BS, targets_BS, documents
-    indices_C = local_positions(mesh.layout, mesh.cp.rank, tokens_BS.shape[1]).to(tokens_BS.device)
+    indices_C = list_local_positions(mesh.layout, mesh.cp.rank, tokens_BS.shape[1]).to(tokens_BS.device)
     return tokens_BS[:, indices_C], targets_BS[:, indices_C], documents.select_tokens(indices_C)
 
 
@@ -89,31 +91,33 @@ class RingAttention(ContextParallel):
     """Ring attention over the context-parallel `axis`: each sequence is cut into 2 cp chunks, of which each of the cp
     ranks holds two, and the ranks pass KV blocks around a ring."""
 
-    def visibility(
+    def make_attention_mask(
         self, documents: Documents, tokens: int, window: int | None, device: torch.device, form: MaskForm = "boolean"
     ) -> VarlenMask | torch.Tensor | None:
-        """Return the attention mask that `attend` takes. With flash attention (`form` "varlen") it is a `VarlenMask` of
-        this rank's chunks; otherwise the index, in the sequence, of the first key that each query on this rank attends
-        to, [B or 1, C], on the CPU (None: 0). It is computed on the host, which does not wait for `device`.
+        """Return the attention mask for the argument `visible` of `attend`. With flash attention (`form` "varlen") it
+        is a `VarlenMask` of this rank's chunks; otherwise the index, in the sequence, of the first key to which each
+        query on this rank attends, [B or 1, C], on the CPU (None: 0). It is computed on the host, which does not wait
+        for `device`.
 
         `documents`: boundaries in packed sequences; `tokens`: C, tokens of each sequence on this rank; `window`:
-        sliding window in tokens (None: none); `form`: form of mask that the attention kernel takes.
-        """
-        chunks, held = 2 * self.size, held_chunks(self.axis.rank, self.size)
+        sliding window in tokens (None: none); `form`: mask format of the attention kernel."""
+        chunks, held = 2 * self.size, list_held_chunks(self.axis.rank, self.size)
         if form == "varlen":
-            return varlen_mask(documents, window, device, held, chunks)
+            return make_varlen_mask(documents, window, device, held, chunks)
         first_BS = documents.on_host().first_visible_BS(self.size * tokens, window, torch.device("cpu"))
         return None if first_BS is None else first_BS.unflatten(1, (chunks, -1))[:, held].flatten(1)
 
     def attend(
-        self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: Visible,
-        scores: Scores | None = None,
+        self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: AttentionMask,
+        scores: ScoreSettings | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Return the causal attention [B, N, C, D] of this rank's queries over the keys of all cp ranks; each rank
-        passes its C tokens of every sequence. `visible`: mask that `visibility` returned; `scores`: scale and softcap
-        (None: 1 / √D, none)."""
+        """Return the causal attention [B, N, C, D] of this rank's queries `q_BNSD` to the keys `k_BKSD` and values
+        `v_BKSD` of all cp ranks; each rank passes those of its C tokens of every sequence.
+
+        `visible`: attention mask from `make_attention_mask`; `scores`: scale and softcap of the attention scores; None:
+        1 / √D and no softcap."""
         operators, key = torch.ops.meshwright, self.axis.key
-        scores = scores or Scores(q_BNSD.shape[-1] ** -0.5)
+        scores = scores or ScoreSettings(q_BNSD.shape[-1] ** -0.5)
         if isinstance(visible, VarlenMask):
             assert not scores.softcap
             numbers = [float(visible.window), scores.scale]
@@ -127,17 +131,19 @@ class RingAttention(ContextParallel):
 
 
 class UlyssesAttention(ContextParallel):
-    """DeepSpeed-Ulysses attention over the context-parallel `axis`: each rank holds a contiguous slice of the tokens;
-    for attention, all-to-alls give it unsharded sequences of 1 / cp of the heads instead."""
+    """DeepSpeed-Ulysses attention over the context-parallel `axis`. Each rank holds a contiguous slice of the tokens
+    with all heads; for attention, all-to-alls turn this into all tokens with 1 / cp of the heads."""
 
     def attend(
-        self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: Visible,
-        scores: Scores | None = None,
+        self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: AttentionMask,
+        scores: ScoreSettings | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Return the causal attention [B, N, C, D] of this rank's C queries over the keys of all cp ranks. One
-        all-to-all gives each rank unsharded sequences of N / cp heads, a second one restores token slices. With more
-        ranks than key-value heads, several ranks get copies of a head. `visible`: mask that `visibility` returned;
-        `scores`: scale and softcap."""
+        """Return the causal attention [B, N, C, D] of this rank's queries `q_BNSD` to the keys `k_BKSD` and values
+        `v_BKSD` of all cp ranks; each rank passes those of its C tokens of every sequence. One all-to-all gives each
+        rank unsharded sequences of N / cp heads, a second one restores token slices. With more ranks than key-value
+        heads, several ranks get copies of a head.
+
+        `visible`: attention mask from `make_attention_mask`; `scores`: scale and softcap of the attention scores."""
         axis, copies = self.axis, max(1, self.size // k_BKSD.shape[1])
         three = q_BNSD, k_BKSD.repeat_interleave(copies, dim=1), v_BKSD.repeat_interleave(copies, dim=1)
         by_rank = torch.cat([x.unflatten(1, (axis.size, -1)) for x in three], dim=2).flatten(1, 2)
@@ -149,7 +155,7 @@ class UlyssesAttention(ContextParallel):
         return all_to_all(out.transpose(1, 2), axis, "attention.tokens", split=1, join=2).transpose(1, 2)
 
 
-def context_operations(mesh: Mesh) -> ContextOperations:
+def make_context_operations(mesh: Mesh) -> ContextOperations:
     """Build the context-parallel operations that the layout of this rank's mesh selects: ring attention, Ulysses
     attention or, without context parallelism, operations that communicate nothing."""
     if mesh.cp.trivial:
@@ -160,10 +166,12 @@ def context_operations(mesh: Mesh) -> ContextOperations:
 # --- communication and overlap
 
 
-def _kv_blocks(k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, axis: Axis, site: str) -> Iterator[tuple[int, torch.Tensor]]:
-    """Pass KV blocks around the ring of cp ranks (`axis`); yield (owner rank, block [2, B, K, C, D]) for every rank,
-    this rank's own first. The next block is received while the caller computes with the current one. `site`: label of
-    the calls in traces."""
+def _pass_kv(k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, axis: Axis, site: str) -> Iterator[tuple[int, torch.Tensor]]:
+    """Pass KV blocks around the ring of cp ranks (`axis`). Yield (owner rank, block [2, B, K, C, D]: its keys and
+    values) for every rank, beginning with this rank's own `k_BKCD`, `v_BKCD`. The next block is received while the
+    caller computes with the current one.
+
+    `site`: label of the calls in traces."""
     here = torch.stack([k_BKCD, v_BKCD])
     spare = [torch.empty_like(here) for _ in range(min(2, axis.size - 1))]
     for distance in range(axis.size):
@@ -180,15 +188,18 @@ def _compute_ring_attention(
     q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, key: str, attend_span: ring_spans.AttendSpan,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute ring attention without autograd. Return the output [B, N, C, D] and each query's log-sum-exp [B, N, C]
-    for the C tokens of each sequence on this rank. `key`: string that identifies the cp axis (`Axis.key`), because
-    custom operators accept no objects; `attend_span`: computes the attention of a span (slice of queries over a slice
-    of keys); `sinks`: one more score of each query head [N] (None: none), merged once, after all KV blocks."""
+    """Compute ring attention without autograd, for the C tokens of each sequence on this rank. Return the output [B, N,
+    C, D] and each query's log-sum-exp [B, N, C].
+
+    `q_BNCD`, `k_BKCD`, `v_BKCD`: queries, keys and values of these tokens; `key`: string that identifies the cp axis
+    (`Axis.key`), because custom operators accept no objects; `attend_span`: function that computes the attention of a
+    span (slice of queries over a slice of keys); `sinks`: attention-sink score of each query head [N] (None: none),
+    merged once, after all KV blocks."""
     axis, wide = find_axis(key), at_least_float32(q_BNCD.dtype)
-    q = by_kv_head(q_BNCD, k_BKCD)
+    q = group_by_kv_head(q_BNCD, k_BKCD)
     out = q.new_zeros(q.shape, dtype=wide)
     log_sum = q.new_full(q.shape[:-1], float("-inf"), dtype=wide)
-    for source, block in _kv_blocks(k_BKCD, v_BKCD, axis, SITE):
+    for source, block in _pass_kv(k_BKCD, v_BKCD, axis, SITE):
         for span in ring_spans.list_spans(axis.rank, source, axis.size, block.shape[3]):
             for at, *more in attend_span(q, block, span):
                 ring_spans.merge_attention(out[at], log_sum[at], *more)
@@ -201,20 +212,22 @@ def _compute_gradients(
     d_out_BNCD: torch.Tensor, saved_tensors: list[torch.Tensor], key: str, add_span: ring_spans.AddSpan,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradients of ring attention's queries, keys and values, in their shapes, and that of the `sinks` by
-    this rank's queries, given the output gradient `d_out_BNCD`. `saved_tensors`: queries, keys, values, output,
-    log-sum-exps; `key`: string that identifies the cp axis (`Axis.key`); `add_span`: computes the gradients of a span
-    (slice of queries over a slice of keys) and adds them."""
+    """Return the gradients of ring attention's queries, keys and values, in their shapes, and the gradient of the
+    `sinks` from this rank's queries, given the output gradient `d_out_BNCD`.
+
+    `saved_tensors`: queries, keys, values, output, log-sum-exps; `key`: string that identifies the cp axis
+    (`Axis.key`); `add_span`: function that computes the gradients of a span (slice of queries over a slice of keys) and
+    adds them."""
     q_BNCD, k_BKCD, v_BKCD, out_BNCD, log_sum_BNC = saved_tensors
     axis, wide = find_axis(key), log_sum_BNC.dtype
     inner_BNC = (d_out_BNCD.to(wide) * out_BNCD).sum(dim=-1)
     of_queries = q_BNCD, out_BNCD, d_out_BNCD, log_sum_BNC, inner_BNC
-    saved = ring_spans.SavedQueries(*(by_kv_head(x, k_BKCD) for x in of_queries))
+    saved = ring_spans.SavedQueries(*(group_by_kv_head(x, k_BKCD) for x in of_queries))
     dq = torch.zeros_like(saved.q, dtype=wide)
     # Gradients travel with their KV block and are sent during the computation with the next block.
     arriving, leaving = (k_BKCD.new_zeros((2, *k_BKCD.shape), dtype=wide) for _ in range(2))
     handle = DONE
-    for source, block in _kv_blocks(k_BKCD, v_BKCD, axis, SITE + ".backward"):
+    for source, block in _pass_kv(k_BKCD, v_BKCD, axis, SITE + ".backward"):
         mine = torch.zeros_like(arriving)
         for span in ring_spans.list_spans(axis.rank, source, axis.size, block.shape[3]):
             add_span((dq, mine), saved, block, span)
@@ -223,7 +236,7 @@ def _compute_gradients(
         handle = collectives.rotate(arriving, leaving, axis, SITE + ".gradients", async_op=True)
     handle.wait()
     dk, dv = (empty_bsnd(k_BKCD).copy_(each) for each in arriving)
-    d_sinks = empty_gradient(q_BNCD, None) if sinks is None else sink_gradients(sinks, log_sum_BNC, inner_BNC)
+    d_sinks = empty_gradient(q_BNCD, None) if sinks is None else compute_sink_gradients(sinks, log_sum_BNC, inner_BNC)
     return empty_bsnd(q_BNCD).copy_(dq.flatten(1, 2)), dk, dv, d_sinks
 
 
@@ -240,10 +253,12 @@ def _attend_by_tiles(
     q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, first_BC: torch.Tensor | None,
     numbers: list[float], key: str, sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute ring attention by tiles, without autograd: output and log-sum-exps, as `_compute_ring_attention`.
-    `first_BC`: index of the first key that each query attends to (None: 0); `numbers`: [scale, softcap] of the scores;
-    `key`: string that identifies the cp axis; `sinks`: one more score of each query head."""
-    attend_span = partial(ring_spans.attend_by_tiles, first_BC, Scores(numbers[0], numbers[1]))
+    """Compute ring attention by tiles, without autograd; `q_BNCD`, `k_BKCD`, `v_BKCD` and results are those of
+    `_compute_ring_attention`.
+
+    `first_BC`: index of the first key to which each query attends (None: 0); `numbers`: [scale, softcap] of the scores;
+    `key`: string that identifies the cp axis; `sinks`: attention-sink score of each query head."""
+    attend_span = partial(ring_spans.attend_by_tiles, first_BC, ScoreSettings(numbers[0], numbers[1]))
     return _compute_ring_attention(q_BNCD, k_BKCD, v_BKCD, key, attend_span, sinks)
 
 
@@ -251,21 +266,24 @@ def _differentiate_by_tiles(
     d_out_BNCD: torch.Tensor, saved: list[torch.Tensor], first_BC: torch.Tensor | None, numbers: list[float], key: str,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradients of queries, keys, values and sinks, computed by tiles. `saved`: queries, keys, values,
-    output, log-sum-exps; other arguments as those of `_attend_by_tiles`."""
-    return _compute_gradients(
-        d_out_BNCD, saved, key, partial(ring_spans.add_by_tiles, first_BC, Scores(numbers[0], numbers[1])), sinks
-    )
+    """Return the gradients of ring attention's queries, keys, values and sinks, computed by tiles.
+
+    `d_out_BNCD`: output gradient; `saved`: queries, keys, values, output, log-sum-exps; `first_BC`, `numbers`, `key`,
+    `sinks`: as in `_attend_by_tiles`."""
+    add_span = partial(ring_spans.add_gradients_by_tiles, first_BC, ScoreSettings(numbers[0], numbers[1]))
+    return _compute_gradients(d_out_BNCD, saved, key, add_span, sinks)
 
 
 def _attend_by_flash(
     q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, tensors: list[torch.Tensor],
     numbers: list[float], key: str, sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute ring attention by flash kernels, without autograd: output and log-sum-exps, as `_compute_ring_attention`.
+    """Compute ring attention by flash kernels, without autograd; `q_BNCD`, `k_BKCD`, `v_BKCD` and results are those of
+    `_compute_ring_attention`.
+
     `tensors`: tensors of a `VarlenMask`; `numbers`: [its window, scale of the scores]; `key`: string that identifies
-    the cp axis; `sinks`: one more score of each query head."""
-    attend_span = partial(ring_spans.attend_by_flash, _varlen_mask(tensors, numbers), numbers[1])
+    the cp axis; `sinks`: attention-sink score of each query head."""
+    attend_span = partial(ring_spans.attend_by_flash, _rebuild_varlen_mask(tensors, numbers), numbers[1])
     return _compute_ring_attention(q_BNCD, k_BKCD, v_BKCD, key, attend_span, sinks)
 
 
@@ -273,13 +291,15 @@ def _differentiate_by_flash(
     d_out_BNCD: torch.Tensor, saved: list[torch.Tensor], tensors: list[torch.Tensor], numbers: list[float], key: str,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradients of queries, keys, values and sinks, computed by flash kernels. `saved`: queries, keys,
-    values, output, log-sum-exps; other arguments as those of `_attend_by_flash`."""
-    add_span = partial(ring_spans.add_by_flash, _varlen_mask(tensors, numbers), numbers[1])
+    """Return the gradients of ring attention's queries, keys, values and sinks, computed by flash kernels.
+
+    `d_out_BNCD`: output gradient; `saved`: queries, keys, values, output, log-sum-exps; `tensors`, `numbers`, `key`,
+    `sinks`: as in `_attend_by_flash`."""
+    add_span = partial(ring_spans.add_gradients_by_flash, _rebuild_varlen_mask(tensors, numbers), numbers[1])
     return _compute_gradients(d_out_BNCD, saved, key, add_span, sinks)
 
 
-def _varlen_mask(tensors: list[torch.Tensor], numbers: list[float]) -> VarlenMask:
+def _rebuild_varlen_mask(tensors: list[torch.Tensor], numbers: list[float]) -> VarlenMask:
     """Rebuild a `VarlenMask`, which custom operators cannot take as an argument, from its `tensors` and from `numbers`,
     whose first number is its window."""
     return VarlenMask(tensors[0], tensors[1], int(numbers[0])) if tensors else VarlenMask(None, None, int(numbers[0]))

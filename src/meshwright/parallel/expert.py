@@ -33,6 +33,7 @@ COUNTS_SITE = "experts.counts"
 
 class Routes(NamedTuple):
     """Numbers of token copies that one expert-parallel dispatch moves (a token has one copy for each of its experts).
+
     `sent`, `received`: copies that this rank sends to, and receives from, each rank of ep (expert parallelism).
     `shared`: copies that each rank of etp (expert tensor parallelism) has received from its ep ranks. `counts_GPL[g, p,
     l]`: copies for local expert l that rank g of etp has received from rank p of ep."""
@@ -49,9 +50,10 @@ R received copies by expert, and its inverse."""
 
 
 class AllToAllTokenDispatcher:
-    """All-to-all token dispatcher of one rank (implements `model.axis_operations.TokenDispatcher`). `ep`: mesh axis of
-    the ranks that hold different experts; `etp`: mesh axis of the ranks that each hold a slice of the width of the same
-    experts."""
+    """All-to-all token dispatcher of one rank (implements `model.axis_operations.TokenDispatcher`).
+
+    `ep`: mesh axis of the ranks that hold different experts; `etp`: mesh axis of the ranks that each hold a slice of
+    the width of the same experts."""
 
     def __init__(self, ep: Axis, etp: Axis) -> None:
         self.ep, self.etp = ep, etp
@@ -77,16 +79,20 @@ class AllToAllTokenDispatcher:
     def combine(self, y_RH: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
         """Sum the expert outputs `y_RH` over the ranks that split each expert's width (etp) and send them back to the
         ranks of their tokens. Return the outputs for this rank's token copies, [N, H], in the order of the `x_NH` that
-        was dispatched. `dispatched`: third result of `dispatch`."""
+        was dispatched.
+
+        `dispatched`: third result of `dispatch`."""
         routes, order_R, inverse_R = dispatched
         y_RH = Permuted.apply(y_RH, inverse_R, order_R, None)
         y_RH = reduce_scatter_rows(y_RH, self.etp, "experts.sum", routes.shared)
         return all_to_all_rows(y_RH, self.ep, "experts.combine", routes.received, routes.sent)
 
     def _agree_on_routes(self, ends_E: torch.Tensor) -> Routes:
-        """Exchange the numbers of token copies and return them as `Routes`: over ep, how many copies go to each expert;
-        over etp, how many copies each rank has received. `ends_E`: exclusive end index of each expert's copies on this
-        rank. Raises RanksDisagree if a checksum is wrong."""
+        """Exchange the numbers of token copies and return them as `Routes`: over ep, how many copies go to each
+        expert; over etp, how many copies each rank has received.
+
+        `ends_E`: exclusive end index of each expert's copies on this rank. Raises RanksDisagree if a checksum is
+        wrong."""
         counts_PL = ends_E.long().diff(prepend=ends_E.new_zeros(1)).view(self.ep.size, -1)
         arriving_PL, wrong_P = self._share_counts(counts_PL, self.ep)
         counts_GX, wrong_G = self._share_counts(arriving_PL.reshape(1, -1).expand(self.etp.size, -1), self.etp)
@@ -103,17 +109,16 @@ class AllToAllTokenDispatcher:
         return Routes(sent, received, shared, counts_GPL)
 
     def _share_counts(self, counts: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, torch.Tensor]:
-        """Exchange integer counts among the ranks of an axis (all-to-all). `counts`: one row for each receiving rank.
-        Return [ranks, columns], where row i is the one that rank i sent to this rank, and for each row a number that is
-        not 0 if its checksum is wrong.
+        """Exchange integer counts among the ranks of an axis (all-to-all). `counts`: [ranks, columns], row i for rank
+        i. Return the received rows, [ranks, columns], row i from rank i, and for each of them a number that is 0 if its
+        checksum is right.
 
         A checksum column shows whether each row is intact, belongs to this call, and has the right sender and receiver:
-        with wrong sizes, ranks would hang or read data that was never sent.
-        """
+        with wrong sizes, ranks would hang or read data that was never sent."""
         if axis.trivial:
             return counts, counts.new_zeros(1)
         # The number of this group's next call, equal on all of its ranks, and one for each sender and receiver.
-        call = ((axis.communicator.calls.count(axis.calls_group) + 1) << 40) + (axis.ranks[0] << 20)
+        call = ((axis.communicator.calls.count_calls(axis.recorder_group) + 1) << 40) + (axis.ranks[0] << 20)
         pairs = torch.arange(axis.size**2, device=counts.device).view(axis.size, -1)
         signed = torch.cat([counts, -(counts.sum(dim=1) + call + pairs[axis.rank])[:, None]], dim=1)
         received = torch.zeros_like(signed)

@@ -17,7 +17,7 @@ from torch import nn
 
 from meshwright.layout import Layout
 from meshwright.model.initialise import ReadSlice
-from meshwright.quantization.formats import Unpacked, packing_of
+from meshwright.quantization.formats import UnquantizedFormat, get_weight_format
 from meshwright.spec.parameter_entries import BufferKind, count_reused_buffers, padded_numel
 from meshwright.spec.parameters import ModelParameter, ParameterEntry, ParameterTable
 
@@ -44,15 +44,14 @@ def select_columns(values: torch.Tensor, columns: Columns | None) -> torch.Tenso
     return values.unflatten(-1, (-1, columns.total))[..., columns.start : columns.stop].flatten(-2)
 
 
-def slice_entries(value_of: Callable[[ParameterEntry], torch.Tensor]) -> ReadSlice:
-    """Return a function that reads a slice of a parameter entry (one tensor of a checkpoint), given a function that
-    reads whole entries. The result, (entry, start, stop, columns) -> 1-D tensor, returns the elements [start, stop) of
-    the flattened entry; `columns`: (first, end, width) to count only the elements of columns [first, end) of a matrix
-    of `width` columns, None: all.
+def make_slice_reader(value_of: Callable[[ParameterEntry], torch.Tensor]) -> ReadSlice:
+    """Return a function that reads a slice of a parameter entry (one tensor of a checkpoint), given `value_of`, which
+    returns an entry's unsharded value in its shape on disk (before any transposition).
 
-    `value_of`: returns an entry's unsharded value in its shape on disk (before any transposition). The last value is
-    cached, so that consecutive slices of one entry call it once.
-    """
+    The returned function, (entry, start, stop, columns) -> 1-D tensor, returns the elements [start, stop) of the
+    flattened entry. columns: (first, end, width), to count only the elements in the columns [first, end) of a matrix
+    of `width` columns; None: all. The last value is cached, so that consecutive slices of one entry call `value_of`
+    once."""
     known: dict[str, torch.Tensor] = {}  # the last entry's value, flattened
 
     def read_slice(entry: ParameterEntry, start: int, stop: int, columns: tuple[int, int, int] | None) -> torch.Tensor:
@@ -106,8 +105,7 @@ class EntrySlice:
 
     `columns`: `begin` counts only the elements of these matrix columns (None: all columns). `copies`: number of
     neighbouring tp ranks that hold the same slice. `partial`: True if each of these ranks computes only a partial
-    gradient of it, which must be summed over them.
-    """
+    gradient of the slice, so that their gradients must be summed."""
 
     entry: ParameterEntry
     offset: int
@@ -135,10 +133,11 @@ class PlacedTensor(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
     """Layout of one flat buffer (the parameters of an FSDP unit, concatenated) on one rank, before ZeRO shards it.
+
     `name`: name of the buffer; `tensors`: the model's parameters in it (such as fused qkv); `slices`: the slices of
     parameter entries (checkpoint tensors) in it, which do not cover padding of the vocabulary. `padded`: number of
     elements of the buffer; the first `numel` are parameters, and the first `decay_numel` of these have weight decay.
-    `packing`: storage format of the elements: plain, or quantized in blocks (NF4 or int8, for frozen weights)."""
+    `storage_format`: format of the elements: unpacked or, for frozen weights, quantized in blocks (NF4 or int8)."""
 
     name: str
     tensors: tuple[PlacedTensor, ...]
@@ -146,7 +145,7 @@ class FlatLayout:
     decay_numel: int
     numel: int
     padded: int
-    packing: Unpacked
+    storage_format: UnquantizedFormat
 
     @property
     def trainable(self) -> bool:
@@ -154,8 +153,9 @@ class FlatLayout:
         return all(placed.tensor.trainable for placed in self.tensors)
 
     @property
-    def rate(self) -> float:
-        """Factor on the learning rate of the first `decay_numel` elements, the matrices (1 without µP)."""
+    def rate_factor(self) -> float:
+        """Factor on the learning rate of the first `decay_numel` elements of the buffer, which are matrices (µP;
+        otherwise 1)."""
         rates = {placed.tensor.entries[0].rate for placed in self.tensors if placed.tensor.decay}
         assert len(rates) < 2, f"{self.name}: matrices with different learning rates {rates}"
         return rates.pop() if rates else 1.0
@@ -184,7 +184,7 @@ class FlatLayout:
     def parameter_views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return the model's parameters as views of `buffer`, an unsharded flat buffer (1-D, `self.padded` elements),
         in the order of `self.tensors` and in the shapes that they have on this rank."""
-        form, count = self.packing, self.packing.count
+        form, count = self.storage_format, self.storage_format.count
         return [form.view(buffer[count(at.offset) : count(at.offset + at.numel)], at.shape) for at in self.tensors]
 
     def bind(self, model: nn.Module, buffer: torch.Tensor) -> list[nn.Parameter]:
@@ -205,15 +205,17 @@ class FlatLayout:
                 parameter = nn.Parameter(torch.empty(0, dtype=buffer.dtype, device=buffer.device), self.trainable)
                 module.register_parameter(leaf, parameter)
             # The same object otherwise: a tied layer or an LSTM's list of weights may refer to it too.
-            parameter.data = self.packing.bind(module, placed.offset, view, before.shape)
+            parameter.data = self.storage_format.bind(module, placed.offset, view, before.shape)
             bound.append(parameter)
         return bound
 
     def fill(self, shard: torch.Tensor, start: int, read_slice: ReadSlice) -> None:
         """Write parameter values into the 1-D `shard` of the flat buffer, whose first element is the buffer element
-        `start`. `read_slice`: function (entry, first, last, columns) -> values that reads a slice of a parameter entry
+        `start`.
+
+        `read_slice`: function (entry, first, last, columns) -> values that reads a slice of a parameter entry
         (checkpoint tensor)."""
-        form, count = self.packing, self.packing.count
+        form, count = self.storage_format, self.storage_format.count
         form.measure(read_slice, shard.device)
         for part, first, last in self.slices_within(start, start + form.count_elements(shard.numel())):
             shift = part.begin - part.offset
@@ -236,7 +238,7 @@ def buffer_name(unit: str, buffer: BufferKind) -> str:
     return unit if buffer == "dense" else f"{unit}.{buffer}"
 
 
-def flat_layout(
+def make_flat_layout(
     table: ParameterTable,
     name: str,
     shards: int = 1,
@@ -244,11 +246,12 @@ def flat_layout(
     coordinates: Mapping[str, int] | None = None,
     buffer: BufferKind = "dense",
 ) -> FlatLayout:
-    """Return the layout of one flat buffer of the FSDP unit `name` on one rank. `table`: the model's parameter table;
-    `shards`: number of ranks over which ZeRO shards the buffer, which is padded to equal shards; `layout`: parallel
-    layout (None: one device); `coordinates`: {axis: index} of this rank in it (None: rank 0); `buffer`: "dense"
-    (trained parameters), "experts" (routed experts under expert parallelism), "frozen", "frozen_experts" or "packed"
-    (quantized)."""
+    """Build the layout of one flat buffer of the FSDP unit `name` on one rank.
+
+    `table`: the model's parameter table; `shards`: number of ranks over which ZeRO shards the buffer, which is padded
+    to equal shards; `layout`: parallel layout (None: one device); `coordinates`: {axis: index} of this rank in it
+    (None: rank 0); `buffer`: which of the unit's parameters: "dense" (trained), "experts" (routed experts under expert
+    parallelism), "frozen", "frozen_experts" or "packed" (quantized)."""
     layout = layout or Layout()
     coordinates = coordinates or layout.coordinates(0)
     tensors, slices = [], []
@@ -256,20 +259,21 @@ def flat_layout(
         placed = PlacedTensor(tensor, table.tensor_range(tensor, layout)[0], tensor.local_shape(layout))
         tensors.append(placed)
         for entry in tensor.entries:
-            slices += _entry_slices(table, entry, layout, coordinates, placed)
+            slices += _list_entry_slices(table, entry, layout, coordinates, placed)
     numel = sum(placed.numel for placed in tensors)
     decay_numel = sum(placed.numel for placed in tensors if placed.tensor.decay)
     padded = padded_numel(numel, shards if buffer != "packed" else 2 * shards)  # shards of whole blocks
-    packing = packing_of(tensors[0].tensor.entries[0].packed if tensors else None, slices)
-    return FlatLayout(buffer_name(name, buffer), tuple(tensors), tuple(slices), decay_numel, numel, padded, packing)
+    form = get_weight_format(tensors[0].tensor.entries[0].packed if tensors else None, slices)
+    return FlatLayout(buffer_name(name, buffer), tuple(tensors), tuple(slices), decay_numel, numel, padded, form)
 
 
-def _entry_slices(
+def _list_entry_slices(
     table: ParameterTable, entry: ParameterEntry, layout: Layout, coordinates: Mapping[str, int], placed: PlacedTensor
 ) -> list[EntrySlice]:
-    """Return this rank's slices of a parameter entry (one tensor of a checkpoint) in the flat buffer. `table`: the
-    model's parameter table; `coordinates`: {axis: index} of this rank in `layout`; `placed`: position, in the buffer,
-    of the model's parameter that contains the entry (such as fused qkv)."""
+    """Return this rank's slices of a parameter entry (one tensor of a checkpoint) in the flat buffer.
+
+    `table`: the model's parameter table; `coordinates`: {axis: index} of this rank in `layout`; `placed`: position, in
+    the buffer, of the model's parameter that contains the entry (such as fused qkv)."""
     copies, partial = entry.replicas(layout), "tp" in entry.gradient_axes(layout)
     slices = []
     for box in table.local_slices(entry, layout, coordinates):
@@ -313,9 +317,12 @@ def split_evenly(start: int, stop: int, index: int, shares: int) -> tuple[int, i
 
 
 class GradientBufferPool:
-    """Pool of 1-D buffers for unsharded gradients, which are in use only during backward passes (ZeRO-2 and 3).
-    Released buffers of layers (consecutive FSDP units of equal sizes) are reused for the next layer; other buffers (an
-    embedding's) are freed. `sizes`: for each FSDP unit, in forward order, the numbers of elements of its buffers."""
+    """Pool of 1-D buffers for unsharded gradients, which are in use only during backward passes (ZeRO-2 and 3). A
+    buffer that is released is reused for the next of several consecutive FSDP units of equal sizes (layers); other
+    buffers (an embedding's) are freed.
+
+    `sizes`: for each FSDP unit, in forward order, the numbers of elements of its buffers; `device`, `dtype`: of the
+    buffers."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, sizes: Sequence[tuple[int, ...]]) -> None:
         self._device, self._dtype = device, dtype

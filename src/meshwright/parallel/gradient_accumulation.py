@@ -20,14 +20,14 @@ from meshwright.parallel.zero import FsdpUnit, GradientReducer
 
 @dataclass(slots=True)
 class BackwardPass:
-    """State of a running or paused backward pass of one micro-batch through one stage. `order`: names of the FSDP units
-    whose gradients are incomplete, in backward order; `missing`: unit name -> indices of its parameters that have no
-    gradient yet.
+    """State of a running or paused backward pass of one micro-batch through one stage.
+
+    `order`: names of the FSDP units whose gradients are incomplete, in backward order; `missing`: unit name -> indices
+    of its parameters that have no gradient yet.
 
     `held`: (parameter, gradient) pairs that are stored instead of accumulated, while a split pass computes input
     gradients and while it is paused; otherwise None. `early`: after the pass is resumed, the pairs of `held` that are
-    still to be added to the buffers: unit name -> pairs.
-    """
+    still to be added to the buffers: unit name -> pairs."""
 
     order: list[str]
     missing: dict[str, set[int]]
@@ -38,8 +38,10 @@ class BackwardPass:
 class GradientAccumulator:
     """Accumulator of this rank's parameter gradients over the backward passes of a step. It takes gradients from
     autograd or from `accumulate`, adds them to the buffers of their FSDP units, and starts the reduction over ranks of
-    each unit whose gradients are complete. `units`: FSDP units by name, in the order of the parameter table;
-    `parameters`: unit name -> its parameters; `reducer`: reduces complete gradients."""
+    each unit whose gradients are complete.
+
+    `units`: FSDP units by name, in the order of the parameter table; `parameters`: unit name -> its parameters;
+    `reducer`: reduces complete gradients."""
 
     def __init__(
         self, units: Mapping[str, FsdpUnit], parameters: Mapping[str, Sequence[nn.Parameter]], reducer: GradientReducer
@@ -83,7 +85,9 @@ class GradientAccumulator:
 
     def start(self, units: Iterable[str], split: bool = False) -> BackwardPass:
         """Start a backward pass of one micro-batch through the FSDP units named `units` (in forward order) and return
-        its state. `split`: True if the pass computes only input gradients until `pause`, and the weight gradients after
+        its state.
+
+        `split`: True if the pass computes only input gradients until `pause`, and the weight gradients after
         `resume`."""
         assert self._running is None, "one pass at a time"
         order = list(units)[::-1]
@@ -175,7 +179,9 @@ class GradientAccumulator:
     def _gradient_view(self, running: BackwardPass, parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
         """Return (view, stale) for a parameter: the view of its elements in the gradient buffer of its FSDP unit; and
         True if the caller must overwrite their values, False if it must add to them. Gradients of the unit that were
-        stored before a pause are first added to the buffer. `running`: state of the running pass."""
+        stored before a pause are first added to the buffer.
+
+        `running`: state of the running pass."""
         name, index = self._place[parameter]
         for each in running.early.pop(name, ()):
             self.accumulate(*each)

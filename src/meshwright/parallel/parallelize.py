@@ -20,9 +20,10 @@ from meshwright.spec.stage_times import program_for
 
 
 class ParallelModel(NamedTuple):
-    """Model on one rank. `model`: modules of the rank's pipeline stages; `engine`: ZeRO engine that owns their
-    parameters; `program`: pipeline program (order of forwards, backwards and transfers), which
-    `parallel.step.ForwardBackward` runs."""
+    """Model on one rank.
+
+    `model`: modules of the rank's pipeline stages; `engine`: ZeRO engine that owns their parameters; `program`:
+    pipeline program (order of forwards, backwards and transfers), which `parallel.step.ForwardBackward` runs."""
 
     model: Transformer
     engine: ZeroEngine

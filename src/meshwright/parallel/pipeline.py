@@ -52,8 +52,10 @@ class Compute(Protocol):
 
     def buffer(self, key: Key) -> torch.Tensor:
         """Return an uninitialised contiguous buffer, of the shape and dtype of a stage's input, in which that input or
-        its gradient is received. `key`: indices (stage, replica, micro-batch), where replica counts the model copies of
-        a bidirectional schedule."""
+        its gradient is received.
+
+        `key`: indices (stage, replica, micro-batch), where replica counts the model copies of a bidirectional
+        schedule."""
 
 
 def check_programs_match(program: PipelineProgram, mesh: Mesh) -> None:
@@ -81,11 +83,13 @@ def check_programs_match(program: PipelineProgram, mesh: Mesh) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One compute step of a pipeline program on this rank. `kind`: forward, backward, B or W pass. `key`: indices
-    (stage, replica (model copy), micro-batch). `reads`: activation or gradient of another stage that the step needs;
-    `produces`: the one that it computes for another stage; each as (output or gradient, replica, stage, micro-batch);
-    None: none. `acknowledges`: values that this rank sent earlier and on which `reads` depends: once `reads` has
-    arrived, their receivers have used them, so that their memory can be released."""
+    """One compute step of a pipeline program on this rank.
+
+    `kind`: forward, backward, B or W pass. `key`: indices (stage, replica (model copy), micro-batch). `reads`:
+    activation or gradient of another stage that the step needs; `produces`: the one that it computes for another stage;
+    each as (output or gradient, replica, stage, micro-batch); None: none. `acknowledges`: values that this rank sent
+    earlier and on which `reads` depends: once `reads` has arrived, their receivers have used them, so that their memory
+    can be released."""
 
     kind: Kind
     key: Key
@@ -96,10 +100,12 @@ class _Step:
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    """One send or receive between pipeline ranks. `value`: the activation or gradient, as (output or gradient, replica,
-    stage, micro-batch) of the stage that computes it; `peer`: index of the other rank on pp; `is_receive`: True for a
-    receive, False for a send. `forward_key`: (stage, replica, micro-batch) of the forward step whose input, or input
-    gradient, is transferred. `site`, `name`: labels in traces and errors."""
+    """One send or receive between pipeline ranks.
+
+    `value`: the activation or gradient, as (output or gradient, replica, stage, micro-batch) of the stage that computes
+    it; `peer`: index of the other rank on pp; `is_receive`: True for a receive, False for a send. `forward_key`:
+    (stage, replica, micro-batch) of the forward step whose input, or input gradient, is transferred. `site`, `name`:
+    labels in traces and errors."""
 
     value: Value
     peer: int
@@ -158,8 +164,9 @@ class Pipeline:
 
 class _PipelineExecution:
     """State of one execution of a pipeline program on a rank: the activations and gradients that were computed on this
-    rank and not used yet, those being received, and those being sent. `axis`: mesh axis pp; `compute`: executes the
-    compute steps."""
+    rank and not used yet, those being received, and those being sent.
+
+    `axis`: mesh axis pp; `compute`: executes the compute steps."""
 
     def __init__(self, axis: Axis, compute: Compute) -> None:
         self.axis, self.compute = axis, compute

@@ -30,8 +30,8 @@ ours = torch.ops.meshwright
 
 
 def _get_overloads(namespace: Any, *names: str) -> frozenset[Any]:
-    """Return the default overloads (`torch.ops.NAMESPACE.NAME.default`) of the operators `names`; PyTorch passes
-    overloads to the policy of selective activation checkpointing."""
+    """Return the default overloads of the operators `names` in `namespace`, such as `torch.ops.aten`; PyTorch passes
+    overloads (`torch.ops.aten.mm.default`) to the policy of selective activation checkpointing."""
     return frozenset(getattr(namespace, name).default for name in names)
 
 
@@ -121,9 +121,10 @@ _stored = threading.local()
 
 
 def _run_with_stored_results(function: Function, results: list[Any], *arguments: Any) -> Any:
-    """Call the checkpointed `function(*arguments)`, in forward or in its recomputation in backward. `results`: list in
-    which calls of `compute_once` inside the function store their results in forward, and find them when it is
-    recomputed."""
+    """Call the checkpointed `function(*arguments)`, in forward or in its recomputation in backward.
+
+    `results`: list in which calls of `compute_once` inside the function store their results in forward, and find them
+    when it is recomputed."""
     _stored.call = results, itertools.count()
     try:
         return function(*arguments)

@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshwright.model.attention_operator import by_kv_head
+from meshwright.model.attention_operator import group_by_kv_head
 from meshwright.model.precision import at_least_float32
-from meshwright.model.tiled_attention import Scores, Span, compute_scores, cut_tiles, flatten_heads, log_sum_exp
+from meshwright.model.tiled_attention import ScoreSettings, Span, compute_scores, cut_tiles, flatten_heads, log_sum_exp
 from meshwright.model.varlen_attention import FlashCall, VarlenMask, flash_backward, flash_forward
 
 
-def held_chunks(rank: int, ranks: int) -> tuple[int, int]:
+def list_held_chunks(rank: int, ranks: int) -> tuple[int, int]:
     """Return the indices of the two chunks that cp rank `rank` holds of a sequence cut into 2 x `ranks` chunks: chunk
     `rank` and its mirror image (zig-zag)."""
     return rank, 2 * ranks - 1 - rank
@@ -34,13 +34,15 @@ def held_chunks(rank: int, ranks: int) -> tuple[int, int]:
 def list_spans(rank: int, source: int, ranks: int, tokens: int) -> list[Span]:
     """List the blocks of causal attention between the queries of cp rank `rank` and the KV block of rank `source`: one
     `Span` (slice of queries, slice of keys) for each pair of a query chunk and a key chunk, of two each, that the
-    causal mask does not hide. `ranks`: size of cp; `tokens`: number of tokens of a sequence on each rank."""
+    causal mask does not hide.
+
+    `ranks`: size of cp; `tokens`: number of tokens of a sequence on each rank."""
     chunk = tokens // 2
     halves = (slice(0, chunk), slice(chunk, tokens))
     return [
         Span(queries, keys, mine * chunk, theirs * chunk)
-        for queries, mine in zip(halves, held_chunks(rank, ranks), strict=True)
-        for keys, theirs in zip(halves, held_chunks(source, ranks), strict=True)
+        for queries, mine in zip(halves, list_held_chunks(rank, ranks), strict=True)
+        for keys, theirs in zip(halves, list_held_chunks(source, ranks), strict=True)
         if theirs <= mine
     ]
 
@@ -52,9 +54,10 @@ Gradients = tuple[torch.Tensor, torch.Tensor]
 
 
 class SavedQueries(NamedTuple):
-    """Tensors of this rank's queries that ring attention's backward reads. `q`, `out`, `d_out`: queries, output and its
-    gradient, each [B, K, G, C, D] (K key-value heads, G query heads of each, C tokens); `log_sum_BKGC`: log-sum-exps
-    over all keys; `inner_BKGC`: sum over D of `out` times `d_out`."""
+    """Tensors of this rank's queries that ring attention's backward reads.
+
+    `q`, `out`, `d_out`: queries, output and its gradient, each [B, K, G, C, D] (K key-value heads, G query heads of
+    each, C tokens); `log_sum_BKGC`: log-sum-exps over all keys; `inner_BKGC`: sum over D of `out` times `d_out`."""
 
     q: torch.Tensor
     out: torch.Tensor
@@ -70,9 +73,10 @@ AddSpan = Callable[[Gradients, SavedQueries, torch.Tensor, Span], None]
 
 
 def merge_attention(out: torch.Tensor, log_sum: torch.Tensor, more: torch.Tensor, log_sum_more: torch.Tensor) -> None:
-    """Merge two attention results of the same queries over different keys, in place into the first. `out`, `log_sum`:
-    first output [..., D] and log-sum-exp [...]; `more`, `log_sum_more`: the second ones. The merged output is the mean
-    of both outputs, weighted by the exponentials of their log-sum-exps."""
+    """Merge two attention results of the same queries over different keys, in place into the first.
+
+    `out`, `log_sum`: first output [..., D] and log-sum-exp [...]; `more`, `log_sum_more`: the second ones. The merged
+    output is the mean of both outputs, weighted by the exponentials of their log-sum-exps."""
     both = torch.logaddexp(log_sum, log_sum_more)
     out.mul_((log_sum - both).exp_()[..., None])
     out.addcmul_(more.to(out.dtype), (log_sum_more - both).exp_()[..., None])
@@ -83,11 +87,13 @@ def merge_attention(out: torch.Tensor, log_sum: torch.Tensor, more: torch.Tensor
 
 
 def attend_by_tiles(
-    first_BC: torch.Tensor | None, how: Scores, q_BKGCD: torch.Tensor, block: torch.Tensor, span: Span
+    first_BC: torch.Tensor | None, settings: ScoreSettings, q_BKGCD: torch.Tensor, block: torch.Tensor, span: Span
 ) -> Iterator[Result]:
     """Compute the attention of `span` (a slice of queries over a slice of keys) by tiles; yield partial results to
-    merge. `first_BC`: index of the first key that each query attends to (None: 0), on the CPU; `how`: scale and softcap
-    of the scores; `block`: keys and values, [2, B, K, C, D]."""
+    merge.
+
+    `first_BC`: index of the first key to which each query attends (None: 0), on the CPU; `settings`: scale and softcap
+    of the scores; `q_BKGCD`: this rank's queries; `block`: keys and values, [2, B, K, C, D]."""
     k_BKCD, v_BKCD = block
     for rows, heads, tiles in cut_tiles(q_BKGCD, span, first_BC):
         k_PCD, v_PCD = flatten_heads(k_BKCD[rows, heads]), flatten_heads(v_BKCD[rows, heads])
@@ -95,27 +101,29 @@ def attend_by_tiles(
         for tile in tiles:
             at = (rows, heads, slice(None), tile.queries)
             part = q_BKGCD[at]
-            scores_PXL, _ = compute_scores(flatten_heads(part), wide_k_PCD, tile, part.shape, how)
+            scores_PXL, _ = compute_scores(flatten_heads(part), wide_k_PCD, tile, part.shape, settings)
             p_PXL = torch.softmax(scores_PXL, dim=-1)
             here = log_sum_exp(scores_PXL, p_PXL).view(part.shape[:-1])
             o_PXD = torch.bmm(p_PXL.to(q_BKGCD.dtype), v_PCD[:, tile.keys])
             yield at, o_PXD.view(part.shape), here
 
 
-def add_by_tiles(
+def add_gradients_by_tiles(
     first_BC: torch.Tensor | None,
-    how: Scores,
+    settings: ScoreSettings,
     gradients: Gradients,
     saved: SavedQueries,
     block: torch.Tensor,
     span: Span,
 ) -> None:
     """Compute the gradients of the attention of `span` (a slice of queries over a slice of keys) by tiles and add them
-    in place to `gradients`. `first_BC`: index of the first key that each query attends to (None: 0), on the CPU;
-    `how`: scale and softcap of the scores; `saved`: this rank's queries, outputs and output gradients; `block`: keys
-    and values, [2, B, K, C, D]."""
+    in place to `gradients`.
+
+    `first_BC`: index of the first key that each query attends to (None: 0), on the CPU; `settings`: scale and softcap
+    of the scores; `saved`: this rank's queries, outputs and output gradients; `block`: keys and values, [2, B, K, C,
+    D]."""
     (dq_BKGCD, d_keys_values), (k_BKCD, v_BKCD) = gradients, block
-    dtype, scale = saved.q.dtype, how.scale
+    dtype, scale = saved.q.dtype, settings.scale
     for rows, heads, tiles in cut_tiles(saved.q, span, first_BC):
         k_PCD, v_PCD = flatten_heads(k_BKCD[rows, heads]), flatten_heads(v_BKCD[rows, heads])
         dk_PCD, dv_PCD = (each[rows, heads].view(k_PCD.shape) for each in d_keys_values)
@@ -125,14 +133,14 @@ def add_by_tiles(
             part = saved.q[at]
             q_PXD, d_out_PXD = flatten_heads(part), flatten_heads(saved.d_out[at])
             log_sum_PX1 = _to_column(saved.log_sum_BKGC[at])
-            scores_PXL, slope_PXL = compute_scores(q_PXD, wide_k_PCD, tile, part.shape, how, log_sum_PX1)
+            scores_PXL, slope_PXL = compute_scores(q_PXD, wide_k_PCD, tile, part.shape, settings, log_sum_PX1)
             p_PXL = scores_PXL.exp_()
             dv_PCD[:, tile.keys] += torch.bmm(p_PXL.to(dtype).mT, d_out_PXD)
-            less_PX1, v_PDL = _to_column(saved.inner_BKGC[at]), v_PCD[:, tile.keys].mT
-            if dtype == less_PX1.dtype:
-                dp_PXL = torch.baddbmm(less_PX1, d_out_PXD, v_PDL, beta=-1)
+            subtract_PX1, v_PDL = _to_column(saved.inner_BKGC[at]), v_PCD[:, tile.keys].mT
+            if dtype == subtract_PX1.dtype:
+                dp_PXL = torch.baddbmm(subtract_PX1, d_out_PXD, v_PDL, beta=-1)
             else:
-                dp_PXL = torch.bmm(d_out_PXD, v_PDL) - less_PX1
+                dp_PXL = torch.bmm(d_out_PXD, v_PDL) - subtract_PX1
             ds_PXL = p_PXL.mul_(dp_PXL).mul_(1 if slope_PXL is None else slope_PXL).to(dtype)
             dq_PXD = torch.bmm(ds_PXL, k_PCD[:, tile.keys])
             dq_BKGCD[at].add_(dq_PXD.view(part.shape), alpha=scale)
@@ -154,9 +162,11 @@ keys in [B, K, C], arguments of the call."""
 
 
 def list_kernel_calls(mask: VarlenMask, span: Span, rows: int, scale: float | None = None) -> Iterator[KernelCall]:
-    """Yield the calls of the flash kernels that compute the attention of `span` (a slice of queries over a slice of
-    keys), each as (index of its queries, index of its keys, call arguments); pairs of tokens that document boundaries
-    or the sliding window hide are left out. `rows`: number of sequences; `scale`: of the scores (None: 1 / √D)."""
+    """Yield the calls of flash kernels that compute the attention of `span` (a slice of queries over a slice of keys),
+    each as (index of its queries, index of its keys, call arguments). Pairs of query and key that `mask` (document
+    boundaries, sliding window) hides are left out.
+
+    `rows`: number of sequences; `scale`: factor of the scores (None: 1 / √D)."""
     every, chunk, window = slice(None), span.keys.stop - span.keys.start, mask.window
     half = int(span.queries.start > 0)
     lengths = [chunk, *[0, chunk] * 2 * rows] if mask.lengths is None else mask.lengths.tolist()
@@ -186,23 +196,27 @@ def attend_by_flash(
     mask: VarlenMask, scale: float, q_BKGCD: torch.Tensor, block: torch.Tensor, span: Span
 ) -> Iterator[Result]:
     """Compute the attention of `span` (a slice of queries over a slice of keys) by flash kernels; yield partial results
-    to merge. `mask`: document boundaries and sliding window; `scale`: factor of the scores; `block`: keys and values,
-    [2, B, K, C, D]."""
+    to merge.
+
+    `mask`: document boundaries and sliding window; `scale`: factor of the scores; `q_BKGCD`: this rank's queries;
+    `block`: keys and values, [2, B, K, C, D]."""
     for at, there, call in list_kernel_calls(mask, span, len(q_BKGCD), scale):
         out, log_sum = flash_forward(q_BKGCD[at].flatten(1, 2), block[0][there], block[1][there], call)
-        yield at, by_kv_head(out, block[0]), by_kv_head(log_sum, block[0])
+        yield at, group_by_kv_head(out, block[0]), group_by_kv_head(log_sum, block[0])
 
 
-def add_by_flash(
+def add_gradients_by_flash(
     mask: VarlenMask, scale: float, gradients: Gradients, saved: SavedQueries, block: torch.Tensor, span: Span
 ) -> None:
     """Compute the gradients of the attention of `span` (a slice of queries over a slice of keys) by flash kernels and
-    add them in place to `gradients`. `mask`: document boundaries and sliding window; `scale`: factor of the scores;
-    `saved`: this rank's queries, outputs and output gradients; `block`: keys and values, [2, B, K, C, D]."""
+    add them in place to `gradients`.
+
+    `mask`: document boundaries and sliding window; `scale`: factor of the scores; `saved`: this rank's queries, outputs
+    and output gradients; `block`: keys and values, [2, B, K, C, D]."""
     for at, there, call in list_kernel_calls(mask, span, len(saved.q), scale):
         of_queries = saved.q, saved.out, saved.d_out, saved.log_sum_BKGC
         q, out, d_out, log_sum = (x[at].flatten(1, 2) for x in of_queries)
         dq, dk, dv = flash_backward(d_out, (q, block[0][there], block[1][there], out, log_sum), call)
-        gradients[0][at] += by_kv_head(dq, block[0])
+        gradients[0][at] += group_by_kv_head(dq, block[0])
         gradients[1][0][there] += dk
         gradients[1][1][there] += dv

@@ -24,10 +24,12 @@ Objective = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 class BackwardOrder(NamedTuple):
-    """Order of this rank's backwards relative to its forwards in the pipeline program. `at_once`: the forwards, as
-    (stage, replica (model copy), micro-batch), that are immediately followed by their own backward; such a forward may
-    compute the gradient of the output head together with the loss, as this saves the recomputation of logits. `queue`:
-    queue in which split backward passes defer their weight-gradient computations; None if only forwards run."""
+    """Order of this rank's backwards relative to its forwards in the pipeline program.
+
+    `at_once`: the forwards, as (stage, replica (model copy), micro-batch), that are immediately followed by their own
+    backward; such a forward may compute the gradient of the output head together with the loss, as this saves the
+    recomputation of logits. `queue`: queue in which split backward passes defer their weight-gradient computations;
+    None if only forwards run."""
 
     at_once: Collection[Key] = ()
     queue: WeightGradients | None = None
@@ -106,8 +108,9 @@ class StageCompute:
 
     def _forward(self, key: Key, stage: Stage, x: torch.Tensor | None) -> torch.Tensor | None:
         """Run the forward of a micro-batch through `stage` and return the stage's output [B, S, H]; on the last stage,
-        add the loss to the attribute `loss` and return None. `key`: indices (stage, replica (model copy), micro-batch);
-        `x`: the stage's input (first stage: None)."""
+        add the loss to the attribute `loss` and return None.
+
+        `key`: indices (stage, replica (model copy), micro-batch); `x`: the stage's input (first stage: None)."""
         units, micro_batch = self.engine.prefetchers[stage.index], key[2]
         units.keeps_last = at_once = key in self._at_once
         if x is not None:
@@ -127,8 +130,9 @@ class StageCompute:
 
     def buffer(self, key: Key) -> torch.Tensor:
         """Return an uninitialised buffer [B, S, H] in which the input of a stage, or its gradient, is received; S
-        counts only this tp rank's token slice with sequence parallelism. `key`: indices (stage, replica (model copy),
-        micro-batch)."""
+        counts only this tp rank's token slice with sequence parallelism.
+
+        `key`: indices (stage, replica (model copy), micro-batch)."""
         tokens_BS, mesh = self._micro_batches[key[2]][0], self.engine.mesh
         rows, sequence = tokens_BS.shape
         if mesh.layout.tensor_sequence_parallel:
@@ -152,9 +156,10 @@ class StageCompute:
 
 
 class _SavedForward(NamedTuple):
-    """Tensors of a forward that its backward needs. `x`: stage input, None on the first stage; `root`: tensor from
-    which autograd's backward starts (the loss, or a stand-in for the stage output); `balance`: load-balancing loss,
-    None without experts."""
+    """Tensors of a forward that its backward needs.
+
+    `x`: stage input, None on the first stage; `root`: tensor from which autograd's backward starts (the loss, or a
+    stand-in for the stage output); `balance`: load-balancing loss, None without experts."""
 
     x: torch.Tensor | None
     root: torch.Tensor

@@ -17,7 +17,7 @@ from meshwright.parallel.pipeline import Compute, Key, Pipeline
 from meshwright.parallel.stage_compute import BackwardOrder, MicroBatch, Objective, StageCompute
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.program.pipeline import COMPUTING, Kind, PipelineProgram
-from meshwright.spec.policy import FUSED_ACCUMULATION_MIN_NUMEL, PREFERENCE_FIGURES
+from meshwright.spec.policy import FUSED_ACCUMULATION_MIN_NUMEL, PREFERENCE_METRICS
 
 TARGET_SITE = "data.targets"
 TermCount = int | torch.Tensor
@@ -27,9 +27,11 @@ host need not wait for it."""
 
 class ForwardBackward:
     """Runner of the forwards and backwards of a step, or of an evaluation, on this rank, in the order of a pipeline
-    program; the optimizer step is not included. `model`: the rank's stages; `engine`: ZeRO engine that owns their
-    parameters. `fused_accumulation_min_numel`: smallest number of elements of a weight whose gradient the matrix
-    product itself adds to the accumulation buffer. `preference`: loss of preference pairs; None: next-token loss."""
+    program; the optimizer step is not included.
+
+    `model`: the rank's stages; `engine`: ZeRO engine that owns their parameters. `fused_accumulation_min_numel`:
+    smallest number of elements of a weight whose gradient the matrix product itself adds to the accumulation buffer.
+    `preference`: loss of preference pairs; None: next-token loss."""
 
     def __init__(
         self,
@@ -43,8 +45,8 @@ class ForwardBackward:
         self.preference = preference
         # Called with each phase's name when it ends: "pipeline" (wait for a stage), "forward", "backward", "reduce".
         self.mark: Callable[[str], None] = lambda part: None
-        self.figures = torch.zeros(PREFERENCE_FIGURES, dtype=torch.float64, device=engine.mesh.device)
-        """`PreferenceLoss.figures` of the last call, summed over the responses whose last stage was here."""
+        self.metric_sums = torch.zeros(PREFERENCE_METRICS, dtype=torch.float64, device=engine.mesh.device)
+        """`PreferenceLoss.metric_sums` of the last call, summed over the responses whose last stage was here."""
         self.watched: Callable[[Compute], Compute] | None = None
         """Wrapper of the compute steps of a training step while a profile is taken."""
         self._pipeline = Pipeline(program, engine.mesh.pp)
@@ -78,8 +80,9 @@ class ForwardBackward:
 
     def log_probabilities(self, micro_batches: Sequence[MicroBatch]) -> dict[int, torch.Tensor]:
         """Run the forwards of preference micro-batches and return {micro-batch index: log-probabilities [B, D] (nats)
-        of the D responses of each sequence} for those whose last stage is on this rank. `micro_batches`: at most as
-        many as a step has."""
+        of the D responses of each sequence} for those whose last stage is on this rank.
+
+        `micro_batches`: at most as many as a step has."""
         found: dict[int, torch.Tensor] = {}
 
         def keep(micro_batch: int, log_probabilities_BD: torch.Tensor) -> torch.Tensor:
@@ -95,8 +98,10 @@ class ForwardBackward:
         self, micro_batches: Sequence[MicroBatch], targets: int, objective: Objective | None
     ) -> torch.Tensor:
         """Run the forwards of `micro_batches` without gradients. Return the summed loss divided by `targets` (float64
-        scalar); 0 where the last stage is on another rank. `objective`: function (index of a micro-batch, response
-        log-probabilities) -> summed preference loss; None: next-token loss."""
+        scalar); 0 where the last stage is on another rank.
+
+        `objective`: function (index of a micro-batch, response log-probabilities) -> summed preference loss; None:
+        next-token loss."""
         with torch.no_grad():
             compute = StageCompute(self.model, self.engine, micro_batches, targets, objective=objective)
             self._pipeline.run_forwards(compute, len(micro_batches))
@@ -104,41 +109,49 @@ class ForwardBackward:
 
     def _make_objective(self, micro_batches: Sequence[MicroBatch]) -> Objective | None:
         """Build the loss function of preference training: (index of a micro-batch, log-probabilities [B, D] of the D
-        responses of each sequence) -> summed loss; it also adds the micro-batch's metrics to the attribute `figures`.
-        None for next-token training. `micro_batches`: those that the indices refer to."""
+        responses of each sequence) -> summed loss; it also adds the micro-batch's metrics to the attribute
+        `metric_sums`. None for next-token training.
+
+        `micro_batches`: those that the indices refer to."""
         preference = self.preference
         if preference is None:
             return None
-        self.figures.zero_()
+        self.metric_sums.zero_()
 
         def compute_loss(micro_batch: int, log_probabilities_BD: torch.Tensor) -> torch.Tensor:
             """Return the summed preference loss of micro-batch number `micro_batch`, given the log-probabilities [B, D]
-            of its responses, and add its metrics to `figures`."""
+            of its responses, and add its metrics to `metric_sums`."""
             pairs = micro_batches[micro_batch][2].pairs
             assert pairs is not None, "documents without pairs"
             found = preference(log_probabilities_BD, pairs)
-            self.figures.add_(found.figures)
+            self.metric_sums.add_(found.metric_sums)
             return found.loss
 
         return compute_loss
 
 
 def count_targets(targets: Iterable[torch.Tensor], mesh: Mesh) -> TermCount:
-    """Return the number of target tokens (not -100) of the whole step over all ranks, at least 1 (on a GPU a scalar
-    tensor there). `targets`: target tokens of each of this rank's micro-batches, [B, S] each. Collective."""
+    """Return the number of target tokens (not -100) of the whole step, summed over all ranks of `mesh`, at least 1: a
+    number, or on a GPU a scalar tensor, so that the host does not wait.
+
+    `targets`: target tokens of each of this rank's micro-batches, [B, S] each. Collective."""
     return _sum_over_data(((micro_batch != -100).sum() for micro_batch in targets), mesh)
 
 
 def count_pairs(pairs: Iterable[Pairs], mesh: Mesh) -> TermCount:
-    """Return the number of preference pairs of the whole step over all ranks, at least 1 (on a GPU a scalar tensor
-    there). `pairs`: pairs of each of this rank's micro-batches, equal on all cp ranks. Collective."""
+    """Return the number of preference pairs of the whole step, summed over all ranks of `mesh`, at least 1: a number,
+    or on a GPU a scalar tensor, so that the host does not wait.
+
+    `pairs`: pairs of each of this rank's micro-batches, equal on all cp ranks. Collective."""
     return _sum_over_data((micro_batch.count for micro_batch in pairs), mesh, copies=mesh.cp.size)
 
 
 def _sum_over_data(counts: Iterable[torch.Tensor], mesh: Mesh, copies: int = 1) -> TermCount:
     """Return the sum of `counts` over micro-batches and over all ranks of the mesh axis `data` (dp x cp), divided by
-    `copies`; at least 1. Collective. `counts`: integer scalars, one per micro-batch of this rank; `copies`: number of
-    ranks that hold the same counts, such as cp ranks with the same pairs."""
+    `copies`; at least 1. Collective.
+
+    `counts`: integer scalars, one per micro-batch of this rank; `copies`: number of ranks that hold the same counts,
+    such as cp ranks with the same pairs."""
     total = torch.zeros((), dtype=torch.int64, device=mesh.device)
     for count in counts:
         total += count
@@ -148,9 +161,9 @@ def _sum_over_data(counts: Iterable[torch.Tensor], mesh: Mesh, copies: int = 1) 
 
 
 def loss_share(loss: torch.Tensor, mesh: Mesh, of_pairs: bool = False) -> torch.Tensor:
-    """Divide `loss`, the loss of this rank's micro-batches, by the number of ranks of `mesh` that compute the same
-    value, so that the sum over all ranks is the loss of the step. These are the tp ranks and, for a preference loss
-    (`of_pairs`), the cp ranks too."""
+    """Return this rank's share of the loss of a step: `loss`, the loss of its micro-batches, divided by the number of
+    ranks of `mesh` that compute the same value. The shares of all ranks sum to the loss. Ranks along tp compute the
+    same loss and, for a preference loss (`of_pairs`), ranks along cp too."""
     return loss / (mesh.tp.size * (mesh.cp.size if of_pairs else 1))
 
 

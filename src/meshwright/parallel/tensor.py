@@ -32,7 +32,9 @@ SHARED_HEADS_SITE = "tensor.gradients.shared_heads"
 
 class TensorParallel(TensorOperations):
     """Tensor-parallel communication of one rank over `axis` (tp); on an axis of size 1 every operation returns its
-    input. `sequence_parallel`: True if each rank holds only a slice of the tokens outside of column- and row-parallel
+    input.
+
+    `sequence_parallel`: True if each rank holds only a slice of the tokens outside of column- and row-parallel
     products."""
 
     def __init__(self, axis: Axis, sequence_parallel: bool) -> None:
@@ -41,14 +43,16 @@ class TensorParallel(TensorOperations):
 
     def enter(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
         """Return the input of a column-parallel product, [B, S, H] on every rank: `x_BSH` itself or, with sequence
-        parallelism, the all-gather of the tp ranks' token slices `x_BSH` [B, S / tp, H]. `site`: label of the call in
-        traces."""
+        parallelism, the all-gather of the tp ranks' token slices `x_BSH` [B, S / tp, H].
+
+        `site`: label of the call in traces."""
         return (gather_from if self.sequence_parallel else copy_to)(x_BSH, self.axis, site)
 
     def leave(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
         """Return the sum over the tp ranks of `x_BSH`, each rank's partial result of a row-parallel product: [B, S, H]
-        or, with sequence parallelism, this rank's token slice of that sum, [B, S / tp, H]. `site`: label of the call in
-        traces."""
+        or, with sequence parallelism, this rank's token slice of that sum, [B, S / tp, H].
+
+        `site`: label of the call in traces."""
         return (reduce_scatter_to if self.sequence_parallel else reduce_from)(x_BSH, self.axis, site)
 
     def reduce(self, x: torch.Tensor, site: str) -> torch.Tensor:
@@ -83,9 +87,11 @@ class TensorParallel(TensorOperations):
 
 
 class PartialGradients:
-    """Partial gradients of one rank, which must still be summed over tp: those of parameters that tp ranks replicate
-    but apply only to their own tokens or heads. They are views of the gradient shards of the FSDP `units`, at the same
-    positions on all ranks of a tp group. `table`: parameter table of the model."""
+    """Partial gradients of one rank, which must still be summed over tp (mesh axis of `mesh`): those of parameters that
+    all tp ranks hold but apply only to their own tokens or heads. They are views of the gradient shards of the FSDP
+    `units`, at the same positions on all ranks of a tp group.
+
+    `table`: parameter table of the model."""
 
     def __init__(self, units: Iterable[FsdpUnit], table: ParameterTable, mesh: Mesh) -> None:
         views: dict[int, list[torch.Tensor]] = {}

@@ -62,10 +62,11 @@ TIED_SITE = "pipeline.gradients.shared"
 
 @dataclass(frozen=True, slots=True)
 class ShardingAxes:
-    """Mesh axes over which an FSDP unit is sharded and its gradient summed. `data`: ranks over which the gradient is
-    summed; `shard`: ranks over which ZeRO shards the unit; `replica`: ranks that hold the same shard (hybrid sharding).
-    `tied`: pipeline ranks that all hold the unit (a tied embedding, or a model copy of a bidirectional schedule); None
-    if only one rank does."""
+    """Mesh axes over which an FSDP unit is sharded and its gradient summed.
+
+    `data`: ranks over which the gradient is summed; `shard`: ranks over which ZeRO shards the unit; `replica`: ranks
+    that hold the same shard (hybrid sharding). `tied`: pipeline ranks that all hold the unit (a tied embedding, or a
+    model copy of a bidirectional schedule); None if only one rank does."""
 
     data: Axis
     shard: Axis
@@ -90,7 +91,7 @@ class FsdpUnit:
     unsharded_gradient  gradient before its reduction; None where it exists only in the backward pass (ZeRO-2, 3).
     replicas, replica   number of ranks at the same index on tp that hold this shard; this rank's index among them.
     decay_numel         number of elements at the beginning of the shard to which weight decay applies.
-    rate                factor on the learning rate of these elements.
+    rate_factor         factor on the learning rate of these elements.
     balancing           index ranges (start, stop) in the shard of router biases; the gradient of such a bias is its
                         expert's load minus the mean load.
     """
@@ -109,7 +110,7 @@ class FsdpUnit:
             return torch.zeros(numel, dtype=dtype, device=device)
 
         self.flat, self.axes, self.trainable = flat, axes, flat.trainable
-        parameter_dtype, at = flat.packing.dtype or parameter_dtype, flat.packing.count
+        parameter_dtype, at = flat.storage_format.dtype or parameter_dtype, flat.storage_format.count
         if not self.trainable:  # nothing is updated: ZeRO can shard the parameters, or leave them as they are
             zero, master_dtype = 3 if zero == 3 else 0, parameter_dtype
         self.zero = zero
@@ -120,7 +121,7 @@ class FsdpUnit:
         self.start = axes.shard.rank * length if zero else 0
         self.stop = self.start + length
         self.decay_numel = min(max(flat.decay_numel - self.start, 0), length)
-        self.rate = flat.rate
+        self.rate_factor = flat.rate_factor
         self.balancing = tuple(
             (low - self.start, high - self.start)
             for part, low, high in flat.slices_within(self.start, self.stop)
@@ -184,9 +185,11 @@ class FsdpUnit:
 
 @dataclass(slots=True)
 class UnshardedGradient:
-    """Gradient of an FSDP unit before its reduction over ranks. `buffer`: the gradient, 1-D; `views`: for each
-    parameter a view of the buffer in the parameter's shape; `stale`: indices of the views that hold values of an
-    earlier step, which the next gradient overwrites instead of being added to them."""
+    """Gradient of an FSDP unit before its reduction over ranks.
+
+    `buffer`: the gradient, 1-D; `views`: for each parameter a view of the buffer in the parameter's shape; `stale`:
+    indices of the views that hold values of an earlier step, which the next gradient overwrites instead of being added
+    to them."""
 
     buffer: torch.Tensor
     views: list[torch.Tensor]
@@ -261,8 +264,10 @@ class GradientReducer:
 
     def _add_to_shard(self, unit: FsdpUnit, output: torch.Tensor, buffer: torch.Tensor, last: bool) -> None:
         """Finish a completed reduction: add its `output` to the unit's gradient shard and release the unsharded
-        `buffer`. `last`: True for the unit's last reduction of the step, after which the all-reduce over replicas
-        starts (hybrid sharding)."""
+        `buffer`.
+
+        `last`: True for the unit's last reduction of the step, after which the all-reduce over replicas starts (hybrid
+        sharding)."""
         if unit.zero >= 2:
             self._pool.release(buffer)
         if output is not unit.gradient:
@@ -314,7 +319,8 @@ class ParameterPrefetcher(Units):
 
     def enter(self, name: str, x: Any) -> Any:
         """Unshard the FSDP unit `name` before its forward pass and start the all-gather of the next unit. Return the
-        unit's input `x`; under ZeRO-3 it is wrapped such that the unit is resharded at the end of its backward."""
+        unit's input `x`; under ZeRO-3 it is wrapped in an autograd function, which reshards the unit at the end of its
+        backward."""
         self._unshard(name, self._next.get(name))
         if self._sharded[name] and isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled():
             return _BackwardHook.apply(x, partial(self._leave_backward, name))
@@ -322,8 +328,8 @@ class ParameterPrefetcher(Units):
 
     def leave(self, name: str, x: torch.Tensor) -> torch.Tensor:
         """Reshard the FSDP unit `name` after its forward pass, unless backward begins with this unit. Return the unit's
-        output `x`, wrapped such that the unit is unsharded at the beginning of its backward. Below ZeRO-3 only return
-        `x`."""
+        output `x`; under ZeRO-3 it is wrapped in an autograd function, which unshards the unit at the beginning of its
+        backward."""
         if not self._sharded[name]:
             return x
         with_backward = x.requires_grad and torch.is_grad_enabled()

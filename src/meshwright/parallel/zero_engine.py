@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from meshwright.comm.mesh import Axis, Mesh
-from meshwright.model.initialise import ReadSlice, initial_slice
-from meshwright.parallel.flat_buffers import GradientBufferPool, TensorSlice, cut_slices, flat_layout, split_evenly
+from meshwright.model.initialise import ReadSlice, make_initial_slice
+from meshwright.parallel.flat_buffers import GradientBufferPool, TensorSlice, cut_slices, make_flat_layout, split_evenly
 from meshwright.parallel.gradient_accumulation import BackwardPass, GradientAccumulator
 from meshwright.parallel.tensor import PartialGradients
 from meshwright.parallel.zero import FsdpUnit, GradientReducer, ParameterPrefetcher, ShardingAxes
-from meshwright.planner.memory.states import flats_of, states
+from meshwright.planner.memory.states import flats_of, list_states
 from meshwright.spec.parameter_entries import EXPERT_BUFFERS, BufferKind
 from meshwright.spec.parameters import ParameterTable
 from meshwright.spec.partition import Partition
@@ -58,7 +58,7 @@ class ZeroEngine:
         self.partition = partition = Partition.whole(table) if partition is None else partition
         self.parameter_dtype, self.master_dtype = parameter_dtype, master_dtype
         held = partition.units_on(mesh.pp.rank)
-        tied = self._tied_axes()
+        tied = self._make_tied_axes()
         self._units: dict[str, FsdpUnit] = {}
         """The FSDP units by the name of their flat buffer."""
         self._trained: dict[str, FsdpUnit] = {}
@@ -72,7 +72,7 @@ class ZeroEngine:
                 if seed is None:
                     unit.flat.fill_from_model(unit.master, unit.start, model)
                 else:
-                    unit.flat.fill(unit.master, unit.start, partial(initial_slice, seed=seed))
+                    unit.flat.fill(unit.master, unit.start, partial(make_initial_slice, seed=seed))
                 self._units[unit.flat.name] = unit
                 self._units_of[name].append(unit)
                 bound = unit.flat.bind(model, unit.parameters)
@@ -99,7 +99,7 @@ class ZeroEngine:
         self.gradients = GradientAccumulator(self._trained, parameters, GradientReducer(self._trained, self._pool))
         self.all_gather_parameters()
 
-    def _tied_axes(self) -> dict[str, Axis | None]:
+    def _make_tied_axes(self) -> dict[str, Axis | None]:
         """Return {FSDP unit name: mesh axis of the pipeline ranks that hold the unit, None if only one does}.
         Collective: every rank creates all process groups."""
         axes: dict[tuple[int, ...], Axis | None] = {}
@@ -109,10 +109,11 @@ class ZeroEngine:
         return {name: axes[places] for name, places in holders.items()}
 
     def _build_unit(self, name: str, buffer: BufferKind, tied: Axis | None) -> FsdpUnit:
-        """Build the FSDP unit `name` for the parameters of one flat buffer. `buffer`: which one: "dense" (trained
-        parameters), "experts" (routed experts, which are sharded over other ranks), "frozen" ... `tied`: mesh axis over
-        all pipeline ranks that hold a copy of the unit, such as a tied embedding; None if this pipeline rank alone
-        holds the unit."""
+        """Build the FSDP unit `name` for the parameters of one flat buffer.
+
+        `buffer`: which one: "dense" (trained parameters), "experts" (routed experts, which are sharded over other
+        ranks), "frozen" ... `tied`: mesh axis over all pipeline ranks that hold a copy of the unit, such as a tied
+        embedding; None if this pipeline rank alone holds the unit."""
         mesh = self.mesh
         if buffer in EXPERT_BUFFERS:
             axes = ShardingAxes(mesh.expert_data, mesh.expert_shard, mesh.expert_replica, tied)
@@ -120,10 +121,10 @@ class ZeroEngine:
             axes = ShardingAxes(mesh.data, mesh.shard, mesh.replica, tied)
         zero = mesh.layout.zero if not axes.shard.trivial else 0
         shards = axes.shard.size if zero else 1
-        flat = flat_layout(self.table, name, shards, mesh.layout, mesh.layout.coordinates(mesh.rank), buffer)
+        flat = make_flat_layout(self.table, name, shards, mesh.layout, mesh.layout.coordinates(mesh.rank), buffer)
         return FsdpUnit(flat, zero, axes, mesh.device, self.parameter_dtype, self.master_dtype)
 
-    def _unit_names(self, stage: Stage) -> list[str]:
+    def _list_unit_names(self, stage: Stage) -> list[str]:
         """Return the names of the trained flat buffers that a pipeline stage uses, in the order of first use."""
         units = [unit for name in self.partition.needed(stage) for unit in self._units_of[name]]
         return [unit.flat.name for unit in units if unit.trainable]
@@ -136,7 +137,7 @@ class ZeroEngine:
         passes = dict.fromkeys(self._trained, 0)
         for stage in self.partition.stages_on(self.mesh.pp.rank):
             count = micro_batches if isinstance(micro_batches, int) else micro_batches.get(stage.index, 0)
-            for name in self._unit_names(stage):
+            for name in self._list_unit_names(stage):
                 passes[name] += count
         self.gradients.begin_step(passes)
 
@@ -155,7 +156,7 @@ class ZeroEngine:
     def start_pass(self, stage: Stage, split: bool = False) -> BackwardPass:
         """Start a backward pass of one micro-batch through a stage and return the state of the pass. `split`: True if
         the pass first computes only input gradients, until `pause_pass` is called."""
-        return self.gradients.start(self._unit_names(stage), split)
+        return self.gradients.start(self._list_unit_names(stage), split)
 
     def pause_pass(self, stage: Stage, deferred: Collection[nn.Parameter]) -> None:
         """Pause a split backward pass through `stage` after its input gradients. `deferred`: parameters whose weight
@@ -178,9 +179,9 @@ class ZeroEngine:
         self._partial.all_reduce()
 
     def squared_norm_share(self) -> torch.Tensor:
-        """Return this rank's contribution to the squared global gradient norm (float64 scalar): the sum over all ranks
-        (`mesh.world`) is the squared norm. It is not finite if any gradient is not. An element that n ranks hold is
-        counted by each of them with weight 1 / n."""
+        """Return this rank's contribution to the squared global gradient norm (float64 scalar); the contributions of
+        all ranks (`mesh.world`) sum to the squared norm. It is infinite or NaN if any gradient is. An element that n
+        ranks hold is counted by each of them with weight 1 / n."""
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for unit in self.shards:
             for low, high, copies in unit.flat.ranges_by_copies(unit.start, unit.stop):
@@ -190,7 +191,7 @@ class ZeroEngine:
     def initialise(self, seed: int) -> None:
         """Initialise the parameters in place from `seed`; the values depend on (seed, parameter name) alone, not on the
         parallel layout."""
-        self.load(partial(initial_slice, seed=seed))
+        self.load(partial(make_initial_slice, seed=seed))
 
     def load(self, read_slice: ReadSlice) -> None:
         """Load parameter values into master weights and parameters. `read_slice`: function (entry, start, stop,
@@ -208,16 +209,19 @@ class ZeroEngine:
     # --- slices for checkpoints, bytes for ledgers
 
     def master_slices(self, owned: bool) -> list[TensorSlice]:
-        """Return the trained master weights as slices of parameter entries (checkpoint tensors). `owned`: True: the
-        slices that this rank writes to a checkpoint (over all ranks, each element is in one slice); False: all slices
-        that this rank holds and must read."""
+        """Return the trained master weights as slices of parameter entries (checkpoint tensors).
+
+        `owned`: True: the slices that this rank writes to a checkpoint (over all ranks, each element is in one slice);
+        False: all slices that this rank holds and must read."""
         return self.slices_like("master", [shard.master for shard in self.shards], owned)
 
     def slices_like(self, kind: str, tensors: Sequence[torch.Tensor], owned: bool) -> list[TensorSlice]:
-        """Return an optimizer state as slices of parameter entries (checkpoint tensors), cut at the same elements as
-        those of `master_slices`. `kind`: label of the slices, such as "exp_avg". `tensors`: one 1-D tensor for each
-        unit in `shards`, as long as the unit's master weights. `owned`: True for the slices that this rank writes to a
-        checkpoint, False for all that it must read."""
+        """Return an optimizer state as slices of parameter entries (checkpoint tensors), with the same element ranges
+        as the slices that `master_slices` returns.
+
+        `kind`: label of the slices, such as "exp_avg". `tensors`: one 1-D tensor for each unit in `shards`, as long as
+        the unit's master weights. `owned`: True for the slices that this rank writes to a checkpoint, False for all
+        that it must read."""
         slices: list[TensorSlice] = []
         position = self.mesh.tp.rank if owned else None
         for tensor, unit in zip(tensors, self.shards, strict=True):
@@ -233,7 +237,7 @@ class ZeroEngine:
         slices: list[TensorSlice] = []
         for unit in self._units.values():
             unit.unshard()
-            values = unit.flat.packing.unpack(unit.parameters.clone(), torch.float32)
+            values = unit.flat.storage_format.unpack(unit.parameters.clone(), torch.float32)
             slices += cut_slices(unit.flat, "parameter", values, 0, 0, unit.flat.numel)
             if unit.zero == 3:
                 unit.reshard()
@@ -244,7 +248,7 @@ class ZeroEngine:
         parameters share memory), "gradients", and "gradient_buffers" (idle buffers of the pool)."""
         units = self._units.values()
         kinds: dict[str, Iterable[torch.Tensor]] = {
-            "parameters": [t for u in units for t in (u.parameters, u.parameter_shard, *u.flat.packing.scales)],
+            "parameters": [t for u in units for t in (u.parameters, u.parameter_shard, *u.flat.storage_format.scales)],
             "masters": [unit.master for unit in units],
             "gradients": [unit.gradient for unit in units],
             "gradient_buffers": self._pool.idle(),
@@ -264,7 +268,7 @@ class ZeroEngine:
         sizes = dict.fromkeys(("parameters", "masters", "gradients", "gradient_buffers"), 0)
         flats = flats_of(self.table, self.mesh.layout, list(self._units_of))
         parameter, master = (str(each).removeprefix("torch.") for each in (self.parameter_dtype, self.master_dtype))
-        for state in states(flats, parameter, master, optimizer="sgd"):
+        for state in list_states(flats, parameter, master, optimizer="sgd"):
             sizes[state.kind] += state.bytes
         return sizes
 

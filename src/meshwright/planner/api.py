@@ -17,10 +17,10 @@ from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.models import adapted_model, is_recipe, layout_of_recipe, recipe_of, values_from_recipe
 from meshwright.planner.problem import Problem, parse_reserve
 from meshwright.planner.search.estimate import Estimate, ProblemOptions, estimate_layout, problem_of, recipe_layout
-from meshwright.planner.search.nearest import Nearest, nearest
+from meshwright.planner.search.nearest import Nearest, find_nearest
 from meshwright.planner.search.search import SearchResult, search
-from meshwright.planner.show.answers import MOST_TOP, document, ledgers, no_fit_error
-from meshwright.planner.show.explain import OperationTime, busiest, explain
+from meshwright.planner.show.answers import MOST_TOP, ledger_documents, no_fit_error, plan_document
+from meshwright.planner.show.explain import OperationTime, explain, find_busiest_rank
 from meshwright.spec.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -68,9 +68,9 @@ class Plan:
 
     @property
     def layouts(self) -> list[dict[str, Any]]:
-        """Records of `meshwright plan --json`, one dict per estimate: layout, fits, memory_gib, step_seconds, mfu
-        ..."""
-        records: list[dict[str, Any]] = document(self.problem, self.estimates, self.search)["layouts"]
+        """JSON records of the predicted layouts as in `meshwright plan --json`, one dict per estimate: layout, fits,
+        memory_gib, step_seconds, mfu ..."""
+        records: list[dict[str, Any]] = plan_document(self.problem, self.estimates, self.search)["layouts"]
         return records
 
     @property
@@ -84,14 +84,14 @@ class Plan:
 
     @cached_property
     def nearest(self) -> Nearest | None:
-        """The layout that needs the least memory, and how many devices would be enough; None where a layout fits or was
-        given."""
-        return None if self.search is None or self.estimates else nearest(self.search)
+        """The layout that needs least memory, and the number of devices that would suffice; None if a layout fits or
+        the user gave the layout."""
+        return None if self.search is None or self.estimates else find_nearest(self.search)
 
     @cached_property
     def busiest_rank(self) -> int:
-        """Index of the pipeline rank that computes longest for a micro-batch under the best layout."""
-        return busiest(self.problem, self.best.layout)
+        """Index of the pipeline rank with the most compute seconds per micro-batch under the best layout."""
+        return find_busiest_rank(self.problem, self.best.layout)
 
     @cached_property
     def operations(self) -> list[OperationTime]:
@@ -99,19 +99,20 @@ class Plan:
         return explain(self.problem, self.best.layout, self.busiest_rank)
 
     def to_json_dict(self, *, ledger: bool = False, operations: bool = False) -> dict[str, Any]:
-        """Return the document that `meshwright plan --json` prints, for the best layouts.
+        """Return the JSON document of `meshwright plan --json` for the best layouts.
 
-        ledger: add the tensors at the memory peak of the best layout, for each pipeline rank whose memory differs from
-        the others'; operations: add the operations of a micro-batch on its busiest rank, with their seconds.
+        ledger: add all tensors at the memory peak of the best layout, for each pipeline rank, ranks with equal memory
+        only once; operations: add the operations of a micro-batch on the best layout's busiest rank, with their
+        seconds.
         """
-        found = document(self.problem, self.estimates, self.search)
+        found = plan_document(self.problem, self.estimates, self.search)
         own = self.recipe_estimate
         if own is not None:
             found["recipe_layout"] = {"error": own} if isinstance(own, str) else own.document()
         if self.nearest is not None:
             found["nearest"] = self.nearest.document()
         if ledger and self.estimates:
-            found["ledger"] = ledgers(self.best)
+            found["ledger"] = ledger_documents(self.best)
         if operations and self.estimates:
             found["operations"] = [row.document() for row in self.operations]
         return to_json_dict(found)
@@ -184,8 +185,8 @@ def plan(
 
 
 def _recipe(model: object) -> Recipe | None:
-    """Return `plan`'s argument `model` as a recipe, loading it if it is a recipe's path; None for a preset, config.json
-    or configuration. Raises `UserError` for any other type."""
+    """Return the argument `model` of `plan` as a recipe: a recipe itself, or the one loaded from the path of a recipe
+    file; None if it is a preset, config.json or configuration. Raises `UserError` for any other type."""
     if is_recipe(model):
         return recipe_of(str(model))
     if isinstance(model, ModelConfig | str | Path | Mapping):

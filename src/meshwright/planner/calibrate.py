@@ -24,7 +24,7 @@ RESULT, METRICS = "result.json", "metrics.jsonl"
 """Names of files in a run directory."""
 
 LEAST_PEAK = 2**28
-"""Bytes: a run that needs less says nothing about the share of memory that is not explained."""
+"""Bytes: runs with a smaller predicted peak are left out of the unexplained fraction of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,8 @@ def read_run(run: str | Path) -> RunFigures:
 
 
 def _positive(value: Any, where: str) -> float:
-    """Return a value read from JSON as float. where: its location, with which the `UserError` begins that is raised
-    unless the value is a finite number above 0."""
+    """Return a value read from JSON as float. Raises `UserError` unless it is a finite number above 0. where: location
+    in the file, with which the error text begins."""
     if not is_finite_number(value) or value <= 0:
         raise UserError(f"{where} is damaged: {shorten_repr(value)} is not a number above 0")
     return float(value)
@@ -131,9 +131,11 @@ def _memory(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> tuple[
 
 
 def calibration_of(runs: Sequence[RunFigures]) -> Calibration:
-    """Compute the calibration from finished runs: median, minimum and maximum of the ratio of measured to predicted
-    step seconds, and the unexplained share of memory: the runs' sum of measured minus predicted peak bytes, divided by
-    their sum of predicted peak bytes, over the runs that have a predicted peak."""
+    """Compute the calibration of a machine's predictions from finished runs.
+
+    Step seconds: median, minimum and maximum of measured / predicted. Memory: sum of (measured - predicted peak bytes)
+    / sum of predicted peak bytes, over the runs with a predicted peak.
+    """
     ratios = [run.ratio for run in runs]
     told = [(run.peak_bytes, run.unexplained_bytes) for run in runs if run.peak_bytes is not None]
     share = sum(unexplained or 0 for _, unexplained in told) / sum(peak for peak, _ in told) if told else None
@@ -141,8 +143,8 @@ def calibration_of(runs: Sequence[RunFigures]) -> Calibration:
 
 
 def cluster_file_with(path: Path, runs: Sequence[RunFigures]) -> tuple[str, Calibration]:
-    """Return (text, calibration): the text of the cluster file at `path` with its calibration replaced by that of
-    `runs`, and this calibration.
+    """Return (new text of the cluster file at `path`, calibration), in which the file's calibration is replaced by that
+    of `runs`.
 
     Raises `UserError` if it is not a cluster file, or if the runs were predicted for another device.
     """
@@ -166,7 +168,7 @@ def cluster_file_with(path: Path, runs: Sequence[RunFigures]) -> tuple[str, Cali
 
 
 def _machine(path: Path) -> Cluster:
-    """Return the cluster that the cluster file at `path` describes. Raises `UserError` if there is no such file."""
+    """Return the cluster described by the file at `path`. Raises `UserError` if the file does not exist."""
     if not path.exists():
         raise UserError(f"--calibrate: there is no cluster file {path}; run `meshwright probe` first")
     return cluster(str(path.absolute()))

@@ -24,10 +24,10 @@ NEEDED = ("model", "cluster", "sequence", "batch")
 
 
 def answer(line: str) -> dict[str, Any]:
-    """Return the answer to one planning request: the document of `meshwright plan --json`, or {"error": text}. line: a
-    JSON object with the arguments of `plan`.
+    """Return the JSON answer to one planning request: the document of `meshwright plan --json`, or {"error": text}.
+    line: JSON object with the arguments of `plan`.
 
-    The key "warnings" lists the texts of the request's `ModelWarning`s, if any.
+    The key "warnings" lists the texts of `ModelWarning`s that the request caused, if any.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ModelWarning)
@@ -72,8 +72,8 @@ def _request(line: str) -> Mapping[str, Any]:
 
 
 def _kind(key: str) -> str:
-    """Return a description of a field's valid types, such as "text or an object". key: name of a planning request's
-    field."""
+    """Return a description of the types that a field of a planning request may have, such as "text or an object". key:
+    name of the field."""
     words = {str: "text", dict: "an object", int: "a whole number", bool: "true or false", float: "a number"}
     return " or ".join(words[each] for each in FIELDS[key] if each is not int or float not in FIELDS[key])
 

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 BYTE_VOCABULARY = 257
-"""Tokens of a tokenizer of bytes: with the end of a text."""
+"""Vocabulary size of a byte-level tokenizer: 256 bytes and the end of a text."""
 
 
 def model_of(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> ModelConfig:
-    """Return the model config that `wanted` describes: a preset's name, a Hugging Face directory, a config.json or its
-    content, or a recipe's path.
+    """Return the model config that `wanted` describes: name of a preset, a Hugging Face directory, a config.json or its
+    content, or the path of a recipe.
 
-    Raises `UserError` for an unknown model, with the most similar name, or for one that cannot be planned.
+    Raises `UserError`, with the most similar name, for an unknown model, and for a model that cannot be planned.
     """
     if isinstance(wanted, ModelConfig):
         return wanted
@@ -57,19 +57,18 @@ def model_of(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> ModelConfi
 def adapted_model(
     wanted: ModelConfig | str | Path | Mapping[str, Any], adapter: Mapping[str, Any] | Sequence[str]
 ) -> ModelConfig:
-    """Return the model config of `wanted`, as of `model_of`, with an adapter. adapter: keys of a recipe's table
-    [adapter], or overrides such as "adapter.rank=16". Raises `UserError` if they are wrong or do not fit the model."""
+    """Return the model config that `wanted` describes (as for `model_of`), with an adapter. adapter: keys of a recipe's
+    table [adapter], or overrides such as "adapter.rank=16". Raises `UserError` if they are invalid or do not fit the
+    model."""
     from meshwright.recipe.adapter import read_adapter
 
     return with_adapter(model_of(wanted), read_adapter(adapter))
 
 
 def model_substitution_note(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> str | None:
-    """Return a note if a Hugging Face configuration names code or an architecture other than the one that is planned
-    for; else None.
-
-    wanted: preset's name, directory, config.json or its content, which `model_of` accepted.
-    """
+    """Return a note for users if a Hugging Face configuration names an architecture, or own code, other than the
+    architecture that is planned in its place; else None. wanted: name of a preset, directory, config.json or its
+    content that `model_of` accepts."""
     if isinstance(wanted, ModelConfig) or str(wanted) in PRESETS:
         return None
     data = wanted if isinstance(wanted, Mapping) else read_config(wanted)
@@ -83,20 +82,20 @@ def is_recipe(wanted: object) -> bool:
 
 
 def recipe_of(wanted: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Load the recipe at a path. overrides: KEY=VALUE texts as on the command line."""
+    """Load a recipe. wanted: its path; overrides: KEY=VALUE texts as on the command line."""
     from meshwright.recipe import load_recipe
 
     return load_recipe(wanted, overrides)
 
 
 def layout_of_recipe(recipe: Recipe) -> Layout | None:
-    """Return the layout that a recipe names; None for "auto", where the planner chooses."""
+    """Return the layout that a recipe names; None for "auto", for which the planner searches one."""
     return None if recipe.layout == "auto" else recipe.parsed_layout
 
 
 def values_from_recipe(recipe: Recipe, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the planning options `given` with each None replaced by the recipe's value. given: values by the names
-    "sequence", "batch", "optimizer" and "compile"."""
+    """Return the planning options `given` ("sequence", "batch", "optimizer", "compile") with each None replaced by the
+    recipe's value."""
     own = {
         "sequence": recipe.data.sequence, "batch": recipe.train.batch, "optimizer": recipe.train.optimizer,
         "compile": recipe.train.compile,
@@ -105,10 +104,10 @@ def values_from_recipe(recipe: Recipe, given: Mapping[str, Any]) -> dict[str, An
 
 
 def config_of(recipe: Recipe) -> tuple[ModelConfig, str | None]:
-    """Return (model config of a recipe, line on what was assumed about its vocabulary, None if nothing).
+    """Return (model config of a recipe, assumption about its vocabulary as text or None).
 
-    For a tokenizer that is still to be trained, its maximum vocabulary is assumed. Raises `UserError` if the size is
-    unknown.
+    For a tokenizer that has yet to be trained, its maximum vocabulary is assumed. Raises `UserError` if the vocabulary
+    size is unknown.
     """
     model, data = recipe.model, recipe.data
     assumed = None
@@ -128,8 +127,8 @@ def config_of(recipe: Recipe) -> tuple[ModelConfig, str | None]:
 
 
 def _of_files(tokenizer: str, preset_name: str | None) -> tuple[int, str | None]:
-    """Return (vocabulary size, assumption as text or None) for a tokenizer's path; the size of the preset if the path
-    cannot be read. Raises `UserError` if there is no preset either."""
+    """Return (vocabulary size, assumption as text or None) for the path of a tokenizer; if the path cannot be read, the
+    size is that of the model preset `preset_name`. Raises `UserError` if there is no preset either."""
     try:
         return tokenizer_vocabulary(tokenizer), None
     except UserError as error:

@@ -17,21 +17,23 @@ from meshwright.spec.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A planning problem: a training step of a model (`config`) on a cluster.
+    """A planning problem: one training step of a model on a cluster.
 
     Attributes:
+        config: Model.
+        cluster: Devices and the links between them.
         sequence: Tokens of a sequence.
-        batch: Sequences over all ranks.
+        batch: Sequences of a step over all ranks.
         engine: Training engine (framework) whose kernels and buffers are modelled.
-        compile: True for compiled blocks.
+        compile: True if layers are compiled by torch.compile.
         optimizer: Such as "adamw".
         precision: Such as "bf16".
-        documents: Average number packed into a sequence.
-        pairs: True for training on response pairs, not next tokens.
-        teacher: The teacher of distillation; None: none.
-        assumed: Line on what was assumed about the model, if anything.
+        documents: Average number of documents packed into a sequence.
+        pairs: True for training on response pairs (DPO), not next tokens.
+        teacher: Teacher model of distillation; None without.
+        assumed: Line of text on what was assumed about the model, if anything.
         reserve: Bytes of a device to keep free.
-        process: (name, bytes) of what the process of a rank on a CPU holds in addition to tensors.
+        process: (name, bytes) of the memory that a rank's process on a CPU holds in addition to tensors.
     """
 
     config: ModelConfig
@@ -51,13 +53,13 @@ class Problem:
 
     @property
     def usable_bytes(self) -> float:
-        """Bytes of a device that a layout may use: its memory less the reserve."""
+        """Bytes of a device's memory that a layout may use: all but the reserve."""
         return self.cluster.device.memory_bytes - self.reserve
 
     @property
     def only_planned(self) -> bool:
-        """True if layouts that `train` cannot run are searched too: for plan-only models and engines,
-        and for encoders."""
+        """True if the search includes layouts that `meshwright train` cannot run: for models and engines that can only
+        be planned, and for encoders."""
         config = self.config
         return config.planning_only is not None or config.encoder or self.engine.name != "meshwright"
 
@@ -76,9 +78,9 @@ def parse_reserve(value: str | float, device_bytes: float) -> float:
     return size
 
 
-class Candidate(NamedTuple):
-    """A candidate for the work of one pipeline stage: its layout (with dp only as large as the experts need), and the
-    number of sequences of a micro-batch (`rows`)."""
+class StageCandidate(NamedTuple):
+    """A candidate layout of one pipeline stage, without the number of stages. layout: sizes of tp, cp, ep and other
+    axes, with dp only as large as the experts need; rows: sequences of a micro-batch."""
 
     layout: Layout
     rows: int

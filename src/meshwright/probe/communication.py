@@ -72,8 +72,8 @@ def time_collective(
 
 
 def choose_precision(mesh: Mesh) -> str:
-    """Choose the faster precision of matrix products, measured on rank 0: return "bf16" if it is faster than fp32, else
-    "fp32". The result is equal on all ranks, which must all call this function."""
+    """Choose the faster precision of matrix products, measured on rank 0 of `mesh`: return "bf16" if it is faster than
+    fp32, else "fp32". The result is equal on all ranks, which must all call this function."""
     faster = torch.tensor(float(mesh.rank == 0 and bf16_is_faster(mesh.device)), device=mesh.device)
     collectives.all_reduce(faster, mesh.world, "start.precision")
     return "bf16" if faster > 0 else "fp32"
@@ -96,9 +96,9 @@ def compute_slowest_median(by_rank: list[list[float]], waits: list[list[float]])
 
 def _make_call(axis: Axis, operation: str, size: int, device: torch.device) -> tuple[Callable[[], None], int]:
     """Return (function that runs the collective once over `axis`, number by which to divide the function's duration).
-    The number is 2 for "send-receive", which sends a message there and back, and 1 for all other operations.
+    The number is 2 for "send-receive", which sends a message to another rank and back, and 1 for all other operations.
 
-    operation: such as "all-reduce". size: bytes of the full float32 vector.
+    operation: such as "all-reduce". size: bytes of the full float32 vector, which is allocated on `device`.
     """
     share = max(1, size // 4 // axis.size)
     whole = torch.zeros(share * axis.size, device=device)

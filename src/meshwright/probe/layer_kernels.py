@@ -83,8 +83,8 @@ def _list_kernels(
     (device) -> function to be timed. kernels: number of device kernels that one run launches. bytes: bytes that one of
     them reads and writes.
 
-    axes: mesh axes of the plan; with "cp" ring attention is included. back: True for the backward pass, False for the
-    forward pass.
+    dtype: dtype of the tensors. axes: mesh axes of the plan; with "cp" ring attention is included. back: True for the
+    backward pass, False for the forward pass.
     """
     for name, (width, kernels) in _ELEMENTWISE.items():
         passes, tokens = kernels[back], elements // width
@@ -131,8 +131,8 @@ def _run_forward(forward: Callable[[], Any]) -> None:
 
 
 def _make_elementwise(name: str, tokens: int, dtype: torch.dtype, device: torch.device) -> ForwardCall:
-    """Allocate the inputs of an elementwise operation for `tokens` tokens; return (inputs whose gradients are computed,
-    function that runs the forward pass). name: "norm", "rotary" or "activation"."""
+    """Allocate the inputs of an elementwise operation for `tokens` tokens in `dtype` on `device`; return (inputs whose
+    gradients are computed, function that runs the forward pass). name: "norm", "rotary" or "activation"."""
     if name == "norm":
         module = RMSNorm(HIDDEN, 1e-5, device=device, dtype=dtype)
         nn.init.ones_(module.weight)
@@ -148,8 +148,8 @@ def _make_elementwise(name: str, tokens: int, dtype: torch.dtype, device: torch.
 
 
 def _make_loss_call(tokens: int, dtype: torch.dtype, back: bool, device: torch.device) -> Callable[[], Any]:
-    """Return a function that computes the cross entropy of `tokens` tokens from random logits or, if `back`, one that
-    overwrites the logits with their gradient."""
+    """Return a function that computes the cross entropy of `tokens` tokens from random logits of `dtype` on `device`
+    or, if `back`, one that overwrites the logits with their gradient."""
     logits_CV = torch.randn(tokens, VOCABULARY, device=device).to(dtype)
     targets_C = torch.randint(VOCABULARY, (tokens,), device=device)
     forward = partial(loss_chunk_from_logits, logits_CV, targets_C)
@@ -157,8 +157,8 @@ def _make_loss_call(tokens: int, dtype: torch.dtype, back: bool, device: torch.d
 
 
 def _make_attention(kernel: _Attention, rows: int, dtype: torch.dtype, device: torch.device) -> ForwardCall:
-    """Allocate random Q, K and V of `rows` sequences for the attention kernel `kernel`; return (inputs whose gradients
-    are computed, function that runs the forward pass)."""
+    """Allocate random Q, K and V of `rows` sequences, in `dtype` on `device`, for the attention kernel `kernel`; return
+    (inputs whose gradients are computed, function that runs the forward pass)."""
     leaves = [
         _make_leaf(dtype, device, rows, kernel.tokens, heads, kernel.head_size) for heads in (HEADS, KV_HEADS, KV_HEADS)
     ]

@@ -50,8 +50,8 @@ def bf16_is_faster(device: torch.device | str = "cpu") -> bool:
 def _time_products(
     dtype: torch.dtype, device: torch.device, shapes: Sequence[tuple[int, int, int]], seconds: float
 ) -> list[tuple[float, list[float]]]:
-    """Time matrix products; return (FLOPs of one product, seconds of each repetition) for each shape. shapes: (tokens,
-    output size, input size). seconds: duration of the whole measurement."""
+    """Time matrix products in `dtype` on `device`; return (FLOPs of one product, seconds of each repetition) for each
+    shape. shapes: (tokens, output size, input size). seconds: duration of the whole measurement."""
     products = []
     for tokens, out, inner in shapes:
         x = torch.randn(tokens, inner, device=device).to(dtype)

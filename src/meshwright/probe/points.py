@@ -26,12 +26,16 @@ _LARGE_SIDES = ((4096, 1024), (1024, 4096), (4096, 4096), (14336, 4096), (4096, 
 class MeasurementPoint:
     """One timed measurement: a matrix product, memory pass or layer operation at one size and precision.
 
-    kind: "product" (matrix product), "pass" (elementwise operation over memory) or "kernel" (operation of a transformer
-    layer, such as norm or attention). name: name of the pass or operation; for a product "forward", "input-gradient" or
-    "weight-gradient". precision: such as "bf16". sizes: (tokens, output size, input size) of a product, else
-    (elements,). make: for kind "kernel", function (device) -> function that runs the operation once on inputs allocated
-    there; else None. kernels: number of device kernels that one run launches. kernel_bytes: mean bytes that each of
-    these kernels reads and writes.
+    Attributes:
+        kind: "product" (matrix product), "pass" (elementwise operation over memory) or "kernel" (operation of a
+            transformer layer, such as norm or attention).
+        name: Name of the pass or operation; for a product "forward", "input-gradient" or "weight-gradient".
+        precision: Such as "bf16".
+        sizes: (tokens, output size, input size) of a product, else (elements,).
+        make: For kind "kernel", function (device) -> function that runs the operation once on inputs allocated there;
+            else None.
+        kernels: Number of device kernels that one run launches.
+        kernel_bytes: Mean bytes that each of these kernels reads and writes.
     """
 
     kind: str
@@ -164,8 +168,8 @@ class ReferenceKernel:
 
 
 def _combine_shapes(tokens: Sequence[int], sides: Sequence[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:
-    """Combine every number of tokens with every pair (output size, input size); return the shapes (tokens, output size,
-    input size)."""
+    """Combine every number of tokens with every pair (output size, input size) of `sides`; return the shapes (tokens,
+    output size, input size)."""
     return tuple((rows, *side) for rows in tokens for side in sides)
 
 

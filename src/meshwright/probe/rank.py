@@ -25,7 +25,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.launcher.host_memory import read_machine_memory
 from meshwright.layout import Layout
 from meshwright.planner.hardware.machine_profile import processor_name
-from meshwright.planner.hardware.measured import Collective, Curve, Measured, Pass, Products, ReferenceStep
+from meshwright.planner.hardware.measured import CollectiveCurve, Curve, KernelCurve, Measured, Products, ReferenceStep
 from meshwright.probe.communication import OPERATIONS, compute_slowest_median, make_axes, time_collective
 from meshwright.probe.compare import compute_ratios, find_slow
 from meshwright.probe.disk import measure_disk
@@ -96,7 +96,7 @@ def measure(
     if mesh.device.type == "cpu" and plan.single_rank:
         phases += [phase for phase in ((1, threads), (1, host.cores)) if phase not in phases]
     products: list[Products] = []
-    passes: list[Pass] = []
+    passes: list[KernelCurve] = []
     kernel, usual_seconds = ReferenceKernel(mesh.device), 0.0
     for busy, each in phases:
         if leader:
@@ -111,7 +111,7 @@ def measure(
             shapes: Any = tuple(point.sizes for point in timed)
             products.append(Products(precision, form, busy, each, shapes, took))
         for precision, name, timed, took in _group_by_name(points, seconds, ("pass", "kernel")):
-            passes.append(Pass(name, precision, busy, each, Curve(tuple(point.bytes for point in timed), took)))
+            passes.append(KernelCurve(name, precision, busy, each, Curve(tuple(point.bytes for point in timed), took)))
         durations = durations or [watch.read()]  # later phases have other numbers of threads
     torch.set_num_threads(threads)
     watch = Stopwatch()
@@ -168,8 +168,8 @@ def _time_points(
 
     times: seconds of one run of each point, scaled to the CPU's usual speed, [rank][point]; an empty list for an idle
     rank. usual: seconds that the reference matrix product takes at that speed, which is its median over all points,
-    averaged over the computing ranks. seconds: time spent on each point. kernel: reference matrix product, timed after
-    each point to scale the point's time.
+    averaged over the computing ranks. seconds: time spent on each point. mesh: mesh of all ranks. kernel: reference
+    matrix product, timed after each point to scale the point's time.
     """
     torch.set_num_threads(threads)
     mine = mesh.tp.rank < busy
@@ -189,8 +189,8 @@ def _time_points(
 
 
 def _time_comparison(mesh: Mesh, plan: MeasurementPlan) -> dict[str, list[list[float]]]:
-    """Time matrix products and memory passes on all ranks, to find slow ranks. Return {"products": times, "memory":
-    times}, with times in seconds, [rank][measurement]; {} if `plan.compare_seconds` is 0.
+    """Time matrix products and memory passes on all ranks of `mesh`, to find slow ranks. Return {"products": times,
+    "memory": times}, with times in seconds, [rank][measurement]; {} if `plan.compare_seconds` is 0.
 
     All points are timed in short rounds, repeated for `plan.compare_seconds`: in one long measurement of each point,
     ranks would differ because a shared machine slows one after another for half a second at a time.
@@ -237,9 +237,10 @@ def _group_by_name(
 # --- communication, copies, launch overhead, device
 
 
-def _time_collectives(mesh: Mesh, plan: MeasurementPlan, log: Callable[[str], None]) -> list[Collective]:
+def _time_collectives(mesh: Mesh, plan: MeasurementPlan, log: Callable[[str], None]) -> list[CollectiveCurve]:
     """Time every collective operation on every kind of process group (inside a host, across hosts, all ranks) and
-    vector size of the plan; return one record for each operation and group. log: receives progress lines."""
+    vector size of the plan; return one record for each operation and group. mesh: mesh of all ranks. log: receives
+    progress lines."""
     found = []
     for place, axis in make_axes(mesh):
         log(f"collectives of {axis.size} ranks" + (f" ({place})" if mesh.dp.size > 1 else ""))
@@ -249,7 +250,9 @@ def _time_collectives(mesh: Mesh, plan: MeasurementPlan, log: Callable[[str], No
                 found_here = time_collective(mesh, axis, operation, size, plan.point_seconds * 4)
                 seconds.append(compute_slowest_median(*(_all_gather(mesh, values) for values in found_here)))
             found.append(
-                Collective(operation, axis.size, place, Curve(tuple(map(float, plan.vector_bytes)), tuple(seconds)))
+                CollectiveCurve(
+                    operation, axis.size, place, Curve(tuple(map(float, plan.vector_bytes)), tuple(seconds))
+                )
             )
     return found
 
@@ -272,8 +275,9 @@ def _time_copies(device: torch.device, plan: MeasurementPlan) -> list[tuple[str,
 
 
 def _measure_launch_overhead(device: torch.device, seconds: float) -> dict[str, float]:
-    """Measure the launch overhead: the seconds of one elementwise operation on a minimal tensor. Return {"operation":
-    without autograd, "differentiated_operation": with its backward pass}. seconds: time for each measurement."""
+    """Measure the launch overhead on `device`: the seconds of one elementwise operation on a minimal tensor. Return
+    {"operation": without autograd, "differentiated_operation": with its backward pass}. seconds: time for each
+    measurement."""
     x = torch.zeros(16, device=device)
     leaf = torch.zeros(16, device=device, requires_grad=True)
     operations = 200  # enough that the fixed cost of a backward pass is negligible
@@ -290,8 +294,8 @@ def _measure_launch_overhead(device: torch.device, seconds: float) -> dict[str, 
 
 
 def _describe_device(mesh: Mesh) -> dict[str, Any]:
-    """Describe the device on which this rank computes as {"name": its name, "memory_bytes": its memory; for a CPU this
-    rank's share of the host's memory}."""
+    """Describe the device on which this rank of `mesh` computes as {"name": its name, "memory_bytes": its memory; for a
+    CPU this rank's share of the host's memory}."""
     if mesh.device.type == "cuda":
         properties = torch.cuda.get_device_properties(mesh.device)
         return {"name": torch.cuda.get_device_name(mesh.device), "memory_bytes": properties.total_memory}

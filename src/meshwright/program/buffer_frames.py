@@ -25,9 +25,11 @@ MOST_ROUNDS = 200
 class Cell:
     """Content, as drawn, of one slot of one rank. A slot is the buffer for one chunk of the vector of a collective.
 
-    label: text such as `a0+b0` (chunk 0, summed over ranks a and b), empty for an empty slot. origins: ranks whose data
-    are summed in the slot. whole: True if the slot holds the operation's final result for its chunk. fresh: True if the
-    slot was written since the previous frame.
+    Attributes:
+        label: Text such as `a0+b0` (chunk 0, summed over ranks a and b), empty for an empty slot.
+        origins: Ranks whose data are summed in the slot.
+        whole: True if the slot holds the operation's final result for its chunk.
+        fresh: True if the slot was written since the previous frame.
     """
 
     label: str  # empty where the slot holds nothing
@@ -40,9 +42,12 @@ class Cell:
 class Arrow:
     """One transfer between two ranks in a drawing of buffers; a local copy if source and target rank are equal.
 
-    source, target: sending and receiving rank. slot: first slot (buffer for one chunk) read on the source. into: first
-    slot written on the target. count: number of consecutive slots, 0 for a signal without data. adds: True if the data
-    are added to the target slots instead of overwriting them.
+    Attributes:
+        source, target: Sending and receiving rank.
+        slot: First slot (buffer for one chunk) read on the source.
+        into: First slot written on the target.
+        count: Number of consecutive slots, 0 for a signal without data.
+        adds: True if the data are added to the target slots instead of overwriting them.
     """
 
     source: int
@@ -57,9 +62,11 @@ class Arrow:
 class Frame:
     """Snapshot of the buffers of all ranks at one point of a collective program, to be drawn.
 
-    title: such as `start`, `round 3 of 6`, `before round 3: on each rank`. round: number of rounds completed. arrows:
-    transfers since the previous frame. cells: contents after them of each slot (buffer for one chunk), indexed by rank,
-    then by slot.
+    Attributes:
+        title: Such as `start`, `round 3 of 6`, `before round 3: on each rank`.
+        round: Number of rounds completed.
+        arrows: Transfers since the previous frame.
+        cells: Contents after them of each slot (buffer for one chunk), indexed by rank, then by slot.
     """
 
     title: str
@@ -121,12 +128,12 @@ def build_frames(checked: CheckedCollective) -> list[Frame]:
 
 
 def _align_levels_with_rounds(checked: CheckedCollective) -> tuple[PostingOrder, int]:
-    """Renumber the dependency levels of a collective program, for drawing, so that all transfers of one round have the
-    same level. A transfer or local step depends only on those of lower levels.
+    """Renumber the dependency levels of a collective program for drawing, so that all transfers of one round have the
+    same level. Return (posting order with the new levels, number of levels per round).
 
-    checked: verified program with its dependency levels. Returns (posting order with the new levels, number of levels
-    per round). The last level of a round has its transfers; the levels before it have the local copies and reductions
-    that precede these transfers.
+    checked: verified program with its dependency levels (a step depends only on steps of lower levels). The last level
+    of a round has its transfers; the levels before it have the local copies and reductions that precede these
+    transfers.
     """
     s, rounds = checked.program.steps, checked.order.rounds
     is_local = np.zeros(len(s.group_rank), np.bool_)

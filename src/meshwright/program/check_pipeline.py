@@ -219,8 +219,8 @@ def _check_unique(program: PipelineProgram, steps: Integers, number: Integers, v
     """Raise `ProgramError` if two steps do the same work, such as sending the same value; the error names the later
     one.
 
-    steps: step indices. number: [steps], key of each step's work, equal for two steps that do the same work. verb:
-    participle for the error message, such as `sent`.
+    steps: step indices. number: [steps], number that identifies the work of each step. verb: participle for the error
+    message, such as `sent`.
     """
     order = np.argsort(number, kind="stable")
     again = np.flatnonzero(number[order][1:] == number[order][:-1])

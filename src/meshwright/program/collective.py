@@ -68,11 +68,14 @@ MAX_CHUNKS = 1 << 25  # summed over ranks
 class Steps(StepColumns):
     """Steps of a collective program as columns [steps], sorted by rank, then by group.
 
-    rank: rank that runs the step. group: number of the step's group, from 0 on each rank; a rank posts the steps of a
-    group together. kind: a `Kind`, such as SEND.
-    slot: first slot (buffer for one chunk of the vector) read (send) or written (all others). count: number of
-    consecutive slots; 0 for signal and wait. peer: other rank of a transfer; -1 for local steps. source: first slot
-    read by a local step; -1 for transfers.
+    Attributes:
+        rank: Rank that runs the step.
+        group: Number of the step's group, from 0 on each rank; a rank posts the steps of a group together.
+        kind: A `Kind`, such as SEND.
+        slot: First slot (buffer for one chunk of the vector) read (send) or written (all others).
+        count: Number of consecutive slots; 0 for signal and wait.
+        peer: Other rank of a transfer; -1 for local steps.
+        source: First slot read by a local step; -1 for transfers.
     """
 
     slot: Integers  # first slot read (send) or written (all others)
@@ -99,12 +102,16 @@ class Steps(StepColumns):
 class CollectiveProgram(StepProgram):
     """Algorithm of one collective operation, written out as the steps (send, receive, reduce, copy) of every rank.
 
-    operation: such as `all-reduce`. algorithm: such as `ring`. ranks: number of ranks. chunks: number of equal chunks
-    of the vector. steps: steps of all ranks.
-    root: source rank of a broadcast, scatter or send-receive, destination rank of a reduce or gather (a send-receive
-    goes to the last rank, or to rank 0 if the root is the last). scratch: number of temporary slots (one chunk each)
-    per rank besides the vector's.
-    reduction: `sum`, `mean`, `minimum` or `maximum`.
+    Attributes:
+        operation: Such as `all-reduce`.
+        algorithm: Such as `ring`.
+        ranks: Number of ranks.
+        chunks: Number of equal chunks of the vector.
+        steps: Steps of all ranks.
+        root: Source rank of a broadcast, scatter or send-receive, destination rank of a reduce or gather (a
+            send-receive goes to the last rank, or to rank 0 if the root is the last).
+        scratch: Number of temporary slots (one chunk each) per rank besides the vector's.
+        reduction: `sum`, `mean`, `minimum` or `maximum`.
     """
 
     operation: str

@@ -64,13 +64,13 @@ _TO_NEXT_STAGE = frozenset((int(Kind.SEND_FORWARD), int(Kind.RECEIVE_BACKWARD)))
 
 
 def find_consumed_sends(program: PipelineProgram, rank: int) -> dict[int, list[Value]]:
-    """Find after which steps of `rank` it can free its send buffers without waiting for the sends, so that activations
-    are not kept longer than necessary.
+    """Return the points at which a rank can free send buffers without waiting for the sends, so that activations are
+    kept no longer than necessary: {index of a compute step: values whose send buffers are free once the input of this
+    step has arrived}.
 
-    A message that a neighbour sends shows that the neighbour has run all of its earlier steps, and so has already used
-    the tensors that those steps received from `rank`. Returns {index of a compute step: values whose send buffers are
-    free once the input of this step has arrived}. A value is (OUTPUT or GRADIENT, replica, stage that produces it,
-    micro-batch); each value is listed once.
+    A message from a neighbour shows that the neighbour has run all of its earlier steps, and so has already read the
+    tensors that those steps received from `rank`. A value is (OUTPUT or GRADIENT, replica, stage that produces it,
+    micro-batch); each value is listed once. program: the pipeline schedule.
     """
     last, placement = program.stages - 1, program.placement
     mine = list_rank_steps(program, rank)

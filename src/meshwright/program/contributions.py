@@ -27,13 +27,14 @@ class SlotMoves:
     """Moves of single slots (buffers for one chunk) by transfers or local steps of a collective program, as columns
     with one entry per move.
 
-    source, target: slot read and slot written, each numbered rank x slots per rank + slot.
-    reader, writer: step index of the step that reads (a send) and of the step that writes (a receive); equal for a
-    local step.
-    read_level, write_level: dependency level at which the source is read and the target is written; a reduction is
-    written only when all transfers of its group (steps that a rank posts together) have ended.
-    reduces: True if the move adds to the target instead of overwriting it.
-    turn: number of earlier reductions of the same group into the same target, so that they are applied one by one.
+    Attributes:
+        source, target: Slot read and slot written, each numbered rank x slots per rank + slot.
+        reader, writer: Step index of the step that reads (a send) and of the step that writes (a receive); equal for a
+            local step.
+        read_level, write_level: Dependency level at which the source is read and the target is written; a reduction is
+            written only when all transfers of its group (steps that a rank posts together) have ended.
+        reduces: True if the move adds to the target instead of overwriting it.
+        turn: Number of earlier reductions of the same group into the same target, so that they are applied one by one.
     """
 
     read_level: Integers  # level of the read

@@ -25,9 +25,12 @@ _MAKES = np.array([OUTPUT, GRADIENT, GRADIENT, WEIGHTS])
 class ValueReads:
     """Reads of activations and gradients by the steps of a pipeline schedule, as columns with one entry per read.
 
-    reader: index of the step that reads the value. maker: index of the step that produces the value, -1 if no step
-    does. what: OUTPUT (0, a forward's result) or GRADIENT (1, an input gradient). stage: stage of the producing step.
-    between_stages: True if the value comes from another stage, which may be on another rank.
+    Attributes:
+        reader: Index of the step that reads the value.
+        maker: Index of the step that produces the value, -1 if no step does.
+        what: OUTPUT (0, a forward's result) or GRADIENT (1, an input gradient).
+        stage: Stage of the producing step.
+        between_stages: True if the value comes from another stage, which may be on another rank.
     """
 
     reader: Integers
@@ -69,10 +72,10 @@ class Dataflow:
         return ((what * p.replicas + replica) * p.stages + stage) * p.micro_batches + micro_batch
 
     def index_values(self, what: Integers | int, steps: Integers) -> Integers:
-        """Return, for each step, the index of one value of its replica, stage and micro-batch in arrays over all
-        values, such as `last_step`.
+        """Return the index, in arrays over all values such as `last_step`, of one value for each step: the value of
+        kind `what` with the step's replica, stage and micro-batch.
 
-        what: kind of the value: OUTPUT (0), GRADIENT (1) or WEIGHTS (2). steps: step indices.
+        what: OUTPUT (0), GRADIENT (1) or WEIGHTS (2). steps: step indices.
         """
         s = self.program.steps
         return self.compute_value_index(what, s.replica[steps], s.stage[steps], s.micro_batch[steps])
@@ -85,10 +88,9 @@ class Dataflow:
 
     @cached_property
     def _ordered_components(self) -> tuple[Integers, Mask, Mask]:
-        """Compute steps in the order in which they produce values, as three arrays [compute steps]: step index; True
-        for the first component of a value; True for its last component. Steps are sorted by the value (output or
-        gradient) that they produce and, for one value, by layer component (attention, dispatch, MLP, combine) in
-        execution order."""
+        """Compute steps, sorted by the value (output or gradient) that they produce and, for one value, by layer
+        component (attention, dispatch, MLP, combine) in execution order. Three arrays [compute steps]: step index; True
+        for the first component of a value; True for its last component."""
         s, c, made = self.program.steps, self.computing, self.produced
         part = np.where(s.kind[c] == Kind.FORWARD, s.component[c], -s.component[c])
         order = np.lexsort((part, made)) if part.any() else np.argsort(made, kind="stable")
@@ -154,12 +156,11 @@ class Dataflow:
         return ValueReads(*(np.concatenate(columns) for columns in zip(*found, strict=True)))
 
     def _find_same_component(self, weights: Integers, whole: Integers) -> Integers:
-        """Return, for each weight-gradient step, the index of the step that computes the output gradients from which it
-        computes weight gradients: the input-gradient or full backward step of the same replica, stage, micro-batch and
-        layer component.
+        """Return, for each weight-gradient step, the index of the step whose gradients it reads: the input-gradient or
+        full backward step of the same replica, stage, micro-batch and layer component.
 
         weights: indices of the weight-gradient steps. whole: [weights], indices to return instead where no step has the
-        same component, because the input gradient is a single step for all components.
+        same component, because one input-gradient step computes all components.
         """
         s, c = self.program.steps, self.computing
         gradients = c[np.isin(s.kind[c], (Kind.BACKWARD, Kind.INPUT_GRADIENT))]

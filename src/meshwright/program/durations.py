@@ -19,19 +19,22 @@ Floats: TypeAlias = NDArray[np.float64]
 class Durations:
     """Durations of the steps of a pipeline on one micro-batch, in any unit of time (the same for all fields).
 
-    Each is one number for all stages, or an array [stages] or [replicas, stages] (replica: copy of the model, two in
-    bidirectional schedules).
-    forward, input_gradient, weight_gradient: compute times of the passes. A full backward takes the sum of input
-    gradient and weight gradient.
-    transfer: message time between adjacent stages, in either direction; one number, or one per stage boundary [stages -
-    1]. Transfers between stages of one rank take no time.
-    update: time of the optimizer step on one stage's weights.
-    overlapped: time of a forward and a backward that run together as one group (None: the sum of their times). If the
-    two are on different stages, the group takes the mean of both stages' values.
-    parts: fraction of a pass that attention, dispatch, MLP and combine each take where steps are split into these
-    components. [4]: the same for all passes, except that a weight gradient is divided between attention and MLP alone,
-    in the ratio of their fractions. [4, 4]: one row each for forward, backward, input gradient and weight gradient. In
-    a group, attention and MLP run one after the other, and dispatch and combine overlap with them.
+    Each field is one number for all stages, or an array [stages] or [replicas, stages] (replica: copy of the model, two
+    in bidirectional schedules).
+
+    Attributes:
+        forward, input_gradient, weight_gradient: Compute times of the passes. A full backward takes the sum of input
+            gradient and weight gradient.
+        transfer: Message time between adjacent stages, in either direction; one number, or one per stage boundary
+            [stages - 1]. Transfers between stages of one rank take no time.
+        update: Time of the optimizer step on one stage's weights.
+        overlapped: Time of a forward and a backward that run together as one group (None: the sum of their times). If
+            the two are on different stages, the group takes the mean of both stages' values.
+        parts: Fraction of a pass that attention, dispatch, MLP and combine each take where steps are split into these
+            components. [4]: the same for all passes, except that a weight gradient is divided between attention and MLP
+            alone, in the ratio of their fractions. [4, 4]: one row each for forward, backward, input gradient and
+            weight gradient. In a group, attention and MLP run one after the other, and dispatch and combine overlap
+            with them.
     """
 
     forward: ArrayLike = 1.0

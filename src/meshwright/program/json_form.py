@@ -136,8 +136,8 @@ def _build_pipeline(header: Mapping[str, Any], columns: dict[str, Integers], whe
 
 
 def _parse_placement(value: object, ranks: int, where: str) -> pipeline.Placement:
-    """Return the rank of each stage, indexed by replica, then by stage, from JSON lists of ranks; raises `UserError`
-    with prefix `where`.
+    """Return the rank of each stage, indexed by replica, then by stage, from JSON lists of ranks (`value`); raises
+    `UserError` with prefix `where`.
 
     ranks: number of ranks of the program.
     """
@@ -197,8 +197,8 @@ def _check_range(columns: Mapping[str, Integers], name: str, size: int, where: s
 
 
 def _check_group_order(columns: Mapping[str, Integers], where: str) -> None:
-    """Raise `UserError` with prefix `where` if the number of the group (steps that run together) decreases from a step
-    to the next on some rank.
+    """Raise `UserError` with prefix `where` if, on some rank, a step has a lower group number than the step before it.
+    A group is steps that run together.
 
     columns: column name -> array [steps]; `rank` and `group` are used.
     """
@@ -238,8 +238,8 @@ def _require_type(value: object, like: T, where: str) -> T:
 
 
 def _list_words(words: type[IntEnum]) -> dict[int, str]:
-    """Return {number: word} of an enumeration's members, with each word as the JSON form writes it, such as
-    `weight-gradient`."""
+    """Return {number: word} of the members of the enumeration `words`, with each word as the JSON form writes it, such
+    as `weight-gradient`."""
     return {int(word): word.name.lower().replace("_", "-") for word in words}
 
 

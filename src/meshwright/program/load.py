@@ -16,9 +16,13 @@ from meshwright.untrusted import parse_json, read_file
 
 
 @overload
-def load_program(path: str | Path, dialect: Literal["collective"]) -> CollectiveProgram: ...
+def load_program(path: str | Path, dialect: Literal["collective"]) -> CollectiveProgram:
+    """Read a collective program from the file `path`, in text or JSON form."""
+
+
 @overload
-def load_program(path: str | Path, dialect: Literal["pipeline"]) -> PipelineProgram: ...
+def load_program(path: str | Path, dialect: Literal["pipeline"]) -> PipelineProgram:
+    """Read a pipeline schedule from the file `path`, in text or JSON form."""
 
 
 def load_program(path: str | Path, dialect: Literal["collective", "pipeline"]) -> CollectiveProgram | PipelineProgram:
@@ -53,8 +57,8 @@ def format_program(program: CollectiveProgram | PipelineProgram, path: str | Pat
 
 
 def read_program_text(path: str | Path) -> str:
-    """Read the file of a collective program or pipeline schedule and return its text. Raises `UserError` if it is
-    missing, unreadable, empty or not text."""
+    """Read the file `path` of a collective program or pipeline schedule and return its text. Raises `UserError` if it
+    is missing, unreadable, empty or not text."""
     try:
         text = read_file(path, "program_bytes", pipe=True).decode("utf-8-sig")
     except FileNotFoundError:

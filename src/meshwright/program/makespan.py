@@ -90,14 +90,18 @@ def compute_makespans(program: PipelineProgram, durations: Sequence[Durations]) 
 
 
 class _WaveOrder(NamedTuple):
-    """Groups (steps run together on a rank) sorted into waves for vectorized simulation: a wave depends only on earlier
-    waves, so all of its groups are computed at once.
+    """Groups (steps that run together on a rank) sorted into waves, for vectorized simulation. A wave depends only on
+    earlier waves, so all of its groups are computed at once.
 
-    order: [groups], group indices, wave by wave. bounds: end (exclusive) of each wave in `order`.
-    The other arrays have one entry for each group of `order`. before: position in `order` of the previous group on the
-    same rank. needs: arrays for the waits for other ranks; needs[i] is the position in `order` of the i-th group on
-    another rank for which each group waits. `len(order)` means that there is no such group.
-    crossings: arrays like `needs`, with the index in `RemoteReads` of the read that causes the wait (-1: none).
+    Attributes:
+        order: [groups], group indices, wave by wave.
+        bounds: End (exclusive) of each wave in `order`.
+        before: [groups], position in `order` of the previous group on the same rank.
+        needs: Several arrays [groups] of positions in `order`: a group waits for the groups on other ranks at needs[0],
+            needs[1] ...
+        crossings: Like `needs`, index in `RemoteReads` of the read that causes each wait. The entry g of `before`,
+            `needs` and `crossings` belongs to group order[g]. If a group has no such predecessor, its position is
+            `len(order)` and its read -1.
     """
 
     order: Integers

@@ -66,18 +66,22 @@ class Routes:
 class Network:
     """Network of ranks (vertices 0 to ranks - 1), switches (the vertices after them) and directed links.
 
-    name: text for reports. link_from, link_to: [links], vertices. A full-duplex cable is two links.
-    latency: [links], seconds that a link adds to a message. bandwidth: [links], bytes per second.
-    find_routes: function (source ranks [n], target ranks [n]) -> the n routes between these pairs.
-    tiers: (seconds, bytes per second) of a message between near ranks (on one node or leaf switch), and of one between
-    far ranks, for the closed forms (formulas) of algorithms' times; two equal pairs in a uniform network.
-    gap: extra delay between two messages of one group (steps posted together) that start on the same link, as a
-    fraction of the message's latency (the gap of LogP, D. Culler et al., PPoPP 1993).
-    partitions: divisions of the network into blocks whose connecting links may be the bottleneck, for the lower bound:
-    arrays [vertices] with the block of each vertex; -1 for switches outside every block. switches: names of the
-    switches.
-    dims: sides of a torus or mesh. groups: ranks per node. Both are defaults for algorithms that need them; None if the
-    network has none.
+    Attributes:
+        name: Text for reports.
+        link_from, link_to: [links], vertices. A full-duplex cable is two links.
+        latency: [links], seconds that a link adds to a message.
+        bandwidth: [links], bytes per second.
+        find_routes: Function (source ranks [n], target ranks [n]) -> the n routes between these pairs.
+        tiers: (seconds, bytes per second) of a message between near ranks (on one node or leaf switch), and of one
+            between far ranks, for the closed forms (formulas) of algorithms' times; two equal pairs in a uniform
+            network.
+        gap: Extra delay between two messages of one group (steps posted together) that start on the same link, as a
+            fraction of the message's latency (the gap of LogP, D. Culler et al., PPoPP 1993).
+        partitions: Divisions of the network into blocks whose connecting links may be the bottleneck, for the lower
+            bound: arrays [vertices] with the block of each vertex; -1 for switches outside every block.
+        switches: Names of the switches.
+        dims: Sides of a torus or mesh, the default for algorithms on grids; None for other networks.
+        groups: Ranks per node, the default for hierarchical algorithms; None for networks without nodes.
     """
 
     name: str

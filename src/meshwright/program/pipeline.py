@@ -79,10 +79,14 @@ class Steps(StepColumns):
     """Compute steps, updates and transfers of a pipeline schedule as columns [steps], sorted by rank, in execution
     order.
 
-    rank: rank that runs the step. group: number of the step's group, from 0 on each rank; steps of one group run
-    together: transfers are posted at once, a forward and a backward overlap. kind: a `Kind`, such as FORWARD.
-    stage, replica, micro_batch: indices of what the step works on; an update applies gradients up to this micro-batch.
-    component: a `Component`: 0 for a whole step, else attention, dispatch, MLP or combine.
+    Attributes:
+        rank: Rank that runs the step.
+        group: Number of the step's group, from 0 on each rank. Steps of one group run together: transfers are posted at
+            once, a forward and a backward overlap.
+        kind: A `Kind`, such as FORWARD.
+        stage, replica, micro_batch: Indices of what the step works on; an update applies gradients up to this
+            micro-batch.
+        component: A `Component`: 0 for a whole step, else attention, dispatch, MLP or combine.
     """
 
     stage: Integers
@@ -95,9 +99,13 @@ class Steps(StepColumns):
 class PipelineProgram(StepProgram):
     """Pipeline schedule of one training step (of several steps if asynchronous), written out as steps for every rank.
 
-    name: such as `1f1b`. ranks: number of pipeline ranks. micro_batches: total over all replicas, numbered from 0; each
-    runs through every stage of one replica. placement: rank of each stage, indexed by replica (copy of the model;
-    bidirectional schedules have two, others one), then by stage. steps: steps of all ranks.
+    Attributes:
+        name: Such as `1f1b`.
+        ranks: Number of pipeline ranks.
+        micro_batches: Total over all replicas, numbered from 0; each runs through every stage of one replica.
+        placement: Rank of each stage, indexed by replica (copy of the model; bidirectional schedules have two, others
+            one), then by stage.
+        steps: Steps of all ranks.
     """
 
     name: str
@@ -205,12 +213,12 @@ def place_in_v_shape(ranks: int) -> tuple[int, ...]:
 
 @dataclass
 class RankBuilder:
-    """Builder of one rank's steps of a pipeline schedule, in execution order.
+    """Builder of one rank's steps of a pipeline schedule, in execution order. In all methods `stage` may be omitted if
+    the rank has only one stage of that replica (copy of the model; bidirectional schedules have two, others one).
 
-    rank: number of the rank. stages: stages on this rank, for each replica of the model (bidirectional schedules have
-    two, others one). rows: appended steps, as (group, kind, stage, replica, micro-batch, component); the steps of a
-    group run overlapped; component: part of the layers, 0 for a whole step. In all methods `stage` may be omitted if
-    this rank has only one stage of that replica.
+    rank: number of the rank. stages: [replica], stages on this rank. rows: appended steps, as (group, kind, stage,
+    replica, micro-batch, component). Steps of one group run overlapped. The component is a part of the layers, 0 for a
+    whole step.
     """
 
     rank: int

@@ -57,10 +57,10 @@ def count_weight_copies(program: PipelineProgram) -> Floats:
     stages of one replica (copy of the model).
 
     A synchronous schedule has one version of each replica's stages. In an asynchronous one (PipeDream), each update
-    (optimizer step) makes a new version; a forward uses the newest version, and its backward the same one, so a
-    replaced version is kept until the last backward that uses it. If a gradient of a later update is computed before an
-    update, the gradients of both must be accumulated separately: the version that the update makes then counts from
-    that gradient on (second buffer of PipeDream-2BW).
+    (optimizer step) makes a new version. A forward uses the newest version and its backward the same one, so a replaced
+    version is kept until the last backward that uses it. If a gradient that belongs to the next update is computed
+    before an update, the gradients of both updates are accumulated in separate buffers; the new version is then counted
+    from that gradient on (the second buffer of PipeDream-2BW).
     """
     s = program.steps
     held = np.bincount(np.asarray(program.placement).ravel(), minlength=program.ranks) / program.chunks

@@ -29,9 +29,13 @@ _SAME_TIME = 1e-11  # relative tolerance within which events are simultaneous
 class CollectiveTiming:
     """Result of the simulation of a collective program on a network; all times in seconds since the start.
 
-    seconds: end of the last step. start, end: [transfers], in the order of the program's `sends`: time at which both
-    ends are posted, and at which the last byte has arrived. bytes_sent: [ranks], bytes that each rank sends.
-    link_bytes: [links of the network], bytes over each link. network: network of the simulation.
+    Attributes:
+        seconds: End of the last step.
+        start, end: [transfers], in the order of the program's `sends`: time at which both ends are posted, and at which
+            the last byte has arrived.
+        bytes_sent: [ranks], bytes that each rank sends.
+        link_bytes: [links of the network], bytes over each link.
+        network: Network of the simulation.
     """
 
     seconds: float
@@ -106,8 +110,8 @@ class CollectiveSimulator:
 
     def _count_messages_ahead(self, checked: MatchedCollective) -> Integers:
         """Return, for each message, how many messages of the same group start before it on the same first link, each of
-        which delays it by the network's gap: [messages]. A group is the steps that a rank posts together; a message is
-        all transfers from one group to another."""
+        which delays it by the network's gap: [messages]. checked: program with matched sends and receives. A group is
+        the steps that a rank posts together; a message is all transfers from one group to another."""
         first_step = np.full(len(self._route), len(checked.program.steps))
         np.minimum.at(first_step, self._message, checked.sends)
         line = self._sender * self.network.links + self._routes.link[self._routes.first[self._route]]

@@ -22,9 +22,11 @@ __all__ = ["Durations", "PipelineTiming", "simulate_pipeline"]
 class PipelineTiming:
     """Result of the simulation of a pipeline schedule; times are in the unit of the durations.
 
-    program: the schedule. start, end: [steps]. A send or receive starts when it is posted, and ends when the message
-    has arrived. order: [groups], indices of the groups (steps run together) in dependency order. flow: data flow of the
-    program.
+    Attributes:
+        program: The schedule.
+        start, end: [steps]. A send or receive starts when it is posted, and ends when the message has arrived.
+        order: [groups], indices of the groups (steps run together) in dependency order.
+        flow: Data flow of the program.
     """
 
     program: PipelineProgram

@@ -28,11 +28,15 @@ class Span:
     """Box on a track of a drawn timeline: one step of a program, from time `start` to `end` (any unit, as in the
     simulation).
 
-    track: index of the track (a rank). kind: word that decides the colour, such as `forward`. label: a few letters to
-    write on the box. name: full description. shade: 0 (dark) for the first model chunk of a rank to 1 for its last.
-    mirrored: True for the second replica (copy of the model) of a bidirectional schedule. lanes: number of horizontal
-    strips into which the track is divided here because spans overlap in time. lane: index of the strip in which this
-    span is drawn.
+    Attributes:
+        track: Index of the track (a rank).
+        kind: Word that decides the colour, such as `forward`.
+        label: A few letters to write on the box.
+        name: Full description.
+        shade: 0 (dark) for the first model chunk of a rank to 1 for its last.
+        mirrored: True for the second replica (copy of the model) of a bidirectional schedule.
+        lanes: Number of horizontal strips into which the track is divided here because spans overlap in time.
+        lane: Index of the strip in which this span is drawn.
     """
 
     track: int
@@ -65,8 +69,11 @@ class Arrow:
 class Timeline:
     """Simulated program ready to draw: spans (steps) on tracks (ranks), and arrows (transfers) between them.
 
-    tracks: title of each track. levels: track index -> curve of a quantity over time, as (time, value from that time
-    on) pairs. level_name: name of that quantity, such as `activations`. notes: one text per track, drawn beside it.
+    Attributes:
+        tracks: Title of each track.
+        levels: Track index -> curve of a quantity over time, as (time, value from that time on) pairs.
+        level_name: Name of that quantity, such as `activations`.
+        notes: One text per track, drawn beside it.
     """
 
     title: str

@@ -44,7 +44,7 @@ def build_chrome_trace(
 
 
 def make_process_event(process: int, name: str) -> dict[str, Any]:
-    """Return the Chrome-trace metadata event that names the process with number `process`."""
+    """Return the Chrome-trace metadata event that gives the process with number `process` the name `name`."""
     return {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
 
 

@@ -8,9 +8,12 @@ from meshwright.spec.weight_formats import BlockFp8
 
 
 def dequantize(values: torch.Tensor, scales: torch.Tensor, form: BlockFp8) -> torch.Tensor:
-    """Return the weights [rows, columns] in float32: each float8 value times the scale of its block. values: float8
-    [rows, columns]. scales: float32 [row blocks, column blocks]. form: rows and columns of a block, such as 128 x 128;
-    blocks at the ends of the matrix may be smaller."""
+    """Dequantize `values`, float8 [rows, columns]; return float32 [rows, columns], each element times the scale of its
+    block.
+
+    scales: float32 [row blocks, column blocks]. form: number of rows and columns of a block, such as 128 x 128; the
+    last blocks of a row or column may be smaller.
+    """
     rows, columns = values.shape
     assert tuple(scales.shape) == form.scale_shape((rows, columns)), (values.shape, scales.shape)
     wide = values.to(torch.float32)

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from meshwright.quantization.packing import Packing, ReadEntry
+from meshwright.quantization.packing import QuantizedFormat, ReadEntry
 from meshwright.spec.adapter_config import BLOCK, GROUP
 
 NAME = "nf4-double"
@@ -95,7 +95,7 @@ class _Region(NamedTuple):
         return blocks // GROUP + (self.base + 1)
 
 
-class DoubleQuantized(Packing):
+class DoubleQuantized(QuantizedFormat):
     """Storage format of NF4 weights with quantized scales. slices: the slices of matrices (parameter entries) that the
     buffer holds; blocks of the buffer in no slice are padding, and dequantize to 0.
 

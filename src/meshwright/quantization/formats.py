@@ -8,17 +8,17 @@ from typing import NamedTuple
 import torch
 
 from meshwright.quantization.double_quantization import NAME, BufferSlice, DoubleQuantized, Matrix
-from meshwright.quantization.packing import UNPACKED, Packing, Unpacked
+from meshwright.quantization.packing import UNPACKED, QuantizedFormat, UnquantizedFormat
 
-__all__ = ["Unpacked", "packing_of", "round_trip"]
+__all__ = ["UnquantizedFormat", "get_weight_format", "round_trip"]
 
 
-def packing_of(name: str | None, slices: Sequence[BufferSlice] = ()) -> Unpacked:
+def get_weight_format(name: str | None, slices: Sequence[BufferSlice] = ()) -> UnquantizedFormat:
     """Return the storage format of a weight buffer by its name, "nf4", "nf4-double" or "int8"; None: not quantized.
     slices: the slices of matrices that the buffer holds."""
     if name == NAME:
         return DoubleQuantized(slices)
-    return UNPACKED if name is None else Packing(name)
+    return UNPACKED if name is None else QuantizedFormat(name)
 
 
 class _OneMatrix(NamedTuple):
@@ -41,6 +41,6 @@ def round_trip(name: str, values: torch.Tensor) -> torch.Tensor:
     """Quantize the weights `values` of one matrix, row-major [output, input] or flattened, and dequantize them; return
     the result in float64, same shape. Shows the rounding error of the format `name`."""
     flat = values.reshape(-1)
-    form = packing_of(name, [_OneMatrix((1, flat.numel()), flat.numel())])
+    form = get_weight_format(name, [_OneMatrix((1, flat.numel()), flat.numel())])
     form.measure(lambda *_: flat, flat.device)
     return form.unpack(form.pack(flat), torch.float32).double().view(values.shape)

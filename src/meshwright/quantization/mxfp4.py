@@ -9,17 +9,20 @@ BLOCK_BYTES = 16
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes without sign
 
 
-def unpacked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape [..., input, output] of the dequantized weights whose packed blocks have the shape `shape`,
-    [..., output, blocks, 16]: 32 elements in the 16 bytes of a block."""
+def compute_dequantized_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape [..., input, output] of dequantized MXFP4 weights. shape: [..., output, blocks, 16], the shape
+    of the packed blocks; the 16 bytes of a block hold 32 elements."""
     *outer, outputs, blocks, size = shape
     return *outer, 2 * size * blocks, outputs
 
 
 def dequantize(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return MXFP4 weights [..., input, output] in float32, a transposed view: the value of each 4-bit code times the
-    power of two of its block. blocks: uint8 [..., output, blocks, 16], two codes in a byte, the low half first. scales:
-    uint8 [..., output, blocks], the exponent of each block plus 127."""
+    """Dequantize MXFP4 weights; return float32 [..., input, output], a transposed view. Each element is the value of
+    its 4-bit code times its block's scale, a power of two.
+
+    blocks: codes, uint8 [..., output, blocks, 16], two per byte, the low half first. scales: uint8 [..., output,
+    blocks], exponents of the scales, plus 127.
+    """
     values = torch.tensor([*_VALUES, *(-value for value in _VALUES)])
     pairs = torch.cartesian_prod(values, values).flip(-1)  # of each byte: the low half, then the high one
     unpacked = pairs[blocks.int()].flatten(-2)

@@ -24,18 +24,19 @@ _NF4 = (
 
 
 @functools.cache
-def _nf4_tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return NF4's 16 quantization levels (arXiv:2305.14314, appendix E), [16], and the midpoints between them, by
-    which values are rounded, [15]; float32, on `device`."""
+def _build_nf4_tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two float32 tensors on `device`: NF4's 16 quantization levels [16] (arXiv:2305.14314, appendix E), and the
+    midpoints between neighbouring levels [15], at which rounding changes from one level to the next."""
     values = torch.tensor(_NF4, dtype=torch.float32, device=device)
     return values, (values[:-1] + values[1:]) / 2
 
 
 @functools.cache
-def _nf4_pairs(device: torch.device) -> torch.Tensor:
-    """Return a table [256] that maps a byte of two NF4 codes to the two float32 levels, that of the high code first,
-    stored as one int64. Looking up pairs is twice as fast as looking up codes."""
-    values = _nf4_tables(device)[0]
+def _build_nf4_pairs(device: torch.device) -> torch.Tensor:
+    """Return a lookup table, int64 [256] on `device`, that dequantizes two NF4 codes at a time. The index is a byte of
+    two codes; the entry's 8 bytes are their two float32 levels, that of the high half first. This is twice as fast as
+    one lookup per code."""
+    values = _build_nf4_tables(device)[0]
     return torch.stack([values.repeat_interleave(16), values.repeat(16)], dim=1).view(torch.int64).flatten()
 
 
@@ -44,20 +45,20 @@ ReadEntry = Callable[[Any, int, int, None], torch.Tensor]
 tensor of a checkpoint), flattened as the model stores it."""
 
 
-class Unpacked:
-    """Storage format of a flat weight buffer that holds the weights themselves, not quantized: one buffer item for each
-    weight. Base class of `Packing`, whose items are bytes. Attributes: `dtype`: dtype of the buffer; None: that of the
-    weights. `scales`: tensors beside the buffer that dequantization needs."""
+class UnquantizedFormat:
+    """Storage format of a flat weight buffer whose items are the weights themselves, one item per weight. Base class of
+    `QuantizedFormat`, whose items are bytes. Attributes: `dtype`: dtype of the buffer; None: the dtype of the weights.
+    `scales`: tensors beside the buffer that dequantization needs."""
 
     dtype: torch.dtype | None = None
     scales: tuple[torch.Tensor, ...] = ()
 
     def count(self, elements: int) -> int:
-        """Return the number of items of the buffer that store `elements` weights: `elements`, one for each weight."""
+        """Return the number of buffer items that store `elements` weights: here the same number."""
         return elements
 
     def count_elements(self, items: int) -> int:
-        """Return the number of weights that `items` items of the buffer store: `items`, one weight in each."""
+        """Return the number of weights that `items` buffer items store: here the same number."""
         return items
 
     def measure(self, read_slice: ReadEntry, device: torch.device) -> None:
@@ -70,8 +71,8 @@ class Unpacked:
         return values
 
     def unpack(self, items: torch.Tensor, dtype: torch.dtype, start: int = 0) -> torch.Tensor:
-        """Convert buffer items [n] to weights [n]: `items` itself. `dtype`: ignored here; dtype to which `Packing`
-        dequantizes. `start`: number of weights in the buffer before them."""
+        """Convert buffer items [n] to weights [n]: `items` itself. `dtype`: ignored here; a quantized format
+        dequantizes to it. `start`: number of weights in the buffer before them."""
         return items
 
     def bind(self, layer: Any, start: int, items: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -81,14 +82,14 @@ class Unpacked:
         return self.view(items, shape)
 
     def view(self, items: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Return the weight of shape `shape` as a view of its buffer items [n], n the number of its elements."""
+        """Return buffer items [n] as a view of shape `shape`, which has n elements."""
         return items.view(shape)
 
 
-UNPACKED = Unpacked()
+UNPACKED = UnquantizedFormat()
 
 
-class Packing(Unpacked):
+class QuantizedFormat(UnquantizedFormat):
     """Storage format of weights quantized in blocks of 64 elements; the buffer items are bytes (uint8). name: "nf4" or
     "int8"; "nf4-double" is that of the subclass `DoubleQuantized`."""
 
@@ -99,11 +100,11 @@ class Packing(Unpacked):
 
     @property
     def record_bytes(self) -> int:
-        """Number of bytes of a record: the codes and the scale of a block of 64 elements."""
+        """Size in bytes of a record: the codes and the scale of a block of 64 elements."""
         return RECORD_BYTES[self.name]
 
     def count(self, elements: int) -> int:
-        """Return the size in bytes of `elements` quantized weights with their scales; `elements` must be a multiple of
+        """Return the size in bytes of `elements` quantized weights with their scales. `elements` must be a multiple of
         64."""
         assert elements % BLOCK == 0, elements
         return elements // BLOCK * self.record_bytes
@@ -113,14 +114,14 @@ class Packing(Unpacked):
         return items // self.record_bytes * BLOCK
 
     def view(self, items: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Return `items`, the bytes of a weight's records, unchanged: quantized bytes have no view in the weight's
-        shape `shape`."""
+        """Return `items`, the quantized bytes of a weight, unchanged, since they cannot be viewed as a weight of shape
+        `shape`."""
         return items
 
     def bind(self, layer: Any, start: int, items: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """Make the product of the linear layer `layer` dequantize its weight by this format; return the weight's
         records `items`. `start`: number of weights in the buffer before it; `shape`: ignored."""
-        layer.packed = PackedProduct(self, layer.packed.shape, start)
+        layer.packed = QuantizedMatmul(self, layer.packed.shape, start)
         return items
 
     def pack(self, values: torch.Tensor, start: int = 0) -> torch.Tensor:
@@ -131,7 +132,7 @@ class Packing(Unpacked):
         largest = blocks.abs().amax(dim=1)
         scaled = (blocks * (1.0 / largest.clamp(min=1e-38))[:, None]).clamp(-1, 1)
         if self.name != "int8":
-            code = torch.bucketize(scaled, _nf4_tables(values.device)[1], out_int32=True).to(torch.uint8)
+            code = torch.bucketize(scaled, _build_nf4_tables(values.device)[1], out_int32=True).to(torch.uint8)
             codes = (code[:, ::2] << 4) | code[:, 1::2]
         else:
             codes = (scaled * 127).round().to(torch.int8).view(torch.uint8)
@@ -166,41 +167,42 @@ class Packing(Unpacked):
         width = BLOCK if self.name == "int8" else BLOCK // 2
         codes, largest = records[:, :width], self._load_scales(records[:, width:], first)
         if self.name != "int8":
-            pairs = _nf4_pairs(records.device).index_select(0, codes.reshape(-1).int())
+            pairs = _build_nf4_pairs(records.device).index_select(0, codes.reshape(-1).int())
             return pairs.view(torch.float32).view(-1, BLOCK).mul_(largest).to(dtype)
         return codes.contiguous().view(torch.int8).float().div_(127).mul_(largest).to(dtype)
 
 
-class PackedProduct:
+class QuantizedMatmul:
     """Function that computes the product x Wᵀ of a linear layer whose frozen weight W [outputs, inputs] is quantized
     (QLoRA); W is dequantized for the product, and again in backward. `packing`: storage format of the buffer that holds
     W; `shape`: shape of W on this rank, [outputs, inputs]; `start`: number of weights in the buffer before W."""
 
-    def __init__(self, packing: Packing, shape: tuple[int, ...], start: int = 0) -> None:
-        self.packing, self.shape, self.start = packing, shape, start
+    def __init__(self, packing: QuantizedFormat, shape: tuple[int, ...], start: int = 0) -> None:
+        self.storage_format, self.shape, self.start = packing, shape, start
 
     def unpack(self, records: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Dequantize the weight from its `records`, flat uint8; return W [outputs, inputs] in `dtype`."""
-        return self.packing.unpack(records, dtype, self.start).view(self.shape)
+        return self.storage_format.unpack(records, dtype, self.start).view(self.shape)
 
     def __call__(self, x: torch.Tensor, records: torch.Tensor) -> torch.Tensor:
-        """Return x Wᵀ [..., outputs] for `x` [..., inputs]. `records`: the quantized weight, flat uint8."""
-        return _Product.apply(x, records, self)  # type: ignore[no-untyped-call, no-any-return]
+        """Return x Wᵀ [..., outputs] for `x` [..., inputs]. records: the quantized bytes of W, flat uint8."""
+        return _QuantizedMatmulFunction.apply(x, records, self)  # type: ignore[no-untyped-call, no-any-return]
 
 
-class _Product(torch.autograd.Function):
-    """Autograd function of the product x Wᵀ with a quantized weight W; x gets a gradient, W none."""
+class _QuantizedMatmulFunction(torch.autograd.Function):
+    """Autograd function of x Wᵀ with a quantized weight W; the gradient of x is computed, W gets none."""
 
     @staticmethod
-    def forward(context: Any, x: torch.Tensor, records: torch.Tensor, product: PackedProduct) -> torch.Tensor:
-        """Return x Wᵀ [..., outputs] for `x` [..., inputs], with W dequantized from `records` (uint8). `product`:
-        format and shape of W."""
+    def forward(context: Any, x: torch.Tensor, records: torch.Tensor, product: QuantizedMatmul) -> torch.Tensor:
+        """Return x Wᵀ [..., outputs] for `x` [..., inputs]. records: the quantized bytes of W, flat uint8. product:
+        storage format and shape of W."""
         context.save_for_backward(records)
         context.product = product
         return torch.nn.functional.linear(x, product.unpack(records, x.dtype))
 
     @staticmethod
     def backward(context: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """Return dy W, the gradient of x; None for the other inputs. `dy`: output gradient [..., outputs]."""
+        """Return (dy W, None, None): the gradient of x, and none for the other inputs. dy: output gradient [...,
+        outputs]."""
         (records,) = context.saved_tensors
         return dy @ context.product.unpack(records, dy.dtype), None, None

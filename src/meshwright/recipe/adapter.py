@@ -15,12 +15,17 @@ class AdapterRecipe(Table):
     """Table [adapter] of a recipe: a LoRA adapter that is trained in place of the model, whose weights (`model.from`)
     are loaded and frozen.
 
-    kind: "none" trains the model itself; "lora", "rslora" (scale alpha / sqrt(rank)) and "dora" (trained magnitudes)
-    train an adapter. rank: inner size of the two matrices. alpha: numerator of their scale; None: 2 x rank. dropout:
-    probability of 0 of an element of the adapter's input. base: number format of the frozen linear layers: "bf16" is
-    that of the run's parameters, "nf4" (QLoRA) and "int8" pack them in blocks of 64. double_quantization: quantize the
-    scales of NF4 to 8 bits too. targets: linear layers, by full name, last parts of the name, pattern with * ? or [],
-    or "all-linear". from_path: PEFT directory whose adapter values are the initial ones; None: A random, B zero.
+    Attributes:
+        kind: "none" trains the model itself; "lora", "rslora" (scale alpha / sqrt(rank)) and "dora" (trained
+            magnitudes) train an adapter.
+        rank: Inner size of the two matrices.
+        alpha: Numerator of their scale; None: 2 x rank.
+        dropout: Probability with which an element of the adapter's input is set to 0.
+        base: Number format of the frozen linear layers: "bf16" is that of the run's parameters, "nf4" (QLoRA) and
+            "int8" pack them in blocks of 64.
+        double_quantization: Quantize the scales of NF4 to 8 bits too.
+        targets: Linear layers, by full name, last parts of the name, pattern with * ? or [], or "all-linear".
+        from_path: PEFT directory whose adapter values are the initial ones; None: A random, B zero.
     """
 
     kind: Annotated[str, named("adapter", ADAPTER_KINDS)] = "none"
@@ -47,7 +52,7 @@ class AdapterRecipe(Table):
 
 
 class _OneTable(Table):
-    """A recipe's table [adapter] alone."""
+    """Recipe that has only the table [adapter]."""
 
     adapter: AdapterRecipe = AdapterRecipe()
 
@@ -56,8 +61,8 @@ _SCHEMA = Schema(_OneTable, {})
 
 
 def read_adapter(given: Mapping[str, Any] | Sequence[str]) -> AdapterRecipe:
-    """Return a table [adapter] without recipe. given: its keys and values, or overrides such as "adapter.rank=16".
-    Raises `UserError` with the key and the valid values."""
+    """Parse and validate a table [adapter] that is not part of a recipe. given: its keys and values, or overrides such
+    as "adapter.rank=16". Raises `UserError` with the key and the valid values."""
     tables: dict[str, Any] = {}
     if isinstance(given, Mapping):
         tables["adapter"] = dict(given)

@@ -59,24 +59,28 @@ _OF_RECORDS = (
 class CleanRecipe(Table):
     """Table [data.clean] of a recipe: rules that drop documents, and masks over personal data in the others.
 
-    minimum_characters, maximum_characters: limits on the length of a document (None: no limit).
-    maximum_control_fraction: largest fraction of control characters (white space aside) among a document's characters.
-    maximum_repetition: largest fraction of a document's lines that repeat an earlier one. exact_duplicates: drop
-    documents that repeat an earlier one. near_duplicates: drop documents similar to an earlier one, found by MinHash
-    with minhash_bands bands of minhash_rows hash functions over shingles (n-grams) of minhash_words words.
-    sentence_duplicates: remove spans of three sentences that occur before in the corpus. encoding:
-    text encoding of the source files. required_keys: {key that every record must have: type of its value}.
-
-    languages: ISO 639-1 codes to keep (empty: all), identified with a probability of together at least
-    minimum_language_probability, less for short texts. heuristics: published rule sets that a document must pass, such
-    as "c4" or "gopher-quality". heuristics_like: whose thresholds and words they take, those of the "papers" or the
-    defaults of "datatrove". blocked_words: path of a file with one word or phrase per line; a document with one is
-    dropped. heuristics_on_code: apply languages, heuristics and blocked_words to source code too. mask: kinds of
-    personal data to replace, such as "email".
-
-    evaluation_sets: paths of data that training must not see. contamination_words: n; a document's n-gram of n words
-    that also occurs in an evaluation set counts as shared. maximum_contamination: largest fraction of a document's
-    words in shared n-grams.
+    Attributes:
+        minimum_characters, maximum_characters: Limits on the length of a document (None: no limit).
+        maximum_control_fraction: Largest fraction of control characters (white space aside) among a document's
+            characters.
+        maximum_repetition: Largest fraction of a document's lines that repeat an earlier one.
+        exact_duplicates: Drop documents that repeat an earlier one.
+        near_duplicates: Drop documents similar to an earlier one, found by MinHash with minhash_bands bands of
+            minhash_rows hash functions over shingles (n-grams) of minhash_words words.
+        sentence_duplicates: Remove spans of three sentences that occur before in the corpus.
+        encoding: Text encoding of the source files.
+        required_keys: {key that every record must have: type of its value}.
+        languages: ISO 639-1 codes to keep (empty: all), identified with a probability of together at least
+            minimum_language_probability, less for short texts.
+        heuristics: Published rule sets that a document must pass, such as "c4" or "gopher-quality".
+        heuristics_like: Source of the rules' thresholds and words: "papers", or "datatrove" for that library's
+            defaults.
+        blocked_words: Path of a file with one word or phrase per line; a document with one is dropped.
+        heuristics_on_code: Apply languages, heuristics and blocked_words to source code too.
+        mask: Kinds of personal data to replace, such as "email".
+        evaluation_sets: Paths of data that training must not see.
+        contamination_words: n; a document's n-gram of n words that also occurs in an evaluation set counts as shared.
+        maximum_contamination: Largest fraction of a document's words in shared n-grams.
     """
 
     minimum_characters: Annotated[int, Size("characters", 0)] = 1
@@ -106,9 +110,12 @@ class CleanRecipe(Table):
 class SourceRecipe(Table):
     """Table [[data.sources]] of a recipe: one of several data sources, and its weight in the mixture.
 
-    path: file, directory, glob or URL. name: label in reports (default: the path). weight: share of the training
-    samples, relative to the other weights; either all sources have a weight or none, and without weights the sources
-    are concatenated. format, text_key: default to format and text_key of [data].
+    Attributes:
+        path: File, directory, glob or URL.
+        name: Label in reports (default: the path).
+        weight: Share of the training samples, relative to the other weights; either all sources have a weight or none,
+            and without weights the sources are concatenated.
+        format, text_key: Default to format and text_key of [data].
     """
 
     path: Name  # as data.source
@@ -121,20 +128,30 @@ class SourceRecipe(Table):
 class DataRecipe(Table):
     """Table [data] of a recipe: sources, tokenizer, records, packing and cache.
 
-    source: "stdlib", a path, URL or glob, or a list of them; `sources` replaces it for mixtures. format: format of the
-    files ("text", "jsonl" ...; "auto": by their names). extractor: library for the main texts of WARC pages. text_key:
-    JSON key or Parquet column of the text. tokenizer: kind to be trained, such as "bpe", a tokenizer.json or a Hugging
-    Face directory. vocabulary: maximum tokens of a tokenizer trained here. sequence: tokens in a sample. document_mask:
-    no attention between documents of a sample. validation_fraction: share of the documents held out. cache: directory
-    (default: the user's). shard_tokens: tokens per cache file. clean: rules that drop and mask documents.
-
-    records: "text", or the kind of fine-tuning examples ("instruction", "chat", "preference", "unpaired"), to which
-    these apply: record_keys: {standard key such as "instruction": key in the sources}. message_keys: {"role" or
-    "content": key in messages}. record_roles: {role in the sources: standard role}. template: name or .jinja file of
-    the chat template. thinking: reasoning of assistant turns that is kept: what the template renders ("template"), that
-    of the last turn ("last"), none ("none"), or of every turn, each as the last of an example of its own ("all").
-    train_on: tokens in the loss, "responses" or "all". pack: several examples per sample. too_long: "truncate", "drop"
-    or "refuse" examples longer than a sample.
+    Attributes:
+        source: "stdlib", a path, URL or glob, or a list of them; `sources` replaces it for mixtures.
+        format: Format of the files, such as "text" or "jsonl"; "auto": determined by their names.
+        extractor: Library for the main texts of WARC pages.
+        text_key: JSON key or Parquet column of the text.
+        tokenizer: Kind to be trained, such as "bpe", a tokenizer.json or a Hugging Face directory.
+        vocabulary: Maximum tokens of a tokenizer trained here.
+        sequence: Tokens in a sample.
+        document_mask: True: no attention between the documents of a sample.
+        validation_fraction: Fraction of the documents that is held out for validation.
+        cache: Directory (default: the user's).
+        shard_tokens: Tokens per cache file.
+        clean: Rules that drop and mask documents.
+        records: "text", or the kind of fine-tuning examples ("instruction", "chat", "preference", "unpaired"), to which
+            all following options apply.
+        record_keys: {standard key such as "instruction": key in the sources}.
+        message_keys: {"role" or "content": key in messages}.
+        record_roles: {role in the sources: standard role}.
+        template: Name or .jinja file of the chat template.
+        thinking: Which reasoning of assistant turns is kept: "template": what the template renders; "last": that of the
+            last turn; "none": none; "all": that of every turn, by making a separate example that ends with this turn.
+        train_on: Tokens in the loss, "responses" or "all".
+        pack: True: several examples per sample.
+        too_long: "truncate", "drop" or "refuse" examples longer than a sample.
     """
 
     source: Name | Annotated[list[Name], Field(min_length=1)] | None = None  # "stdlib", a path, URL, glob, or several

@@ -16,17 +16,21 @@ class DistillRecipe(Table):
     """Table [distill] of a recipe: a teacher, a Hugging Face directory, whose next-token distribution the model learns
     besides the text.
 
-    teacher: its directory; None: no distillation. loss: divergence of the student from the teacher, "forward_kl",
-    "reverse_kl" or "jsd" (with beta). temperature: divides the logits of both. mixing: share of the cross-entropy of
-    the text; the rest is temperature² times the divergence. hidden: also match hidden states, of the pairs of layers
-    [student's, teacher's] in layer_map (empty: spread evenly), through learned projections, with hidden_weight. top_k:
-    0: the teacher runs beside the student; else the number of most probable tokens that `meshwright data teacher` has
-    cached. on_policy: fraction of the steps in which the student continues the sequences itself, after on_policy_prompt
-    tokens (None: half of a sequence), sampled at on_policy_temperature.
-
-    layout: how the teacher is held on the run's ranks: "same" (tp, pp, cp and ep of the run; sharded under zero3, else
-    replicated), "replicated", "zero3", each of the last two with " tp1" to leave it unsharded over tp. dtype: dtype of
-    its parameters; None: the dtype of the run's parameters.
+    Attributes:
+        teacher: Its directory; None: no distillation.
+        loss: Divergence of the student from the teacher, "forward_kl", "reverse_kl" or "jsd" (with beta).
+        temperature: Divides the logits of both.
+        mixing: Weight of the cross-entropy of the text; temperature² times the divergence has the rest, 1 - mixing.
+        hidden: Also match hidden states, of the pairs of layers [student's, teacher's] in layer_map (empty: spread
+            evenly), through learned projections, with hidden_weight.
+        top_k: 0: the teacher runs beside the student; else the number of most probable tokens that `meshwright data
+            teacher` has cached.
+        on_policy: Fraction of the steps in which the student continues the sequences itself, after on_policy_prompt
+            tokens (None: half of a sequence), sampled at on_policy_temperature.
+        layout: Distribution of the teacher over the run's ranks: "same" (tp, pp, cp and ep of the run; sharded under
+            zero3, else replicated), "replicated", "zero3", each of the last two with " tp1" to leave it unsharded over
+            tp.
+        dtype: Dtype of its parameters; None: the dtype of the run's parameters.
     """
 
     teacher: Name | None = None

@@ -78,10 +78,14 @@ Decay = Annotated[float, Field(ge=0, lt=1)]  # of a running average, which with 
 class RunRecipe(Table):
     """Table [run] of a recipe: name, seed, directory and devices of a run.
 
-    name: in a recipe file, defaults to the file's name without ".toml". directory: run directory (default: runs/NAME).
-    rendezvous: address at which the ranks of several hosts meet (default: from the environment that torchrun or SLURM
-    sets). device: "auto" is CUDA if available. threads: CPU threads per rank, None: chosen automatically.
-    collective_timeout: seconds that a rank waits for another one before the run ends with an error.
+    Attributes:
+        name: In a recipe file, defaults to the file's name without ".toml".
+        directory: Run directory (default: runs/NAME).
+        rendezvous: Address at which the ranks of several hosts meet (default: from the environment that torchrun or
+            SLURM sets).
+        device: "auto" is CUDA if available.
+        threads: CPU threads per rank, None: chosen automatically.
+        collective_timeout: Seconds that a rank waits for another one before the run ends with an error.
     """
 
     name: RunName = "run"  # default in a file: the file's name
@@ -97,12 +101,16 @@ class ModelRecipe(Table):
     """Table [model] of a recipe: architecture of the model, given by exactly one of `preset` (name of a public model),
     `from` (Hugging Face directory or its config.json) and `family` (with layers, hidden and heads).
 
-    The other fields change single values of that architecture; a field that is None keeps its value, or with `family`
-    the family's default. load_weights: start from the weights of the directory `from` instead of random ones.
-    dense_layers: indices, from 0, of layers with an MLP instead of experts. shared_intermediate: width of the shared
-    expert, 0 for none. router_loss: weight of the load-balancing loss.
-    mup_base_hidden: hidden size at which initial values and learning rate are meant; at another size they are scaled by
-    the maximal update parametrization (µP). None: no scaling.
+    The other fields change single values of that architecture, as in `spec.config.ModelConfig`; a field that is None
+    keeps its value, or with `family` the family's default.
+
+    Attributes:
+        load_weights: Start from the weights of the directory `from` instead of random ones.
+        dense_layers: Indices, from 0, of layers with an MLP instead of experts.
+        shared_intermediate: Width of the shared expert, 0 for none.
+        router_loss: Weight of the load-balancing loss.
+        mup_base_hidden: Hidden size for which initial values and learning rate were chosen; at another hidden size they
+            are scaled by the maximal update parametrization (µP). None: no scaling.
     """
 
     preset: Name | None = None
@@ -157,21 +165,32 @@ class TrainRecipe(Table):
     """Table [train] of a recipe: steps, batch, objective, optimizer, learning-rate schedule, loss scaling, validation,
     logging and profiling.
 
-    batch: sequences per optimizer step, over all ranks. objective: "next-token", or "dpo", "ipo", "simpo", "orpo" for
-    preference records, "kto" for unpaired ones; None: "dpo" or "kto" for these, else "next-token". preference_beta:
-    beta of DPO, IPO, SimPO and KTO, lambda of ORPO; None: 0.1, for SimPO 2. preference_margin: gamma of SimPO; None: 1.
-    preference_smoothing: label smoothing of DPO. desirable_weight, undesirable_weight: lambda of KTO. momentum:
-    momentum of SGD; 0 for other optimizers. router_bias_rate: amount by which each step changes the biases that balance
-    the load of experts.
-
-    learning_rate: peak value; minimum_learning_rate: fraction of it at the end. warmup, decay: optimizer steps of the
-    warm-up, and of the final decay of the schedule "wsd". clip: maximum global gradient norm, 0: off. validate_every:
-    steps between validations, 0: never; validation_sequences: sequences read each time. maximum_skipped: steps in a row
-    that may be skipped for a loss or gradient that is not finite. loss_scale: initial value for fp16, doubled after
-    `loss_scale_every` finite steps in a row.
-
-    log_every: steps between log lines. slow_rank_factor: report a rank slower than the median rank by this factor.
-    profile: steps to trace, "10" or "10:12" (inclusive). profile_ranks: ranks whose operators are traced; empty: all.
+    Attributes:
+        batch: Sequences per optimizer step, over all ranks.
+        objective: "next-token", or "dpo", "ipo", "simpo", "orpo" for preference records, "kto" for unpaired ones; None:
+            "dpo" or "kto" for these, else "next-token".
+        preference_beta: beta of DPO, IPO, SimPO and KTO, lambda of ORPO; None: 0.1, for SimPO 2.
+        preference_margin: gamma of SimPO; None: 1.
+        preference_smoothing: Label smoothing of DPO.
+        desirable_weight, undesirable_weight: lambda of KTO.
+        betas, epsilon: Constants of Adam.
+        weight_decay: Coefficient of decoupled weight decay, of matrices only.
+        momentum: Momentum of SGD; 0 for other optimizers.
+        router_bias_rate: Amount by which each step changes the biases that balance the load of experts.
+        learning_rate: Peak value.
+        minimum_learning_rate: Fraction of it at the end.
+        warmup, decay: Optimizer steps of the warm-up, and of the final decay of the schedule "wsd".
+        clip: Maximum global gradient norm, 0: off.
+        validate_every: Steps between validations, 0: never.
+        validation_sequences: Sequences read each time.
+        maximum_skipped: Steps in a row that may be skipped for a loss or gradient that is not finite.
+        loss_scale: Initial value for fp16, doubled after `loss_scale_every` finite steps in a row.
+        compile: Run layers under torch.compile.
+        deterministic: Use deterministic GPU kernels only.
+        log_every: Steps between log lines.
+        slow_rank_factor: Report a rank slower than the median rank by this factor.
+        profile: Steps to trace, "10" or "10:12" (inclusive).
+        profile_ranks: Ranks whose operators are traced; empty: all.
     """
 
     steps: Annotated[int, Size("steps")]
@@ -265,10 +284,12 @@ class TrackRecipe(Table):
 class CheckpointRecipe(Table):
     """Table [checkpoint] of a recipe: interval, retention and dtype of checkpoints.
 
-    every: optimizer steps between checkpoints; 0: save only when the run ends or is stopped. keep: number of
-    newest checkpoints to retain. keep_best: retain the one with the lowest validation loss too. dtype: "float32" or
-    "bfloat16", of the exported model weights (optimizer state and master weights stay float32). background: write in a
-    thread while training continues.
+    Attributes:
+        every: Optimizer steps between checkpoints; 0: save only when the run ends or is stopped.
+        keep: Number of newest checkpoints to retain.
+        keep_best: Retain the one with the lowest validation loss too.
+        dtype: "float32" or "bfloat16", of the exported model weights (optimizer state and master weights stay float32).
+        background: Write in a thread while training continues.
     """
 
     every: CountOrZero = 0  # steps; 0 = at the end only

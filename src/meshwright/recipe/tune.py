@@ -46,10 +46,14 @@ _NOT_SEARCHED = {  # key, or start of keys -> why its best value cannot be found
 class Dimension:
     """One recipe key that is searched, with the values that it can take.
 
-    key: dotted key of the recipe, such as "train.learning_rate". kind: "log" (log-uniform), "uniform" or "choice". low,
-    high: bounds of a range, both included. step: distance between the allowed values of a range; None: every value is
-    allowed. choices: the values of a choice. when: conditions, as (another searched key, values of that key for which
-    this key is searched); empty: it is always searched.
+    Attributes:
+        key: Dotted key of the recipe, such as "train.learning_rate".
+        kind: "log" (log-uniform), "uniform" or "choice".
+        low, high: Bounds of a range, both included.
+        step: Distance between the allowed values of a range; None: every value is allowed.
+        choices: The values of a choice.
+        when: Conditions, as (another searched key, values of that key for which this key is searched); empty: it is
+            always searched.
     """
 
     key: str
@@ -99,8 +103,9 @@ def _flatten_space(tables: Mapping[str, Any], prefix: str) -> Iterator[tuple[str
 
 
 def _parse_dimension(key: str, table: Mapping[str, Any], before: Mapping[str, Dimension]) -> Dimension:
-    """Check one entry of the search space and convert it to a `Dimension`. before: the dimensions listed before it, on
-    which its conditions may depend. Raises ValueError with the key and the reason."""
+    """Check one entry of the search space, the recipe key `key` with its table `table`, and convert it to a
+    `Dimension`. before: the dimensions listed before it, on which its conditions may depend. Raises ValueError with the
+    key and the reason."""
     unknown = next((word for word in table if word not in (*_KINDS, *_OPTIONS)), None)
     if unknown is not None:
         close = nearest(unknown, (*_KINDS, *_OPTIONS))
@@ -139,9 +144,9 @@ def _parse_dimension(key: str, table: Mapping[str, Any], before: Mapping[str, Di
 
 
 def _parse_conditions(key: str, when: Any, before: Mapping[str, Dimension]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
-    """Check the conditions of a dimension, {key: value or list of values}; return them as tuples (key, values). before:
-    the dimensions listed before it. Raises ValueError if a condition names none of these, or a value that it cannot
-    take."""
+    """Check `when`, the conditions of the dimension `key`, {other key: value or list of values}; return them as tuples
+    (key, values). before: the dimensions listed before it. Raises ValueError if a condition names none of these, or a
+    value that it cannot take."""
     if not isinstance(when, Mapping):
         raise ValueError(f'{key}: when should be a table such as {{ "train.optimizer" = "sgd" }}')
     conditions = []
@@ -159,16 +164,19 @@ class TuneRecipe(Table):
     """Table [tune] of a recipe: the hyper-parameter search of `meshwright tune`, which minimises the validation loss
     after the last step. Training itself ignores it.
 
-    space: {dotted key of the recipe: {"log" | "uniform": [low, high]} or {"choice": [values]}}, with "step" (spacing of
-    a uniform range) and "when" ({key of a choice listed before: value or values for which the key of this entry is
-    searched}).
-
-    trials, steps, tokens, seconds: budget of the whole study, over all workers; the search ends when the first is used
-    up. steps and tokens: of training, never exceeded; seconds: of training processes, summed over the workers, after
-    which running trials are stopped. seed: of the sampler. sampler: "tpe" or "random". pruner: "median" (a trial is
-    stopped if its best loss so far is above the median of the earlier trials' losses at the same step), "halving"
-    (asynchronous successive halving) or "none". startup: number of trials that complete before any is pruned; as many
-    are sampled at random first. keep: number of the best trials whose checkpoints are kept.
+    Attributes:
+        space: {dotted key of the recipe: {"log" | "uniform": [low, high]} or {"choice": [values]}}, with "step"
+            (spacing of a uniform range) and "when" ({key of a choice listed before: value or values for which the key
+            of this entry is searched}).
+        trials, steps, tokens, seconds: Budget of the whole study, over all workers; the search ends when the first of
+            these is used up. Training steps and tokens are never exceeded. Seconds are those of training processes,
+            summed over the workers; running trials are stopped when they are over.
+        seed: Seed of the sampler.
+        sampler: "tpe" or "random".
+        pruner: "median" (a trial is stopped if its best loss so far is above the median of the earlier trials' losses
+            at the same step), "halving" (asynchronous successive halving) or "none".
+        startup: Number of trials that complete before any is pruned; as many are sampled at random first.
+        keep: Number of the best trials whose checkpoints are kept.
     """
 
     space: Annotated[dict[str, Any], BeforeValidator(_normalize_space)] = {}
@@ -199,9 +207,9 @@ class TuneRecipe(Table):
 
 
 def check_searched_keys(dimensions: Sequence[Dimension], schema: Schema[Any]) -> None:
-    """Check that each searched key is a recipe key that affects training but not how its result is measured (as the
-    validation data do), and that ranges of whole numbers have whole bounds. schema: the keys of a recipe. Raises
-    ValueError with the key and the reason."""
+    """Check that the key of each of `dimensions` is a recipe key that affects training but not how its result is
+    measured (as the validation data do), and that ranges of whole numbers have whole bounds. schema: the keys of a
+    recipe. Raises ValueError with the key and the reason."""
     known = schema.keys
     for dimension in dimensions:
         key, numbers = dimension.key, (dimension.low, dimension.high, dimension.step or 1)

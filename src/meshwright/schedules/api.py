@@ -35,9 +35,9 @@ class StepDurations(TypedDict, total=False):
     overlapped: float | Sequence[float] | None
 
 
-def refuse_memory(name: str, memory: float | None, option: str = "memory") -> None:
-    """Raise `UserError` if a memory limit is given for a schedule other than `auto`, because only the search of `auto`
-    can respect a limit.
+def check_memory_option(name: str, memory: float | None, option: str = "memory") -> None:
+    """Raise `UserError` if a memory limit is given for a schedule other than `auto`, the only one whose search can
+    respect a limit.
 
     name: name of the schedule. memory: the limit on saved activations per rank, in micro-batches; None if not given.
     option: name of the option in the error message.
@@ -95,7 +95,7 @@ def schedule(
         missing = [word for word, value in (("stages", stages), ("micro_batches", micro_batches)) if value is None]
         if missing:
             raise UserError(f"schedule {name}: {' and '.join(missing)} missing, such as stages=4, micro_batches=8")
-    refuse_memory(name, memory)
+    check_memory_option(name, memory)
     whole_passes = [each for each in durations if each != "transfer" and durations.get(each) is not None]
     if parts is not None and whole_passes:
         raise UserError(f"parts: already sets the durations of forward and both gradients; leave out {whole_passes[0]}")

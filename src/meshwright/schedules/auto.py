@@ -49,9 +49,12 @@ approximately: one to two seconds."""
 class Candidate:
     """Simulated pipeline schedule, one of those that the search for schedule `auto` compares.
 
-    name: named schedule such as "1f1b", or kind of search. program: the schedule. makespan: total time, in the unit of
-    the durations. peak: [ranks], peak of saved activations; 1.0 is one micro-batch on all stages of the rank. fits:
-    True if all peaks are within the memory limits.
+    Attributes:
+        name: Named schedule such as "1f1b", or kind of search.
+        program: The schedule.
+        makespan: Total time, in the unit of the durations.
+        peak: [ranks], peak of saved activations; 1.0 is one micro-batch on all stages of the rank.
+        fits: True if all peaks are within the memory limits.
     """
 
     name: str
@@ -65,11 +68,15 @@ class Candidate:
 class SearchResult:
     """Result of the search for schedule `auto`. Times are in the unit in which the durations of steps were given.
 
-    program: schedule of the best candidate, renamed `auto`. winner: the best candidate. candidates: all candidates,
-    first those within the memory limits, then the others, each by increasing makespan (total time). refused: named
-    schedule -> reason why it does not accept these sizes. lower_bound: no schedule with the searched placements and
-    memory limits has a shorter makespan; None if there are candidates for which this does not hold: those with two
-    replicas, or with steps that take less time overlapped than one after the other.
+    Attributes:
+        program: Schedule of the best candidate, renamed `auto`.
+        winner: The best candidate.
+        candidates: All candidates, first those within the memory limits, then the others, each by increasing makespan
+            (total time).
+        refused: Named schedule -> reason why it does not accept these sizes.
+        lower_bound: Bound below which no schedule with the searched placements and memory limits can have its makespan;
+            None if the bound does not hold for some candidates: those with two replicas, or with steps that take less
+            time overlapped than one after the other.
     """
 
     program: PipelineProgram

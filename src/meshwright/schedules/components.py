@@ -122,9 +122,12 @@ class ComponentTiming:
     """Simulated times of a pipeline schedule whose steps are split into layer components (attention, dispatch, MLP,
     combine), in the unit of the durations.
 
-    timing: result of the simulation, in which all steps of a group (that run together on a rank) start and end
-    together. start, end: [steps], each step's own times within its group. exposed: [ranks], all-to-all time during
-    which the rank does not compute. all_to_all: [ranks], total all-to-all time.
+    Attributes:
+        timing: Result of the simulation, in which all steps of a group (that run together on a rank) start and end
+            together.
+        start, end: [steps], each step's own times within its group.
+        exposed: [ranks], all-to-all time during which the rank does not compute.
+        all_to_all: [ranks], total all-to-all time.
     """
 
     timing: PipelineTiming

@@ -90,10 +90,13 @@ def _build_orders(problem: Problem, rule: Rule, state: PartialOrders) -> tuple[f
 class GreedyParameters:
     """Parameters of greedy list scheduling, which picks the next step of each free rank.
 
-    cap: [ranks], maximum saved activations of each rank, in units of one stage and micro-batch. forward_first: True to
-    prefer forwards to input gradients. deep_first: True to prefer, among forwards, those of later stages. hold: a rank
-    starts no forward if an input gradient arrives within this fraction of the forward's duration. patience: a weight
-    gradient starts only in an idle interval of at least this fraction of its duration, or when memory is full.
+    Attributes:
+        cap: [ranks], maximum saved activations of each rank, in units of one stage and micro-batch.
+        forward_first: True to prefer forwards to input gradients.
+        deep_first: True to prefer, among forwards, those of later stages.
+        hold: A rank starts no forward if an input gradient arrives within this fraction of the forward's duration.
+        patience: A weight gradient starts only in an idle interval of at least this fraction of its duration, or when
+            memory is full.
     """
 
     cap: tuple[int, ...]
@@ -166,12 +169,12 @@ def reorder_out_of_order(
     problem: Problem, orders: list[Order], window: int, patience: float
 ) -> tuple[float, list[Order]]:
     """Reorder task orders as out-of-order execution in a processor would: while a rank's next task waits for its input,
-    a later task runs. Return (makespan, task numbers of each rank in order). A task is one pass on one stage.
+    a later task runs ahead. Return (makespan, task numbers of each rank in order). A task is one pass on one stage.
 
     problem: placement, task durations and memory limits. orders: for each rank, its task numbers in execution order.
-    window: only one of the next `window` tasks may run ahead, and only if the memory limit still holds for all tasks
-    that it overtakes. patience: a task runs ahead only if at least this fraction of its duration is over when the input
-    of an overtaken task arrives (1: no overtaken task is delayed; 0: any delay is accepted).
+    window: number of next tasks of which one may run ahead, if the memory limit still holds for all tasks that it
+    overtakes. patience: fraction of a task's duration that must pass, if it runs ahead, before the input of an
+    overtaken task arrives (1: it delays no overtaken task; 0: any delay is accepted).
     """
     s, duration = problem.stages, problem.duration
     state = PartialOrders(problem, [[] for _ in range(3 * s)] + [[0.0] * problem.micro_batches], [0] * problem.ranks)

@@ -41,7 +41,7 @@ MAX_STEPS = 4_000_000  # a few seconds and a gigabyte
 
 
 def generate_named(name: str, ranks: int | None, micro_batches: int | None, chunks: int | None) -> PipelineProgram:
-    """Generate a named pipeline schedule, such as `1f1b`. ranks, micro_batches: numbers of pipeline ranks and
+    """Generate the pipeline schedule called `name`, such as `1f1b`. ranks, micro_batches: numbers of pipeline ranks and
     micro-batches (None is an error). chunks: stages per rank (None: the schedule's default).
 
     Raises UserError for missing numbers, and for numbers that the schedule does not accept.

@@ -29,9 +29,12 @@ class Problem:
     within the rank's memory. A task is one pass on one stage, which runs once per micro-batch; its number is kind x
     stages + stage, with kinds 0 forward, 1 input gradient, 2 weight gradient.
 
-    ranks, micro_batches: numbers of pipeline ranks and micro-batches. placement: [stages], rank of each stage.
-    duration: [tasks], time of one run. hop: [stages - 1], time of a message across each stage boundary, 0 inside a
-    rank. limit: [ranks], maximum number of saved activations in units of one stage and micro-batch.
+    Attributes:
+        ranks, micro_batches: Numbers of pipeline ranks and micro-batches.
+        placement: [stages], rank of each stage.
+        duration: [tasks], time of one run.
+        hop: [stages - 1], time of a message across each stage boundary, 0 inside a rank.
+        limit: [ranks], maximum number of saved activations in units of one stage and micro-batch.
     """
 
     ranks: int
@@ -97,8 +100,8 @@ class Problem:
 
     @cached_property
     def predecessor(self) -> tuple[int, ...]:
-        """Predecessor of each task (one pass on one stage): number of the task whose result it reads, [tasks]. The
-        first stage's forward has none; its entry is 3 x stages, which is no task."""
+        """For each task (one pass on one stage), the number of the task whose result it reads: [tasks]. The first
+        stage's forward reads no result; its entry is 3 x stages, one more than the last task number."""
         s = self.stages
         forwards = [3 * s, *range(s - 1)]
         return (*forwards, *range(s + 1, 2 * s), s - 1, *range(s, 2 * s))
@@ -119,8 +122,8 @@ class Problem:
 
     @cached_property
     def turnaround(self) -> tuple[float, ...]:
-        """Lower bound of the time that a micro-batch is on its way from the end of a stage's forward to the start of
-        the same stage's input gradient: [stages]."""
+        """Lower bound of the time from the end of a stage's forward to the start of its input gradient, for one
+        micro-batch: [stages]."""
         s, t = self.stages, self.duration
         turn = [0.0] * s
         for x in range(s - 2, -1, -1):
@@ -129,9 +132,9 @@ class Problem:
 
     @cached_property
     def activation_lifetime(self) -> tuple[float, ...]:
-        """Lower bound, for each rank, of the saved activations of one micro-batch times the time for which they are
-        saved, summed over the rank's stages; indexed by rank. The unit is the saved activations of one stage times the
-        unit of the durations."""
+        """Lower bound of the memory-time product of one micro-batch on each rank: its saved activations times the time
+        for which they are saved, summed over the rank's stages. Indexed by rank; the unit is the saved activations of
+        one stage times the unit of the durations."""
         s, t = self.stages, self.duration
         return tuple(
             sum(t[x] + self.turnaround[x] + t[s + x] + t[2 * s + x] for x in held) for held in self.stages_by_rank
@@ -139,12 +142,12 @@ class Problem:
 
     @cached_property
     def lower_bound(self) -> float:
-        """Lower bound of the makespan (total time) over all orders within the memory limits: the larger of two bounds
-        for each rank, the largest of all ranks.
+        """Lower bound of the makespan (total time) over all orders within the memory limits: the largest, over all
+        ranks, of two bounds.
 
-        By time: a rank cannot start before its first micro-batch arrives, and must run all of its tasks; until its
-        first input gradient can start, its memory limits the forwards that it can run; after its last input gradient,
-        those of all earlier stages and the weight gradient of the first stage still have to run. By memory: the time
+        By time, the sum of: the rank's idle time before its first input gradient (its first micro-batch must arrive,
+        and its memory limits the forwards that can run until then); its forwards and input gradients; and the longer of
+        its weight gradients and the time that earlier stages need after its last input gradient. By memory: the time
         until the first micro-batch arrives, plus the memory-time product of all micro-batches' activations divided by
         the rank's memory limit.
         """
@@ -185,8 +188,8 @@ def time_orders(
     """Simulate task orders, each task as early as its rank and its input allow; return all end times.
 
     problem: placement and task durations. orders: for each rank, its task numbers in execution order (a task is one
-    pass on one stage). before: end times of other orders, which differ from `orders` only in tasks that end at time
-    `since` or later; end times before `since` are reused (None: all times are computed).
+    pass on one stage). before: end times of earlier simulated orders, which differ from `orders` only in tasks that end
+    at time `since` or later; the end times before `since` are reused (None: all times are computed).
     """
     needs, lag, duration = problem.predecessor, problem.lag, problem.duration
     ranks = range(problem.ranks)

@@ -26,10 +26,13 @@ class ScheduleReport:
     """Result of `meshwright schedule`: a checked pipeline schedule with its simulation. Times are in the unit in which
     the durations of steps were given.
 
-    program: the schedule as generated (compute steps only) or loaded. complete: the same steps with sends and receives
-    between them. timing: simulated start and end of each step. parts: a second simulation in which each step is divided
-    into attention, dispatch, MLP and combine; None if it was not requested. found: candidates of the search, if the
-    schedule is `auto`; else None.
+    Attributes:
+        program: The schedule as generated (compute steps only) or loaded.
+        complete: The same steps with sends and receives between them.
+        timing: Simulated start and end of each step.
+        parts: A second simulation in which each step is divided into attention, dispatch, MLP and combine; None if it
+            was not requested.
+        found: Candidates of the search, if the schedule is `auto`; else None.
     """
 
     program: PipelineProgram  # as generated or loaded

@@ -16,11 +16,11 @@ def with_transfers(program: PipelineProgram, durations: Durations | None = None)
     weight gradient of a rank). A program with sends and receives is returned unchanged. Raises ProgramError for a
     program that deadlocks.
 
-    All compute steps and transfers are sorted into one order, by start time of a step and production time of a value; a
-    send and its receive take the transfer's position in that order on both ranks. The first pending transfer of the
-    order can therefore always complete. Transfers of a rank without computation between them form one group, posted at
-    once. In simulation no compute step is later than without explicit transfers, because values leave when they are
-    produced and receives are posted before they are needed.
+    All compute steps and transfers are sorted by simulated time: a step by its start, a transfer by the time at which
+    its value is produced. A send and its receive take this position on both ranks, so that the first pending transfer
+    can always complete. Transfers of a rank without computation between them form one group, posted at once. In
+    simulation no compute step is later than without explicit transfers: a value is sent as soon as it is produced, and
+    its receive is posted before the value is needed.
     """
     if program.has_transfers:
         return program

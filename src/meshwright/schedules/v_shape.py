@@ -68,10 +68,10 @@ def v_min(ranks: int, micro_batches: int) -> PipelineProgram:
 
 
 def _repeat_block(name: str, block: Block, micro_batches: int, most_held: int) -> PipelineProgram:
-    """Build a pipeline schedule by repeating the steps of one micro-batch: every micro-batch runs them six time slots
-    after the one before it. A rank has six steps per micro-batch, two forward, two B (input-gradient) and two W
-    (weight-gradient) passes, one per slot. W passes fill slots that are left; then steps move earlier into idle slots,
-    as far as memory allows.
+    """Build a V-shaped pipeline schedule by repeating the steps of one micro-batch: every micro-batch starts six time
+    slots after the one before it. A rank has six steps per micro-batch, each of one slot: two forward, two B
+    (input-gradient) and two W (weight-gradient) passes. W passes take the slots that the others leave free. Then all
+    steps move earlier into idle slots, as far as memory allows.
 
     name: name of the schedule. block: [ranks], the four slots in which micro-batch 0 runs its two forwards and its two
     B passes on each rank. most_held: limit on the saved activations of a rank, in activations of one micro-batch on one
@@ -79,7 +79,10 @@ def _repeat_block(name: str, block: Block, micro_batches: int, most_held: int) -
     """
     ranks = len(block)
     program = Builder(name, ranks, micro_batches, (place_in_v_shape(ranks),))
-    states = [_RankState(writer, dues, ranks, micro_batches) for writer, dues in zip(program.ranks, block, strict=True)]
+    states = [
+        _RankState(writer, planned_slots, ranks, micro_batches)
+        for writer, planned_slots in zip(program.ranks, block, strict=True)
+    ]
     stops_made = [0] * micro_batches
     left = sum(len(rank.waiting) for rank in states)
     while left:
@@ -95,7 +98,7 @@ def _repeat_block(name: str, block: Block, micro_batches: int, most_held: int) -
 class _RankState:
     """Progress of one rank while a V-shaped schedule is built, one time slot (equal time unit) after another.
 
-    writer: builder that the rank's steps are appended to. dues: planned time slots of the two forwards and two input
+    writer: builder that the rank's steps are appended to. planned_slots: time slots of the two forwards and two input
     gradients of micro-batch 0 on this rank. ranks: number of ranks. micro_batches: number of micro-batches.
 
     Attributes:
@@ -107,16 +110,18 @@ class _RankState:
         held: Activations that the rank holds now, in stages.
     """
 
-    def __init__(self, writer: RankBuilder, dues: tuple[int, int, int, int], ranks: int, micro_batches: int) -> None:
+    def __init__(
+        self, writer: RankBuilder, planned_slots: tuple[int, int, int, int], ranks: int, micro_batches: int
+    ) -> None:
         rank, self.writer = writer.rank, writer
         self.stops = (rank, 2 * ranks - 1 - rank, 2 * ranks + rank, 4 * ranks - 1 - rank)
         # Weight gradients take the two free slots, soon after their input gradients.
-        free = set(range(_INTERVAL)) - {due % _INTERVAL for due in dues}
-        after = [[due + 1 + (slot - due - 1) % _INTERVAL for due in dues[I1:]] for slot in sorted(free)]
+        free = set(range(_INTERVAL)) - {due % _INTERVAL for due in planned_slots}
+        after = [[due + 1 + (slot - due - 1) % _INTERVAL for due in planned_slots[I1:]] for slot in sorted(free)]
         weights = min(([after[a][0], after[b][1]] for a, b in permutations((0, 1))), key=sum)
         self.waiting = sorted(
             (due + _INTERVAL * micro_batch, step, micro_batch)
-            for step, due in enumerate((*dues, *weights))
+            for step, due in enumerate((*planned_slots, *weights))
             for micro_batch in range(micro_batches)
         )
         self.left = [micro_batches] * 6

@@ -42,9 +42,9 @@ def zb_h2(ranks: int, micro_batches: int) -> PipelineProgram:
 def _generate_zero_bubble(name: str, ranks: int, micro_batches: int, ahead: int) -> PipelineProgram:
     """Generate the zero-bubble pipeline schedule called `name`, ZB-H1 (ahead=1) or ZB-H2 (ahead=2).
 
-    ahead: number of forwards that a rank runs before its first backward in addition to those of the next rank; it also
-    defers as many fewer weight gradients than the next rank, so that all ranks hold the same number of activations.
-    Once a rank has no forwards left, it runs one weight gradient after each input gradient and defers no more of them.
+    ahead: factor of two counts that together are equal on all ranks, so that all hold equally many activations: rank r
+    of p runs ahead x (p - 1 - r) warm-up forwards, and its weight gradients lag ahead x r micro-batches behind its
+    input gradients. Once a rank has no forwards left, it runs one weight gradient after each input gradient.
     """
     program = Builder(name, ranks, micro_batches, (place_cyclically(ranks),))
     for rank in program.ranks:

@@ -32,9 +32,9 @@ class AdmissionState:
     slack is negative: each sequence can then finish once all older ones have finished.
 
     available: KV blocks that can be allocated now. tables: number W of block tables of each sequence. remaining [N]:
-    blocks that each sequence may still allocate in each of its tables. most [N, W]: blocks that it may hold at once in
-    each table; with a sliding window, fewer than all. owned [N, W]: blocks in each table that it holds and no younger
-    sequence holds.
+    blocks that each sequence may still allocate in each of its tables. most [N, W]: maximum number of blocks that each
+    sequence holds at a time in each table (bounded by the sliding window, if there is one). owned [N, W]: blocks in
+    each table that the sequence holds and no younger sequence shares.
     """
 
     def __init__(
@@ -55,29 +55,28 @@ class AdmissionState:
         blocks as it may ever need."""
         return not len(self._slack) or int(self._slack.min()) >= 0
 
-    def allowance(self, index: int) -> int:
-        """Return the maximum number of KV blocks that the sequence at `index` (0: the oldest) may now allocate in each
-        of its tables so that the state stays safe: for the oldest, all available blocks divided by the number of
-        tables."""
+    def compute_allowance(self, index: int) -> int:
+        """Return the maximum number of KV blocks that the sequence at `index` (0: the oldest) may allocate now in each
+        of its tables such that the state stays safe."""
         older = self._slack[:index]
         return (min(self.available, int(older.min())) if index else self.available) // self._tables
 
     def take(self, index: int, count: int) -> None:
         """Record that the sequence at `index` (0: the oldest) allocates `count` KV blocks in each of its tables. count:
-        at most the sequence's `allowance`."""
+        at most the sequence's `compute_allowance`."""
         self.available -= count * self._tables
         self._remaining[index] -= count
         self._owned[index] += count
         self._slack[:index] -= count * self._tables
 
     def admit(self, most: Row, remaining: int, cached: Row, shared: Mapping[tuple[int, int], int]) -> AdmissionState:
-        """Return the admission state with one more running sequence, the youngest. The returned state may be unsafe;
-        this state is not changed.
+        """Return a new admission state that includes one more running sequence, the youngest. The new state may be
+        unsafe; this state is not changed.
 
-        most [W]: KV blocks that the new sequence may hold at once in each block table. remaining: blocks that it may
-        still allocate in each table, besides those of its cached prefix. cached [W]: number of blocks of that prefix in
-        each table that no running sequence holds. shared: {(index of a running sequence, table): number of blocks of
-        that prefix of which this running sequence is the youngest holder}.
+        most [W]: maximum number of KV blocks that the new sequence holds at a time in each block table. remaining:
+        blocks that the new sequence may allocate in each table, besides those of its cached prefix. cached [W]: in each
+        table, number of blocks of the cached prefix that no running sequence holds. shared: {(index of a running
+        sequence, table): number of blocks of the cached prefix whose youngest holder was that running sequence}.
         """
         owned, prefix = self._owned.copy(), list(cached)
         for (index, table), count in shared.items():
@@ -102,8 +101,8 @@ class AnswerLengthRatio:
         self.ratio = 0.5
 
     def observe(self, tokens: int, max_tokens: int) -> None:
-        """Include a finished answer of `tokens` tokens in the moving average. max_tokens: its limit on tokens, at least
-        1."""
+        """Include a finished answer of `tokens` tokens in the moving average. max_tokens: the answer's limit on tokens,
+        at least 1."""
         self.ratio += 0.1 * (tokens / max_tokens - self.ratio)
 
     def predict_length(self, tokens: int, max_tokens: int) -> int:

@@ -84,11 +84,12 @@ class Model:
     def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts, too
         self, prompts: str, **options: Unpack[GenerationOptions]
     ) -> Generation:
-        """Generate text after one prompt, a text."""
+        """Generate text after a single prompt. prompts: the prompt's text. options: fields of `GenerationOptions`."""
 
     @overload
     def generate(self, prompts: Sequence[Prompt], **options: Unpack[GenerationOptions]) -> list[Generation]:
-        """Generate text after several prompts, texts or lists of token IDs, in one batch."""
+        """Generate text after several prompts in one batch. prompts: texts or lists of token IDs. options: fields of
+        `GenerationOptions`."""
 
     def generate(
         self, prompts: str | Sequence[Prompt], **options: Unpack[GenerationOptions]
@@ -126,9 +127,9 @@ class Model:
         return found[0] if alone else found
 
     def stream(self, prompt: Prompt, **options: Unpack[GenerationOptions]) -> TextStream:
-        """Generate text after a prompt, a text or a list of token IDs, and return an iterator over the text. options:
-        fields of `GenerationOptions`. Raises UserError if a number is out of range, `n` is not 1, or the prompt leaves
-        no position for a new token.
+        """Generate text after a single prompt; return an iterator over the text. prompt: a text or a list of token IDs.
+        options: fields of `GenerationOptions`. Raises UserError if a number is out of range, `n` is not 1, or the
+        prompt leaves no position for a new token.
 
         Examples:
             >>> import meshwright as mw

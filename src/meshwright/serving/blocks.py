@@ -18,8 +18,8 @@ class HashChain:
     """Hashes of the full KV blocks of a sequence, each computed from the block's tokens and the hash of the block
     before. Equal hashes mean equal prefixes, thus equal keys and values.
 
-    tokens: first token IDs of the sequence. salt: text that enters all hashes; only chains with equal salts have equal
-    hashes.
+    tokens: token IDs of the sequence so far. salt: text that is included in all hashes, so that only chains with equal
+    salts have equal hashes.
 
     Attributes:
         hashes: One hash of 16 bytes for each full block so far, in order.
@@ -103,8 +103,8 @@ class BlockPool:
 
     def find(self, hashes: Sequence[bytes], windows: Sequence[int | None] = (None,)) -> tuple[int, list[list[int]]]:
         """Find the longest prefix of a sequence whose KV blocks the prefix cache has. Return (number of blocks in the
-        prefix, block indices). Block indices is a list with one list for each block table: the indices of the prefix's
-        last blocks, those inside the sliding window of the token after the prefix.
+        prefix, block indices). The block indices are one list for each block table: the prefix's last blocks, those
+        inside the sliding window of the token after the prefix.
 
         hashes: hash of each block of the sequence, in order (see `HashChain`). windows: sliding window of each block
         table in tokens, None: no window. A prefix is found if for every table the pool still has the blocks inside that
@@ -127,7 +127,7 @@ class BlockPool:
             [self._block_of[table, content] for content in hashes[first:count]] for table, first in enumerate(firsts)
         ]
 
-    def youngest_holder(self, block: int) -> int | None:
+    def find_youngest_holder(self, block: int) -> int | None:
         """Return the age (admission number) of the youngest sequence that holds the KV block with index `block`, the
         one admitted last; None if no sequence holds it."""
         return self._holders[block][-1] if self._holders[block] else None

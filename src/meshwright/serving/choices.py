@@ -33,8 +33,8 @@ class StopRule(NamedTuple):
 
 
 class PlacedToken(NamedTuple):
-    """Token of a choice (an OpenAI API answer) and its position in the choice's text. result: token ID and
-    log-probability. offset: number of characters in the text, an echoed prompt included, before the token."""
+    """Token of a choice (an answer in the OpenAI API) and its position in the choice's text. result: token ID and
+    log-probability. offset: index in the text, an echoed prompt included, of the token's first character."""
 
     result: TokenResult
     offset: int
@@ -77,8 +77,9 @@ class Choice:
         stop_reason: Stop string, or ID of the stop token, that ended the answer; None if it has not ended or ended
             otherwise, such as by one of the model's own end tokens.
         prefill_seconds: Time from the request's admission by the engine to its first token.
-        begun: Time of creation in seconds of `time.perf_counter`.
-        first, last: Times at which the first and the newest token came, in the same clock; None before the first token.
+        created: Time of creation in seconds of `time.perf_counter`.
+        first_token, last_token: Times at which the first and the newest token came, by the same clock; None before the
+            first token.
     """
 
     def __init__(self, index: int, request: Request, prompts: Prompts, stop: StopRule, echo: str | None = None) -> None:
@@ -87,12 +88,12 @@ class Choice:
         self.cached_tokens = self.completion_tokens = 0
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
-        self.begun, self.prefill_seconds = time.perf_counter(), 0.0
-        self.first: float | None = None
-        self.last: float | None = None
+        self.created, self.prefill_seconds = time.perf_counter(), 0.0
+        self.first_token: float | None = None
+        self.last_token: float | None = None
         self.prompt_results: Sequence[TokenResult | None] = ()
         self._prompts, self._stop = prompts, stop
-        self._answer = AnswerText(prompts.detokenizer(request.tokens), stop.strings, request.sampling.min_tokens)
+        self._answer = AnswerText(prompts.create_detokenizer(request.tokens), stop.strings, request.sampling.min_tokens)
         self._unsent_echo = echo
         self._echoed = len(echo or "")
         self._characters = 0  # of the answer's text so far
@@ -103,8 +104,8 @@ class Choice:
         self.cached_tokens = output.cached_tokens or self.cached_tokens
         text, tokens = self._convert_output(output)
         if tokens:
-            self.last = time.perf_counter()
-            self.first = self.first or self.last
+            self.last_token = time.perf_counter()
+            self.first_token = self.first_token or self.last_token
         self.prefill_seconds = output.prefill_seconds or self.prefill_seconds
         self._characters += len(text)
         self.completion_tokens += len(tokens)
@@ -140,7 +141,7 @@ class Choice:
     def _place_prompt(self) -> list[PlacedToken]:
         """Return the prompt's tokens with their log-probabilities, each with the character offset at which it begins in
         the echoed prompt; empty if no prompt log-probabilities were requested."""
-        detokenizer, placed, characters = self._prompts.detokenizer(()), [], 0
+        detokenizer, placed, characters = self._prompts.create_detokenizer(()), [], 0
         for token, result in zip(self.request.tokens, self.prompt_results, strict=False):
             placed.append(PlacedToken(result or TokenResult(token), characters))
             characters += len(detokenizer.push(token))

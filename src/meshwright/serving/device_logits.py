@@ -72,8 +72,9 @@ class DeviceLogits:
 
 
 class DeviceRow:
-    """Logits of one output row (a token whose logits are wanted) on a GPU; it implements the interface `LogitRow`. A
-    value that is not among the `figures` or the `ranked` logits is read from a host copy of the whole row, made once.
+    """Logits of one output row (a token whose logits are wanted) on a GPU; implements the interface `LogitRow`. Any
+    value that is not in `figures` or `ranked` is read from a copy of the row in host memory, which is made at most
+    once.
 
     logits_RV: logits of all output rows, float32. row: index of this row. draw: sampling inputs with which the figures
     were computed. figures: [7], this row of the result of `device_operations.summarize_logits` (most likely token, its
@@ -108,12 +109,11 @@ class DeviceRow:
         place = np.flatnonzero(self._tokens == token)
         return float(self._values[place[0]]) if len(place) else self._host_row().logit(token)
 
-    def total_weight(self, temperature: float) -> float:
+    def softmax_denominator(self, temperature: float) -> float:
         """Return the sum over the vocabulary of exp((logit - highest) / temperature), the softmax denominator; highest:
         the row's largest logit. temperature: more than 0."""
-        if temperature == 1:
-            return self._figures[2]
-        return self._figures[3] if temperature == self._draw.temperature else self._host_row().total_weight(temperature)
+        known = {self._draw.temperature: self._figures[3], 1: self._figures[2]}
+        return known[temperature] if temperature in known else self._host_row().softmax_denominator(temperature)
 
     def draw(self, temperature: float, uniform: float) -> int:
         """Return the ID of the token at quantile `uniform`, in [0, 1), of the softmax of logits / temperature, tokens
@@ -122,11 +122,11 @@ class DeviceRow:
         assert (temperature, uniform) == (self._draw.temperature, self._draw.uniform), "another draw was prepared"
         return int(self._figures[4])
 
-    def count_from(self, least: np.float32) -> int:
+    def count_at_least(self, least: np.float32) -> int:
         """Return the number of logits that are at least `least`."""
         if self._certain == self.size or (len(self._values) and self._values[-1] < least):
             return int(np.count_nonzero(self._values >= least))
-        return self._host_row().count_from(least)
+        return self._host_row().count_at_least(least)
 
     def highest_logits(self, count: int) -> Logits:
         """Return the `count` highest logits in descending order."""

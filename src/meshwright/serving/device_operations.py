@@ -17,7 +17,7 @@ from meshwright.planner.serving.device_ledger import SECTION
 
 VERSION = f"triton {triton.__version__}"
 _PROGRAMS = 512  # of `attend`, enough to fill a GPU; with fewer tiles, several programs share the sections of one
-_LOGITS_SECTION = 4096  # logits that one program of `weigh_sections` reads
+_LOGITS_SECTION = 4096  # logits that one program of `reduce_sections` reads
 _GEMV_ELEMENTS = 4096  # of a weight that one program of `gemv` reads
 _GEMV_WARPS = 4
 _PDL = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
@@ -50,8 +50,8 @@ class Tiles(NamedTuple):
 
 
 def add_norm(x_TH: torch.Tensor, delta_TH: torch.Tensor | None, weight_H: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Add `delta_TH` (a residual branch; None: nothing) to the hidden states `x_TH` in place; return their RMSNorm
-    times `weight_H`, [T, H]. epsilon: added to the mean square before the root."""
+    """Add `delta_TH` (a residual branch; None: nothing) to the hidden states `x_TH` in place; return the RMSNorm of the
+    sum times `weight_H`, [T, H]. epsilon: added to the mean square before the root."""
     out_TH, size = torch.empty_like(x_TH), x_TH.shape[1]
     delta = x_TH if delta_TH is None else delta_TH
     block = triton.next_power_of_2(size)
@@ -97,10 +97,9 @@ def attend(
 
     qkv: [T, (N + 2K) D], of which the queries are read, the first N D columns. cache: (keys, values), each [C, K, D]
     for C slots. tiles: tokens that are computed together. window: number of keys that a token attends to, its own
-    included (None: all). scores: scale and softcap (0: none) of the scores, and one more score of each query head [N],
-    its sink (None: none). scratch: float32 buffer for partial
-    results, large enough for at least one tile. arrivals: int32, at least I x K zeros, which are zeros again
-    afterwards."""
+    included (None: all). scores: (scale of the scores, softcap c that turns scores x into c tanh(x / c) or 0 for none,
+    attention sink of each query head [N] or None). scratch: float32 buffer for partial results, large enough for at
+    least one tile. arrivals: int32 counters, one for each (tile, key-value head), zeros before and after the call."""
     keys, values = cache
     kv_heads, size = keys.shape[1:]
     heads = qkv.shape[1] // size - 2 * kv_heads
@@ -132,9 +131,12 @@ def attend(
 def product(
     x_TX: torch.Tensor, weight_YX: torch.Tensor, bias_Y: torch.Tensor | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Return the matrix product x Wᵀ + b, [T, Y]. x_TX: input, T tokens. weight_YX: weight W. bias_Y: bias b; None:
-    none. dtype: dtype of the result; None: the dtype of x. The bits of each row do not depend on the number of rows T:
-    tile sizes and the split-K of the sum over X depend on the weight's shape alone."""
+    """Return the matrix product x Wᵀ + b, [T, Y], batch-invariant: the bits of each row do not depend on the number of
+    rows T, because tile sizes and split-K depend on the weight's shape alone.
+
+    x_TX: input x, T tokens. weight_YX: weight W. bias_Y: bias b; None: no bias. dtype: dtype of the result; None: the
+    dtype of x.
+    """
     rows, (columns, inner) = len(x_TX), weight_YX.shape
     wide, splits = columns >= 16384 and x_TX.dtype.itemsize == 2, 1
     block = 128 if wide else 64
@@ -158,13 +160,14 @@ def gemv(
     x_1X: torch.Tensor, weight: torch.Tensor, bias_Y: torch.Tensor | None = None, dtype: torch.dtype | None = None, *,
     norm: tuple[torch.Tensor, float] | None = None, delta_1X: torch.Tensor | None = None, gated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return two rows: the matrix-vector product v Wᵀ + b, [1, Y], and the sum x + delta, [1, X]. W is read before the
-    previous kernel ends, so no queued kernel may write to it.
+    """Return two rows for a single token: the matrix-vector product v Wᵀ + b, [1, Y], and the sum x + delta, [1, X].
+    v is the RMSNorm of x + delta, or x itself if `norm` is None.
 
-    x_1X: row x. weight: W, a parameter [Y, X]; if `gated` [2 Y, X]: then the product is silu(first half) * second half,
-    and there is no bias. bias_Y: b; None: none. dtype: dtype of the product; None: the dtype of x. norm: (weight [X],
-    epsilon) of an RMSNorm: v is the norm of x + delta; None: v is x, and `delta_1X` must be None. delta_1X: delta, a
-    residual branch; None: nothing to add.
+    x_1X: row x. weight: W [Y, X], a parameter: it is read before the previous kernel has ended (programmatic dependent
+    launch), so no queued kernel may write to it. bias_Y: b; None: no bias. dtype: dtype of the product; None: the dtype
+    of x. norm: (weight [X], epsilon) of the RMSNorm. delta_1X: delta, a residual branch; None: nothing is added, as
+    required if `norm` is None. gated: W is [2 Y, X], the first row is silu(first half) * second half of the product
+    (SwiGLU), and there is no bias.
     """
     assert norm is not None or delta_1X is None, "only a norm adds"
     columns, inner = weight.shape[0] // (2 if gated else 1), weight.shape[1]
@@ -182,9 +185,9 @@ def gemv(
 
 
 def grouped_product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return the grouped GEMM of E experts, [N, Y]: each of the N rows of `x_NX` times the transposed weight of its
-    expert. Rows are copies of tokens, one for each chosen expert, sorted by expert. weight_EYX: weights of the experts.
-    ends_E: int32, exclusive end of each expert's rows."""
+    """Return the grouped GEMM of E experts, [N, Y]: each of the N rows of `x_NX` times the transposed weight of the
+    row's expert. The rows are (token, expert) pairs sorted by expert. weight_EYX: weights of the experts. ends_E:
+    int32, exclusive end of each expert's rows."""
     rows, (experts, columns, _) = len(x_NX), weight_EYX.shape
     out = x_NX.new_empty(rows, columns)
     grid = triton.cdiv(rows, _PRODUCT_ROWS), triton.cdiv(columns, 64), experts
@@ -193,12 +196,12 @@ def grouped_product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.
 
 
 def _launch_product(grid: Any, x: Any, weight: Any, bias: Any, out: Any, rows: Any, chosen: Any) -> None:
-    """Launch the Triton kernel `product`, which writes x Wᵀ + bias to `out`, on `grid` (row tiles, column tiles, splits
-    or experts).
+    """Launch the Triton kernel `product`, which writes x Wᵀ + bias to `out`. grid: (number of row tiles, number of
+    column tiles, number of splits or of experts).
 
-    x: [rows, X]. weight: W, [Y, X] or [experts, Y, X]. bias: [Y]; any tensor if none is added. rows: (exclusive end of
-    each expert's rows, or any tensor if the product is not grouped by expert; number of rows of x). chosen: (columns of
-    a tile, splits of the inner dimension, True for a product grouped by expert, True to add the bias).
+    x: [rows, X]. weight: W, [Y, X] or [experts, Y, X]. bias: [Y]; any tensor if no bias is added. rows: (tensor with
+    the exclusive end of each expert's rows, or any tensor if not grouped by expert; number of rows of x). chosen:
+    (columns of a tile, splits of the inner dimension, True to group by expert, True to add the bias).
     """
     *_, columns, inner = weight.shape
     halves = x.dtype.itemsize == 2
@@ -209,8 +212,8 @@ def _launch_product(grid: Any, x: Any, weight: Any, bias: Any, out: Any, rows: A
 
 
 def swiglu(up_TF: torch.Tensor) -> torch.Tensor:
-    """Return SwiGLU of an MLP's up projection `up_TF` [T, 2F], [T, F]: silu(first F columns, the gate) * last F
-    columns."""
+    """Return SwiGLU of `up_TF`, the output [T, 2F] of an MLP's gate and up projection: silu(first F columns, the gate)
+    * last F columns, [T, F]."""
     width = up_TF.shape[1] // 2
     out_TF = up_TF.new_empty(len(up_TF), width)
     kernels.swiglu[(len(up_TF), triton.cdiv(width, 1024))](up_TF, out_TF, width, 1024)
@@ -218,19 +221,18 @@ def swiglu(up_TF: torch.Tensor) -> torch.Tensor:
 
 
 def summarize_logits(logits_RV: torch.Tensor, draws_3R: torch.Tensor) -> torch.Tensor:
-    """Return seven figures of each of R rows of logits, float64 [R, 7]: ID of the most likely token (the lowest among
-    equals), its logit (NaN if any is NaN), sum over the vocabulary of exp(logit - highest), sum of exp((logit -
-    highest) / temperature), ID of the drawn token, its logit, and logit of the target token.
+    """Return seven figures of each of R rows of logits, float64 [R, 7]: 0: ID of the most likely token (the lowest
+    among equals); 1: its logit (NaN if any is NaN); 2: sum over the vocabulary of exp(logit - highest); 3: sum of
+    exp((logit - highest) / temperature); 4: ID of the drawn token; 5: its logit; 6: logit of the target token.
 
-    logits_RV: float32 [R, V]; rows may be strided. draws_3R: sampling inputs, float64 [3, R], contiguous: temperature
-    (0: nothing is drawn; the fourth figure is then 0 and the drawn token is the most likely one), quantile in [0, 1) at
-    which a token is drawn in order of ascending ID, and ID of the target token. The bits of a row do not depend on the
-    other rows.
+    logits_RV: float32 [R, V]; rows may be strided. draws_3R: sampling inputs of each row, float64 [3, R], contiguous:
+    temperature; quantile in [0, 1) at which a token is drawn, tokens ordered by ID; target token ID. If the temperature
+    is 0, figure 3 is 0 and figure 4 the most likely token. The bits of a row do not depend on the other rows.
     """
     rows, size = logits_RV.shape
     count = triton.cdiv(size, _LOGITS_SECTION)
     sections = draws_3R.new_empty(rows, count, 4)
-    kernels.weigh_sections[(rows, count)](
+    kernels.reduce_sections[(rows, count)](
         logits_RV, draws_3R, sections, size, logits_RV.stride(0), _LOGITS_SECTION, num_warps=8
     )
     out = draws_3R.new_empty(rows, 7)

@@ -6,7 +6,7 @@ import torch
 
 from meshwright.model.attention import Attention
 from meshwright.model.layers import RMSNorm
-from meshwright.model.rope import half_rotation_order
+from meshwright.model.rope import find_half_rotation_order
 from meshwright.model.transformer import Transformer
 from meshwright.spec.config import ModelConfig
 
@@ -14,14 +14,14 @@ from meshwright.spec.config import ModelConfig
 def prepare_parameters(model: Transformer, config: ModelConfig) -> None:
     """Convert the parameters of `model` in place for the GPU kernels: norm weights w to the factor that multiplies (1 +
     w for norms whose weight is centred at 1), the final norm also divided by the logit divisor, in float32; query and
-    key features in the order of half-rotations (`half_rotation_order`)."""
+    key features in the order of half-rotations (`find_half_rotation_order`)."""
     for module in model.modules():
         if isinstance(module, RMSNorm) and module.centre:
             module.weight, module.centre = torch.nn.Parameter(module.factors(), requires_grad=False), 0.0
     if model.final_norm is not None and config.logit_divisor != 1:
         divided = model.final_norm.weight.float() / config.logit_divisor
         model.final_norm.weight = torch.nn.Parameter(divided, requires_grad=False)
-    order = half_rotation_order(config)
+    order = find_half_rotation_order(config)
     for attention in model.modules() if order is not None else ():
         if isinstance(attention, Attention):
             turned = (attention.heads + attention.kv_heads) * config.head_dim

@@ -67,7 +67,7 @@ class DeviceRunner:
         prepare_parameters(self._model, self.config)
         head_dim = self.config.head_dim
         self._rotations: dict[Rotation | None, Any] = {None: None} | {
-            turn: pad_pairs(RotaryTable(turn, torch.float32).up_to(limits.max_length, self._device), head_dim)
+            turn: pad_pairs(RotaryTable(turn, torch.float32).get_table(limits.max_length, self._device), head_dim)
             for turn in self.config.rotations(self._stage.layers)
         }
         kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
@@ -121,11 +121,11 @@ class DeviceRunner:
     def run(
         self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None, after: DeviceLogits | None = None
     ) -> StepOutput:
-        """Compute this rank's pipeline stage for a batch of T tokens. Return its output rows (tokens whose logits are
-        wanted), with logits that stay on the GPU and for which the host has not waited, or from a stage that is not
-        last the hidden states [T, H]; valid until the next call, or the one after if that is given the result.
-        `hidden`: the previous stage's hidden states [T, H], None on the first. `after`: result of the previous call,
-        whose sampled tokens are the tokens of this batch."""
+        """Compute this rank's pipeline stage for a batch of T tokens. The last stage returns the logits of the output
+        rows (tokens whose logits are wanted) as `DeviceLogits` on the GPU, for which the host has not waited. Any other
+        stage returns its hidden states [T, H]. A result is valid until the next call, or if passed to that call as
+        `after`, until the one after it. hidden: the previous stage's hidden states [T, H]; None on the first stage.
+        after: result of the previous call, if this batch continues with the tokens that the GPU samples from it."""
         tokens, rows, sequences = len(batch.tokens), len(batch.output_rows), len(batch.context)
         decoding = tokens == rows == sequences
         size = next(each for each in self._sizes if each >= tokens) if decoding else tokens
@@ -157,16 +157,16 @@ class DeviceRunner:
             return DeviceLogits(found[:rows], draws, self._operations, (staged_draws, self._draws))
 
     def compute(self, counts: tuple[int, int, int], decoding: bool, x_TH: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute this rank's pipeline stage for the batch that is in the device's buffers, without a host
-        synchronization. Return logits float32 [R, V] of R output rows, or from a stage that is not last hidden states
-        [T, H] of T tokens.
+        """Compute this rank's pipeline stage for the batch in the device's buffers, without a host synchronization. The
+        last stage returns the logits of the R output rows (tokens whose logits are wanted), float32 [R, V]; any other
+        stage returns the hidden states [T, H].
 
         counts: (number of tokens, number of attention tiles, number of output rows). decoding: True if every sequence
-        has one token. x_TH: hidden states of the previous stage, None on the first.
+        has one token. x_TH: hidden states of the previous stage; None on the first.
         """
         tokens, tiles, rows = counts
         number = self._numbers
-        lines = self._tile_rows(decoding)
+        lines = self._compute_tile_rows(decoding)
         many = 1 if decoding else lines // self._padded_group
         given = [
             self._operations.Tiles(
@@ -207,16 +207,16 @@ class DeviceRunner:
             cap_logits_(local_RV, self.config.logit_softcap)
         return self._tensor.gather(local_RV, "head.output", dim=1)[:, : self.config.vocabulary]
 
-    def _tile_rows(self, decoding: bool) -> int:
+    def _compute_tile_rows(self, decoding: bool) -> int:
         """Return the number of query rows (tokens x query heads per key-value head) of an attention tile. decoding:
         True if every sequence of the step has one token."""
         rows = DECODE_ROWS if decoding or self._invariant else PREFILL_ROWS
         return max(rows, self._padded_group)
 
     def _stage_batch(self, batch: StepBatch, size: int, decoding: bool) -> int:
-        """Write a batch into the pinned host buffers, and queue their copy to the GPU; return the number of attention
-        tiles. decoding: True if every sequence has one token; the batch is then padded to `size` sequences, for a CUDA
-        graph."""
+        """Write a batch into the pinned host buffers, and return the number of its attention tiles (groups of tokens of
+        one sequence that are computed together). decoding: True if every sequence has one token; the batch is then
+        padded to `size` sequences, the batch size of a CUDA graph."""
         numbers, tables = (each.numpy() for each in self._staged[0][:2])
         tokens, sequences = len(batch.tokens), len(batch.context)
         numbers[0, :tokens], numbers[1, :tokens], numbers[6:, :tokens] = batch.tokens, batch.positions, batch.slots
@@ -227,7 +227,7 @@ class DeviceRunner:
             numbers[3, :size] = numbers[5, :size] = np.arange(size)
             numbers[4, :size], tables[sequences:size, :, 0] = 1, self._limits.blocks
             return size
-        most = self._tile_rows(decoding) // self._padded_group
+        most = self._compute_tile_rows(decoding) // self._padded_group
         begins = [np.arange(first, stop, most) for first, stop in zip(batch.starts, batch.starts[1:], strict=False)]
         owners = np.repeat(np.arange(sequences), [len(each) for each in begins])
         first_I = np.concatenate(begins)
@@ -236,9 +236,9 @@ class DeviceRunner:
         return len(first_I)
 
     def _attend(self, attention: Attention, qkv: torch.Tensor, layer: int, given: Sequence[Any]) -> torch.Tensor:
-        """Return the output [T, H] of a layer's attention module, its projection included, and write the tokens' keys
-        and values to the KV cache. qkv: queries, keys and values. layer: index of the layer. given:
-        `device_operations.Tiles` of the step, one for each block table."""
+        """Return the output [T, H] of a layer's attention and output projection, and write the tokens' keys and values
+        to the KV cache. attention: the layer's module. qkv: queries, keys and values [T, (N + 2K) D]. layer: index of
+        the layer. given: attention tiles (`device_operations.Tiles`) of the step for each block table."""
         table, place = self._block_tables.layers[layer]
         cache, tiles = self._cache[place], given[table]
         norms, config = None, self.config
@@ -256,7 +256,8 @@ class DeviceRunner:
         return self._linear(attention.output, self._operations.attend(qkv, cache, tiles, *how, *self._scratch))
 
     def _mix_experts(self, mixture: Mixture, x_TH: torch.Tensor) -> torch.Tensor:
-        """Return the output [T, H] of a mixture of experts, summed over tensor-parallel ranks. x_TH: normed input."""
+        """Return the output [T, H] of the mixture-of-experts layer `mixture`, summed over the tensor-parallel ranks.
+        x_TH: input, the normalized hidden states."""
         config, experts, (tokens, hidden) = self.config, mixture.experts, x_TH.shape
         weights_TK, chosen_TK = mixture.router.choose(mixture.router.scores(x_TH, self._product))
         count, (order_N, *groups) = chosen_TK.shape[1], sort_copies(chosen_TK, experts.experts)
@@ -278,8 +279,9 @@ class DeviceRunner:
         return self._tensor.leave(total_TH, "mlp.output")
 
     def _grouped_product(self, layer: Any, x_NX: torch.Tensor, groups: Sequence[Any], first: int = 0) -> torch.Tensor:
-        """Return x Wᵀ + b, [N, Y], of token copies `x_NX` for the stacked weights and biases of all experts in `layer`.
-        groups: (expert of each copy, ascending; end row of each expert). first: first output to which b is added."""
+        """Return x Wᵀ + b, [N, Y], with the weight and bias of each row's expert. x_NX: a row for each (token, expert)
+        pair, sorted by expert. layer: module with the stacked weights and biases of all experts. groups: (expert of
+        each row, exclusive end of each expert's rows). first: output column from which on the bias is added."""
         experts = len(groups[1])
         y_NY = self._operations.grouped_product(x_NX, layer.weight.unflatten(0, (experts, -1)), groups[1])
         if layer.bias is not None:
@@ -288,7 +290,8 @@ class DeviceRunner:
         return y_NY  # type: ignore[no-any-return]
 
     def _activate(self, up_TF: torch.Tensor, activation: str, gated: bool) -> torch.Tensor:
-        """Return the activation of `up_TF` [T, columns]; `gated`: that of the first half of columns * second half."""
+        """Return the activation function `activation` ("silu" ...) of `up_TF` [T, F]; if `gated`, that of the first F/2
+        columns times the last F/2."""
         if not gated:
             return modules.activate(up_TF, activation)
         if activation == "silu":
@@ -300,10 +303,10 @@ class DeviceRunner:
         self, norm: Any, x_TH: torch.Tensor, delta_TH: torch.Tensor | None, linear: Any, *, swiglu: bool = False,
         dtype: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Add `delta_TH` (None: nothing) to the hidden states `x_TH`. Return (the product of their norm with the weight
-        of `linear`, [T, Y]; the sum, [T, H]). dtype: of the product; None: that of `x_TH`. swiglu: True: the product is
-        the gate and up projection of an MLP, and SwiGLU of it is returned. For a single token it is one kernel
-        (`gemv`), where that applies. `x_TH` must not be used afterwards: it may have been added to in place."""
+        """Add `delta_TH` (a residual branch; None: nothing) to the hidden states `x_TH`, perhaps in place: the caller
+        must not use `x_TH` afterwards. Return (output [T, Y] of the layer `linear` for the norm of the sum, the sum
+        [T, H]). norm: the norm's module, or None. swiglu: True: `linear` is the gate and up projection of an MLP, and
+        SwiGLU of its output is returned. dtype: dtype of the output; None: that of `x_TH`."""
         bias = getattr(linear, "bias", None)
         if norm is None:
             x_TH = x_TH if delta_TH is None else x_TH.add_(delta_TH)
@@ -318,7 +321,7 @@ class DeviceRunner:
         return self._operations.swiglu(y_TY) if swiglu else y_TY, x_TH
 
     def _post_norm(self, norm: Any, delta_TH: torch.Tensor) -> torch.Tensor:
-        """Return the output `delta_TH` of a sublayer after its post-norm (norm: None: none), multiplied by the model's
+        """Return the sublayer output `delta_TH` [T, H] after its post-norm `norm` (a module or None), times the model's
         residual scale, ready to be added to the hidden states."""
         if norm is not None:
             delta_TH = self._add_norm(norm, delta_TH, None)
@@ -326,13 +329,12 @@ class DeviceRunner:
         return delta_TH if scale == 1 else delta_TH * scale
 
     def _uses_gemv(self, x: torch.Tensor) -> bool:
-        """Return True if matrix products of `x` [T, X] with parameters are computed by the kernel `gemv`: if x has a
-        single row and the runner need not be batch-invariant."""
+        """Return True if the kernel `gemv` multiplies `x` [T, X] by parameters: T = 1, batch invariance not needed."""
         return len(x) == 1 and not self._invariant
 
     def _add_norm(self, norm: Any, x_TH: torch.Tensor, delta_TH: torch.Tensor | None) -> torch.Tensor:
-        """Add `delta_TH` (None: nothing) to the hidden states `x_TH` in place; return their norm, [T, H]. norm: None:
-        return the sum itself."""
+        """Add `delta_TH` (None: nothing) to the hidden states `x_TH` in place; return the norm of the sum, [T, H].
+        norm: the norm's module; None: return the sum itself."""
         if norm is None:
             return x_TH if delta_TH is None else x_TH.add_(delta_TH)
         if isinstance(norm, modules.RMSNorm):
@@ -340,8 +342,8 @@ class DeviceRunner:
         return norm(x_TH if delta_TH is None else x_TH.add_(delta_TH))
 
     def _linear(self, linear: modules.Linear, x_TX: torch.Tensor) -> torch.Tensor:
-        """Return the output of a linear layer for the input `x_TX`, [T, Y]; that of a row-parallel layer is summed over
-        the tensor-parallel ranks before the bias is added."""
+        """Return the output [T, Y] of the layer `linear` for the input `x_TX`. The output of a row-parallel layer is
+        summed over the tensor-parallel ranks before the bias is added."""
         if not isinstance(linear, modules.RowParallelLinear) or linear.tensor.trivial:
             return self._product(x_TX, linear.weight, linear.bias)
         y_TY = linear.tensor.leave(self._product(x_TX, linear.weight), linear.site)
@@ -350,9 +352,9 @@ class DeviceRunner:
     def _product(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """Return x Wᵀ + b, [T, Y]. x: input [T, X]. weight: W [Y, X]. bias: b [Y]; None: none. dtype: of the result;
-        None: that of `x`. Computed by the batch-invariant kernel if the runner must be batch-invariant, for one row and
-        a parameter by `gemv`, else by torch."""
+        """Return x Wᵀ + b, [T, Y]. If the runner must be batch-invariant, the kernel `product` computes it; otherwise
+        the kernel `gemv` if T is 1 and W a parameter, else torch. x: input [T, X]. weight: W [Y, X]. bias: b [Y]; None:
+        no bias. dtype: dtype of the result; None: that of `x`."""
         if self._invariant:
             return self._operations.product(x, weight, bias, dtype)
         if self._uses_gemv(x) and isinstance(weight, torch.nn.Parameter):  # which no kernel has just written
@@ -366,11 +368,9 @@ class DeviceRunner:
         return torch.zeros(shape, dtype=dtype, device=self._device)
 
     def _warm_up(self) -> None:
-        """Run one step of `token_budget` tokens, decode steps of each padded size and the kernels of sampling, so that
-        all kernels are compiled and all memory is allocated before the first request.
-
-        Decode steps are captured as CUDA graphs, which share a memory pool; not with tp or pp, whose steps communicate.
-        """
+        """Run one step of `token_budget` tokens, a decode step of each padded batch size, and the sampling kernels, so
+        that all kernels are compiled and all memory is allocated before the first request. The decode steps are
+        captured as CUDA graphs that share a memory pool, except with tp or pp, whose steps communicate."""
         numbers = self._numbers
         numbers[6:].fill_(self._limits.blocks * BLOCK_TOKENS)
         self._tables.fill_(self._limits.blocks)
@@ -379,7 +379,7 @@ class DeviceRunner:
             many, dtype = numbers.shape[1], self._dtype
             x_TH = None if self._stage.first else self._zeros(many, self.config.hidden, dtype=dtype)
             tokens = self._limits.token_budget
-            most = self._tile_rows(False) // self._padded_group
+            most = self._compute_tile_rows(False) // self._padded_group
             first_I = torch.arange(0, tokens, most, dtype=torch.int32, device=self._device)
             numbers[3, : len(first_I)] = first_I
             numbers[4, : len(first_I)] = (tokens - first_I).clamp(max=most)

@@ -40,7 +40,7 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request. Raises UserError if it has a token ID outside the vocabulary, or needs more tokens than the
         KV pool or `max_length` allows."""
-        request.check(self.runner.config.vocabulary, request.longest)
+        request.check(self.runner.config.vocabulary, request.max_total_tokens)
         self.scheduler.add(request)
 
     def cancel(self, request_id: str) -> Output | None:
@@ -70,8 +70,8 @@ class Engine:
         return self.scheduler.record_results(batch, sample_batch(batch, found))
 
     def _run(self, batch: StepBatch, **given: Any) -> StepOutput:
-        """Run the runner on a batch and return its result, which a GPU may still be computing. given: further arguments
-        of the runner's `run`."""
+        """Run the runner on `batch` and return the result, which a GPU may still be computing. given: further arguments
+        of the runner's method `run`."""
         began = time.perf_counter()
         found = self.runner.run(batch, **given)
         self._kernel_seconds += time.perf_counter() - began
@@ -105,6 +105,6 @@ class Engine:
 
 def build_scheduler(config: ModelConfig, limits: StepLimits, groups: int = 1) -> Scheduler:
     """Create the scheduler for a model and the sizes in `limits`. config: model configuration, from which the sliding
-    windows of the block tables follow. groups: number of pipeline stages; sequences are divided into as many groups,
-    one of which each step computes."""
+    windows of the block tables follow. groups: number of pipeline stages. The sequences are divided into as many
+    groups, and each step schedules one group."""
     return Scheduler(limits, block_tables(config, groups).windows, groups)

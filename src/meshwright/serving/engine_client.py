@@ -35,13 +35,13 @@ class Ticket:
     Attributes:
         key: Keyed digest of the API key, the path and the body; empty: no place is kept.
         tokens: Estimated number of tokens of the prompts.
-        first: True if the client marks this as its first attempt. An identical request that already waits in the line
-            is then assumed to be another client's.
+        first_attempt: True if the client marks this as its first attempt. An identical request that already waits in
+            the line is then assumed to be another client's.
     """
 
     key: bytes = b""
     tokens: int = 1
-    first: bool = False
+    first_attempt: bool = False
 
 
 class EngineClient(Protocol):
@@ -85,11 +85,11 @@ class EngineClient(Protocol):
     def stats(self) -> Sequence[Mapping[str, float]]:
         """Return one mapping of figures per replica; a missing key counts as 0.
 
-        Keys: `running`, `waiting`, `paused` sequences; `free`, `cached`, `held` KV blocks; and totals since the start:
-        `steps`, `step_seconds` (their measured time, from one schedule to the next), `kernel_seconds` (the part of
-        `step_seconds` in the runner's forward passes), `predicted_seconds` (predicted time of the same steps),
-        `pauses`, `prefix_queries` and `prefix_hits` (prompt tokens looked up and found in the prefix cache), `restarts`
-        (after a lost rank).
+        Keys: `running`, `waiting`, `paused` sequences (a paused one keeps its KV blocks and waits for more); `free`,
+        `cached`, `held` KV blocks; and totals since the start: `steps`, `step_seconds` (their measured time, from one
+        schedule to the next), `kernel_seconds` (the part of `step_seconds` in the runner's forward passes),
+        `predicted_seconds` (predicted time of the same steps), `pauses`, `prefix_queries` and `prefix_hits` (prompt
+        tokens looked up and found in the prefix cache), `restarts` (after a lost rank).
 
         The first mapping also has figures of the waiting line, in which refused requests keep a place until their
         clients retry: the number of places now (`outstanding`), and since the start of those whose clients were

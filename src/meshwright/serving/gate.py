@@ -15,7 +15,7 @@ from starlette.requests import Request
 
 from meshwright.errors import UserError
 from meshwright.serving.engine_client import Ticket
-from meshwright.serving.protocol.errors import ApiError, retry_headers
+from meshwright.serving.protocol.errors import ApiError, make_retry_headers
 from meshwright.untrusted import read_file
 
 OPEN_PATHS = ("/health", "/ready", "/metrics")  # need no API key: probes and scrapers have none
@@ -112,10 +112,10 @@ class BodyReader:
         if it is invalid or above `HttpSettings.body_bytes`."""
         size = request.headers.get("content-length")
         if size is not None and not (size.isdecimal() and len(size) <= 12 and int(size) <= self._settings.body_bytes):
-            raise self._too_large_error()
+            raise self._make_too_large_error()
         return size is None or int(size) > LINE_BYTES
 
-    def _too_large_error(self) -> ApiError:
+    def _make_too_large_error(self) -> ApiError:
         """Create the error (HTTP 413) for a body that is larger than `HttpSettings.body_bytes`."""
         return ApiError(413, f"the body is larger than {self._settings.body_bytes:,} bytes", code="body_too_large")
 
@@ -133,9 +133,9 @@ class BodyReader:
                     self._bytes += len(part)
                     body += part
                     if len(body) > settings.body_bytes:
-                        raise self._too_large_error()
+                        raise self._make_too_large_error()
                     if self._bytes > settings.all_body_bytes:
-                        message, wait = "the bodies of all requests are too large together", retry_headers(1.0)
+                        message, wait = "the bodies of all requests are too large together", make_retry_headers(1.0)
                         raise ApiError(429, message, code="body_bytes", headers=wait)
         except BaseException as error:
             self.release(body)
@@ -158,4 +158,4 @@ class BodyReader:
         digest = hashlib.blake2b(request.headers.get("authorization", "").encode(), key=self._secret, digest_size=16)
         digest.update(b"\0" + request.scope["path"].encode() + b"\0" + body)
         again = request.headers.get("x-stainless-retry-count")  # OpenAI's clients count
-        return Ticket(digest.digest(), max(1, len(body) // BYTES_PER_TOKEN), first=again == "0")
+        return Ticket(digest.digest(), max(1, len(body) // BYTES_PER_TOKEN), first_attempt=again == "0")

@@ -125,10 +125,10 @@ class Answer:
         generation.text += piece.text
         generation.tokens += [result.token for result in results]
         generation.logprobs += [result for result in results if result.logprob is not None]
-        if choice.first is not None and choice.last is not None:
-            generation.seconds_to_first_token = choice.first - choice.begun
-            if choice.last > choice.first:
-                generation.tokens_per_second = (choice.completion_tokens - 1) / (choice.last - choice.first)
+        if choice.first_token is not None and choice.last_token is not None:
+            generation.seconds_to_first_token = choice.first_token - choice.created
+            if choice.last_token > choice.first_token:
+                generation.tokens_per_second = (choice.completion_tokens - 1) / (choice.last_token - choice.first_token)
         if piece.finish_reason is not None:
             unfinished = "context" if self._cut else "length"
             generation.stopped = "stop" if by_string else "end" if by_token else unfinished

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from meshwright import __version__
-from meshwright.data.tokenizers.library import contain_panics
+from meshwright.data.tokenizers.library import convert_panics
 from meshwright.errors import UserError
 from meshwright.serving.engine_client import EngineClient, Refusal, Ticket
 from meshwright.serving.gate import ApiKeys, BodyReader, HttpSettings
@@ -27,8 +27,8 @@ from meshwright.serving.metrics import ServingMetrics
 from meshwright.serving.openapi import describe_api
 from meshwright.serving.prompts import Prompts
 from meshwright.serving.protocol import bodies
-from meshwright.serving.protocol.bodies import Body, option_error, parse_body
-from meshwright.serving.protocol.errors import ApiError, refusal_error, to_api_error
+from meshwright.serving.protocol.bodies import Body, make_option_error, parse_body
+from meshwright.serving.protocol.errors import ApiError, make_refusal_error, to_api_error
 from meshwright.serving.protocol.jobs import GENERATION, build_job
 from meshwright.serving.streaming import ClientLeft, EventStream, JobRunner
 
@@ -76,7 +76,7 @@ class HttpApp:
             "/tokenizer_info": lambda _: self._show_tokenizer(),
             "/health": lambda _: self._report_state("ready", "draining"),
             "/ready": lambda _: self._report_state("ready"),
-            "/metrics": lambda _: Response(self.metrics.page(), media_type=PROMETHEUS),
+            "/metrics": lambda _: Response(self.metrics.format_page(), media_type=PROMETHEUS),
         }
         document = describe_api({path: body for path, (body, _) in (GENERATION | plain).items()}, list(gets))
         gets["/openapi.json"] = lambda _: document
@@ -93,12 +93,12 @@ class HttpApp:
             )  # fmt: skip
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one HTTP request: the entry point of an ASGI application, with ASGI's arguments."""
+        """Handle one HTTP request: entry point of the ASGI application. scope, receive, send: ASGI's arguments."""
         await self._app(scope, receive, send)
 
     async def _handle_request(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one HTTP request, given by ASGI's arguments: call its endpoint and send what the endpoint returns, as
-        JSON unless it is a Response. Exceptions become error responses in OpenAI's format."""
+        """Handle one HTTP request: call its endpoint and send what the endpoint returns, as JSON unless it is a
+        Response. Exceptions become error responses in OpenAI's format. scope, receive, send: ASGI's arguments."""
         request = Request(scope, receive)
         given = request.headers.get("x-request-id", "")
         name = request.state.request_id = given if _GOOD_ID.fullmatch(given) else uuid.uuid4().hex
@@ -133,14 +133,14 @@ class HttpApp:
         recognised and keeps its place in the waiting line."""
         if path in GENERATION and (refusal := self._client.admit((), ticket)) is not None:
             self.metrics.refuse(refusal.reason)
-            raise refusal_error(refusal)
+            raise make_refusal_error(refusal)
 
     def refuse_connection(self) -> Response:
         """Return the HTTP response (429) for a new connection beyond the limit on connections."""
         refusal = self._client.admit((), Ticket())
         self.metrics.refuse("connections")
         wait = 1.0 if refusal is None else refusal.retry_after_seconds
-        return refusal_error(Refusal("connections", wait)).to_response()
+        return make_refusal_error(Refusal("connections", wait)).to_response()
 
     async def _generate(self, request: Request, model: type[bodies.GenerationBody]) -> Response | dict[str, Any]:
         """Handle a POST `request` that generates text: parse its body as a `model` (a pydantic class), run the
@@ -163,10 +163,10 @@ class HttpApp:
             body = parse_body(model, data)
             self._check_model(getattr(body, "model", None) or self.settings.model)
             try:
-                with contain_panics():
+                with convert_panics():
                     return use(body)
             except UserError as error:
-                raise option_error(error, model) from None
+                raise make_option_error(error, model) from None
 
         path, closed = request.scope["path"], self._client.state in ("starting", "draining", "failed")
         if self._bodies.is_large(request) or closed:
@@ -196,7 +196,7 @@ class HttpApp:
             start = body.add_special if body.prompt is None else body.add_special_tokens
             text = body.prompt or body.content or ""
             tokens = prompts.encode(text, start, empty=True, parse_special=body.parse_special)
-        texts = [prompts.token_text(token) for token in tokens] if body.with_pieces or body.return_token_strs else []
+        texts = list(map(prompts.get_token_text, tokens)) if body.with_pieces or body.return_token_strs else []
         pieces = [{"id": token, "piece": text} for token, text in zip(tokens, texts, strict=False)]
         strings = {"token_strs": texts} if body.return_token_strs else {}
         shown = pieces if body.with_pieces else tokens
@@ -222,8 +222,8 @@ class HttpApp:
     def _show_tokenizer(self) -> dict[str, Any]:
         """Handle `/tokenizer_info`: return special tokens and chat template as JSON, in the form that lm-eval reads."""
         prompts = self._prompts
-        start = None if prompts.start is None else prompts.token_text(prompts.start)
-        end = next((prompts.token_text(token) for token in sorted(prompts.ends)), None)
+        start = None if prompts.start is None else prompts.get_token_text(prompts.start)
+        end = next((prompts.get_token_text(token) for token in sorted(prompts.ends)), None)
         return {"bos_token": start, "eos_token": end, "pad_token": end, "chat_template": prompts.chat_template}
 
     def _show_properties(self) -> dict[str, Any]:
@@ -240,5 +240,5 @@ class HttpApp:
         ApiError (503) for another state. good: "ready"; for `/health` also "draining"."""
         state = self._client.state
         if state not in good:
-            raise refusal_error(Refusal(state, 1.0))
+            raise make_refusal_error(Refusal(state, 1.0))
         return {"status": "ok", "state": state}

@@ -107,7 +107,7 @@ class _LimitedProtocol(HttpToolsProtocol):
 
     Attributes:
         deadline: Time in seconds of `time.monotonic` at which `_Server` calls `expire`.
-        write_deadline: Time, likewise, at which `_Server` aborts the connection because the client reads too slowly.
+        write_deadline: Time, by the same clock, at which `_Server` aborts the connection of a slow reader.
     """
 
     deadline = write_deadline = math.inf
@@ -223,7 +223,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Note that the request's body is complete. If the response was sent already, the client has
+        """Record that the request's body is complete. If the response was sent already, the client has
         `KEEP_ALIVE_SECONDS` to start the next request."""
         self._unparsed_bytes = 0
         super().on_message_complete()

@@ -17,15 +17,16 @@ _SUM_BLOCK = 256  # logits
 
 
 class Draw(NamedTuple):
-    """Sampling inputs of one output row (a token whose logits are wanted), known before its logits, so that a GPU can
-    reduce the row with them.
+    """Sampling inputs of one output row (a token whose logits are wanted). They are known before the logits, so that a
+    GPU can sample from the row or summarize it without copying the logits to the host.
 
     Attributes:
-        temperature: Divides the logits, more than 0; 0: no token is drawn.
+        temperature: Divisor of the logits; 0: no token is drawn.
         uniform: Random number in [0, 1): quantile of the softmax at which a token is drawn.
-        target: Token ID whose log-probability is wanted (the prompt's next token); 0 if none: its logit is then unused.
+        target: Token ID whose log-probability is wanted (the prompt's next token); 0 if none is.
         ranked: Number of most likely tokens (top-k) that sampling may read; 0: the most likely one alone.
-        decides: True if a token is sampled from the logits as they are; with `ranked` 0 a GPU then knows it.
+        decides: True if a token is sampled and no option but the temperature changes the logits. If `ranked` is 0, the
+            GPU can then sample the token itself.
     """
 
     temperature: float = 0.0
@@ -54,7 +55,7 @@ class LogitRow(Protocol):
     def logit(self, token: int) -> float:
         """Return the logit of a token ID."""
 
-    def total_weight(self, temperature: float) -> float:
+    def softmax_denominator(self, temperature: float) -> float:
         """Return the sum over the vocabulary of exp((logit - highest) / temperature), the softmax denominator; highest:
         the row's largest logit. temperature: more than 0."""
 
@@ -62,7 +63,7 @@ class LogitRow(Protocol):
         """Return the ID of the token at quantile `uniform`, in [0, 1), of the softmax of logits / temperature, tokens
         ordered by ID (inverse-CDF sampling). temperature: more than 0."""
 
-    def count_from(self, least: np.float32) -> int:
+    def count_at_least(self, least: np.float32) -> int:
         """Return the number of logits that are at least `least`."""
 
     def highest_logits(self, count: int) -> Logits:
@@ -98,17 +99,17 @@ class HostRow:
         """Return the logit of a token ID."""
         return float(self._logits[token])
 
-    def total_weight(self, temperature: float) -> float:
+    def softmax_denominator(self, temperature: float) -> float:
         """Return the sum over the vocabulary of exp((logit - highest) / temperature), the softmax denominator, with a
         relative error of about 1e-7; highest: the row's largest logit. temperature: more than 0."""
-        return float(softmax_weights(self._logits, self.highest, temperature).sum(dtype=np.float64))
+        return float(compute_softmax_weights(self._logits, self.highest, temperature).sum(dtype=np.float64))
 
     def draw(self, temperature: float, uniform: float) -> int:
         """Return the ID of the token at quantile `uniform`, in [0, 1), of the softmax of logits / temperature, tokens
         ordered by ID (inverse-CDF sampling). temperature: more than 0."""
-        return find_quantile(softmax_weights(self._logits, self.highest, temperature), uniform)
+        return find_quantile(compute_softmax_weights(self._logits, self.highest, temperature), uniform)
 
-    def count_from(self, least: np.float32) -> int:
+    def count_at_least(self, least: np.float32) -> int:
         """Return the number of logits that are at least `least`."""
         return int(np.count_nonzero(self._logits >= least))
 
@@ -130,7 +131,7 @@ class HostRow:
         return int(np.flatnonzero(self._logits == value)[rank - int((values > value).sum())])
 
 
-def softmax_weights(logits: Logits, highest: np.float32, temperature: float) -> Logits:
+def compute_softmax_weights(logits: Logits, highest: np.float32, temperature: float) -> Logits:
     """Return the numerators of the softmax, exp((logit - highest) / temperature), of each of the `logits`. highest: the
     largest logit. temperature: more than 0. Computed in float32, with a relative error of about 1e-7, since float64
     takes three times as long and this step dominates the time of sampling."""
@@ -146,13 +147,13 @@ def find_quantile(weights: Logits, uniform: float) -> int:
     over all weights would be slower."""
     block_sums = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _SUM_BLOCK)), dtype=np.float64)
     reach = uniform * block_sums[-1]
-    block = _first_above(block_sums, reach)
+    block = _find_first_above(block_sums, reach)
     below = block_sums[block - 1] if block else 0.0
     sums = below + np.cumsum(weights[block * _SUM_BLOCK : (block + 1) * _SUM_BLOCK], dtype=np.float64)
-    return block * _SUM_BLOCK + _first_above(sums, reach)
+    return block * _SUM_BLOCK + _find_first_above(sums, reach)
 
 
-def _first_above(sums: npt.NDArray[np.float64], reach: float) -> int:
+def _find_first_above(sums: npt.NDArray[np.float64], reach: float) -> int:
     """Return the first index at which a cumulative sum `sums` (ascending) exceeds the value `reach`. If there is none
     because of rounding, return the first index at which the sum equals the total."""
     return min(int(sums.searchsorted(reach, side="right")), int(sums.searchsorted(sums[-1])))

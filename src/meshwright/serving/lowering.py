@@ -25,7 +25,7 @@ from meshwright.model.attention import Attention as AttentionModule
 from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.block import Block
 from meshwright.model.experts import Mixture
-from meshwright.model.rope import RotaryTable, half_rotation_order, pad_pairs
+from meshwright.model.rope import RotaryTable, find_half_rotation_order, pad_pairs
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.expert import AllToAllTokenDispatcher
 from meshwright.parallel.tensor import TensorParallel
@@ -75,11 +75,11 @@ class Lowering:
         self.config, self._stage = weights.config, weights.stage
         self._kernels, self._weights, self._dtype, self._limits = kernels, weights, dtype, limits
         self._split = not mesh.tp.trivial
-        self.ops: OpList = kernels.op_list()
+        self.ops: OpList = kernels.create_op_list()
         self.segments: list[Segment] = []
         self.nbytes = dict.fromkeys(("weights", "packed", "workspace", "kv", "logits"), 0)
         kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
-        self._order, self._value_rows = half_rotation_order(self.config), kv_heads * self.config.head_dim
+        self._order, self._value_rows = find_half_rotation_order(self.config), kv_heads * self.config.head_dim
         self._tables = block_tables(self.config, mesh.pp.size)
         self._caches = [self._make_cache(kv_heads) for _ in range(self._tables.depths[self._stage.index])]
         self._buffers: dict[str, Float32] = {}
@@ -98,13 +98,13 @@ class Lowering:
         self._names = {id(module): name for name, module in self._model.named_modules()}
         self._rotations: dict[Rotation | None, tuple[Float32, Float32] | tuple[None, None]] = {None: (None, None)}
         for rotation in self.config.rotations(self._stage.layers):
-            tables = RotaryTable(rotation, torch.float32).up_to(limits.max_length, torch.device("cpu"))
+            tables = RotaryTable(rotation, torch.float32).get_table(limits.max_length, torch.device("cpu"))
             tables = pad_pairs(tables, self.config.head_dim)
             cosine, sine = (self._copy_weight(table[: limits.max_length].numpy()) for table in tables)
             self._rotations[rotation] = cosine, sine
         self.states = self._get_buffer("states", self.config.hidden)
         self.logits: Float32 | None = None
-        with reserve_pool([each for pair in self._caches for each in pair if limits.touched]):
+        with reserve_pool([each for pair in self._caches for each in pair if limits.resident]):
             self._lower_stage()  # reads and packs the weights meanwhile
         kernels.end_packing()
 
@@ -113,7 +113,8 @@ class Lowering:
         tables can share them, as each block belongs to one table. kv_heads: key-value heads of this rank."""
         dtype, size = np.float32 if self._dtype == "float32" else np.uint16, self.config.head_dim
         keys, values = (
-            self._kernels.empty(shape, dtype) for shape in op.LayerCache.shapes(self._limits.blocks, kv_heads, size)
+            self._kernels.allocate(shape, dtype)
+            for shape in op.LayerCache.compute_shapes(self._limits.blocks, kv_heads, size)
         )
         self.nbytes["kv"] += keys.nbytes + values.nbytes
         return keys, values
@@ -188,7 +189,7 @@ class Lowering:
 
     def _lower_mixture(self, mixture: Mixture, x: Float32, norm: nn.Module | None) -> None:
         """Append to `ops` a mixture-of-experts layer (routed and shared experts); the result is added to the hidden
-        states. mixture: the layer's module. x: normed input [T, H]. norm: post-norm, applied to the result; None: none.
+        states. mixture: the layer's module. x: normed input [T, H]. norm: post-norm of the result, or None.
         """
         config, experts = self.config, mixture.experts
         width = experts.down.weight.shape[1]
@@ -240,7 +241,7 @@ class Lowering:
         self._lower_norm(self._model.final_norm, rows, rows, "outputs", self.config.logit_divisor)
         if packed is None:
             packed = self._pack_weight(self._model.embedding if self._model.head is None else self._model.head)
-        self.logits = self._kernels.empty((self._limits.logits, packed.n), np.float32)
+        self.logits = self._kernels.allocate((self._limits.logits, packed.n), np.float32)
         self.nbytes["logits"] += self.logits.nbytes
         self.ops.append(op.Linear(self.logits, rows, packed, rows="outputs"))
         if self.config.logit_softcap is not None:
@@ -265,7 +266,7 @@ class Lowering:
 
     def _lower_row_parallel(self, linear: modules.Linear, x: Float32, norm: nn.Module | None) -> None:
         """Append to `ops` a row-parallel linear layer with input `x`, whose output is all-reduced over tp and added to
-        the hidden states. norm: post-norm, applied to the output before it is added; None: none."""
+        the hidden states. norm: post-norm, applied to the output before it is added, or None."""
         if not self._split and self._adds_directly(norm):
             self._lower_linear(linear, self.states, x, accumulate=True)
             return
@@ -280,7 +281,7 @@ class Lowering:
 
     def _lower_sum(self, partial: Float32, bias: Float32 | None, norm: nn.Module | None) -> None:
         """Append to `ops` the residual sum of a sublayer: `partial` [T, H], summed over tp with `bias`, normalised and
-        scaled, is added to the hidden states. norm: None: none."""
+        scaled, is added to the hidden states. bias: [H], or None. norm: the post-norm's module, or None."""
         if self._adds_directly(norm):
             self._sum_over_ranks(partial, self.states, bias)
             return
@@ -320,8 +321,8 @@ class Lowering:
 
     def _order_features(self, name: str, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return the weight rows `values` of the parameter `name` with the features of queries and keys permuted to the
-        order of half-rotations (`half_rotation_order`), for RoPE in the kernels; other parameters are returned as they
-        are."""
+        order of half-rotations (`find_half_rotation_order`), for RoPE in the kernels; other parameters are returned as
+        they are."""
         if self._order is None or not any(part in name for part in (".qkv.", ".query_norm.", ".key_norm.")):
             return values
         ordered, size = values.copy(), self.config.head_dim
@@ -354,7 +355,7 @@ class Lowering:
         rows = self._limits.token_budget if rows is None else rows
         key = f"{name}.{width}"
         if key not in self._buffers:
-            self._buffers[key] = self._kernels.empty((rows, width), np.float32)
+            self._buffers[key] = self._kernels.allocate((rows, width), np.float32)
             self._buffers[key][...] = 0
             self.nbytes["workspace"] += self._buffers[key].nbytes
         return self._buffers[key]

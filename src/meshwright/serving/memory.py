@@ -121,11 +121,11 @@ def plan_memory(
     return fill_memory(ledger, budget, min(most, limit_of("new_tokens")))
 
 
-def make_step_limits(ledger: ServingLedger, touched: bool = True) -> StepLimits:
+def make_step_limits(ledger: ServingLedger, resident: bool = True) -> StepLimits:
     """Convert the predicted memory of `plan_memory` (its ledger) to `StepLimits`, the sizes for which ranks allocate
-    their buffers and KV pool. touched: True to make the whole KV pool resident at the start, False: page by page as it
+    their buffers and KV pool. resident: True to make the whole KV pool resident at the start, False: page by page as it
     is used."""
     sizes = ledger.sizes
     return StepLimits(
-        ledger.blocks, sizes.token_budget, sizes.max_sequences, sizes.max_length, sizes.logit_rows, touched
+        ledger.blocks, sizes.token_budget, sizes.max_sequences, sizes.max_length, sizes.logit_rows, resident
     )

@@ -77,7 +77,7 @@ class Channel:
         return channel
 
     @property
-    def own_host(self) -> str:
+    def own_address(self) -> str:
         """IP address of this machine on the connection, at which other ranks can reach it; "" for a Unix socket."""
         return "" if self._socket.family == socket.AF_UNIX else str(self._socket.getsockname()[0])
 
@@ -91,7 +91,7 @@ class Channel:
 
     def receive(self) -> Message:
         """Wait for the next message and return it."""
-        found: Message = json.loads(self._read_exactly(_message_size(self._read_exactly(_LENGTH_BYTES))))
+        found: Message = json.loads(self._read_exactly(_parse_size(self._read_exactly(_LENGTH_BYTES))))
         return found
 
     def receive_ready(self, wait: bool) -> list[Message]:
@@ -193,13 +193,13 @@ async def receive(reader: asyncio.StreamReader) -> Message | None:
     """Read the next message from the stream `reader` and return it; None if the connection was closed. Raises RankLost
     for a message that is too large."""
     try:
-        found: Message = json.loads(await reader.readexactly(_message_size(await reader.readexactly(_LENGTH_BYTES))))
+        found: Message = json.loads(await reader.readexactly(_parse_size(await reader.readexactly(_LENGTH_BYTES))))
     except (asyncio.IncompleteReadError, OSError):
         return None
     return found
 
 
-def _message_size(header: bytes) -> int:
+def _parse_size(header: bytes) -> int:
     """Parse the 4-byte header of a message; return the number of bytes that follow. Raises RankLost above
     `MAX_MESSAGE_BYTES`."""
     size = int.from_bytes(header, "big")

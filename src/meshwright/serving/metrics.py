@@ -63,14 +63,14 @@ class ServingMetrics:
             name: Histogram(PREFIX + name, text, ["model_name"], registry=self._registry, buckets=buckets).labels(model)
             for name, buckets, text in _HISTOGRAMS
         }
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished sequences.").labels(model)
-        self._generation_tokens = self._counter("generation_tokens", "Tokens generated.").labels(model)
-        self._ended = self._counter("request_success", "Sequences that ended, by reason.", "finished_reason")
-        self._refused = self._counter(
+        self._prompt_tokens = self._add_counter("prompt_tokens", "Prompt tokens of finished sequences.").labels(model)
+        self._generation_tokens = self._add_counter("generation_tokens", "Tokens generated.").labels(model)
+        self._ended = self._add_counter("request_success", "Sequences that ended, by reason.", "finished_reason")
+        self._refused = self._add_counter(
             "requests_refused", "HTTP requests that were not queued, by the limit that was reached.", "reason"
         )
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+    def _add_counter(self, name: str, text: str, *labels: str) -> Counter:
         """Register and return the Prometheus counter `name` (without the common prefix) with the description `text`.
         labels: names of its labels besides `model_name`."""
         return Counter(PREFIX + name, text, ["model_name", *labels], registry=self._registry)
@@ -78,15 +78,15 @@ class ServingMetrics:
     def observe(self, choice: Choice, piece: Piece, before: float | None) -> None:
         """Record the tokens and latencies of a new piece of a choice (an API answer). before: time in seconds of
         `time.perf_counter` at which the choice's last token before this piece came; None if it had none."""
-        if choice.last is not None and choice.last != before:
+        if choice.last_token is not None and choice.last_token != before:
             self._generation_tokens.inc(len(piece.tokens))
             if before is None:
-                self._histograms["time_to_first_token_seconds"].observe(choice.last - choice.begun)
-                waited = choice.last - choice.begun - choice.prefill_seconds
+                self._histograms["time_to_first_token_seconds"].observe(choice.last_token - choice.created)
+                waited = choice.last_token - choice.created - choice.prefill_seconds
                 self._histograms["request_queue_time_seconds"].observe(max(0.0, waited))
                 self._histograms["request_prefill_time_seconds"].observe(choice.prefill_seconds)
             else:
-                self._histograms["inter_token_latency_seconds"].observe(choice.last - before)
+                self._histograms["inter_token_latency_seconds"].observe(choice.last_token - before)
         if piece.finish_reason is not None:
             self.finish(choice, piece.finish_reason)
 
@@ -99,17 +99,17 @@ class ServingMetrics:
         self._prompt_tokens.inc(len(choice.request.tokens))
         self._histograms["request_prompt_tokens"].observe(len(choice.request.tokens))
         self._histograms["request_generation_tokens"].observe(choice.completion_tokens)
-        if choice.first is not None and choice.last is not None:
-            self._histograms["e2e_request_latency_seconds"].observe(choice.last - choice.begun)
+        if choice.first_token is not None and choice.last_token is not None:
+            self._histograms["e2e_request_latency_seconds"].observe(choice.last_token - choice.created)
             if choice.completion_tokens > 1:
-                mean = (choice.last - choice.first) / (choice.completion_tokens - 1)
+                mean = (choice.last_token - choice.first_token) / (choice.completion_tokens - 1)
                 self._histograms["request_time_per_output_token_seconds"].observe(mean)
 
     def refuse(self, reason: str) -> None:
         """Count an HTTP request that was not queued. reason: as in `Refusal` ("requests", "connections" ...)."""
         self._refused.labels(self._model, reason).inc()
 
-    def page(self) -> bytes:
+    def format_page(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 

@@ -46,9 +46,9 @@ class NativeRunner:
         return dict(self._memory)
 
     def run(self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
-        """Compute this rank's pipeline stage for a batch of T tokens. Return the logits [R, V] of its R output rows
-        (tokens whose logits are wanted), or from a stage that is not last the hidden states [T, H]; valid until the
-        next call. `hidden`: the previous stage's hidden states [T, H], None on the first."""
+        """Compute this rank's pipeline stage for a batch of T tokens. The last stage returns the logits [R, V] of the R
+        output rows (tokens whose logits are wanted), any other stage the hidden states [T, H]. The result is valid
+        until the next call. `hidden`: the previous stage's hidden states [T, H]; None on the first stage."""
         tokens, rows = len(batch.tokens), len(batch.output_rows)
         assert tokens <= self._limits.token_budget and rows <= self._limits.logits, (tokens, rows)
         if hidden is not None:

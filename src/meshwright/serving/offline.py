@@ -32,11 +32,13 @@ _STEP_SECONDS = 24 * 3600.0  # long, as no client waits
 
 
 def plan_offline(directory: Path, layout: Layout, dtype: str, device: str = "cpu") -> StepLimits:
-    """Choose the sizes of KV pool and buffers that each rank allocates to generate without a server. directory: model
-    directory. dtype: name of the dtype of parameters and KV cache. device: "cpu" or "cuda". Raises UserError if one
-    sequence does not fit in memory, or the model is an encoder."""
+    """Choose the sizes of KV pool and buffers that each rank allocates to generate without a server.
+
+    directory: model directory. layout: layout of the ranks. dtype: name of the dtype of parameters and KV cache.
+    device: "cpu" or "cuda". Raises UserError if one sequence does not fit in memory, or the model is an encoder.
+    """
     hosts = [read_device_memory()] if device == "cuda" else None
-    return make_step_limits(plan_memory(read_decoder_config(directory), layout, dtype, hosts=hosts), touched=False)
+    return make_step_limits(plan_memory(read_decoder_config(directory), layout, dtype, hosts=hosts), resident=False)
 
 
 def build_offline_engine(
@@ -76,7 +78,7 @@ def run_requests(
     try:
         while not engine.idle:
             for output in engine.step():
-                yield _raise_error(output)
+                yield _check_output(output)
                 if has_ended(output.request_id):
                     engine.cancel(output.request_id)
     finally:
@@ -86,7 +88,7 @@ def run_requests(
             engine.step()
 
 
-def _raise_error(output: Output) -> Output:
+def _check_output(output: Output) -> Output:
     """Return `output` unchanged; raise InvalidLogits if its finish reason is "error"."""
     if output.finish_reason == "error":
         raise InvalidLogits("the model computes NaN or infinite logits: its weights are damaged")
@@ -113,7 +115,7 @@ def run_on_ranks(
         """Put each output of one request, from the iterator `stream`, into the queue; cancel the request when it needs
         no more tokens."""
         async for output in stream:
-            outputs.put(_raise_error(output))
+            outputs.put(_check_output(output))
             if has_ended(output.request_id):
                 replicas.cancel(output.request_id)
 

@@ -43,7 +43,7 @@ def describe_api(posts: Mapping[str, type[Body]], gets: Iterable[str]) -> dict[s
         generates = issubclass(body, GenerationBody)
         errors = _ERRORS | _CROWDED | _BODY_ERRORS | (_GENERATION_ERRORS if generates else {})
         operation = _describe_operation(path, errors)
-        operation["requestBody"] = {"required": True, "content": _json_content(body.__name__)}
+        operation["requestBody"] = {"required": True, "content": _describe_json_content(body.__name__)}
         if generates:
             operation["responses"]["200"]["content"]["text/event-stream"] = {}
         paths[path] = {"post": operation}
@@ -73,9 +73,9 @@ def _describe_operation(path: str, errors: Mapping[str, str]) -> dict[str, Any]:
 
 def _describe_error(text: str) -> dict[str, Any]:
     """Return the OpenAPI response object of an error with the description `text`."""
-    return {"description": text, "content": _json_content("Error")}
+    return {"description": text, "content": _describe_json_content("Error")}
 
 
-def _json_content(schema: str) -> dict[str, Any]:
+def _describe_json_content(schema: str) -> dict[str, Any]:
     """Return the OpenAPI content object of a JSON body whose schema has the name `schema`."""
     return {"application/json": {"schema": {"$ref": _REFERENCE.format(model=schema)}}}

@@ -46,12 +46,12 @@ Group = tuple[tuple[Kind, int], ...]
 
 
 def derive_steady_state(stages: int, stage: int) -> tuple[Group, ...]:
-    """Derive the steps of one pipeline rank in the steady state, in which all `stages` stages are busy, from the 1F1B
-    program. In a slot (one call of `PipelineEngine.step`) each stage computes one batch. stage: index of the rank.
+    """Return what one pipeline rank does in each slot (one call of `PipelineEngine.step`) once all `stages` stages are
+    busy: the steady state of the 1F1B schedule. stage: index of the rank's stage.
 
-    The result is a tuple of groups in order, each a tuple of steps that are started together. A step is (kind, offset);
-    it concerns the batch that was scheduled in slot (present slot + offset). Kinds are FORWARD (compute the batch),
-    BACKWARD (record its sampled tokens), and sends and receives of hidden states or tokens.
+    The result is a tuple of groups in order; the actions of a group are started together. An action is (kind, offset)
+    and is applied to the batch that was scheduled in slot (present slot + offset). Kinds are FORWARD (compute the
+    batch), BACKWARD (record its sampled tokens), and sends and receives of hidden states or tokens.
     """
     program = with_transfers(one_f_one_b(stages, 6 * stages))
     check_pipeline(program)
@@ -135,8 +135,8 @@ class PipelineEngine(Engine):
             self._hidden[number] = torch.from_numpy(found.copy())  # as the runner's next call overwrites it
 
     def _record_results(self, number: int, batch: StepBatch) -> list[Output]:
-        """Report the sampled tokens of `batch` to this stage's scheduler, and return the batch's outputs. All stages
-        but the last receive the tokens from the next stage first. number: slot (call of `step`) in which the batch was
+        """Record the sampled tokens of `batch` in this stage's scheduler; return the batch's outputs. Every stage but
+        the last first receives the tokens from the next stage. number: slot (call of `step`) in which the batch was
         scheduled."""
         if self._stage < self._stages - 1 and len(batch.output_rows):
             self._results[number] = self._receive_results(number)
@@ -146,10 +146,9 @@ class PipelineEngine(Engine):
         return self.scheduler.record_results(batch, results)
 
     def _start_transfer(self, kind: Kind, number: int, batch: StepBatch) -> None:
-        """Start one send or receive, given by `kind`, for `batch`; its handle is pending under (kind, number).
-        SEND_FORWARD and RECEIVE_FORWARD pass hidden states from one stage to the next; SEND_BACKWARD and
-        RECEIVE_BACKWARD pass sampled tokens to the previous stage. number: slot (call of `step`) in which the batch was
-        scheduled."""
+        """Start one send or receive for `batch`, and store its handle under (kind, number). kind: SEND_FORWARD or
+        RECEIVE_FORWARD for hidden states, which go to the next stage; SEND_BACKWARD or RECEIVE_BACKWARD for sampled
+        tokens, which go to the previous stage. number: slot (call of `step`) in which the batch was scheduled."""
         if kind == Kind.RECEIVE_FORWARD:
             tensors = [self._hidden.setdefault(number, torch.empty(len(batch.tokens), self.runner.config.hidden))]
         elif kind == Kind.SEND_FORWARD:

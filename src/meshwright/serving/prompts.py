@@ -123,8 +123,8 @@ class Prompts:
         return self._require_chat().render_prompt(given.messages, header, given.tools, given.variables)
 
     def check(self, tokens: Sequence[int], *, empty: bool = False) -> list[int]:
-        """Return `tokens` as a list after a check. Raises UserError if a token ID is outside the model's vocabulary, or
-        if `tokens` is empty unless `empty` is True."""
+        """Check token IDs and return them as a list. Raises UserError if one is outside the model's vocabulary, or if
+        `tokens` is empty unless `empty` is True."""
         if not tokens and not empty:
             raise UserError("the prompt is empty: it needs at least one token")
         for token in (min(tokens, default=0), max(tokens, default=0)):
@@ -136,18 +136,18 @@ class Prompts:
         """Return the text of a sequence of token IDs, without special tokens."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    def detokenizer(self, before: Sequence[int]) -> IncrementalDetokenizer:
+    def create_detokenizer(self, before: Sequence[int]) -> IncrementalDetokenizer:
         """Create an incremental detokenizer for the tokens that follow the token IDs `before`."""
         return IncrementalDetokenizer(self.tokenizer, before)
 
-    def token_bytes(self, token: int) -> bytes:
+    def get_token_bytes(self, token: int) -> bytes:
         """Return the UTF-8 bytes that a token ID stands for, which may be a part of a character; for a special token,
         the bytes of its name."""
         return self._token_bytes[token]
 
-    def token_text(self, token: int) -> str:
-        r"""Return the text of a single token ID; if its bytes are no whole characters, `bytes:\xe2\x80` as in OpenAI's
-        API."""
+    def get_token_text(self, token: int) -> str:
+        r"""Return the text of a single token ID. If its bytes are not whole characters, they are written as
+        `bytes:\xe2\x80`, as in OpenAI's API."""
         data = self._token_bytes[token]
         try:
             return data.decode()

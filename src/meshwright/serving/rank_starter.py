@@ -43,12 +43,12 @@ class RankPlan:
             agree on one.
         batch_invariant: On GPUs, make the bits of a sequence's results independent of the batch; on a CPU they always
             are.
-        instruction_set: Instruction set of the kernels on all ranks, or `PLAIN_TORCH`; None: the fastest measured on
-            this machine. Without effect on GPUs.
-        plain_torch: Reason for `PLAIN_TORCH`, as text for users; "" with compiled kernels.
+        instruction_set: Instruction set of the kernels on all ranks, or "torch" for plain PyTorch without kernels;
+            None: the fastest measured on this machine. No effect on GPUs.
+        plain_torch: Reason why plain PyTorch is used, as text for users; "" with compiled kernels.
         secret: Shared secret by which front and ranks recognise each other.
         front: Address at which the front listens; "" until it listens.
-        start: How often the replica's ranks have been started before; 0 at first.
+        start: Number of earlier starts of the replica's ranks; 0 at the first start.
         engine: Function that builds a rank's engine, as `package.module:function`.
     """
 
@@ -77,7 +77,7 @@ class RankPlan:
 
 
 class LocalStarter:
-    """Starts the ranks of a replica as processes forked on this machine, which end with this process. Attribute
+    """Starter of a replica's ranks as processes forked on this machine, which end with this process. Attribute
     `restarts` (True): lost ranks can be started again."""
 
     restarts = True

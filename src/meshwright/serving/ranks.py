@@ -75,7 +75,7 @@ def serve_mesh(plan: RankPlan, mesh: Mesh, replica: int) -> None:
     front = Channel.connect(plan.front, plan.secret)
     listener = None
     if rank == 0 and peers > 1:
-        listener = Listener(plan.directory, f"replica-{replica}", plan.secret, front.own_host)
+        listener = Listener(plan.directory, f"replica-{replica}", plan.secret, front.own_address)
     gc.freeze()  # a full collection would look through all modules, for 0.1 s between two tokens
     who = {"replica": replica, "rank": rank, "start": plan.start, "pid": os.getpid()}
     leader = listener.address if listener else None

@@ -72,9 +72,9 @@ class Stream(AsyncIterator[Output]):
         self._error, self.ended = error, True
         self._changed.set()
 
-    def resumed(self) -> Request:
-        """Return the request with which another replica, or this one after a restart, continues the answer. Tokens
-        generated so far become `replayed`: they are recomputed like prompt tokens, not sampled again."""
+    def make_resumed_request(self) -> Request:
+        """Return a request by which another replica, or the same one after a restart, continues the answer. The tokens
+        generated so far become its `replayed` tokens: they are recomputed like prompt tokens, not sampled again."""
         return replace(self.request, replayed=tuple(self.tokens)) if self.tokens else self.request
 
     async def __anext__(self) -> Output:
@@ -97,22 +97,22 @@ class Replica:
 
     Attributes:
         index: Number of the replica, from 0.
-        places: Largest number of sequences that it runs at a time.
+        max_sequences: Maximum number of sequences that it runs at a time.
         groups: Number of pipeline groups of its sequences; a step computes one of them.
         streams: {request ID: stream} of its unfinished requests.
         peers: {rank: connection} of its ranks.
         leader: Address at which its first rank listens for the other ranks; None before that rank is connected.
         ready: True if it accepts requests.
         has_served: True if it has generated a token since its ranks were started.
-        heard: Time of its last message, in seconds of `time.monotonic`.
+        last_message: Time of its last message, in seconds of `time.monotonic`.
         sent: Number of requests sent to it that `report` does not include yet.
         report: Figures of its last step, from `Engine.report`.
         totals: Figures summed since the server's start. Those that `report` also counts (`COUNTERS`) are summed over
             earlier starts of the ranks only; `stats` adds the count of the present start.
-        known: Hashes of KV blocks that its prefix cache probably holds, the least recently used first (keys; values
-            None).
-        speed: Model of its step times.
-        answers: Predictor of answer lengths.
+        cached_hashes: Hashes of KV blocks that its prefix cache probably holds, the least recently used first (keys;
+            values None).
+        step_times: Predictor of step times.
+        answer_lengths: Predictor of answer lengths.
         starts: Number of starts of its ranks that have ended.
         hangs: Number of times that a step exceeded its time limit since the last completed step.
         lost_since: Time of its last loss, in seconds of `time.monotonic`; inf before.
@@ -120,24 +120,24 @@ class Replica:
         lost: Future that gets the reason when the replica is lost; None before its first start.
     """
 
-    def __init__(self, index: int, places: int, groups: int = 1) -> None:
+    def __init__(self, index: int, max_sequences: int, groups: int = 1) -> None:
         """Create a replica whose ranks have not been started; arguments: the attributes of the same names."""
-        self.index, self.places, self.groups, self.starts, self.hangs = index, places, groups, 0, 0
+        self.index, self.max_sequences, self.groups, self.starts, self.hangs = index, max_sequences, groups, 0, 0
         self.totals: defaultdict[str, float] = defaultdict(float)
-        self.speed, self.answers, self.lost_since = StepTimes(), AnswerLengthRatio(), math.inf
+        self.step_times, self.answer_lengths, self.lost_since = StepTimes(), AnswerLengthRatio(), math.inf
         self._reset_start()
 
     def _reset_start(self) -> None:
-        """Reset the attributes that describe the present start of the rank processes, such as connections and
-        streams."""
+        """Set the attributes that concern the present rank processes, such as connections and streams, to their initial
+        values: no rank process has been started."""
         self.streams: dict[str, Stream] = {}
         self.peers: dict[int, asyncio.StreamWriter] = {}
-        self.known: OrderedDict[bytes, None] = OrderedDict()
+        self.cached_hashes: OrderedDict[bytes, None] = OrderedDict()
         self.report: dict[str, Any] = {}
         self.leader: str | None = None
         self.lost: asyncio.Future[str] | None = None
         self.ready, self.has_served, self.ready_since = False, False, math.inf
-        self.heard, self.sent = 0.0, 0
+        self.last_message, self.sent = 0.0, 0
         self._predicted, self._admissions = -math.inf, list[float]()  # time of the last prediction, and its result
 
     def mark_lost(self, reason: str) -> None:
@@ -147,7 +147,7 @@ class Replica:
             self.lost.set_result(reason)
 
     def reset(self) -> list[Stream]:
-        """Reset the replica after its ranks have ended: close connections, add its counters to `totals`. Return the
+        """Reset the replica after its ranks have ended: close connections, and add its counters to `totals`. Return the
         streams of its unfinished requests."""
         for writer in self.peers.values():
             writer.close()
@@ -160,14 +160,14 @@ class Replica:
     def take_report(self, report: dict[str, Any]) -> None:
         """Store the figures of a step and update the model of step times. report: dictionary of `Engine.report`, with
         `seconds` of the step and the number of requests `added` before it."""
-        self.heard, self.report, self.sent = time.monotonic(), report, self.sent - report["added"]
+        self.last_message, self.report, self.sent = time.monotonic(), report, self.sent - report["added"]
         seconds, tokens, keys = report["seconds"], report.get("tokens", 0), report.get("context", 0)
         if seconds and tokens:
             self.hangs = 0
             self.totals["steps"] += 1
             self.totals["step_seconds"] += seconds
-            self.totals["predicted_seconds"] += self.speed.predict(tokens, keys)
-            self.speed.observe(seconds, tokens, keys)
+            self.totals["predicted_seconds"] += self.step_times.predict(tokens, keys)
+            self.step_times.observe(seconds, tokens, keys)
 
     def stats(self) -> dict[str, float]:
         """Return the replica's figures by name, for `EngineClient.stats`: numbers of sequences and KV blocks by state
@@ -177,15 +177,14 @@ class Replica:
         return {**self.totals, **now, **since}
 
     @property
-    def room(self) -> int:
-        """Number of further sequences that the replica could start at once, from its last report: the number that it
-        may still run (0 if requests wait in its queue), minus the requests that wait and those sent since. May be
-        negative."""
+    def free_sequences(self) -> int:
+        """Number of further sequences that the replica could start at once: those below its maximum in its last report
+        (0 if requests wait in its queue), minus waiting requests and requests sent since. May be negative."""
         running, waiting = self.report.get("running", 0) + self.report.get("paused", 0), self.report.get("waiting", 0)
-        return (0 if waiting else self.places - running) - waiting - self.sent
+        return (0 if waiting else self.max_sequences - running) - waiting - self.sent
 
     @property
-    def work(self) -> int:
+    def pending_tokens(self) -> int:
         """Estimated number of tokens that the replica computes before the first token of a new request: the prompts of
         all requests without a token yet, and `BLOCK_TOKENS` for each request that already generates. Used to balance
         load over replicas."""
@@ -196,17 +195,17 @@ class Replica:
         the queue has fewer requests, the wait is extrapolated in proportion."""
         now = time.monotonic()
         if now - self._predicted > PREDICTION_SECONDS:
-            running = [self._work_left(each) for each in self.streams.values() if each.tokens]
+            running = [self._estimate_work_left(each) for each in self.streams.values() if each.tokens]
             queued = [each.request for each in self.streams.values() if not each.tokens]
             waiting = [Work(len(each.tokens), self._predict_length(each, 0)) for each in queued]
-            busy = self.report["running"] + self.report["paused"] if self.report.get("waiting") else self.places
-            self._admissions = self.speed.predict_admissions(running, waiting, max(1, busy), self.groups)
+            busy = self.report["running"] + self.report["paused"] if self.report.get("waiting") else self.max_sequences
+            self._admissions = self.step_times.predict_admissions(running, waiting, max(1, busy), self.groups)
             self._predicted = now
         seconds, known = self._admissions, len(self._admissions)
         if not known:
             return 0.0
         predicted = seconds[count - 1] if count <= known else seconds[-1] * count / known
-        left = predicted - (now - self.heard)  # the state is that of the last step
+        left = predicted - (now - self.last_message)  # the state is that of the last step
         return left if left > 0 else self._predict_step()
 
     @property
@@ -214,28 +213,28 @@ class Replica:
         """Seconds by which the replica's current step is late: the time since its last report, minus the predicted time
         of a step, or of the next admission if that is longer; 0 if it is not late or has no requests."""
         expected = max([self._predict_step(), *self._admissions[:1]])
-        return max(0.0, time.monotonic() - self.heard - expected) if self.streams else 0.0
+        return max(0.0, time.monotonic() - self.last_message - expected) if self.streams else 0.0
 
     def limit_step(self, seconds: float, budget: int) -> float:
-        """Return the time limit of the present step in seconds, above which the replica counts as hanging. It is the
-        largest of three times. First, `seconds`, doubled for each step since the last completed one that exceeded its
-        limit, `MOST_DOUBLINGS` times at most. Second, ten times the predicted time of the longest step that the
-        unfinished requests may need. Third, the predicted time of that step's tokens computed one by one, since
-        predictions learnt from short steps are poor for long ones. budget: largest number of tokens of a step."""
+        """Return the time limit of the present step in seconds, above which the replica counts as hanging: the largest
+        of three times. (1) `seconds`, doubled for each time that the replica hung since its last completed step, at
+        most `MOST_DOUBLINGS` times. (2) Ten times the predicted time of the longest step that the unfinished requests
+        may need. (3) The predicted time of that step's tokens computed one by one, since predictions learnt from short
+        steps are poor for long ones. budget: maximum number of tokens of a step."""
         lengths = [len(each.request.tokens) + len(each.tokens) for each in self.streams.values()]
         tokens, longest = min(budget, sum(lengths)), max(lengths, default=0)
-        predicted = self.speed.predict(tokens, tokens * longest)
+        predicted = self.step_times.predict(tokens, tokens * longest)
         return max(
             seconds * 2.0 ** min(self.hangs, MOST_DOUBLINGS),
             TIMES_PREDICTED * predicted,
-            tokens * self.speed.predict(1, longest),
+            tokens * self.step_times.predict(1, longest),
         )
 
     def _predict_step(self) -> float:
         """Return the predicted seconds of a step with as many tokens and attended keys as the last one."""
-        return self.speed.predict(self.report.get("tokens", 0), self.report.get("context", 0))
+        return self.step_times.predict(self.report.get("tokens", 0), self.report.get("context", 0))
 
-    def _work_left(self, stream: Stream) -> Work:
+    def _estimate_work_left(self, stream: Stream) -> Work:
         """Return the remaining work of the request of `stream`, which is generating: no prompt tokens, the expected
         number of further answer tokens, and as context the tokens of prompt and answer so far."""
         done = len(stream.tokens)
@@ -243,18 +242,18 @@ class Replica:
 
     def _predict_length(self, request: Request, tokens: int) -> int:
         """Return the predicted final length in tokens of a request's answer, which has `tokens` tokens so far."""
-        return self.answers.predict_length(tokens, request.sampling.max_tokens) if request.sampling.max_tokens else 0
+        return self.answer_lengths.predict_length(tokens, most) if (most := request.sampling.max_tokens) else 0
 
-    def cached_blocks(self, hashes: Sequence[bytes]) -> int:
-        """Return how many leading KV blocks of a prompt the replica's prefix cache probably has. hashes: hash of each
-        full block of the prompt, in order."""
-        return next((count for count, each in enumerate(hashes) if each not in self.known), len(hashes))
+    def count_cached_blocks(self, hashes: Sequence[bytes]) -> int:
+        """Return the number of a prompt's first KV blocks that the replica's prefix cache probably has. hashes: hash of
+        each full block of the prompt, in order."""
+        return next((count for count, each in enumerate(hashes) if each not in self.cached_hashes), len(hashes))
 
     def remember(self, hashes: Sequence[bytes], limit: int) -> None:
-        """Record that the replica's prefix cache gets the KV blocks with these hashes. Of more than `limit` hashes (the
-        number of blocks in its pool), drop the least recently used ones."""
+        """Record that the replica's prefix cache gets the KV blocks with the hashes `hashes`. Keep at most `limit`
+        hashes, the number of blocks in its pool, by dropping the least recently used ones."""
         for each in hashes:
-            self.known[each] = None
-            self.known.move_to_end(each)
-        while len(self.known) > limit:
-            self.known.popitem(last=False)
+            self.cached_hashes[each] = None
+            self.cached_hashes.move_to_end(each)
+        while len(self.cached_hashes) > limit:
+            self.cached_hashes.popitem(last=False)

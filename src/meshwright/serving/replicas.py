@@ -25,7 +25,7 @@ from meshwright.serving.messages import Message
 from meshwright.serving.rank_starter import JoinedStarter, LocalStarter, RankPlan
 from meshwright.serving.replica import Replica, Stream
 from meshwright.serving.request import FinishReason, Output, Request
-from meshwright.serving.waiting_line import Queue, QueueLimits, WaitingLine
+from meshwright.serving.waiting_line import QueueForecast, QueueLimits, WaitingLine
 from meshwright.spec.block_tables import BLOCK_TOKENS
 
 LOSSES_OF_REQUEST = 3
@@ -102,7 +102,7 @@ class Replicas:
 
     @property
     def rank_processes(self) -> list[dict[str, int]]:
-        """{"replica", "rank", "pid"} of each connected rank process."""
+        """Connected rank processes, {"replica": index, "rank": rank in the replica, "pid": process id} each."""
         return [{name: hello[name] for name in ("replica", "rank", "pid")} for hello in self.hellos.values()]
 
     def admit(self, requests: Sequence[Request], ticket: Ticket) -> Refusal | None:
@@ -112,7 +112,7 @@ class Replicas:
         if self._state in ("starting", "draining", "failed"):
             return Refusal(self._state, 1.0)
         ready = [replica for replica in self._replicas if replica.ready]
-        waiting = len(self._parked) + max(1, len(requests)) - sum(replica.room for replica in ready)
+        waiting = len(self._parked) + max(1, len(requests)) - sum(replica.free_sequences for replica in ready)
         if waiting <= 0 and not (requests and self._line.outstanding):
             return None
         asked = sum(len(request.tokens) for request in requests)
@@ -126,7 +126,7 @@ class Replicas:
             return min((replica.predict_wait(-(-count // len(ready))) for replica in ready), default=1.0)
 
         delay = min((replica.delay for replica in ready), default=0.0)
-        queue = Queue(waiting, prompts, self._queued_tokens + max(1, asked), predict, delay)
+        queue = QueueForecast(waiting, prompts, self._queued_tokens + max(1, asked), predict, delay)
         return self._line.admit(ticket, len(requests), asked or ticket.tokens, queue)
 
     def submit(self, request: Request) -> AsyncIterator[Output]:
@@ -277,7 +277,7 @@ class Replicas:
         while True:
             await asyncio.sleep(min(LOOK_SECONDS, seconds / 4))
             for replica in self._replicas:
-                late = time.monotonic() - replica.heard
+                late = time.monotonic() - replica.last_message
                 if replica.ready and replica.streams and late > seconds and late > replica.limit_step(seconds, budget):
                     replica.hangs += 1
                     replica.mark_lost(f"no step within {late:.3g} s")
@@ -352,23 +352,23 @@ class Replicas:
                 if stream.ended:
                     self._remove_request(stream)
                     if stream.tokens:
-                        replica.answers.observe(len(stream.tokens), stream.request.sampling.max_tokens)
+                        replica.answer_lengths.observe(len(stream.tokens), stream.request.sampling.max_tokens)
 
     # --- requests
 
     def _dispatch(self, stream: Stream) -> None:
         """Send the request of `stream` to the ready replica with the least remaining work, from which its expected
         prefix-cache hits for this request are subtracted. If no replica is ready, keep the request until one is."""
-        request = stream.resumed()
+        request = stream.make_resumed_request()
         ready = [replica for replica in self._replicas if replica.ready]
         if not ready:
             self._parked.append(stream)
             return
         hashes = HashChain(request.tokens, request.cache_salt).hashes if len(self._replicas) > 1 else []
-        replica = min(ready, key=lambda each: each.work - BLOCK_TOKENS * each.cached_blocks(hashes))
+        replica = min(ready, key=lambda each: each.pending_tokens - BLOCK_TOKENS * each.count_cached_blocks(hashes))
         replica.remember(hashes, self.plan.limits.blocks // self.hellos[replica.index, 0]["block_tables"])
         if not replica.streams:
-            replica.heard = time.monotonic()
+            replica.last_message = time.monotonic()
         stream.replica = replica
         replica.streams[request.id] = stream
         replica.sent += 1

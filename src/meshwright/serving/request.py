@@ -53,7 +53,7 @@ class Request:
             )
 
     @property
-    def longest(self) -> int:
+    def max_total_tokens(self) -> int:
         """Number of tokens of the prompt plus `max_tokens`."""
         return len(self.tokens) + self.sampling.max_tokens
 
@@ -63,7 +63,7 @@ class Request:
         if (highest := max(self.tokens)) >= vocabulary:
             raise UserError(f"prompt: token ID {highest} should be less than {vocabulary}, the model's vocabulary")
         self.sampling.check_vocabulary(vocabulary)
-        if self.longest > max_length:
+        if self.max_total_tokens > max_length:
             raise UserError(
                 f"prompt of {len(self.tokens)} tokens + max_tokens {self.sampling.max_tokens}: should be at most "
                 f"{max_length} tokens together"

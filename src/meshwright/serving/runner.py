@@ -39,9 +39,9 @@ class Runner(Protocol):
 
     def run(self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None) -> StepOutput:
         """Compute this rank's pipeline stage for a batch of T tokens, and write the tokens' keys and values to the KV
-        cache. Return the logits of its R output rows (tokens whose logits are wanted), float32 [R, V] or one `LogitRow`
-        each, or from a stage that is not last the hidden states, float32 [T, H]; valid until the next call. `hidden`:
-        the previous stage's hidden states [T, H], None on the first."""
+        cache. The last stage returns the logits of the R output rows (tokens whose logits are wanted), float32 [R, V]
+        or one `LogitRow` each; any other stage returns the hidden states, float32 [T, H]. The result is valid until the
+        next call. `hidden`: the previous stage's hidden states [T, H]; None on the first stage."""
 
     def memory(self) -> dict[str, int]:
         """Return {kind: bytes}: `weights`, `kv` (cache), `logits`, and with kernels `workspace` (buffers)."""

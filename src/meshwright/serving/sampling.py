@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.errors import MeshwrightError, UserError
-from meshwright.serving.logit_rows import Draw, HostRow, LogitRow, Logits, find_quantile, softmax_weights
+from meshwright.serving.logit_rows import Draw, HostRow, LogitRow, Logits, compute_softmax_weights, find_quantile
 
 GREEDY_TEMPERATURE = 1e-5  # lower temperatures count as 0, as in vLLM
 _FIRST_LOOK = (256, 1024, 4096)  # most likely tokens among which top-p is looked for before all are sorted
@@ -162,9 +162,9 @@ def sample(
 
 
 def prepare_draw(sampling: Sampling, *, choice: int = 0, position: int = 0) -> Draw:
-    """Return the `Draw` (inputs with which a GPU reduces the row of logits in advance) for sampling the token at
-    `position` of an answer (0: its first). choice: index among several answers to the prompt. `sample` must get the
-    same arguments."""
+    """Return the inputs (`Draw`) with which a GPU samples the token at `position` of an answer (0: its first), or
+    summarizes its logits for `sample`, which must get the same arguments. choice: index among several answers to the
+    prompt."""
     ranked = 0 if sampling.logprobs is None else sampling.logprobs
     adjusted = _is_adjusted(sampling, position)  # then all logits are read
     if adjusted or sampling.temperature < GREEDY_TEMPERATURE:
@@ -180,7 +180,7 @@ def score_token(row: LogitRow, token: int, alternatives: int) -> TokenResult:
     """Return the token ID `token` with its log-probability, and the `alternatives` most likely tokens with theirs, by a
     log-softmax of the row's logits (absolute error up to 1e-6). Raises InvalidLogits if logits are NaN or infinite."""
     _check_logits(row)
-    normalizer = float(row.highest) + math.log(row.total_weight(1.0))
+    normalizer = float(row.highest) + math.log(row.softmax_denominator(1.0))
     best = min(alternatives, row.size)
     top = [(each, row.logit(each) - normalizer) for each in row.most_likely(best)] if best else []
     return TokenResult(token, row.logit(token) - normalizer, tuple(top))
@@ -194,9 +194,8 @@ def draw_uniform(seed: int, choice: int, position: int) -> float:
 
 
 def _check_logits(row: LogitRow) -> None:
-    """Raise InvalidLogits if the highest logit of `row` is NaN or infinite. It is so whenever any logit is
-    NaN or +inf.
-    """
+    """Raise InvalidLogits if the highest logit of `row` is NaN or infinite, which is the case if any logit is NaN or
+    +inf or all are -inf."""
     if not math.isfinite(row.highest):
         raise InvalidLogits(
             f"the model computed {row.highest} as a logit: its weights are damaged or the engine is at fault"
@@ -204,7 +203,7 @@ def _check_logits(row: LogitRow) -> None:
 
 
 def _is_adjusted(sampling: Sampling, position: int) -> bool:
-    """Return True if the options `sampling` change the logits themselves: minimum length, bias or penalties.
+    """Return True if options of `sampling` change the logits before the temperature: minimum length, bias or penalties.
     `position`: index of the token in the answer."""
     forbid = position < sampling.min_tokens and bool(sampling.stop_tokens)
     return forbid or bool(sampling.logit_bias) or sampling.penalizes
@@ -240,29 +239,29 @@ def _find_token(row: LogitRow, sampling: Sampling, uniform: float) -> int:
         )
     kept = row.size
     if sampling.min_p > 0:
-        kept = row.count_from(highest + np.float32(temperature * math.log(sampling.min_p)))
+        kept = row.count_at_least(highest + np.float32(temperature * math.log(sampling.min_p)))
     if sampling.top_k:
         kept = min(kept, sampling.top_k)
     if kept == row.size and sampling.top_p == 1:
         return row.draw(temperature, uniform)
     if kept < row.size:
         values = row.highest_logits(kept)
-        weights = softmax_weights(values, highest, temperature)
+        weights = compute_softmax_weights(values, highest, temperature)
         if sampling.top_p < 1:
             weights = _cut_to_nucleus(weights, sampling.top_p * weights.sum(dtype=np.float64))
     else:
-        mass = sampling.top_p * row.total_weight(temperature)
+        mass = sampling.top_p * row.softmax_denominator(temperature)
         for count in (*_FIRST_LOOK, row.size):
             values = row.highest_logits(min(count, row.size))
-            weights = _cut_to_nucleus(softmax_weights(values, highest, temperature), mass)
+            weights = _cut_to_nucleus(compute_softmax_weights(values, highest, temperature), mass)
             if len(weights) < len(values):
                 break
     return row.token_at(find_quantile(weights, uniform), values)
 
 
 def _cut_to_nucleus(weights: Logits, mass: float) -> Logits:
-    """Return the shortest prefix of `weights` (unnormalized probabilities, descending) whose sum reaches `mass` (top-p
-    sampling), at least one weight."""
+    """Return the shortest prefix of `weights` (unnormalized probabilities in descending order) whose sum reaches
+    `mass`, at least one weight: the nucleus of top-p sampling."""
     return weights[: int(np.cumsum(weights, dtype=np.float64).searchsorted(mass)) + 1]
 
 

@@ -74,15 +74,15 @@ class Scheduler:
     replica runs its own copy with the same calls.
 
     A step takes one token of each decoding sequence, then chunks of prompts, the oldest sequence first, up to the token
-    budget. Requests are admitted by priority, then arrival, while the admission state (see `AdmissionState`) stays
-    safe.
+    budget. Requests are admitted by priority, then arrival, as long as every admitted sequence can get all KV blocks
+    that it needs to finish (`AdmissionState`).
 
     limits: sizes of the pool and of a step, whose token budget has room for a token of each sequence. groups: number of
     pipeline groups, each sequence in one.
 
     Attributes:
         pool: Pool of KV blocks.
-        windows: Sliding window of each block table in tokens; None: none.
+        windows: Sliding window of each block table in tokens; None: no window.
     """
 
     def __init__(self, limits: StepLimits, windows: SequenceOf[int | None] = (None,), groups: int = 1) -> None:
@@ -109,7 +109,7 @@ class Scheduler:
             raise UserError(f"request ID {request.id} is in use: should be unique among unfinished requests")
         limits = self._limits
         sequence = Sequence(request, self.windows, limits.token_budget)
-        if request.longest > limits.max_length or sum(sequence.most_blocks) > self.pool.size:
+        if request.max_total_tokens > limits.max_length or sum(sequence.most_blocks) > self.pool.size:
             most = max_sequence_tokens(self.pool.size, self.windows, limits.token_budget, limits.max_length)
             raise UserError(
                 f"prompt of {len(request.tokens)} tokens + max_tokens {request.sampling.max_tokens}: should be at most "
@@ -147,16 +147,16 @@ class Scheduler:
             if not wanted or not rows:
                 continue
             if count := self._allocate(sequence, wanted):
-                positions = sequence.output_positions(count)
+                positions = sequence.get_output_positions(count)
                 picked.append((sequence, range(sequence.computed, sequence.computed + count), positions))
                 budget -= count
                 rows -= len(positions)
         return self._build_batch(picked, group) if picked else None
 
     def schedule_following(self, batch: StepBatch) -> StepBatch | None:
-        """Return the decode step that follows `batch`, before the results of `batch` are known; it has token ID 0 for
-        the tokens that `batch` will sample. None unless all its sequences decode and can continue, and nothing else can
-        run."""
+        """Return the decode step that follows `batch`, before the results of `batch` are known. Its token IDs, which
+        `batch` will sample, are 0. Return None unless all sequences of `batch` decode and can continue, and nothing
+        else can run."""
         going = [each for each in batch.sequences if each.answered + 1 < each.request.sampling.max_tokens]
         decoding = len(going) == len(self._admitted) == len(batch.tokens) == len(batch.output_rows)
         self._state = None
@@ -171,7 +171,7 @@ class Scheduler:
         outputs: list[Output] = []
         left = iter(results)
         for sequence, count in zip(batch.sequences, np.diff(batch.starts).tolist(), strict=True):
-            mine = list(islice(left, len(sequence.output_positions(count))))
+            mine = list(islice(left, len(sequence.get_output_positions(count))))
             sequence.in_flight -= 1
             if sequence.finish_reason is not None:  # cancelled during the step, or ended by the batch before
                 if not sequence.in_flight:
@@ -188,10 +188,9 @@ class Scheduler:
 
     @property
     def stats(self) -> dict[str, int]:
-        """Figures by name: the numbers of sequences that are `waiting`, `running`, or `paused` (these keep their
-        blocks) now; the numbers of KV blocks that are `free` (without content), `cached` (evictable) and `held` now;
-        and since the start `prefix_queries` (tokens of admitted sequences looked up in the prefix cache), `prefix_hits`
-        (those found) and `pauses`."""
+        """Figures by name. Present numbers of sequences: `waiting`, `running`, `paused` (they keep their KV blocks, but
+        cannot get more). Present numbers of KV blocks: `free` (without content), `cached` (evictable), `held`. Totals:
+        `prefix_queries` and `prefix_hits` (tokens looked up and found in the prefix cache), `pauses` of sequences."""
         paused = sum(sequence.paused for sequence in self._admitted)
         pool, held = self.pool, self.pool.size - self.pool.available
         return {
@@ -199,8 +198,8 @@ class Scheduler:
             "free": pool.free, "cached": pool.cached, "held": held, **self._totals,
         }  # fmt: skip
 
-    def _admission_state(self) -> AdmissionState:
-        """Return the admission state of the admitted sequences; computed at its first use in a step."""
+    def _get_admission_state(self) -> AdmissionState:
+        """Return the admission state of the admitted sequences, which is computed at its first use in each step."""
         if self._state is None:
             for place, sequence in enumerate(self._admitted):
                 sequence.place = place
@@ -212,8 +211,8 @@ class Scheduler:
         return self._state
 
     def _admit(self, group: int) -> None:
-        """Admit waiting requests to a pipeline group, in order, as long as the admission state stays safe and all
-        answers of expected length fit in the KV pool; otherwise sequences would soon have to pause."""
+        """Admit waiting requests to a pipeline group, in order, as long as the admission state stays safe and the KV
+        pool has room for answers of the predicted lengths, so that sequences need not pause soon."""
         sizes = Counter(sequence.group for sequence in self._admitted)
         growth = sum(sequence.expect_growth(self._answers) for sequence in self._admitted)
         while self._queue and self._rows and sizes[group] <= min(sizes[each] for each in range(self._groups)):
@@ -223,15 +222,15 @@ class Scheduler:
             count, found = self._find_prefix(sequence)
             if self._will_find_more(sequence, count):
                 break
-            youngest = [[self.pool.youngest_holder(block) for block in blocks] for blocks in found]
+            youngest = [[self.pool.find_youngest_holder(block) for block in blocks] for blocks in found]
             places = {each.age: place for place, each in enumerate(self._admitted)}
             shared = Counter(
                 (places[age], table) for table, ages in enumerate(youngest) for age in ages if age is not None
             )
-            joined = self._admission_state().admit(
+            joined = self._get_admission_state().admit(
                 sequence.most_blocks, sequence.total_blocks - count, [ages.count(None) for ages in youngest], shared
             )
-            if not joined.safe or not joined.allowance(len(self._admitted)):
+            if not joined.safe or not joined.compute_allowance(len(self._admitted)):
                 self._refused = (sequence, self.pool.releases)
                 break
             growth += sequence.expect_growth(self._answers) - sum(map(len, found))
@@ -242,16 +241,17 @@ class Scheduler:
             self._state = joined
 
     def _find_prefix(self, sequence: Sequence) -> tuple[int, list[list[int]]]:
-        """Return the prefix of a waiting sequence that the prefix cache has: (number of KV blocks, for each block table
-        the indices of those inside the sliding window). It never includes the last token, whose logits are needed.
-        Nothing is found if the prompt's log-probabilities are requested."""
+        """Find the prefix of a waiting sequence that the prefix cache has. Return (number of KV blocks in the prefix,
+        for each block table the indices of those inside the sliding window). The prefix never includes the last token,
+        whose logits are needed; it is empty if the prompt's log-probabilities are requested."""
         if not sequence.scores_prompt:
             sequence.chain.extend(sequence.tokens)
         return self.pool.find(sequence.chain.hashes[: (len(sequence.tokens) - 1) // BLOCK_TOKENS], self.windows)
 
     def _will_find_more(self, sequence: Sequence, found: int) -> bool:
-        """Return True if a waiting sequence should be admitted later: an admitted one is about to compute the KV block
-        that follows its cached prefix, so that it will find this block, too. found: number of blocks of that prefix."""
+        """Return True if a waiting sequence should be admitted later, because an admitted sequence is about to compute
+        the KV block after the waiting one's cached prefix. The prefix cache will then have that block, too. found:
+        number of blocks of the cached prefix."""
         if sequence.scores_prompt or found >= (len(sequence.tokens) - 1) // BLOCK_TOKENS:
             return False
         wanted = sequence.chain.hashes[found]
@@ -263,7 +263,7 @@ class Scheduler:
 
     def _admit_sequence(self, sequence: Sequence, group: int, count: int, found: list[list[int]]) -> None:
         """Admit a waiting sequence to a pipeline group. count: number of KV blocks of its cached prefix. found: for
-        each block table, the indices of those inside the sliding window."""
+        each block table, the indices of the prefix's blocks inside the sliding window."""
         sequence.age, sequence.group, sequence.row = self._ages, group, self._rows.pop()
         sequence.admitted = time.perf_counter()
         sequence.place = len(self._admitted)
@@ -283,8 +283,8 @@ class Scheduler:
         the number of tokens that fit; if it is 0, the sequence pauses."""
         room = sequence.blocks * BLOCK_TOKENS - sequence.computed
         if room < wanted:
-            state = self._admission_state()
-            missing = min(count_blocks(wanted - room), state.allowance(sequence.place))
+            state = self._get_admission_state()
+            missing = min(count_blocks(wanted - room), state.compute_allowance(sequence.place))
             state.take(sequence.place, missing)
             for _ in range(missing):
                 for table, held in enumerate(sequence.held):
@@ -297,9 +297,9 @@ class Scheduler:
         return min(wanted, room)
 
     def _build_batch(self, picked: SequenceOf[tuple[Sequence, range, range]], group: int) -> StepBatch:
-        """Return the batch of the picked sequences. picked: for each its state, the range of positions to compute, and
-        that of positions whose logits are wanted. A token that a batch in flight will sample is 0 in the batch. group:
-        pipeline group of all of them."""
+        """Return the batch of the picked sequences. picked: for each (its state, range of positions to compute, range
+        of positions whose logits are wanted). Tokens that a batch in flight will sample have ID 0. group: pipeline
+        group of the sequences."""
         tokens = array("i")
         output_rows: list[int] = []
         for sequence, computed, wanted in picked:
@@ -393,8 +393,8 @@ class Scheduler:
 
 
 def sample_batch(batch: StepBatch, logits: StepOutput) -> list[TokenResult]:
-    """Return one result for each of the R output rows of a batch: a sampled token after a sequence's last known token;
-    for other rows (`prompt_logprobs`) the prompt's next token with its log-probability. Depends on the arguments alone;
-    in a pipeline the last stage sends the results to the others. logits: [R, V], or R rows."""
+    """Return one result for each of the R output rows of a batch: for a sequence's last known token a newly sampled
+    token, for other rows (`prompt_logprobs`) the prompt's next token with its log-probability. The results depend on
+    the arguments alone. logits: [R, V], or R objects of type `LogitRow`."""
     rows = map(HostRow, logits) if isinstance(logits, np.ndarray) else logits
     return [sequence.sample_row(row, position) for row, (sequence, position) in zip(rows, batch.outputs(), strict=True)]

@@ -24,7 +24,7 @@ class Sequence:
         computed: Number of tokens whose keys and values are in the KV cache.
         in_flight: Number of scheduled batches with its tokens that have not been recorded.
         paused: True if it keeps its KV blocks until more can be allocated safely.
-        age: Number of its admission, from 0 on; a larger number is a younger sequence. -1 before admission.
+        age: Serial number of its admission, from 0: a larger number means a younger sequence. -1 before admission.
         admitted: Time of its admission in seconds of `time.perf_counter`; 0 before.
         blocks: Number of KV blocks that each of its block tables has had so far (one per 16 positions), released ones
             included.
@@ -41,7 +41,7 @@ class Sequence:
         self.held: list[deque[int]] = [deque() for _ in windows]
         self.chain = HashChain(salt=request.cache_salt)
         # The last token of the answer is never computed.
-        longest = max(request.longest - 1, len(request.tokens))
+        longest = max(request.max_total_tokens - 1, len(request.tokens))
         self.total_blocks = count_blocks(longest)
         self.most_blocks = max_blocks_held(longest, windows, min(token_budget, len(self.tokens)))
         self.age = self.row = self.group = self.place = -1
@@ -66,7 +66,7 @@ class Sequence:
         """Number of tokens of the answer so far, replayed ones included."""
         return len(self.tokens) - len(self.request.tokens)
 
-    def output_positions(self, count: int) -> range:
+    def get_output_positions(self, count: int) -> range:
         """Return the positions in the sequence whose logits are wanted, as a range, if the next `count` tokens are
         computed."""
         end = self.computed + count
@@ -77,8 +77,8 @@ class Sequence:
         return range(begin, end - (ends and not self.request.sampling.max_tokens))
 
     def prepare_draw(self, position: int) -> Draw:
-        """Return the `Draw` (inputs with which a GPU reduces the row of logits in advance) that belongs to `sample_row`
-        at the same position. position: index in the sequence, which may be that of the next token, not sampled yet."""
+        """Return the inputs (`Draw`) with which a GPU samples from the logits at `position`, or summarizes them for
+        `sample_row`. position: index in the sequence; it may be that of the next token, which is not sampled yet."""
         request, beyond = self.request, position - (len(self.tokens) - 1)
         if beyond >= 0:
             return prepare_draw(request.sampling, choice=request.choice, position=self.answered + beyond)

@@ -193,7 +193,7 @@ def serve(
 
 
 class _StartupTimer:
-    """Logs the duration of each phase of the server's start. log: called with one line per phase."""
+    """Timer that logs the duration of each phase of the server's start. log: called with one line per phase."""
 
     def __init__(self, log: Callable[[str], None]) -> None:
         """Start the clock of the first phase."""
@@ -209,10 +209,11 @@ class _StartupTimer:
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """Checked settings of a server. checkpoint: model directory. dtype: dtype of parameters and KV cache. ledger:
-    predicted memory, with the number of KV blocks that fit. place: rank of this process if torchrun or SLURM started
-    one process per rank, else None. device: "cpu" or "cuda". plan: predicts the memory for given `steps`. kernels:
-    (instruction set, reason for plain torch) of CPU ranks, from `prepare_kernels`."""
+    """Checked settings of a server. checkpoint: model directory. config: configuration of the model. layout: layout of
+    all ranks. dtype: dtype of parameters and KV cache. ledger: predicted memory, with the number of KV blocks that fit.
+    place: rank of this process if torchrun or SLURM started one process per rank, else None. device: "cpu" or "cuda".
+    plan: function that predicts the memory for given `steps` (`StepSettings`). kernels: (instruction set, reason for
+    plain torch) of CPU ranks, from `prepare_kernels`."""
 
     checkpoint: Path
     config: ModelConfig
@@ -257,9 +258,9 @@ def _check_model(
 
 
 def _prepare_kernels(model: _Settings, phases: _StartupTimer) -> _Settings:
-    """Compile the kernels of CPU ranks if necessary, and return the settings `model` with them; without kernels the
-    predicted memory becomes that of plain torch. phases: logger of durations. Raises UserError if the layout needs
-    kernels."""
+    """Compile the kernels of CPU ranks if necessary. Return the settings `model` with the kernels' instruction set, or
+    if no kernels can be used, with the predicted memory of plain torch. phases: logger of durations. Raises UserError
+    if the layout needs kernels and none can be used."""
     if model.device != "cpu":
         return model
     instruction_set, reason = prepare_kernels(model.config, model.dtype, model.layout, phases.log)

@@ -42,8 +42,8 @@ class StepTimes:
         self._typical_error = 1.0  # relative; moving average
 
     def predict(self, tokens: float, keys: float) -> float:
-        """Return the predicted seconds of a step of `tokens` tokens. keys: number of keys that they attend to, summed
-        over tokens (position + 1 each)."""
+        """Return the predicted seconds of a step of `tokens` tokens. keys: number of keys that the tokens attend to,
+        summed over tokens (position + 1 each)."""
         a, b, c = self.coefficients
         return a + b * tokens + c * keys
 
@@ -70,13 +70,14 @@ class StepTimes:
                     self.coefficients[i] = max(0.0, (target - others) / row[i])
 
     def predict_admissions(
-        self, running: Iterable[Work], waiting: Iterable[Work], places: int, groups: int = 1
+        self, running: Iterable[Work], waiting: Iterable[Work], max_sequences: int, groups: int = 1
     ) -> list[float]:
         """Return the predicted seconds until each request of `waiting` is admitted, in their order.
 
-        The prediction assumes that the running sequences decode one token each per round; when one ends, the next
-        request is admitted and its prompt computed. places: maximum number of sequences that run at a time. groups:
-        number of steps in a round, each of which computes an equal part of the sequences (the stages of a pipeline).
+        The prediction assumes that each running sequence decodes one token per round, and that when one ends, the next
+        request is admitted and its prompt computed. running, waiting: remaining work of the requests. max_sequences:
+        maximum number of sequences that run at a time. groups: number of steps in a round, each of which computes an
+        equal part of the sequences (the stages of a pipeline).
         """
         seconds, step, keys = 0.0, 0, 0
         ends: list[tuple[int, int]] = []  # heap of (step of the end, keys of a step of this sequence)
@@ -94,7 +95,7 @@ class StepTimes:
         for work in running:
             admit(work)
         for work in waiting:
-            while len(ends) >= places:
+            while len(ends) >= max_sequences:
                 end, context = heapq.heappop(ends)
                 seconds += (end - step) * groups * self.predict((len(ends) + 1) / groups, keys / groups)
                 step, keys = end, keys - context
@@ -103,7 +104,7 @@ class StepTimes:
         return admissions
 
     def _predict_prompt(self, work: Work) -> float:
-        """Return the predicted seconds by which computing the prompt of the request with remaining work `work`
-        lengthens the steps."""
+        """Return the predicted seconds that the prompt of a request adds to the steps that compute it. work: remaining
+        work of the request."""
         _, b, c = self.coefficients
         return b * work.prompt + c * work.prompt * (work.context + work.prompt / 2)

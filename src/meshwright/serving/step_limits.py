@@ -14,9 +14,9 @@ class StepLimits:
         token_budget: Maximum number of tokens of a step.
         max_sequences: Maximum number of sequences of a step.
         max_length: Maximum number of tokens of a sequence.
-        logit_rows: Maximum number of rows of logits of a step, if more than `max_sequences`; default 0: as many as
-            that.
-        touched: True: the whole KV pool becomes resident when it is allocated; False: page by page as it is used.
+        logit_rows: Maximum number of rows of logits of a step, if more than `max_sequences`; 0 (default):
+            `max_sequences`.
+        resident: True: the whole KV pool becomes resident when it is allocated; False: page by page as it is used.
     """
 
     blocks: int
@@ -24,7 +24,7 @@ class StepLimits:
     max_sequences: int
     max_length: int
     logit_rows: int = 0
-    touched: bool = True
+    resident: bool = True
 
     @property
     def logits(self) -> int:

@@ -10,14 +10,14 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from meshwright.data.tokenizers.library import contain_panics
+from meshwright.data.tokenizers.library import convert_panics
 from meshwright.errors import RankLost
 from meshwright.serving.choices import Choice, Piece
 from meshwright.serving.engine_client import EngineClient
 from meshwright.serving.gate import HttpSettings
 from meshwright.serving.metrics import ServingMetrics
 from meshwright.serving.protocol.answers import END_OF_STREAM
-from meshwright.serving.protocol.errors import FAILED_ENDS, ApiError, refusal_error, to_api_error
+from meshwright.serving.protocol.errors import FAILED_ENDS, ApiError, make_refusal_error, to_api_error
 from meshwright.serving.protocol.jobs import Job
 from meshwright.serving.request import Output
 
@@ -59,13 +59,13 @@ class JobRunner:
         return job.formatter.answer(job.choices, [Piece.join(each) for each in pieces])
 
     def start(self, job: Job, take: Take) -> asyncio.Task[None]:
-        """Submit all requests of a job to the engine; raise ApiError if they are refused. Return the task that calls
-        `take(choice, piece)` for each new piece of text; when it ends or is cancelled, unfinished requests are
-        cancelled."""
+        """Submit all requests of a job to the engine. Return the task that calls `take(choice, piece)` for each new
+        piece of text. When the task ends or is cancelled, unfinished requests are cancelled. Raises ApiError if the
+        requests are refused."""
         refusal = self._client.admit(job.requests, job.ticket)
         if refusal is not None:
             self._metrics.refuse(refusal.reason)
-            raise refusal_error(refusal)
+            raise make_refusal_error(refusal)
         run = asyncio.create_task(self._run(job, [self._client.submit(request) for request in job.requests], take))
         run.add_done_callback(lambda _: self._cancel_unfinished(job))
         return run
@@ -90,12 +90,12 @@ class JobRunner:
     async def _follow(self, choice: Choice, outputs: AsyncIterator[Output], take: Take) -> None:
         """Call `take` with each new piece of one choice until it has finished. outputs: iterator over the engine's
         outputs for the choice."""
-        with contain_panics():
+        with convert_panics():
             async for output in outputs:
                 if output.finish_reason in FAILED_ENDS:
                     status, message, code = FAILED_ENDS[output.finish_reason]
                     raise ApiError(status, message, code=code)
-                before = choice.last
+                before = choice.last_token
                 piece = choice.push(output)
                 self._metrics.observe(choice, piece, before)
                 take(choice, piece)
@@ -122,8 +122,8 @@ class EventStream(Response):
         self._run = runner.start(job, self._take)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events, by ASGI's arguments, as they come until the job ends, or the client leaves or reads too
-        slowly."""
+        """Send the events as they come until the job ends, the client leaves, or the client reads too slowly. scope,
+        receive, send: arguments of an ASGI application."""
         run, left = self._run, asyncio.create_task(_wait_until_left(receive))
         drop: Callable[[], None] = scope.get(ABORT, left.cancel)
         timers: list[asyncio.TimerHandle] = []

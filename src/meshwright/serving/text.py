@@ -38,8 +38,9 @@ class IncrementalDetokenizer:
             self._given = len(self._decode())
         return piece
 
-    def rest(self) -> str:
-        """Return the text that is left at the end: bytes of an incomplete character, as replacement characters."""
+    def flush(self) -> str:
+        """Return the rest of the text after the last token: replacement characters (U+FFFD) for the bytes of an
+        incomplete character, else empty."""
         return self._decode()[self._given :]
 
     def _decode(self) -> str:
@@ -80,7 +81,7 @@ class AnswerText:
         """Return the text held back so far, at the end of an answer; empty if a stop string ended it."""
         if self.stopped_by is not None:
             return ""
-        piece = self._append_text(self._detokenizer.rest(), searched=True)
+        piece = self._append_text(self._detokenizer.flush(), searched=True)
         if self.stopped_by is None:
             piece, self._held = piece + self._held, ""
         return piece

@@ -99,7 +99,7 @@ class PagedCache:
         """Write the keys and values of the selected tokens to the cache of the layer with index `layer`. Return their
         causal attention, inside the layer's sliding window, [1, N, T, D]; 0 for padding. q_BNTD: queries [1, N, T, D].
         k_BKTD, v_BKTD: keys and values [1, K, T, D]; v_BKTD None: the keys are the values too. sinks: one more score of
-        each query head [N]; None: none."""
+        each query head [N], or None."""
         table, place = self._layers[layer]
         tokens = self._slots_WT.shape[1]
         for cache, new in zip(self.pairs[place], (k_BKTD,) if v_BKTD is None else (k_BKTD, v_BKTD), strict=True):
@@ -160,7 +160,7 @@ class TorchRunner:
         kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
         tables, layers = block_tables(self.config, mesh.pp.size), self._stage.layers
         self._cache = PagedCache(self.config, tables, layers, limits.blocks, kv_heads, dtype)
-        if limits.touched:
+        if limits.resident:
             for pair in self._cache.pairs:
                 pair.zero_()  # so that its memory is resident
         self._tile = 1 if self.config.experts else TILE_TOKENS
@@ -176,9 +176,9 @@ class TorchRunner:
         }
 
     def run(self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
-        """Compute this rank's pipeline stage for a batch of T tokens. Return the logits [R, V] of its R output rows
-        (tokens whose logits are wanted), or from a stage that is not last the hidden states [T, H]. `hidden`: the
-        previous stage's hidden states [T, H], None on the first."""
+        """Compute this rank's pipeline stage for a batch of T tokens. The last stage returns the logits [R, V] of the R
+        output rows (tokens whose logits are wanted), any other stage the hidden states [T, H]. `hidden`: the previous
+        stage's hidden states [T, H]; None on the first stage."""
         with torch.inference_mode():
             begins = range(0, len(batch.tokens), self._tile)
             states_TH = torch.cat([self._run_tile(batch, begin, hidden) for begin in begins])
@@ -212,5 +212,5 @@ class TorchRunner:
             tile = states_RH.new_zeros(1, size, self.config.hidden)
             part = states_RH[begin : begin + size]
             tile[0, : len(part)] = part
-            out_RV[begin : begin + size] = self._model.scores(tile)[0, : len(part)].float().numpy()
+            out_RV[begin : begin + size] = self._model.output_logits(tile)[0, : len(part)].float().numpy()
         return out_RV

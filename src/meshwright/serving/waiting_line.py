@@ -49,18 +49,18 @@ class QueueLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Queue:
-    """State that the engine's queue would have after one more HTTP request, the new request, has been queued at its
-    end.
+class QueueForecast:
+    """State of the engine's queue as it would be after appending a new HTTP request.
 
     Attributes:
-        waiting: Number of engine requests that would wait, those of the new request included; 0 or less: none.
+        waiting: Number of engine requests that would wait, those of the new request included; if 0 or less, all could
+            run at once.
         prompts: Function that returns the number of prompt tokens of each queued request, from the head, without the
             new request.
         tokens: Number of prompt tokens of all queued requests, the new request included.
         predict: Function (count) -> predicted seconds until the first `count` requests of the queue have been admitted.
-        delay: Seconds by which the engine's present step is late. `Retry-After` is at least about as long, but it does
-            not count towards the predicted wait that `QueueLimits.seconds` limits.
+        delay: Seconds by which the engine's present step is late. It lengthens `Retry-After`, but does not count
+            towards the predicted wait that `QueueLimits.seconds` limits.
     """
 
     waiting: int
@@ -81,11 +81,11 @@ class _Place:
         tokens: Number of prompt tokens of these requests together.
         due: Time at which the client's retry is expected, in seconds of the line's clock; from then on the request is
             not held back for other places.
-        expires: Time at which the place is given up.
+        expires: Time at which the place is given up if the client has not retried.
         watched: Earliest time for which a check of the place is scheduled.
-        returned: True if the client has retried when due and `WaitingLine.returning`, the average share of clients that
-            return, does not include this retry yet. A retry is included only after the time at which the client would
-            have been late. Otherwise clients that return would be counted earlier than clients that do not.
+        returned: True if the client has retried when due, but this retry is not yet included in the average
+            `WaitingLine.returning`. It is included at the time at which the client would have been late, so that
+            clients that return are not counted earlier than those that do not.
     """
 
     key: bytes
@@ -130,20 +130,20 @@ class WaitingLine:
         counted."""
         return len(self._expected) + len(self._late)
 
-    def admit(self, ticket: Ticket, requests: int, tokens: int, queue: Queue) -> Refusal | None:
-        """Admit an HTTP request or refuse it. If it is admitted, return None; its place in the line, if it had one, is
-        given up. Otherwise return the refusal; the request then keeps its place or gets one, if `ticket` has a key and
-        the line is not full.
+    def admit(self, ticket: Ticket, requests: int, tokens: int, queue: QueueForecast) -> Refusal | None:
+        """Admit an HTTP request to the engine's queue, or refuse it. If it is admitted, remove its place in the line,
+        if it had one, and return None. If it is refused, return the refusal; the request then keeps its place, or gets
+        one if `ticket` has a key and the line is not full.
 
         ticket: identity of the request. requests: number of the engine's requests (choices) that the HTTP request
-        makes; 0: only find out whether it would be refused; an admitted request keeps its place. tokens: number of
-        prompt tokens of these requests, or an estimate. queue: present state of the queue.
+        makes; 0: only check whether it would be refused, without removing its place. tokens: number of prompt tokens of
+        these requests, or an estimate. queue: state of the queue if the request were appended.
         """
         now = self._clock()
         self._run_due_checks(now)
         same = self._places.get(ticket.key, ())
         # A place that is due may be its own even at a first attempt: some clients do not count attempts.
-        place = next((each for each in same if not ticket.first or now >= each.due - EARLY_SECONDS), None)
+        place = next((each for each in same if not ticket.first_attempt or now >= each.due - EARLY_SECONDS), None)
         due = place is not None and now >= place.due - EARLY_SECONDS
         reason, seconds = self._find_limit(queue, 0.0 if due else self._count_expected_before(place))
         if due and reason:  # the engine is slower than predicted: places before it come first
@@ -172,10 +172,10 @@ class WaitingLine:
             self._set_expected(place, True)
         return Refusal(reason, min(wait, LONGEST_SECONDS))
 
-    def _find_limit(self, queue: Queue, ahead: float) -> tuple[str, float]:
-        """Return (name of the limit of `QueueLimits` that the queue would exceed, predicted seconds until it would no
-        longer exceed this limit); ("", 0.0) if it exceeds none. queue: state of the queue with the new request. ahead:
-        expected number of requests in the waiting line that come before the new request."""
+    def _find_limit(self, queue: QueueForecast, ahead: float) -> tuple[str, float]:
+        """Return (name of the limit in `QueueLimits` that the queue would exceed, predicted seconds until it no longer
+        would); ("", 0.0) if it would exceed none. queue: state of the queue with the new request. ahead: expected
+        number of requests in the waiting line that come before the new request."""
         if queue.waiting <= 0:
             return "", 0.0
         over = math.ceil(queue.waiting + ahead) - self._limits.requests
@@ -191,18 +191,19 @@ class WaitingLine:
         return ("seconds", seconds) if seconds > 0 else ("", 0.0)
 
     def _count_expected_before(self, place: _Place | None) -> float:
-        """Return how many of the refused requests with a place before `place` (None: with any place) are expected to be
-        retried.
+        """Return the expected number of retries of refused requests whose place is before `place` (None: of all in the
+        line).
 
-        It is the number of these requests times the average share of clients that returned so far; but at least 1 /
-        `GUARD` of the limit on waiting requests (if there are so many), since the average adapts slowly.
+        The result is the number of these requests times the average share of clients that retry. Since the average
+        adapts slowly, the result is at least 1 / `GUARD` of the limit on waiting requests, or the number of these
+        requests if that is smaller.
         """
         count = len(self._numbers) if place is None else bisect_left(self._numbers, place.number)
         return max(self.returning * count, min(count, self._limits.requests // GUARD))
 
     def _set_expected(self, place: _Place, expected: bool) -> None:
-        """Set whether the client of `place` is expected to retry. While it is, new requests are held back so that its
-        request is admitted first."""
+        """Record that the client of `place` is expected to retry (`expected`), or no longer is. While a retry is
+        expected, new requests are refused if they would fill the queue before it."""
         if (place in self._expected) is not expected:
             at = bisect_left(self._numbers, place.number)
             if expected:
@@ -213,8 +214,9 @@ class WaitingLine:
             self._expected ^= {place}
 
     def _run_due_checks(self, now: float) -> None:
-        """Run the checks of places that are scheduled up to the time `now`, in seconds of the line's clock. They update
-        `returning`, let new requests pass places whose clients are late, and remove places that have expired."""
+        """Run the checks of places that are scheduled up to the time `now`, in seconds of the line's clock. A check
+        updates `returning`, lets new requests pass if the place's client is late, and removes a place that has
+        expired."""
         while self._ends and self._ends[0][0] <= now:
             when, _, place = heapq.heappop(self._ends)
             if place.returned:

@@ -16,7 +16,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.kernels.memory_pages import release_pages
 from meshwright.model.huggingface import match_entries, read_entry
-from meshwright.parallel.flat_buffers import FlatLayout, PlacedTensor, flat_layout, slice_entries
+from meshwright.parallel.flat_buffers import FlatLayout, PlacedTensor, make_flat_layout, make_slice_reader
 from meshwright.spec.block_tables import serving_stages
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_from_path
@@ -39,8 +39,8 @@ class RankWeights:
     """Reader of the weights of one rank: its tensor-parallel shards of its pipeline stage, one model parameter (such as
     fused query, key and value) at a time.
 
-    directory: Hugging Face directory or checkpoint. mesh: gives the rank's coordinates. Raises UserError, naming file
-    and tensor, where the checkpoint lacks a tensor or has it damaged or in another shape.
+    directory: Hugging Face directory or checkpoint. mesh: gives the rank's coordinates. Raises UserError, which names
+    file and tensor, if a tensor of the checkpoint is missing, damaged or of another shape than expected.
 
     Attributes:
         config: Configuration of the model.
@@ -62,7 +62,7 @@ class RankWeights:
         needed = {name for unit in units_of(table, self.stage) for name in table.needed_by(unit)}
         for unit in (unit for unit in table.units if unit in needed):
             for part in table.unit_buffers(unit, mesh.layout):
-                flat = flat_layout(table, unit, 1, mesh.layout, coordinates, part)
+                flat = make_flat_layout(table, unit, 1, mesh.layout, coordinates, part)
                 self._buffers |= {placed.tensor.name: (flat, placed) for placed in flat.tensors}
 
     def __iter__(self) -> Iterator[str]:
@@ -90,7 +90,7 @@ class RankWeights:
             values = self._make_scratch(placed.numel, dtype)
             if sum(last - first for _, first, last in found) < placed.numel:
                 values.zero_()
-            flat.fill(values, placed.offset, slice_entries(self._read_entry))
+            flat.fill(values, placed.offset, make_slice_reader(self._read_entry))
         return values.view(placed.shape)
 
     def load_into(self, model: torch.nn.Module, dtype: torch.dtype) -> None:

@@ -27,14 +27,20 @@ class AdapterConfig:
     """Adapter on a model's linear layers: W x becomes W x + s B A x with A [rank, inputs] and B [outputs, rank] (Hu et
     al. 2021, arXiv:2106.09685, eq. 3). Only A and B are trained.
 
-    kind: "lora" scales by s = alpha / rank; "rslora" by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732, eq.
-    8); "dora" adds a trained magnitude of each output (Liu et al. 2024, arXiv:2402.09353, eq. 5), with s of "lora".
-    targets: names of linear layers, as in PEFT: a full Hugging Face module name, its last parts ("q_proj"), a pattern
-    with * ? or [], or "all-linear". base: directory or hub name of the base model, as adapters record it. random_b: B
-    starts from random values instead of zeros, so that every gradient of the first step differs from 0; for
-    verification. packed: format in which the frozen linear layers are held (QLoRA, Dettmers et al. 2023,
-    arXiv:2305.14314; "nf4-double" quantizes the scales too); None: the dtype of the parameters. dropout: probability
-    with which an element of an adapted layer's input is 0 for the adapter, in training.
+    Attributes:
+        rank: Number of rows of A and of columns of B.
+        alpha: Numerator of the scale s.
+        kind: "lora" scales by s = alpha / rank; "rslora" by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732,
+            eq. 8); "dora" adds a trained magnitude of each output (Liu et al. 2024, arXiv:2402.09353, eq. 5), with s of
+            "lora".
+        targets: Names of linear layers, as in PEFT: a full Hugging Face module name, its last parts ("q_proj"), a
+            pattern with * ? or [], or "all-linear".
+        base: Directory or hub name of the base model, as adapters record it.
+        random_b: B starts from random values instead of zeros, so that every gradient of the first step differs from 0;
+            for verification.
+        packed: Format in which the frozen linear layers are held (QLoRA, Dettmers et al. 2023, arXiv:2305.14314),
+            "nf4-double" with quantized scales; None: the dtype of the parameters.
+        dropout: Probability with which an element of an adapted layer's input is 0 for the adapter, in training.
     """
 
     kind: AdapterKind = "lora"

@@ -33,7 +33,7 @@ _ADAPTABLE = tuple(
 )
 
 
-def adaptable_entries(entries: Sequence[ParameterEntry]) -> dict[str, ParameterEntry]:
+def find_adaptable_entries(entries: Sequence[ParameterEntry]) -> dict[str, ParameterEntry]:
     """Return {Hugging Face module name: parameter entry of its weight} of the linear layers that can have an adapter:
     those of attention, dense MLPs, shared experts, and routed experts that checkpoints store one by one."""
     return {
@@ -62,7 +62,7 @@ def target_modules(entries: Sequence[ParameterEntry], targets: Sequence[str]) ->
     """Return {module name: entry of its weight} of the linear layers that `targets` select, in the order of `entries`.
     Raises `UserError` with the nearest names for a target that selects none, and if routed experts of a layer differ in
     their adapted matrices."""
-    known = adaptable_entries(entries)
+    known = find_adaptable_entries(entries)
     for target in targets:
         if not any(matches(module, target) for module in known):
             inside = {entry.name.removesuffix(".weight") for entry in entries if len(entry.shape) == 2}
@@ -91,7 +91,7 @@ def _check_experts(known: Mapping[str, ParameterEntry], found: Mapping[str, Para
             )
 
 
-def adapter_tensor(weight: str, part: str) -> str:
+def name_adapter_tensor(weight: str, part: str) -> str:
     """Return the name of a model parameter of the adapter of a linear layer. weight: name of the layer's weight, such
     as "layers.0.attention.qkv.weight"; part: "a", "b" or "magnitude"."""
     return f"{weight.removesuffix('.weight')}.adapter.{part}"
@@ -100,7 +100,7 @@ def adapter_tensor(weight: str, part: str) -> str:
 def add_adapter_entries(entries: Sequence[ParameterEntry], adapter: AdapterConfig) -> list[ParameterEntry]:
     """Return the entries of a base model, frozen, followed by those of its adapter. Raises `UserError` if a target
     matches no linear layer, or the rank is above a layer's smaller width."""
-    linear = adaptable_entries(entries).values() if adapter.packed else ()
+    linear = find_adaptable_entries(entries).values() if adapter.packed else ()
     quantized = {entry.name for entry in linear if entry.expert is None}
     found = [
         replace(entry, trainable=False, packed=adapter.packed if entry.name in quantized else None) for entry in entries
@@ -121,7 +121,7 @@ def add_adapter_entries(entries: Sequence[ParameterEntry], adapter: AdapterConfi
                 f"adapter.rank {adapter.rank} is above the width of {module}, a matrix of {outputs} x {inputs}; "
                 f"at most {min(outputs, inputs)}"
             )
-        found += _entries_of(module, entry, adapter)
+        found += _make_adapter_entries(module, entry, adapter)
     filled: dict[str, int] = {}  # model parameter -> its rows so far
     for number, entry in enumerate(found):
         if entry.trainable:
@@ -131,7 +131,7 @@ def add_adapter_entries(entries: Sequence[ParameterEntry], adapter: AdapterConfi
     return found
 
 
-def _entries_of(module: str, weight: ParameterEntry, adapter: AdapterConfig) -> list[ParameterEntry]:
+def _make_adapter_entries(module: str, weight: ParameterEntry, adapter: AdapterConfig) -> list[ParameterEntry]:
     """Build the parameter entries (A, B and DoRA's magnitude) of the adapter of one linear layer. module: its Hugging
     Face name; weight: parameter entry of its weight."""
     (outputs, inputs), rank = weight.model_shape, adapter.rank
@@ -146,7 +146,7 @@ def _entries_of(module: str, weight: ParameterEntry, adapter: AdapterConfig) -> 
             name=f"{PEFT_PREFIX}{module}.{ADAPTER_PARTS[part]}",
             shape=shape,
             transposed=False,
-            tensor=adapter_tensor(weight.tensor, part),
+            tensor=name_adapter_tensor(weight.tensor, part),
             initial=initial,
             decay=len(shape) > 1,
             trainable=True,

@@ -106,9 +106,9 @@ def read_adapter_config(directory: str | Path, tensors: Iterable[str]) -> Adapte
     return AdapterConfig(kind, rank, float(alpha), tuple(modules), base if isinstance(base, str) else "")
 
 
-def same_adapter(config: ModelConfig, other: AdapterConfig) -> str | None:
-    """Compare the adapter of a model configuration with `other`, read from a checkpoint: return None if they are the
-    same, else the first difference as text such as "rank 8, not 16"."""
+def find_adapter_difference(config: ModelConfig, other: AdapterConfig) -> str | None:
+    """Compare the adapter of a model configuration (`config`) with `other`, read from a checkpoint: return None if they
+    are the same, else the first difference as text such as "rank 8, not 16"."""
     adapter = config.adapter
     assert adapter is not None
     for name in ("kind", "rank", "alpha"):

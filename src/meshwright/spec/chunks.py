@@ -36,7 +36,7 @@ def keeps_head_gradient(tokens: int, vocabulary: int, layers: int, recompute: st
 FEWEST_DOCUMENTS = 16
 
 
-def padded_documents(documents: int) -> int:
+def pad_document_count(documents: int) -> int:
     """Return the number of documents with which variable-length attention is called for a micro-batch that packs
     `documents` documents: the next power of two, at least `FEWEST_DOCUMENTS`. With so few different numbers, compiled
     graphs, whose shapes are static, are reused for all batches."""

@@ -30,56 +30,72 @@ _SIZES = ("vocabulary", "hidden", "layers", "heads", "kv_heads", "head_dim", "in
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Architecture of a transformer: a decoder, or an encoder if its family is one. Sizes are in elements. The
-    constructor raises ``UserError`` if fields contradict each other or the family.
+    """Architecture of a transformer: a decoder, or an encoder (bidirectional attention, post-norm layers) if its family
+    is one. Sizes are in elements, layer indices count from 0. The constructor raises ``UserError`` if fields contradict
+    each other or the family.
 
-    ``vocabulary``: number of token ids. ``intermediate``: width of a dense MLP. ``max_positions``: longest sequence in
-    tokens. ``positions``: position encoding. ``sliding_window``: number of tokens that a token attends to, itself
-    included (None: all before it), in the layers that ``windowed_layers`` marks (None: in all layers).
-    ``query_key_norm``: a norm on the queries and keys of each head. ``gated``: the MLP computes activation(gate) * up,
-    as in SwiGLU. ``tied``: the output head shares the embedding matrix. ``more_eos_tokens``: end-of-sequence ids
-    besides ``eos_token``. ``initializer_range``: standard deviation of initial weights, at the hidden size
-    ``mup_base_hidden`` (None: at any). Decoders with ``embedding_norm`` (as in BLOOM) can be planned but not run.
-
-    Norms: on the input of each sublayer if ``pre_norms``, on its output if ``post_norms``; they multiply by 1 + weight
-    if ``zero_centred_norms``. ``projection_norm``: the norm on queries and that on keys span all heads together.
-    Rotary positions: the first ``rotary_fraction`` of a head's features is rotated, in pairs of neighbours if
-    ``rotary_interleaved``, else in pairs half of them apart; layers in ``unrotated_layers`` (indices) have no
-    positions; in layers with a sliding window the base is ``window_rope_theta``, without scaling (None: as in the other
-    layers). Factors: attention scores are multiplied by ``attention_scale`` (None: 1 / sqrt(head_dim)), embeddings by
-    ``embedding_scale`` (None: sqrt(hidden)), the output of each sublayer by ``residual_scale``; logits are divided by
-    ``logit_divisor``. ``attention_softcap`` and ``logit_softcap``: a cap c turns scores or logits x into c tanh(x / c).
-    ``attention_sinks``: each query head has a learned score that is one more term of the softmax's denominator.
-
-    ``window_chunks``: windows are chunks: a token attends to tokens of its chunk of ``sliding_window`` positions, cut
-    from the start of the document. ``rotated_norm``: rotated queries and keys are divided by their root mean square.
-    ``temperature_tuning``: queries of layers without rotary positions are multiplied by 1 + ``temperature_scale`` *
-    log(1 + floor((position + 1) / ``temperature_floor``)). ``routed_input``: an expert's weight multiplies its input
-    (Llama 4).
-
-    ``mlp_bias``: linear layers of MLPs have biases, experts and their router included. ``swiglu_limit``: a gated MLP
-    computes gate * sigmoid(``swiglu_alpha`` * gate) * (up + 1), with the gate limited to at most this number and up to
-    at most this magnitude (gpt-oss); None: as above.
-
-    Mixture of experts, if ``experts`` > 0: every layer except ``dense_layers`` (indices) has that many MLPs of width
-    ``expert_intermediate``, of which a token uses ``experts_per_token``, and a shared expert of width
-    ``shared_intermediate`` (0: none), with a sigmoid gate if ``shared_gate``. ``router``: scores are a softmax over the
-    experts, or a sigmoid of each. ``normalise_choice``: the weights of a token's experts are normalised to sum 1; all
-    weights are then multiplied by ``routed_scale``. ``expert_groups``: the experts form that many groups of equal size,
-    and a token's experts are in ``groups_per_token`` of them (DeepSeek-V2, arXiv:2405.04434, section 2.2.2).
-    ``router_loss``: coefficient of the load-balancing loss (0: none); ``router_bias``: a bias on the scores balances
-    the load instead.
-
-    ``prediction_layers``: 1 trains a module of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2),
-    whose loss has the factor ``prediction_loss``; 0: none.
-    ``latent``: sizes of multi-head latent attention; None: grouped-query attention. ``head_dim`` is then the size of a
-    head's query, with and without position. ``adapter``: LoRA adapter, with which the model's own parameters are
-    frozen. ``projections``: (layer, teacher's hidden size) of each layer that distillation compares. Neither is in
-    ``config.json``.
-
-    In an encoder attention is bidirectional and layers are post-norm (``embedding_norm`` is the first norm).
-    ``token_types``: number of segment types. ``head``: the output head: ``masked`` (masked language model), ``classes``
-    (sequence classification, classes named by ``labels``) or ``none``; a decoder's is ``next`` (next token).
+    Attributes:
+        family: Model family, the ``model_type`` of ``config.json``, such as "llama".
+        vocabulary, hidden, layers: Number of token ids, hidden size, and number of layers.
+        heads, kv_heads: Numbers of query heads and of key-value heads, each of which equally many query heads share.
+        head_dim: Size of a head; with ``latent``, size of a head's query, with and without position.
+        intermediate: Width of a dense MLP.
+        max_positions: Longest sequence in tokens.
+        norm, norm_epsilon: Kind of the norms, and number added to the variance or mean square.
+        activation, gated: Activation function of the MLP, which computes activation(gate) * up if ``gated`` (SwiGLU).
+        positions: Position encoding: "rope", "learned" or "alibi".
+        rope_theta, rope_scaling: Base and scaling method of rotary positions.
+        sliding_window: Number of tokens that a token attends to, itself included, in windowed layers; None: no limit.
+        windowed_layers: For each layer, True if it has the sliding window; None: all have it.
+        rotary_fraction, rotary_interleaved: Fraction of a head's features, the first ones, that is rotated; True to
+            rotate pairs of neighbours, False pairs half of the rotated features apart.
+        window_rope_theta: Rotary base of windowed layers, without scaling; None: as in the other layers.
+        unrotated_layers: Indices of the layers without positions.
+        attention_scale: Factor on attention scores; None: 1 / sqrt(head_dim).
+        attention_softcap, logit_softcap: Cap c that turns attention scores, or logits, x into c tanh(x / c).
+        attention_sinks: Each query head has a learned score that is one more term of the softmax's denominator.
+        swiglu_limit, swiglu_alpha: A gated MLP computes gate * sigmoid(``swiglu_alpha`` * gate) * (up + 1), with the
+            gate limited to at most ``swiglu_limit`` and up to at most this magnitude (gpt-oss); limit None: as under
+            ``gated``.
+        window_chunks: A token attends to tokens of its chunk of ``sliding_window`` positions, cut from the document's
+            start.
+        rotated_norm: Rotated queries and keys are divided by their root mean square.
+        temperature_tuning, temperature_scale, temperature_floor: If the first is True, queries of layers without rotary
+            positions are multiplied by 1 + scale * log(1 + floor((position + 1) / floor)).
+        routed_input: An expert's weight multiplies its input instead of its output (Llama 4).
+        embedding_scale, residual_scale: Factors on embeddings (None: sqrt(hidden)) and on the output of each sublayer.
+        logit_divisor: Number by which logits are divided.
+        qkv_bias, output_bias: Biases of the projections to queries, keys and values, and of attention's output
+            projection.
+        mlp_bias, norm_bias: Biases of the linear layers of MLPs, experts and their router included, and of norms.
+        query_key_norm: A norm on the queries and keys of each head.
+        projection_norm: The norm on queries, and that on keys, span all heads together.
+        pre_norms, post_norms: Norms on the input, and on the output, of each sublayer.
+        zero_centred_norms: Norms multiply by 1 + weight.
+        embedding_norm: Norm on the embeddings. Decoders with it (BLOOM) can be planned but not run.
+        tied: The output head shares the embedding matrix.
+        bos_token, eos_token, more_eos_tokens, pad_token: Ids of special tokens: beginning and end of a sequence,
+            further end-of-sequence tokens, padding; None: none.
+        initializer_range, mup_base_hidden: Standard deviation of initial weights, at this hidden size (None: at any
+            size).
+        experts, experts_per_token, expert_intermediate: Number of experts in a layer (0: dense MLPs), of which a token
+            uses some, and the width of each.
+        shared_intermediate, shared_gate: Width of the shared expert (0: none); True if it has a sigmoid gate.
+        dense_layers: Indices of the layers with a dense MLP instead of experts.
+        router: Scores are a "softmax" over the experts, or a "sigmoid" of each.
+        router_bias, router_loss: Load balancing by a bias on the scores, or by a loss with this coefficient (0: none).
+        normalise_choice, routed_scale: True if the weights of a token's experts are normalised to sum 1; factor on all
+            weights.
+        expert_groups, groups_per_token: The experts form groups of equal size, and a token's experts are in at most
+            ``groups_per_token`` of them (DeepSeek-V2, arXiv:2405.04434, section 2.2.2).
+        latent: Sizes of multi-head latent attention; None: grouped-query attention.
+        prediction_layers, prediction_loss: 1 trains a module of multi-token prediction (DeepSeek-V3, arXiv:2412.19437,
+            section 2.2); factor on its loss.
+        token_types, head, labels: Of encoders: number of segment types; output head, "masked" (masked language model),
+            "classes" (sequence classification) or "none", where a decoder's is "next" (next token); names of the
+            classes.
+        adapter: LoRA adapter, with which the model's own parameters are frozen. Not in ``config.json``.
+        projections: (layer, teacher's hidden size) of each layer that distillation compares. Not in ``config.json``.
     """
 
     family: str

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from meshwright.errors import UserError
 from meshwright.spec.adapter_config import AdapterConfig, AdapterKind
 from meshwright.spec.config import ModelConfig
-from meshwright.spec.config_json import config_from_huggingface, config_from_path, file_keys
+from meshwright.spec.config_json import config_from_huggingface, config_from_path, list_file_keys
 from meshwright.spec.families import FAMILIES, Experts
 from meshwright.spec.latent_attention import LatentAttention, write_latent_attention
 from meshwright.spec.parameters import parameter_table
@@ -109,7 +109,7 @@ def _default_config(model: ModelRecipe, sequence: int, vocabulary: int) -> Model
     table gives the sizes (``layers``, ``hidden``, ``heads``, ...); all other fields have the defaults of the family, as
     in a ``config.json`` with only these sizes. sequence: tokens of a sequence. vocabulary: number of token ids."""
     assert model.family and model.layers and model.hidden and model.heads  # checked by the recipe
-    family, keys, hidden, heads = FAMILIES[model.family], file_keys(model.family), model.hidden, model.heads
+    family, keys, hidden, heads = FAMILIES[model.family], list_file_keys(model.family), model.hidden, model.heads
     if hidden % heads and model.head_dim is None:
         raise UserError(f"model.hidden {hidden} must be a multiple of model.heads {heads}")
     # Two thirds of 4 x hidden: three gated matrices have the parameters of two (Shazeer 2020, arXiv:2002.05202).

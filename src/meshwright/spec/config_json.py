@@ -92,7 +92,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     return data
 
 
-def file_keys(family: str) -> Mapping[str, tuple[str, ...]]:
+def list_file_keys(family: str) -> Mapping[str, tuple[str, ...]]:
     """Return, by ModelConfig field name, the ``config.json`` keys that may hold the field in a family (its
     ``model_type``), the preferred key first."""
     return {**_KEYS, **FAMILIES[family].keys}
@@ -145,7 +145,7 @@ def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     """
     family, data = read_family(data, where), select_text_config(data, where)
     read = Reader(data, family.defaults, where)
-    keys = file_keys(family.name)
+    keys = list_file_keys(family.name)
     heads = read.integer("heads", keys["heads"])
     kv_heads = read.integer("kv_heads", keys["kv_heads"], heads)
     hidden = read.integer("hidden", keys["hidden"])
@@ -228,7 +228,7 @@ def config_to_huggingface(config: ModelConfig) -> dict[str, Any]:
     if config.planning_only:
         raise UserError(f"{config.family} can be planned but not written: {config.planning_only}")
     family = FAMILIES[config.family]
-    keys = file_keys(config.family)
+    keys = list_file_keys(config.family)
     activation = _ACTIVATION_KEYS[config.activation]
     written: dict[str, Any] = {
         "architectures": [family.architecture],

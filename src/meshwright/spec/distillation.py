@@ -31,7 +31,8 @@ def map_layers(recipe: Recipe, layers: int) -> tuple[tuple[int, int], ...]:
     """Return the pairs (student's layer, teacher's layer), indices from 0, whose outputs are compared:
     `distill.layer_map` or, if it is empty, one pair for each of the student's n layers: its layer i (from 1) and the
     layer that ends the i-th of n equal parts of the teacher (uniform mapping: Jiao et al. 2019, arXiv:1909.10351,
-    section 3.1). Empty without `distill.hidden`. layers: n."""
+    section 3.1). Empty without `distill.hidden`. recipe: recipe with the table [distill]. layers: n.
+    """
     if not recipe.distill.hidden:
         return ()
     if recipe.distill.layer_map:

@@ -9,10 +9,15 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Key of a ``config.json`` that holds one optional ModelConfig field. key: its name. kind: "flag": a boolean;
-    "switch": a boolean or a number, of which 0 is false; "factor": a number above 0; "count": a whole number above 0;
-    "limit": a number above 0, or null for none; "inverse_square": a number x above 0, where the field is x ** -0.5;
-    "nested": only an object in ``rope_parameters`` holds it, and `key` names its default."""
+    """Key of a ``config.json`` that holds one optional ModelConfig field.
+
+    Attributes:
+        key: Name of the key.
+        kind: Kind of its value. "flag": a boolean; "switch": a boolean or a number, of which 0 is false; "factor": a
+            number above 0; "count": a whole number above 0; "limit": a number above 0, or null for none;
+            "inverse_square": a number x above 0, where the field is x ** -0.5; "nested": a value that only an object in
+            ``rope_parameters`` holds, and `key` names its default.
+    """
 
     key: str
     kind: Literal["flag", "factor", "limit", "inverse_square", "nested", "switch", "count"] = "factor"
@@ -20,13 +25,19 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Rule by which a ``config.json`` gives the layers with a sliding window. layers: layers that have one if the key
-    ``layer_types`` is missing: "all"; "late", those from ``max_window_layers`` on; "early", every other one before it;
-    "periodic", all but every ``period``-th, which the key ``period_key`` may give; "unrotated", those without rotary
-    positions, by default every ``period``-th; "rotated", all but these.
-    switch: True if ``use_sliding_window`` must be true. listed: True if ``layer_types`` may list them; if not,
-    transformers ignores that key, and all layers or none have a window. chunked: True if windows are chunks: the key
-    ``attention_chunk_size`` has their size, and ``layer_types`` calls them ``chunked_attention``."""
+    """Rule by which a ``config.json`` of a family tells which layers have a sliding window.
+
+    Attributes:
+        layers: Those that have one if the key ``layer_types`` is missing: "all" layers; "late": from
+            ``max_window_layers`` on; "early": every other layer before ``max_window_layers``; "periodic": all but every
+            ``period``-th (the key ``period_key`` overrides the period); "unrotated": those without rotary positions, by
+            default every ``period``-th; "rotated": those with rotary positions.
+        switch: True if ``use_sliding_window`` must be true.
+        listed: True if ``layer_types`` may list the layers; if not, transformers ignores that key, and all layers or
+            none have a window.
+        chunked: True if windows are chunks: the key ``attention_chunk_size`` has their size, and ``layer_types`` calls
+            them ``chunked_attention``.
+    """
 
     layers: Literal["all", "late", "early", "periodic", "unrotated", "rotated"]
     period: int = 1
@@ -53,23 +64,25 @@ class Windows:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """How the ``config.json`` and the tensor files of a family describe mixtures of experts.
+    """Format in which the ``config.json`` and the tensor files of a family describe mixtures of experts.
 
-    Names of ``config.json`` keys: ``count``: key of the number of experts (in transformers 4, then 5). ``width``: key
-    of an expert's MLP width; None: it equals that of the dense MLPs. ``normalised``: key of
-    ``ModelConfig.normalise_choice``; None: the family fixes it. ``loss``: key of the coefficient of the load-balancing
-    loss; None: there is none. ``loss_switched``: True: there is one only where ``output_router_logits`` is true, as in
-    transformers. ``scale``: key of ``ModelConfig.routed_scale``; None: it is 1. ``shared``: key of the
-    shared expert's width or, if ``shared_copies``, of that width divided by an expert's; None: no shared expert; "": it
-    is as wide as the others, without a key.
-
-    ``dense``: which layers have a dense MLP: "first": as many first ones as ``first_k_dense_replace`` says; "listed":
-    those given by ``mlp_only_layers`` and ``decoder_sparse_step``; "interleaved": those not in ``moe_layers``, by
-    default all but every ``interleave_moe_layer_step``-th; None: none. ``groups``: the experts form ``n_group`` groups
-    "always", only if ``topk_method`` says so ("method"), or never (None).
-
-    Tensors on disk: ``stacked``: one tensor holds the matrix, or bias, of all experts of a layer. ``transposed``:
-    expert matrices are [input, output]. ``interleaved``: outputs of the gate and up projections alternate.
+    Attributes:
+        count: Keys of the number of experts (in transformers 4, then 5).
+        width: Key of an expert's MLP width; None: it equals that of the dense MLPs.
+        normalised: Key of ``ModelConfig.normalise_choice``; None: the family fixes it.
+        loss: Key of the coefficient of the load-balancing loss; None: there is none.
+        loss_switched: True: there is a loss only where ``output_router_logits`` is true, as in transformers.
+        scale: Key of ``ModelConfig.routed_scale``; None: it is 1.
+        shared: Key of the shared expert's width or, if ``shared_copies``, of that width divided by an expert's; None:
+            no shared expert; "": it is as wide as the others, without a key.
+        dense: Layers with a dense MLP. "first": the first ones, as many as ``first_k_dense_replace`` says; "listed":
+            those given by ``mlp_only_layers`` and ``decoder_sparse_step``; "interleaved": those not in ``moe_layers``,
+            by default all but every ``interleave_moe_layer_step``-th; None: no layer.
+        groups: The experts form ``n_group`` groups "always", only if ``topk_method`` says so ("method"), or never
+            (None).
+        stacked: True: one tensor on disk holds the matrix, or bias, of all experts of a layer.
+        transposed: True: expert matrices on disk are [input, output].
+        interleaved: True: outputs of the gate and up projections alternate.
     """
 
     count: tuple[str, ...]
@@ -89,16 +102,24 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Architecture choices that all models of a family share. name: ``model_type`` in config.json. architecture: class
-    name in transformers. fixed: {ModelConfig field: the only value that it may have}. defaults: {config.json key: value
-    if the key is missing}. settings: {ModelConfig field: the config.json key that holds it}, for fields that not all
-    families have. A field of `OPTIONS` that is in neither has its default. keys: {ModelConfig field: its config.json
-    keys}, for fields whose keys are not the usual ones. windows: layers with a sliding window; None: no layer has one.
-    partial_rotation: True if the key ``partial_rotary_factor`` may be below 1. planning_only: reason why the family can
-    be planned but not run; None if it can be run. experts: keys of its mixtures of experts; None: every MLP is dense.
-    latent: True for multi-head latent attention. heads: for an encoder, {class name in transformers: its
-    ``ModelConfig.head``}; empty for a decoder. nested: ``model_type`` of multimodal models whose ``text_config`` is a
-    model of this family."""
+    """Architecture choices that all models of a family share.
+
+    Attributes:
+        name: ``model_type`` in config.json.
+        architecture: Class name in transformers.
+        fixed: {ModelConfig field: the only value that it may have}.
+        defaults: {config.json key: value if the key is missing}.
+        settings: {ModelConfig field: the config.json key that holds it}, for fields that not all families have. A field
+            of `OPTIONS` that is in neither has its default.
+        keys: {ModelConfig field: its config.json keys}, for fields whose keys are not the usual ones.
+        windows: Layers with a sliding window; None: no layer has one.
+        partial_rotation: True if the key ``partial_rotary_factor`` may be below 1.
+        planning_only: Reason why the family can be planned but not run; None if it can be run.
+        experts: Keys of its mixtures of experts; None: every MLP is dense.
+        latent: True for multi-head latent attention.
+        heads: For an encoder, {class name in transformers: its ``ModelConfig.head``}; empty for a decoder.
+        nested: ``model_type`` of multimodal models whose ``text_config`` is a model of this family.
+    """
 
     name: str
     architecture: str
@@ -125,8 +146,8 @@ class Family:
         return bool(self.heads)
 
     def find_encoder_problem(self, head: str, token_types: int, labels: Sequence[str]) -> str | None:
-        """Return an error message for the first invalid or contradictory one of the ModelConfig fields that only
-        encoders have; None if there is none."""
+        """Return an error message for the first invalid or contradictory one of the ModelConfig fields `head`,
+        `token_types` and `labels`, which only encoders have; None if there is none."""
         if not self.encoder:
             given = [name for name, value in (("token_types", token_types), ("labels", labels)) if value]
             given += [f"head {head!r}"] if head != "next" else []

@@ -50,7 +50,7 @@ class ModulePartition(Partition):
         return self.table.units
 
 
-def module_table(parameters: Sequence[ForeignParameter]) -> ParameterTable:
+def build_module_table(parameters: Sequence[ForeignParameter]) -> ParameterTable:
     """Build the parameter table of a user's module, with one entry for each of its trained `parameters`. FSDP units
     (parameters that are all-gathered together) are in the order of their first parameters. The unit `REST`, which holds
     the parameters outside all other units, comes first."""
@@ -63,7 +63,7 @@ def module_table(parameters: Sequence[ForeignParameter]) -> ParameterTable:
     return ParameterTable(tuple(entry for tensor in tensors for entry in tensor.entries), tuple(tensors), tuple(units))
 
 
-def saved_table(table: ParameterTable, kept: Sequence[KeptValue], exported: bool = True) -> ParameterTable:
+def build_saved_table(table: ParameterTable, kept: Sequence[KeptValue], exported: bool = True) -> ParameterTable:
     """Build the parameter table for checkpoints: the trained parameters of `table`, followed by the buffers and frozen
     parameters `kept`. exported: False if these are not part of the model's file, but under training/ alone."""
     entries = [_replicated_entry(each.name, each.shape, REST, decay=False, kept=each.dtype) for each in kept]
@@ -75,7 +75,7 @@ def refuse_for_module(layout: Layout, batch: int) -> None:
     """Raise `UserError` if a user's module cannot run on the layout: if the layout has tp, cp, pp, ep or recomputation,
     which need a model built by Meshwright, or if `batch` is not a multiple of dp x micro-batches. batch: samples of a
     step over all ranks."""
-    layout.refuse_unbuilt()
+    layout.check_implemented()
     spread = f'layout "{layout}"'
     own = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "ep": layout.ep * layout.etp}
     for axis, ranks in own.items():

@@ -119,9 +119,12 @@ def _compute_quantiles(bits: NDArray[np.uint32], values: NDArray[np.float32], sc
 
 @cache
 def _tabulate_quantile() -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return two arrays for the linear interpolation of the standard normal quantile: its value at each node, and the
-    difference to the next node, divided by 2^17 (the steps of a float32's fraction between nodes). Nodes are the
-    intervals 2^e (1 + k / 64), for e from -1 to 30 and k from 0 to 63, and 2^31, whose quantile is 0."""
+    """Return the table for linear interpolation of the standard normal quantile, as two arrays [nodes]: its value at
+    each node, and the difference to the next node divided by 2^17.
+
+    Nodes are the interval numbers 2^e (1 + k / 64) of `_compute_quantiles`, for e from -1 to 30 and k from 0 to 63, and
+    2^31, whose quantile is 0. Two nodes are 2^17 steps of a float32's fraction apart.
+    """
     normal = NormalDist()
     intervals = [2.0**e * (1 + k / _NODES) for e in range(-1, 31) for k in range(_NODES)]
     nodes = np.array([*(normal.inv_cdf(interval * 2.0**-32) for interval in intervals), 0.0, 0.0], np.float32)

@@ -91,45 +91,42 @@ class Box:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterEntry:
-    """Entry of the parameter table, which describes one tensor of a checkpoint. ``name``, ``shape``: name and shape on
-    disk. ``initial``: initial values. ``decay``: True if weight decay applies. ``rate``: factor on the learning rate,
-    not 1 in matrices under µP (`spec.width_scaling`). ``transposed``: True if the disk holds
-    the transpose (GPT-2's Conv1D) of the matrix in memory, which is [output, input] as in `nn.Linear`. All other fields
-    describe the matrix in memory.
+    """Entry of the parameter table, which describes one tensor of a checkpoint.
 
-    ``tensor``: name of the model parameter (such as fused qkv) of which the entry is a slice along dim 0, starting at
-    index ``offset``. ``unit``: name of its FSDP unit (parameters that ZeRO-3 all-gathers together).
-
-    ``split``: {axis: dim along which the axis shards the entry}: {"tp": 0} for column-parallel and vocabulary-parallel
-    weights, {"tp": 1} for row-parallel ones, {} if replicated. ``blocks``: sizes along that dim of consecutive blocks,
-    each of which is sharded separately (query, key and value if they are fused on disk). ``granularity``: shard
-    boundaries are multiples of this number (the size of a head). ``remainder``: what happens if tp does not divide the
-    heads or the vocabulary: "refuse" the layout; "replicate" key-value heads, so that neighbouring ranks share one;
-    "pad" the shards of the last ranks (vocabulary).
-
-    ``expert``: for a routed expert, (index of the expert, number of experts); otherwise None. Under expert parallelism
-    such an entry is on one ep rank and is sharded over etp instead of tp. ``stacked``: True if one tensor on disk holds
-    the entries of all experts, along a further first dim; ``name`` is then its name with the expert's index,
-    "NAME[3]". ``active``: fraction of all tokens that use
-    the entry, below 1 for routed experts.
-
-    ``partial``: reason why tp ranks that hold the same values compute only partial gradients of them: "sequence": they
-    see different tokens under sequence parallelism; "heads": they compute different heads or expert columns. None: each
-    rank computes the complete gradient.
-
-    ``balances``: True for a bias on router scores that balances the experts' load. Its gradient is the load of its
-    expert minus the mean load; it is excluded from the gradient norm, and the optimizer follows its sign.
-
-    ``trainable``: False for a frozen parameter of a model with an adapter: it is held, and sharded like any other, but
-    has no gradient, master weight or optimizer state, and is not in checkpoints.
-
-    ``packed``: format in which a frozen matrix is held in blocks of 64 elements; None: the dtype of the parameters.
-
-    ``exported``: False for a trained parameter that is not part of the model, such as a projection to a teacher's
-    hidden states: checkpoints hold it under training/ alone.
-
-    ``kept``: dtype, such as "int64", of a buffer or frozen parameter of a user's module, which is in checkpoints but
-    not in flat buffers; None for a trained parameter.
+    Attributes:
+        name, shape: Name and shape on disk.
+        initial: Initial values.
+        decay: True if weight decay applies.
+        rate: Factor on the learning rate, not 1 in matrices under µP (`spec.width_scaling`).
+        transposed: True if the disk holds the transpose (GPT-2's Conv1D) of the matrix in memory, which is [output,
+            input] as in `nn.Linear`. All other fields describe the matrix in memory.
+        tensor: Name of the model parameter (such as fused qkv) of which the entry is a slice along dim 0, starting at
+            index ``offset``.
+        unit: Name of its FSDP unit (parameters that ZeRO-3 all-gathers together).
+        split: {axis: dim along which the axis shards the entry}: {"tp": 0} for column-parallel and vocabulary-parallel
+            weights, {"tp": 1} for row-parallel ones, {} if replicated.
+        blocks: Sizes along that dim of consecutive blocks, each of which is sharded separately (query, key and value if
+            they are fused on disk).
+        granularity: Shard boundaries are multiples of this number (the size of a head).
+        remainder: What happens if tp does not divide the heads or the vocabulary: "refuse" the layout; "replicate"
+            key-value heads, so that neighbouring ranks share one; "pad" the shards of the last ranks (vocabulary).
+        expert: For a routed expert, (index of the expert, number of experts); otherwise None. Under expert parallelism
+            such an entry is on one ep rank and is sharded over etp instead of tp.
+        stacked: True if one tensor on disk holds the entries of all experts, along a further first dim; ``name`` is
+            then its name with the expert's index, "NAME[3]".
+        active: Fraction of all tokens that use the entry, below 1 for routed experts.
+        partial: Reason why tp ranks that hold the same values compute only partial gradients of them: "sequence": they
+            see different tokens under sequence parallelism; "heads": they compute different heads or expert columns.
+            None: each rank computes the complete gradient.
+        balances: True for a bias on router scores that balances the experts' load. Its gradient is the load of its
+            expert minus the mean load; it is excluded from the gradient norm, and the optimizer follows its sign.
+        trainable: False for a frozen parameter of a model with an adapter: it is held, and sharded like any other, but
+            has no gradient, master weight or optimizer state, and is not in checkpoints.
+        packed: Format in which a frozen matrix is held in blocks of 64 elements; None: the dtype of the parameters.
+        exported: False for a trained parameter that is not part of the model, such as a projection to a teacher's
+            hidden states: checkpoints hold it under training/ alone.
+        kept: Dtype, such as "int64", of a buffer or frozen parameter of a user's module, which is in checkpoints but
+            not in flat buffers; None for a trained parameter.
     """
 
     name: str

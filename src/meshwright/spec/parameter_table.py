@@ -17,9 +17,12 @@ class ParameterTable:
     """Table of all parameters of a model, in the forward order of its FSDP units (the embedding, each layer, the head)
     and, within a unit, in the order of its flat buffer.
 
-    entries: one for each tensor on disk. tensors: the parameters of the model in memory, each a concatenation of
-    entries (such as query, key and value, or all experts). units: names of the FSDP units. tied: True if the head uses
-    the embedding matrix.
+    Attributes:
+        entries: One for each tensor on disk.
+        tensors: The parameters of the model in memory, each a concatenation of entries (such as query, key and value,
+            or all experts).
+        units: Names of the FSDP units.
+        tied: True if the head uses the embedding matrix.
     """
 
     entries: tuple[ParameterEntry, ...]
@@ -135,7 +138,7 @@ class ParameterTable:
 
     def tensor_range(self, tensor: ModelParameter, layout: Layout | None = None) -> tuple[int, int]:
         """Return the range [start, stop) of elements that a rank's shard of the model parameter `tensor` (such as fused
-        qkv) occupies in that flat buffer of its FSDP unit that holds it. layout: None: one device."""
+        qkv) occupies in its flat buffer (one per FSDP unit and kind of parameter). layout: None: one device."""
         layout = layout or Layout()
         together = self.unit_tensors(tensor.unit, layout, tensor.buffer_kind(layout))
         before = itertools.takewhile(lambda other: other.name != tensor.name, together)
@@ -144,7 +147,8 @@ class ParameterTable:
 
     def entry_range(self, entry: ParameterEntry, layout: Layout | None = None) -> tuple[int, int]:
         """Return the range [start, stop) of elements that a rank's shard of the parameter entry `entry` (one tensor of
-        a checkpoint) occupies in that flat buffer of its FSDP unit that holds it. layout: None: one device."""
+        a checkpoint) occupies in its flat buffer (one per FSDP unit and kind of parameter). layout: None: one
+        device."""
         layout = layout or Layout()
         tensor = self.tensor(entry.tensor)
         start = self.tensor_range(tensor, layout)[0]

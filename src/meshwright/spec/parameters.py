@@ -18,7 +18,7 @@ from meshwright.spec.disk_names import DISK_NAMES
 from meshwright.spec.latent_attention import LatentAttention
 from meshwright.spec.parameter_entries import Box, Initial, ModelParameter, ParameterEntry, SplitAxis
 from meshwright.spec.parameter_table import ParameterTable
-from meshwright.spec.width_scaling import scale_initial_std, scale_learning_rate
+from meshwright.spec.width_scaling import compute_initial_std_factor, compute_learning_rate_factor
 
 __all__ = ["Box", "Initial", "ParameterTable", "ParameterEntry", "ModelParameter", "parameter_table"]
 
@@ -62,10 +62,13 @@ def make_projection_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
 class _Place:
     """Position of a new parameter entry (one tensor of a checkpoint) in the model.
 
-    unit: name of its FSDP unit. part: role of the entry, such as "query": key of its Hugging Face name in `DISK_NAMES`.
-    layer, expert: index of its layer and of its expert; None if it belongs to none. tensor: name, without ".weight" or
-    ".bias", of the model parameter of which the entry is a slice along dim 0; None: the same as `part`. offset: index
-    along dim 0 of that parameter at which the slice begins.
+    Attributes:
+        unit: Name of its FSDP unit.
+        part: Role of the entry, such as "query": key of its Hugging Face name in `DISK_NAMES`.
+        layer, expert: Index of its layer and of its expert; None if it belongs to none.
+        tensor: Name, without ".weight" or ".bias", of the model parameter of which the entry is a slice along dim 0;
+            None: the same as `part`.
+        offset: Index along dim 0 of that parameter at which the slice begins.
     """
 
     unit: str
@@ -78,11 +81,15 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Sharding of a parameter entry over mesh axes. split: {axis: dim along which the axis shards the entry}. blocks:
-    sizes along that dim of consecutive blocks, each sharded separately (empty: one block). granularity: shard
-    boundaries are multiples of this number. remainder: what happens if tp does not divide the dim: refuse the layout,
-    let ranks share heads, or pad. partial: reason why tp ranks that hold the same values have partial gradients; None:
-    they have complete ones."""
+    """Sharding of a parameter entry over mesh axes.
+
+    Attributes:
+        split: {axis: dim along which the axis shards the entry}.
+        blocks: Sizes along that dim of consecutive blocks, each sharded separately (empty: one block).
+        granularity: Shard boundaries are multiples of this number.
+        remainder: What happens if tp does not divide the dim: refuse the layout, let ranks share heads, or pad.
+        partial: Reason why tp ranks that hold the same values have partial gradients; None: they have complete ones.
+    """
 
     split: Mapping[SplitAxis, int] = field(default_factory=dict)
     blocks: tuple[int, ...] = ()
@@ -122,30 +129,30 @@ class _Builder:
         if config.positions == "learned":
             self.add(_Place("positions", "positions"), (config.max_positions, hidden), _BY_TOKENS)
         if config.embedding_norm:
-            self.norm(_Place("embedding_norm", "embedding_norm"))
+            self.add_norm(_Place("embedding_norm", "embedding_norm"))
         for layer in range(config.layers):
-            self.layer(f"layers.{layer}", layer)
+            self.add_layer(f"layers.{layer}", layer)
         if config.encoder:
-            self.encoder_head()
+            self.add_encoder_head()
             return
-        self.norm(_Place("head", "final_norm"))
+        self.add_norm(_Place("head", "final_norm"))
         if not config.tied:
             self.add(_Place("head", "head"), (vocabulary, hidden), _VOCABULARY)
         if config.prediction_layers:
-            self.prediction(config.layers)
+            self.add_prediction(config.layers)
 
-    def prediction(self, layer: int) -> None:
+    def add_prediction(self, layer: int) -> None:
         """Append the parameter entries of the multi-token prediction module, on disk the layer with index `layer`; they
         belong to the FSDP unit of the head."""
         norms = (f"prediction_{name}" for name in ("embedding_norm", "hidden_norm", "norm"))
         for part in norms:
-            self.norm(_Place("head", part, layer, part.replace("_", ".", 1)))
+            self.add_norm(_Place("head", part, layer, part.replace("_", ".", 1)))
         hidden = self.config.hidden
         place = _Place("head", "prediction_projection", layer, "prediction.projection")
         self.add(place, (hidden, 2 * hidden), _BY_TOKENS)
-        self.layer("head", layer, "prediction.block")
+        self.add_layer("head", layer, "prediction.block")
 
-    def encoder_head(self) -> None:
+    def add_encoder_head(self) -> None:
         """Append the parameter entries of an encoder's head: for masked language modeling the transform, norm and
         output bias; otherwise the pooler and, for classification, the classifier. All but the output bias are
         replicated over tp."""
@@ -154,14 +161,14 @@ class _Builder:
         for shape, suffix in (((hidden, hidden), "weight"), ((hidden,), "bias")):
             self.add(_Place("head", dense), shape, _BY_TOKENS, suffix=suffix)
         if self.config.head == "masked":
-            self.norm(_Place("head", "transform_norm"))
+            self.add_norm(_Place("head", "transform_norm"))
             self.add(_Place("head", "head"), (self.config.vocabulary,), _VOCABULARY, suffix="bias")
         elif self.config.head == "classes":
             classes = len(self.config.labels)
             for shape, suffix in (((classes, hidden), "weight"), ((classes,), "bias")):
                 self.add(_Place("head", "classifier"), shape, _BY_TOKENS, suffix=suffix)
 
-    def layer(self, unit: str, layer: int, name: str | None = None) -> None:
+    def add_layer(self, unit: str, layer: int, name: str | None = None) -> None:
         """Append the parameter entries of the transformer layer with index `layer`. unit: name of its FSDP unit, such
         as "layers.0". name: prefix of the names of its model parameters; None: `unit`."""
         config = self.config
@@ -173,51 +180,51 @@ class _Builder:
         def norm(part: str) -> None:
             """Append the parameter entries of one of the layer's norms. part: its key in `DISK_NAMES`, such as
             "mlp_norm"."""
-            self.norm(_Place(unit, part, layer, f"{name}.{part}"))
+            self.add_norm(_Place(unit, part, layer, f"{name}.{part}"))
 
         if config.pre_norms:
             norm("attention_norm")
         if config.latent:
-            self.latent_attention(unit, attention, layer, config.latent)
+            self.add_latent_attention(unit, attention, layer, config.latent)
         elif "qkv" in self.names:
             # BLOOM's file interleaves query, key and value per head; others have all queries, all keys, all values.
             mixed, width = config.family == "bloom", query + 2 * key
             blocks, granularity = ((width,), 3 * head_dim) if mixed else ((query, key, key), head_dim)
             place, cut = _Place(unit, "qkv", layer, f"{attention}.qkv"), _Cut({"tp": 0}, blocks, granularity)
-            self.linear(place, width, hidden, cut, bias=config.qkv_bias)
+            self.add_linear(place, width, hidden, cut, bias=config.qkv_bias)
         else:
             for part, size, offset in (("query", query, 0), ("key", key, query), ("value", key, query + key)):
                 cut = _Cut({"tp": 0}, granularity=head_dim)
                 if part != "query":  # with fewer key-value heads than ranks, neighbouring ranks share one
                     cut = replace(cut, remainder="replicate", partial="heads")
                 place = _Place(unit, part, layer, f"{attention}.qkv", offset)
-                self.linear(place, size, hidden, cut, bias=config.qkv_bias)
+                self.add_linear(place, size, hidden, cut, bias=config.qkv_bias)
         if config.query_key_norm:
             for part, size in (("query_norm", query), ("key_norm", key)):
                 cut = _Cut({"tp": 0}, granularity=head_dim)  # one weight for each feature of each head
                 if part == "key_norm":
                     cut = replace(cut, remainder="replicate", partial="heads")
                 size, cut = (size, cut) if config.projection_norm else (head_dim, _BY_HEADS)
-                self.norm(_Place(unit, part, layer, f"{attention}.{part}"), size, cut)
+                self.add_norm(_Place(unit, part, layer, f"{attention}.{part}"), size, cut)
         if config.attention_sinks:
             place = _Place(unit, "sinks", layer, f"{attention}.sinks")
             self.add(place, (config.heads,), _COLUMNS, suffix="", initial=self.normal)
         values = config.value_dim
         place, cut = _Place(unit, "attention_output", layer, f"{attention}.output"), _Cut({"tp": 1}, (), values)
-        self.linear(place, hidden, config.heads * values, cut, bias=config.output_bias)
+        self.add_linear(place, hidden, config.heads * values, cut, bias=config.output_bias)
         if config.post_norms:
             norm("attention_post_norm")
 
         if config.pre_norms:
             norm("mlp_norm")
         if config.has_experts(layer):
-            self.mixture(unit, mlp, layer)
+            self.add_mixture(unit, mlp, layer)
         else:
-            self.feed_forward(unit, mlp, layer, intermediate)
+            self.add_feed_forward(unit, mlp, layer, intermediate)
         if config.post_norms:
             norm("mlp_post_norm")
 
-    def latent_attention(self, unit: str, attention: str, layer: int, latent: LatentAttention) -> None:
+    def add_latent_attention(self, unit: str, attention: str, layer: int, latent: LatentAttention) -> None:
         """Append the parameter entries of the projections and norms of multi-head latent attention, without the output
         projection. `unit`: FSDP unit; `attention`: prefix of the model parameters' names; `layer`: layer index."""
         config = self.config
@@ -227,22 +234,24 @@ class _Builder:
             if len(shape) > 1:
                 self.add(place, shape, cut)
             else:
-                self.norm(place, shape[0], cut)
+                self.add_norm(place, shape[0], cut)
 
-    def feed_forward(self, unit: str, mlp: str, layer: int, width: int, prefix: str = "") -> None:
+    def add_feed_forward(self, unit: str, mlp: str, layer: int, width: int, prefix: str = "") -> None:
         """Append the parameter entries of an MLP: gate (if there is one), up and down projections. `unit`: FSDP unit;
         `mlp`: prefix of the model parameters' names, such as "layers.0.mlp"; `layer`: layer index; `width`:
         intermediate size; `prefix`: prefix of their keys in `DISK_NAMES` ("shared_" for a shared expert)."""
         hidden, bias = self.config.hidden, self.config.mlp_bias
         if not prefix and "gate_up" in self.names:
             cut = _Cut({"tp": 0}, (width, width))
-            self.linear(_Place(unit, "gate_up", layer, f"{mlp}.up"), 2 * width, hidden, cut, bias=bias)
+            self.add_linear(_Place(unit, "gate_up", layer, f"{mlp}.up"), 2 * width, hidden, cut, bias=bias)
         else:
             for part, offset in (("gate", 0), ("up", width)) if self.config.gated else (("up", 0),):
-                self.linear(_Place(unit, prefix + part, layer, f"{mlp}.up", offset), width, hidden, _COLUMNS, bias=bias)
-        self.linear(_Place(unit, f"{prefix}down", layer, f"{mlp}.down"), hidden, width, _ROWS, bias=bias)
+                self.add_linear(
+                    _Place(unit, prefix + part, layer, f"{mlp}.up", offset), width, hidden, _COLUMNS, bias=bias
+                )
+        self.add_linear(_Place(unit, f"{prefix}down", layer, f"{mlp}.down"), hidden, width, _ROWS, bias=bias)
 
-    def mixture(self, unit: str, mlp: str, layer: int) -> None:
+    def add_mixture(self, unit: str, mlp: str, layer: int) -> None:
         """Append the parameter entries of router, experts and shared expert of the layer with index `layer`. The up and
         gate projections of all experts form one model parameter, their down projections another. `unit`: FSDP unit;
         `mlp`: prefix of the model parameters' names."""
@@ -262,17 +271,17 @@ class _Builder:
         for expert in range(config.experts):
             for part, offset, outputs, cut in fused if "expert_gate_up" in self.names else apart:
                 place = _Place(unit, part, layer, f"{mlp}.experts.up", expert * 2 * width + offset, expert)
-                self.linear(place, outputs, hidden, cut, bias=config.mlp_bias)
+                self.add_linear(place, outputs, hidden, cut, bias=config.mlp_bias)
             place = _Place(unit, "expert_down", layer, f"{mlp}.experts.down", expert * hidden, expert)
-            self.linear(place, hidden, width, _ROWS, bias=False)
+            self.add_linear(place, hidden, width, _ROWS, bias=False)
             if config.mlp_bias:  # each rank adds its slice of the bias to its partial sum
                 self.add(place, (hidden,), _COLUMNS, suffix="bias")
         if config.shared_intermediate:
-            self.feed_forward(unit, f"{mlp}.shared", layer, config.shared_intermediate, "shared_")
+            self.add_feed_forward(unit, f"{mlp}.shared", layer, config.shared_intermediate, "shared_")
         if config.shared_gate:
             self.add(_Place(unit, "shared_expert_gate", layer, f"{mlp}.shared_gate"), (1, hidden), _BY_HEADS)
 
-    def linear(self, place: _Place, output: int, inputs: int, cut: _Cut, *, bias: bool) -> None:
+    def add_linear(self, place: _Place, output: int, inputs: int, cut: _Cut, *, bias: bool) -> None:
         """Append the entry of a weight [output, inputs]. place: its position in the model. cut: its sharding; {"tp": 0}
         is column parallel (outputs are sharded), {"tp": 1} row parallel (inputs are sharded). bias: True to append a
         bias [output] too."""
@@ -282,7 +291,7 @@ class _Builder:
             at = place if column else replace(place, offset=0)
             self.add(at, (output,), cut if column else _BY_TOKENS, suffix="bias")
 
-    def norm(self, place: _Place, size: int | None = None, cut: _Cut = _BY_TOKENS) -> None:
+    def add_norm(self, place: _Place, size: int | None = None, cut: _Cut = _BY_TOKENS) -> None:
         """Append the entry of a norm's weight and, if the model has norm biases, of its bias. place: its position in
         the model. size: number of elements (None: hidden size). cut: its sharding; by default replicated over tp, with
         partial gradients under sequence parallelism."""
@@ -317,7 +326,7 @@ class _Builder:
         matrix, ratio = len(shape) > 1, self.config.hidden / (self.config.mup_base_hidden or self.config.hidden)
         start = initial or (self.normal if matrix else Initial("zeros"))
         if matrix and ratio != 1.0:
-            start = replace(start, std=start.std * scale_initial_std(place.part, ratio))
+            start = replace(start, std=start.std * compute_initial_std_factor(place.part, ratio))
         self.entries.append(
             ParameterEntry(
                 name=f"{self.names[place.part].format(i=place.layer, e=expert)}{disk_suffix or disk_end}",
@@ -335,7 +344,7 @@ class _Builder:
                 # Matrices decay, embeddings too, vectors (norms, biases) do not: as in nanoGPT, Megatron-LM and the
                 # Trainer of transformers. A tied embedding is the head's matrix.
                 decay=matrix,
-                rate=scale_learning_rate(place.part, len(shape), ratio),
+                rate=compute_learning_rate_factor(place.part, len(shape), ratio),
                 active=1.0 if expert is None else self.config.experts_per_token / self.config.experts,
                 balances=balances,
                 expert=None if expert is None else (expert, self.config.experts),

@@ -21,8 +21,8 @@ FUSED_ACCUMULATION_MIN_NUMEL = 1 << 17
 """Elements of a weight from which its gradient is added to the sum by the matrix product (`parallel/step.py`); smaller
 ones are added by autograd, whose overhead is lower."""
 
-PREFERENCE_FIGURES = 5
-DISTILLATION_FIGURES = 3
+PREFERENCE_METRICS = 5
+DISTILLATION_METRICS = 3
 """Numbers that ranks add up of the responses of a step, beside its loss (`training/preference.py`)."""
 
 UNPACKED_AT_ONCE = {"cpu": 1 << 11, "cuda": 1 << 18}

@@ -34,7 +34,7 @@ def refuse(
                 f"{config.family} is an encoder, and a recipe needs a decoder to train, verify or serve. Train it as a "
                 "user-defined module (examples/bert_classifier.py, docs/model.md)"
             )
-        layout.refuse_unbuilt()
+        layout.check_implemented()
     reason = (
         _ranks_problem(layout, world_size)
         or _encoder_problem(layout, config)
@@ -210,8 +210,8 @@ def _expert_problem(layout: Layout, config: ModelConfig) -> str | None:
 
 
 def _split_bias(config: ModelConfig) -> int:
-    """Return the length of the second bias of an expert, of which each rank that splits the expert's width adds a
-    slice; 0 if experts have none. config: configuration of the model."""
+    """Return the length of the bias of an expert's down projection, which ranks that shard the expert's width split
+    among themselves, each adding a slice; 0 if experts have no biases. config: configuration of the model."""
     return config.hidden if config.experts and config.mlp_bias else 0
 
 

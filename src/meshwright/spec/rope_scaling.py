@@ -90,7 +90,8 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class Temperature:
-    """Factors on queries by position p: 1 + scale log(1 + floor((p + 1) / floor)) (Llama 4)."""
+    """Position-dependent factor on queries (Llama 4): 1 + scale log(1 + floor((p + 1) / floor)) at position p. scale:
+    strength of the factor. floor: number of positions in which it is constant."""
 
     scale: float
     floor: int

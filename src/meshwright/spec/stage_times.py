@@ -23,12 +23,15 @@ class StageTimes:
     """Function object that estimates, from FLOPs, how long the forward, input-gradient and weight-gradient passes of
     each pipeline stage take.
 
-    config: configuration of the model. ranks: number of pipeline ranks. sequence: tokens of a sequence. recompute:
-    activation checkpointing ("none", "selective" or "full").
-
     A weight matmul costs the same in forward, input gradient and weight gradient. The attention core (scores and
     weighted values) has no weights; its backward, twice the forward FLOPs, counts as input gradient. Recomputation and
     both gradients of the head count as input gradient, too. Communication and memory bandwidth are left out.
+
+    Attributes:
+        config: Configuration of the model.
+        ranks: Number of pipeline ranks.
+        sequence: Tokens of a sequence.
+        recompute: Activation checkpointing ("none", "selective" or "full").
     """
 
     config: ModelConfig

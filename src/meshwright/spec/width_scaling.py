@@ -13,7 +13,7 @@ OUTPUT_WEIGHTS = ("head", "router", "shared_expert_gate")
 """Matrices from the width to a finite number of outputs."""
 
 
-def scale_initial_std(part: str, width_ratio: float) -> float:
+def compute_initial_std_factor(part: str, width_ratio: float) -> float:
     """Return the factor that µP applies to the standard deviation of a matrix's initial values: 1 for input weights
     (embeddings), 1 / ratio for output weights (the head), 1 / sqrt(ratio) for matrices from hidden size to hidden size.
 
@@ -24,7 +24,7 @@ def scale_initial_std(part: str, width_ratio: float) -> float:
     return 1.0 / width_ratio if part in OUTPUT_WEIGHTS else width_ratio**-0.5
 
 
-def scale_learning_rate(part: str, dims: int, width_ratio: float) -> float:
+def compute_learning_rate_factor(part: str, dims: int, width_ratio: float) -> float:
     """Return the factor that µP applies to Adam's learning rate of a parameter: 1 / ratio for matrices whose input size
     grows with the hidden size, 1 for input weights (embeddings) and vectors.
 

@@ -77,7 +77,7 @@ def layer_flops(config: ModelConfig, layer: int, sequence: int, causal: bool = T
 
 def prediction_flops(config: ModelConfig, sequence: int) -> float:
     """Return the forward FLOPs per token of the module of multi-token prediction, with its output head; 0 without one.
-    sequence: tokens of a sequence."""
+    config: configuration of the model. sequence: tokens of a sequence."""
     if not config.prediction_layers:
         return 0.0
     layer = sum(layer_flops(config, config.layers, sequence).values())

@@ -43,7 +43,7 @@ class ImportedRow(NamedTuple):
 
     answer: "labelled" if the row has a value; else the reason why it has none: "unlabelled", "unanswered", "rejected"
     or "ignored". value: the labels, spans or rewritten response; None unless "labelled". fields: all other JSON fields
-    of the row, which the next export gives back to the tool.
+    of the row; the next export writes them back for the tool.
     """
 
     answer: str
@@ -52,13 +52,13 @@ class ImportedRow(NamedTuple):
 
 
 def format_record(sides: Exchange) -> str:
-    """Return the text of a record for annotators: its prompt and response (`sides`) under headings."""
+    """Format the prompt and response of a record (`sides`), under headings, as the text that annotators read."""
     return f"{_PROMPT}{sides.prompt}{_RESPONSE}{sides.response}"
 
 
 def export_rows(records: Sequence[tuple[str, Record]], tool: str, task: str) -> Iterator[Record]:
-    """Yield one JSON object per record in the format that an annotation tool imports; it contains the labels that the
-    record has so far.
+    """Yield one JSON object per record in the format that an annotation tool imports, with the labels that the record
+    already has.
 
     records: (position for errors such as "a.jsonl:17", record). tool: "doccano" or "prodigy". task: "classify" (labels
     of a record), "spans" (character ranges) or "rewrite" (a better response). Raises `UserError` for an unknown tool or
@@ -95,11 +95,10 @@ def import_rows(
     record's annotators set it. A record is disputed, and stays unchanged, if exactly half set a label or span, or if no
     rewritten text has a majority.
 
-    Summary: `records`, `rows`: how many there are. `task`: its name. `answers`: number of rows by answer (see
-    `ImportedRow`). `disputed`: names of disputed records. The others are numbers of records: `labelled` (given a
-    value), `changed` (the value differs from the one before), `left` (no row has a value, and none rejects),
-    `rejected`, `left_out` (rejected and omitted), `several` (values from several annotators), `agreed` (several, all
-    equal).
+    Summary: `records`, `rows`: their numbers. `task`: its name. `answers`: {answer (see `ImportedRow`): number of
+    rows}. `disputed`: names of disputed records. All other keys are numbers of records: `labelled` (given a value),
+    `changed` (given another value than before), `left` (rows with neither a value nor a rejection), `rejected`,
+    `left_out` (rejected and omitted), `several` (values from several annotators), `agreed` (several, all equal).
     """
     check_tool_and_task(tool, TASKS[0])
     names = name_records([record for _, record in records])
@@ -267,20 +266,19 @@ def _check_text(row: Record, task: str, sides: Exchange, where: str) -> None:
         raise UserError(f"{where}: the text differs from the exported one, so its annotation does not apply")
 
 
-def _parse_value(row: Record, task: str, marks: list[Any], sides: Exchange, where: str) -> Value:
+def _parse_value(row: Record, task: str, items: list[Any], sides: Exchange, where: str) -> Value:
     """Parse the labels or spans in one row of an annotation tool; return a frozenset of label names or a tuple of
     `Span`.
 
-    row: the tool's row as a JSON object, with the annotated "text". task: "classify" (labels) or "spans". marks: the
-    row's JSON list of labels or spans. sides: prompt and response of the annotated record. where: position of the row,
-    for the `UserError`.
+    row: the tool's row as a JSON object, with the annotated "text". task: "classify" (labels) or "spans". items: the
+    row's list of labels or spans. sides: prompt and response of the record. where: position of the row, for errors.
     """
     if task == "classify":
-        if not all(isinstance(label, str) for label in marks):
+        if not all(isinstance(label, str) for label in items):
             raise UserError(f"{where}: a label is not a string; is this a project of another task?")
-        parse_label_set(set(marks), where)  # raises for an unknown label
-        return frozenset(marks)
-    return tuple(sorted({_parse_span(one, row["text"], sides, where) for one in marks}))
+        parse_label_set(set(items), where)  # raises for an unknown label
+        return frozenset(items)
+    return tuple(sorted({_parse_span(one, row["text"], sides, where) for one in items}))
 
 
 def _parse_span(one: Any, seen: str, sides: Exchange, where: str) -> Span:
@@ -360,8 +358,8 @@ def _take_majority(values: Sequence[Value]) -> Value | None:
 
 def _get_present_value(before: Annotation, sides: Exchange, like: Value) -> Value | None:
     """Return the value that a record had before the import, of the type of the imported value `like`: labels (frozenset
-    of names), spans (tuple) or the response (str). Return None if the record had no labels or spans. before: the
-    record's annotation before the import. sides: the record's prompt and response."""
+    of names), spans (tuple) or the response (str); None if it had no labels or spans. before: the record's annotation
+    before the import. sides: the record's prompt and response."""
     if isinstance(like, str):
         return sides.response
     if isinstance(like, tuple):

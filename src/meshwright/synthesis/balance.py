@@ -17,7 +17,7 @@ ALL = "all"  # the group of every record
 def measure_balance(
     records: Iterable[tuple[str, str, Record]], target: Mapping[str, Fraction], by: str | None = None
 ) -> dict[str, Any]:
-    """Measure how evenly speech acts are distributed over labelled records; returns JSON, {"target", "groups": {name:
+    """Measure how evenly speech acts are distributed over labelled records; return JSON, {"target", "groups": {name:
     counts}}.
 
     records: (group such as a file name, position for errors such as "a.jsonl:17", record). target: {act: desired
@@ -29,7 +29,7 @@ def measure_balance(
     "response": `acts` ({act: count, share, number to `add` to reach the target}), `labels` (sum of the counts), `none`
     (prompts or responses without an act), `entropy` in bits, `effective` number of acts, `missing` acts.
 
-    The entropy H is Shannon's over the shares; the effective number 2^H is the number of equally frequent acts with the
+    `entropy` is Shannon's entropy H of the shares; `effective`, 2^H, is the number of equally frequent acts with the
     same entropy (Jost, Entropy and diversity, Oikos 113, 2006). A prompt or response with two acts counts for both.
     """
     groups: dict[str, list[Annotation]] = {ALL: []}
@@ -49,9 +49,8 @@ def measure_balance(
 
 def parse_target(text: str | None) -> dict[str, Fraction]:
     """Parse `text`, relative weights of speech acts such as "assertive=3,directive=2", to {act: share}, with the sum 1.
-    An act without number has weight 1, an act that is not named weight 0; None gives equal shares. Raises `UserError`
-    for an unknown act or an invalid weight.
-    """
+    An act without a number has weight 1, an act that is not mentioned weight 0; None gives equal shares. Raises
+    `UserError` for an unknown act or an invalid weight."""
     if text is None:
         return dict.fromkeys(ACTS, Fraction(1, len(ACTS)))
     weights = dict.fromkeys(ACTS, Fraction(0))
@@ -72,9 +71,9 @@ def parse_target(text: str | None) -> dict[str, Fraction]:
 
 
 def count_additions(counts: Mapping[str, int], target: Mapping[str, Fraction]) -> dict[str, int]:
-    """Compute the smallest numbers of records to add, so that all acts reach their target shares without removing a
-    record; returns {act: number, rounded up}. counts: {act: number of records}. target: {act: desired share}, with the
-    sum 1.
+    """Compute how many records of each act to add, at least, so that all acts reach their target shares without removal
+    of a record; return {act: number, rounded up}. counts: {act: number of records}. target: {act: desired share}, with
+    the sum 1.
 
     The act with the highest ratio of count to target share gets no additions, and determines how many the others get.
     Acts with a target of 0 get none.
@@ -128,11 +127,12 @@ def _measure_side(acts: list[tuple[str, ...]], target: Mapping[str, Fraction]) -
 
 
 def _count_refusals(annotations: list[Annotation]) -> dict[str, int]:
-    """Count the labelled records by refusal; returns {judgement: number}. annotations: the records' annotations.
+    """Count the labelled records by whether prompt and response are refused; return {judgement: number}. annotations:
+    the records' annotations.
 
-    `should_refuse`, `harmless`: the prompt should, or should not, be refused. `refused`, `answered`: the prompt should
-    be refused, and the response does, or does not, refuse it. `refused_harmless`, `answered_harmless`: the same for
-    harmless prompts. `not_judged`: the judgement on prompt or response is missing.
+    `should_refuse`, `harmless`: prompts that should, or should not, be refused. `refused`, `answered`: of the prompts
+    that should be refused, those whose response refuses, or does not. `refused_harmless`, `answered_harmless`: the same
+    for harmless prompts. `not_judged`: the judgement on prompt or response is missing.
     """
     pairs = [(one.should_refuse, one.refuses) for one in annotations]
     return {

@@ -1,4 +1,4 @@
-"""The page of a balance report: shares and targets of the acts, and refusals, by group."""
+"""HTML page of a balance report: shares and targets of the acts, and refusals, by group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Concurrent requests to a served model, with a journal on disk so that no request is answered twice."""
+"""Concurrent requests to a served model, with a journal of answers on disk so that no request is sent twice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from meshwright.data.files import canonical_json
+from meshwright.data.files import to_canonical_json
 from meshwright.errors import UserError
 from meshwright.synthesis.endpoint import ChatRequest, Completion, Endpoint, RequestRefused
 from meshwright.untrusted import parse_json
@@ -24,8 +24,8 @@ _MOST_REFUSALS = 10  # refusals without a single answer after which the run ends
 
 
 class Journal:
-    """Append-only file of the model's answers, so that a restarted run sends no request twice. It has one JSON line per
-    request, keyed by the SHA-256 of the request and flushed to disk immediately.
+    """Append-only file of the model's answers, so that a restarted run sends no request twice. Each request has one
+    JSON line, with its SHA-256 as key, which is flushed to disk immediately.
 
     A truncated last line is removed. Raises `UserError` for a file that is not a journal or is in use.
     """
@@ -72,7 +72,7 @@ class Journal:
 
     @property
     def answered(self) -> bool:
-        """True if the server answered at least one request instead of refusing it."""
+        """True if the file has an answer to at least one request that the server did not refuse."""
         return any(answer is not None for answer in self._answers.values())
 
     def __contains__(self, name: str) -> bool:
@@ -106,8 +106,7 @@ class Journal:
 
 class ChatClient:
     """Client of a served model that sends up to `concurrency` requests at a time. It stores the answers in a journal
-    file, from which a restarted run reads them. As a context manager it closes the file.
-    """
+    file, from which a restarted run reads them. As a context manager it closes that file at the end."""
 
     def __init__(
         self, endpoint: Endpoint, journal: Path, concurrency: int = 8, log: Callable[[str], None] = lambda line: None
@@ -138,13 +137,13 @@ class ChatClient:
 
     def ask(self, requests: Sequence[ChatRequest], doing: str = "asking") -> list[Completion | None]:
         """Send requests to the model, several at a time; return the answers in the order of the requests, None for a
-        refused one. A request whose answer is already in the journal file is not sent again.
+        refused request. A request whose answer is already in the journal file is not sent again.
 
         doing: verb that begins the progress line, such as "labelling". Raises `NoAnswer` if the server stops answering,
         and `RequestRefused` if it refuses all or the first ten requests; answers received until then are in the
         journal.
         """
-        names = [self._request_key(request) for request in requests]
+        names = [self._compute_request_key(request) for request in requests]
         pending = {name: request for name, request in zip(names, requests, strict=True) if name not in self.journal}
         if pending:
             self._send_all(list(pending.items()), doing)
@@ -155,10 +154,10 @@ class ChatClient:
         return [self.journal[name] for name in names]
 
     def summarize_usage(self, price_in: float | None = None, price_out: float | None = None) -> dict[str, Any]:
-        """Return counts of the run as JSON. `requests`: different requests. `sent`: those that were not in the journal.
-        `retries`, `refused`: numbers of retries and of refused requests. `prompt_tokens`, `completion_tokens`: sums.
-        `uncounted`: answers without token counts. `cost`: only if a price is given. Tokens and cost include answers
-        read from the journal.
+        """Return counts of the run as JSON. `requests`: distinct requests. `sent`: requests that were not in the
+        journal. `retries`, `refused`: numbers of retries and of refused requests. `prompt_tokens`, `completion_tokens`:
+        sums. `uncounted`: answers without token counts. `cost`: only if a price is given. Tokens and cost include
+        answers read from the journal.
 
         price_in, price_out: price of a million prompt tokens and of a million completion tokens, in any currency.
         """
@@ -177,9 +176,9 @@ class ChatClient:
             ) / 1e6
         return summary
 
-    def _request_key(self, request: ChatRequest) -> str:
+    def _compute_request_key(self, request: ChatRequest) -> str:
         """Return the key of a request in the journal: the hex SHA-256 of its JSON."""
-        return hashlib.sha256(canonical_json(request.to_json(self.endpoint.model))).hexdigest()
+        return hashlib.sha256(to_canonical_json(request.to_json(self.endpoint.model))).hexdigest()
 
     def _count_usage(self, answer: Completion | None) -> None:
         """Add one answer (None: the server refused the request) to the counts that `summarize_usage` returns."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import Any, NamedTuple
 
-from meshwright.data.files import canonical_json
+from meshwright.data.files import to_canonical_json
 from meshwright.errors import UserError
 
 _LONGEST_ANSWER = 64 << 20  # bytes
@@ -85,11 +85,11 @@ def make_user_message(text: str) -> list[dict[str, str]]:
 
 
 class RequestRefused(UserError):
-    """Raised if the server refuses a request permanently: a retry would not help."""
+    """Error: the server permanently refuses a request; a retry would not help."""
 
 
 class NoAnswer(UserError):
-    """Raised if the server did not answer a request in any of the attempts."""
+    """Error: the server did not answer a request in any of the attempts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +134,11 @@ class Endpoint:
     ) -> Completion:
         """Send a request, with retries, and return the model's answer.
 
-        wait: sleeps the given number of seconds between tries. retried: called with the reason of each retry. Raises
-        `RequestRefused` for a final HTTP error (status 400, 401, 404 ...), `NoAnswer` if all tries fail by a temporary
-        one (408, 409, 425, 429, 5xx), a time-out, a broken connection or an invalid answer.
+        wait: function that sleeps for a number of seconds, between attempts. retried: called with the reason of each
+        retry. Raises `RequestRefused` for a final HTTP error (status 400, 401, 404 ...), `NoAnswer` if all attempts
+        fail by a temporary one (408, 409, 425, 429, 5xx), a time-out, a broken connection or an invalid answer.
         """
-        body = canonical_json(request.to_json(self.model))
+        body = to_canonical_json(request.to_json(self.model))
         reason = ""
         for attempt in range(self.tries):
             try:
@@ -200,8 +200,8 @@ def read_key(variable: str | None) -> str | None:
 
 
 class _TryAgainError(Exception):
-    """Raised for an error of one attempt after which a retry may succeed. reason: text for the log. after: seconds to
-    wait before the retry, from the server's Retry-After header; None: not given."""
+    """Error: one attempt failed, and a retry may succeed. reason: text for the log. after: seconds to wait before the
+    retry, from the server's Retry-After header; None: not given."""
 
     def __init__(self, reason: str, after: float | None = None) -> None:
         """Create the error; arguments: see the class."""

@@ -74,7 +74,7 @@ _STOP_WORDS = frozenset(
 @dataclass
 class _Lineage:
     """State of an instruction that is rewritten in several rounds. source: name of the original record. task: text of
-    the instruction after the last successful rewriting. path: names of the rewriting methods applied so far.
+    the instruction after the last successful rewriting. path: names of the rewriting methods applied so far, in order.
     """
 
     source: str
@@ -91,7 +91,7 @@ def evol_instruct(
     log: Callable[[str], None] = lambda line: None,
 ) -> tuple[list[Record], dict[str, Any]]:
     """Let a served model rewrite instructions in several rounds, harder or on another topic, and answer them
-    (Evol-Instruct); returns (evolved records with responses, summary as JSON). Raises `UserError` if `seeds` has no
+    (Evol-Instruct); return (evolved records with responses, summary as JSON). Raises `UserError` if `seeds` has no
     instruction.
 
     seeds: (position for errors such as "a.jsonl:17", record) of the instructions to begin with. client: client of the
@@ -181,7 +181,8 @@ def _parse_evolved(answer: Completion | None, dropped: Counter[str]) -> str | No
 
 
 def _is_judged_same(text: str) -> bool:
-    """Return True if the model judged two instructions to be the same. text: its answer."""
+    """Return True if `text`, the model's answer to the question whether two instructions are the same, says that they
+    are."""
     return text.strip().lower().lstrip("*\"'").startswith(("same", "equal"))
 
 

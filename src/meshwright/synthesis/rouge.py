@@ -27,7 +27,8 @@ def compute_rouge_l(first: Sequence[str], second: Sequence[str]) -> float:
 
 
 class SimilarityPool:
-    """Pool of texts; `has_similar` compares a new text with all of them by ROUGE-L."""
+    """Pool of texts; `has_similar` compares a new text with all of them by ROUGE-L, the length of their longest common
+    subsequence of words."""
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
         """Start with `texts`."""

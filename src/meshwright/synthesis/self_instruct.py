@@ -84,10 +84,10 @@ def self_instruct(
     """Let a served model generate `count` new tasks (fewer if it repeats itself), each with input-output pairs
     (Self-Instruct). Raises `UserError` if `seeds` has no task.
 
-    seeds: (position for errors such as "a.jsonl:17", record) of tasks written by people, some of which each request
-    shows to the model. client: client of the model. sampling: settings of the requests. instances: number of pairs to
-    ask for if a task has free-text answers; for a classification task, one pair for each of up to 5 labels is asked
-    for. log: receives progress lines.
+    seeds: (position for errors such as "a.jsonl:17", record) of tasks written by people; each request shows the model
+    some of them. client: client of the model. sampling: settings of the requests. instances: number of pairs to ask for
+    if a task has free-text answers; for a classification task, one pair for each of up to 5 labels is asked for. log:
+    receives progress lines.
 
     Requests depend only on the arguments and earlier answers. A restarted run therefore makes the same requests, and
     the client reads their answers from its journal.
@@ -143,10 +143,8 @@ def find_unsuitable_reason(task: str) -> str | None:
 
 
 def _make_tasks_prompt(random_: random.Random, people: Sequence[str], made: Sequence[str]) -> str:
-    """Return the prompt that asks the model for new tasks, with randomly drawn example tasks.
-
-    random_: random-number generator. people: tasks written by people. made: tasks generated so far.
-    """
+    """Return the prompt that asks the model for new tasks, with randomly drawn example tasks. random_: random-number
+    generator. people: tasks written by people. made: tasks that the model has generated so far."""
     own = random_.sample(list(made), min(GENERATED_IN_CONTEXT, len(made)))
     shown = own + random_.sample(list(people), min(IN_CONTEXT - len(own), len(people)))
     random_.shuffle(shown)

@@ -57,10 +57,10 @@ class Annotation:
     """Labels of one data record (prompt and response): its speech acts, such as "directive", and refusals. A field that
     nobody has judged is None; a text judged to have no speech act has an empty tuple.
 
-    prompt, response: names of the acts of each, in the order of the module's table `ACTS`. should_refuse: True if the
-    prompt should be refused. refuses: True if the response refuses. spans: character ranges that perform a speech act.
-    by: author of the labels ("doccano", "prodigy", "model NAME"). tool: other JSON fields of the annotation tool,
-    stored for the next export.
+    prompt, response: names of the speech acts of each, in the order of the module's table `ACTS`. should_refuse: True
+    if the prompt should be refused. refuses: True if the response refuses. spans: character ranges that perform a
+    speech act. by: author of the labels ("doccano", "prodigy", "model NAME"). tool: other JSON fields of the annotation
+    tool, stored for the next export.
     """
 
     prompt: tuple[str, ...] | None = None
@@ -150,9 +150,7 @@ def parse_annotation(record: Mapping[str, Any], sides: Exchange, where: str) -> 
 
 
 def replace_annotation(record: Mapping[str, Any], annotation: Annotation) -> Record:
-    """Return a copy of the record with `annotation` in place of its present one; without the key if `annotation` is
-    empty.
-    """
+    """Return a copy of the record whose annotation is replaced by `annotation`, or removed if `annotation` is empty."""
     plain = {key: value for key, value in record.items() if key != ANNOTATION}
     fields = annotation.to_json()
     return {**plain, ANNOTATION: fields} if fields else plain
@@ -178,10 +176,9 @@ def parse_spans(items: Any, sides: Exchange, where: str) -> tuple[Span, ...]:
 
 
 def resolve_act(word: Any, where: str) -> str:
-    """Return the canonical name, such as "assertive", of the speech act that `word` names. word: that name or a synonym
-    such as "representative", in upper or lower case. where: file and line of the word, for the error message. Raises
-    `UserError` for an unknown name.
-    """
+    """Return the canonical name of a speech act, such as "assertive". word: that name or a synonym such as
+    "representative", in upper or lower case. where: file and line of the word, for the error message. Raises
+    `UserError` for an unknown name."""
     name = word.strip().lower() if isinstance(word, str) else word
     name = ALSO_KNOWN.get(name, name) if isinstance(name, str) else name
     if name not in ACTS:

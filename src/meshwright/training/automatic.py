@@ -50,7 +50,7 @@ def search_fastest_layout(recipe: Recipe, ranks: int | None, log: Callable[[str]
 
 def _find_devices(recipe: Recipe, ranks: int | None, log: Callable[[str], None] | None) -> Cluster:
     """Return the description (number, speeds, links) of the devices on which the recipe would train: this machine's
-    GPUs, else its CPU processes as measured in the hardware profile.
+    GPUs; without GPUs its CPU processes, as measured in the hardware profile.
 
     ranks: number of devices; None: all GPUs, or as many processes as the profile was measured with. log: called with
     each log line while a missing CPU profile is measured; None: measure nothing and raise `UserError` without a

@@ -30,12 +30,11 @@ def _deterministic_inductor() -> Iterator[None]:
 
 @contextmanager
 def deterministic(wanted: bool, compiled: bool) -> Iterator[None]:
-    """Context manager that makes torch deterministic: the same inputs give the same bits on CUDA too, and operations
-    without a deterministic kernel raise.
+    """Context manager that makes torch deterministic: equal inputs give equal bits on CUDA too, and operations without
+    a deterministic kernel raise.
 
-    wanted: False: change nothing. compiled: True if blocks run under torch.compile, so that Inductor must choose
-    kernels without timing them; a restart would time them anew and could choose others.
-    """
+    wanted: False: change nothing. compiled: True if blocks run under torch.compile; Inductor then chooses kernels
+    without timing them, because after a restart other timings could lead to other choices."""
     if not wanted:
         yield
         return

@@ -20,10 +20,10 @@ from meshwright.planner.cost.teacher import TeacherWork, make_teacher_work
 from meshwright.recipe import Recipe
 from meshwright.spec.config_json import config_from_path
 from meshwright.spec.distillation import check_teacher
-from meshwright.spec.policy import DISTILLATION_FIGURES
+from meshwright.spec.policy import DISTILLATION_METRICS
 from meshwright.training.distillation_loss import DistillationLoss
 from meshwright.training.objective import NextToken, Policy
-from meshwright.training.on_policy import Sampler, chooses_samples, find_prompts
+from meshwright.training.on_policy import Sampler, find_prompts, is_on_policy_step
 from meshwright.training.reference import compute_weights_checksum, frozen_slices
 from meshwright.training.task import RunStart
 from meshwright.training.teacher import Teacher
@@ -36,14 +36,14 @@ factors of the loss), squared difference of hidden states."""
 
 
 class Distillation(NextToken):
-    """Objective of distillation: the student, which is trained, learns the text and the next-token distribution of a
-    teacher; the loss is a mean over the target tokens.
+    """Objective of distillation: the student (the model being trained) learns both the next token of the text and a
+    teacher's next-token distribution. The loss is a mean over the target tokens.
 
-    recipe: settings of the run. loss: the loss. Attributes, one of which `prepare` sets: `teacher`: the teacher model,
-    which runs beside the student; `cache`: its most probable tokens, computed before.
-    """
+    recipe: settings of the run. loss: loss of a token. Attributes: `teacher`: the teacher model, which runs in every
+    step; `cache`: reader of the teacher's most probable tokens, if they were computed before the run. `prepare` sets
+    one of the two; the other one stays None."""
 
-    metric_sums = DISTILLATION_FIGURES
+    metric_count = DISTILLATION_METRICS
 
     def __init__(self, recipe: Recipe, loss: DistillationLoss) -> None:
         self.recipe, self.loss = recipe, loss
@@ -52,11 +52,11 @@ class Distillation(NextToken):
         self.cache: TeacherCache | None = None
         self.teacher_work: TeacherWork | None = None
         self._checksum = ""
-        self.figures = torch.zeros(DISTILLATION_FIGURES, dtype=torch.float64)
+        self.metric_sums = torch.zeros(DISTILLATION_METRICS, dtype=torch.float64)
 
     def prepare(self, policy: Policy, start: RunStart) -> None:
-        """Load the teacher, or open the cache of its most probable tokens. If that fails on any rank, every rank raises
-        `UserError`. Collective."""
+        """Load the teacher, or open the cache of its most probable tokens. policy: the student; start: run directory,
+        resumed state and log. If this fails on any rank, every rank raises `UserError`. Collective."""
         given = self.recipe.distill
         assert given.teacher is not None
         self.teacher_work = make_teacher_work(self.recipe, policy.config.layers)
@@ -95,23 +95,28 @@ class Distillation(NextToken):
     def complete(
         self, policy: Policy, micro_batches: Sequence[MicroBatch], rows: Sequence[NDArray[np.int64]], step: int | None
     ) -> list[MicroBatch]:
-        """Replace the micro-batches of an on-policy step by the student's samples, and add the teacher's targets to
-        those whose last stage is on this rank; see `Objective.complete`. Collective."""
+        """Return this rank's `micro_batches` with the teacher's targets added (those whose last pipeline stage is on
+        this rank). In an on-policy step their sequences are first replaced by the student's samples.
+
+        policy: the student. rows: indices of the sequences of each micro-batch, in the training split; step: index of
+        the step. step None: validation, with indices in the validation split. Collective."""
         model: Any = policy.model
-        figures = self.figures = torch.zeros(DISTILLATION_FIGURES, dtype=torch.float64, device=policy.mesh.device)
+        metric_sums = self.metric_sums = torch.zeros(
+            DISTILLATION_METRICS, dtype=torch.float64, device=policy.mesh.device
+        )
         if self.cache is not None:
             split = "validation" if step is None else "train"
             return [self._read_cache(self.cache, *each, split) for each in zip(micro_batches, rows, strict=True)]
         given = self.recipe.distill
-        if step is not None and chooses_samples(given.on_policy, self.recipe.run.seed, step):
+        if step is not None and is_on_policy_step(given.on_policy, self.recipe.run.seed, step):
             micro_batches = self._sample(policy, micro_batches, rows, step)
         assert self.teacher is not None, "`prepare` has loaded it"
         found = self.teacher.run(micro_batches)
-        model.tapped = dict.fromkeys(student for student, _ in self.loss.layer_map)
+        model.layer_outputs = dict.fromkeys(student for student, _ in self.loss.layer_map)
         completed = list(micro_batches)
         for number, states in found.items():
             tokens_BS, targets_BS, documents = micro_batches[number]
-            targets = TeacherTargets(self.loss, figures, states.states_TH, layers=states.layers)
+            targets = TeacherTargets(self.loss, metric_sums, states.states_TH, layers=states.layers)
             targets.head = self.teacher.output_head(policy.mesh.tp)
             completed[number] = tokens_BS, targets_BS, dataclasses.replace(documents, teacher=targets)
         return completed
@@ -119,23 +124,27 @@ class Distillation(NextToken):
     def _read_cache(
         self, cache: TeacherCache, micro_batch: MicroBatch, rows: NDArray[np.int64], split: str
     ) -> MicroBatch:
-        """Add the teacher's most probable tokens, read from `cache`, to a micro-batch; return it. rows: indices of its
-        sequences in the split `split`. Each rank gets the tokens of its context-parallel slice of the sequences."""
+        """Return `micro_batch` with the teacher's most probable tokens, read from `cache`, added as targets.
+
+        rows: indices of its sequences in the split `split` ("train" or "validation"). Under context parallelism only
+        the tokens of this rank's slice of the sequences are added."""
         tokens_BS, targets_BS, documents = micro_batch
         parts = [torch.from_numpy(part).to(tokens_BS.device) for part in cache.read(split, rows)]
         if documents.indices_C is not None:
             parts = [part[:, documents.indices_C] for part in parts]
-        ids_TK, top_T1K = (part.flatten(0, 1) for part in parts)
-        assert self.figures is not None, "`complete` has set them"
-        targets = TeacherTargets(self.loss, self.figures, top_ids_TK=ids_TK, top_T1K=top_T1K)
+        ids_TK, top_log_p_TO = (part.flatten(0, 1) for part in parts)
+        assert self.metric_sums is not None, "`complete` has set them"
+        targets = TeacherTargets(self.loss, self.metric_sums, top_ids_TK=ids_TK, top_log_p_TO=top_log_p_TO)
         return tokens_BS, targets_BS, dataclasses.replace(documents, teacher=targets)
 
     def _sample(
         self, policy: Policy, micro_batches: Sequence[MicroBatch], rows: Sequence[NDArray[np.int64]], step: int
     ) -> list[MicroBatch]:
-        """Return the micro-batches of an on-policy step: each sequence is a prompt and the student's own continuation
-        of it. rows: indices of the sequences of each micro-batch. step: index of the step, which seeds the draws.
-        Collective."""
+        """Return on-policy micro-batches: of each sequence in `micro_batches` only the prompt remains, and the student
+        samples a continuation.
+
+        policy: the student. rows: indices of the sequences of each micro-batch in the training split; step: index of
+        the step; both seed the random draws. Collective."""
         given, recipe = self.recipe.distill, self.recipe
         text_tokens = None
         if recipe.data.records == "text":
@@ -146,14 +155,15 @@ class Distillation(NextToken):
             temperature=given.on_policy_temperature, seed=recipe.run.seed,
         )  # fmt: skip
         sampled = [
-            sampler.replace(each, find_prompts(each, text_tokens), step, numbers)
+            sampler.sample(each, find_prompts(each, text_tokens), step, numbers)
             for each, numbers in zip(micro_batches, rows, strict=True)
         ]
         units.reshard()
         return sampled
 
     def state(self) -> dict[str, Any]:
-        """Return the checksum of the teacher's weights, or of its cache, which a resumed run compares."""
+        """Return {"teacher": checksum of the teacher's weights or of its cache} for `state.json`. A resumed run must
+        have the same checksum."""
         return {"teacher": self._checksum}
 
     def report(self, means: Sequence[float]) -> Metrics:

@@ -16,19 +16,19 @@ from meshwright.spec.distillation import map_layers
 
 @dataclass(frozen=True, slots=True)
 class DistillationLoss:
-    """Loss of a target token: a H + (1 - a) T² D(p, q), with the cross-entropy H of the text, the teacher's
-    distribution p = softmax(teacher logits / T) and the student's q = softmax(logits / T) (Hinton et al. 2015,
-    arXiv:1503.02531, section 2, where T² keeps the gradients' size). D of `divergence`:
+    """Distillation loss of a target token: a H + (1 - a) T² D(p, q) (Hinton et al. 2015, arXiv:1503.02531, section 2).
+    H: cross-entropy of the text; p = softmax(teacher logits / T) and q = softmax(student logits / T): next-token
+    distributions of teacher and student; T² keeps the size of the gradients. D is the field `divergence`:
 
     - "forward_kl": KL(p ‖ q);
     - "reverse_kl": KL(q ‖ p) (Gu et al. 2023, arXiv:2306.08543);
     - "jsd": b KL(p ‖ m) + (1 - b) KL(q ‖ m), m = b p + (1 - b) q, b = `beta` (Agarwal et al. 2023, arXiv:2306.13649,
       eq. 2).
 
-    mixing: a. temperature: T. layer_map: (student's layer, teacher's layer), from 0, whose outputs are compared: the
-    mean over pairs and features of the squared difference, after a learned projection of the student's, times
-    `hidden_weight`, is added to a target token's loss (Romero et al. 2014, arXiv:1412.6550; Jiao et al. 2019,
-    arXiv:1909.10351, eq. 8)."""
+    mixing: a. temperature: T. layer_map: pairs (layer of the student, layer of the teacher), counted from 0, whose
+    outputs are compared: the squared difference, after a learned projection of the student's, averaged over pairs and
+    features and multiplied by `hidden_weight`, is added to a target token's loss (Romero et al. 2014, arXiv:1412.6550;
+    Jiao et al. 2019, arXiv:1909.10351, eq. 8)."""
 
     divergence: str = "forward_kl"
     temperature: float = 1.0
@@ -38,12 +38,11 @@ class DistillationLoss:
     layer_map: tuple[tuple[int, int], ...] = ()
 
     def terms(self, log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return two tensors [..., O], for O outcomes (tokens): each outcome's contribution to D, and a = q dD/dq,
-        where a constant added to dD/dq does not matter. The gradient of D with respect to the student's logits / T is a
-        - q Σ a.
+        """Return two tensors [..., O] for O outcomes (tokens): each outcome's term of the divergence D, and a = q dD/dq
+        for the student's probabilities q, up to an additive constant in dD/dq. The gradient of D with respect to the
+        student's logits / T is a - q Σ a, in which that constant cancels.
 
-        log_p, log_q: log-probabilities of the teacher and of the student [..., O], natural logarithms.
-        """
+        log_p, log_q: log-probabilities (natural logarithms) of the outcomes under teacher and student, [..., O]."""
         q = log_q.exp()
         if self.divergence == "forward_kl":
             p = log_p.exp()

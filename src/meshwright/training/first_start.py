@@ -61,13 +61,13 @@ SLOW_WITHOUT_INSTRUCTIONS = ("bf16", "fp16")
 """Precisions whose matmuls take several times as long as in float32 on CPUs without instructions for them."""
 
 
-def candidate_precisions() -> tuple[str, ...]:
+def list_candidate_precisions() -> tuple[str, ...]:
     """Return the precisions among which a run on this CPU chooses the fastest if its layout names none: ("bf16",
     "fp32") on a CPU with bf16 instructions, else ("fp32",)."""
     return ("bf16", "fp32") if has_bf16_instructions() else ("fp32",)
 
 
-def slow_precision_warning(layout: Layout, device: str) -> str | None:
+def describe_slow_precision(layout: Layout, device: str) -> str | None:
     """Return a warning for the user if the layout's precision is a 16-bit one for which this machine's CPU has no
     instructions, else None. device: the recipe's `run.device` ("auto", "cpu" or "cuda")."""
     if layout.precision not in SLOW_WITHOUT_INSTRUCTIONS or not runs_on_cpu(device) or has_bf16_instructions():
@@ -80,9 +80,10 @@ def slow_precision_warning(layout: Layout, device: str) -> str | None:
 
 def find_hardware_profile(ranks: int, threads: int) -> Cluster | None:
     """Return the stored hardware profile (measured speeds) of this machine's CPU for `ranks` processes of `threads`
-    threads each; None if there is none. A profile that `meshwright probe` wrote is preferred if it covers at least as
-    many processes. Otherwise the profile is the one that was measured when such a run was first started. `UserError` if
-    the file of `meshwright probe` is damaged."""
+    threads each; None if there is none.
+
+    The profile of `meshwright probe` is preferred if it covers at least as many processes; otherwise it is the profile
+    that was measured at the first start of such a run. `UserError` if the file of `meshwright probe` is damaged."""
     if (probed := _read_probed_cluster(ranks, threads)) is not None:
         return probed
     key = HardwareProfileKey.here(count_available_cores(), ranks, threads)
@@ -91,9 +92,10 @@ def find_hardware_profile(ranks: int, threads: int) -> Cluster | None:
 
 
 def measurement_advice(device: str, measurement: Path) -> str:
-    """Return the end of an error message about a missing measurement of this machine: what the user must do to have it
-    measured, such as "start once without --no-probe". device: the recipe's `run.device` ("auto", "cpu" or "cuda").
-    measurement: path of the missing file."""
+    """Return a clause that ends an error message about a missing measurement of this machine: what the user must do to
+    have it measured, such as "start once without --no-probe".
+
+    device: the recipe's `run.device` ("auto", "cpu" or "cuda"). measurement: path of the missing file."""
     if not may_measure():
         return f"start once without {PROBE_VARIABLE}=0"
     if not runs_on_cpu(device):  # there is a GPU device file, but torch does not use the GPU
@@ -112,11 +114,13 @@ def _describe_repetition(failed: FailedMeasurement) -> str:
 
 
 def measure_run(recipe: Recipe, threads: int, log: Callable[[str], None]) -> None:
-    """Measure and store what the run's predictions need: the speeds of this machine and the memory of a process.
-    Measurements that an earlier start stored are reused; nothing is measured if the run has no steps left.
+    """Measure and store the machine's speeds and the memory of a process, from which predictions of the run are
+    computed.
 
-    threads: number of OpenMP threads of each rank. log: called with each line for the user.
-    """
+    recipe: settings of the run. Measurements that an earlier start stored are reused; nothing is measured if the run
+    has no steps left.
+
+    threads: number of OpenMP threads of each rank. log: called with each line for the user."""
     checkpoint = find_newest(RunDirectory(recipe.run_directory).checkpoints)
     if checkpoint is None or checkpoint.step < recipe.train.steps:
         layout, device = recipe.parsed_layout, recipe.run.device
@@ -127,28 +131,27 @@ def measure_first_start(
     layout: Layout, device: str, threads: int, log: Callable[[str], None], *, compiled: bool | None = None,
     search: bool = False,
 ) -> None:  # fmt: skip
-    """Measure and store the machine speeds (hardware profile) and the process memory from which the step time and
-    memory of this layout are predicted, except those that are already stored.
+    """Measure and store the machine's speeds (hardware profile) and the memory of a process, from which step time and
+    memory of this layout are predicted; measurements that are already stored are left out.
 
-    A layout without a precision is measured in the one that its run will take, which is measured and stored first.
+    If the layout has no precision, the precision that its run will take is measured and stored first.
 
     device: the recipe's `run.device`. threads: number of OpenMP threads of each rank. log: called with each line for
-    the user. compiled: True if the blocks run under torch.compile; None: process memory is not measured. search:
-    measure for a search over all layouts of as many ranks: every candidate precision, and the collectives of every
+    the user. compiled: True if the blocks run under torch.compile; None: process memory is not measured. search: True
+    to measure for a search over all layouts of as many ranks: every candidate precision, and the collectives of every
     axis. A failure is logged as one line and the run continues without a prediction; only an interrupt or SIGTERM ends
-    it.
-    """
+    it."""
     if not may_measure() or not runs_on_cpu(device):
         return
     ranks = layout.world_size
-    axes = SYNCHRONOUS_AXES if search else _synchronous_axes(layout)
+    axes = SYNCHRONOUS_AXES if search else _list_synchronous_axes(layout)
     key = HardwareProfileKey.here(count_available_cores(), ranks, threads)
 
     def precisions() -> tuple[str, ...] | None:
         """Return the precisions to be measured, such as ("bf16",); None if the fastest one is not known yet."""
         if layout.precision is not None:
             return (layout.precision,)
-        candidates = candidate_precisions()
+        candidates = list_candidate_precisions()
         if search or len(candidates) == 1:
             return candidates
         fastest = read_fastest_precision(threads)
@@ -166,7 +169,7 @@ def measure_first_start(
         """Return the conditions (precision, threads, compiled) under which process memory must still be measured."""
         if compiled is None:
             return []
-        keys = [ProcessKey(each, threads, compiled) for each in precisions() or candidate_precisions()]
+        keys = [ProcessKey(each, threads, compiled) for each in precisions() or list_candidate_precisions()]
         return [each for each in keys if each.read() is None]
 
     with _log_failure("hardware measurement failed, so step time is not predicted", log):
@@ -185,9 +188,10 @@ def measure_first_start(
 
 
 class _ProfileRequest(NamedTuple):
-    """Hardware profile that is to be measured. key: number of ranks, threads per rank and device. precisions: those in
-    which speeds are measured, such as ("fp32",); None: the fastest one, which is found first. axes: mesh axes ("tp",
-    "cp") whose collectives are timed."""
+    """Hardware profile that is to be measured.
+
+    key: number of ranks, threads per rank and device. precisions: those in which speeds are measured, such as
+    ("fp32",); None: the fastest one, which is found first. axes: mesh axes ("tp", "cp") whose collectives are timed."""
 
     key: HardwareProfileKey
     precisions: tuple[str, ...] | None
@@ -202,7 +206,9 @@ class _ProfileRequest(NamedTuple):
 def _may_repeat(measurement: Path, log: Callable[[str], None]) -> bool:
     """Return True if a measurement of this machine should be made: it never failed, or it failed while other programs
     used the processor and they no longer do. Otherwise return False and pass one line about the earlier failure to
-    `log`. measurement: path of its result file."""
+    `log`.
+
+    measurement: path of its result file."""
     failed = FailedMeasurement.read(measurement)
     if failed is None or (failed.busy > BUSY_SHARE and measure_busy_share() <= BUSY_SHARE):
         return True
@@ -223,9 +229,9 @@ def _log_failure(what: str, log: Callable[[str], object]) -> Iterator[None]:
         log(f"{what}: {' '.join(last.split())[:200]}")
 
 
-def _synchronous_axes(layout: Layout) -> tuple[str, ...]:
+def _list_synchronous_axes(layout: Layout) -> tuple[str, ...]:
     """Return those of the mesh axes "tp" and "cp" over which this layout communicates in every layer while compute
-    waits. Expert parallelism counts as "tp"."""
+    waits. Expert parallelism is measured as "tp"."""
     used = {"tp": layout.tp > 1 or layout.ep > 1, "cp": layout.cp > 1}
     return tuple(axis for axis in SYNCHRONOUS_AXES if used[axis])
 
@@ -233,11 +239,11 @@ def _synchronous_axes(layout: Layout) -> tuple[str, ...]:
 def _measure_and_store(
     profile: _ProfileRequest | None, unmeasured: Callable[[], list[ProcessKey]], log: Callable[[str], None]
 ) -> None:
-    """Measure and store a hardware profile (machine speeds) and process memory; log what is measured and the duration.
+    """Measure and store a hardware profile (machine speeds) and process memory; log both and their duration.
 
-    profile: None: measure no profile. unmeasured: returns the conditions (precision, threads, compiled) under which
-    process memory is measured; fewer once the profile has found the fastest precision. log: called with each line for
-    the user."""
+    profile: profile to measure; None: none. unmeasured: function that returns the conditions (precision, threads,
+    compiled) under which process memory is still to be measured; called again after the profile, which may find the
+    precision of the run. log: called with each line for the user."""
     what, paths, seconds, expected = [], [], 0, unmeasured()
     if profile is not None:
         ranks, threads = profile.key.ranks, profile.key.threads
@@ -274,9 +280,10 @@ def _measure_and_store(
 def measure_process_memory(keys: Sequence[ProcessKey], log: Callable[[str], None]) -> list[ProcessConstants]:
     """Measure the memory that a rank process takes besides its tensors; return one result for each of `keys`, in order.
     Each measurement runs in its own process, started like a rank; they run all at once, because the resident memory of
-    one does not depend on the others. keys: precision, number of threads (the same in all) and whether blocks are
-    compiled. log: called with each line for the user. Raises `RankLost` after `LIMIT_SECONDS`, `Terminated` after
-    SIGTERM."""
+    one does not depend on the others.
+
+    keys: precision, number of threads (the same in all) and whether blocks are compiled. log: called with each line for
+    the user. Raises `RankLost` after `LIMIT_SECONDS`, `Terminated` after SIGTERM."""
     from meshwright.launcher.launcher import LaunchSpec, launch
 
     command = (sys.executable, "-P", "-m", "meshwright.training.process_memory_probe")
@@ -310,7 +317,7 @@ def _measure_profile(profile: _ProfileRequest, log: Callable[[str], None]) -> No
         precisions.add(found["fastest"])
     made = HardwareProfile(tuple(sorted(precisions)), tuple(sorted(axes)), found["cluster"])
     _parse_cluster(made, key.path)
-    disturbed = _disturbed_fraction(made, key.path)
+    disturbed = _read_disturbed_fraction(made, key.path)
     if disturbed:
         log(
             f"other programs used a rank's core for {disturbed:.0%} of that time: the predicted time is that of an "
@@ -319,7 +326,7 @@ def _measure_profile(profile: _ProfileRequest, log: Callable[[str], None]) -> No
     if (
         earlier is None
         or not earlier.covers(made.precisions, made.axes)
-        or (disturbed <= _disturbed_fraction(earlier, key.path))
+        or (disturbed <= _read_disturbed_fraction(earlier, key.path))
     ):
         write_profile(key, made)
 
@@ -343,7 +350,7 @@ def _has_usable_profile(
     profile = read_profile(key)
     if profile is None or not profile.covers(precisions, axes):
         return False
-    disturbed = _disturbed_fraction(profile, key.path)
+    disturbed = _read_disturbed_fraction(profile, key.path)
     if not 0 < disturbed < 1:
         return disturbed == 0
     share = measure_busy_share()
@@ -352,7 +359,7 @@ def _has_usable_profile(
     return share > BUSY_SHARE
 
 
-def _disturbed_fraction(profile: HardwareProfile, path: Path) -> float:
+def _read_disturbed_fraction(profile: HardwareProfile, path: Path) -> float:
     """Return the fraction, 0 to 1, of the time in which a hardware profile was measured during which other programs
     occupied a rank's core: 0.0 if negligible, 1.0 if the profile is damaged. path: the profile's file, named in errors.
     """

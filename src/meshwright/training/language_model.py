@@ -19,14 +19,14 @@ from meshwright.adapters.peft_directory import read_peft_adapter
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
 from meshwright.data import PackedDataset, PackedExamples, PreparedData
-from meshwright.data.files import canonical_json
+from meshwright.data.files import to_canonical_json
 from meshwright.layout import Layout
 from meshwright.model.checkpoint_files import CheckpointFiles
 from meshwright.model.documents import Documents
 from meshwright.model.huggingface import match_entries, read_entry
 from meshwright.monitoring.records import Metrics, RunDescription, Validation
 from meshwright.parallel.context import shard_sequences
-from meshwright.parallel.flat_buffers import TensorSlice, slice_entries
+from meshwright.parallel.flat_buffers import TensorSlice, make_slice_reader
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.parallel.step import ForwardBackward, TermCount
@@ -48,11 +48,12 @@ from meshwright.training.task import RunStart
 
 
 class LanguageModelTask:
-    """Meshwright language model with its data and loss, on one rank of a training run; implements `Task`.
+    """Task of training a Meshwright language model, on one rank of a run: the model with its data and loss (implements
+    `Task`).
 
     recipe: settings of the run. layout: degrees of parallelism and precision. config: model architecture. data:
-    tokenized splits. mesh: process groups of this rank. initialise: True: draw initial parameters from the recipe's
-    seed; False: the caller loads them. arithmetic: dtypes of parameters and master weights; None: those of the layout's
+    tokenized splits. mesh: device mesh of this rank. initialise: True: draw initial parameters from the recipe's seed;
+    False: the caller loads them. arithmetic: dtypes of parameters and master weights; None: those of the layout's
     precision."""
 
     def __init__(
@@ -128,22 +129,22 @@ class LanguageModelTask:
         return step * self.recipe.train.batch + self.mesh.dp.rank * share + np.arange(share)
 
     def count_terms(self, micro_batches: Sequence[MicroBatch]) -> TermCount:
-        """Return the number of loss terms (target tokens, or preference pairs) in these micro-batches, by which the
-        summed loss is divided: summed over all ranks, at least 1. Collective."""
+        """Return the number of loss terms (target tokens, pairs or single responses) in a step: summed over this rank's
+        `micro_batches` and over all ranks, at least 1. The summed loss is divided by this number. Collective."""
         return self.objective.count_terms(micro_batches, self.mesh)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], divisor: float | torch.Tensor) -> torch.Tensor:
-        """Run forward and backward of this rank's micro-batches. divisor: number by which the loss, summed over all
+        """Run forward and backward of this rank's `micro_batches`. divisor: number by which the loss, summed over all
         terms (target tokens or pairs), is divided.
 
         Returns float64 [1 + metrics]: this rank's contributions to the divided loss and to the metric sums (which are
-        not divided). Their sums over all ranks are the loss and the metric sums of the step."""
+        not divided). Summed over all ranks they are the loss and the metric sums of the step."""
         loss = self.passes.train(micro_batches, divisor)
-        return self._rank_contributions(loss)
+        return self._compute_rank_contributions(loss)
 
     def discard_step(self) -> None:
-        """Do nothing after a skipped step: it has changed neither parameters nor optimizer state, and this model has no
-        other state."""
+        """Do nothing: a skipped step has changed neither parameters nor optimizer state, and this model has no other
+        state to restore."""
 
     def report(self, means: Sequence[float]) -> Metrics:
         """Return the step's metrics by name. means [metrics]: the step's metric sums over all ranks divided by its
@@ -178,13 +179,17 @@ class LanguageModelTask:
         """Return the mean loss (nats per target token or pair) and the metrics of the first
         `train.validation_sequences` sequences of the validation split. Collective."""
         count = min(self.recipe.train.validation_sequences, self.validation_tokens.sequences)
-        mesh, objective, beyond = self.mesh, self.objective, self.validation_tokens.rows  # padding without targets
-        objective.begin(self, "validation", self.split_sequences(count, beyond))
-        sums = torch.zeros(2 + objective.metric_sums, dtype=torch.float64, device=mesh.device)
-        for group in self.split_sequences(count, beyond):
+        mesh, objective, padding_index = (
+            self.mesh,
+            self.objective,
+            self.validation_tokens.rows,
+        )  # padding without targets
+        objective.begin(self, "validation", self.split_sequences(count, padding_index))
+        sums = torch.zeros(2 + objective.metric_count, dtype=torch.float64, device=mesh.device)
+        for group in self.split_sequences(count, padding_index):
             loaded = [self._load_micro_batch("validation", rows, padded=True) for rows in group]
             micro_batches = self.objective.complete(self, loaded, group, None)
-            shares = self._rank_contributions(self.passes.evaluate(micro_batches))
+            shares = self._compute_rank_contributions(self.passes.evaluate(micro_batches))
             sums[0] += shares[0]
             sums[1] += objective.terms_share(micro_batches, mesh)
             sums[2:] += shares[1:]
@@ -195,11 +200,13 @@ class LanguageModelTask:
     def score_responses(
         self, split: str, passes: Iterable[Sequence[NDArray[np.int64]]], sequences: int
     ) -> Iterator[list[tuple[int, torch.Tensor]]]:
-        """Compute the log-probabilities of the responses of a split such as "train". passes: this rank's micro-batches
-        of each forward pass, as arrays of sequence indices; those from `sequences` on are padding.
+        """Compute the log-probabilities of the responses in the sequences of a split such as "train".
 
-        Yields after each forward pass [(sequence index, log-probabilities in nats [responses])]; the list is empty on
-        ranks that do not hold the last pipeline stage. Collective."""
+        passes: for each forward pass, this rank's micro-batches as arrays of sequence indices; sequences: number of
+        sequences of the split; an index that is not below it is padding.
+
+        Yields after each forward pass a list of (sequence index, log-probabilities of its responses in nats); the list
+        is empty on ranks that do not hold the last pipeline stage. Collective."""
         for group in passes:
             # Indices beyond the last are replaced by sequence 0, so that every rank runs the same number of passes.
             micro_batches = [self._load_micro_batch(split, np.where(rows < sequences, rows, 0)) for rows in group]
@@ -212,29 +219,30 @@ class LanguageModelTask:
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """Inputs of the reference log-probabilities of preference training other than the weights: sha256 of the data
-        ("data_sha256") and of the model configuration ("model"), and the precision ("precision"). Stored
-        log-probabilities are reused only if all are equal."""
+        """Names and values of all inputs of the reference log-probabilities except the weights: "data_sha256" and
+        "model", SHA-256 of the data and of the model configuration, and "precision". Stored log-probabilities are
+        reused only if all values are equal."""
         return {
             "data_sha256": self.data.sha256,
-            "model": hashlib.sha256(canonical_json(dict(config_to_huggingface(self.config)))).hexdigest(),
+            "model": hashlib.sha256(to_canonical_json(dict(config_to_huggingface(self.config)))).hexdigest(),
             "precision": self.layout.precision or "fp32",
         }
 
     @property
     def recomputes_reference(self) -> bool:
-        """True if the reference model of preference training can be computed at any step: the base without adapter."""
+        """True if the reference model of preference training can be run at any step, as it is the base model without
+        its adapter; False if it is the initial model, which training overwrites."""
         return self.config.adapter is not None
 
     def reference_weights(self) -> AbstractContextManager[None]:
-        """Return a context manager in which forward passes compute the reference model of preference training: the base
-        model without its adapter. Without an adapter it changes nothing: the reference is then the initial model,
-        computed before the first step."""
+        """Return a context manager in which forward passes run the reference model of preference training: the base
+        model without its adapter. For a model without an adapter it changes nothing."""
         return adapters_off(self.model)
 
     def reference_slices(self) -> list[TensorSlice]:
-        """Return the weights of the reference model of preference training as slices that cover each element on one
-        rank: those of the frozen base model if there is an adapter, else all weights."""
+        """Return the weights of the reference model of preference training as slices of checkpoint tensors: those of
+        the frozen base model if there is an adapter, else all weights. Over all ranks, each element is in exactly one
+        slice."""
         return frozen_slices(self.parallel) if self.config.adapter else self.parallel.master_slices(owned=True)
 
     def load_weights(self, directory: Path) -> None:
@@ -244,19 +252,19 @@ class LanguageModelTask:
         base = dataclasses.replace(self.config, adapter=None, projections=())
         files = CheckpointFiles(directory)
         names = match_entries(files, parameter_table(base), base)
-        read_base = slice_entries(lambda entry: read_entry(files, entry, names))
+        read_base = make_slice_reader(lambda entry: read_entry(files, entry, names))
         if self.recipe.adapter.from_path is not None:
             adapter_value = read_peft_adapter(self.recipe.adapter.from_path, self.config, self.recipe.run.seed)
         else:
             adapter_value = make_initial_values(
                 parameter_table(base), lambda entry: read_entry(files, entry, names), self.recipe.run.seed
             )
-        read_adapter = slice_entries(adapter_value)
+        read_adapter = make_slice_reader(adapter_value)
         self.parallel.load(lambda entry, *at: (read_base if entry.name in names else read_adapter)(entry, *at))
 
     def state(self) -> dict[str, Any]:
         """Return this task's entries of a checkpoint's `state.json`: checksums of the data and, for preference
-        training, of the reference log-probabilities, which a resumed run compares."""
+        training, of the reference log-probabilities. They must be equal when the run resumes."""
         return {"data_sha256": self.data.sha256, **self.objective.state()}
 
     def buffer_slices(self, owned: bool) -> list[TensorSlice]:
@@ -280,7 +288,9 @@ class LanguageModelTask:
         """Return the positions within each sequence at which documents begin, for the sequences that this rank reads in
         the steps `first` to `first` + `steps` - 1: one tuple of positions per sequence."""
         samples = [self.samples_of_step(step) for step in range(first, first + steps)]
-        return tuple(tuple(row.tolist()) for row in self.tokens.read_batch(np.concatenate(samples)).document_starts())
+        return tuple(
+            tuple(row.tolist()) for row in self.tokens.read_batch(np.concatenate(samples)).list_document_starts()
+        )
 
     def _make_workload(self) -> Work:
         """Return the workload (global batch, sequence length, dtype sizes, device) from which the planner predicts
@@ -292,35 +302,39 @@ class LanguageModelTask:
             master_bytes=self.parallel.master_dtype.itemsize,
             device=self.mesh.device.type,
             collectives=self.mesh.communicator.programs.named,
-            responses=self.objective.most_terms * (loss.responses if (loss := self.objective.pair_loss) else 0),
+            responses=self.objective.max_terms * (loss.responses if (loss := self.objective.pair_loss) else 0),
             estimates_kl=self.recipe.objective == "kto",
             teacher=self.objective.teacher_work,
         )
 
-    def _rank_contributions(self, loss: torch.Tensor) -> torch.Tensor:
+    def _compute_rank_contributions(self, loss: torch.Tensor) -> torch.Tensor:
         """Return this rank's contributions to the loss and the metric sums of the last forward passes: float64 [1 +
         metrics]. All-reducing them over all ranks gives the totals, because each is divided by the number of ranks that
-        compute the same value. loss: scalar, summed over this rank's micro-batches."""
-        figures = self.passes.figures if self.objective.figures is None else self.objective.figures
-        metrics = figures[: self.objective.metric_sums]
+        compute the same value.
+
+        loss: scalar, summed over this rank's micro-batches."""
+        metric_sums = self.passes.metric_sums if self.objective.metric_sums is None else self.objective.metric_sums
+        metrics = metric_sums[: self.objective.metric_count]
         return self.objective.loss_share(torch.cat([loss.reshape(1), metrics]), self.mesh)
 
-    def split_sequences(self, count: int, beyond: int) -> Iterator[list[NDArray[np.int64]]]:
-        """Split the sequences with the indices 0 to `count` - 1 of a data split over the dp ranks; yield, for each
+    def split_sequences(self, count: int, padding_index: int) -> Iterator[list[NDArray[np.int64]]]:
+        """Split the sequences with the indices 0 to `count` - 1 of a data split over the dp ranks. Yield, for each
         forward pass, the list of this rank's micro-batches, each an array of sequence indices.
 
-        All ranks get equally many arrays of equal length. The last arrays are padded with the index `beyond`, an index
-        outside the data by which the caller recognises padding."""
+        All ranks get equally many arrays of equal length. The last arrays are padded with `padding_index`, which is not
+        the index of a sequence."""
         rows = max(1, self.recipe.train.batch // (self.layout.dp * self.layout.micro_batches))
         starts = range(self.mesh.dp.rank * rows, count + self.mesh.dp.rank * rows, rows * self.mesh.dp.size)
         for first in range(0, len(starts), self.layout.micro_batches):
             wanted = [start + np.arange(rows) for start in starts[first : first + self.layout.micro_batches]]
-            yield [np.where(part < count, part, beyond) for part in wanted]
+            yield [np.where(part < count, part, padding_index) for part in wanted]
 
     def _load_micro_batch(self, split: str, rows: NDArray[np.int64], padded: bool = False) -> MicroBatch:
-        """Load the sequences with the indices `rows` of a split ("train" or "validation") as one micro-batch and return
-        this rank's context-parallel slice of it. padded: True: an index beyond the last sequence gives a sequence of
-        padding; False: such an index is an error."""
+        """Load the sequences with the indices `rows` of a split ("train" or "validation") as one micro-batch; return
+        this rank's context-parallel slice of it.
+
+        padded: True: an index beyond the last sequence gives a sequence of padding; False: such an index is an
+        error."""
         batch = self.splits[split].read_batch(rows, padded=padded)
         documents = self.objective.annotate(Documents.from_ids(batch.document_ids), batch, split, rows)
         parts = [torch.from_numpy(part) for part in (batch.tokens, batch.targets)]
@@ -330,8 +344,8 @@ class LanguageModelTask:
 
 
 def make_objective(recipe: Recipe, splits: Mapping[str, PackedDataset], layers: int = 0) -> Objective:
-    """Build the training objective that a recipe names: a preference loss, distillation, else next-token cross-entropy.
-    splits: data by name, "train", "validation" ... layers: number of layers of the model."""
+    """Build the training objective that a recipe selects: preference training, distillation, or next-token prediction.
+    splits: {split: data}, with "train", "validation" ... layers: number of layers of the model."""
     pair_loss = make_preference(recipe)
     if pair_loss is None:
         distillation = make_distillation(recipe, layers)

@@ -11,7 +11,7 @@ from typing import Any
 from meshwright.checkpoint import Checkpointer, CheckpointPath, SaveOptions
 from meshwright.checkpoint.agreement import Agreement
 from meshwright.comm.mesh import Mesh
-from meshwright.comm.record import sent_between
+from meshwright.comm.record import count_sent_between
 from meshwright.data import PreparedData, prepare
 from meshwright.errors import CheckFailed, Terminated, UserError
 from meshwright.launcher.rank_threads import format_thread_change
@@ -43,10 +43,10 @@ def train(recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, *, show_progr
     """Run or resume the recipe's training on this rank and return the result document: a JSON dict of step, loss,
     predicted and measured figures, complete only on rank 0.
 
-    mesh: process groups of the layout. run_directory: directory for metrics and checkpoints, already locked.
-    show_progress: print a line for each logged step. Raises `Terminated` after SIGTERM and `KeyboardInterrupt` after an
-    interrupt, once a checkpoint is saved; `CheckFailed` when too many steps in a row were not finite; `UserError` for
-    mistakes in the recipe and for a last save that failed."""
+    mesh: device mesh of this rank. run_directory: directory for metrics and checkpoints, already locked. show_progress:
+    print a line for each logged step. Raises `Terminated` after SIGTERM and `KeyboardInterrupt` after an interrupt,
+    once a checkpoint is saved; `CheckFailed` when too many steps in a row were not finite; `UserError` for mistakes in
+    the recipe and for a last save that failed."""
     with deterministic(recipe.train.deterministic, recipe.train.compile):
         return Run(recipe, mesh, run_directory, show_progress).run()
 
@@ -59,8 +59,11 @@ def make_save_options(recipe: Recipe, tokenizer_directory: Path | None = None) -
 
 
 class Run:
-    """Training run on one rank: it trains to the last step, writes checkpoints and the journal (console and metrics
-    file), and saves and stops after SIGTERM or an interrupt."""
+    """Training run on one rank: trains to the last step and writes checkpoints, metrics and console output. After
+    SIGTERM or an interrupt it saves a checkpoint and stops.
+
+    recipe: settings of the run. mesh: device mesh of this rank. run_directory: directory of the run's files, already
+    locked. show_progress: print a line for each logged step."""
 
     def __init__(self, recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, show_progress: bool) -> None:
         """Prepare data and model, and load the newest checkpoint if there is one. show_progress: print a line for each
@@ -75,9 +78,11 @@ class Run:
         self.resumed_from = self._resume(layout, config, data)
 
     def _set_up(self, recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, show_progress: bool) -> None:
-        """Create the attributes that runs of language models and of user modules share: the journal (console and
-        metrics file), the agreement (exchange of flags between ranks), the handlers of SIGTERM and interrupts, and the
-        profiler."""
+        """Create the attributes that runs of language models and of user modules share: the journal (console output and
+        metrics file), the object by which ranks exchange flags, the handlers of SIGTERM and interrupts, and the
+        profiler.
+
+        recipe, mesh, run_directory, show_progress: arguments of the constructor."""
         self.recipe, self.mesh = recipe, mesh
         self.journal = Journal(recipe, mesh, run_directory, show_progress)
         self.agreement = Agreement(mesh)
@@ -89,16 +94,16 @@ class Run:
 
     def run(self) -> dict[str, Any]:
         """Train to the last step, or until SIGTERM or an interrupt, and return the result document (JSON dict of
-        figures and checkpoint paths). A run that already has all its steps returns its stored one."""
+        figures and checkpoint paths). If the run already has all its steps, return its stored result document."""
         with self.checkpointer:
-            if (finished := self._finished_result()) is not None:
+            if (finished := self._find_finished_result()) is not None:
                 return finished
             with self.stop, self.journal:
                 self._prepare_first_step()
                 while self.trainer.steps_done < self.recipe.train.steps:
                     self._step()
                 self._finish_saving()
-                result = self._result()
+                result = self._make_result()
                 self.journal.write_result(result)
                 return result
 
@@ -113,8 +118,8 @@ class Run:
         seconds = time.perf_counter() - begun
         self.journal.memory.step_done()
         if verdict.finite:
-            self.journal.sent_bytes = sent_between(sites, record.sent_by_site())
-            self.journal.sent_bytes_by_axis = sent_between(axes, record.sent_by_axis())
+            self.journal.sent_bytes = count_sent_between(sites, record.sent_by_site())
+            self.journal.sent_bytes_by_axis = count_sent_between(axes, record.sent_by_axis())
         profiled = self.profile.after_step(trainer, ending=verdict.stop)
         done = trainer.steps_done
         every, last = self.recipe.checkpoint.every, done == train.steps
@@ -140,9 +145,11 @@ class Run:
     def _record_step(
         self, outcome: StepOutcome, seconds: float, validation: Validation | None, profiled: bool
     ) -> StepRecord:
-        """Build the log record of the step just done. outcome: its loss, norm and flags; seconds: its duration without
-        validation; validation: result of the validation after it (None: none); profiled: True if the profiler recorded
-        the step, which makes it slower."""
+        """Build the log record of the step just done.
+
+        outcome: loss, gradient norm and flags of the step; seconds: its duration without validation; validation: result
+        of the validation after it (None: none); profiled: True if the profiler recorded the step, which makes it
+        slower."""
         trainer, scale = self.trainer, self.trainer.loss_scale
         return StepRecord(
             step=trainer.steps_done,
@@ -162,9 +169,9 @@ class Run:
             profiled=profiled,
         )
 
-    def _result(self) -> dict[str, Any]:
-        """Build the result document (JSON dict of figures and checkpoint paths) after the last step of the run. Its
-        peak memory is that of the rank with the largest peak. Collective."""
+    def _make_result(self) -> dict[str, Any]:
+        """Build the result document (JSON dict of figures and checkpoint paths) after the last step of the run. It
+        reports the memory of the rank with the largest peak. Collective."""
         memory = self.journal.memory
         fullest = self.agreement.broadcast_from_largest(memory.peak_bytes(), {"memory_bytes": memory.peaks_to_json()})
         return self.journal.make_result(self._run_end(), self.checkpointer, fullest)
@@ -191,7 +198,7 @@ class Run:
 
     # --- before the first step
 
-    def _finished_result(self) -> dict[str, Any] | None:
+    def _find_finished_result(self) -> dict[str, Any] | None:
         """Return the stored result document if the resumed run already has all its steps (an empty dict on ranks other
         than 0); None if steps remain or no result is stored. Collective."""
         if self.resumed_from is None or self.trainer.steps_done < self.recipe.train.steps:
@@ -227,15 +234,17 @@ class Run:
             self.journal.log(line)
 
     def _resolve_precision(self, layout: Layout, previous: str | None) -> Layout:
-        """Return `layout` with an explicit precision: its own; else that of `previous`, the layout text in the
-        checkpoint; else the faster of bf16 and fp32 on this device."""
+        """Return `layout` with an explicit precision: its own; without one, the precision of `previous`, the layout
+        text in the checkpoint; without both, the faster of bf16 and fp32 on this device."""
         earlier = None if previous is None else Layout.parse(previous).precision
         precision = layout.precision or earlier or choose_precision(self.mesh)
         return dataclasses.replace(layout, precision=precision)
 
     def _resume(self, layout: Layout, config: ModelConfig, data: PreparedData) -> str | None:
-        """Create the trainer and load the newest complete checkpoint into it; return the checkpoint's name, or None for
-        a fresh run. layout: layout of the run; config: its model configuration; data: the prepared data. Collective."""
+        """Create the trainer and load the newest complete checkpoint into it; return the checkpoint's name, None if the
+        run starts afresh.
+
+        layout: layout of the run; config: its model configuration; data: its tokenized data. Collective."""
         state = check_resume(self.recipe, data.sha256)
         while True:
             resolved = self._resolve_precision(layout, state["layout"] if state else None)
@@ -265,14 +274,15 @@ class Run:
         which are printed before the first step."""
         self.trainer.restore(state)
         self.saved_state = state
-        lines = (self._schedule_change_note(state), format_thread_change(state.get("threads"), self.trainer.threads))
+        lines = (self._find_schedule_note(state), format_thread_change(state.get("threads"), self.trainer.threads))
         self._resume_notes = [line for line in lines if line is not None]
         return checkpoint.name
 
-    def _schedule_change_note(self, state: dict[str, Any]) -> str | None:
+    def _find_schedule_note(self, state: dict[str, Any]) -> str | None:
         """Return a log line if `train.steps` has changed since the checkpoint was written and the learning rate of the
-        next steps depends on it (schedules "cosine" and "linear"); else None. state: content of the checkpoint's
-        `state.json`."""
+        next steps depends on it (schedules "cosine" and "linear"); else None.
+
+        state: content of the checkpoint's `state.json`."""
         train, step = self.recipe.train, state["step"]
         before = parse_toml(state["recipe"], "the checkpoint's recipe")["train"]["steps"]
         if before == train.steps or train.schedule not in ("cosine", "linear") or step >= train.steps:

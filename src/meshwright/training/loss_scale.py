@@ -10,12 +10,12 @@ LEAST, GREATEST = 1.0, 2.0**127
 
 
 class LossScale:
-    """Factor on the loss in 16-bit training, against underflow of gradients. A dynamic scale is doubled after `every`
-    finite steps in a row and halved after a step whose loss or gradient norm is not finite. every: 0 for a constant
-    scale. value: initial scale.
+    """Loss scale of 16-bit training: a factor on the loss that keeps small gradients from underflow. A dynamic scale is
+    doubled after `every` finite steps in a row, and halved after a step whose loss or gradient norm is not finite.
 
-    All ranks see the same all-reduced flag "finite", so their scales stay equal without communication.
-    """
+    every: 0 for a constant scale. value: initial scale.
+
+    All ranks update it from the same all-reduced flag, so their scales stay equal without communication."""
 
     def __init__(self, value: float = 1.0, every: int = 0) -> None:
         """Start at the scale `value`. every: number of finite steps in a row after which it is doubled, 0 for a

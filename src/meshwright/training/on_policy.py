@@ -26,16 +26,18 @@ from meshwright.spec.config import ModelConfig
 _STEP, _TOKENS = 1, 2  # purposes of random numbers
 
 
-def chooses_samples(fraction: float, seed: int, step: int) -> bool:
-    """Return True if the step with index `step` (from 0) trains on the student's own samples. This is drawn by `seed`
-    with the probability `fraction`, with the same result on all ranks."""
+def is_on_policy_step(fraction: float, seed: int, step: int) -> bool:
+    """Return True if the step with index `step` (from 0) trains on the student's own samples. The decision is random
+    with probability `fraction`, and seeded by `seed` and `step`, so that all ranks decide alike."""
     return bool(np.random.default_rng([seed, step, _STEP]).random() < fraction)
 
 
 def find_prompts(micro_batch: MicroBatch, text_tokens: int | None) -> list[torch.Tensor]:
-    """Return the prompt of each sequence of a micro-batch, token IDs [tokens]. text_tokens: for plain text: the prompt
-    is the part before this index that belongs to the last document there; None: for examples of records, the prompt is
-    everything before the first target, the whole sequence if it has none."""
+    """Return the prompt of each sequence of `micro_batch`, as token IDs [tokens].
+
+    text_tokens: None for data of prompts with responses: the prompt ends where the first target begins (it is the whole
+    sequence if there is no target). A number of tokens for plain text: the prompt ends at this index and begins with
+    the document that contains its last token."""
     tokens_BS, targets_BS, documents = micro_batch
     prompts = []
     for row, tokens_S in enumerate(tokens_BS):
@@ -50,9 +52,10 @@ def find_prompts(micro_batch: MicroBatch, text_tokens: int | None) -> list[torch
 
 
 class Sampler:
-    """Generates continuations of prompts by the model being trained. units: hooks that all-gather the parameters of its
-    FSDP units. device: device of its parameters. ends: token IDs that end a sequence. temperature: divisor of the
-    logits. seed: seed of the run."""
+    """Sampler of continuations of prompts, by the model being trained.
+
+    model: the student. units: hooks that all-gather the parameters of its FSDP units. device: device of the parameters.
+    ends: token IDs that end a sequence. temperature: divisor of the logits. seed: seed of the run."""
 
     def __init__(
         self,
@@ -68,12 +71,15 @@ class Sampler:
         self._ends, self._temperature, self._seed = tuple(ends), temperature, seed
 
     @torch.no_grad()
-    def replace(
+    def sample(
         self, micro_batch: MicroBatch, prompts: Sequence[torch.Tensor], step: int, rows: NDArray[np.int64]
     ) -> MicroBatch:
-        """Return a micro-batch of the same shape in which each sequence is a prompt and the student's continuation, one
-        document. Targets are the sampled tokens, up to the one that ends the sequence. rows: indices of the sequences
-        in the training split, which seed the draws with `step`. Collective."""
+        """Sample a continuation of each of the `prompts` (token IDs). Return a micro-batch of the shape of
+        `micro_batch`, in which each sequence is a prompt and its continuation, as one document. Targets are the sampled
+        tokens up to the first that ends the sequence, else -100.
+
+        step: index of the step; rows: indices of the sequences in the training split; both seed the random draws.
+        Collective."""
         tokens_BS, _, _ = micro_batch
         count, length = tokens_BS.shape
         device = self._device
@@ -101,15 +107,16 @@ class Sampler:
         return text_BL[:, :-1].contiguous(), targets_BS, Documents()
 
     def _next_logits(self, tokens_B1: torch.Tensor, cache: Any) -> torch.Tensor:
-        """Return the next-token logits [B, V] after one more token of each sequence."""
+        """Return the next-token logits [B, V] after `tokens_B1`, one more token of each sequence. cache: KV cache of
+        the tokens before, to which these are added."""
         hidden_B1H = self._model.hidden(tokens_B1, units=self._units, cache=cache)
         self._units.enter("head", None)  # ZeRO-3 has resharded the output head
-        return self._model.scores(hidden_B1H)[:, 0]
+        return self._model.output_logits(hidden_B1H)[:, 0]
 
 
 class _DenseCache:
-    """KV cache of `count` sequences of up to `length` tokens in plain tensors. It gets one new token of each sequence
-    at a time, and implements the model's interface `AttentionCache`."""
+    """KV cache in plain tensors, for `count` sequences of up to `length` tokens, to which all sequences add one token
+    at a time (implements `model.cache.AttentionCache`). config: configuration of the model."""
 
     def __init__(self, config: ModelConfig, count: int, length: int) -> None:
         self._config, self._shape = config, (count, length)
@@ -120,8 +127,10 @@ class _DenseCache:
         self, layer: int, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor | None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Store the key and value of the new token of each sequence; return its attention [B, N, 1, D]. sinks: one
-        more score of each query head [N]; None: none."""
+        """Store the keys `k_BKSD` and values `v_BKSD` of one new token of each sequence (S = 1) in the cache of layer
+        number `layer`. Return the attention [B, N, 1, D] of the new queries `q_BNSD` to the cached and the new tokens.
+
+        sinks: learned score of each query head [N], one more term of the softmax's denominator; None: none."""
         assert v_BKSD is not None and q_BNSD.shape[2] == 1
         if layer not in self._pairs:
             shapes = ((self._shape[0], x.shape[1], self._shape[1], x.shape[3]) for x in (k_BKSD, v_BKSD))
@@ -142,5 +151,5 @@ class _DenseCache:
         return out.flatten(1, 2)[:, :, None].to(q_BNSD.dtype)
 
     def advance(self, tokens: int) -> None:
-        """Count the new token of each sequence. tokens: 1, as the model's cache interface passes it."""
+        """Add one to the number of cached tokens of each sequence. tokens: always 1."""
         self.length += tokens

@@ -25,26 +25,26 @@ class Shard(Protocol):
     """Interface of the slice of a flat buffer that the optimizer updates on one rank, such as a
     `parallel.zero.FsdpUnit`.
 
-    master, gradient: master weights and their gradient, 1-D, of equal length and dtype. decay_numel: number of leading
-    elements with weight decay. rate: factor on the learning rate of these leading elements (µP). balancing: index
-    ranges (start, stop) of the router biases that balance the load of experts.
-    """
+    master, gradient: master weights and their gradient, 1-D, of equal length and dtype. decay_numel: number of
+    elements, from the first, that have weight decay. rate_factor: factor on the learning rate of these elements (µP).
+    balancing: index ranges (start, stop) of the router biases that balance the load of experts."""
 
     master: torch.Tensor
     gradient: torch.Tensor
     decay_numel: int
-    rate: float
+    rate_factor: float
     balancing: tuple[tuple[int, int], ...]
 
 
 class _ShardSlice(NamedTuple):
-    """Slice of a shard of a flat buffer whose elements have the same weight decay and learning rate. weight_decay:
-    coefficient. rate: factor on the learning rate. master, gradient: views of the shard's master weights and gradient.
-    state: optimizer state, {kind such as "exp_avg": view}. updates: scalar tensor, number of updates done, for AdamW's
-    bias correction."""
+    """Slice of a shard of a flat buffer whose elements have the same weight decay and learning rate.
+
+    weight_decay: coefficient. rate_factor: factor on the learning rate. master, gradient: views of the shard's master
+    weights and gradient. state: optimizer state, {kind such as "exp_avg": view}. updates: scalar tensor, number of
+    updates done, for AdamW's bias correction."""
 
     weight_decay: float
-    rate: float
+    rate_factor: float
     master: torch.Tensor
     gradient: torch.Tensor
     state: dict[str, torch.Tensor]
@@ -80,7 +80,7 @@ class Optimizer:
             cut, end = shard.decay_numel, shard.master.numel()
             # The product of rate and weight decay does not depend on the width (arXiv:2203.03466, appendix B.3).
             for decay, rate, part in (
-                (train.weight_decay / shard.rate, shard.rate, slice(0, cut)), (0.0, 1.0, slice(cut, end)),
+                (train.weight_decay / shard.rate_factor, shard.rate_factor, slice(0, cut)), (0.0, 1.0, slice(cut, end)),
             ):  # fmt: skip
                 if part.start < part.stop:  # in a small model a rank's shard may be empty
                     state = {kind: tensors[index][part] for kind, tensors in self._state.items()}
@@ -91,13 +91,15 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, learning_rate: float, gradient_scale: float | GpuScale = 1.0) -> None:
-        """Update the master weights of all shards in place from their gradients, which are first multiplied by
-        `gradient_scale` (norm clipping and loss scale) or, on GPUs, scaled inside the fused kernels.
+        """Update the master weights of all shards in place from their gradients, with this learning rate
+        (`learning_rate`).
+
+        gradient_scale: factor by which the gradients are first multiplied (norm clipping and loss scale), or a
+        `GpuScale`, which the fused kernels apply on the GPU.
 
         Router biases, which balance the load of experts, are not updated by gradients. The gradient elements at their
-        indices hold the load of each expert minus the mean load; each bias is changed by `router_bias_rate`, down if
-        that difference is positive and up if it is negative (arXiv:2408.15664).
-        """
+        indices hold the load of each expert minus the mean load. Each bias is changed by `router_bias_rate`, down if
+        that difference is positive and up if it is negative (arXiv:2408.15664)."""
         self.step_count += 1
         for shard in self.shards:
             for low, high in shard.balancing:  # arXiv:2408.15664, algorithm 1
@@ -113,14 +115,16 @@ class Optimizer:
             scale = {"grad_scale": gradient_scale.divisor, "found_inf": gradient_scale.skip}
         elif gradient_scale != 1.0 and gradients:
             torch._foreach_mul_(gradients, gradient_scale)
-        for decay, rate in dict.fromkeys((part.weight_decay, part.rate) for part in self._parts):
-            parts = [part for part in self._parts if (part.weight_decay, part.rate) == (decay, rate)]
+        for decay, rate in dict.fromkeys((part.weight_decay, part.rate_factor) for part in self._parts):
+            parts = [part for part in self._parts if (part.weight_decay, part.rate_factor) == (decay, rate)]
             self._update(parts, learning_rate * rate, decay, scale)
 
     def _update(self, parts: list[_ShardSlice], learning_rate: float, decay: float, scale: dict[str, Any]) -> None:
-        """Update the slices `parts` in place by one fused torch call. decay: weight-decay coefficient of all these
-        slices. scale: arguments of the call that scale the gradients or skip the update; {} for none. AdamW multiplies
-        the weights by 1 - learning_rate x decay (decoupled); SGD adds decay x weights to the gradient."""
+        """Update the slices `parts` in place by one fused torch call.
+
+        decay: weight-decay coefficient of all these slices. scale: arguments of the call that scale the gradients or
+        skip the update; {} for none. AdamW multiplies the weights by 1 - learning_rate x decay (decoupled); SGD adds
+        decay x weights to the gradient."""
         masters, gradients = [part.master for part in parts], [part.gradient for part in parts]
         state = [[part.state[kind] for part in parts] for kind in self._state]
         common: dict[str, Any] = {"lr": learning_rate, "weight_decay": decay, "fused": True, "maximize": False}

@@ -23,16 +23,17 @@ from meshwright.planner.hardware.process_constants import ProcessKey
 from meshwright.planner.memory.ledger import Ledger, ledger
 from meshwright.threads import count_available_cores
 from meshwright.training.first_start import find_hardware_profile, measurement_advice
-from meshwright.training.process_memory import language_model_of, predict_process_memory
+from meshwright.training.process_memory import get_language_model, predict_process_memory
 from meshwright.training.trainer import Trainer
 
 T = TypeVar("T")
 
 
 def predict(trainer: Trainer, memory: StepMemory | None = None) -> Prediction:
-    """Return predictions of memory, step time and traffic of the trainer's run. Never raises: a prediction that fails
-    is None, and `notes` of the result gives the reason. memory: meter with the measured resident memory of this
-    process; None: process memory is not predicted."""
+    """Predict memory, step time and traffic of the trainer's run. Never raises: a prediction that fails is None in the
+    result, whose `notes` give the reason.
+
+    memory: meter with the measured resident memory of this process; None: process memory is not predicted."""
     notes: list[str] = []
 
     def try_predict(what: str, work: Callable[[], T]) -> T | None:
@@ -49,7 +50,7 @@ def predict(trainer: Trainer, memory: StepMemory | None = None) -> Prediction:
     machine = try_predict("step time", lambda: find_training_cluster(trainer))
     time = None if machine is None else try_predict("step time", lambda: _predict_step_time(trainer, machine))
     found = try_predict("memory", lambda: _predict_ledger(trainer, machine, notes))
-    share = _unexplained_share(machine)
+    share = _find_unexplained_share(machine)
     process = None
     if found is not None and memory is not None and trainer.device.type == "cpu" and not is_emulated_rank():
         process = try_predict("process memory", lambda: _predict_process_memory(trainer, found, memory, share))
@@ -82,26 +83,26 @@ def find_training_cluster(trainer: Trainer) -> Cluster:
         if alike and found.devices >= ranks:
             return _select_devices(found, ranks)
     if known is not None:
-        node = _devices_per_node(ranks, torch.cuda.device_count())
+        node = _assume_devices_per_node(ranks, torch.cuda.device_count())
         return cluster({"device": known.name, "devices": ranks, "devices_per_node": node})
     many = f"{ranks} rank{'s' if ranks > 1 else ''}"
     raise UserError(f'no hardware profile for {many}; run "meshwright probe"')
 
 
-def _devices_per_node(ranks: int, most: int) -> int:
-    """Return an assumed number of devices per node: the largest divisor of `ranks` that is at most `most`, the number
+def _assume_devices_per_node(ranks: int, most: int) -> int:
+    """Return the assumed number of devices per node: the largest divisor of `ranks` that is at most `most`, the number
     of devices that a node can hold."""
     return next(size for size in range(max(1, min(ranks, most)), 0, -1) if ranks % size == 0)
 
 
 def _select_devices(whole: Cluster, ranks: int) -> Cluster:
-    """Return the cluster description `whole` reduced to `ranks` devices."""
-    return replace(whole, devices=ranks, devices_per_node=_devices_per_node(ranks, whole.devices_per_node))
+    """Return a description of `ranks` devices of the cluster `whole`."""
+    return replace(whole, devices=ranks, devices_per_node=_assume_devices_per_node(ranks, whole.devices_per_node))
 
 
 def _predict_step_time(trainer: Trainer, machine: Cluster) -> StepTime:
     """Predict the step time of the trainer's run, in seconds by phase. machine: description of its devices."""
-    train, task = trainer.recipe.train, language_model_of(trainer)
+    train, task = trainer.recipe.train, get_language_model(trainer)
     tokens = task.tokens
     documents = 1.0
     if tokens.document_mask:  # a sequence holds part of one more document than begin in it
@@ -110,7 +111,7 @@ def _predict_step_time(trainer: Trainer, machine: Cluster) -> StepTime:
         task.config, trainer.layout, machine, trainer.recipe.data.sequence, train.batch, compile=train.compile,
         optimizer=_optimizer_name(trainer), documents=documents, pairs=task.objective.pair_loss is not None,
         teacher=task.objective.teacher_work,
-        in_place=measured_step_factors(
+        step_factors=measured_step_factors(
             machine, trainer.layout.precision or default_precision(machine),
             engines.engine("meshwright", compile=train.compile),
         ),
@@ -118,10 +119,11 @@ def _predict_step_time(trainer: Trainer, machine: Cluster) -> StepTime:
 
 
 def _predict_ledger(trainer: Trainer, machine: Cluster | None, notes: list[str]) -> Ledger:
-    """Predict the memory of this rank as a ledger, a list of tensors with their bytes and lifetimes. machine:
-    description of the devices, None if unknown. notes: list to which a line is added if the effect of torch.compile is
-    unknown."""
-    task = language_model_of(trainer)
+    """Predict the memory of the trainer's rank as a ledger: a list of tensors with their bytes and lifetimes.
+
+    machine: description of the devices, None if unknown. notes: list to which a line is added if the effect of
+    torch.compile is unknown."""
+    task = get_language_model(trainer)
     tokens = task.tokens
     documents: bool | Starts = tokens.document_mask and tokens.documents > 1
     if documents and trainer.device.type == "cpu":  # document starts determine the memory of CPU attention
@@ -138,33 +140,34 @@ def _predict_ledger(trainer: Trainer, machine: Cluster | None, notes: list[str])
     return found
 
 
-def _bytes_by_category(found: Ledger, share: float) -> dict[str, int]:
-    """Return the predicted bytes at the memory peak by category ("parameters", "activations" ...), with two further
+def _bytes_by_category(predicted: Ledger, share: float) -> dict[str, int]:
+    """Return {category: bytes} at the predicted memory peak ("parameters", "activations" ...), with two further
     entries: "peak", the predicted peak, and "unexplained", `share` times the peak.
 
-    found: predicted memory ledger (tensors with their bytes and lifetimes). share: mean fraction by which the memory of
-    finished runs exceeded their predicted peak.
-    """
-    return found.by_category() | {"unexplained": round(share * found.peak_bytes), "peak": found.peak_bytes}
+    predicted: memory ledger (tensors with their bytes and lifetimes). share: mean fraction by which the memory of
+    finished runs exceeded their predicted peak."""
+    return predicted.by_category() | {"unexplained": round(share * predicted.peak_bytes), "peak": predicted.peak_bytes}
 
 
-def _unexplained_share(machine: Cluster | None) -> float:
-    """Return the mean fraction by which finished runs on `machine` exceeded their predicted memory; 0.0 if none was
-    recorded."""
+def _find_unexplained_share(machine: Cluster | None) -> float:
+    """Return the mean fraction by which the memory of finished runs on `machine` exceeded its prediction; 0.0 if no run
+    was recorded."""
     calibration = None if machine is None else machine.calibration
     return 0.0 if calibration is None else calibration.unexplained_share or 0.0
 
 
-def _predict_process_memory(trainer: Trainer, found: Ledger, memory: StepMemory, share: float) -> ProcessMemory:
-    """Predict the peak resident memory of this CPU process, in bytes by item. found: predicted tensors of this rank;
-    memory: meter of the process's memory so far; share: fraction by which the memory of finished runs exceeded their
-    prediction. `UserError` if the process memory of this precision and thread count was never measured."""
+def _predict_process_memory(trainer: Trainer, predicted: Ledger, memory: StepMemory, share: float) -> ProcessMemory:
+    """Predict the peak resident memory of this process, which runs the trainer on a CPU, in bytes by item.
+
+    predicted: memory ledger of this rank (tensors with their bytes and lifetimes); memory: meter of the process's
+    memory so far; share: fraction by which the memory of finished runs exceeded their prediction. `UserError` if the
+    process memory of this precision and thread count was never measured."""
     key = ProcessKey(trainer.layout.precision or "fp32", torch.get_num_threads(), trainer.recipe.train.compile)
     constants = key.read()
     if constants is None:
         advice = measurement_advice(trainer.recipe.run.device, key.path)
         raise UserError(f"no process-memory profile for this precision and thread count; {advice}")
-    return predict_process_memory(trainer, found, memory.resident_before, constants, share)
+    return predict_process_memory(trainer, predicted, memory.resident_before, constants, share)
 
 
 def _optimizer_name(trainer: Trainer) -> str:

@@ -27,16 +27,16 @@ from meshwright.monitoring.records import Metrics
 from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.parallel.step import TermCount, count_pairs, loss_share
 from meshwright.planner.cost.teacher import TeacherWork
-from meshwright.spec.policy import PREFERENCE_FIGURES
+from meshwright.spec.policy import PREFERENCE_METRICS
 from meshwright.training.objective import Policy
 from meshwright.training.preference_loss import Preference
 from meshwright.training.reference import (
     FILE,
     Reference,
-    Responses,
+    ResponseLogProbabilities,
     all_reduce_responses,
     compute_weights_checksum,
-    load_or_compute,
+    load_or_compute_reference,
     read_reference,
 )
 from meshwright.training.task import RunStart
@@ -50,9 +50,11 @@ MISMATCHED = " mismatched"
 
 
 class Rewards(NamedTuple):
-    """Reward metrics of a step or validation; `Preference` defines the reward of a response. `chosen`, `rejected`: mean
-    reward of the chosen (desirable) and of the rejected (undesirable) responses, NaN without any; `accuracy`: fraction
-    of pairs with the higher reward for the chosen response, for KTO of responses that the rewards judge as labelled."""
+    """Mean rewards of a step or validation; `Preference` defines the reward of a response.
+
+    `chosen`, `rejected`: mean reward of the chosen and of the rejected responses (KTO: of the desirable and the
+    undesirable ones), NaN without any. `accuracy`: fraction of pairs whose chosen response has the higher reward; for
+    KTO fraction of single responses whose score is above the KL estimate if desirable, below it if undesirable."""
 
     chosen: float
     rejected: float
@@ -64,25 +66,25 @@ class Rewards(NamedTuple):
         return self.chosen - self.rejected
 
     def to_metrics(self) -> dict[str, float]:
-        """Return the metrics named in `REWARDS` (margin, accuracy, chosen, rejected) as {name: value}; metrics of a
-        label (chosen or rejected) without a response in the step are omitted."""
+        """Return {name: value} for the metrics named in `REWARDS` (margin, accuracy, and mean rewards of chosen and
+        rejected responses), without those of a kind of responses that the step does not have."""
         values = zip(REWARDS, (self.margin, self.accuracy, self.chosen, self.rejected), strict=True)
         return {name: value for name, value in values if not math.isnan(value)}
 
 
 class Preferences:
-    """Objective of preference training: a loss of pairs of responses, or of single responses (see `Preference`),
-    averaged over the pairs or responses, with the rewards as metrics.
+    """Objective of preference training: a loss of pairs of responses or of single labelled responses (KTO), averaged
+    over them, with rewards as metrics.
 
-    pair_loss: the loss. splits: data by name, "train" and "validation"; for KTO also "train mismatched" and "validation
-    mismatched", in which prompts have the responses of other examples.
+    pair_loss: the loss. splits: {split: examples}, with the splits "train" and "validation"; for KTO also "train
+    mismatched" and "validation mismatched", whose prompts are followed by responses of other examples.
 
-    Attributes: `reference`: log-probabilities under the reference policy (the initial weights), which `prepare` sets
-    before the first step; `kl`: KTO's estimate of the KL divergence in nats, which `begin` sets before each step.
-    """
+    Attributes: those of `Objective`; `reference`: log-probabilities of the responses under the reference policy (the
+    initial weights), set by `prepare` before the first step; `kl`: KTO's estimate of the KL divergence in nats, set by
+    `begin` before each step."""
 
-    metric_sums = PREFERENCE_FIGURES
-    figures: torch.Tensor | None = None  # the forward passes add them up
+    metric_count = PREFERENCE_METRICS
+    metric_sums: torch.Tensor | None = None  # the forward passes add them up
     teacher_work: TeacherWork | None = None
 
     def __init__(self, pair_loss: Preference, splits: Mapping[str, PackedExamples | MismatchedRows]) -> None:
@@ -93,13 +95,14 @@ class Preferences:
         self.reference: Reference | None = None
         self.kl = 0.0
         self._splits, self._of = splits, pair_loss.responses
-        self.most_terms = max((int(each.examples_by_row.max(initial=1)) for each in splits.values()), default=0)
+        self.max_terms = max((int(each.examples_by_row.max(initial=1)) for each in splits.values()), default=0)
 
     def annotate(self, documents: Documents, batch: TokenBatch, split: str, rows: NDArray[np.int64]) -> Documents:
-        """Add to `documents` (document boundaries in the sequences of a batch) the responses of these sequences with
-        their lengths, labels and, once `prepare` has set them, the reference log-probabilities; return the result.
-        split: "train", "validation" ...; rows: indices of the sequences in this split."""
-        pairs = Pairs.from_ids(torch.from_numpy(batch.document_ids), self.most_terms, self._of)
+        """Add the responses to `documents`, the document boundaries in the sequences of `batch`: their lengths, labels
+        and, once `prepare` has set them, reference log-probabilities. Return the result.
+
+        split: data split of the sequences, such as "train"; rows: indices of the sequences in this split."""
+        pairs = Pairs.from_ids(torch.from_numpy(batch.document_ids), self.max_terms, self._of)
         targets_BS = torch.from_numpy(batch.targets) != NO_TARGET
         pairs = replace(pairs, lengths_BD=pairs.log_probabilities(-targets_BS.double()))  # summed by response
         if self._of == 1:  # every example has a target, and padding has none
@@ -108,30 +111,31 @@ class Preferences:
             marked_BS = targets_BS & torch.from_numpy(batch.undesirable)
             pairs = replace(pairs, undesirable_BD=pairs.log_probabilities(-marked_BS.double()) > 0)
         if self.reference is not None:
-            reference_BD = self.reference.splits[split].select_sequences(rows, self._of * self.most_terms)
+            reference_BD = self.reference.splits[split].select_sequences(rows, self._of * self.max_terms)
             pairs = replace(pairs, reference_BD=reference_BD)
         return replace(documents, pairs=pairs)
 
     def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> TermCount:
-        """Return the number of response pairs in a step's micro-batches, summed over all ranks, at least 1.
-        Collective."""
+        """Return the number of pairs (or single responses) in a step: summed over this rank's `micro_batches` and over
+        all ranks of `mesh`, at least 1. Collective."""
         return count_pairs(_response_pairs(micro_batches), mesh)
 
     def terms_share(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor | float:
-        """Count the response pairs in this rank's micro-batches and divide the count by cp x tp x pp, the number of
-        ranks that hold the same pairs."""
+        """Return the number of pairs (or single responses) in this rank's `micro_batches`, divided by the number of
+        ranks of `mesh` that hold the same ones (cp x tp x pp)."""
         pairs = sum(pairs.count / mesh.cp.size for pairs in _response_pairs(micro_batches))
         return pairs / (mesh.tp.size * mesh.pp.size)
 
     def loss_share(self, sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-        """Divide `sums` by cp x tp, the number of ranks that compute the same sums. sums [1 + metrics]: the loss, then
-        the metric sums, over this rank's micro-batches."""
+        """Return `sums` divided by cp x tp, the number of ranks of `mesh` that compute the same values. sums [1 +
+        metrics]: the loss, then the metric sums, over this rank's micro-batches."""
         return loss_share(sums, mesh, of_pairs=True)
 
     def report(self, means: Sequence[float]) -> Metrics:
         """Return the mean rewards of the chosen and rejected responses, their margin, and the fraction of pairs whose
-        chosen response has the higher reward; for KTO also the KL estimate. means: the metric sums divided by the
-        number of terms."""
+        chosen response has the higher reward; for KTO also the KL estimate.
+
+        means: the metric sums divided by the number of terms."""
         chosen, rejected, accuracy, chosen_share, rejected_share = means
         rewards = Rewards(*(
             value / share if share else math.nan
@@ -142,9 +146,11 @@ class Preferences:
 
     @torch.no_grad()
     def begin(self, policy: Policy, split: str, passes: Iterable[Sequence[NDArray[np.int64]]]) -> None:
-        """For KTO set `kl`: the mean of log p / p_ref over the mismatched responses of all samples, at least 0
-        (arXiv:2402.01306, section 4.1). policy: the model being trained; split: "train" or "validation"; passes: this
-        rank's micro-batches of each forward pass, as arrays of sequence indices. Collective."""
+        """For KTO set the attribute `kl`, the mean of log p / p_ref over the mismatched responses of a step or
+        validation, at least 0 (arXiv:2402.01306, section 4.1).
+
+        policy: the model being trained; split: "train" or "validation"; passes: for each forward pass, this rank's
+        micro-batches as arrays of sequence indices. Collective."""
         if self._of == 2 or self.reference is None:
             return
         split += MISMATCHED
@@ -162,10 +168,11 @@ class Preferences:
         self.kl = 0.0 if mean < 0 else mean  # NaN stays NaN, and the step is skipped
 
     def prepare(self, policy: Policy, start: RunStart) -> None:
-        """Set `reference`, the reference log-probabilities: load them from the run directory, or compute them with the
-        initial weights and store them there; nothing for a loss without a reference. policy: the model being trained;
-        start: run directory and resumed state. `UserError` if a resumed run's file is missing, damaged or from another
-        run. Collective."""
+        """Set the attribute `reference`: load the reference log-probabilities from the run directory, or compute them
+        with the initial weights and store them there; do nothing for a loss without a reference.
+
+        policy: the model being trained; start: run directory and resumed state. `UserError` if the file of a resumed
+        run is missing, damaged or from another run. Collective."""
         assert self.pair_loss is not None
         if not self.pair_loss.needs_reference:
             return
@@ -187,7 +194,9 @@ class Preferences:
                 return self.compute_reference(policy, identity, log)
 
         leader = policy.mesh.rank == 0
-        self.reference, earlier = load_or_compute(path, self._responses, identity, compute, start.agreement, leader)
+        self.reference, earlier = load_or_compute_reference(
+            path, self._responses, identity, compute, start.agreement, leader
+        )
         responses = sum(len(each.values) for each in self.reference.splits.values())
         how = "loaded from" if earlier else f"computed in {time.perf_counter() - begun:.1f} s, stored in"
         start.log(f"reference: log-probabilities of {responses:,} responses, {how} {path}")
@@ -195,14 +204,15 @@ class Preferences:
     def compute_reference(
         self, policy: Policy, identity: Mapping[str, str], progress: Callable[[int], None]
     ) -> Reference:
-        """Compute the log-probabilities of all responses of all splits under the current weights. identity: checksums
-        of data and weights, and the precision, to be stored with the log-probabilities. progress: called with the
-        number of sequences done. Collective."""
-        splits = {name: Responses.zeros(counts) for name, counts in self._responses.items()}
+        """Compute the log-probabilities of all responses of all splits with the current weights of `policy`.
+
+        identity: {name: value} of the inputs (checksums of data and weights, precision), which are stored with the
+        result. progress: called with the number of sequences done. Collective."""
+        splits = {name: ResponseLogProbabilities.zeros(counts) for name, counts in self._responses.items()}
         mesh, done = policy.mesh, 0
         for name, responses in splits.items():
-            passes = list(policy.split_sequences(responses.rows, beyond=responses.rows))
-            for rows, scored in zip(passes, policy.score_responses(name, passes, responses.rows), strict=True):
+            passes = list(policy.split_sequences(responses.sequences, padding_index=responses.sequences))
+            for rows, scored in zip(passes, policy.score_responses(name, passes, responses.sequences), strict=True):
                 if mesh.tp.rank == mesh.cp.rank == 0:  # other ranks have the same values
                     for row, values_D in scored:
                         responses.store(row, values_D)
@@ -213,12 +223,12 @@ class Preferences:
     def complete(
         self, policy: Policy, micro_batches: Sequence[MicroBatch], rows: Sequence[NDArray[np.int64]], step: int | None
     ) -> list[MicroBatch]:
-        """Return the micro-batches unchanged: the loss has no teacher. The other arguments are ignored."""
+        """Return `micro_batches` unchanged, as a list: the loss has no teacher. policy, rows, step: ignored."""
         return list(micro_batches)
 
     def state(self) -> dict[str, Any]:
-        """Return the objective's entry of `state.json`: the checksum of the reference log-probabilities, which a
-        resumed run compares."""
+        """Return the objective's entry of `state.json`, the checksum of the reference log-probabilities, which must be
+        equal when the run resumes."""
         return {} if self.reference is None else {"reference_sha256": self.reference.sha256}
 
     @property
@@ -247,7 +257,7 @@ class Preferences:
 
 
 def _response_pairs(micro_batches: Sequence[MicroBatch]) -> list[Pairs]:
-    """Return the response pairs that `Preferences.annotate` has added to each micro-batch."""
+    """Return the responses that `Preferences.annotate` has added to each of the `micro_batches`."""
     found = [documents.pairs for _, _, documents in micro_batches]
     assert None not in found, "every micro-batch of preference data has pairs"
     return found  # type: ignore[return-value]

@@ -16,7 +16,8 @@ from meshwright.recipe import Recipe
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Preference loss of a pair of responses y. With h the chosen response's score minus the rejected one's:
+    """Preference loss, by the field `objective`. For a pair of responses y, with h the chosen response's score minus
+    the rejected one's:
 
     - "dpo": score log p / p_ref; loss -log sigmoid(beta h) (Rafailov et al. 2023, arXiv:2305.18290, eq. 7); with
       `label_smoothing` e, the assumed probability of a swapped label, (1 - e) times that plus e times -log
@@ -24,14 +25,16 @@ class Preference:
     - "ipo": the same score; loss (h - 1 / (2 beta))² (Azar et al. 2023, arXiv:2310.12036, eq. 17; beta is its tau);
     - "simpo": score (log p) / |y|; loss -log sigmoid(beta h - `margin`) (Meng et al. 2024, arXiv:2405.14734, eq. 6);
     - "orpo": score log odds of P = exp((log p) / |y|), odds P / (1 - P); loss -(log p) / |y| of the chosen response
-      minus beta log sigmoid h (Hong et al. 2024, arXiv:2403.07691, eqs. 3, 6, 7; beta is its lambda);
-    - "kto": of a single response with the score s = log p / p_ref and the KL estimate z: loss w_d (1 - sigmoid(beta (s
-    - z))) if it is desirable, else w_u (1 - sigmoid(beta (z - s))) (Ethayarajh et al. 2024, arXiv:2402.01306, eq. 8;
-    `weights` are w_d, w_u, its lambdas). z is the mean of log p / p_ref over mismatched responses to the prompts of the
-    whole step, at least 0, without gradient.
+      minus beta log sigmoid h (Hong et al. 2024, arXiv:2403.07691, eqs. 3, 6, 7; beta is its lambda).
 
-    |y|: target tokens of the response. A response's reward is beta times its score, for "orpo" beta times log P.
-    """
+    For a single labelled response with the score s = log p / p_ref and the KL estimate z:
+
+    - "kto": loss w_d (1 - sigmoid(beta (s - z))) if it is desirable, else w_u (1 - sigmoid(beta (z - s))) (Ethayarajh
+      et al. 2024, arXiv:2402.01306, eq. 8; `weights` are w_d and w_u, its lambdas). z is the mean of log p / p_ref over
+      mismatched responses to the prompts of the whole step, at least 0, without gradient.
+
+    |y|: number of target tokens of the response. A response's reward is beta times its score, for "orpo" beta times log
+    P."""
 
     objective: str = "dpo"
     beta: float = 0.1
@@ -41,7 +44,7 @@ class Preference:
 
     @property
     def needs_reference(self) -> bool:
-        """True if the loss compares the policy with a reference policy."""
+        """True if the loss compares the policy with a reference policy ("dpo", "ipo", "kto")."""
         return self.objective in ("dpo", "ipo", "kto")
 
     @property
@@ -73,8 +76,8 @@ class Preference:
         with torch.no_grad():
             rewards_2 = self.beta * torch.stack([chosen_BP, rejected_BP]).mul(counted_BP).sum(dim=(1, 2))
             right, count = ((h_BP > 0) & counted_BP).sum(), counted_BP.sum()
-            figures = torch.cat([rewards_2, torch.stack([right, count, count]).to(rewards_2.dtype)])
-        return PreferenceLoss((losses_BP * counted_BP).sum(), figures)
+            metric_sums = torch.cat([rewards_2, torch.stack([right, count, count]).to(rewards_2.dtype)])
+        return PreferenceLoss((losses_BP * counted_BP).sum(), metric_sums)
 
     def _single_response_loss(self, scores_BD: torch.Tensor, pairs: Pairs) -> PreferenceLoss:
         """Return loss and metrics of single labelled responses (KTO). scores_BD: log p / p_ref of each response. pairs:
@@ -87,8 +90,8 @@ class Preference:
         with torch.no_grad():
             rewards_2 = (self.beta * scores_BD * kinds_2BD).sum(dim=(1, 2))
             right = (torch.stack([ahead_BD > 0, ahead_BD < 0]) & kinds_2BD).sum()
-            figures = torch.cat([rewards_2, right[None], kinds_2BD.sum(dim=(1, 2))]).to(rewards_2.dtype)
-        return PreferenceLoss((torch.stack(losses_BD) * kinds_2BD).sum(), figures)
+            metric_sums = torch.cat([rewards_2, right[None], kinds_2BD.sum(dim=(1, 2))]).to(rewards_2.dtype)
+        return PreferenceLoss((torch.stack(losses_BD) * kinds_2BD).sum(), metric_sums)
 
 
 def make_preference(recipe: Recipe) -> Preference | None:

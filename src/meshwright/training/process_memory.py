@@ -37,14 +37,15 @@ MATMULS_PER_EXPERT = 6
 
 
 def predict_process_memory(
-    trainer: Trainer, found: Ledger, resident_before: int | None, constants: ProcessConstants, share: float = 0.0
+    trainer: Trainer, ledger: Ledger, resident_before: int | None, constants: ProcessConstants, share: float = 0.0
 ) -> ProcessMemory:
-    """Predict the peak RSS of this process by item ("libraries", "model states", "step tensors" ...), in bytes. Call it
-    after `release_freed_memory`, since it reads the current RSS.
+    """Predict the peak RSS (resident memory) of this process, which runs the trainer, in bytes by item ("libraries",
+    "model states", "step tensors" ...). Call it after `release_freed_memory`, since it reads the current RSS.
 
-    found: predicted tensors of this rank. resident_before: RSS in bytes before the trainer was created. constants:
-    measured process memory beyond tensors. share: fraction by which finished runs exceeded their prediction; the item
-    "unexplained" is this fraction of all other items. `UserError` if the kernel does not report the RSS."""
+    ledger: predicted tensors of this rank, with their bytes and lifetimes. resident_before: RSS in bytes before the
+    trainer was created. constants: measured process memory in addition to tensors. share: fraction by which finished
+    runs exceeded their prediction; the item "unexplained" is this fraction of all other items. `UserError` if the
+    kernel does not report the RSS (`resident_before` is then None)."""
     _import_step_modules(trainer)
     now = resident_bytes()
     if now is None or resident_before is None:
@@ -53,8 +54,8 @@ def predict_process_memory(
     snapshot = sum((item.stop - item.start) * item.tensor.element_size() for item in trainer.slices(owned=True))
     reserved = snapshot if trainer.recipe.checkpoint.background else 0
     compiled = trainer.recipe.train.compile
-    retained = round(constants.heap_overhead_fraction * _heap_bytes(found.items))
-    step = found.peak_bytes - states
+    retained = round(constants.heap_overhead_fraction * _count_heap_bytes(ledger.items))
+    step = ledger.peak_bytes - states
     items = {
         "framework": resident_before,
         "libraries": max(0, now - resident_before - states - reserved),
@@ -66,7 +67,7 @@ def predict_process_memory(
         "compiler workspace": max(0, constants.compiler_transient_bytes - step - retained) if compiled else 0,
         "oneDNN kernel cache": _count_cached_kernels(trainer) * constants.kernel_bytes,
         "heap overhead": retained,
-        "mapped data": _mapped_data_bytes(trainer),
+        "mapped data": _predict_mapped_bytes(trainer),
         "checkpoint hashing buffer": min(snapshot, HASHED_AT_ONCE),
     }
     items["startup peak"] = max(0, (peak_resident_bytes() or 0) - sum(items.values()))  # if above the peak of the steps
@@ -83,9 +84,9 @@ def _import_step_modules(trainer: Trainer) -> None:
         importlib.import_module("torch._dynamo")
 
 
-def _heap_bytes(items: tuple[Item, ...]) -> int:
-    """Return the total bytes of those tensors of a step that malloc places on its heap, because they are too small to
-    be mapped one by one. items: entries of the predicted memory ledger (tensors with their bytes and lifetimes)."""
+def _count_heap_bytes(items: tuple[Item, ...]) -> int:
+    """Return the total bytes of the tensors in `items` that are too small for malloc to map one by one, so that they
+    are placed on its heap. items: entries of a memory ledger."""
     total = 0
     for item in items:
         if item.first == "start" or item.category in ("framework", "unexplained"):
@@ -95,15 +96,16 @@ def _heap_bytes(items: tuple[Item, ...]) -> int:
     return total
 
 
-def language_model_of(trainer: Trainer) -> LanguageModelTask:
-    """Return the trainer's task, typed as a language-model task, the only kind that the planner knows."""
+def get_language_model(trainer: Trainer) -> LanguageModelTask:
+    """Return the trainer's task as a `LanguageModelTask`, the only kind of task that the planner can predict."""
     return cast("LanguageModelTask", trainer.task)
 
 
 def _count_cached_kernels(trainer: Trainer) -> int:
-    """Return the predicted number of compiled oneDNN kernels in the cache at the end of the run, at most the cache's
-    capacity. Only the 16-bit matmuls of experts are counted, since their shapes change in each step; 0 in fp32."""
-    config, layout = language_model_of(trainer).config, trainer.layout
+    """Return the predicted number of compiled oneDNN kernels in the cache at the end of the trainer's run, at most the
+    cache's capacity. Only the 16-bit matmuls of experts are counted, since their shapes change in each step; 0 in
+    fp32."""
+    config, layout = get_language_model(trainer).config, trainer.layout
     if layout.precision in (None, "fp32"):
         return 0
     layers = sum(config.has_experts(layer) for layer in range(config.layers)) // layout.pp
@@ -112,10 +114,10 @@ def _count_cached_kernels(trainer: Trainer) -> int:
     return min(kernel_cache_capacity(), MATMULS_PER_EXPERT * layers * experts * steps)
 
 
-def _mapped_data_bytes(trainer: Trainer) -> int:
-    """Return the predicted bytes of the data's memory-mapped files that this rank's remaining steps will read into
-    memory."""
-    tokens, layout, train = language_model_of(trainer).tokens, trainer.layout, trainer.recipe.train
+def _predict_mapped_bytes(trainer: Trainer) -> int:
+    """Return the predicted bytes of memory-mapped data files that the trainer's remaining steps will read into memory
+    on this rank."""
+    tokens, layout, train = get_language_model(trainer).tokens, trainer.layout, trainer.recipe.train
     rows = (train.steps - trainer.steps_done) * max(1, train.batch // layout.dp)
     dtype: Any = getattr(tokens, "dtype", None)
     size = tokens.tokens * (dtype.itemsize if dtype is not None else 4)

@@ -56,9 +56,10 @@ LARGE = _make_config(192, 4), 8, 256
 
 
 class _ProbeRun:
-    """Small model with an optimizer that runs training steps on one fixed micro-batch, to measure process memory. size:
-    (model, number of sequences, tokens per sequence). precision: "fp32", "bf16" ...; compiled: True to compile the
-    blocks."""
+    """Small model with an optimizer that runs training steps on one fixed micro-batch, to measure process memory.
+
+    size: (model, number of sequences, tokens per sequence). precision: "fp32", "bf16" ...; compiled: True to compile
+    the blocks."""
 
     def __init__(self, size: tuple[ModelConfig, int, int], precision: str, compiled: bool) -> None:
         """Build the model, its optimizer and the micro-batch, and predict the bytes of a step's tensors."""
@@ -98,8 +99,8 @@ class _ProbeRun:
 
 
 def measure(precision: str, compiled: bool) -> ProcessConstants:
-    """Measure the process memory beyond tensors by training small models in this process; return it as
-    `ProcessConstants`. precision: "fp32", "bf16" ...; compiled: True to measure torch.compile's memory as well."""
+    """Measure the process memory that is not tensors, by training small models in this process. precision: "fp32",
+    "bf16" ...; compiled: True to measure torch.compile's memory as well."""
     # Load the libraries that every rank has loaded.
     torch.nn.functional.linear(torch.randn(512, 512), torch.randn(512, 512))
     base = _measure_rss()
@@ -118,8 +119,8 @@ def measure(precision: str, compiled: bool) -> ProcessConstants:
 
 
 def _measure_kernel_bytes(dtype: torch.dtype) -> int:
-    """Measure the bytes by which the RSS grows for each compiled oneDNN kernel that a matmul of a new shape adds to the
-    cache."""
+    """Measure the bytes by which the RSS grows for each compiled oneDNN kernel that a matmul in `dtype` of a new shape
+    adds to the cache."""
     weight = torch.randn(384, 192).to(dtype)
     before = _measure_rss()
     for rows in range(101, 101 + KERNELS):
@@ -134,12 +135,11 @@ def _measure_rss() -> int:
 
 
 def _measure_as_described(description: dict[str, Any], start: Place) -> dict[str, Any]:
-    """Measure process memory on this rank and write the result as JSON to the file RANK.json. start: rank of this
-    process.
+    """Measure process memory on this rank under one set of conditions and write the result as JSON to the file
+    RANK.json. start: rank of this process.
 
-    description: JSON dict from the launcher: "keys": list with the conditions (precision, threads, compiled) that each
-    rank measures, in rank order; "results": directory of the file.
-    """
+    description: JSON dict from the launcher: "keys": list of the conditions (precision, threads, compiled), one for
+    each rank, in rank order; "results": directory of the file."""
     key = description["keys"][start.rank]
     torch.set_num_threads(key["threads"])
     keep_freed_memory()

@@ -35,70 +35,75 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 over the golden ratio, as int64
 
 
 @dataclass(frozen=True, slots=True)
-class Responses:
-    """Log-probabilities of all responses of one data split. values: in nats, float64, those of all sequences one after
-    another. bounds [sequences + 1]: sequence number i has values[bounds[i] : bounds[i + 1]]."""
+class ResponseLogProbabilities:
+    """Log-probabilities of all responses of one data split. values: float64, in nats, the responses of all sequences
+    one after another. bounds: int64 [sequences + 1]; those of sequence i are values[bounds[i] : bounds[i + 1]]."""
 
     values: NDArray[np.float64]
     bounds: NDArray[np.int64]
 
     @classmethod
-    def zeros(cls, responses_by_row: NDArray[np.int64]) -> Responses:
-        """Create zeros for all responses of a split. responses_by_row [sequences]: number of responses in each."""
-        bounds = np.cumsum([0, *responses_by_row], dtype=np.int64)
+    def zeros(cls, responses_per_sequence: NDArray[np.int64]) -> ResponseLogProbabilities:
+        """Create zeros for all responses of a split. responses_per_sequence [sequences]: number of responses in each
+        sequence."""
+        bounds = np.cumsum([0, *responses_per_sequence], dtype=np.int64)
         return cls(np.zeros(int(bounds[-1])), bounds)
 
     @property
-    def rows(self) -> int:
-        """Number of sequences."""
+    def sequences(self) -> int:
+        """Number of sequences in the split."""
         return len(self.bounds) - 1
 
-    def select_sequences(self, rows: NDArray[np.int64], most: int) -> torch.Tensor:
-        """Return the log-probabilities of the sequences with the indices `rows` [B]: float64 [B, D], D = `most`, the
-        maximum number of responses in a sequence. Elements without a response (in a sequence with fewer pairs, or for
-        an index beyond the last sequence) are 0."""
-        found = torch.zeros(len(rows), most, dtype=torch.float64)
+    def select_sequences(self, rows: NDArray[np.int64], max_responses: int) -> torch.Tensor:
+        """Return the log-probabilities of the responses in the sequences with the indices `rows` [B], as float64 [B, D]
+        with D = `max_responses`. Missing responses (of a sequence that has fewer, or of an index beyond the last
+        sequence) get 0."""
+        found = torch.zeros(len(rows), max_responses, dtype=torch.float64)
         for place, row in enumerate(rows.tolist()):
-            if row < self.rows:
+            if row < self.sequences:
                 values = self.values[self.bounds[row] : self.bounds[row + 1]]
                 found[place, : len(values)] = torch.from_numpy(values)
         return found
 
     def store(self, row: int, values_D: torch.Tensor) -> None:
-        """Store the log-probabilities `values_D` [D] of the sequence with index `row`. Elements beyond the sequence's
-        number of responses are padding and are ignored."""
+        """Store the log-probabilities of the responses of the sequence with index `row`: the first elements of
+        `values_D` [D], as many as the sequence has responses; the rest is padding."""
         first, end = int(self.bounds[row]), int(self.bounds[row + 1])
         self.values[first:end] = values_D[: end - first].cpu().numpy()
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Reference log-probabilities of all data splits. splits: {split name, "train" or "validation": its
-    log-probabilities}. made_of: what they were computed from: checksums of data and weights, and the precision."""
+    """Log-probabilities of all responses under the reference policy.
 
-    splits: Mapping[str, Responses]
-    made_of: Mapping[str, str]
+    splits: {split, such as "train": log-probabilities}. inputs: {name: value} of the inputs from which they were
+    computed: checksums of data and weights, and the precision."""
+
+    splits: Mapping[str, ResponseLogProbabilities]
+    inputs: Mapping[str, str]
 
     @property
     def sha256(self) -> str:
-        """Checksum of all log-probabilities and of `made_of`."""
-        digest = hashlib.sha256(json.dumps(dict(self.made_of), sort_keys=True).encode())
+        """SHA-256 checksum of all log-probabilities and of `inputs`."""
+        digest = hashlib.sha256(json.dumps(dict(self.inputs), sort_keys=True).encode())
         for name in sorted(self.splits):
             digest.update(name.encode() + b"\0")
             digest.update(np.ascontiguousarray(self.splits[name].values, dtype="<f8").tobytes())
         return digest.hexdigest()
 
     def write(self, path: Path) -> None:
-        """Write the log-probabilities to a safetensors file atomically (temporary file, fsync, rename). Raises
-        OSError."""
+        """Write the log-probabilities and `inputs` to the safetensors file `path`, atomically (temporary file, fsync,
+        rename). Raises OSError."""
         tensors = {name: np.ascontiguousarray(found.values) for name, found in self.splits.items()}
-        metadata = {"format": str(FORMAT), "sha256": self.sha256, **self.made_of}
+        metadata = {"format": str(FORMAT), "sha256": self.sha256, **self.inputs}
         replace_file(path, save(tensors, metadata=metadata))
 
 
-def read_reference(path: Path, responses_by_row: Mapping[str, NDArray[np.int64]]) -> Reference:
-    """Read the reference log-probabilities that `Reference.write` wrote. responses_by_row: split name -> number of
-    responses in each sequence. `UserError` if the file is missing or damaged, or its splits have other numbers."""
+def read_reference(path: Path, responses_per_sequence: Mapping[str, NDArray[np.int64]]) -> Reference:
+    """Read the reference log-probabilities from the file `path`, which `Reference.write` wrote.
+
+    responses_per_sequence: {split: number of responses in each sequence}. `UserError` if the file is missing or
+    damaged, or its splits have other numbers of responses."""
     if not path.is_file():
         raise UserError(f"{path} is missing")
     try:
@@ -110,18 +115,20 @@ def read_reference(path: Path, responses_by_row: Mapping[str, NDArray[np.int64]]
     written, sha256 = metadata.pop("format", ""), metadata.pop("sha256", "")
     if written != str(FORMAT):
         raise UserError(f'{path} has format "{written}", and this version reads {FORMAT}')
-    empty = {name: Responses.zeros(counts) for name, counts in responses_by_row.items()}
+    empty = {name: ResponseLogProbabilities.zeros(counts) for name, counts in responses_per_sequence.items()}
     if {name: found.shape for name, found in values.items()} != {name: e.values.shape for name, e in empty.items()}:
         raise UserError(f"{path} does not have the responses of the data")
-    found = Reference({name: Responses(values[name], each.bounds) for name, each in empty.items()}, metadata)
+    found = Reference(
+        {name: ResponseLogProbabilities(values[name], each.bounds) for name, each in empty.items()}, metadata
+    )
     if found.sha256 != sha256:
         raise UserError(f"{path} is damaged: its values do not match its sha256")
     return found
 
 
-def all_reduce_responses(responses: Responses, mesh: Mesh) -> None:
-    """All-reduce log-probabilities in place, so that every rank has all of them: before, each value is set on one rank
-    and 0 on the others. Collective."""
+def all_reduce_responses(responses: ResponseLogProbabilities, mesh: Mesh) -> None:
+    """Sum the log-probabilities `responses` over all ranks of `mesh`, in place. Before the call each value is set on
+    one rank and 0 on the others; after it every rank has all values. Collective."""
     if not responses.values.size:
         return
     values = torch.from_numpy(responses.values).to(mesh.device)
@@ -130,22 +137,23 @@ def all_reduce_responses(responses: Responses, mesh: Mesh) -> None:
 
 
 def frozen_slices(engine: ZeroEngine) -> list[TensorSlice]:
-    """Return the frozen parameters of a model with an adapter as slices of parameter entries (checkpoint tensors). Over
-    all ranks, each element is in exactly one slice. Quantized parameters are dequantized. engine: the ZeRO engine that
-    holds them."""
+    """Return the frozen parameters of a model with an adapter as slices of checkpoint tensors, dequantized if they are
+    quantized. Over all ranks, each element is in exactly one slice. engine: ZeRO engine that holds the parameters."""
     slices: list[TensorSlice] = []
     for unit in engine.frozen:
         low, high = unit.start, min(unit.stop, unit.flat.numel)
         low, high = split_evenly(low, max(low, high), unit.replica, unit.replicas)
-        values = unit.flat.packing.unpack(unit.master, torch.float32, unit.start)
+        values = unit.flat.storage_format.unpack(unit.master, torch.float32, unit.start)
         slices += cut_slices(unit.flat, "frozen", values, unit.start, low, high, engine.mesh.tp.rank)
     return slices
 
 
 def compute_weights_checksum(owned: Iterable[TensorSlice], mesh: Mesh) -> str:
-    """Return a 64-bit checksum (hex) of the master weights that does not depend on the layout: the sum modulo 2^64,
-    over all elements, of the element's bits (as an integer plus 1) times an odd number derived from parameter name and
-    position. owned: slices that cover each element on exactly one rank. Collective."""
+    """Return a 64-bit checksum (hex) of weights that does not depend on the layout: the sum modulo 2^64, over all
+    elements, of the element's bits (as an integer plus 1) times an odd number derived from the parameter's name and the
+    element's position.
+
+    owned: slices of the weights; over all ranks of `mesh`, each element is in exactly one. Collective."""
     total = torch.zeros((), dtype=torch.int64, device=mesh.device)
     for item in owned:
         name = int.from_bytes(hashlib.sha256(item.name.encode()).digest()[:8], "little", signed=True)
@@ -161,27 +169,28 @@ def compute_weights_checksum(owned: Iterable[TensorSlice], mesh: Mesh) -> str:
     return f"{int(total) % (1 << 64):016x}"
 
 
-def load_or_compute(
+def load_or_compute_reference(
     path: Path,
-    responses_by_row: Mapping[str, NDArray[np.int64]],
-    made_of: Mapping[str, str],
+    responses_per_sequence: Mapping[str, NDArray[np.int64]],
+    inputs: Mapping[str, str],
     compute: Callable[[], Reference],
-    agree: Agreement,
+    agreement: Agreement,
     leader: bool,
 ) -> tuple[Reference, bool]:
-    """Return the reference log-probabilities and True if they were loaded. They are read from `path`, where an earlier
-    start of the run may have stored them, if every rank can read that file and it was computed from the same data and
-    weights (`made_of`). Otherwise they are computed, and the leader writes them to `path`.
+    """Return the reference log-probabilities, and True if they were loaded from `path`, False if they were computed.
+    They are loaded if every rank can read the file and its inputs equal `inputs`. Otherwise they are computed, and the
+    leader writes them to `path`.
 
-    responses_by_row: split name -> number of responses in each sequence. made_of: checksums of data and weights, and
-    precision. compute: returns the reference log-probabilities on this rank. agree: exchanges flags between ranks.
-    leader: True on the rank that writes the file. `UserError` if it cannot be written. Collective."""
+    responses_per_sequence: {split: number of responses in each sequence}. inputs: {name: value}: checksums of data and
+    weights, and the precision. compute: function that returns the reference log-probabilities on this rank. agreement:
+    exchanges flags between ranks. leader: True on the rank that writes the file. `UserError` if the file cannot be
+    written. Collective."""
     earlier = None
     try:
-        earlier = read_reference(path, responses_by_row)
+        earlier = read_reference(path, responses_per_sequence)
     except UserError:
         pass  # missing or damaged: computed again
-    if agree.all_true(earlier is not None and earlier.made_of == made_of):
+    if agreement.all_true(earlier is not None and earlier.inputs == inputs):
         assert earlier is not None
         return earlier, True
     computed, problem = compute(), None
@@ -190,6 +199,6 @@ def load_or_compute(
             computed.write(path)
         except OSError as error:
             problem = f"{path} cannot be written: {error_reason(error)}"
-    if (first := agree.broadcast_first_text(problem)) is not None:
+    if (first := agreement.broadcast_first_text(problem)) is not None:
         raise UserError(first[1])
     return computed, False

@@ -21,9 +21,10 @@ from meshwright.terminal import print_message
 
 @dataclass(slots=True)
 class LaunchedProcess:
-    """State of the process of one rank of a script that `meshwright run` started. place: its rank, world size and
-    rendezvous. directory: run directory, locked by the launcher. result: result document of the last `fit`. calls:
-    number of calls of `next_rendezvous` so far."""
+    """State of one rank's process of a script that `meshwright run` started.
+
+    place: rank, world size and rendezvous of the process. directory: run directory, locked by the launcher. result:
+    result document of the last call of `fit`. calls: number of calls of `next_rendezvous` so far."""
 
     place: Place
     directory: Path
@@ -35,12 +36,11 @@ _launched: ContextVar[LaunchedProcess | None] = ContextVar("launched", default=N
 
 
 def next_rendezvous(rendezvous: str | None = None) -> Place:
-    """Return the place of this process in its next training run: rank, world size and rendezvous. Without a launcher it
-    is rank 0 of 1.
+    """Return rank, world size and rendezvous of this process for its next training run. Without a launcher it is rank 0
+    of 1.
 
     Under `meshwright run` with a file rendezvous each call returns another file, so that a script can train several
-    times. rendezvous: URL such as "tcp://host:port" or "file:///path"; None: the launcher's.
-    """
+    times. rendezvous: URL such as "tcp://host:port" or "file:///path"; None: the launcher's."""
     launched = _launched.get()
     if launched is not None:
         launched.calls += 1
@@ -51,15 +51,15 @@ def next_rendezvous(rendezvous: str | None = None) -> Place:
     return Place(0, 1, 0, "env://", "itself")
 
 
-def locked_run_directory() -> Path | None:
+def get_locked_run_directory() -> Path | None:
     """Return the run directory that `meshwright run` has locked for this process; None under any other launcher."""
     launched = _launched.get()
     return None if launched is None else launched.directory
 
 
 def record_result(result: dict[str, Any]) -> None:
-    """Record the result document (JSON dict of figures) of a training run, which this rank reports to `meshwright run`
-    at its end. No effect under another launcher."""
+    """Store `result`, the result document (JSON dict of figures) of a training run; at its end this rank reports it to
+    `meshwright run`. Under another launcher do nothing."""
     launched = _launched.get()
     if launched is not None:
         launched.result = result
@@ -67,11 +67,11 @@ def record_result(result: dict[str, Any]) -> None:
 
 @contextmanager
 def exit_codes() -> Iterator[None]:
-    """Context manager that ends the process when an exception leaves it: prints the exception as one line and exits
-    with its code: 2 after a user error, 143 after SIGTERM, 130 after an interrupt, else the code of the exception's
+    """Context manager that turns an exception into an exit of the process: it prints the exception as one line and
+    exits with 2 after a user error, 143 after SIGTERM, 130 after an interrupt, else with the code of the exception's
     class.
 
-    Under `meshwright run` it does nothing: that command receives the exception and prints it."""
+    Under `meshwright run` it does nothing, because that command receives the exception and prints it."""
     try:
         yield
     except (MeshwrightError, KeyboardInterrupt) as error:
@@ -86,25 +86,26 @@ def exit_codes() -> Iterator[None]:
 
 
 def run_script(
-    path: Path, arguments: list[str], ranks: int, directory: Path, *, restarts: int = 0, aside: bool = False
+    path: Path, arguments: list[str], ranks: int, directory: Path, *, restarts: int = 0, redirect_stdout: bool = False
 ) -> dict[str, Any]:
-    """Run a Python script on `ranks` processes of this machine and return the result document (JSON dict of figures) of
-    its last `fit` on rank 0; an empty dict if it made no such call.
+    """Run the Python script `path` on `ranks` processes of this machine. Return the result document (JSON dict of
+    figures) of its last call of `fit` on rank 0; an empty dict if it made no such call.
 
     arguments: command-line arguments of the script. directory: run directory, locked while the script runs. restarts:
-    maximum number of restarts after a rank was lost. aside: True to redirect the script's standard output to standard
-    error, so that standard output has only the result. Raises the ranks' exceptions (`UserError`, `ScriptFailed` ...),
-    `RankLost` when a rank died, `Terminated` after SIGTERM.
-    """
+    maximum number of restarts after a rank was lost. redirect_stdout: True to redirect the script's standard output to
+    standard error, so that standard output has only the result. Raises the ranks' exceptions (`UserError`,
+    `ScriptFailed` ...), `RankLost` when a rank died, `Terminated` after SIGTERM."""
     description = {"script": str(path.resolve()), "arguments": arguments}
     command = (sys.executable, "-P", "-m", "meshwright.training.script")
-    spec = LaunchSpec(description, ranks, directory, restarts, command=command, output=2 if aside else 1)
+    spec = LaunchSpec(description, ranks, directory, restarts, command=command, output=2 if redirect_stdout else 1)
     return launch(spec)
 
 
 def _run_script_rank(description: dict[str, Any], start: Place) -> dict[str, Any]:
-    """Run the script on this rank and return the result document of its last `fit`. description: path of the script
-    ("script"), arguments and run directory, from the launcher; start: rank and rendezvous. Raises `ScriptFailed`."""
+    """Run the script on this rank and return the result document of its last call of `fit`.
+
+    description: JSON dict from the launcher with path of the script ("script"), arguments and run directory; start:
+    rank and rendezvous of this process. Raises `ScriptFailed`."""
     launched = LaunchedProcess(start, Path(description["directory"]))
     _launched.set(launched)
     script = description["script"]
@@ -119,7 +120,7 @@ def _run_script_rank(description: dict[str, Any], start: Place) -> dict[str, Any
 
 
 class ScriptFailed(MeshwrightError):
-    """Raised when a script ended with a non-zero exit code, which is the attribute `exit_code`."""
+    """Error: a script ended with the non-zero exit code `exit_code`."""
 
     def __init__(self, code: object) -> None:
         """Keep the exit code that the script passed to `sys.exit`; 1 if it is not an integer."""

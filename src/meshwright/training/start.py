@@ -18,7 +18,7 @@ from meshwright.monitoring.resuming import check_resume
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.recipe import Recipe
 from meshwright.terminal import print_message
-from meshwright.training.first_start import measure_run, runs_on_cpu, slow_precision_warning
+from meshwright.training.first_start import describe_slow_precision, measure_run, runs_on_cpu
 
 WORKER = (sys.executable, "-P", "-m", "meshwright.training.worker")  # -P: no imports from the current directory
 
@@ -66,7 +66,7 @@ def launch_recipe(recipe: Recipe, *, restarts: int = 0, probe: bool = True, **op
     )
     if probe:
         spec = replace(spec, before_ranks=partial(measure_run, recipe, threads.count, spec.log))
-    if warning := slow_precision_warning(recipe.parsed_layout, recipe.run.device):
+    if warning := describe_slow_precision(recipe.parsed_layout, recipe.run.device):
         spec.log(warning)
     if threads.note and runs_on_cpu(recipe.run.device):
         spec.log(threads.note)

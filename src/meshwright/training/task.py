@@ -23,9 +23,10 @@ from meshwright.spec.parameters import ParameterTable
 
 @dataclass(frozen=True, slots=True)
 class RunStart:
-    """Context that `Task.prepare` receives before the first step. directory: the run directory. agreement: object by
-    which ranks exchange flags and texts. saved: content of `state.json` in the resumed checkpoint; None for a fresh
-    run. log: function that prints a line on rank 0."""
+    """Argument of `Task.prepare`: state of the run before its first step.
+
+    directory: run directory. agreement: object by which ranks exchange flags and texts. saved: content of `state.json`
+    in the resumed checkpoint; None for a fresh run. log: function that prints a line on rank 0."""
 
     directory: Path
     agreement: Agreement
@@ -34,12 +35,12 @@ class RunStart:
 
 
 class Task(Protocol):
-    """Interface of a training task: all that the trainer needs of model, data and loss on one rank.
+    """Interface of a training task: model, data and loss on one rank, as the trainer uses them.
 
-    layout: degrees of parallelism. table: the parameters and how each is sharded. mesh: process groups of this rank.
-    parallel: ZeRO engine of this rank. passes: object that runs the forward and backward passes of a step; the profiler
-    wraps it. Micro-batches are opaque to the trainer: it passes those that `load_step` returns to the other methods.
-    """
+    layout: degrees of parallelism. table: parameter table (name, shape and sharding of each parameter). mesh: device
+    mesh of this rank. parallel: ZeRO engine of this rank. passes: object that runs the forward and backward passes of a
+    step; the profiler wraps it. Micro-batches are opaque to the trainer: it passes those that `load_step` returns to
+    the other methods."""
 
     @property
     def recipe(self) -> Recipe:
@@ -57,23 +58,23 @@ class Task(Protocol):
         """Load this rank's micro-batches of the step with index `step` (from 0)."""
 
     def count_terms(self, micro_batches: Any) -> TermCount:
-        """Return the number of loss terms (target tokens, pairs or items) in these micro-batches, by which the summed
-        loss is divided: summed over all ranks, at least 1. Collective."""
+        """Return the number of loss terms (target tokens, pairs or items) in a step: summed over this rank's
+        `micro_batches` and over all ranks, at least 1. The summed loss is divided by this number. Collective."""
 
     def forward_backward(self, micro_batches: Any, divisor: float | torch.Tensor) -> torch.Tensor:
-        """Run forward and backward of this rank's micro-batches; afterwards the shards of `parallel` hold the gradients
-        of the summed loss divided by `divisor`.
+        """Run forward and backward of this rank's `micro_batches`; afterwards the shards of `parallel` hold the
+        gradients of the summed loss divided by `divisor`.
 
         Returns float64 [1 + metrics]: this rank's contributions to the divided loss and to the metric sums (which are
-        not divided). Their sums over all ranks are the loss and the metric sums of the step."""
+        not divided). Summed over all ranks they are the loss and the metric sums of the step."""
 
     def discard_step(self) -> None:
-        """Undo what a skipped step has changed in the module's buffers. Parameters and optimizer state need no undo: a
-        skipped step does not change them."""
+        """Undo a skipped step: restore the module's buffers. Parameters and optimizer state are unchanged, because a
+        skipped step does not update them."""
 
     def report(self, means: Sequence[float]) -> Metrics:
-        """Return the step's metrics by name. means [metrics]: the step's metric sums over all ranks (those that
-        `forward_backward` returns after the loss) divided by its number of loss terms."""
+        """Return the step's metrics by name. means [metrics]: the metric sums over all ranks, as `forward_backward`
+        returns them after the loss, divided by the number of loss terms."""
 
     # --- around steps
 
@@ -81,17 +82,19 @@ class Task(Protocol):
         """Return the description of model and data for the run's report, without the device's peak FLOP/s."""
 
     def prepare(self, start: RunStart) -> None:
-        """Compute or load what the task needs before the first step, such as reference log-probabilities. start: run
-        directory, agreement of ranks, resumed state and log. If it fails on any rank, all ranks raise the same
-        `UserError`. Collective."""
+        """Compute or load the inputs that do not change during training, such as reference log-probabilities; called
+        once, before the first step.
+
+        start: run directory, resumed state and log. If it fails on any rank, all ranks raise the same `UserError`.
+        Collective."""
 
     def validate(self) -> Validation:
         """Return the mean loss and the metrics of the first `train.validation_sequences` samples of the validation
         data, without updating parameters. Collective."""
 
     def state(self) -> dict[str, Any]:
-        """Return the task's entries of a checkpoint's `state.json`: identity of the data, which a resumed run
-        compares."""
+        """Return the task's entries of a checkpoint's `state.json`, which identify the data; they must be equal when
+        the run resumes."""
 
     def buffer_slices(self, owned: bool) -> list[TensorSlice]:
         """Return buffers and frozen parameters as checkpoint slices. owned: True for only those that this rank writes;

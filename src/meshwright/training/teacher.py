@@ -20,7 +20,7 @@ from meshwright.model.huggingface import match_entries, read_entry
 from meshwright.model.loss import OutputHead
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.axes import axis_operations
-from meshwright.parallel.flat_buffers import slice_entries
+from meshwright.parallel.flat_buffers import make_slice_reader
 from meshwright.parallel.pipeline import Key, Pipeline
 from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.parallel.zero_engine import ZeroEngine
@@ -33,22 +33,24 @@ from meshwright.spec.stage_times import program_for
 
 
 class Teacher:
-    """Teacher of distillation on one rank: a frozen model of configuration `config`, of which only forwards run. mesh:
-    process groups of the run. held: (value of `distill.layout`, which says how the teacher is sharded; number of tokens
-    of a sequence). dtype: dtype of its parameters. layers: layers whose outputs are returned. seed: seed of random
-    parameters; None: `load` reads them. Raises `UserError` if it cannot run on the layout. Collective."""
+    """Frozen teacher model of distillation on one rank, which runs forward passes only.
+
+    config: architecture of the teacher. mesh: device mesh of the run. layout_and_sequence: (value of `distill.layout`,
+    which says how the teacher is sharded; number of tokens of a sequence). dtype: dtype of the parameters. layers:
+    indices of the layers whose outputs are returned. seed: seed of random parameters; None: `load` reads the
+    parameters. Raises `UserError` if the teacher cannot run on the layout. Collective."""
 
     def __init__(
         self,
         config: ModelConfig,
         mesh: Mesh,
-        held: tuple[str, int],
+        layout_and_sequence: tuple[str, int],
         dtype: torch.dtype,
         layers: Sequence[int] = (),
         seed: int | None = None,
     ) -> None:
-        self.config, self.layers, (text, sequence) = config, tuple(layers), held
-        self.mesh = mesh = _change_mesh(mesh, make_teacher_layout(mesh.layout, text, config))
+        self.config, self.layers, (text, sequence) = config, tuple(layers), layout_and_sequence
+        self.mesh = mesh = _make_teacher_mesh(mesh, make_teacher_layout(mesh.layout, text, config))
         table = parameter_table(config).frozen
         program = program_for(mesh.layout, config, sequence)
         partition = Partition.of(program, config, table, sequence)
@@ -60,16 +62,17 @@ class Teacher:
         self._pipeline = Pipeline(program, mesh.pp)
 
     def load(self, directory: Path) -> None:
-        """Load the weights of a Hugging Face directory. `UserError` if they are damaged or of another model."""
+        """Load the teacher's weights from a Hugging Face directory. `UserError` if they are damaged or of another
+        model."""
         files = CheckpointFiles(directory)
         names = match_entries(files, self.engine.table, self.config)
-        self.engine.load(slice_entries(lambda entry: read_entry(files, entry, names)))
+        self.engine.load(make_slice_reader(lambda entry: read_entry(files, entry, names)))
 
     @torch.no_grad()
     def run(self, micro_batches: Sequence[MicroBatch]) -> dict[int, TeacherStates]:
-        """Run forward and return {index of a micro-batch: the teacher's states} for the micro-batches whose last
-        pipeline stage is on this rank. The parameters of the output head stay unsharded until the next call.
-        Collective."""
+        """Run the teacher's forward pass on `micro_batches`. Return {index of a micro-batch: the teacher's hidden
+        states} for those whose last pipeline stage is on this rank. The parameters of the output head stay unsharded
+        until the next call. Collective."""
         forward = _Forward(self, micro_batches)
         self._pipeline.run_forwards(forward, len(micro_batches))
         if forward.found:
@@ -77,8 +80,8 @@ class Teacher:
         return forward.found
 
     def output_head(self, student: Axis) -> OutputHead:
-        """Return the part of the teacher's output head for this rank's vocabulary slice of the student. student: axis
-        tp of the run, over which the student's vocabulary is sharded."""
+        """Return the slice of the teacher's output head for the part of the vocabulary that this rank holds of the
+        student. student: mesh axis tp of the run, over which the student's vocabulary is sharded."""
         head = self._model.output_head()
         if self.mesh.tp.size == student.size:
             return head
@@ -88,38 +91,46 @@ class Teacher:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TeacherStates:
-    """Output of the teacher for a micro-batch of T tokens. states_TH: final hidden states, the input of its output
-    head. layers: {layer: its output [B, S, H]} (with sequence parallelism this tp rank's slice of the tokens)."""
+    """Hidden states of the teacher for a micro-batch of T tokens.
+
+    states_TH: final hidden states, the input of the output head. layers: {index of a layer: its output [B, S, H]} (with
+    sequence parallelism this tp rank's slice of the tokens)."""
 
     states_TH: torch.Tensor
     layers: dict[int, torch.Tensor]
 
 
 class _Forward:
-    """Executor of the forwards of a teacher's pipeline stages (implements `parallel.pipeline.Compute`). Attribute
-    `found`: the states of the micro-batches whose last stage is on this rank."""
+    """Executor of the forwards of the pipeline stages of `teacher` on this rank, for `micro_batches` (implements
+    `parallel.pipeline.Compute`). Attribute `found`: {index of a micro-batch: the teacher's hidden states}, for those
+    whose last stage is on this rank."""
 
     def __init__(self, teacher: Teacher, micro_batches: Sequence[MicroBatch]) -> None:
         self._teacher, self._micro_batches = teacher, micro_batches
         self.found: dict[int, TeacherStates] = {}
 
     def run(self, kind: Kind, key: Key, x: torch.Tensor | None) -> torch.Tensor | None:
-        """Run the forward of a micro-batch through one stage and return the stage's output; None for the last."""
+        """Run the forward of a micro-batch through one pipeline stage and return the stage's output; None for the last
+        stage.
+
+        kind: always forward; key: indices (stage, replica, micro-batch); x: the stage's input, None for the first
+        stage."""
         assert kind == Kind.FORWARD
         engine, model = self._teacher.engine, self._teacher._model
         stage, units = engine.partition.stages[key[0]], engine.prefetchers[key[0]]
         units.keeps_last = False
         tokens_BS, _, documents = self._micro_batches[key[2]]
-        model.tapped = dict.fromkeys(self._teacher.layers)
+        model.layer_outputs = dict.fromkeys(self._teacher.layers)
         out_BSH = model.hidden(tokens_BS, documents, units, stage=stage, x_BSH=x)
         if not stage.last:
             return out_BSH
-        self.found[key[2]] = TeacherStates(out_BSH.flatten(0, 1), model.tapped)
-        model.tapped = {}
+        self.found[key[2]] = TeacherStates(out_BSH.flatten(0, 1), model.layer_outputs)
+        model.layer_outputs = {}
         return None
 
     def buffer(self, key: Key) -> torch.Tensor:
-        """Return an uninitialised buffer in which the input of a stage is received."""
+        """Return an uninitialised buffer [B, S, H] in which the input of a pipeline stage is received; S counts only
+        this tp rank's token slice with sequence parallelism. key: indices (stage, replica, micro-batch)."""
         tokens_BS, mesh = self._micro_batches[key[2]][0], self._teacher.mesh
         rows, sequence = tokens_BS.shape
         if mesh.layout.tensor_sequence_parallel:
@@ -128,9 +139,9 @@ class _Forward:
         return torch.empty(shape, dtype=self._teacher.engine.parameter_dtype, device=mesh.device)
 
 
-def _change_mesh(mesh: Mesh, layout: Layout) -> Mesh:
-    """Return the mesh of a teacher with its own `layout` on the ranks of the run's `mesh`. If only the run has tp, the
-    ranks along tp hold the same part of the teacher."""
+def _make_teacher_mesh(mesh: Mesh, layout: Layout) -> Mesh:
+    """Return the device mesh of a teacher: the ranks of the run's `mesh` with the teacher's `layout`. If the run has tp
+    and the teacher has not, all ranks along tp hold the same parameters of the teacher."""
     changed = copy.copy(mesh)
     changed.layout = layout
     if layout.tp != mesh.tp.size:

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from meshwright.data import PreparedData
-from meshwright.data.files import canonical_json, find_damage, hash_file, read_json, write_atomic
+from meshwright.data.files import find_damage, hash_file, read_json, to_canonical_json, write_atomic
 from meshwright.errors import UserError, error_reason
 from meshwright.model.checkpoint_files import CheckpointFiles
 from meshwright.model.documents import Documents
@@ -38,9 +38,10 @@ COMMAND = "`meshwright data teacher RECIPE` writes it"
 
 
 class TeacherCache:
-    """Cache on disk of the teacher's most probable next tokens, for all sequences of the prepared `data`. recipe: names
-    the teacher and the settings. Attributes: `identity`: everything that determines the content, as JSON; `directory`:
-    directory of the files."""
+    """Cache on disk of the teacher's most probable next tokens, for every token of the prepared `data`.
+
+    recipe: settings, which name the teacher. Attributes: `identity`: JSON object of everything that the content depends
+    on (data, teacher, temperature ...); `directory`: directory of the files."""
 
     def __init__(self, recipe: Recipe, data: PreparedData) -> None:
         """Compute the identity, which includes the hashes of the teacher's files. Raises `UserError` if these are
@@ -49,7 +50,7 @@ class TeacherCache:
         assert recipe.distill.teacher is not None
         files = CheckpointFiles(recipe.distill.teacher)
         paths = sorted({files.file(name) for name in files.names} | {files.directory / "config.json"})
-        digest = hashlib.sha256(canonical_json([[path.name, hash_file(path)] for path in paths]))
+        digest = hashlib.sha256(to_canonical_json([[path.name, hash_file(path)] for path in paths]))
         self.identity: dict[str, Any] = {
             "format": FORMAT,
             "data": data.sha256,
@@ -60,14 +61,16 @@ class TeacherCache:
             "top_k": recipe.distill.top_k,
         }
         parent = data.directory.parent / "teachers"
-        self.directory = parent / hashlib.sha256(canonical_json(self.identity)).hexdigest()[:32]
+        self.directory = parent / hashlib.sha256(to_canonical_json(self.identity)).hexdigest()[:32]
         self._maps: dict[Path, NDArray[Any]] = {}
         self._manifest: Mapping[str, Any] = {}
 
     def write(self, log: Callable[[str], None]) -> dict[str, Any]:
-        """Compute what is missing and return the JSON document of `meshwright data teacher`: "directory", "sequences",
-        "bytes", "computed" (sequences computed now), "mean_rest" (mean probability outside the K tokens). Existing
-        files are checked byte by byte. log: receives progress lines. Raises `UserError` if nothing can be written."""
+        """Complete the cache: run the teacher on the sequences whose files are missing or damaged (found by checksums).
+        Return the JSON document of `meshwright data teacher`: "directory", "sequences", "bytes", "computed" (number of
+        sequences computed now), "mean_rest" (mean probability of the tokens other than the K stored ones).
+
+        log: called with progress lines. Raises `UserError` if a file cannot be written."""
         known = self._read_manifest().get("files", {})
         model: Any = None
         files, computed, done, rest, tokens = dict[str, Any](), 0, 0, 0.0, 0
@@ -87,7 +90,7 @@ class TeacherCache:
                     files[path.name] = {"sha256": hash_file(path), "bytes": path.stat().st_size}
                 outside = np.exp(self._map(paths[1])[..., -1])
                 rest, tokens = rest + float(outside.sum(dtype=np.float64)), tokens + outside.size
-            write_atomic(self.directory / MANIFEST, canonical_json({"identity": self.identity, "files": files}))
+            write_atomic(self.directory / MANIFEST, to_canonical_json({"identity": self.identity, "files": files}))
         except OSError as error:
             raise UserError(f"data.cache: {self.directory} cannot be written: {error_reason(error)}") from None
         size = sum(about["bytes"] for about in files.values())
@@ -97,8 +100,9 @@ class TeacherCache:
         }  # fmt: skip
 
     def open(self) -> None:
-        """Map the files of a complete cache. Raises `UserError`, one line, if there is none for this teacher, data and
-        settings (it names what differs from an existing one) or a file is missing or cut."""
+        """Open a complete cache: map its files into memory and check their names, sizes and shapes, but not their
+        content. Raises `UserError` if there is no cache for this teacher, data and settings (the message names what
+        differs from an existing cache), or if a file is missing or has a wrong size."""
         self._manifest = self._read_manifest()
         if not self._manifest:
             raise UserError(f"distill.top_k: the teacher's logits are not cached{self._explain_stale()}; {COMMAND}")
@@ -109,8 +113,9 @@ class TeacherCache:
                 raise UserError(f"distill.top_k: {self.directory} is damaged ({paths[0].name}); {COMMAND} again")
 
     def read(self, split: str, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Return token IDs [B, S, K] and log-probabilities [B, S, K + 1], the last of all other tokens, of the
-        sequences with the indices `rows` [B] of a split. Indices beyond the last give those of the last."""
+        """Return the teacher's K most probable next tokens for the sequences with the indices `rows` [B] of a split:
+        token IDs [B, S, K], and log-probabilities [B, S, K + 1], of these tokens and, last, of all other tokens
+        together. An index beyond the last sequence (padding) reads the last sequence."""
         last = self._data.split(split).sequences - 1
         found = []
         for row in np.minimum(rows, last).tolist():
@@ -121,17 +126,18 @@ class TeacherCache:
 
     @property
     def sha256(self) -> str:
-        """Checksum of all files, for `state.json`."""
-        return hashlib.sha256(canonical_json(self._manifest)).hexdigest()
+        """SHA-256 checksum of the cache's manifest, which has the checksums of all files; stored in `state.json`."""
+        return hashlib.sha256(to_canonical_json(self._manifest)).hexdigest()
 
     def _map(self, path: Path) -> NDArray[Any]:
-        """Map the .npy file `path` into memory; return it as an array."""
+        """Return the array in the .npy file `path`, memory-mapped; a file that is already mapped is reused."""
         if path not in self._maps:
             self._maps[path] = np.lib.format.open_memmap(path, mode="r")  # refuses pickles and archives
         return self._maps[path]
 
     def _read_manifest(self) -> dict[str, Any]:
-        """Return the manifest of this cache (JSON with identity, shapes and checksums); {} if there is none."""
+        """Return the manifest of this cache, a JSON dict {"identity": ..., "files": {name: {"sha256", "bytes"}}}; {} if
+        there is none or it is invalid."""
         found = read_json(self.directory / MANIFEST)
         if not isinstance(found, dict) or found.get("identity") != self.identity:
             return {}
@@ -143,8 +149,8 @@ class TeacherCache:
         return found if valid else {}
 
     def _explain_stale(self) -> str:
-        """Return the end of an error message, which says how the most similar cache of the same data differs from this
-        one; empty if there is no other cache."""
+        """Return a clause that ends an error message: which settings of the most similar other cache differ from this
+        one's, such as " (a cache in DIRECTORY is stale: another temperature)"; "" if there is no other cache."""
         best: list[str] | None = None
         for path in sorted(self.directory.parent.glob(f"*/{MANIFEST}")):
             found = read_json(path)
@@ -156,7 +162,8 @@ class TeacherCache:
         return f" (a cache in {self.directory.parent} is stale: another {', '.join(best)})" if best else ""
 
     def _shards(self) -> Iterator[tuple[str, int, int, list[Path]]]:
-        """Yield (split, index of its first sequence, number of sequences, its two files) of each shard."""
+        """Yield (split, index of the first sequence, number of sequences, [file of token IDs, file of
+        log-probabilities]) for each shard of the cache, which has at most `ROWS` sequences."""
         for split in SPLITS:
             rows = self._data.split(split).sequences
             for first in range(0, rows, ROWS):
@@ -164,7 +171,8 @@ class TeacherCache:
                 yield split, first, min(ROWS, rows - first), [self.directory / name for name in names]
 
     def _shard_fits(self, paths: list[Path], count: int) -> bool:
-        """Return True if the two files of a shard of `count` sequences exist with the right shapes and dtypes."""
+        """Return True if the two files `paths` of a shard (token IDs, log-probabilities) exist with the shapes and
+        dtypes of `count` sequences."""
         k, sequence = self._recipe.distill.top_k, self._data.sequence
         try:
             ids, values = map(self._map, paths)
@@ -175,7 +183,8 @@ class TeacherCache:
         return [ids.shape, values.shape] == [(count, sequence, k), (count, sequence, k + 1)]
 
     def _load_teacher(self) -> Any:
-        """Load the teacher on one device, in float32."""
+        """Load the teacher, unsharded and in float32, on a GPU if the run uses one, else on the CPU, and return the
+        model."""
         assert self._recipe.distill.teacher is not None
         device = "cuda" if self._recipe.run.device != "cpu" and torch.cuda.is_available() else "cpu"
         model, _ = load_huggingface(self._recipe.distill.teacher, torch.float32, device)
@@ -183,8 +192,9 @@ class TeacherCache:
 
     @torch.no_grad()
     def _compute(self, model: Any, split: str, first: int, count: int) -> tuple[NDArray[Any], NDArray[np.float32]]:
-        """Run the teacher `model` on `count` sequences of a split, from index `first` on; return token IDs [count, S,
-        K] and log-probabilities [count, S, K + 1], as `read` does."""
+        """Run the teacher `model` on `count` sequences of a split, from index `first` on. Return its K most probable
+        next tokens: IDs [count, S, K], and log-probabilities [count, S, K + 1], of these tokens and, last, of all other
+        tokens together."""
         given, device = self._recipe.distill, model.head_weight.device
         ids, values = [], []
         for row in range(first, first + count):
@@ -200,12 +210,12 @@ class TeacherCache:
 
 
 def _file_names(split: str, shard: int) -> tuple[str, str]:
-    """Return the names of the files of a shard: token IDs and log-probabilities."""
+    """Return the names of the two files (token IDs, log-probabilities) of shard number `shard`, from 0, of a split."""
     return f"{split}-{shard:05d}-ids.npy", f"{split}-{shard:05d}-log-probabilities.npy"
 
 
 def _serialize(values: NDArray[Any]) -> bytes:
-    """Return an array as the bytes of a .npy file."""
+    """Return the array `values` as the bytes of a .npy file."""
     buffer = io.BytesIO()
     np.save(buffer, values, allow_pickle=False)
     return buffer.getvalue()

@@ -28,32 +28,37 @@ _SMALLEST = -87.0  # log of the smallest probability of "all other tokens": of f
 
 @dataclass(slots=True)
 class TeacherTargets:
-    """What the student is compared with in distillation, for a micro-batch on this rank: the teacher's output.
+    """Targets that the teacher of a distillation sets for one micro-batch on this rank.
 
-    loss: settings of the loss. figures: float64 [3], the sums over target tokens of cross-entropy, divergence and
-    squared differences of hidden states; every forward pass adds to them. states_TH, head: for a running teacher, the
-    input of its output head, and the part of the head for this rank's vocabulary slice. top_ids_TK, top_T1K: for a
-    cache, the K most probable tokens (int64), and log-probabilities [T, K + 1] at the loss's temperature, the last one
-    of all other tokens together. layers: {layer of the teacher: its output [B, S, H]} (with sequence parallelism this
-    tp rank's slice of the tokens).
-    """
+    loss: settings of the distillation loss. metric_sums: float64 [3], sums over target tokens of the cross-entropy, the
+    divergence and the squared difference of hidden states; every forward pass adds to them. layers: {index of a
+    teacher's layer: its output [B, S, H]} (with sequence parallelism this tp rank's slice of the tokens), compared with
+    the student's hidden states.
+
+    With a running teacher: states_TH: the teacher's final hidden states; head: the part of its output head for this
+    rank's vocabulary slice. With cached targets instead: top_ids_TK: the teacher's K most probable tokens (int64);
+    top_log_p_TO: log-probabilities of O = K + 1 outcomes, these K tokens and, last, all other tokens together, at the
+    loss's temperature."""
 
     loss: DistillationLoss
-    figures: torch.Tensor
+    metric_sums: torch.Tensor
     states_TH: torch.Tensor | None = None
     head: OutputHead | None = None
     top_ids_TK: torch.Tensor | None = None
-    top_T1K: torch.Tensor | None = None
+    top_log_p_TO: torch.Tensor | None = None
     layers: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def make_chunk(self, *arguments: Any) -> Chunk:
-        """Create the object that computes the loss of a chunk of tokens. arguments: those of the base class `Chunk`."""
+        """Build the object that computes the distillation loss of one chunk of tokens. arguments: those of the
+        constructor of `model.loss.Chunk`."""
         return (LogitChunk if self.top_ids_TK is None else TopKChunk)(*arguments)
 
-    def match_hidden(self, model: Any, targets_BS: torch.Tensor) -> torch.Tensor | float:
-        """Return the weighted loss of the hidden states, summed over target tokens, a scalar; 0 if no layers are
-        compared. model: the student after its forward pass, which has stored the outputs of the compared layers in
-        `tapped`. targets_BS: -100 for ignored tokens."""
+    def compute_hidden_loss(self, model: Any, targets_BS: torch.Tensor) -> torch.Tensor | float:
+        """Return the loss that compares hidden states of student and teacher, times its weight and summed over target
+        tokens (scalar); 0 if no layers are compared.
+
+        model: the student after its forward pass, whose attribute `layer_outputs` has the outputs of the compared
+        layers. targets_BS: target token IDs; -100 for ignored tokens."""
         pairs, tensor = self.loss.layer_map, model.axes.tensor
         if not pairs:
             return 0.0
@@ -62,7 +67,7 @@ class TeacherTargets:
         counted_BS = targets_BS != IGNORED
         total = torch.zeros((), dtype=at_least_float32(self.layers[pairs[0][1]].dtype), device=targets_BS.device)
         for student, teacher in pairs:
-            x_BSH, model.tapped[student] = model.tapped[student], None
+            x_BSH, model.layer_outputs[student] = model.layer_outputs[student], None
             wanted_BSH = self.layers[teacher]
             if wanted_BSH.shape[1] > x_BSH.shape[1]:  # the teacher is not sharded over tp
                 wanted_BSH = wanted_BSH.chunk(tensor.size, dim=1)[tensor.rank]
@@ -72,14 +77,18 @@ class TeacherTargets:
             total = total + (error_BS * counted_BS).sum() / len(pairs)
         if tensor.sequence_parallel:
             total = tensor.reduce(total, HIDDEN_SITE)
-        self.figures[2] += total.detach()
+        self.metric_sums[2] += total.detach()
         return self.loss.hidden_weight * total
 
 
-class _SoftChunk(Chunk):
-    """Loss of a chunk of C tokens in distillation: `mixing` times the cross-entropy, plus 1 - `mixing` times T² times a
-    divergence, which a subclass computes (T: temperature). Arguments: those of `Chunk`; `known_KC` also has the rows
-    that `_reduce` returned in the forward pass."""
+class _DistillationChunk(Chunk):
+    """Logits and distillation losses of a chunk of C tokens; base class for two kinds of teacher targets. The loss of a
+    token is a H + (1 - a) T² D, with the cross-entropy H, `mixing` a, temperature T and the divergence D from the
+    teacher's distribution, which a subclass computes.
+
+    Arguments: tokens, logits_CV, targets_C, head: as for `model.loss.Chunk`. known_KC: rows of C numbers that the
+    forward pass has saved for backward: two of `Chunk`, then those that `_all_reduce_divergence` returned; None in
+    forward."""
 
     _divergence_C: torch.Tensor
 
@@ -90,41 +99,45 @@ class _SoftChunk(Chunk):
         super().__init__(tokens, logits_CV, targets_C, head, None if known_KC is None else known_KC[:2])
         self._teacher: TeacherTargets = head.teacher
         self._loss, self._head = self._teacher.loss, head
-        self._prepare(tokens)
+        self._prepare_teacher(tokens)
         if known_KC is None:
-            self.known += self._reduce(head.tensor)
-            figures = torch.stack([self.losses_C, self._divergence_C * self._counted_C]).double().sum(dim=1)
-            self._teacher.figures[:2] += figures
+            self.known += self._all_reduce_divergence(head.tensor)
+            metric_sums = torch.stack([self.losses_C, self._divergence_C * self._counted_C]).double().sum(dim=1)
+            self._teacher.metric_sums[:2] += metric_sums
             soft = (1 - self._loss.mixing) * self._loss.temperature**2
             self.losses_C = self._loss.mixing * self.losses_C + soft * self._divergence_C * self._counted_C
         else:
             self.known += list(known_KC[2:])
 
-    def _prepare(self, tokens: slice) -> None:
-        """Compute the teacher's side of the tokens, without communication."""
+    def _prepare_teacher(self, tokens: slice) -> None:
+        """Compute the teacher's logits or log-probabilities of the chunk, without communication. tokens: slice that
+        selects the chunk from all T tokens."""
         raise NotImplementedError
 
-    def _reduce(self, tensor: TensorOperations) -> list[torch.Tensor]:
-        """Set `_divergence_C`, the divergence of each token, by all-reduces over tp. Return the rows [C] that
-        `_soft_gradient` needs in backward."""
+    def _all_reduce_divergence(self, tensor: TensorOperations) -> list[torch.Tensor]:
+        """Set `_divergence_C`, the divergence of each token, by all-reduces over tp (`tensor`: its communication).
+        Return tensors [C] that are saved for `_divergence_gradient`, such as log-sum-exps."""
         raise NotImplementedError
 
-    def _soft_gradient(self, part: slice) -> torch.Tensor:
-        """Return the gradient of the divergence with respect to logits / T, [tokens of the slice, V]."""
+    def _divergence_gradient(self, part: slice) -> torch.Tensor:
+        """Return the gradient of the divergence with respect to the student's logits / T, [P, V], for the P tokens of
+        the chunk in the slice `part`."""
         raise NotImplementedError
 
-    def _scaled(self, part: slice) -> torch.Tensor:
-        """Return the student's logits / T of some tokens in a type of at least 32 bits."""
+    def _scale_logits(self, part: slice) -> torch.Tensor:
+        """Return the student's logits divided by the temperature, [P, V], in float32 or float64, for the P tokens of
+        the chunk in the slice `part`."""
         return self._logits_CV[part].to(self._counted_C.dtype) / self._loss.temperature
 
     def differentiate(self, factors_C: torch.Tensor | None = None) -> torch.Tensor:
-        """Overwrite the chunk's logits with their gradients and return them, [C, V]; `factors_C` as in `Chunk`."""
+        """Overwrite the chunk's logits with the gradients of the loss with respect to them, and return them, [C, V].
+        factors_C: factor on the loss of each token; None: 1."""
         factors_C = torch.ones_like(self._counted_C) if factors_C is None else factors_C
         # T² times the derivative 1 / T of logits / T.
         soft_C = (1 - self._loss.mixing) * self._loss.temperature * self._counted_C * factors_C
         pieces = []
         for part in self._token_slices():
-            piece = self._soft_gradient(part) * soft_C[part, None]
+            piece = self._divergence_gradient(part) * soft_C[part, None]
             if self._softcap:
                 piece *= 1 - (self._logits_CV[part].to(piece.dtype) / self._softcap).square()
             pieces.append(piece.to(self._logits_CV.dtype))
@@ -134,32 +147,37 @@ class _SoftChunk(Chunk):
         return self._logits_CV
 
 
-class LogitChunk(_SoftChunk):
-    """Chunk whose divergence is over the whole vocabulary: the teacher's logits are computed from its hidden states."""
+class LogitChunk(_DistillationChunk):
+    """Chunk of tokens whose divergence is over the whole vocabulary, for a running teacher: its logits are computed
+    from its final hidden states."""
 
-    def _prepare(self, tokens: slice) -> None:
-        """Compute the teacher's logits of the tokens on this rank's vocabulary slice, with its softcap applied."""
+    def _prepare_teacher(self, tokens: slice) -> None:
+        """Compute the teacher's logits of the chunk on this rank's vocabulary slice, with the teacher's softcap
+        applied. tokens: slice that selects the chunk from all T tokens."""
         states_TH, head = self._teacher.states_TH, self._teacher.head
         assert states_TH is not None and head is not None
         logits_CV = states_TH[tokens] @ head.weight_VH.T
         self._wanted_CV = cap_logits_(logits_CV, head.softcap) if head.softcap else logits_CV
 
     def _log_probabilities(self, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the log-probabilities of teacher and student on this rank's vocabulary slice."""
+        """Return the log-probabilities (of teacher, of student) over this rank's vocabulary slice, [P, V] each, for the
+        P tokens of the chunk in the slice `part`."""
         _, _, log_q_sum_C, log_p_sum_C, *_ = self.known
         wanted = self._wanted_CV[part].to(self._counted_C.dtype) / self._loss.temperature
-        return wanted - log_p_sum_C[part, None], self._scaled(part) - log_q_sum_C[part, None]
+        return wanted - log_p_sum_C[part, None], self._scale_logits(part) - log_q_sum_C[part, None]
 
-    def _reduce(self, tensor: TensorOperations) -> list[torch.Tensor]:
-        """Set the divergence over the whole vocabulary; return the rows that `_soft_gradient` needs."""
+    def _all_reduce_divergence(self, tensor: TensorOperations) -> list[torch.Tensor]:
+        """Set `_divergence_C`, the divergence over the whole vocabulary, by all-reduces over tp (`tensor`: its
+        communication). Return three tensors [C] for `_divergence_gradient`: the log-sum-exps of the student and of the
+        teacher, and the sum of the second result of `DistillationLoss.terms` over the vocabulary."""
         parts = [
             torch.stack([
-                torch.logsumexp(self._scaled(part), dim=1),
+                torch.logsumexp(self._scale_logits(part), dim=1),
                 torch.logsumexp(self._wanted_CV[part].to(self._counted_C.dtype) / self._loss.temperature, dim=1),
             ])
             for part in self._token_slices()
         ]  # fmt: skip
-        sums_2C = _sum_logarithms(torch.cat(parts, dim=1), tensor)
+        sums_2C = _all_reduce_log_sum_exp(torch.cat(parts, dim=1), tensor)
         self.known = [*self.known[:2], *sums_2C]
         totals = []
         for part in self._token_slices():
@@ -171,42 +189,50 @@ class LogitChunk(_SoftChunk):
         self.known = self.known[:2]
         return [*sums_2C, weight_C]
 
-    def _soft_gradient(self, part: slice) -> torch.Tensor:
-        """Return the gradient of the divergence with respect to the student's logits / T, [tokens of the slice, V]."""
+    def _divergence_gradient(self, part: slice) -> torch.Tensor:
+        """Return the gradient of the divergence with respect to the student's logits / T, [P, V], for the P tokens of
+        the chunk in the slice `part`."""
         log_p, log_q = self._log_probabilities(part)
         return self._loss.terms(log_p, log_q)[1] - log_q.exp() * self.known[4][part, None]
 
 
-class TopKChunk(_SoftChunk):
-    """Chunk whose divergence has K + 1 outcomes: the teacher's K most probable tokens, and all others together."""
+class TopKChunk(_DistillationChunk):
+    """Chunk of tokens whose divergence has K + 1 outcomes, for cached targets: the teacher's K most probable tokens,
+    and all other tokens together."""
 
-    def _prepare(self, tokens: slice) -> None:
-        """Select the cached tokens that are in this rank's vocabulary slice."""
-        ids_TK, top = self._teacher.top_ids_TK, self._teacher.top_T1K
+    def _prepare_teacher(self, tokens: slice) -> None:
+        """Find which of the teacher's K cached tokens are in this rank's vocabulary slice. tokens: slice that selects
+        the chunk from all T tokens."""
+        ids_TK, top = self._teacher.top_ids_TK, self._teacher.top_log_p_TO
         assert ids_TK is not None and top is not None
         local_CK = ids_TK[tokens] - self._head.first_token
         self._held_CK = (local_CK >= 0) & (local_CK < self._logits_CV.shape[1])
         self._places_CK = torch.where(self._held_CK, local_CK, 0)
         self._log_p_CO = top[tokens].to(self._counted_C.dtype).clamp(min=_SMALLEST)
 
-    def _sum_with_and_without(self, part: slice) -> list[torch.Tensor]:
-        """Return the log-sum-exps of the student's logits / T over this rank's vocabulary slice: of all tokens, and of
-        those that are not among the teacher's K."""
-        scaled = self._scaled(part)
+    def _log_sum_exps(self, part: slice) -> list[torch.Tensor]:
+        """Return two log-sum-exps [P] of the student's logits / T over this rank's vocabulary slice: one over all
+        tokens, one over the tokens that are not among the teacher's K. part: slice that selects P tokens of the chunk.
+        """
+        scaled = self._scale_logits(part)
         total = torch.logsumexp(scaled, dim=1)
         tokens, ranks = self._held_CK[part].nonzero(as_tuple=True)
         scaled[tokens, self._places_CK[part][tokens, ranks]] = torch.finfo(scaled.dtype).min
         return [total, torch.logsumexp(scaled, dim=1)]
 
-    def _gather(self, part: slice) -> torch.Tensor:
-        """Return the student's logits / T of the K tokens, 0 for those of other ranks."""
-        return self._scaled(part).gather(1, self._places_CK[part]) * self._held_CK[part]
+    def _gather_top_k(self, part: slice) -> torch.Tensor:
+        """Return the student's logits / T of the teacher's K tokens, [P, K]; 0 for tokens outside of this rank's
+        vocabulary slice. part: slice that selects P tokens of the chunk."""
+        return self._scale_logits(part).gather(1, self._places_CK[part]) * self._held_CK[part]
 
-    def _reduce(self, tensor: TensorOperations) -> list[torch.Tensor]:
-        """Set the divergence over the K + 1 outcomes; return the rows that `_soft_gradient` needs."""
-        parts = [torch.stack(self._sum_with_and_without(part)) for part in self._token_slices()]
-        log_sum_C, log_others_C = _sum_logarithms(torch.cat(parts, dim=1), tensor)
-        found_CK = torch.cat([self._gather(part) for part in self._token_slices()])
+    def _all_reduce_divergence(self, tensor: TensorOperations) -> list[torch.Tensor]:
+        """Set `_divergence_C`, the divergence over the K + 1 outcomes, by all-reduces over tp (`tensor`: its
+        communication). Return three tensors [C] for `_divergence_gradient`: the student's log-sum-exp, the sum of the
+        second result of `DistillationLoss.terms` over the outcomes, and that result for the outcome "all other tokens",
+        divided by the student's probability of it."""
+        parts = [torch.stack(self._log_sum_exps(part)) for part in self._token_slices()]
+        log_sum_C, log_others_C = _all_reduce_log_sum_exp(torch.cat(parts, dim=1), tensor)
+        found_CK = torch.cat([self._gather_top_k(part) for part in self._token_slices()])
         tensor.all_reduce(found_CK, TOP_K_SITE)
         log_q_CK = found_CK - log_sum_C[:, None]
         # Summed, not 1 minus the sum of the K: that would round a small probability to nothing.
@@ -217,11 +243,12 @@ class TopKChunk(_SoftChunk):
         weight_C, rest_C = weights_CO.sum(dim=1), weights_CO[:, -1] / log_q_CO[:, -1].exp()
         return [log_sum_C, weight_C, rest_C]
 
-    def _soft_gradient(self, part: slice) -> torch.Tensor:
-        """Return the gradient of the divergence with respect to the student's logits / T, [tokens of the slice, V]."""
+    def _divergence_gradient(self, part: slice) -> torch.Tensor:
+        """Return the gradient of the divergence with respect to the student's logits / T, [P, V], for the P tokens of
+        the chunk in the slice `part`."""
         _, _, log_sum_C, weight_C, rest_C = (each[part] for each in self.known)
-        gradient = (self._scaled(part) - log_sum_C[:, None]).exp() * (rest_C - weight_C)[:, None]
-        log_q_CK = self._gather(part) - log_sum_C[:, None]
+        gradient = (self._scale_logits(part) - log_sum_C[:, None]).exp() * (rest_C - weight_C)[:, None]
+        log_q_CK = self._gather_top_k(part) - log_sum_C[:, None]
         weights_CK = self._loss.terms(self._log_p_CO[part, :-1], log_q_CK)[1]
         tokens, ranks = self._held_CK[part].nonzero(as_tuple=True)
         exact_CK = weights_CK - log_q_CK.exp() * weight_C[:, None]
@@ -229,8 +256,9 @@ class TopKChunk(_SoftChunk):
         return gradient
 
 
-def _sum_logarithms(values_NC: torch.Tensor, tensor: TensorOperations) -> torch.Tensor:
-    """Return the log-sum-exp over tp: log Σ exp(value), where the sum is over the values of all tp ranks, [N, C]."""
+def _all_reduce_log_sum_exp(values_NC: torch.Tensor, tensor: TensorOperations) -> torch.Tensor:
+    """Return log Σ exp(value), [N, C], where the sum is over the `values_NC` [N, C] of all tp ranks. tensor:
+    communication of tp."""
     highest_NC = values_NC.clone()
     tensor.all_reduce(highest_NC, SITES[0], op="max")
     sums_NC = (values_NC - highest_NC).exp()
@@ -241,12 +269,11 @@ def _sum_logarithms(values_NC: torch.Tensor, tensor: TensorOperations) -> torch.
 def top_log_probabilities(
     states_TH: torch.Tensor, weight_VH: torch.Tensor, softcap: float, temperature: float, top_k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return, for each of T tokens, the K most probable next tokens: IDs [T, K] (int64) and log-probabilities [T, K +
-    1], the last one of all other tokens together.
+    """Return, for each of T tokens, the K most probable next tokens: their IDs [T, K] (int64), and log-probabilities
+    [T, K + 1], of these tokens and, last, of all other tokens together.
 
-    states_TH: input of the output head. weight_VH: the head's full weight. softcap: cap of the logits, 0 for none.
-    temperature: divisor of the logits. top_k: K.
-    """
+    states_TH: input of the output head. weight_VH: the head's unsharded weight. softcap: cap of the logits, 0 for none.
+    temperature: divisor of the logits. top_k: K."""
     logits = states_TH @ weight_VH.T
     if softcap:
         logits = cap_logits_(logits, softcap)

@@ -22,14 +22,13 @@ from meshwright.training.task import Task
 
 @dataclass
 class StepOutcome:
-    """Outcome of a step's forward and backward, all-reduced and so equal on all ranks.
+    """Results of the forward and backward of a step, all-reduced and so equal on all ranks.
 
     loss: mean over the step's terms (target tokens, pairs or items); gradient_norm: global L2 norm before clipping;
     both without the loss scale. finite: True if both are finite, so that the update takes place. stop: True if some
     rank received SIGTERM or an interrupt. save_failed: True if some rank could not save a checkpoint. rank_seconds:
-    working time of each rank in seconds, without waiting for others. loss_scale: factor on the loss in this step.
-    metrics: further means that the task reports.
-    """
+    working time of each rank in seconds, without waiting for other ranks. loss_scale: loss scale of this step. metrics:
+    further means that the task reports."""
 
     loss: float
     gradient_norm: float
@@ -42,7 +41,8 @@ class StepOutcome:
 
 
 class Trainer:
-    """Trainer of one rank: runs the training steps of `task` with an optimizer, a loss scale and step counters."""
+    """Trainer of one rank: runs the training steps of `task` (model, data and loss), with optimizer, loss scale and
+    step counters."""
 
     def __init__(self, task: Task) -> None:
         """Create optimizer state, loss scale and step counters for the task."""
@@ -108,8 +108,8 @@ class Trainer:
         return torch.get_num_threads() if self.device.type == "cpu" else None
 
     def state(self) -> dict[str, Any]:
-        """Return the entries of a checkpoint's `state.json` that a bitwise resume needs in addition to tensors:
-        counters, loss scale, seed, version of the initial values, layout, recipe."""
+        """Return the entries of a checkpoint's `state.json` that a bitwise resume needs: counters, loss scale, seed,
+        version of the initial values, layout, recipe."""
         return {
             "step": self.steps_done,
             "samples": self.steps_done * self.recipe.train.batch,
@@ -150,7 +150,7 @@ class Trainer:
         return states | self.task.buffer_bytes()
 
     def predicted_bytes(self) -> dict[str, int]:
-        """Return the prediction of `memory`, bytes by kind, computed from shapes and dtypes alone."""
+        """Return the prediction of `memory`: bytes by kind, computed from shapes and dtypes alone."""
         elements = sum(shard.stop - shard.start for shard in self.parallel.shards)
         kinds = len(self.optimizer.state_tensors())
         states = {"optimizer": kinds * elements * self.parallel.master_dtype.itemsize}
@@ -161,7 +161,7 @@ class Trainer:
     ) -> torch.Tensor:
         """All-reduce the step's results over all ranks, without waiting for a GPU. Return float64 [4 + metrics +
         ranks], equal on all ranks: loss and squared gradient norm, both without the loss scale; number of ranks with
-        `stop`, and with `save_failed`; means of the metrics; working seconds of each rank.
+        `stop`; number of ranks with `save_failed`; means of the metrics; working seconds of each rank.
 
         shares [1 + metrics]: this rank's contributions to the scaled loss and to the metric sums; terms: number of loss
         terms over all ranks; stop: True if this rank received SIGTERM or an interrupt; save_failed: True if it could
@@ -178,8 +178,8 @@ class Trainer:
         return values
 
     def _read_outcome(self, values: torch.Tensor) -> StepOutcome:
-        """Copy the result of `_all_reduce_outcome` to the host, which waits for the GPU here alone, and return it as
-        the step's outcome, equal on all ranks."""
+        """Return the step's outcome, equal on all ranks. values: result of `_all_reduce_outcome`, which is copied to
+        the host; this is the only wait for the GPU in a step."""
         scale, metrics = self.loss_scale.value, len(values) - 4 - self.mesh.world_size
         loss, squared_norm, stopping, failed, *rest = values.tolist()
         return StepOutcome(
@@ -201,8 +201,10 @@ class Trainer:
         return clipped / outcome.loss_scale
 
     def _gpu_scale(self, values: torch.Tensor) -> GpuScale:
-        """Compute clipping factor and loss scale on the GPU from the result of `_all_reduce_outcome`, without a host
-        synchronization; the update is skipped on the GPU if loss or gradient norm is not finite."""
+        """Return the gradient scale of the step (norm clipping and loss scale), computed on the GPU so that the host
+        does not wait; it skips the update if loss or gradient norm is not finite.
+
+        values: result of `_all_reduce_outcome`."""
         clip, norm = self.recipe.train.clip, values[1].sqrt()
         divisor = ((norm + 1e-6) / clip).clamp(min=1.0) if clip else torch.ones_like(norm)
         finite = values[:2].isfinite().all()

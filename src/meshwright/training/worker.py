@@ -41,8 +41,11 @@ if TYPE_CHECKING:
 
 
 def train_as_described(description: dict[str, Any], start: Place) -> dict[str, Any]:
-    """Train a recipe on this rank, a process that the launcher started, and return the result document. description:
-    the launcher's JSON dict of recipe, run directory, threads and options; start: rank, world size and rendezvous."""
+    """Train a recipe on this rank, a process that Meshwright's launcher started, and return the result document (JSON
+    dict of figures).
+
+    description: JSON dict from the launcher with recipe, run directory, threads and options; start: rank, world size
+    and rendezvous of this process."""
     from meshwright.recipe import load_recipe_text
 
     recipe = load_recipe_text(description["recipe"], description["source"], trust=description.get("trust", False))
@@ -54,12 +57,12 @@ def train_as_described(description: dict[str, Any], start: Place) -> dict[str, A
 
 
 def train_as_rank(recipe: Recipe, *, probe: bool = True, **options: Any) -> dict[str, Any]:
-    """Train a recipe in this process, which torchrun, Kubernetes or SLURM started as one of the ranks, and return the
-    result document (JSON dict of figures, complete only on rank 0). Rank 0 locks the run directory. Collective.
+    """Train a recipe in this process, one of the ranks that torchrun, Kubernetes or SLURM started. Return the result
+    document (JSON dict of figures, complete only on rank 0). Rank 0 locks the run directory. Collective.
 
     probe: True: if predictions need a measurement of this machine, rank 0 makes it before training, while the other
-    ranks wait. It is left out on emulated ranks, on several hosts, and if `run.collective_timeout`, which limits that
-    wait, is too short. options: keyword arguments of `meshwright.training.loop.train` (`show_progress`)."""
+    ranks wait. The measurement is left out on emulated ranks, on several hosts, and if `run.collective_timeout`, which
+    limits that wait, is too short. options: keyword arguments of `meshwright.training.loop.train` (`show_progress`)."""
     from meshwright.launcher.recipe_checks import check_memory, check_recipe
 
     start = rendezvous.read_place(recipe.run.rendezvous)
@@ -84,9 +87,11 @@ def train_as_rank(recipe: Recipe, *, probe: bool = True, **options: Any) -> dict
 def run_script_as_rank(
     recipe: Recipe, start: Place, work: Callable[..., dict[str, Any]], locked: Path | None, **options: Any
 ) -> dict[str, Any]:
-    """Set up this rank of a user's script (device, process group, mesh), which a launcher started, and return the
-    result of `work(recipe, mesh, run directory, **options)`. start: rank, world size and rendezvous. locked: run
-    directory that the launcher of this process has locked, None if it locked none."""
+    """Set up this rank of a user's script (device, process group, mesh) and return the result of `work(recipe, mesh,
+    run directory, **options)`.
+
+    start: rank, world size and rendezvous of this process. locked: run directory that the launcher of this process has
+    locked; None if it locked none."""
     directory = recipe.run_directory
     lock = locked is None or directory.resolve() != locked.resolve()
     return _run_as_rank(recipe, start, RunDirectory(directory), None, options, lock, work)
@@ -104,9 +109,9 @@ def _run_as_rank(
     """Set up this rank (device, process group, threads, mesh) and return the result of `work(recipe, mesh, directory,
     **options)`.
 
-    start: rank, world size and rendezvous. directory: run directory. threads: number chosen by the launcher, None to
-    choose here. lock: True if rank 0 must lock the run directory. work: function to call, None for
-    `training.loop.train`."""
+    start: rank, world size and rendezvous of this process. directory: run directory. threads: number of intra-op
+    threads that the launcher chose; None: choose it here. lock: True if rank 0 must lock the run directory. work:
+    function to call; None: `training.loop.train`."""
     import torch
     import torch.distributed as dist
 
@@ -164,13 +169,12 @@ def _run_as_rank(
 
 
 def _set_threads(recipe: Recipe, start: Place, store: Any, given: int | None, note: bool) -> None:
-    """Set torch's number of intra-op threads. It is the first of these that is known: `given`, the launcher's choice;
-    `run.threads`; the number in the resumed checkpoint, if its layout is the same; a number chosen from cores and model
-    size (for a user's own module, torch's current number).
+    """Set torch's number of intra-op threads to the first of these that is known: `given`, the launcher's choice;
+    `run.threads` of the recipe; the number in the resumed checkpoint, if its layout is the same; a number chosen from
+    cores and model size (for a user's own module, torch's current number).
 
-    store: key-value store by which ranks agree on the number, None if ranks need not agree. note: True to print the
-    reason for the choice. start: rank and world size of this process.
-    """
+    store: key-value store by which ranks agree on the number, None if they need not agree. note: True to print the
+    reason for the choice. start: rank and world size of this process."""
     import torch
 
     if given is None and recipe.model is None:  # type: ignore[redundant-expr]
@@ -198,17 +202,19 @@ def _check_emulated(recipe: Recipe, has_programs: bool) -> None:
 
 def separate_compile_caches(rank: int) -> None:
     """Give each rank of this host its own Inductor cache directory, unless the environment sets one. With a shared
-    directory, a rank may load a library that another rank, compiling for the CPU, is still writing (torch 2.13). rank:
-    index of this rank on the host."""
+    directory, a rank may load a library that another rank, compiling for the CPU, is still writing (torch 2.13).
+
+    rank: index of this rank on the host."""
     user = os.getuid() if hasattr(os, "getuid") else "user"
     place = Path(tempfile.gettempdir(), f"meshwright-compiled-{user}", f"rank-{rank}")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(place))
 
 
 def _set_gloo_interface(start: Place, store: Any) -> None:
-    """Set gloo's network interface to the one by which this host reaches the other hosts, unless the environment
-    sets it. start: rank, world size and rendezvous of this process. store: key-value store that all ranks share.
-    Collective."""
+    """Set gloo's network interface to the one by which this host reaches the other hosts, unless the environment sets
+    it.
+
+    start: rank, world size and rendezvous of this process. store: key-value store that all ranks share. Collective."""
     interface = agree_on_interface(start, store)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

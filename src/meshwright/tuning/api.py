@@ -19,7 +19,7 @@ from meshwright.recipe import Recipe, resolve_recipe
 from meshwright.spec.config_from_recipe import config_from_recipe
 from meshwright.terminal import print_message
 from meshwright.toml import format_toml_value
-from meshwright.tuning.budget import Budget, count_states, used_seconds
+from meshwright.tuning.budget import Budget, count_states, sum_seconds
 from meshwright.tuning.page import write_page
 from meshwright.tuning.study import RunningTrial, Study
 from meshwright.tuning.trial_run import TrialRun
@@ -83,8 +83,8 @@ def tune(
         The best trial so far and the counts of the study.
 
     Raises:
-        UserError: A key, value or file is wrong, the study belongs to another recipe, Optuna is not installed, or the
-            five trials in a row failed.
+        UserError: A key, value or file is wrong, the study belongs to another recipe, Optuna is not installed, or five
+            trials in a row failed.
         CheckFailed: No trial completed.
         Terminated: SIGTERM arrived; the running trial was saved. `KeyboardInterrupt` after an interrupt.
 
@@ -110,13 +110,13 @@ def tune(
             f"{resolved.source_path or 'recipe'}: tune.space is missing: it lists the keys to search, such as "
             '"train.learning_rate" = { log = [1e-4, 1e-2] }'
         )
-    if not Budget.of(resolved).allows_another([]):
-        largest = " or ".join(f"{amount:,} {name}" for name, amount in Budget.largest_trial(resolved).items())
+    if not Budget.from_recipe(resolved).allows_another([]):
+        largest = " or ".join(f"{amount:,} {name}" for name, amount in Budget.compute_largest_trial(resolved).items())
         raise UserError(f"{resolved.where('tune')}: tune: the budget is smaller than one trial ({largest})")
-    _check_space(resolved, _prepare(resolved))
+    _check_space(resolved, _prepare_data(resolved))
     study = Study(resolved, _find_directory(resolved, directory))
-    with _terminate_by_exception():
-        _work(study)
+    with _raise_on_sigterm():
+        _run_trials(study)
     return _summarize(study)
 
 
@@ -128,11 +128,11 @@ def check_widths(
     directory: str | Path | None = None,
     trust: bool = False,
 ) -> tuple[CoordinateCheck, Path]:
-    """Train the recipe's model at several widths for a few steps, to check that µP keeps its activations at the same
-    size (the coordinate check). factors: widths as multiples of the recipe's hidden size. Other arguments: as for
-    `tune`.
+    """Train the recipe's model at several widths for a few steps, to check that µP (maximal update parametrization)
+    keeps the size of its activations independent of the width: the coordinate check.
 
-    Return the measured sizes, and the path of their chart, `coordinates.svg` in the study's directory. Raises
+    recipe, overrides, directory, trust: as for `tune`. factors: widths as integer multiples of the recipe's hidden
+    size. Return the measured sizes, and the path of their chart, `coordinates.svg` in the study's directory. Raises
     `UserError`.
     """
     from meshwright.data import prepare
@@ -153,8 +153,8 @@ def _find_directory(recipe: Recipe, directory: str | Path | None) -> Path:
 
 
 def _check_space(recipe: Recipe, vocabulary: int) -> None:
-    """Check that the recipe and its model accept the extreme values of each searched key. vocabulary: number of token
-    ids. Raises `UserError` with the key and the reason."""
+    """Check that the recipe and its model accept the smallest and largest value of each searched key. vocabulary:
+    number of token IDs. Raises `UserError` that names the key and the reason."""
     conditions = {dimension.key: dict(dimension.when) for dimension in recipe.tune.dimensions}
     tables = recipe.to_tables()
     tables.pop("tune")
@@ -174,8 +174,8 @@ def _check_space(recipe: Recipe, vocabulary: int) -> None:
                 raise UserError(f"{where}: tune.space: {dimension.key} = {text}: {reason}") from None
 
 
-def _prepare(recipe: Recipe) -> int:
-    """Check the recipe's files and prepare its data once, before the first trial; return the number of token ids.
+def _prepare_data(recipe: Recipe) -> int:
+    """Check the recipe and prepare its data once, before the first trial; return the vocabulary size of the data.
     Raises `UserError`."""
     from meshwright.data import prepare
 
@@ -186,13 +186,13 @@ def _prepare(recipe: Recipe) -> int:
     return vocabulary
 
 
-def _work(study: Study) -> None:
-    """Run trials one after another until the budget of the study is used up. Raises `UserError` if five of them in a
-    row failed."""
+def _run_trials(study: Study) -> None:
+    """Run trials one after another until the budget of the study is used up and no other worker runs a trial. Raises
+    `UserError` if five trials in a row failed."""
     failures, waits = 0, False
     while True:
         if (running := study.take_trial()) is None:
-            if not count_states(study.trials())["running"]:
+            if not count_states(study.list_trials())["running"]:
                 return
             if not waits:  # a worker that is killed meanwhile leaves its trial to this one
                 print_message("the budget is used up; waiting for the trials of other workers")
@@ -217,7 +217,7 @@ def _work(study: Study) -> None:
 
 
 def _write_page(study: Study) -> None:
-    """Write the page of the study; if that fails, warn: the search does not need it."""
+    """Write the HTML page of the study. If that fails, only print a warning, since the search does not need it."""
     try:
         write_page(study)
     except UserError as error:
@@ -225,7 +225,8 @@ def _write_page(study: Study) -> None:
 
 
 def _format_values(values: Mapping[str, Any]) -> str:
-    """Format the values of a trial as text, such as "train.learning_rate=0.0031 train.warmup=20"."""
+    """Format the values of a trial as text, such as "train.learning_rate=0.0031 train.warmup=20". values: {recipe key:
+    value}."""
     return " ".join(
         f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={format_toml_value(value)}"
         for key, value in values.items()
@@ -233,8 +234,9 @@ def _format_values(values: Mapping[str, Any]) -> str:
 
 
 def _format_outcome(study: Study, running: RunningTrial, value: float | None, state: str, reason: str) -> str:
-    """Format one line of text for the end of a trial, with the best loss so far. running: the trial. value: its
-    validation loss; None without one. state: "complete", "pruned" or "failed". reason: why it did not complete."""
+    """Format the result of a trial that has ended, with the best loss of `study` so far, as one line of text. running:
+    the trial. value: its validation loss; None if it has none. state: "complete", "pruned" or "failed". reason: why the
+    trial did not complete."""
     if state != "complete":
         return reason if state == "pruned" else f"failed: {reason}"
     best = study.optuna.best_trial
@@ -243,8 +245,9 @@ def _format_outcome(study: Study, running: RunningTrial, value: float | None, st
 
 
 def _summarize(study: Study) -> Tuning:
-    """Return the outcome of the study. Raises `CheckFailed` if no trial has completed."""
-    trials = study.trials()
+    """Return the outcome of the study, after writing its page and `best.toml` once more. Raises `CheckFailed` if no
+    trial has completed."""
+    trials = study.list_trials()
     counts = count_states(trials)
     if not counts["complete"]:
         reasons = [trial.user_attrs["reason"] for trial in trials if "reason" in trial.user_attrs]
@@ -255,9 +258,9 @@ def _summarize(study: Study) -> Tuning:
     best = study.optuna.best_trial
     found = {
         "value": best.value, "parameters": study.read_values(best), "trial": best.number,
-        "run": str(study.trial_directory(best.number) / "run"),
+        "run": str(study.get_trial_directory(best.number) / "run"),
     }  # fmt: skip
-    seconds = used_seconds(trials)
+    seconds = sum_seconds(trials)
     document = {
         "schema": 1, "best": found, **counts, "seconds": seconds, "directory": str(study.directory),
         "recipe": str(study.directory / "best.toml"), "page": str(study.directory / "index.html"),
@@ -266,8 +269,9 @@ def _summarize(study: Study) -> Tuning:
 
 
 @contextmanager
-def _terminate_by_exception() -> Iterator[None]:
-    """Raise `Terminated` in the main thread when SIGTERM arrives, inside the context."""
+def _raise_on_sigterm() -> Iterator[None]:
+    """Context manager in which SIGTERM raises the exception `Terminated` in the main thread. No effect in other
+    threads."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

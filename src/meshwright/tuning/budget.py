@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 class Budget:
     """Limits of a study, over all its workers; None: unlimited.
 
-    trials: number of trials. steps, tokens, seconds: training steps, tokens and seconds, summed over the trials.
-    largest_steps, largest_tokens: steps and tokens of the longest trial that the search space allows.
+    trials: maximum number of trials. steps, tokens, seconds: maximum numbers of training steps, of tokens and of
+    seconds of training, summed over the trials. largest_steps, largest_tokens: steps and tokens of the longest trial
+    that the search space allows.
     """
 
     trials: int | None
@@ -28,13 +29,13 @@ class Budget:
     largest_tokens: int
 
     @classmethod
-    def of(cls, recipe: Recipe) -> Budget:
+    def from_recipe(cls, recipe: Recipe) -> Budget:
         """Return the budget that the recipe's table [tune] sets."""
-        tune, largest = recipe.tune, cls.largest_trial(recipe)
+        tune, largest = recipe.tune, cls.compute_largest_trial(recipe)
         return cls(tune.trials, tune.steps, tune.tokens, tune.seconds, largest["steps"], largest["tokens"])
 
     @staticmethod
-    def largest_trial(recipe: Recipe) -> dict[str, int]:
+    def compute_largest_trial(recipe: Recipe) -> dict[str, int]:
         """Return {"steps": number, "tokens": number} of the longest trial that the recipe's search space allows."""
         most = {"train.steps": recipe.train.steps, "train.batch": recipe.train.batch}
         for dimension in recipe.tune.dimensions:
@@ -44,31 +45,32 @@ class Budget:
         return {"steps": steps, "tokens": steps * most["train.batch"] * recipe.data.sequence}
 
     def allows_another(self, trials: Sequence[FrozenTrial]) -> bool:
-        """Return True if the budget has room for another trial of the largest size. trials: all trials so far; one that
-        is still running counts with all the steps and tokens that it may use."""
+        """Return True if the budget allows one more trial of the largest size. trials: all trials so far; one that is
+        still running counts with all the steps and tokens that it may use."""
         if self.trials is not None and len(trials) >= self.trials:
             return False
         for name, limit, largest in (("steps", self.steps, self.largest_steps),
                                      ("tokens", self.tokens, self.largest_tokens)):  # fmt: skip
-            if limit is not None and sum(_count_use(trial, name) for trial in trials) + largest > limit:
+            if limit is not None and sum(_get_usage(trial, name) for trial in trials) + largest > limit:
                 return False
-        return self.seconds is None or used_seconds(trials) < self.seconds
+        return self.seconds is None or sum_seconds(trials) < self.seconds
 
 
-def _count_use(trial: FrozenTrial, name: str) -> int:
-    """Return the steps or tokens (`name`) that a trial has used, or may still use if it is running."""
+def _get_usage(trial: FrozenTrial, name: str) -> int:
+    """Return the number of steps or tokens that a trial has used in all, or if it is running the number that it may
+    use. name: "steps" or "tokens"."""
     kind = name if trial.state.is_finished() else f"reserved_{name}"
     return int(trial.user_attrs.get(kind, 0))
 
 
-def used_seconds(trials: Sequence[FrozenTrial]) -> float:
+def sum_seconds(trials: Sequence[FrozenTrial]) -> float:
     """Return the seconds of training of all trials together, as their workers last recorded them."""
     return sum(float(trial.user_attrs.get("seconds", 0.0)) for trial in trials)
 
 
 def count_states(trials: Sequence[FrozenTrial]) -> dict[str, Any]:
-    """Count the trials by state. Return {"trials": number of all, "complete": ..., "pruned": ..., "failed": ...,
-    "running": ...}."""
+    """Return the numbers of trials in all and by state: {"trials": number of all, "complete": number, "pruned": number,
+    "failed": number, "running": number}."""
     names = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "running"}
     counts = {"trials": len(trials)} | dict.fromkeys(names.values(), 0)
     for trial in trials:

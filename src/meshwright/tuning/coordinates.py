@@ -35,11 +35,12 @@ PARTS = ("embedding", "attention", "mlp", "logits")
 
 @dataclass(frozen=True)
 class CoordinateCheck:
-    """Sizes of a model's activations at several widths, all measured on the same batch.
+    """Result of a coordinate check (of µP): sizes of a model's activations at several widths, all measured on the same
+    batch.
 
-    hidden: the hidden sizes. steps: number of training steps. sizes: {name in `PARTS`, such as "logits": for each
-    width, the root mean square of that output before the first step}. changes: {the same names: for each width, the
-    root mean square of the output's change over all steps}.
+    hidden: hidden size of each width. steps: number of training steps. sizes: {name in `PARTS`, such as "logits": root
+    mean square of that output before the first step, one for each width}. changes: {name in `PARTS`: root mean square
+    of the output's change over all steps, one for each width}.
     """
 
     hidden: tuple[int, ...]
@@ -48,9 +49,9 @@ class CoordinateCheck:
     changes: dict[str, list[float]]
 
     def find_growth(self) -> dict[str, float]:
-        """Return {name in `PARTS`: exponent p}, where the change of that output grows as width^p (least-squares fit of
-        the logarithms). An exponent near 0 (at most about 0.2 for small models) means that the learning rate transfers
-        to other widths."""
+        """Return {name in `PARTS`: exponent p}, where the change of that output over the steps grows as width^p
+        (least-squares fit of the logarithms). An exponent near 0 (at most about 0.2 for small models) means that the
+        learning rate transfers to other widths."""
         x = torch.tensor(self.hidden, dtype=torch.float64).log()
         y = torch.tensor([self.changes[part] for part in PARTS], dtype=torch.float64).log()
         x = x - x.mean()
@@ -78,11 +79,12 @@ class CoordinateCheck:
 
 
 def check_coordinates(recipe: Recipe, data: PreparedData, factors: Sequence[int], steps: int = 4) -> CoordinateCheck:
-    """Train the recipe's model for a few steps at several widths, on this process's CPU, and measure its activations.
+    """Train the recipe's model for a few steps at several widths on the CPU, in this process, and return the sizes of
+    its activations.
 
     recipe: its batch, data and optimizer are used, at a constant learning rate. data: prepared data of the recipe.
-    factors: widths in units of the recipe's; heads keep their size. steps: number of training steps. Raises `UserError`
-    if a size is not a multiple of a factor's denominator.
+    factors: widths as integer multiples of the recipe's width; the head size stays the same. steps: number of training
+    steps. Raises `UserError` for a factor below 1.
     """
     config = resolve_model_config(recipe, data)
     tables = recipe.to_tables()
@@ -98,14 +100,14 @@ def check_coordinates(recipe: Recipe, data: PreparedData, factors: Sequence[int]
             trainer.step()
         after = _record_activations(task)
         for part in PARTS:
-            sizes[part].append(_root_mean_square(before[part]))
-            changes[part].append(_root_mean_square(after[part] - before[part]))
+            sizes[part].append(_compute_root_mean_square(before[part]))
+            changes[part].append(_compute_root_mean_square(after[part] - before[part]))
     return CoordinateCheck(tuple(config.hidden * factor for factor in factors), steps, sizes, changes)
 
 
 def widen(config: ModelConfig, factor: int) -> ModelConfig:
-    """Return the configuration with `factor` times the width: hidden size, heads and MLPs; the size of a head stays.
-    Raises `UserError` for a factor below 1."""
+    """Return `config` with its width multiplied by `factor`: hidden size, intermediate sizes and numbers of heads; the
+    head size stays the same. Raises `UserError` for a factor below 1."""
     if factor < 1:
         raise UserError(f"a width factor is at least 1, not {factor}")
     names = ("hidden", "heads", "kv_heads", "intermediate", "expert_intermediate", "shared_intermediate")
@@ -113,23 +115,24 @@ def widen(config: ModelConfig, factor: int) -> ModelConfig:
 
 
 def _record_activations(task: LanguageModelTask) -> dict[str, torch.Tensor]:
-    """Run a forward pass of the model on the first micro-batch of the first step; return the output of each part of
-    `PARTS`: of the embedding, of the last layer's attention and MLP, and the logits."""
+    """Run a forward pass of the task's model on the first micro-batch of the first step. Return {name in `PARTS`:
+    output in float64}: the outputs of the embedding and of the last layer's attention and MLP, and the logits of the
+    first 512 tokens."""
     model: Any = task.model
     found: dict[str, torch.Tensor] = {}
 
-    def keep(name: str) -> Any:
+    def make_hook(name: str) -> Any:
         """Return a forward hook that stores the module's output as `name`."""
 
         def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-            """Store `output` under the name given to `keep`; a forward hook of PyTorch, with its arguments."""
+            """Store `output` under the name given to `make_hook`; a forward hook of PyTorch, with its arguments."""
             found[name] = (output[0] if isinstance(output, tuple) else output).detach().double()
 
         return hook
 
     last = model.layers[-1]
     modules = {"embedding": model.embedding, "attention": last.attention, "mlp": last.mlp, "hidden": model.final_norm}
-    handles = [module.register_forward_hook(keep(name)) for name, module in modules.items()]
+    handles = [module.register_forward_hook(make_hook(name)) for name, module in modules.items()]
     tokens_BS, targets_BS, documents = task.load_step(0)[0]
     with torch.no_grad():
         model(tokens_BS, targets_BS, documents)
@@ -140,6 +143,6 @@ def _record_activations(task: LanguageModelTask) -> dict[str, torch.Tensor]:
     return found
 
 
-def _root_mean_square(values: torch.Tensor) -> float:
+def _compute_root_mean_square(values: torch.Tensor) -> float:
     """Return the root mean square of the elements of `values`."""
     return math.sqrt(float(values.square().mean()))

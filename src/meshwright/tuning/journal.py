@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def lock_file(path: Path, *, wait: bool) -> int | None:
-    """Lock the file `path` by flock, and create it if it is missing; return the descriptor that holds the lock until it
-    is closed. wait: True: wait for another holder; False: return None if there is one. Raises `UserError` if the file
-    cannot be written or locked."""
+    """Lock the file `path` by flock, and create it if it is missing. Return a file descriptor; closing it unlocks the
+    file. wait: if another process holds the lock, True: wait until it is free; False: return None. Raises `UserError`
+    if the file cannot be written or locked."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
@@ -38,9 +38,8 @@ def lock_file(path: Path, *, wait: bool) -> int | None:
 def open_journal(path: Path) -> JournalStorage:
     """Open Optuna's journal in the file `path`, which is created if it is missing.
 
-    A record is appended whole: an incomplete last line, which a full disk or a killed host left behind, is removed
-    first, and a record that cannot be written leaves nothing behind. Raises `UserError` if the file cannot be read or
-    written.
+    Each record is appended as a whole line. An incomplete last line, which a full disk or a killed host left, is
+    removed first, and a failing write is undone. Raises `UserError` if the file cannot be read or written.
     """
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
@@ -77,7 +76,8 @@ def open_journal(path: Path) -> JournalStorage:
 
 
 def _remove_torn_line(file: Any) -> None:
-    """Remove the last line of the open binary `file` if it is incomplete: the next record would continue it."""
+    """Remove the last line of the open binary `file` if it lacks its newline; the next record would be appended to
+    it."""
     end = file.seek(0, os.SEEK_END)
     start = max(0, end - (1 << 20))
     file.seek(start)

@@ -16,7 +16,7 @@ from meshwright.draw.picture import css_var
 from meshwright.monitoring.report import write_page as write_html
 from meshwright.recipe import Dimension
 from meshwright.toml import format_toml_value
-from meshwright.tuning.budget import count_states, used_seconds
+from meshwright.tuning.budget import count_states, sum_seconds
 
 if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
@@ -30,30 +30,30 @@ _NAMES = {"COMPLETE": "complete", "PRUNED": "pruned, its last loss", "RUNNING": 
 
 
 def write_page(study: Study) -> None:
-    """Write the page of a study to `index.html` in its directory. Raises `UserError` if it cannot be written."""
+    """Write the HTML page of a study to `index.html` in its directory. Raises `UserError` if it cannot be written."""
     write_html(study.directory / "index.html", lambda: page(f"tuning {study.recipe.run.name}", *_format_parts(study),
                                                             narrow=True))  # fmt: skip
 
 
 def _format_parts(study: Study) -> Iterator[Content]:
-    """Yield the contents of the page in order: headings, texts, charts and tables."""
-    trials = study.trials()
-    complete = sorted((one for one in trials if one.state.name == "COMPLETE"), key=_loss)
+    """Yield the contents of the study's page in order: headings, paragraphs, charts and tables."""
+    trials = study.list_trials()
+    complete = sorted((one for one in trials if one.state.name == "COMPLETE"), key=_get_loss)
     counts = count_states(trials)
     yield element("h1", f"Tuning {study.recipe.run.name}")
     yield paragraph(
         f"{counts['trials']} trials: {counts['complete']} complete, {counts['pruned']} pruned, {counts['failed']} "
-        f"failed, {counts['running']} running; {used_seconds(trials):,.0f} seconds of training. Losses are validation "
+        f"failed, {counts['running']} running; {sum_seconds(trials):,.0f} seconds of training. Losses are validation "
         "losses in nats per token."
     )
     if complete:
         yield element("h2", "Best trial")
         yield table(("", "value"), [
-            ("trial", str(complete[0].number)), ("validation loss", f"{_loss(complete[0]):.4f}"),
+            ("trial", str(complete[0].number)), ("validation loss", f"{_get_loss(complete[0]):.4f}"),
             *((key, _format_value(value)) for key, value in study.read_values(complete[0]).items()),
         ])  # fmt: skip
         yield paragraph(f"Recipe with these values: {study.directory / 'best.toml'}", muted=True)
-    shown = [one for one in trials if math.isfinite(_loss(one))]
+    shown = [one for one in trials if math.isfinite(_get_loss(one))]
     if not shown:
         return
     yield element("h2", "History")
@@ -78,16 +78,17 @@ def _format_parts(study: Study) -> Iterator[Content]:
 
 
 def _format_row(study: Study, dimensions: Sequence[Dimension], trial: FrozenTrial) -> list[str]:
-    """Return the cells of one trial's row in the table of trials. dimensions: the searched keys, one column each."""
+    """Return the cells of one trial's row in the page's table of trials, as text: number, state, loss, value of each
+    key, reason why it did not complete. dimensions: the searched keys, one column each."""
     values = study.read_values(trial)
     cells = [_format_value(values[one.key]) if one.key in values else "–" for one in dimensions]
-    loss = f"{_loss(trial):.4f}" if math.isfinite(_loss(trial)) else "–"
+    loss = f"{_get_loss(trial):.4f}" if math.isfinite(_get_loss(trial)) else "–"
     return [str(trial.number), trial.state.name.lower(), loss, *cells, trial.user_attrs.get("reason", "")]
 
 
-def _loss(trial: FrozenTrial) -> float:
-    """Return the validation loss of a trial: the last reported one of a trial that is not complete, inf if none was
-    reported."""
+def _get_loss(trial: FrozenTrial) -> float:
+    """Return the final validation loss of a complete trial, or the last reported one of any other trial; inf if none
+    was reported."""
     if trial.state.name == "COMPLETE" and trial.value is not None:
         return trial.value
     reported = trial.intermediate_values
@@ -99,38 +100,41 @@ def _format_value(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else format_toml_value(value).strip('"')
 
 
-def _describe(study: Study, trial: FrozenTrial) -> str:
-    """Return the text that appears when the mouse is on a trial: its number, loss and values."""
+def _format_tooltip(study: Study, trial: FrozenTrial) -> str:
+    """Format the tooltip of a trial in the charts: its number, loss and values."""
     values = ", ".join(f"{key} {_format_value(value)}" for key, value in study.read_values(trial).items())
-    return f"trial {trial.number}: {_loss(trial):.4f}, {values}"
+    return f"trial {trial.number}: {_get_loss(trial):.4f}, {values}"
 
 
-def _loss_axis(trials: Sequence[FrozenTrial], title: str = "validation loss") -> Axis:
-    """Return a linear axis for the losses of trials. It spans the complete trials if there are at least two, without
-    their worst tenth. Losses beyond it are drawn at its edge, so that outliers do not flatten the chart."""
+def _make_loss_axis(trials: Sequence[FrozenTrial], title: str = "validation loss") -> Axis:
+    """Return a linear chart axis for the losses of trials. It spans the losses of the complete trials (of all trials if
+    fewer than two are complete), without the worst tenth: callers draw these outliers at its edge. title: label of the
+    axis."""
     complete = [trial for trial in trials if trial.state.name == "COMPLETE"]
-    return _axis_of([_loss(trial) for trial in (complete if len(complete) > 1 else trials)], title)
+    return _make_axis([_get_loss(trial) for trial in (complete if len(complete) > 1 else trials)], title)
 
 
-def _axis_of(losses: Sequence[float], title: str) -> Axis:
-    """Return a linear axis from the lowest of `losses` to their ninth decile, with some space beyond both."""
+def _make_axis(losses: Sequence[float], title: str) -> Axis:
+    """Return a linear chart axis from the lowest of `losses` to their ninth decile, with some space beyond both. title:
+    label of the axis."""
     ascending = sorted(filter(math.isfinite, losses))
     high = ascending[min(len(ascending) - 1, math.ceil(0.9 * len(ascending)))]
     return linear_axis(ascending[0], high, title, below=0.05, above=0.1)
 
 
 def _draw_history(trials: Sequence[FrozenTrial]) -> Iterator[Content]:
-    """Yield the chart of each trial's loss over its number, with the best loss so far, and its legend."""
-    y_axis = _loss_axis(trials)
+    """Yield the chart of the trials' losses over their numbers, with a line for the best loss so far, and then the
+    chart's legend."""
+    y_axis = _make_loss_axis(trials)
     last = max(trial.number for trial in trials)
     plot = Plot(linear_axis(0, max(last, 1), "trial", most=10), y_axis, right=744, bottom=234)
     best, steps = math.inf, list[tuple[float, float]]()
     for trial in trials:
-        _draw_dot(plot, trial.number, _loss(trial), trial)
-        if trial.state.name == "COMPLETE" and _loss(trial) < best:
+        _draw_dot(plot, trial.number, _get_loss(trial), trial)
+        if trial.state.name == "COMPLETE" and _get_loss(trial) < best:
             if steps:
                 steps.append((trial.number, best))
-            best = _loss(trial)
+            best = _get_loss(trial)
             steps.append((trial.number, best))
     if steps:
         plot.draw_line(Series("best so far", [*steps, (last, best)], "orange"))
@@ -141,16 +145,18 @@ def _draw_history(trials: Sequence[FrozenTrial]) -> Iterator[Content]:
 
 
 def _draw_dot(plot: Plot, x: float, loss: float, trial: FrozenTrial) -> None:
-    """Draw a trial as a dot at `x` on the chart's x axis, in the colour of its state."""
+    """Draw a trial in the chart `plot` as a dot in the colour of its state. x, loss: its coordinates in data units; a
+    loss beyond the y axis is drawn at the edge."""
     y = plot.y(min(max(loss, plot.y_axis.low), plot.y_axis.high))
     plot.picture.add("circle", title=f"trial {trial.number}: {loss:.4f}", cx=round(plot.x(x), 1), cy=round(y, 1), r=3.5,
                      style=f"fill:{css_var(_COLOURS.get(trial.state.name, 'grey'))}")  # fmt: skip
 
 
 def _draw_curves(trials: Sequence[FrozenTrial]) -> Markup:
-    """Return the chart of the validation losses over the steps of all trials, the best one thick."""
-    y_axis = _axis_of([loss for trial in trials for loss in trial.intermediate_values.values()], "validation loss")
-    best = min(trials, key=lambda trial: (trial.state.name != "COMPLETE", _loss(trial)))
+    """Return the chart of the validation losses of all trials over their steps, one curve each; that of the best trial
+    is thick."""
+    y_axis = _make_axis([loss for trial in trials for loss in trial.intermediate_values.values()], "validation loss")
+    best = min(trials, key=lambda trial: (trial.state.name != "COMPLETE", _get_loss(trial)))
     ordered = [trial for trial in trials if trial is not best and trial.intermediate_values] + [best]
     series = [
         Series(
@@ -169,8 +175,9 @@ def _draw_curves(trials: Sequence[FrozenTrial]) -> Markup:
 
 
 def _draw_importance(study: Study, complete: Sequence[FrozenTrial]) -> Iterator[Content]:
-    """Yield the table of each key's importance (PED-ANOVA, arXiv:2304.10255): how much the distribution of its values
-    among the better trials differs from that among all; nothing if the complete trials are too few or too alike."""
+    """Yield a heading and the table of each searched key's importance (PED-ANOVA, arXiv:2304.10255): how much the
+    distribution of the key's values among the better trials differs from that among all. Yield nothing if the
+    `complete` trials are too few or too similar."""
     from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 
     everywhere = [one.key for one in study.recipe.tune.dimensions if all(one.key in each.params for each in complete)]
@@ -188,9 +195,9 @@ def _draw_importance(study: Study, complete: Sequence[FrozenTrial]) -> Iterator[
         yield paragraph("Keys that some trials do not have are not rated.", muted=True)
 
 
-def _value_axis(dimension: Dimension, title: str, most: int = 5) -> Axis:
-    """Return the axis of a searched key's values. Choices are at 0, 1, 2 ... title: label of the axis. most: largest
-    number of ticks."""
+def _make_value_axis(dimension: Dimension, title: str, most: int = 5) -> Axis:
+    """Return the chart axis for the values of a searched key (`dimension`). The values of a key with a list of choices
+    are at the coordinates 0, 1, 2 ... title: label of the axis. most: maximum number of ticks."""
     if dimension.choices:
         ticks = [(float(place), _format_value(value)) for place, value in enumerate(dimension.choices)]
         return Axis(-0.5, len(ticks) - 0.5, ticks, title)
@@ -199,10 +206,9 @@ def _value_axis(dimension: Dimension, title: str, most: int = 5) -> Axis:
     return linear_axis(dimension.low, dimension.high, title, below=0.03, above=0.03, most=most)
 
 
-def _place(study: Study, dimension: Dimension, trial: FrozenTrial) -> float | None:
-    """Return the coordinate of a trial's value on the axis of a searched key; None if the trial does not
-    have the key.
-    """
+def _compute_coordinate(study: Study, dimension: Dimension, trial: FrozenTrial) -> float | None:
+    """Return the coordinate of a trial's value on the axis of a searched key (`dimension`): the value, or its index in
+    the key's list of choices. None if the trial does not have the key."""
     values = study.read_values(trial)
     if dimension.key not in values:
         return None
@@ -211,16 +217,16 @@ def _place(study: Study, dimension: Dimension, trial: FrozenTrial) -> float | No
 
 
 def _draw_parallel(study: Study, dimensions: Sequence[Dimension], trials: Sequence[FrozenTrial]) -> Markup:
-    """Return the parallel-coordinates chart of the trials: one vertical axis for each searched key, and the loss on the
-    last one. A line joins the values of a trial."""
-    y_axis = _loss_axis(trials, "")
-    axes = [(one.key.removeprefix("train."), _value_axis(one, "")) for one in dimensions] + [("loss", y_axis)]
-    ordered = sorted(trials, key=_loss, reverse=True)
+    """Return the parallel-coordinates chart of the trials: one vertical axis for each searched key (`dimensions`), and
+    a last one for the loss. A line joins the values of a trial; the lines of the best tenth are thick."""
+    y_axis = _make_loss_axis(trials, "")
+    axes = [(one.key.removeprefix("train."), _make_value_axis(one, "")) for one in dimensions] + [("loss", y_axis)]
+    ordered = sorted(trials, key=_get_loss, reverse=True)
     thick = len(ordered) - max(1, len(ordered) // 10)
     items = [
         Item(
-            [*(_place(study, one, trial) for one in dimensions), min(_loss(trial), y_axis.high)],
-            "orange" if at >= thick else _COLOURS.get(trial.state.name, "grey"), _describe(study, trial),
+            [*(_compute_coordinate(study, one, trial) for one in dimensions), min(_get_loss(trial), y_axis.high)],
+            "orange" if at >= thick else _COLOURS.get(trial.state.name, "grey"), _format_tooltip(study, trial),
             "thick" if at >= thick else "thin",
         )
         for at, trial in enumerate(ordered)
@@ -229,9 +235,9 @@ def _draw_parallel(study: Study, dimensions: Sequence[Dimension], trials: Sequen
 
 
 def _draw_slice(study: Study, dimension: Dimension, trials: Sequence[FrozenTrial]) -> Markup:
-    """Return the scatter chart of the trials' losses over the values of one searched key."""
-    plot = Plot(_value_axis(dimension, dimension.key), _loss_axis(trials), right=744, bottom=174)
+    """Return the scatter chart of the trials' losses over their values of one searched key (`dimension`)."""
+    plot = Plot(_make_value_axis(dimension, dimension.key), _make_loss_axis(trials), right=744, bottom=174)
     for trial in trials:
-        if (place := _place(study, dimension, trial)) is not None:
-            _draw_dot(plot, place, _loss(trial), trial)
+        if (place := _compute_coordinate(study, dimension, trial)) is not None:
+            _draw_dot(plot, place, _get_loss(trial), trial)
     return plot.picture.svg(760, 220, f"validation loss over {dimension.key}")

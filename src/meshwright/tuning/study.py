@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.checkpoint.files import replace_file
 from meshwright.errors import UserError, error_reason
 from meshwright.layout import Layout
-from meshwright.monitoring.resuming import values_by_key
+from meshwright.monitoring.resuming import list_values_by_key
 from meshwright.monitoring.run_directory import CHECKPOINTS
 from meshwright.recipe import SCHEMA, Recipe, load_recipe_text, resolve_recipe
 from meshwright.toml import format_toml_value
@@ -57,7 +57,7 @@ class RunningTrial:
 
 
 class Study:
-    """A study in its directory, opened by one worker.
+    """Hyper-parameter study: a directory in which all workers record their trials, opened by one worker.
 
     recipe: the recipe whose keys are searched. directory: created if missing; a study in it is continued. Raises
     `UserError` if the directory holds a study of another recipe, cannot be used, or Optuna is not installed.
@@ -70,7 +70,7 @@ class Study:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"study directory {directory} cannot be made: {error_reason(error)}") from None
-        with self._locked():
+        with self._hold_lock():
             try:
                 self.optuna: OptunaStudy = optuna.create_study(
                     study_name="tune", storage=open_journal(directory / JOURNAL), direction="minimize",
@@ -85,8 +85,8 @@ class Study:
                 _check_same_study(load_recipe_text(str(stored), f"the study in {directory}"), recipe)
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Hold the study's lock, for which this waits; workers hold it for milliseconds."""
+    def _hold_lock(self) -> Iterator[None]:
+        """Context manager that waits for the study's lock and holds it. Workers hold this lock for milliseconds."""
         descriptor = lock_file(self.directory / ".lock", wait=True)
         assert descriptor is not None
         try:
@@ -95,10 +95,10 @@ class Study:
             os.close(descriptor)
 
     def take_trial(self) -> RunningTrial | None:
-        """Return the next trial for this worker, locked: one that a killed worker left unfinished, else a new one; None
-        if the budget is used up, or taken by trials that other workers run."""
+        """Return the next trial for this worker, with its directory locked: a trial that a killed worker left
+        unfinished, else a new one. Return None if the budget allows no new trial."""
         optuna = import_optuna()
-        with self._locked():
+        with self._hold_lock():
             trials = self.optuna.get_trials(deepcopy=False)
             for trial in trials:
                 if (
@@ -106,7 +106,7 @@ class Study:
                     and (lock := self._try_lock(trial.number)) is not None
                 ):
                     return self._begin(optuna.trial.Trial(self.optuna, trial._trial_id), lock)
-            if not Budget.of(self.recipe).allows_another(trials):
+            if not Budget.from_recipe(self.recipe).allows_another(trials):
                 return None
             created = self.optuna.ask()
             lock = self._try_lock(created.number)
@@ -116,26 +116,26 @@ class Study:
     def _try_lock(self, number: int) -> int | None:
         """Lock the directory of the trial `number`. Return the file descriptor that holds the lock; None if another
         worker, or a training process that it started, holds it."""
-        directory = self.trial_directory(number)
+        directory = self.get_trial_directory(number)
         directory.mkdir(parents=True, exist_ok=True)
         return lock_file(directory / ".lock", wait=False)
 
     def _begin(self, trial: Trial, lock: int) -> RunningTrial:
-        """Choose the values of `trial`, unless it has them already, and record the steps and tokens that it may use.
-        lock: descriptor of the lock of its directory."""
+        """Choose the values of `trial` (a trial that continues keeps its values), and record in the study the steps and
+        tokens that the trial may use. Return the trial. lock: file descriptor that locks the trial's directory."""
         values = suggest_values(self.recipe, trial)
-        running = RunningTrial(trial, values, self.trial_directory(trial.number), lock)
-        for name, amount in Budget.largest_trial(self.recipe).items():
+        running = RunningTrial(trial, values, self.get_trial_directory(trial.number), lock)
+        for name, amount in Budget.compute_largest_trial(self.recipe).items():
             trial.set_user_attr(f"reserved_{name}", amount)
         return running
 
-    def trial_directory(self, number: int) -> Path:
+    def get_trial_directory(self, number: int) -> Path:
         """Return the directory of the trial `number`, which holds its recipe, log and run directory."""
         return self.directory / "trials" / f"{number:04d}"
 
-    def trial_recipe(self, values: Mapping[str, Any], name: str, directory: Path | None) -> Recipe:
-        """Return the recipe of one trial. values: {recipe key: value} to set. name: `run.name`. directory: run
-        directory; None: runs/NAME. Raises `UserError` if the values do not fit together."""
+    def make_trial_recipe(self, values: Mapping[str, Any], name: str, directory: Path | None) -> Recipe:
+        """Return the recipe of one trial: the study's recipe with `values`, {recipe key: value}. name: its `run.name`.
+        directory: its run directory; None: runs/NAME. Raises `UserError` if the values contradict each other."""
         tables = self.recipe.to_tables()
         tables.pop("tune", None)
         tables["run"]["name"] = name
@@ -145,28 +145,27 @@ class Study:
         return resolve_recipe(tables, values, trust=self.recipe.trusted)
 
     def finish(self, running: RunningTrial, value: float | None, state: str, reason: str = "") -> None:
-        """Record the end of a trial. Then delete the checkpoints of all but the best trials and, if this one is the
-        best, write its recipe to `best.toml`.
+        """Record the end of the trial `running`, and delete the checkpoints of all finished trials except the best.
 
-        value: validation loss after the last step, None unless `state` is "complete". state: "complete", "pruned" or
-        "failed". reason: why it did not complete.
+        value: validation loss after the last step; None unless `state` is "complete". state: "complete", "pruned" or
+        "failed". reason: why the trial did not complete.
         """
         from optuna.trial import TrialState
 
         states = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
         if reason:
             running.trial.set_user_attr("reason", reason)
-        with self._locked():
+        with self._hold_lock():
             self.optuna.tell(running.trial, value, states[state], skip_if_finished=True)
             self._delete_checkpoints()
 
     def write_best_recipe(self) -> None:
-        """Write `best.toml`, the recipe with the values of the best trial, to train with; nothing before a trial
-        has completed."""
-        with self._locked():
-            if any(trial.state.name == "COMPLETE" for trial in self.trials()):
+        """Write `best.toml`, the study's recipe with the values of the best trial, ready to train. Do nothing before a
+        trial has completed."""
+        with self._hold_lock():
+            if any(trial.state.name == "COMPLETE" for trial in self.list_trials()):
                 values = self.read_values(self.optuna.best_trial)
-                best = self.trial_recipe(values, f"{self.recipe.run.name}-best", None)
+                best = self.make_trial_recipe(values, f"{self.recipe.run.name}-best", None)
                 replace_file(self.directory / "best.toml", best.to_toml().encode(), sync=False)
 
     def _delete_checkpoints(self) -> None:
@@ -177,7 +176,7 @@ class Study:
         kept = {trial.number for trial in complete[: self.recipe.tune.keep] if trial.state.name == "COMPLETE"}
         for trial in self.optuna.get_trials(deepcopy=False):
             if trial.state.is_finished() and trial.number not in kept:
-                shutil.rmtree(self.trial_directory(trial.number) / "run" / CHECKPOINTS, ignore_errors=True)
+                shutil.rmtree(self.get_trial_directory(trial.number) / "run" / CHECKPOINTS, ignore_errors=True)
 
     def read_values(self, trial: FrozenTrial) -> dict[str, Any]:
         """Return {recipe key: value} of a recorded trial."""
@@ -189,7 +188,7 @@ class Study:
                 values[dimension.key] = by_text[found] if dimension.choices else found
         return values
 
-    def trials(self) -> list[FrozenTrial]:
+    def list_trials(self) -> list[FrozenTrial]:
         """Return all trials of the study as Optuna's records, in the order of their numbers."""
         return self.optuna.get_trials(deepcopy=False)
 
@@ -286,7 +285,7 @@ def _make_pruner(recipe: Recipe) -> Any:
 def _check_same_study(old: Recipe, new: Recipe) -> None:
     """Check that a worker's recipe equals that of the study in all keys that affect the results of trials. Raises
     `UserError` that names the first key that differs. old: recipe of the study. new: recipe of this worker."""
-    before, after = values_by_key(old), values_by_key(new)
+    before, after = list_values_by_key(old), list_values_by_key(new)
     precisions = {Layout.parse(each.layout).precision for each in (old, new) if each.layout != "auto"}
     if len(precisions) > 1:
         raise UserError(

@@ -21,7 +21,7 @@ from meshwright.monitoring.metrics_tail import MetricsTail
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.processes import die_with_parent
 from meshwright.recipe import Recipe
-from meshwright.tuning.budget import used_seconds
+from meshwright.tuning.budget import sum_seconds
 from meshwright.tuning.study import RunningTrial, Study
 
 POLL_SECONDS = 0.1
@@ -46,12 +46,15 @@ class TrialRun:
         self._reported = set(study.optuna._storage.get_trial(running.trial._trial_id).intermediate_values)
 
     def run(self) -> tuple[float | None, str, str]:
-        """Train until the end; return (validation loss after the last step, "complete" | "pruned" | "failed", why it
-        did not complete). On an interrupt or SIGTERM the run saves, and the exception continues. Raises `UserError` if
-        the run could not be started or was stopped from outside: the trial then remains unfinished."""
+        """Train until the end. Return (validation loss after the last step or None, state of the trial: "complete",
+        "pruned" or "failed", reason why it did not complete).
+
+        On an interrupt or SIGTERM the run saves a checkpoint, and the exception is raised again. Raises `UserError` if
+        the run could not be started or was stopped from outside; the trial then remains unfinished.
+        """
         name = f"{self.study.recipe.run.name}-{self.running.trial.number:04d}"
         try:
-            recipe = self.study.trial_recipe(self.running.values, name, self.run_directory)
+            recipe = self.study.make_trial_recipe(self.running.values, name, self.run_directory)
             if recipe.layout != "auto":
                 check_recipe(recipe)
         except UserError as error:  # values that do not fit together
@@ -63,9 +66,9 @@ class TrialRun:
             stopped = self._watch(process, recipe.train.steps)
         except BaseException:
             _stop(process)
-            self._record()
+            self._record_usage()
             raise
-        self._record()
+        self._record_usage()
         if stopped:
             return None, "pruned", stopped
         result = RunDirectory(self.run_directory).read_result() or {}
@@ -79,7 +82,8 @@ class TrialRun:
         return float(value), "complete", ""
 
     def _start(self, recipe: Recipe, log: Path) -> subprocess.Popen[bytes]:
-        """Start the training process of `recipe`, which ends with this worker. log: file for its messages."""
+        """Start the training process of `recipe`; return its handle. The process is killed when this worker ends. log:
+        file to which its messages are appended."""
         file = self.running.directory / "recipe.toml"
         replace_file(file, recipe.to_toml().encode(), sync=False)
         command = [sys.executable, "-P", "-m", "meshwright", "train", str(file), "--json", "--restarts", "1"]
@@ -94,16 +98,17 @@ class TrialRun:
             )  # fmt: skip
 
     def _watch(self, process: subprocess.Popen[bytes], steps: int) -> str:
-        """Report each validation loss until the process ends; return "" then, else why it was stopped. steps: number of
-        steps of the run, at whose last it is not pruned any more."""
+        """Report each validation loss of the training process to Optuna until the process ends. If the trial is pruned
+        or the study's limit of seconds is reached, kill the process and return the reason; else return "". steps:
+        number of steps of the run; it is not pruned at the last one."""
         tail, begun, checked = MetricsTail(RunDirectory(self.run_directory).metrics), time.monotonic(), 0.0
         limit, startup = self.study.recipe.tune.seconds, self.study.recipe.tune.startup
         while True:
             ended = process.poll() is not None
             for step, loss in self._read_losses(tail):
                 self.running.trial.report(loss, step)
-                self._record()
-                complete = sum(trial.state.name == "COMPLETE" for trial in self.study.trials())
+                self._record_usage()
+                complete = sum(trial.state.name == "COMPLETE" for trial in self.study.list_trials())
                 if step < steps and complete >= startup and self.running.trial.should_prune():
                     _kill(process)
                     return f"pruned at step {step}"
@@ -111,15 +116,14 @@ class TrialRun:
                 return ""
             if limit is not None and time.monotonic() - begun > checked + LIMIT_SECONDS:
                 checked = time.monotonic() - begun
-                if self._used_seconds() >= limit:
+                if self._sum_study_seconds() >= limit:
                     _kill(process)
                     return "stopped: the budget of seconds is used up"
             time.sleep(POLL_SECONDS)
 
     def _read_losses(self, tail: MetricsTail) -> Iterator[tuple[int, float]]:
-        """Yield (step, validation loss) from the lines added to the metrics file since the last call, each
-        step once.
-        """
+        """Yield (step, validation loss) from the lines added to the metrics file since the last call; each step is
+        yielded once. tail: reader of the metrics file."""
         for line in tail.read():
             step, loss = line.get("step"), line.get("validation_loss")
             if isinstance(step, int) and isinstance(loss, int | float) and step not in self._reported:
@@ -128,21 +132,21 @@ class TrialRun:
                 self._reported.add(step)
                 yield step, float(loss)
 
-    def _used_seconds(self) -> float:
-        """Return the seconds of training of the whole study, this trial's up to now included."""
-        others = [trial for trial in self.study.trials() if trial.number != self.running.trial.number]
-        return used_seconds(others) + self._seconds()
+    def _sum_study_seconds(self) -> float:
+        """Return the seconds of training of all trials of the study, with those of this trial until now."""
+        others = [trial for trial in self.study.list_trials() if trial.number != self.running.trial.number]
+        return sum_seconds(others) + self._measure_seconds()
 
-    def _seconds(self) -> float:
+    def _measure_seconds(self) -> float:
         """Return the seconds for which this trial has trained, including those before an interruption."""
         return self._seconds_before + time.monotonic() - self._begun
 
-    def _record(self) -> None:
-        """Record the seconds, steps and tokens that the trial has used so far in the study."""
+    def _record_usage(self) -> None:
+        """Record in the study the seconds, steps and tokens that the trial has used so far."""
         values, recipe = self.running.values, self.study.recipe
         steps = RunDirectory(self.run_directory).last_step() or 0
         tokens = steps * values.get("train.batch", recipe.train.batch) * recipe.data.sequence
-        for name, amount in (("seconds", self._seconds()), ("steps", steps), ("tokens", tokens)):
+        for name, amount in (("seconds", self._measure_seconds()), ("steps", steps), ("tokens", tokens)):
             self.running.trial.set_user_attr(name, amount)
 
 
@@ -157,15 +161,16 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a training process and its ranks at once; nothing is saved."""
+    """Kill a training process and its ranks; they save nothing."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def _read_error(log: Path, begun_at: int, code: int | None) -> str:
-    """Return the error line at the end of a run's log, or a text with the exit code. begun_at: size of the log in bytes
-    before this start. code: exit code of the process."""
+    """Return the last error message in a run's log, or if there is none a text with the exit code. begun_at: size of
+    the log in bytes before this start; earlier text is ignored. code: exit code of the process; negative: number of the
+    signal that killed it."""
     with log.open("rb") as file:
         file.seek(max(begun_at, file.seek(0, os.SEEK_END) - 65536))
         lines = file.read().decode(errors="replace").splitlines()

@@ -35,11 +35,15 @@ class Case:
 class CaseBuilder:
     """Builder of the verification cases (named small training problems) for one layout and model.
 
-    layout: layout to be verified. config: model, which is scaled down before use. dtype: parameter dtype, "float64" or
-    "float32". preference: settings of the preference loss (DPO or IPO); None: next-token loss. teaching:
-    distillation, whose teacher is scaled down too; None: no teacher. batch: wanted global
-    batch in sequences; if it is not a multiple of dp x micro-batches, the smallest multiple that is at least 8 is used
-    instead. compiled: True if the recipe trains under torch.compile.
+    Attributes:
+        layout: Layout to be verified.
+        config: Model, which is scaled down before use.
+        dtype: Parameter dtype, "float64" or "float32".
+        preference: Settings of the preference loss (DPO or IPO); None: next-token loss.
+        teaching: Distillation, whose teacher is scaled down too; None: no teacher.
+        batch: Wanted global batch in sequences; if it is not a multiple of dp x micro-batches, the smallest multiple
+            that is at least 8 is used instead.
+        compiled: True if the recipe trains under torch.compile.
     """
 
     layout: Layout
@@ -57,9 +61,9 @@ class CaseBuilder:
         recipe compiles, add a step under torch.compile with backend "aot_eager", which traces graphs but generates no
         code."""
         cases = [
-            Case("updates", self.make_updates()),
-            Case("long sequences", self.make_long()),
-            Case("dtypes", self.make_dtypes()),
+            Case("updates", self.make_update_problem()),
+            Case("long sequences", self.make_long_sequence_problem()),
+            Case("dtypes", self.make_dtype_problem()),
             *([self.make_late_case()] if self.layout.world_size > 1 else []),
         ]
         return [*cases, *([self.make_compiled_case("aot_eager")] if self.compiled else [])]
@@ -70,24 +74,26 @@ class CaseBuilder:
         backend "inductor"."""
         return [
             *self.make_default_cases(),
-            Case("sgd", dataclasses.replace(self.make_plain(), training=SGD, fused_gradient_accumulation=False)),
-            Case("loss chunks", self.make_loss_chunks()),
+            Case("sgd", dataclasses.replace(self.make_sgd_problem(), training=SGD, fused_gradient_accumulation=False)),
+            Case("loss chunks", self.make_loss_chunk_problem()),
             self.make_bf16_case(),
             Case(
-                "resume on another layout", self.make_updates(self.layout.world_size), choose_other_layout(self.layout)
+                "resume on another layout",
+                self.make_update_problem(self.layout.world_size),
+                choose_other_layout(self.layout),
             ),
             *([self.make_compiled_case("inductor")] if self.compiled else []),
         ]
 
-    def make_plain(self, layers: int = 5) -> Problem:
+    def make_sgd_problem(self, layers: int = 5) -> Problem:
         """Return a problem of three steps of plain SGD on short sequences. layers: minimum number of layers of the
         model."""
         config = self._scale_down(layers)
         sequence = choose_sequence_length(self.layout)
         problem = Problem(config, self._choose_batch(), self.dtype, sequence, preference=self.preference)
-        return self._check_runnable(self._teach(problem))
+        return self._check_runnable(self._add_teacher(problem))
 
-    def make_updates(self, ranks: int = 1, layers: int = 5) -> Problem:
+    def make_update_problem(self, ranks: int = 1, layers: int = 5) -> Problem:
         """Return a problem of four optimizer steps with weight decay and gradient clipping. Step 1 (from 0) is
         non-finite and skipped; training is resumed from a checkpoint after two and after three steps.
 
@@ -96,61 +102,61 @@ class CaseBuilder:
         layers.
         """
         training = ADAMW if self.dtype == "float64" else dataclasses.replace(SGD, clip=0.5)
-        plain = self.make_plain(layers)
+        plain = self.make_sgd_problem(layers)
         batch = math.lcm(plain.batch, ranks)
         return dataclasses.replace(plain, batch=batch, training=training, steps=4, nan_step=1, resumed_at=(2, 3))
 
-    def make_long(self) -> Problem:
+    def make_long_sequence_problem(self) -> Problem:
         """Return a problem of one SGD step on sequences that span several attention tiles. Under ring attention the
         slice of each rank is longer than a tile."""
         ring = self.layout.cp > 1 and self.layout.cp_method == "ring"
         wanted = 2 * self.layout.cp * (TILE_QUERIES + 9) if ring else 2 * TILE_QUERIES + 45
-        return self._make_one_step(wanted, self._scale_down(2))
+        return self._make_one_step_problem(wanted, self._scale_down(2))
 
-    def make_loss_chunks(self) -> Problem:
+    def make_loss_chunk_problem(self) -> Problem:
         """Return a `Problem` (model, data, optimizer) of one training step. Its vocabulary is so large that the loss of
         a micro-batch is computed in several chunks."""
         tokens = 4 * TILE_QUERIES + 45
         vocabulary = CHUNK_LOGITS["cpu"] // tokens + 11
         config = dataclasses.replace(self._scale_down(1), vocabulary=vocabulary * self.layout.tp)
-        problem = self._make_one_step(tokens * self.layout.cp, config)
+        problem = self._make_one_step_problem(tokens * self.layout.cp, config)
         return dataclasses.replace(problem, batch=self.layout.dp * self.layout.micro_batches)
 
-    def make_dtypes(self) -> Problem:
+    def make_dtype_problem(self) -> Problem:
         """Return a problem of two SGD steps whose parameters have half the width of their master weights. It detects
         parameters that were not rounded from the master weights after an update."""
         narrow = {"float64": "float32", "float32": "bfloat16"}[self.dtype]
-        plain = dataclasses.replace(self.make_plain(2), training=SGD, steps=2)
+        plain = dataclasses.replace(self.make_sgd_problem(2), training=SGD, steps=2)
         return dataclasses.replace(plain, dtype=narrow, master_dtype=self.dtype)
 
     def make_late_case(self) -> Case:
         """Return a case of two SGD steps that exposes reads of a buffer during a collective call. Each call completes
         only when it is waited for; until then its buffers hold NaN."""
-        plain = dataclasses.replace(self.make_plain(2), training=SGD, steps=2, late_completion=True)
+        plain = dataclasses.replace(self.make_sgd_problem(2), training=SGD, steps=2, late_completion=True)
         return Case("late completion", plain)
 
     def make_bf16_case(self) -> Case:
         """Return a case of three SGD steps with bf16 parameters and float32 master weights, as in bf16 training."""
         return Case(
-            "bf16", dataclasses.replace(self.make_plain(), dtype="bfloat16", master_dtype="float32", training=SGD)
+            "bf16", dataclasses.replace(self.make_sgd_problem(), dtype="bfloat16", master_dtype="float32", training=SGD)
         )
 
     def make_compiled_case(self, backend: str) -> Case:
         """Return a case of one training step and a validation in which layers, final norm and loss run under
         torch.compile. backend: backend of torch.compile, "aot_eager" or "inductor". The model has two layers, or with
         pipeline parallelism one more than there are stages."""
-        problem = dataclasses.replace(self.make_plain(2), training=SGD, steps=1, compile_backend=backend)
+        problem = dataclasses.replace(self.make_sgd_problem(2), training=SGD, steps=1, compile_backend=backend)
         return Case(f"compiled by {backend}", problem)
 
-    def _make_one_step(self, tokens: int, config: ModelConfig) -> Problem:
+    def _make_one_step_problem(self, tokens: int, config: ModelConfig) -> Problem:
         """Return a problem of one SGD step of the model `config` on sequences of at least `tokens` tokens."""
         sequence = choose_sequence_length(self.layout, tokens)
         window = None if config.sliding_window is None else TILE_QUERIES + 9
         config = dataclasses.replace(config, max_positions=2 * sequence, sliding_window=window)
         problem = Problem(config, self._choose_batch(), self.dtype, sequence, 1, SGD, preference=self.preference)
-        return self._check_runnable(self._teach(problem))
+        return self._check_runnable(self._add_teacher(problem))
 
-    def _teach(self, problem: Problem) -> Problem:
+    def _add_teacher(self, problem: Problem) -> Problem:
         """Return `problem` with a scaled-down teacher, and projections to its hidden states, if there is a teacher."""
         if self.teaching is None:
             return problem

@@ -34,10 +34,12 @@ def choose_tolerance(problem: Problem) -> float:
 class Comparison:
     """Result of comparing a layout's training run with the single-device reference.
 
-    worst_name, worst_error: name and relative error of the tensor that differs most among gradients, updates and
-    optimizer states. loss_error, gradient_norm_error: largest relative errors of a loss and of a gradient norm.
-    failure: one-line description of the first difference beyond the tolerance; None if all values agree. step: step
-    (from 0) of that difference; None without one, or if it belongs to no single step.
+    Attributes:
+        worst_name, worst_error: Name and relative error of the tensor that differs most among gradients, updates and
+            optimizer states.
+        loss_error, gradient_norm_error: Largest relative errors of a loss and of a gradient norm.
+        failure: One-line description of the first difference beyond the tolerance; None if all values agree.
+        step: Step (from 0) of that difference; None without one, or if it belongs to no single step.
     """
 
     worst_name: str
@@ -72,8 +74,9 @@ class _LayoutComparison:
     """Comparison of all ranks' results with the single-device reference, in the order of computation: step by step,
     gradients before updates, final state last.
 
-    Attributes: `worst`, `worst_name`: largest relative error so far of a gradient, update or optimizer state, and the
-    name of its parameter; `loss_error`, `norm_error`: largest relative errors so far of a loss and of a gradient norm.
+    layout: layout on which the ranks trained. Attributes: `worst`, `worst_name`: largest relative error so far of a
+    gradient, update or optimizer state, and the name of its parameter; `loss_error`, `norm_error`: largest relative
+    errors so far of a loss and of a gradient norm.
     """
 
     def __init__(self, reference: Reference, results: Sequence[RankResult], layout: Layout) -> None:
@@ -111,12 +114,12 @@ class _LayoutComparison:
         reference, results = self.reference, [result.steps[step] for result in self.results]
         slices = [result.gradients for result in results]
         copies = _assemble_copies(self.layout, slices, reference)
-        errors = self._track_worst(_worst_errors(copies, reference.gradients[step]))
+        errors = self._track_worst(_find_worst_errors(copies, reference.gradients[step]))
         truth = reference.losses[step]
-        loss = max(_relative_error(result.loss, truth) for result in results)
-        norm = max(_relative_error(result.norm, reference.norms[step]) for result in results)
+        loss = max(_compute_relative_error(result.loss, truth) for result in results)
+        norm = max(_compute_relative_error(result.norm, reference.norms[step]) for result in results)
         self.loss_error, self.norm_error = max(self.loss_error, loss), max(self.norm_error, norm)
-        farthest = max((result.loss for result in results), key=lambda value: _relative_error(value, truth))
+        farthest = max((result.loss for result in results), key=lambda value: _compute_relative_error(value, truth))
         ratio = f"ratio to reference {farthest / truth:.9g}" if math.isfinite(farthest) else "not finite"
         if (first := self._find_first_wrong(errors)) is not None:
             pattern = describe_pattern(reference, slices, self.layout, step, first)
@@ -140,7 +143,7 @@ class _LayoutComparison:
         rounding = (step + 1) * torch.finfo(getattr(torch, problem.resolved_master_dtype)).eps
         rounding_norms = {name: rounding * float(weights.norm()) for name, weights in start.items()}
         updates = {name: after - start[name] for name, after in end.items()}
-        errors = self._track_worst(_worst_errors(made, updates, rounding_norms))
+        errors = self._track_worst(_find_worst_errors(made, updates, rounding_norms))
         if (first := self._find_first_wrong(errors)) is not None:
             steps = f"{step + 1} steps" if step else "1 step"
             yield f"the update of {first} after {steps} is off by {errors[first]:.1e}", None
@@ -161,7 +164,7 @@ class _LayoutComparison:
             of_kind = [[held for held in of_rank if held.kind == kind] for of_rank in slices]
             copies = _assemble_copies(self.layout, of_kind, reference)
             truth = {name: state for name, state in reference.optimizer[kind].items() if name in optimized}
-            errors = self._track_worst(_worst_errors(copies, truth))
+            errors = self._track_worst(_find_worst_errors(copies, truth))
             if (first := self._find_first_wrong(errors)) is not None:
                 yield f"the optimizer state {kind} of {first} is off by {errors[first]:.1e}", None
         last_weights = [result.steps[max(result.steps)].weights for result in results]
@@ -173,7 +176,7 @@ class _LayoutComparison:
         yield from self._compare_counters(reference.problem.steps)
         for rank, result in enumerate(results):
             yield from ((f"{text} (rank {rank})", None) for text in result.not_restored)
-        loss = max(_relative_error(result.final_loss, reference.final_loss) for result in results)
+        loss = max(_compute_relative_error(result.final_loss, reference.final_loss) for result in results)
         self.loss_error = max(self.loss_error, loss)
         if loss > self.tolerance:
             yield f"the validation loss after the last update is off by {loss:.1e}", None
@@ -194,7 +197,7 @@ class _LayoutComparison:
         return next(name for name in list_in_backward_order(self.reference) if errors.get(name, 0.0) > self.tolerance)
 
 
-def relative_errors(
+def compute_relative_errors(
     values: ParameterValues, truth: ParameterValues, rounding_norms: dict[str, float] | None = None
 ) -> dict[str, float]:
     """Return {parameter: relative error} of `values` against the expected values `truth`. The error of a tensor a with
@@ -218,12 +221,12 @@ def relative_errors(
 
 
 def list_copy_groups(layout: Layout, part: BufferKind = "dense") -> list[tuple[int, ...]]:
-    """List groups of global ranks. The ranks of each group together hold at least one full copy of the gradients and
-    master weights.
+    """Return groups of global ranks, each of which together holds at least one full copy of the gradients and master
+    weights.
 
-    A group is the union of one ZeRO sharding group (without ZeRO: one rank), the tp groups of its ranks (for experts:
-    the blocks of ep x etp consecutive ranks that contain them), and the pp groups of all these ranks. part: kind of
-    flat buffer: "dense", or "experts" (routed experts under expert parallelism).
+    A group consists of one ZeRO sharding group (without ZeRO: one rank), the tp groups of its ranks (for experts: the
+    blocks of ep x etp consecutive ranks that contain them), and the pp groups of all these ranks. layout: layout of the
+    run. part: kind of flat buffer: "dense", or "experts" (routed experts under expert parallelism).
     """
     everyone = range(layout.world_size)
     block = layout.ep * layout.etp
@@ -243,10 +246,10 @@ def _assemble_copies(
     layout: Layout, slices: Sequence[Sequence[TensorSlice]], reference: Reference
 ) -> list[ParameterValues]:
     """Assemble every full copy of all parameters from the ranks' slices. Return one dict {parameter: values} per copy,
-    with NaN for elements that no rank holds. slices: [rank][slice]. reference: gives the shapes.
+    with NaN for elements that no rank holds.
 
-    If dense parameters and experts have different numbers of copies (`_assemble_copies_of`), the copies of the kind
-    with fewer are used repeatedly.
+    layout: layout of the run. slices: [rank][slice]. reference: gives the shapes. Dense parameters and experts may have
+    different numbers of copies; then the copies of the kind with fewer are used several times.
     """
     dense, experts = (_assemble_copies_of(layout, slices, reference, part) for part in TRAINED_BUFFERS)
     return [
@@ -258,11 +261,12 @@ def _assemble_copies_of(
     layout: Layout, slices: Sequence[Sequence[TensorSlice]], reference: Reference, part: BufferKind
 ) -> list[ParameterValues]:
     """Assemble every full copy of the parameters in one kind of flat buffer; return one dict {parameter: values} per
-    copy, with NaN for elements that no rank holds. part: "dense", or "experts" (routed experts under expert
-    parallelism). slices: [rank][slice].
+    copy, with NaN for elements that no rank holds.
 
-    Each group of ranks from `list_copy_groups` gives one copy for each pp rank and, for dense parameters, each tp rank.
-    Of several ranks that hold the same elements, the rank with these pp and tp coordinates is preferred.
+    layout: layout of the run. slices: [rank][slice]. reference: gives the shapes. part: "dense", or "experts" (routed
+    experts under expert parallelism). Each group of ranks from `list_copy_groups` gives one copy for each pp rank and,
+    for dense parameters, each tp rank. Where several ranks of a group hold the same elements, those of the rank with
+    these pp and tp coordinates are taken.
     """
     names = [entry.name for entry in reference.table.entries if entry.buffer_kind(layout) == part]
     if not names:
@@ -280,19 +284,19 @@ def _assemble_copies_of(
     return copies
 
 
-def _worst_errors(
+def _find_worst_errors(
     copies: Iterable[ParameterValues], truth: ParameterValues, rounding_norms: dict[str, float] | None = None
 ) -> dict[str, float]:
     """Return {parameter: largest relative error over several full copies of the parameters}. truth: expected values.
     rounding_norms: {parameter: norm of the tolerated rounding error}; None: no rounding error is tolerated."""
     errors = dict.fromkeys(truth, 0.0)
     for copy in copies:
-        for name, error in relative_errors(copy, truth, rounding_norms).items():
+        for name, error in compute_relative_errors(copy, truth, rounding_norms).items():
             errors[name] = max(errors[name], error)
     return errors
 
 
-def _relative_error(value: float, truth: float) -> float:
+def _compute_relative_error(value: float, truth: float) -> float:
     """Return |value - truth| / |truth|; infinity if this is not finite."""
     error = abs(value - truth) / abs(truth)
     return error if math.isfinite(error) else math.inf
@@ -306,6 +310,6 @@ def _find_unequal(copies: Sequence[ParameterValues]) -> str | None:
 
 
 def _bitwise_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return True if the tensors a and b have equal values. Also return True if `a` contains non-finite values: another
-    comparison reports these."""
+    """Return True if the tensors a and b have equal values, or if `a` contains non-finite values, which another
+    comparison reports."""
     return torch.equal(a, b) or not bool(a.isfinite().all())

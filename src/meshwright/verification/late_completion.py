@@ -46,21 +46,21 @@ class LateCompletion:
     # --- in place of the functions of `comm/transport.py`, with their arguments
 
     def all_reduce(self, tensor: torch.Tensor, axis: Axis, op: str) -> Posted:
-        """Start an all-reduce on a copy of `tensor`; until the call is waited for, `tensor` holds NaN, which exposes
-        early reads. op: reduction, as in `comm/transport.py`."""
+        """Start an all-reduce over the mesh axis `axis` on a copy of `tensor`; until the call is waited for, `tensor`
+        holds NaN, which exposes early reads. op: reduction, as in `comm/transport.py`."""
         copy = tensor.clone()
         return self._post(partial(self._originals["all_reduce"], copy, axis, op), [(tensor, copy)])
 
     def broadcast(self, tensor: torch.Tensor, source: int, axis: Axis) -> Posted:
-        """Start a broadcast from rank `source` on a copy of `tensor`; on the receiving ranks `tensor` holds NaN until
-        the call is waited for."""
+        """Start a broadcast from rank `source` of the mesh axis `axis` on a copy of `tensor`; on the receiving ranks
+        `tensor` holds NaN until the call is waited for."""
         copy = tensor.clone()
         post = partial(self._originals["broadcast"], copy, source, axis)
         return self._post(post, [], [tensor]) if axis.rank == source else self._post(post, [(tensor, copy)])
 
     def all_gather(self, output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
-        """Start an all-gather into a copy; `output` holds NaN until the call is waited for, except this rank's own
-        slice if `source` is that slice."""
+        """Start an all-gather of `source` over the mesh axis `axis` into a copy; `output` holds NaN until the call is
+        waited for, except this rank's own slice if `source` is that slice."""
         copy = torch.empty_like(output)
         parts, copies = output.view(axis.size, -1), copy.view(axis.size, -1)
         own = parts[axis.rank].data_ptr() == source.data_ptr()
@@ -69,24 +69,24 @@ class LateCompletion:
         return self._post(post, arriving, [source])
 
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
-        """Start a reduce-scatter on copies; `output` holds NaN until the call is waited for. The other ranks' slices of
-        `source` are overwritten, as collective programs do."""
+        """Start a reduce-scatter of `source` over the mesh axis `axis` on copies; `output` holds NaN until the call is
+        waited for. The other ranks' slices of `source` are overwritten, as collective programs do."""
         copy, sent, parts = torch.empty_like(output), source.clone(), source.view(axis.size, -1)
         others = [parts[at] for at in range(axis.size) if at != axis.rank]
         post = partial(self._originals["reduce_scatter"], copy, sent, axis)
         return self._post(post, [(output, copy)], others, overwritten=others)
 
     def reduce_scatter_rows(self, output: torch.Tensor, source: torch.Tensor, axis: Axis, sizes: list[int]) -> Posted:
-        """Start an uneven reduce-scatter (`sizes`: rows for each rank) on copies; `output` holds NaN until the call is
-        waited for."""
+        """Start an uneven reduce-scatter of `source` (`sizes`: rows for each rank) over the mesh axis `axis` on copies;
+        `output` holds NaN until the call is waited for."""
         copy, sent = torch.empty_like(output), source.clone()
         post = partial(self._originals["reduce_scatter_rows"], copy, sent, axis, sizes)
         with self._use_original("all_to_all"):
             return self._post(post, [(output, copy)], [source])
 
     def rotate(self, output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
-        """Start a ring shift (each rank sends `source` to the next) on copies; `output` holds NaN until the call is
-        waited for."""
+        """Start a ring shift over the mesh axis `axis` (each rank sends `source` to the next) on copies; `output` holds
+        NaN until the call is waited for."""
         copy, sent = torch.empty_like(output), source.clone()
         with self._use_original("transfer"):
             return self._post(partial(self._originals["rotate"], copy, sent, axis), [(output, copy)], [source])
@@ -94,14 +94,15 @@ class LateCompletion:
     def all_to_all(
         self, output: torch.Tensor, source: torch.Tensor, axis: Axis, output_sizes: Any, source_sizes: Any
     ) -> Posted:
-        """Start an all-to-all on copies; `output` holds NaN until the call is waited for. output_sizes, source_sizes:
-        rows per rank, as in `comm/transport.py`."""
+        """Start an all-to-all of `source` over the mesh axis `axis` on copies; `output` holds NaN until the call is
+        waited for. output_sizes, source_sizes: rows per rank, as in `comm/transport.py`."""
         copy, sent = torch.empty_like(output), source.clone()
         post = partial(self._originals["all_to_all"], copy, sent, axis, output_sizes, source_sizes)
         return self._post(post, [(output, copy)], [source])
 
     def transfer(self, messages: Sequence[Message], axis: Axis) -> list[Posted]:
-        """Start point-to-point messages on copies, each of which completes at its own wait."""
+        """Start point-to-point messages between ranks of the mesh axis `axis` on copies, each of which completes at its
+        own wait."""
         copies = [torch.empty_like(m.tensor) if m.is_receive else m.tensor.clone() for m in messages]
         copied = [replace(m, tensor=copy) for m, copy in zip(messages, copies, strict=True)]
         posted = self._originals["transfer"](copied, axis)
@@ -114,8 +115,9 @@ class LateCompletion:
         return found
 
     def note_call(self, original: Callable[..., Any], operation: str, axis: Axis, site: str, *rest: Any) -> Any:
-        """Store operation and call site of the next call, which messages about faults name; then call `original`, the
-        function `collectives._record_call` that this replaces, with all arguments."""
+        """Store the operation and call site of the next call, for messages about faults; then call `original` with all
+        arguments. This method replaces the function `collectives._record_call` (`original`). axis: mesh axis of the
+        call."""
         self._site = f"{site} ({operation} over {axis.name})"
         return original(operation, axis, site, *rest)
 
@@ -133,9 +135,9 @@ class LateCompletion:
         """Start a call on copies of its buffers and poison its result buffers. Return (work handles, function that
         checks the buffers and delivers the results, called by the wait).
 
-        results: the call's result buffers with their copies. sent: buffers that must not change in flight. overwritten:
-        buffers whose content is undefined afterwards. name: name of the call in messages about faults (None: as stored
-        by `note_call`).
+        post: function that starts the call. results: the call's result buffers with their copies. sent: buffers that
+        must not change in flight. overwritten: buffers whose content is undefined afterwards. name: name of the call in
+        messages about faults (None: as stored by `note_call`).
         """
         self._calls += 1
         number, call = self._calls, name or self._site
@@ -178,8 +180,8 @@ _REPLACED = (
 
 
 def _return_posted(posted: Posted) -> Posted:
-    """Return `posted`, the handles of a call that is already started, unchanged. `_post` calls it where it would
-    otherwise start a call."""
+    """Return `posted`, the handles of a started call, unchanged. It is passed to `LateCompletion._post`, which expects
+    a function that starts a call, when the call has already been started."""
     return posted
 
 
@@ -217,14 +219,14 @@ def _is_poisoned(buffer: torch.Tensor) -> bool:
 
 
 def _has_bits_of(buffer: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True if two tensors of equal shape are bitwise equal, NaN included."""
+    """Return True if the tensors `buffer` and `other`, of equal shape, are bitwise equal, NaN included."""
     first, second = (each.contiguous().view(-1).view(torch.uint8) for each in (buffer, other))
     return torch.equal(first, second)
 
 
 def _is_freed(buffer: torch.Tensor) -> bool:
-    """Return True if a tensor's storage has been resized to less than its elements need, as FSDP units do when they
-    reshard."""
+    """Return True if the storage of the tensor `buffer` has been resized to less than its elements need, as FSDP units
+    do when they reshard."""
     if buffer.numel() == 0:
         return False
     last = sum((size - 1) * stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True))

@@ -41,7 +41,7 @@ class FaultCounter:
         return bool(changed)
 
     def seen_before(self, thing: object) -> bool:
-        """Return True if an earlier call of this method on this counter got the same object (by identity)."""
+        """Return True if an earlier call of this method on this counter got the same object `thing` (by identity)."""
         met = any(each is thing for each in self._met)
         self._met.append(thing)
         return met
@@ -100,8 +100,9 @@ def _overwrite_gradient(
     counter: FaultCounter, original: FaultyFunction, gradient: UnshardedGradient, index: int
 ) -> Any:
     """Buggy stand-in for `UnshardedGradient.view` (`original`): each micro-batch overwrites the gradient instead of
-    accumulating into it. `original` returns (view of the gradient with number `index`, True if backward shall overwrite
-    the view or False if it shall add to it); the stand-in always returns True. `counter` counts the changed flags."""
+    accumulating into it. `original` returns (view of the gradient number `index`, True if backward shall overwrite the
+    view, False if it shall add to it); the stand-in always returns True. `counter` counts the flags that this
+    changes."""
     view, stale = original(gradient, index)
     counter.record_if(not stale)
     return view, True
@@ -124,7 +125,8 @@ def _clip_wrongly(factor: Callable[[Trainer, Any, float], float]) -> FaultyFunct
 
 def _clip_locally(trainer: Trainer, verdict: Any, right: float) -> float:
     """Return a wrong clipping factor: it is computed from the norm of this rank's gradient shard instead of the global
-    norm. verdict: outcome of the step, with the loss scale. right: the right factor, not used."""
+    norm. trainer: trainer of this rank. verdict: outcome of the step, with the loss scale. right: the right factor, not
+    used."""
     norm = math.sqrt(float(trainer.parallel.squared_norm_share())) / verdict.loss_scale
     return min(1.0, trainer.recipe.train.clip / (norm + 1e-6))
 
@@ -307,7 +309,7 @@ def _ignore_documents(counter: FaultCounter, original: FaultyFunction, cls: type
 def _see_next_token(
     counter: FaultCounter, original: FaultyFunction, span: Any, triangle: torch.Tensor, first_RS: Any
 ) -> Any:
-    """Buggy stand-in for `tiles_of` (`original`), which splits attention into tiles and gives each its mask: the causal
+    """Buggy stand-in for `cut_span` (`original`), which splits attention into tiles and gives each its mask: the causal
     mask (`triangle`) lets each token attend to the next one. `counter` counts the calls in which the mask changes.
     span, first_RS: passed on to `original`."""
     counter.record_if(len(triangle) > 1)
@@ -315,7 +317,7 @@ def _see_next_token(
 
 
 def _drop_key(counter: FaultCounter, original: FaultyFunction, span: Any, triangle: torch.Tensor, first_RS: Any) -> Any:
-    """Buggy stand-in for `tiles_of` (`original`), which splits attention into tiles and gives each its mask: every tile
+    """Buggy stand-in for `cut_span` (`original`), which splits attention into tiles and gives each its mask: every tile
     of queries except the first of the sequence lacks its first key. `counter` counts the changed tiles. span, triangle,
     first_RS: passed on to `original`."""
     found = []
@@ -379,8 +381,8 @@ LOCAL_FAULTS: dict[str, LocalFaultSpec] = {
     "loss scale not restored": LocalFaultSpec(Trainer, "restore", _restore_without("loss_scale")),
     "optimizer state not restored": LocalFaultSpec(Optimizer, "restore_step_count", _forget_optimizer),
     "attention not masked across documents": LocalFaultSpec(Documents, "from_ids", _ignore_documents),
-    "causal mask off by one": LocalFaultSpec(tiled_attention, "tiles_of", _see_next_token, "long sequences"),
-    "attention tile drops a key": LocalFaultSpec(tiled_attention, "tiles_of", _drop_key, "long sequences"),
+    "causal mask off by one": LocalFaultSpec(tiled_attention, "cut_span", _see_next_token, "long sequences"),
+    "attention tile drops a key": LocalFaultSpec(tiled_attention, "cut_span", _drop_key, "long sequences"),
     "ring attention drops a KV block": LocalFaultSpec(ring_spans, "list_spans", _drop_kv_block, "long sequences"),
 }
 """Name of each local fault -> what it replaces, and the case that exposes it."""

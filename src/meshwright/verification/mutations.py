@@ -67,10 +67,10 @@ def plant_all_faults(
     planting = _FaultRuns(maker, reference, ranks, collectives)
     report: dict[str, Any] = {"planted": 0, "caught": 0, "neutral": 0, "missed": [], "faults": []}
     before = set() if planted is None else set(planted)
-    for fault, found in planting.collective_faults(before):
+    for fault, found in planting.run_collective_faults(before):
         neutral = explain_neutral_fault(fault, maker.layout, paired=maker.preference is not None)
         _report_fault(report, maker.layout, str(fault), found.failure, neutral, log)
-    for local, found in planting.local_faults(before):
+    for local, found in planting.run_local_faults(before):
         _report_fault(report, maker.layout, str(local), found.failure, None, log)
     if planted is not None:
         planted |= planting.planted
@@ -104,14 +104,17 @@ class _FaultRuns:
         self.maker, self.reference, self.ranks, self.collectives = maker, reference, ranks, collectives
         self.planted: set[tuple[str, ...]] = set()
 
-    def collective_faults(self, before: set[tuple[str, ...]]) -> Iterator[tuple[Fault, Comparison]]:
-        """Train with each fault that can be planted in a collective call, one at a time. Train one step first, and all
-        steps of the problem only if one step does not reveal the fault. Yield (fault, comparison with the single-device
-        run) for every fault that altered a value on some rank. before: keys (`_fault_key`) of faults to leave out."""
-        problem = self.maker.make_plain(layers=3)
+    def run_collective_faults(self, before: set[tuple[str, ...]]) -> Iterator[tuple[Fault, Comparison]]:
+        """Train with each fault that can be planted in a collective call, one at a time: first for one step, then, if
+        this does not reveal the fault, for all steps of the problem. Yield (fault, comparison with the single-device
+        run) for every fault that altered a value on some rank. before: keys (`_make_fault_key`) of faults to leave
+        out."""
+        problem = self.maker.make_sgd_problem(layers=3)
         (healthy,) = self._run_with_faults(problem, [None])
         short = dataclasses.replace(problem, steps=1)
-        every = [fault for fault in list_possible_faults(self.maker.layout, healthy) if _fault_key(fault) not in before]
+        every = [
+            fault for fault in list_possible_faults(self.maker.layout, healthy) if _make_fault_key(fault) not in before
+        ]
         for batch in _split_into_batches(every):
             found = self._compare_effective(short, batch)
             # All steps for faults that one did not reveal, and for stale results, which need an earlier call.
@@ -119,16 +122,16 @@ class _FaultRuns:
             if again:
                 found |= self._compare_effective(problem, again)
             yield from ((fault, found[fault]) for fault in batch if fault in found)
-            self.planted |= {_fault_key(fault) for fault in batch if fault in found}
+            self.planted |= {_make_fault_key(fault) for fault in batch if fault in found}
 
-    def local_faults(self, before: set[tuple[str, ...]]) -> Iterator[tuple[LocalFault, Comparison]]:
+    def run_local_faults(self, before: set[tuple[str, ...]]) -> Iterator[tuple[LocalFault, Comparison]]:
         """Train with each fault of `LOCAL_FAULTS` (bugs outside collective calls), one at a time. Yield (fault,
         comparison with the single-device run) for every fault that altered a value on some rank. before: keys of faults
         to leave out; the key of a local fault is the tuple (name,)."""
         for case, make in (
-            ("updates", lambda: self.maker.make_updates(layers=3)),
-            ("dtypes", self.maker.make_dtypes),
-            ("long sequences", self.maker.make_long),
+            ("updates", lambda: self.maker.make_update_problem(layers=3)),
+            ("dtypes", self.maker.make_dtype_problem),
+            ("long sequences", self.maker.make_long_sequence_problem),
         ):
             faults = [
                 LocalFault(name) for name, plan in LOCAL_FAULTS.items() if plan.case == case and (name,) not in before
@@ -144,7 +147,7 @@ class _FaultRuns:
         return {
             fault: compare(self.reference(problem), results, self.maker.layout)
             for fault, results in zip(faults, self._run_with_faults(problem, faults), strict=True)
-            if any(result.struck for result in results)
+            if any(result.affected_calls for result in results)
         }
 
     def _run_with_faults(self, problem: Problem, faults: Sequence[Fault | LocalFault | None]) -> list[list[RankResult]]:
@@ -163,7 +166,7 @@ def _split_into_batches(faults: Sequence[AnyFault]) -> Iterator[Sequence[AnyFaul
         yield faults[start : start + BATCH]
 
 
-def _fault_key(fault: Fault) -> tuple[str, ...]:
+def _make_fault_key(fault: Fault) -> tuple[str, ...]:
     """Return the tuple that identifies a fault in a collective call: (call site, operation, kind of fault, "True" if it
     is planted in all calls of the site, else "False")."""
     return fault.site, fault.operation, fault.kind, str(fault.call is None)
@@ -194,7 +197,7 @@ def list_possible_faults(layout: Layout, results: Sequence[RankResult]) -> list[
             if kind == "wrong group":
                 if operation == "transfer":
                     continue  # a message of the wrong micro-batch is covered by "stale"
-                alike = [_call_signature(result, site, operation) for result in results]
+                alike = [_get_call_signature(result, site, operation) for result in results]
                 groups = tuple(make_wrong_groups(layout, call["axis"], operation != "all_reduce", alike))
                 if not groups and operation in ("all_reduce", "rotate"):
                     continue  # reordering the ranks changes neither a sum nor a ring
@@ -205,7 +208,7 @@ def list_possible_faults(layout: Layout, results: Sequence[RankResult]) -> list[
     return faults
 
 
-def _call_signature(result: RankResult, site: str, operation: str) -> tuple[tuple[int, int], ...]:
+def _get_call_signature(result: RankResult, site: str, operation: str) -> tuple[tuple[int, int], ...]:
     """Return the calls that a rank made at one call site with one operation, as tuples (number of calls, payload
     bytes). A fault may move ranks between groups only if they have equal signatures; otherwise a call would wait
     forever for its partner. result: the rank's results."""
@@ -224,9 +227,9 @@ def _report_fault(
     neutral: str | None,
     log: Callable[[str], None],
 ) -> None:
-    """Add the outcome of one fault ("caught", "neutral" or "missed") to `report` and log it. fault: its name; failure:
-    the verifier's message, None if it passed; neutral: reason why the fault changes no result, None if it must be
-    caught."""
+    """Add the outcome of one fault ("caught", "neutral" or "missed") to `report` and log it. layout: layout of the run.
+    fault: the fault's name; failure: the verifier's message, None if it passed; neutral: reason why the fault changes
+    no result, None if it must be caught."""
     report["planted"] += 1
     outcome = "caught" if failure is not None else "neutral" if neutral is not None else "missed"
     if outcome == "missed":

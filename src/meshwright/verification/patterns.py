@@ -49,7 +49,7 @@ def describe_pattern(
 ) -> str:
     """Describe how the wrong gradient of the parameter `name` in step `step` (from 0) differs from the reference, such
     as "contribution of rank 1 missing". Ranks' contributions are counted by a least-squares fit. slices: gradient
-    slices of each rank, [rank][slice]."""
+    slices of each rank, [rank][slice]. layout: layout of the run."""
     truth = reference.gradients[step][name]
     mine = [[item for item in of_rank if item.name == name] for of_rank in slices]
     if _is_unsummed_over_tp(reference, mine, layout, truth, name):
@@ -164,7 +164,7 @@ def _describe_slice(
 
 def _describe_counts(often: dict[tuple[int, int], float]) -> str:
     """Describe which contributions to a gradient sum are missing or counted more than once. often: (rank, micro-batch)
-    -> how many times the contribution is in the sum (correct: 1)."""
+    of a contribution -> number of times that it is in the sum (correct: 1)."""
     ranks = sorted({rank for rank, _ in often})
     missing = {label for label, times in often.items() if abs(times) < 1e-4}
     gone = [rank for rank in ranks if all(label in missing for label in often if label[0] == rank)]

@@ -15,12 +15,12 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from meshwright.model.rope import inverse_frequencies
+from meshwright.model.rope import compute_inverse_frequencies
 from meshwright.spec.config import ModelConfig
 from meshwright.training.preference_loss import Preference
-from meshwright.verification.plain_preferences import preference_loss, single_response_loss
+from meshwright.verification.plain_preferences import compute_preference_loss, compute_single_response_loss
 from meshwright.verification.samples import IGNORED, Batch
-from meshwright.verification.teaching import Taught, distillation_loss, hidden_loss
+from meshwright.verification.teaching import Taught, compute_distillation_loss, compute_hidden_loss
 
 Weights = Mapping[str, torch.Tensor]  # model parameter -> its values, [output, input] for matrices
 
@@ -28,9 +28,11 @@ Weights = Mapping[str, torch.Tensor]  # model parameter -> its values, [output, 
 class BatchLoss(NamedTuple):
     """Losses of a batch, summed over its loss terms (target tokens, preference pairs or single responses).
 
-    loss: reported loss in nats. objective: loss plus load-balancing loss, to be differentiated. terms: number of loss
-    terms, by which both are to be divided. excess_loads: router-bias name -> [E], each expert's number of tokens minus
-    the mean.
+    Attributes:
+        loss: Reported loss in nats.
+        objective: Loss plus load-balancing loss, to be differentiated.
+        terms: Number of loss terms, by which both are to be divided.
+        excess_loads: router-bias name -> [E], each expert's number of tokens minus the mean.
     """
 
     loss: torch.Tensor
@@ -46,9 +48,9 @@ def run_batch(
     preference: Preference | None = None,
     taught: Taught | None = None,
 ) -> BatchLoss:
-    """Run the forward pass of a batch of full sequences and return its losses. weights: float64 tensors by the names of
-    the training engine, which fuses query, key and value, and gate and up. preference: settings of the preference loss
-    (DPO or IPO); None: next-token loss. taught: distillation; None: no teacher."""
+    """Run the forward pass of a batch of full sequences and return its losses. config: the model. weights: float64
+    tensors by the names of the training engine, which fuses query, key and value, and gate and up. preference: settings
+    of the preference loss (DPO or IPO); None: next-token loss. taught: distillation; None: no teacher."""
     tokens_BS, targets_BS, ids_BS = (
         torch.from_numpy(part) for part in (batch.tokens, batch.targets, batch.document_ids)
     )
@@ -65,16 +67,16 @@ def run_batch(
         if taught is not None:
             teacher = _Forward(taught.teaching.teacher, taught.weights, ids_BS)
             wanted_BSV, _ = teacher.logits(teacher.hidden(tokens_BS))
-            losses_BS = distillation_loss(taught.teaching.loss, logits_BSV, wanted_BSV, losses_BS)
-            losses_BS = losses_BS + hidden_loss(taught.teaching.loss, weights, model.outputs, teacher.outputs)
+            losses_BS = compute_distillation_loss(taught.teaching.loss, logits_BSV, wanted_BSV, losses_BS)
+            losses_BS = losses_BS + compute_hidden_loss(taught.teaching.loss, weights, model.outputs, teacher.outputs)
         loss = torch.where(counted_BS, losses_BS, 0.0).sum()
     elif preference.objective == "kto":
         counted_B = count_responses(batch)
-        loss = single_response_loss(preference, sum_by_response(chosen_BS, batch), counted_B, batch)
+        loss = compute_single_response_loss(preference, sum_by_response(chosen_BS, batch), counted_B, batch)
     else:
         pairs_B = (ids_BS.amax(dim=1) + 1) // 2
         counted_B = pairs_B
-        loss = preference_loss(preference, chosen_BS, ids_BS, pairs_B, batch)
+        loss = compute_preference_loss(preference, chosen_BS, ids_BS, pairs_B, batch)
     objective = loss
     if config.prediction_layers:
         assert preference is None
@@ -86,7 +88,7 @@ def run_batch(
 
 
 def count_responses(batch: Batch) -> torch.Tensor:
-    """Return the number of documents with a target in each of B sequences, int64 [B]."""
+    """Return the number of responses (documents with a target) in each of the B sequences of `batch`: int64 [B]."""
     return torch.tensor(
         [
             len({*ids[targets != IGNORED].tolist()})
@@ -96,8 +98,8 @@ def count_responses(batch: Batch) -> torch.Tensor:
 
 
 def sum_by_response(chosen_BS: torch.Tensor, batch: Batch) -> list[list[torch.Tensor]]:
-    """Sum the log-probabilities of the target tokens of each response; return [B][responses], scalars in nats.
-    chosen_BS: log-probability of each target token."""
+    """Sum the log-probabilities of the target tokens of each response in `batch`; return [B][responses], scalars in
+    nats. chosen_BS: log-probability of each target token."""
     ids_BS = torch.from_numpy(batch.document_ids)
     return [
         [chosen_BS[row][ids_BS[row] == document].sum() for document in range(int(count))]
@@ -107,7 +109,7 @@ def sum_by_response(chosen_BS: torch.Tensor, batch: Batch) -> list[list[torch.Te
 
 def score_responses(config: ModelConfig, weights: Weights, batch: Batch) -> list[list[float]]:
     """Return log p / p_ref in nats of each response of each sequence of a batch, [B][responses], without gradients.
-    weights: float64 tensors by the training engine's names."""
+    config: the model. weights: float64 tensors by the training engine's names."""
     assert batch.reference is not None
     tokens_BS, targets_BS = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
     with torch.no_grad():
@@ -121,16 +123,17 @@ def score_responses(config: ModelConfig, weights: Weights, batch: Batch) -> list
     ]
 
 
-def cap(x: torch.Tensor, limit: float | None) -> torch.Tensor:
+def apply_softcap(x: torch.Tensor, limit: float | None) -> torch.Tensor:
     """Apply a tanh softcap to scores or logits: limit tanh(x / limit); `x` itself if the limit is None."""
     return x if limit is None else limit * torch.tanh(x / limit)
 
 
 class _Forward:
-    """Forward pass of a reference transformer on one batch. config: the model. weights: float64 tensors by the training
-    engine's names. ids_BS: document number of each token. Attributes: `balance_losses`: load-balancing loss [B] of each
-    mixture of experts; `excess_loads`: router-bias name -> [E], each expert's number of tokens minus the mean;
-    `outputs`: output [B, S, H] of each layer."""
+    """Forward pass of a reference transformer on one batch. Suffixes of tensor names are their shape: batch, sequence,
+    hidden size, heads, head size, experts. config: the model. weights: float64 tensors by the training engine's names.
+    ids_BS: document number of each token. Attributes: `balance_losses`: load-balancing loss [B] of each mixture of
+    experts; `excess_loads`: router-bias name -> [E], each expert's number of tokens minus the mean; `outputs`: output
+    [B, S, H] of each layer."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ids_BS: torch.Tensor) -> None:
         """Compute attention visibility and position ids from the document numbers."""
@@ -146,7 +149,7 @@ class _Forward:
         self.positions_BS = (self.visible_BSS.sum(dim=2) - 1).long()  # tokens of the same document before each
 
     def hidden(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        """Return the final hidden states [B, S, H] of tokens [B, S]."""
+        """Return the final hidden states [B, S, H] of the tokens `tokens_BS`."""
         config = self.config
         factor = config.hidden**0.5 if config.embedding_scale is None else config.embedding_scale
         x_BSH = factor * self.weights["embedding.weight"][tokens_BS]
@@ -166,17 +169,17 @@ class _Forward:
         return self.norm(x_BSH, "final_norm")
 
     def logits(self, x_BSH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the next-token logits [B, S, V] of final hidden states, and the weight of the output head [V, H]."""
+        """Return (next-token logits [B, S, V] of the final hidden states `x_BSH`, weight of the output head [V, H])."""
         config = self.config
         head = self.weights["embedding.weight" if config.tied else "head.weight"]
-        return cap(x_BSH @ head.T / config.logit_divisor, config.logit_softcap), head
+        return apply_softcap(x_BSH @ head.T / config.logit_divisor, config.logit_softcap), head
 
     def predict_later(
         self, x_BSH: torch.Tensor, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, head: torch.Tensor
     ) -> torch.Tensor:
         """Return the summed loss of the multi-token prediction module (arXiv:2412.19437, eqs. 21 to 24), which predicts
-        the token after the next. x_BSH: final hidden states; head: weight of the output head, [V, H]. targets_BS:
-        target tokens, -100 where ignored."""
+        the token after the next. x_BSH: final hidden states; head: weight of the output head, [V, H]. tokens_BS: tokens
+        of the batch. targets_BS: target tokens, -100 where ignored."""
         name, length = "prediction", tokens_BS.shape[1]
         embedded = self.weights["embedding.weight"][tokens_BS[:, [*range(1, length), 0]]]
         parts = self.norm(embedded, f"{name}.embedding_norm"), self.norm(x_BSH, f"{name}.hidden_norm")
@@ -207,8 +210,8 @@ class _Forward:
         return y if bias is None else y + bias
 
     def attention(self, x_BSH: torch.Tensor, layer: int) -> torch.Tensor:
-        """Return the attention output [B, S, H] of the layer with index `layer`: causal attention within documents,
-        over a sliding window if the layer has one."""
+        """Return the attention output [B, S, H] of the layer with index `layer` for the input `x_BSH`: causal attention
+        within documents, over a sliding window if the layer has one."""
         config, name = self.config, f"layers.{layer}.attention"
         if config.latent:
             return self.latent_attention(x_BSH, layer)
@@ -229,7 +232,7 @@ class _Forward:
             q = q * (1 + config.temperature_scale * torch.log(1 + steps_BS))[..., None, None]
         k, v = (x.repeat_interleave(heads // kv_heads, dim=2) for x in (k, v))
         scale = size**-0.5 if config.attention_scale is None else config.attention_scale
-        scores_BNSS = cap(scale * torch.einsum("bqnd,bknd->bnqk", q, k), config.attention_softcap)
+        scores_BNSS = apply_softcap(scale * torch.einsum("bqnd,bknd->bnqk", q, k), config.attention_softcap)
         visible_BSS, window = self.visible_BSS, config.layer_window(layer)
         if window is not None and config.window_chunks:
             chunk_BS = self.positions_BS // window
@@ -245,8 +248,8 @@ class _Forward:
         return self.linear(torch.einsum("bnqk,bknd->bqnd", p_BNSS, v).flatten(2), f"{name}.output")
 
     def latent_attention(self, x_BSH: torch.Tensor, layer: int) -> torch.Tensor:
-        """Return the output [B, S, H] of the multi-head latent attention of the layer with index `layer`
-        (arXiv:2405.04434, eqs. 9 to 19 and, without a latent vector of queries, section 3.1)."""
+        """Return the output [B, S, H] of the multi-head latent attention of the layer with index `layer` for the input
+        `x_BSH` (arXiv:2405.04434, eqs. 9 to 19 and, without a latent vector of queries, section 3.1)."""
         config, latent = self.config, self.config.latent
         name = f"layers.{layer}.attention" if layer < config.layers else "prediction.block.attention"
         assert latent is not None
@@ -274,13 +277,13 @@ class _Forward:
         return x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt()
 
     def rotate(self, x_BSND: torch.Tensor, layer: int) -> torch.Tensor:
-        """Apply RoPE to the queries or keys [B, S, N, D] of the layer with index `layer`: of the R rotated features, i
-        is paired with i + R / 2, or neighbours are paired. A pair is a complex number, multiplied by e^(i angle)."""
+        """Apply RoPE to the queries or keys `x_BSND` of the layer with index `layer`: of the R rotated features, i is
+        paired with i + R / 2, or neighbours are paired. A pair is a complex number, multiplied by e^(i angle)."""
         rotation = self.config.layer_rotation(layer)
         assert rotation is not None
-        frequencies = inverse_frequencies(rotation, torch.float64)
+        frequencies = compute_inverse_frequencies(rotation, torch.float64)
         if rotation.scaling is not None and rotation.scaling.kind == "longrope":  # each document by its own length
-            long = inverse_frequencies(rotation, torch.float64, 1 << 62)
+            long = compute_inverse_frequencies(rotation, torch.float64, 1 << 62)
             trained = rotation.scaling.original_max_positions or 0
             frequencies = torch.where(self.lengths_BS[..., None, None] > trained, long, frequencies)
         scale = rotation.scaling.attention_scale if rotation.scaling else 1.0
@@ -294,7 +297,7 @@ class _Forward:
         return torch.cat([pairs, kept], dim=-1)
 
     def activate(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the model's activation function elementwise."""
+        """Apply the model's activation function elementwise to `x`."""
         match self.config.activation:
             case "silu":
                 return x * torch.sigmoid(x)
@@ -306,7 +309,7 @@ class _Forward:
                 return 0.5 * x * (1 + torch.erf(x / 2**0.5))
 
     def feed_forward(self, x_BSH: torch.Tensor, name: str) -> torch.Tensor:
-        """Apply the MLP called `name`, gated or not: [B, S, H] -> [B, S, H]."""
+        """Apply the MLP called `name`, gated or not, to `x_BSH`; return a tensor of the same shape."""
         up = self.linear(x_BSH, f"{name}.up")
         if not self.config.gated:
             return self.linear(self.activate(up), f"{name}.down")
@@ -314,8 +317,8 @@ class _Forward:
         return self.linear(self.activate(gate) * up, f"{name}.down")
 
     def mixture(self, x_BSH: torch.Tensor, name: str) -> torch.Tensor:
-        """Apply the mixture of experts called `name`, [B, S, H] -> [B, S, H]. Every expert computes every token; the
-        results of experts that the router did not choose have weight 0."""
+        """Apply the mixture of experts called `name` to `x_BSH`; return a tensor of the same shape. Every expert
+        computes every token; the results of experts that the router did not choose have weight 0."""
         config = self.config
         logits_BSE = x_BSH @ self.weights[f"{name}.router.weight"].T
         if config.mlp_bias:

@@ -9,11 +9,12 @@ from meshwright.training.preference_loss import Preference
 from meshwright.verification.samples import IGNORED, Batch
 
 
-def single_response_loss(
+def compute_single_response_loss(
     preference: Preference, sums: list[list[torch.Tensor]], counted_B: torch.Tensor, batch: Batch
 ) -> torch.Tensor:
-    """Return the loss of KTO (arXiv:2402.01306, eq. 8) summed over responses, a scalar. sums: log-probability of each
-    response in nats, [sequence][response]. counted_B: number of responses of each sequence."""
+    """Return the loss of KTO (arXiv:2402.01306, eq. 8) summed over responses, a scalar. preference: settings of the
+    loss. batch: holds reference log-probabilities, labels and the KL estimate. sums: log-probability of each response
+    in nats, [sequence][response]. counted_B: number of responses of each sequence."""
     assert batch.reference is not None and batch.undesirable is not None and batch.kl is not None
     total = torch.zeros((), dtype=torch.float64)
     for row in range(len(counted_B)):
@@ -26,7 +27,7 @@ def single_response_loss(
     return total
 
 
-def preference_loss(
+def compute_preference_loss(
     preference: Preference, chosen_BS: torch.Tensor, ids_BS: torch.Tensor, pairs_B: torch.Tensor, batch: Batch
 ) -> torch.Tensor:
     """Return the preference loss summed over pairs, a scalar: DPO (arXiv:2305.18290, eq. 7), IPO (arXiv:2310.12036, eq.

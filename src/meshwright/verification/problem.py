@@ -30,10 +30,20 @@ class TrainingSettings:
     """Optimizer settings of a verification problem, named as the keys of a recipe's [train] table, and its dynamic loss
     scale.
 
-    clip: maximum gradient norm; 0: no clipping. warmup: number of warm-up steps. minimum_learning_rate: final learning
-    rate as a fraction of the peak. router_bias_rate: change of a router bias per step. loss_scale: initial loss scale;
-    1: no scaling. loss_scale_every: number of consecutive finite steps after which the loss scale doubles (a non-finite
-    step halves it); 0: the loss scale is constant.
+    Attributes:
+        optimizer: "sgd" or "adamw".
+        learning_rate: Peak value.
+        weight_decay: Coefficient, for matrices only.
+        momentum: Momentum of SGD.
+        betas, epsilon: Constants of AdamW.
+        clip: Maximum gradient norm; 0: no clipping.
+        schedule: Name of the learning-rate schedule.
+        warmup: Number of warm-up steps.
+        minimum_learning_rate: Final learning rate as a fraction of the peak.
+        router_bias_rate: Change of a router bias per step.
+        loss_scale: Initial loss scale; 1: no scaling.
+        loss_scale_every: Number of consecutive finite steps after which the loss scale doubles (a non-finite step
+            halves it); 0: the loss scale is constant.
     """
 
     optimizer: str = "sgd"
@@ -64,14 +74,21 @@ class Problem:
     """Small training problem on which layouts are verified: a model trained for `steps` steps of `batch` sequences of
     `sequence` tokens.
 
-    config: the model. dtype: dtype of parameters. master_dtype: dtype of master weights, gradients and optimizer state;
-    None: `dtype`. training: optimizer settings. seed: seed of initial weights and data. preference: settings of the
-    preference loss; None: next-token loss. teaching: distillation; None: no teacher. nan_step: step (from 0) in which
-    the last rank produces NaN activations; None: no such step. resumed_at: numbers of steps after which a checkpoint is
-    saved and a new trainer resumes from it. fused_gradient_accumulation: True if weight-gradient kernels accumulate
-    directly into the gradient buffer, as in large models. compile_backend: backend of torch.compile for layers, final
-    norm and loss, such as "inductor"; None: they run eagerly. late_completion: True if collective calls complete only
-    when they are waited for (`late_completion.py`).
+    Attributes:
+        config: The model.
+        dtype: Dtype of parameters.
+        master_dtype: Dtype of master weights, gradients and optimizer state; None: `dtype`.
+        training: Optimizer settings.
+        seed: Seed of initial weights and data.
+        preference: Settings of the preference loss; None: next-token loss.
+        teaching: Distillation; None: no teacher.
+        nan_step: Step (from 0) in which the last rank produces NaN activations; None: no such step.
+        resumed_at: Numbers of steps after which a checkpoint is saved and a new trainer resumes from it.
+        fused_gradient_accumulation: True if weight-gradient kernels accumulate directly into the gradient buffer, as in
+            large models.
+        compile_backend: Backend of torch.compile for layers, final norm and loss, such as "inductor"; None: they run
+            eagerly.
+        late_completion: True if collective calls complete only when they are waited for (`late_completion.py`).
     """
 
     config: ModelConfig
@@ -142,8 +159,8 @@ class Problem:
 
 
 def choose_sequence_length(layout: Layout, tokens: int = SEQUENCE) -> int:
-    """Return the smallest sequence length of at least `tokens` tokens that is divisible by tp x cp, or under ring
-    attention by 2 x tp x cp."""
+    """Return the smallest sequence length of at least `tokens` tokens that is divisible by tp x cp of `layout`, or
+    under ring attention by 2 x tp x cp."""
     pieces = layout.tp * layout.cp * (2 if layout.cp > 1 and layout.cp_method == "ring" else 1)
     return -(-tokens // pieces) * pieces
 
@@ -183,7 +200,7 @@ def scale_down_config(
     if latent is not None:
         rank = None if latent.query_rank is None else 9
         latent = dataclasses.replace(latent, rank=7, rotary_dim=4, value_dim=5, query_rank=rank)
-    experts = _scaled_experts(config, tp, ep, etp)
+    experts = _scale_down_experts(config, tp, ep, etp)
     keys = FAMILIES[config.family].experts
     one_width = keys is not None and keys.width is None
     intermediate = experts.get("expert_intermediate", 0) if one_width else -(-37 // tp) * tp
@@ -246,7 +263,7 @@ def _choose_heads(tp: int, ulysses: int) -> tuple[int, int]:
     raise AssertionError
 
 
-def _scaled_experts(config: ModelConfig, tp: int, ep: int, etp: int) -> dict[str, Any]:
+def _scale_down_experts(config: ModelConfig, tp: int, ep: int, etp: int) -> dict[str, Any]:
     """Return the mixture-of-experts fields of a scaled-down configuration by ModelConfig field name: at most five
     experts (rounded up to a multiple of ep), at most three per token, and one dense layer if `config` has dense layers.
     Empty if `config` has no experts."""

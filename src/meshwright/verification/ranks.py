@@ -61,11 +61,16 @@ class StepResult:
 class RankResult:
     """All results of one rank's training run.
 
-    steps: {step (from 0): its results}. optimizer, parameters, final_loss: optimizer state, unsharded parameters and
-    validation loss after the last step. counters: {number of steps done: checkpoint counters by name}. not_restored:
-    lines on differences between the state saved in a checkpoint and that of the trainer resumed from it.
-    calls_first_step, calls: records of the collective calls of the first step and of all steps. struck: number of
-    values that the planted fault changed. refused: error message if the training itself detected the fault; else None.
+    Attributes:
+        steps: {step (from 0): its results}.
+        optimizer, parameters, final_loss: Optimizer state, unsharded parameters and validation loss after the last
+            step.
+        counters: {number of steps done: checkpoint counters by name}.
+        not_restored: Lines on differences between the state saved in a checkpoint and that of the trainer resumed from
+            it.
+        calls_first_step, calls: Records of the collective calls of the first step and of all steps.
+        affected_calls: Number of values that the planted fault changed.
+        refused: Error message if the training itself detected the fault; else None.
     """
 
     steps: dict[int, StepResult] = field(default_factory=dict)
@@ -76,7 +81,7 @@ class RankResult:
     final_loss: float = math.nan
     calls_first_step: list[dict[str, Any]] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
-    struck: int = 0
+    affected_calls: int = 0
     refused: str | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -140,7 +145,7 @@ def run_rank(
             if late is not None and late.faults:
                 more = f" (and {len(late.faults) - 1} more)" if len(late.faults) > 1 else ""
                 result.refused = f"late completion: {late.faults[0]}{more}"
-            result.struck = mesh.faults.struck if strikes is None else strikes.count
+            result.affected_calls = mesh.faults.affected_calls if strikes is None else strikes.count
             results.append(result)
         mesh.inject(None)
         return results
@@ -172,7 +177,8 @@ def make_teacher(problem: Problem, mesh: Mesh) -> Teacher:
 
 class _VerificationRun:
     """Training run of a `Problem` (model, data, optimizer settings) on one rank. It saves checkpoints and resumes from
-    them as the problem requires."""
+    them as the problem requires. layout: parallel layout. mesh: mesh of the ranks. directory: directory of the
+    checkpoints."""
 
     def __init__(self, problem: Problem, layout: Layout, mesh: Mesh, directory: Path | None) -> None:
         """Store the problem, its layout and mesh. directory: directory for checkpoints; None if none is saved."""
@@ -228,7 +234,7 @@ class _VerificationRun:
         if isinstance(task.objective, Preferences):
             assert problem.preference is not None
             task.objective.reference = data.response_reference()
-            task.objective.most_terms = 2 * MOST_PAIRS // problem.preference.responses
+            task.objective.max_terms = 2 * MOST_PAIRS // problem.preference.responses
         if isinstance(task.objective, Distillation):
             task.objective.teacher = make_teacher(problem, self.mesh)
         return trainer

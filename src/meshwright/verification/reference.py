@@ -28,12 +28,17 @@ SCORES_AT_ONCE = 1 << 23  # maximum number of attention scores and logits of one
 class Reference:
     """Expected results of a problem. The constructor computes them by training on one device.
 
-    losses, norms: loss and gradient norm of every step. gradients: gradients of every step by parameter (for a router
-    bias: its experts' excess loads per loss term). weights: trained master weights by parameter, before each step and
-    after the last; frozen: the frozen parameters of a model with an adapter. optimizer: optimizer state after the last
-    step by kind ("exp_avg" ...) and parameter. scales, finite_steps: loss scale and number of finite steps since it
-    last changed, before each step and after the last. updates: number of updates made (the step with NaN activations
-    makes none). final_loss: validation loss after the last step."""
+    Attributes:
+        losses, norms: Loss and gradient norm of every step.
+        gradients: Gradients of every step by parameter (for a router bias: its experts' excess loads per loss term).
+        weights: Trained master weights by parameter, before each step and after the last.
+        frozen: The frozen parameters of a model with an adapter.
+        optimizer: Optimizer state after the last step by kind ("exp_avg" ...) and parameter.
+        scales, finite_steps: Loss scale and number of finite steps since it last changed, before each step and after
+            the last.
+        updates: Number of updates made (the step with NaN activations makes none).
+        final_loss: Validation loss after the last step.
+    """
 
     problem: Problem
     losses: list[float] = field(default_factory=list)
@@ -99,7 +104,7 @@ class Reference:
         problem = self.problem
         numbers = range(step * problem.batch, (step + 1) * problem.batch)
         return make_sequences(
-            problem, [sample_index_of(number, problem.train_sequences, problem.seed) for number in numbers]
+            problem, [compute_sample_index(number, problem.train_sequences, problem.seed) for number in numbers]
         )
 
     def split_gradient(self, step: int, count: int) -> list[ParameterValues]:
@@ -117,7 +122,8 @@ class Reference:
         return self._parts[step, count]
 
     def _record_scale(self, scale: float, finite_steps: int) -> None:
-        """Append the loss scale and the number of finite steps since its last change to the results."""
+        """Append `scale`, the loss scale, and `finite_steps`, the number of finite steps since its last change, to the
+        results."""
         self.scales.append(scale)
         self.finite_steps.append(finite_steps)
 
@@ -147,7 +153,7 @@ class Reference:
         leaves = self._make_leaves(weights)
         for name in weights:
             leaves[name].requires_grad_()
-        tensors = self._engine_tensors(leaves)
+        tensors = self._build_engine_tensors(leaves)
         terms = terms or self._count_terms(batch)
         loss = 0.0
         excess_loads: dict[str, torch.Tensor] = {}
@@ -168,7 +174,7 @@ class Reference:
     def _compute_loss(self, weights: ParameterValues, batch: Batch) -> float:
         """Return the mean loss of a batch in nats per loss term. weights: master weights, which are rounded to the
         parameter dtype first."""
-        tensors = self._engine_tensors(self._make_leaves(weights))
+        tensors = self._build_engine_tensors(self._make_leaves(weights))
         batch = self._estimate_kl(weights, batch)
         losses = self.problem.preference, self._taught
         found = [run_batch(self.problem.config, tensors, part, *losses) for part in self._split_batch(batch)]
@@ -187,7 +193,7 @@ class Reference:
         responses, at least 0 (arXiv:2402.01306, section 4.1); unchanged for other losses. weights: master weights."""
         if batch.mismatched is None:
             return batch
-        tensors = self._engine_tensors(self._make_leaves(weights))
+        tensors = self._build_engine_tensors(self._make_leaves(weights))
         parts = self._split_batch(batch.mismatched)
         scores = [
             value for part in parts for row in score_responses(self.problem.config, tensors, part) for value in row
@@ -213,7 +219,7 @@ class Reference:
             name: values.double().clone() for name, values in self.round_to_parameters(self.frozen | weights).items()
         }
 
-    def _engine_tensors(self, leaves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _build_engine_tensors(self, leaves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Concatenate the parameters `leaves` into the tensors of the training engine, which fuses some of them (query,
         key and value; gate and up), with the adapter merged into them. Return float64 tensors by engine name."""
         merged = merge_adapter_weights(self.table, self.problem.config.adapter, leaves)
@@ -236,8 +242,8 @@ class Reference:
     def _apply_update(
         self, weights: ParameterValues, gradients: ParameterValues, norm: float, step: int
     ) -> ParameterValues:
-        """Apply one optimizer update; return the new master weights by parameter. Gradients are first clipped by their
-        global norm, `norm` (as in `torch.nn.utils.clip_grad_norm_`). step: training step, from 0.
+        """Apply one optimizer update; return the new master weights by parameter. `gradients` (by parameter) are first
+        clipped by their global norm, `norm` (as in `torch.nn.utils.clip_grad_norm_`). step: training step, from 0.
 
         SGD has momentum and coupled weight decay; AdamW follows arXiv:1711.05101, algorithm 2. Only matrices have
         weight decay. Router biases move by a fixed rate against the sign of their excess load (arXiv:2408.15664,
@@ -287,7 +293,7 @@ def learning_rate(step: int, steps: int, training: TrainingSettings) -> float:
             return minimum + (peak - minimum) * (1 + math.cos(math.pi * done)) / 2
 
 
-def sample_index_of(number: int, sequences: int, seed: int) -> int:
+def compute_sample_index(number: int, sequences: int, seed: int) -> int:
     """Return the index, in the training split, of the sample that training reads as number `number` (from 0, counted
     over all epochs). The order is a new permutation of `sequences` samples in every epoch: a Feistel network of eight
     rounds with cycle walking, seeded by `seed` and the epoch (docs/data.md)."""
@@ -305,7 +311,7 @@ def sample_index_of(number: int, sequences: int, seed: int) -> int:
 
 
 def _splitmix64(value: int) -> int:
-    """Return a 64-bit hash of a 64-bit integer: the finalizer of SplitMix64."""
+    """Return a 64-bit hash of the 64-bit integer `value`: the finalizer of SplitMix64."""
     value %= 2**64
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64

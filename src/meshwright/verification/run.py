@@ -191,8 +191,8 @@ class _Verifier:
 
     def mutate(self, wanted: Layout, config: ModelConfig, planted: set[tuple[str, ...]]) -> dict[str, Any]:
         """Plant every fault (deliberate bug) that this layout can have, one at a time; return the report of
-        `plant_all_faults`. wanted: the layout that the user named. planted: keys of faults that were already planted
-        with another model, which are skipped."""
+        `plant_all_faults`. wanted: the layout that the user named. config: the model. planted: keys of faults that were
+        already planted with another model, which are skipped."""
         layout = scale_down_layout(wanted)
         ranks = self.ranks(layout.world_size)
         maker = CaseBuilder(layout, config, self.dtype, self.preference, self.teaching)
@@ -264,7 +264,7 @@ def _resolve_arguments(layout: Any, model: Any) -> tuple[list[Layout], list[tupl
     else:
         layouts = [layout if isinstance(layout, Layout) else Layout.parse(str(layout))]
     for each in layouts:
-        each.refuse_unbuilt()
+        each.check_implemented()
         if recipe is not None:  # check before ranks are started
             load_named_programs(recipe.collectives, scale_down_layout(each), recipe.where)
     models = [] if model is None else [_resolve_model(model)]

@@ -16,7 +16,7 @@ from meshwright.data import TokenBatch
 from meshwright.data.order import SampleOrder
 from meshwright.training.preference import MISMATCHED
 from meshwright.training.reference import Reference as ResponseReference
-from meshwright.training.reference import Responses
+from meshwright.training.reference import ResponseLogProbabilities
 from meshwright.verification.problem import VALIDATION_SEQUENCES, Problem
 
 IGNORED = -100
@@ -154,12 +154,12 @@ class SyntheticSplit:
         of = 1 if self.problem.preference is None else 2 // self.problem.preference.responses
         return np.array([of * _count_pairs(self.first + row) for row in range(self.sequences)])
 
-    def responses(self) -> Responses:
+    def responses(self) -> ResponseLogProbabilities:
         """Return the reference policy's log-probability (as in DPO) of each response in the split, summed over its
         tokens, in nats. The values are generated, not computed by a model."""
         assert self.problem.preference is not None
         counts = self.problem.preference.responses * self.examples_by_row
-        found = Responses.zeros(counts)
+        found = ResponseLogProbabilities.zeros(counts)
         numbers = range(self.first, self.first + self.sequences)
         known = make_sequences(self.problem, numbers, self.is_mismatched).reference
         assert known is not None
@@ -169,7 +169,8 @@ class SyntheticSplit:
 
 
 class SyntheticData:
-    """Generated training and validation splits with the interface of `PreparedData`."""
+    """Generated training and validation splits of a verification problem (`problem`), with the interface of
+    `PreparedData`."""
 
     sha256 = "synthetic"
 

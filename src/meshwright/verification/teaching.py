@@ -23,8 +23,8 @@ Weights = Mapping[str, torch.Tensor]  # model parameter -> its values, [output, 
 
 @dataclass(frozen=True, slots=True)
 class Teaching:
-    """Distillation in a verification problem. loss: settings of the loss. teacher: configuration of the teacher, whose
-    parameters are random. layout: how the teacher is sharded, a value of `distill.layout`."""
+    """Settings of distillation in a verification problem. loss: settings of the loss. teacher: configuration of the
+    teacher, whose parameters are random. layout: how the teacher is sharded, a value of `distill.layout`."""
 
     loss: DistillationLoss
     teacher: ModelConfig
@@ -80,8 +80,8 @@ class Teaching:
 
 
 class Taught(NamedTuple):
-    """Distillation in the single-device reference. teaching: its settings. weights: the teacher's parameters, by the
-    training engine's names."""
+    """Distillation settings and teacher for the single-device reference. teaching: the settings. weights: the teacher's
+    parameters, by the training engine's names."""
 
     teaching: Teaching
     weights: Weights
@@ -96,7 +96,7 @@ def make_teaching(recipe: Recipe) -> Teaching | None:
     return Teaching(loss, teacher, recipe.distill.layout)
 
 
-def distillation_loss(
+def compute_distillation_loss(
     loss: DistillationLoss, logits_BSV: torch.Tensor, wanted_BSV: torch.Tensor, hard_BS: torch.Tensor
 ) -> torch.Tensor:
     """Return the distillation loss of each token [B, S] by its definition (Hinton et al. 2015; Agarwal et al. 2023, eq.
@@ -108,7 +108,7 @@ def distillation_loss(
     return loss.mixing * hard_BS + (1 - loss.mixing) * loss.temperature**2 * divergence_BS
 
 
-def hidden_loss(
+def compute_hidden_loss(
     loss: DistillationLoss, weights: Weights, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]
 ) -> torch.Tensor | float:
     """Return the loss of hidden states of each token [B, S]; 0 if no layers are compared. weights: parameters of the

@@ -124,7 +124,11 @@ def test_result_is_independent_of_segments_and_partitions(tmp_path: Path, monkey
     parts = cleaned(source, tmp_path / "parts", **settings)
     assert len(parts.segments) > 5 and len(whole.segments) == 1
     assert parts.codes.tolist() == whole.codes.tolist()
-    assert (parts.pieces, parts.kept, parts.longest_kept) == (whole.pieces, whole.kept, whole.longest_kept)
+    assert (parts.documents_by_file, parts.kept, parts.longest_kept) == (
+        whole.documents_by_file,
+        whole.kept,
+        whole.longest_kept,
+    )
     assert parts.report == whole.report
 
 

@@ -11,8 +11,8 @@ import pyarrow.parquet
 import pytest
 
 from meshwright.data import prepare
+from meshwright.data.cleaning.corpus import clean_and_split_corpus, make_reader
 from meshwright.data.cleaning.schema import find_record_problem
-from meshwright.data.cleaning.survey import make_reader, survey_corpus
 from meshwright.data.sources.reading import Reader
 from meshwright.data.sources.resolution import find_files
 from meshwright.errors import UserError
@@ -36,12 +36,12 @@ def test_unfit_records_are_counted_under_schema(tmp_path: Path):
     (tmp_path / "a.jsonl").write_text("\n".join(LINES))
     recipe = DataRecipe(source=str(tmp_path), sequence=8, validation_fraction=0, clean={"required_keys": REQUIRED})  # type: ignore[arg-type]
     files = find_files(recipe.all_sources)
-    result = survey_corpus(files, recipe, print)
+    result = clean_and_split_corpus(files, recipe, print)
     assert result.dropped["schema"] == 7 and result.report["examples"]["schema"] == "a.jsonl:2"
     reader = make_reader(recipe, result.longest)
     assert [text for _, text in result.iterate_texts(files, reader, "train")] == ["one", "three"]
     with pytest.raises(UserError, match=r"a.jsonl:3: not JSON"):
-        survey_corpus(files, recipe.model_copy(update={"clean": type(recipe.clean)()}), print)
+        clean_and_split_corpus(files, recipe.model_copy(update={"clean": type(recipe.clean)()}), print)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ import pytest
 
 from meshwright.data import prepare
 from meshwright.data.cleaning import cleaning_pass, duplicates
+from meshwright.data.cleaning.corpus import CleanedCorpus, clean_and_split_corpus, make_reader
 from meshwright.data.cleaning.rules import Cleaner
 from meshwright.data.cleaning.sentences import split_sentences
-from meshwright.data.cleaning.survey import Survey, make_reader, survey_corpus
 from meshwright.data.sources.resolution import find_files
 from meshwright.recipe import CleanRecipe, DataRecipe
 
@@ -39,10 +39,10 @@ def make_recipe(source: Path, **clean: Any) -> DataRecipe:
     )  # fmt: skip
 
 
-def survey(source: Path, **clean: Any) -> tuple[Survey, dict[int, str]]:
-    """The survey, and the texts by document number as they are read again."""
+def clean(source: Path, **clean: Any) -> tuple[CleanedCorpus, dict[int, str]]:
+    """Return the cleaned corpus, and the texts by document number as they are read again."""
     recipe, files = make_recipe(source, **clean), find_files([str(source)])
-    found = survey_corpus(files, recipe, lambda line: None)
+    found = clean_and_split_corpus(files, recipe, lambda line: None)
     return found, dict(found.iterate_texts(files, make_reader(recipe, found.longest), "train"))
 
 
@@ -76,7 +76,7 @@ def test_removed_sentences_match_dictionary(
     monkeypatch.setattr(duplicates, "PART", part)
     monkeypatch.setattr(cleaning_pass, "SEGMENT_DOCUMENTS", segment)
     documents = draw_documents(seed)
-    found, texts = survey(
+    found, texts = clean(
         write(tmp_path / "source", [" ".join(one) for one in documents], files), exact_duplicates=False
     )
     expected = remove_by_dictionary(documents)
@@ -94,13 +94,13 @@ def test_removed_sentences_match_dictionary(
 def test_spans_are_compared_without_case_and_white_space_across_line_breaks(tmp_path: Path):
     a, b, c, d = "One is here.", "Two is there!", "Is three?", "Four is last."
     first, later = f"{a} {b} {c} {d}", f"Begin.\n{a.upper()}\n\n{b}   {c}\tEnd."
-    _, texts = survey(write(tmp_path / "source", [first, later], 1))
+    _, texts = clean(write(tmp_path / "source", [first, later], 1))
     assert texts == {0: first, 1: "Begin.\nEnd."}
 
 
 def test_spans_of_documents_that_other_rules_drop_are_not_compared(tmp_path: Path):
     span = " ".join(SENTENCES[:3])
-    _, texts = survey(write(tmp_path / "source", [span, f"{span} {SENTENCES[4]}"], 1), minimum_characters=len(span) + 1)
+    _, texts = clean(write(tmp_path / "source", [span, f"{span} {SENTENCES[4]}"], 1), minimum_characters=len(span) + 1)
     assert texts == {1: f"{span} {SENTENCES[4]}"}
 
 
@@ -110,17 +110,17 @@ def test_source_code_is_compared_only_if_enabled(tmp_path: Path):
     lines = "import a\nimport b\nimport c\n"
     for name in "xy":
         (source / f"{name}.py").write_text(f"{lines}{name} = 1\n")
-    assert survey(source)[1] == {0: f"{lines}x = 1\n", 1: f"{lines}y = 1\n"}
-    assert survey(source, heuristics_on_code=True)[1] == {0: f"{lines}x = 1\n", 1: "y = 1\n"}
+    assert clean(source)[1] == {0: f"{lines}x = 1\n", 1: f"{lines}y = 1\n"}
+    assert clean(source, heuristics_on_code=True)[1] == {0: f"{lines}x = 1\n", 1: "y = 1\n"}
 
 
 def test_prepared_data_are_without_the_removed_sentences(tmp_path: Path):
     documents = draw_documents(1)
     source = write(tmp_path / "source", [" ".join(one) for one in documents], 2)
     recipe = make_recipe(source, exact_duplicates=False)
-    for _ in range(2):  # the second time from the cache's survey
+    for _ in range(2):  # the second time from the cache
         data = prepare(recipe, keep_text=True)
-        assert list(data.iterate_documents("train")) == [*survey(source, exact_duplicates=False)[1].values()]
+        assert list(data.iterate_documents("train")) == [*clean(source, exact_duplicates=False)[1].values()]
         (data.directory / "manifest.json").unlink()
     assert data.summary()["removed_sentences"]["sentences"] > 0
 

@@ -55,7 +55,7 @@ cases = st.tuples(
 
 @given(case=cases, document_mask=st.booleans(), rows=st.integers(1, 5))
 @settings(deadline=None, max_examples=50)
-def test_rows_hold_every_token_once_and_mask_other_documents(
+def test_rows_contain_every_token_once_and_mask_other_documents(
     bytes_tokenizer, tmp_path_factory: pytest.TempPathFactory, case, document_mask: bool, rows: int
 ):
     documents, shard_tokens, sequence = case
@@ -68,7 +68,7 @@ def test_rows_hold_every_token_once_and_mask_other_documents(
     place = 0
     for batch in tokens.iterate_batches(rows):
         for row, (inputs, targets, ids) in enumerate(zip(batch.tokens, batch.targets, batch.document_ids, strict=True)):
-            starts = batch.document_starts()[row].tolist()
+            starts = batch.list_document_starts()[row].tolist()
             for column in range(sequence):
                 here, following = place + column, place + column + 1
                 if following >= len(stream):

@@ -14,7 +14,7 @@ from meshwright.data import NO_TARGET, PackedExamples
 from meshwright.data.packing.packed import StoredTokens
 from meshwright.data.packing.packing_plan import OPEN_ROWS, PackingSettings, pack_best_fit
 from meshwright.data.packing.shards import EncodedDocument, ShardWriter
-from meshwright.data.packing.token_marks import UNDESIRABLE_BIT
+from meshwright.data.packing.token_flags import UNDESIRABLE_BIT
 from meshwright.data.prepared import format_packing_report
 from meshwright.data.sources.reading import Document
 from meshwright.errors import UserError
@@ -119,7 +119,7 @@ examples = st.integers(1, 2).flatmap(
 
 @given(shapes=examples, sequence=st.integers(37, 60), pack=st.booleans())
 @settings(deadline=None, max_examples=40)
-def test_examples_lie_whole_in_rows_with_responses_as_targets(
+def test_rows_contain_whole_examples_with_responses_as_targets(
     tmp_path_factory: pytest.TempPathFactory, shapes, sequence: int, pack: bool
 ):
     rows = packed(tmp_path_factory.mktemp("packed"), shapes, sequence, pack=pack)

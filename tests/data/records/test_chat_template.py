@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from meshwright.data.packing.token_marks import TRAINED_BIT
+from meshwright.data.packing.token_flags import TRAINED_BIT
 from meshwright.data.records.chat_template import ChatTemplate
 from meshwright.data.records.examples import ExampleEncoder
 from meshwright.data.records.messages import Message
@@ -42,7 +42,7 @@ class Pair:
     def pieces(self, *turns: Message, prompt: tuple[Message, ...] = ()):
         """Return (tokens, response mask) of one conversation."""
         [[piece]] = self.ours.encode_documents([Document("d", "", None, Example(prompt, (turns,)))])
-        return piece.tokens, piece.trained & TRAINED_BIT
+        return piece.tokens, piece.flags & TRAINED_BIT
 
     def apply(self, turns, **options):
         messages = [{"role": turn.role, "content": turn.content} for turn in turns]
@@ -239,7 +239,7 @@ def test_built_in_templates_render_alike_in_transformers(pairs, name: str):
     [[piece]] = ours.encode_documents([Document("d", "", None, Example((), (tuple(turns),)))])
     theirs = pair.apply(turns, chat_template=source, return_assistant_tokens_mask=True)
     assert piece.tokens.tolist() == theirs["input_ids"]
-    assert (piece.trained & TRAINED_BIT).tolist() == theirs["assistant_masks"]
+    assert (piece.flags & TRAINED_BIT).tolist() == theirs["assistant_masks"]
 
 
 def test_instruction_template_renders_instruction_input_and_output():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.data.packing.token_marks import TRAINED_BIT
+from meshwright.data.packing.token_flags import TRAINED_BIT
 from meshwright.data.records.conversations import RecordFormat
 from meshwright.data.records.examples import ExampleEncoder
 from meshwright.data.sources.reading import Document
@@ -26,7 +26,7 @@ def find_trained(encoder: ExampleEncoder, record: dict, kind: str) -> list[str]:
     """Return the texts of the runs of trained tokens."""
     (example,) = RecordFormat(kind).parse_examples(record)
     [[piece]] = encoder.encode_documents([Document("d", "", None, example)])
-    pairs = zip(piece.tokens.tolist(), (piece.trained & TRAINED_BIT != 0).tolist(), strict=True)
+    pairs = zip(piece.tokens.tolist(), (piece.flags & TRAINED_BIT != 0).tolist(), strict=True)
     runs = ((mark, [token for token, _ in run]) for mark, run in itertools.groupby(pairs, key=lambda pair: pair[1]))
     return [encoder.tokenizer.tokenizer.decode(run, skip_special_tokens=False) for mark, run in runs if mark]
 

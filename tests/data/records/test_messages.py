@@ -82,7 +82,7 @@ def test_older_openai_function_calls_and_functions_are_read():
 @pytest.mark.parametrize(
     ("mark", "trained"), [({"weight": 0}, False), ({"train": False}, False), ({"weight": 1}, True), ({}, None)]
 )
-def test_marks_of_turns_say_whether_they_are_trained(mark: dict, trained: bool | None):
+def test_marks_of_turns_select_the_trained_ones(mark: dict, trained: bool | None):
     assert chat(ASK, TELL | mark).branches[0][1].trained is trained
 
 
@@ -93,7 +93,7 @@ def test_reasoning_has_one_name_whatever_the_schema():
     ):  # fmt: skip
         [_, message] = chat(ASK, TELL | turn).branches[0]
         assert (message.content, message.fields) == ("A", {"reasoning_content": "R"})
-        assert message.template_variables()["thinking"] == "R"
+        assert message.to_template_variables()["thinking"] == "R"
     assert chat(ASK, {"role": "assistant", "content": None, "refusal": "No."}).branches[0][1].content == "No."
 
 
@@ -184,7 +184,7 @@ def call(**parts: object) -> dict:
         ),
     ],
 )
-def test_what_cannot_be_represented_is_refused_by_name(turns: list, expected: str):
+def test_content_that_cannot_be_represented_is_refused_by_name(turns: list, expected: str):
     assert expected in problem({"messages": turns})
 
 
@@ -318,7 +318,7 @@ def test_hostile_values_end_quickly_and_clearly():
     assert time.process_time() - began < 20
 
 
-def test_deleted_trees_and_trees_without_answers_give_nothing():
+def test_deleted_trees_and_trees_without_answers_have_no_conversation():
     for tree in (node("Q", "prompter"), {**TREE, "deleted": True}, {**TREE, "review_result": False}):
         assert RecordFormat("chat").parse_examples({"message_tree_id": "t", "prompt": tree}) == []
 

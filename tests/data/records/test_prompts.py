@@ -36,7 +36,7 @@ def parse(kind: str, **record: Any) -> Example:
         ([SYSTEM, ASK], [], {}),
     ],
 )
-def test_answers_that_repeat_the_prompt_give_it_once(prompt: Any, before: list, more: dict):
+def test_prompt_repeated_in_answers_is_removed(prompt: Any, before: list, more: dict):
     good, bad = ((Message("assistant", text),) for text in ("good", "bad"))
     chosen, rejected = [*before, GOOD], [*before, BAD]
     for rest in (rejected, "bad") if before != [SYSTEM] else (rejected,):

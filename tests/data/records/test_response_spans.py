@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.packing.token_marks import AUTHORS, TRAINED_BIT
+from meshwright.data.packing.token_flags import AUTHORS, TRAINED_BIT
 from meshwright.data.records import conversation_turns, message_regions
 from meshwright.data.records.chat_template import ChatTemplate
 from meshwright.data.records.conversations import RecordFormat
@@ -150,7 +150,7 @@ def test_tool_calls_are_part_of_the_span_and_render_as_in_transformers():
         Message("tool", "sunny", fields={"tool_call_id": "1", "name": "weather"}), Message("assistant", "A"),
     ]  # fmt: skip
     template = ChatTemplate(source, {}, frozenset({"<|s|>", "<|e|>"}), "it")
-    seen = [turn.template_variables() for turn in turns]
+    seen = [turn.to_template_variables() for turn in turns]
     theirs, _ = render_jinja_template([seen], tools=[tool], chat_template=source)
     assert template.render(turns, tools=[tool]) == theirs[0]
     first, second = spans_of(
@@ -170,12 +170,12 @@ def test_template_that_only_takes_parts_gets_them():
     assert spans_of(template, TURNS[:2]) == ["assistant:One answer.;"], "nothing says where an answer begins"
 
 
-def test_marks_say_in_whose_turn_each_token_is(tmp_path):
+def test_token_flags_store_the_role_of_each_turn(tmp_path):
     encoder = ExampleEncoder.from_directory(write_tokenizer(tmp_path, STYLES["chatml"], "byte-level"))
     [[piece]] = encoder.encode_documents([Document("d", "", None, Example((), (tuple(TURNS[:2]),)))])
     decode = encoder.tokenizer.tokenizer.decode
     runs: list[tuple[str, bool, list[int]]] = []
-    for token, mark in zip(piece.tokens.tolist(), piece.trained.tolist(), strict=True):
+    for token, mark in zip(piece.tokens.tolist(), piece.flags.tolist(), strict=True):
         author, trained = AUTHORS[mark >> 1], bool(mark & TRAINED_BIT)
         if not runs or runs[-1][:2] != (author, trained):
             runs.append((author, trained, []))
@@ -199,7 +199,7 @@ def test_warnings_name_turns_without_an_end_and_system_messages_left_out(tmp_pat
 
 
 @pytest.mark.parametrize("where", ["description", "argument key", "id"])
-def test_special_tokens_that_have_no_stand_ins_are_refused(where: str):
+def test_special_tokens_without_placeholders_are_refused(where: str):
     source = (
         "{{ tools | tojson }}" + LOOP + "<|s|>{{ m.role }}\n{{ m.content }}{{ m.tool_call_id }}"
         "{{ (m.tool_calls or []) | tojson }}"
@@ -249,7 +249,7 @@ def test_marks_of_generation_in_a_message_are_refused():
         template.render_with_spans([Message("user", "Q"), Message("assistant", "\U0010fff0 A \U0010fff1")])
 
 
-def test_template_without_a_place_for_reasoning_is_a_warning(tmp_path):
+def test_template_that_does_not_render_reasoning_is_a_warning(tmp_path):
     encoder = ExampleEncoder.from_directory(write_tokenizer(tmp_path, STYLES["chatml"], "byte-level"))
     turns = (TURNS[0], Message("assistant", "A", fields={"reasoning_content": "Hm."}))
     list(encoder.encode_documents([Document("d", "", None, Example((), (turns,)))]))
@@ -340,7 +340,7 @@ def test_long_conversations_are_rendered_a_few_times_whatever_is_around_their_te
     assert count < 30
 
 
-def test_messages_with_more_letters_than_stand_ins_are_found_in_several_renderings(monkeypatch: pytest.MonkeyPatch):
+def test_messages_with_more_characters_than_placeholders_are_rendered_several_times(monkeypatch: pytest.MonkeyPatch):
     source, special, *_ = STRUCTURES["another token ends the last answer"]
     turns = [*TURNS * 5, Message("user", "What is <|end|>?"), *TURNS[1:] * 4, Message("assistant", "So.")]
     whole = ChatTemplate(source, {}, frozenset(special), "it").render_with_spans(turns)
@@ -372,7 +372,7 @@ def test_parts_that_are_marked_as_context_are_not_trained_nor_are_tokens_across_
         record = {"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": content}]}
         (example,) = RecordFormat("chat").parse_examples(record)
         [[piece]] = encoder.encode_documents([Document("d", "", None, example)])
-        decode, trained = encoder.tokenizer.tokenizer.decode, piece.trained & TRAINED_BIT != 0
+        decode, trained = encoder.tokenizer.tokenizer.decode, piece.flags & TRAINED_BIT != 0
         rest = decode(piece.tokens[~trained].tolist(), skip_special_tokens=False)
         return decode(piece.tokens[trained].tolist(), skip_special_tokens=False), rest.partition("assistant\n")[2]
 

@@ -107,7 +107,7 @@ LABELS = {
 
 
 @pytest.mark.parametrize("label", LABELS)
-def test_charsets_mean_what_they_mean_to_browsers(label: str):
+def test_charsets_decode_as_in_browsers(label: str):
     text, encoding = LABELS[label]
     for tag in (f"<meta charset='{label}'>", f"<meta http-equiv=x content='text/html; charset={label.upper()}'>"):
         page = tag + text

@@ -196,7 +196,7 @@ def test_persistent_store_failure_ends_in_one_line_and_resumes(
     expected = prepare(data_recipe(str(tmp_path / "a.jsonl"), tmp_path / "undisturbed", shard_tokens=30_000))
     blocks = -(-len(LINES) // 20_000)
     recipe = data_recipe("s3://bucket/a.jsonl", tmp_path / "cache", shard_tokens=30_000)
-    for broken_from in (blocks // 2, blocks + blocks // 2):  # while surveying, while packing
+    for broken_from in (blocks // 2, blocks + blocks // 2):  # while cleaning, while packing
         s3.reads.clear()
         s3.failing = lambda path, number, begin=broken_from: how if number > begin else None  # type: ignore[misc]
         with pytest.raises(UserError, match=r"^s3://bucket/a.jsonl cannot be read at byte [\d,]+ of") as caught:

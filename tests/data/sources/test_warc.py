@@ -11,8 +11,8 @@ from warcio.warcwriter import WARCWriter
 
 from meshwright.data import preparation
 from meshwright.data.cleaning import cleaning_pass
+from meshwright.data.cleaning.corpus import clean_and_split_corpus, make_reader
 from meshwright.data.cleaning.rules import Cleaner
-from meshwright.data.cleaning.survey import make_reader, survey_corpus
 from meshwright.data.sources import http_bodies, page_process, reading, warc
 from meshwright.data.sources.reading import Reader
 from meshwright.data.sources.resolution import find_files
@@ -122,16 +122,16 @@ def test_page_beyond_the_time_limit_is_dropped_and_counted_and_not_read_again(
     pages = [(HTML.replace("café", name).encode(), kind) for name in ("pub", "bar", "inn")]
     recipe = make_recipe(write(tmp_path / "a.warc", [*pages[:2], (hostile.encode(), kind), *pages[2:]]))
     files = find_files([str(tmp_path / "a.warc")])
-    survey = survey_corpus(files, recipe, print)
-    assert survey.report["dropped"]["extraction"] == 1 and survey.report["documents"] == {"before": 4, "after": 3}
-    assert survey.report["samples"]["extraction"][0]["why"] == "takes more than 1 s of CPU time"
-    assert survey.report["examples"]["extraction"] == "a.warc:3 https://example.org/2"
+    cleaned = clean_and_split_corpus(files, recipe, print)
+    assert cleaned.report["dropped"]["extraction"] == 1 and cleaned.report["documents"] == {"before": 4, "after": 3}
+    assert cleaned.report["samples"]["extraction"][0]["why"] == "takes more than 1 s of CPU time"
+    assert cleaned.report["examples"]["extraction"] == "a.warc:3 https://example.org/2"
     tried = []
     real = page_process.PageExtractor.extract_text
     monkeypatch.setattr(
         page_process.PageExtractor, "extract_text", lambda self, html: tried.append(html) or real(self, html)
     )
-    assert [number for number, _ in survey.iterate_texts(files, make_reader(recipe, survey.longest), "train")] == [
+    assert [number for number, _ in cleaned.iterate_texts(files, make_reader(recipe, cleaned.longest), "train")] == [
         0,
         1,
         3,
@@ -202,7 +202,7 @@ def test_version_and_limits_of_the_extractor_are_part_of_the_cache_key(tmp_path:
     (tmp_path / "b.txt").write_text(HTML)
     page, text = make_recipe(path), make_recipe(tmp_path / "b.txt")
     keys = [preparation._Preparation(recipe, print, False).key for recipe in (page, text)]
-    for name, value in (("find_extractor", lambda library: f"{library} 99.0"), ("MEMORY_BYTES", 1 << 29)):
+    for name, value in (("describe_extractor", lambda library: f"{library} 99.0"), ("MEMORY_BYTES", 1 << 29)):
         with monkeypatch.context() as patch:
             patch.setattr(warc, name, value)
             changed = [preparation._Preparation(recipe, print, False).key for recipe in (page, text)]

@@ -14,7 +14,7 @@ import pytest
 from meshwright.data import prepare
 from meshwright.data.tokenizers.kinds import KINDS, UNKNOWN
 from meshwright.data.tokenizers.page import render_tokenizer_page
-from meshwright.data.tokenizers.report import describe_tokens, measure_tokenizer, spell_tokens
+from meshwright.data.tokenizers.report import describe_tokens, list_readable_tokens, measure_tokenizer
 from meshwright.recipe import DataRecipe
 
 ENGLISH = [f"The {number}th line says <b>nothing</b> new, and says it {number % 3} times." for number in range(90)]
@@ -101,7 +101,7 @@ def test_text_is_described_token_by_token(place: Path, name: str):
 def test_every_token_has_a_text(place: Path):
     for name in KINDS:
         tokenizer = prepare(recipe(place, name)).tokenizer
-        assert sorted(spell_tokens(tokenizer)) == list(range(tokenizer.vocabulary))
+        assert sorted(list_readable_tokens(tokenizer)) == list(range(tokenizer.vocabulary))
 
 
 def test_page_is_self_contained_and_escapes_text(place: Path):

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from meshwright.data.tokenizers.kinds import END_OF_TEXT, KINDS, UNKNOWN, list_byte_characters
 from meshwright.data.tokenizers.tokenizer import (
     TextTokenizer,
-    find_least_vocabulary,
+    find_smallest_vocabulary,
     find_tokenizer,
     load_tokenizer,
     write_tokenizer,
@@ -42,13 +42,13 @@ LOSSY = [name for name in KINDS if name not in EXACT]
 each_kind = pytest.mark.parametrize("name", KINDS)
 
 
-def test_least_vocabulary_is_known_before_reading_text(own: dict[str, tuple[Path, TextTokenizer]], tmp_path: Path):
+def test_smallest_vocabulary_is_known_before_reading_text(own: dict[str, tuple[Path, TextTokenizer]], tmp_path: Path):
     directory, trained = own["bpe"]
-    assert find_least_vocabulary(str(directory)) == trained.vocabulary > 257
-    assert find_least_vocabulary("bytes") == own["bytes"][1].vocabulary == 257
+    assert find_smallest_vocabulary(str(directory)) == trained.vocabulary > 257
+    assert find_smallest_vocabulary("bytes") == own["bytes"][1].vocabulary == 257
     for name in KINDS:
         write_tokenizer(tmp_path, name, 600, None, iter([]))
-        assert find_least_vocabulary(name) == load_tokenizer(tmp_path).vocabulary
+        assert find_smallest_vocabulary(name) == load_tokenizer(tmp_path).vocabulary
 
 
 texts = st.text() | st.lists(st.sampled_from([*CODE[0].split(" ")[:200], END_OF_TEXT, " ", "\n"])).map(" ".join)

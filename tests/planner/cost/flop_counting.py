@@ -47,8 +47,8 @@ OURS = {
     torch.ops.meshwright.tiled_attention: inside(tiled_attention._compute_attention),
     torch.ops.meshwright.tiled_attention_backward: inside(tiled_attention._compute_gradients),
     torch.ops.meshwright.grouped_product: inside(grouped_product._compute_grouped_product),
-    torch.ops.meshwright.grouped_product_input: inside(grouped_product._input_gradient._init_fn),
-    torch.ops.meshwright.grouped_product_weight: inside(grouped_product._weight_gradient._init_fn),
+    torch.ops.meshwright.grouped_product_input: inside(grouped_product._compute_input_gradient._init_fn),
+    torch.ops.meshwright.grouped_product_weight: inside(grouped_product._compute_weight_gradient._init_fn),
 }
 
 

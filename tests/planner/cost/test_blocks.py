@@ -12,16 +12,16 @@ from meshwright.layout import Layout
 from meshwright.planner.cost import blocks
 from meshwright.planner.cost.communication import count_parameters
 from meshwright.planner.cost.data_calls import Work
+from meshwright.planner.cost.layer_times import LayerTimes
 from meshwright.planner.cost.micro_batch import MicroBatch
-from meshwright.planner.cost.operations import operations, total_flops
-from meshwright.planner.cost.operators import CollectiveCall, Linear, Operator, SavedTensor, linear
-from meshwright.planner.cost.piece_times import PieceTimes
+from meshwright.planner.cost.operations import list_operations, total_flops
+from meshwright.planner.cost.operators import CollectiveCall, LinearShape, Operator, SavedTensor, linear_operator
 from meshwright.planner.cost.step_time import StepPredictor
 from meshwright.planner.cost.traffic import predicted_traffic
 from meshwright.planner.hardware.cluster import cluster
 from meshwright.planner.memory.ledger import ledger
 from meshwright.planner.memory.saved import saved_activations
-from meshwright.planner.problem import Candidate, Problem
+from meshwright.planner.problem import Problem, StageCandidate
 from meshwright.planner.show.explain import explain
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
@@ -35,15 +35,15 @@ PROBLEM = Problem(CONFIG, cluster("2xh100-sxm"), SEQUENCE, 1)
 
 def figures() -> dict[str, float]:
     """Every figure that a new operator must change."""
-    at = MicroBatch.of(CONFIG, LAYOUT, 1, SEQUENCE)
+    batch = MicroBatch.of(CONFIG, LAYOUT, 1, SEQUENCE)
     whole = whole_model(CONFIG)
     step = StepPredictor(PROBLEM, LAYOUT).price().breakdown
     sent = predicted_traffic(CONFIG, LAYOUT, Work(1, SEQUENCE, parameter_bytes=2))
     return {
-        "flops": total_flops(operations(at, whole)),
-        "saved": sum(each.bytes for each in saved_activations(at, whole)),
+        "flops": total_flops(list_operations(batch, whole)),
+        "saved": sum(each.bytes for each in saved_activations(batch, whole)),
         "peak": ledger(CONFIG, LAYOUT, batch=1, sequence=SEQUENCE, device="cuda").peak_bytes,
-        "parameters": count_parameters(at).layer[0],
+        "parameters": count_parameters(batch).layer[0],
         "sent": sum(sent.values()),
         "compute": step["compute"],
         "tensor": step["tensor"],
@@ -53,18 +53,18 @@ def figures() -> dict[str, float]:
 
 def test_operator_added_to_a_layer_is_in_every_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gate of one number a head and token, computed by each rank of tp for its heads and all-gathered."""
-    before, mlp = figures(), blocks.feed_forward
+    before, mlp = figures(), blocks.mlp_operators
 
-    def gated(at: MicroBatch) -> Iterator[Operator]:
-        yield from mlp(at)
-        gate = SavedTensor("mlp.head_gate.output", (at.rows, at.tokens, at.heads), "x")
-        size = at.all_tokens * at.config.heads * at.itemsize
-        yield linear(
-            at, "mlp.head_gate", Linear(at.all_tokens, at.heads, at.config.hidden), saved=(gate,),
+    def gated(batch: MicroBatch) -> Iterator[Operator]:
+        yield from mlp(batch)
+        gate = SavedTensor("mlp.head_gate.output", (batch.rows, batch.tokens, batch.heads), "x")
+        size = batch.all_tokens * batch.config.heads * batch.itemsize
+        yield linear_operator(
+            batch, "mlp.head_gate", LinearShape(batch.all_tokens, batch.heads, batch.config.hidden), saved=(gate,),
             collectives=(CollectiveCall("tensor", "tp", "all-gather", (("mlp.head_gate", size),)),),
         )  # fmt: skip
 
-    monkeypatch.setattr(blocks, "feed_forward", gated)
+    monkeypatch.setattr(blocks, "mlp_operators", gated)
     after = figures()
     heads, layers = CONFIG.heads // 2, CONFIG.layers
     grown = {name: after[name] - before[name] for name in before}
@@ -88,10 +88,10 @@ def test_layouts_priced_together_equal_layouts_priced_alone(name: str) -> None:
     notations = ["dp1", "tp2", "tp4", "tp2:nosp ac:full", "cp2 tp2", "cp4:ulysses ac:selective", "cp2:ulysses"]
     notations += ["dp8 ep4", "dp8 ep8", "dp8 ep4:etp2 tp2 ac:full"] if problem.config.experts else []
     layouts = [Layout.parse(each) for each in notations]
-    candidates = [Candidate(layout, rows) for layout in layouts for rows in (1, 2)]
-    together = PieceTimes(problem, candidates)
+    candidates = [StageCandidate(layout, rows) for layout in layouts for rows in (1, 2)]
+    together = LayerTimes(problem, candidates)
     for number, one in enumerate(candidates):
-        alone = PieceTimes(problem, [one])
+        alone = LayerTimes(problem, [one])
         for part in ("layer", "first", "last"):
             np.testing.assert_allclose(getattr(alone, part)[0], getattr(together, part)[number], rtol=1e-12)
         np.testing.assert_array_equal(alone.parameters[:, 0], together.parameters[:, number])
@@ -102,7 +102,7 @@ def test_multipliers_of_granite_are_passes_over_the_hidden_states() -> None:
     config = preset("granite-tiny")
     plain = dataclasses.replace(config, residual_scale=1.0, embedding_scale=1.0, logit_divisor=1.0)
     moved = [
-        sum(one.bytes * one.count for one in operations(MicroBatch.of(each, Layout(), 2, 64), whole_model(each)))
+        sum(one.bytes * one.count for one in list_operations(MicroBatch.of(each, Layout(), 2, 64), whole_model(each)))
         for each in (config, plain)
     ]
     assert moved[0] - moved[1] == 2 * 64 * config.hidden * 2 * (2 + 2) * (2 * config.layers + 2)

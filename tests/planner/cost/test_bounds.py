@@ -14,7 +14,7 @@ from bench import plan_bounds
 from bench.published_runs import PUBLISHED, Run, runs
 from meshwright.layout import Layout
 from meshwright.planner.api import plan
-from meshwright.planner.cost.bounds import LIMITS, Request, published, with_bounds
+from meshwright.planner.cost.bounds import LIMITS, StepProperties, bound_seconds, read_bounds_table
 from meshwright.planner.cost.rates import constants
 from meshwright.planner.cost.step_time import step_time
 from meshwright.planner.hardware.calibration import Calibration
@@ -22,7 +22,7 @@ from meshwright.planner.hardware.cluster import cluster
 from meshwright.spec.presets import preset
 from tests.planner.calibration_cases import cluster_file
 
-DENSE = Request(False, "Hopper", False, "megatron-core", 64, 8192, 1, 4.0)
+DENSE = StepProperties(False, "Hopper", False, "megatron-core", 64, 8192, 1, 4.0)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -48,7 +48,7 @@ def test_prediction_itself_lies_between_its_bounds():
 
 
 def test_bounds_depend_on_the_kind_of_run():
-    table = published()
+    table = read_bounds_table()
     wide = {
         name: table.bounds(one)
         for name, one in (
@@ -67,7 +67,7 @@ def test_bounds_depend_on_the_kind_of_run():
 @pytest.mark.parametrize("name", LIMITS)
 def test_bounds_widen_with_distance_from_published_runs(name: str):
     """By `widen` of their logarithm for each doubling of the largest published value (halving of the smallest)."""
-    table = published()
+    table = read_bounds_table()
     inside = table.bounds(DENSE)
     assert inside.kind is not None
     limit = inside.kind.limits[name]
@@ -79,11 +79,11 @@ def test_bounds_widen_with_distance_from_published_runs(name: str):
 
 
 def test_kind_without_published_runs_is_named():
-    found = published().bounds(DENSE._replace(architecture="Volta"))
+    found = read_bounds_table().bounds(DENSE._replace(architecture="Volta"))
     (line,) = found.outside
     assert line == "too few published runs of dense models on Volta in 16 or 32 bits"
-    together = next(kind for kind in published().kinds if kind.has(DENSE._replace(architecture="Volta")))
-    assert found.kind == together and found.high == pytest.approx(together.high ** (1 + published().widen))
+    together = next(kind for kind in read_bounds_table().kinds if kind.has(DENSE._replace(architecture="Volta")))
+    assert found.kind == together and found.high == pytest.approx(together.high ** (1 + read_bounds_table().widen))
 
 
 def test_plan_says_what_its_bounds_are_from():
@@ -102,7 +102,7 @@ def test_plan_says_what_its_bounds_are_from():
 
 def test_bounds_grow_steadily_with_distance():
     """No jump where a request first goes beyond what was published, none wider between two doublings."""
-    table, ampere = published(), DENSE._replace(architecture="Ampere", sequence=65536)
+    table, ampere = read_bounds_table(), DENSE._replace(architecture="Ampere", sequence=65536)
     lengths = (65536, 65537, 80000, 131071, 131072)
     widths = [table.bounds(ampere._replace(sequence=each)).high for each in lengths]
     assert widths == sorted(widths) and len(set(widths)) == len(lengths)
@@ -111,12 +111,12 @@ def test_bounds_grow_steadily_with_distance():
 
 def test_bounds_of_the_default_engine_span_its_own_measurements():
     """No published run has it; this repository's steps took up to 1.42 times what was predicted, and 0.87 times."""
-    own = published().bounds(DENSE._replace(engine="meshwright"))
+    own = read_bounds_table().bounds(DENSE._replace(engine="meshwright"))
     runs = json.loads(plan_bounds.MEASURED.read_text(encoding="utf-8"))["runs"].values()
     ratios = [run["seconds"] / run["seconds_by_catalogue"] for run in runs]
     assert own.low <= min(ratios) < 0.9 and own.high >= max(ratios) > 1.4
     assert not own.engine_published and own.engine_runs == len(ratios)
-    assert published().bounds(DENSE).engine_runs == 0
+    assert read_bounds_table().bounds(DENSE).engine_runs == 0
 
 
 def test_bounds_of_mixtures_are_not_narrower_than_those_of_all_mixtures():
@@ -124,7 +124,7 @@ def test_bounds_of_mixtures_are_not_narrower_than_those_of_all_mixtures():
     asked = DENSE._replace(experts=True)
     for name in ("Hopper", "Blackwell"):
         for eight_bit in (True, False):
-            kind = published().bounds(asked._replace(eight_bit=eight_bit, architecture=name)).kind
+            kind = read_bounds_table().bounds(asked._replace(eight_bit=eight_bit, architecture=name)).kind
             assert kind is not None and kind.name == "experts" and kind.high > 1.4
 
 
@@ -136,7 +136,7 @@ def test_runs_of_one_organisation_and_engine_are_one_project():
 
 def test_bounds_of_a_calibrated_cluster_include_its_runs():
     found = dataclasses.replace(cluster("8xh100-sxm"), calibration=Calibration(1.1, 0.5, 3.0, 4))
-    seconds, low, high, _ = with_bounds(found, DENSE)
+    seconds, low, high, _ = bound_seconds(found, DENSE)
     assert (seconds, low, high) == (pytest.approx(4.4), pytest.approx(2.0), pytest.approx(12.0))
 
 
@@ -149,7 +149,7 @@ def test_step_on_a_probed_machine_has_constant_bounds(tmp_path: Path):
 
 def test_table_of_runs_holds_each_kind_by_its_own_runs():
     """The file is what bench/plan_accuracy.py --bounds writes: the kinds narrow first, every limit known."""
-    kinds = published().kinds
+    kinds = read_bounds_table().kinds
     named = [sum(value is not None for value in (kind.experts, kind.architecture, kind.eight_bit)) for kind in kinds]
     assert named == sorted(named, reverse=True) and named[-1] == 0
     assert all(kind.low < 1 < kind.high and set(kind.limits) == set(LIMITS) for kind in kinds)

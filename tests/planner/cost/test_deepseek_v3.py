@@ -49,11 +49,11 @@ def test_router_groups_limit_the_nodes_to_which_a_token_is_sent():
 
 
 def test_module_of_multi_token_prediction_is_priced_with_its_flops():
-    at = MicroBatch.of(CONFIG, Layout.parse("dp1"), 1, SEQUENCE, engine=ENGINE, kernel="flash-3")
-    layer = total_flops(layer_operations(at, CONFIG.layers), "forward")
-    added = total_flops(prediction_operations(at, True), "forward")
+    batch = MicroBatch.of(CONFIG, Layout.parse("dp1"), 1, SEQUENCE, engine=ENGINE, kernel="flash-3")
+    layer = total_flops(layer_operations(batch, CONFIG.layers), "forward")
+    added = total_flops(prediction_operations(batch, True), "forward")
     assert added == pytest.approx(prediction_flops(CONFIG, SEQUENCE) * SEQUENCE, rel=1e-6) and added > layer
-    assert prediction_operations(replace(at, config=replace(CONFIG, prediction_layers=0)), True) == []
+    assert prediction_operations(replace(batch, config=replace(CONFIG, prediction_layers=0)), True) == []
 
 
 def test_bidirectional_pipelines_hold_micro_batches_of_one_stage_each():

@@ -19,7 +19,7 @@ from meshwright.planner.cost.operators import FLASH_BACKWARD, Operation
 from meshwright.planner.cost.rates import Collectives, Group, Rates
 from meshwright.planner.hardware.cluster import Cluster, Link
 from meshwright.planner.hardware.devices import Device, find_device
-from meshwright.planner.hardware.measured import Collective, Curve, Measured, Pass, Products
+from meshwright.planner.hardware.measured import CollectiveCurve, Curve, KernelCurve, Measured, Products
 
 SIZES = (1e3, 1e5, 1e7)
 SHAPE = (2048, 1024, 192)  # tokens, out, in
@@ -49,8 +49,8 @@ def measured(**fields: object) -> Measured:
         ranks=2,
         threads=1,
         products=products,
-        passes=tuple(Pass(name, "fp32", 2, 1, each) for name, each in passes),
-        collectives=tuple(Collective(name, 2, "inside", curve(1e-4, 1e-9)) for name in COLLECTIVES),
+        passes=tuple(KernelCurve(name, "fp32", 2, 1, each) for name, each in passes),
+        collectives=tuple(CollectiveCurve(name, 2, "inside", curve(1e-4, 1e-9)) for name in COLLECTIVES),
         starts=(("operation", 2e-6), ("differentiated_operation", 10e-6)),
     )
     return replace(found, **fields)  # type: ignore[arg-type]
@@ -88,7 +88,7 @@ def test_elementwise_time_is_that_of_same_kernel_else_of_addition():
 
 def test_fused_activation_time_is_that_of_silu_pass():
     found = measured()
-    silu = Pass("silu", "fp32", 2, 1, curve(3e-5, 6e-9))
+    silu = KernelCurve("silu", "fp32", 2, 1, curve(3e-5, 6e-9))
     rates = Rates.of(here(replace(found, passes=(*found.passes, silu))), "fp32", "compiled")
     one = Operation("mlp.activation", "elementwise", "input", 0.0, 1e5, None, 2.0)
     assert rates.seconds(one) == pytest.approx(2 * (3e-5 + 6e-9 * 1e5 + 3e-6))
@@ -110,7 +110,7 @@ def test_attention_time_is_that_of_its_scores():
 def test_ring_attention_with_smaller_blocks_costs_more_per_score():
     passes = list(measured().passes)
     for piece, byte in ((32, 8e-9), (128, 2e-9)):
-        passes += [Pass(attention_name(size, piece), "fp32", 2, 1, curve(0, byte)) for size in HEAD_SIZES]
+        passes += [KernelCurve(attention_name(size, piece), "fp32", 2, 1, curve(0, byte)) for size in HEAD_SIZES]
     rates = Rates.of(here(measured(passes=tuple(passes))), "fp32")
     per_score = []
     for piece in (32, 64, 128):
@@ -160,8 +160,8 @@ def test_vectorized_collective_costs_match_single_ones():
     chosen = CostByLayout([collectives.cost("all-reduce", group) for group in groups], which)
     sizes = np.array([[1e4, 1e4, 1e6], [0.0, 1e6, 2e7]])
     expected = [[collectives.seconds("all-reduce", groups[at], size) for at, size in zip(which, row)] for row in sizes]  # noqa: B905
-    assert chosen.at(sizes) == pytest.approx(np.array(expected))
-    assert chosen.at(1e5).shape == (3,)
+    assert chosen.seconds_at(sizes) == pytest.approx(np.array(expected))
+    assert chosen.seconds_at(1e5).shape == (3,)
 
 
 def test_unmeasured_precision_is_refused():

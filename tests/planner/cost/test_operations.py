@@ -16,15 +16,15 @@ from meshwright.comm.local import LocalRanks
 from meshwright.layout import Layout
 from meshwright.model import tiled_attention
 from meshwright.model.documents import Documents
-from meshwright.model.tiled_attention import Span, tiles_of
+from meshwright.model.tiled_attention import Span, cut_span
 from meshwright.model.transformer import Transformer
 from meshwright.names import FAMILIES
 from meshwright.planner.cost.attention import keys_per_tile
-from meshwright.planner.cost.blocks import block
+from meshwright.planner.cost.blocks import layer_operators
 from meshwright.planner.cost.engines import ENGINES, Engine, engine
 from meshwright.planner.cost.flops import forward_flops_per_token, training_flops_per_token
 from meshwright.planner.cost.micro_batch import MicroBatch
-from meshwright.planner.cost.operations import operations, total_flops
+from meshwright.planner.cost.operations import list_operations, total_flops
 from meshwright.planner.cost.operators import FLASH_BACKWARD, Operation
 from meshwright.planner.cost.step_time import step_time
 from meshwright.planner.hardware.cluster import cluster
@@ -40,8 +40,8 @@ TINY = [name for name in PRESETS if name.endswith("-tiny") and not preset(name).
 
 def work(config: ModelConfig, layout: Layout, **options: object) -> list[Operation]:
     at_once = bool(options.pop("at_once", True))
-    at = MicroBatch.of(config, layout, ROWS, SEQUENCE, engine=OURS, **options)  # type: ignore[arg-type]
-    return operations(at, whole_model(config), at_once=at_once)
+    batch = MicroBatch.of(config, layout, ROWS, SEQUENCE, engine=OURS, **options)  # type: ignore[arg-type]
+    return list_operations(batch, whole_model(config), at_once=at_once)
 
 
 def halves(config: ModelConfig, layout: Layout, **options: object) -> tuple[float, float]:
@@ -116,7 +116,7 @@ def test_unfused_attention_flops_match_math_kernel(name: str, monkeypatch: pytes
 @pytest.mark.parametrize("sequence", [16, 40])
 def test_tiles_of_attention_read_the_keys_that_the_engine_reads(sequence: int, window: int | None):
     first_BS = Documents().first_visible_BS(sequence, window, torch.device("cpu"))
-    tiles = tiles_of(Span(slice(0, sequence), slice(0, sequence)), torch.zeros(16, 16), first_BS)
+    tiles = cut_span(Span(slice(0, sequence), slice(0, sequence)), torch.zeros(16, 16), first_BS)
     keys = sum((q.stop - q.start) * (k.stop - k.start) for q, k, _ in tiles) / sequence
     assert keys_per_tile(sequence, 16, window) == keys
 
@@ -130,8 +130,8 @@ def test_softcapped_attention_on_gpus_is_that_of_tiles():
         out = tiled_attention._compute_attention(q, k, v, None, 1.0, 50.0, None)
     with FlopCounterMode(display=False) as backward:
         tiled_attention._compute_gradients(torch.ones_like(out), [q, k, v], None, 1.0, 50.0, None)
-    at = MicroBatch.of(config, Layout(), 2, 24, kernel="tiled", device="cuda")
-    found = [operator for operator in block(at, 1) if operator.name.startswith("attention")]
+    batch = MicroBatch.of(config, Layout(), 2, 24, kernel="tiled", device="cuda")
+    found = [operator for operator in layer_operators(batch, 1) if operator.name.startswith("attention")]
     core = [one for operator in found for one in operator.operations if one.name in CORE]
     assert total_flops(core, "forward") == forward.get_total_flops()
     assert total_flops(core, "input") == backward.get_total_flops()
@@ -196,7 +196,7 @@ def test_forward_flops_of_latent_attention_match_torch_counter(name: str):
 @pytest.mark.parametrize("name", ["llama-3-8b", "gpt3-175b", "gemma-2-9b", "qwen3-30b-a3b", "mixtral-8x7b-v0.1"])
 def test_operations_add_up_to_closed_forms(name: str):
     config = preset(name)
-    found = operations(MicroBatch.of(config, Layout(), 2, 4096), whole_model(config))
+    found = list_operations(MicroBatch.of(config, Layout(), 2, 4096), whole_model(config))
     forward = forward_flops_per_token(config, 4096)
     tokens = 2 * 4096
     gates = config.layers * 2 * config.hidden if config.shared_gate else 0
@@ -209,10 +209,10 @@ def test_operations_add_up_to_closed_forms(name: str):
 
 def test_operations_of_stages_add_up_to_the_model():
     config = preset("gemma-2-2b")
-    at = MicroBatch.of(config, Layout(), 1, 8192)
-    whole = operations(at, whole_model(config))
+    batch = MicroBatch.of(config, Layout(), 1, 8192)
+    whole = list_operations(batch, whole_model(config))
     parts: list[Stage] = list(stages_of(config, 5, 8192))
-    found = [one for stage in parts for one in operations(at, stage)]
+    found = [one for stage in parts for one in list_operations(batch, stage)]
     assert total_flops(found) == pytest.approx(total_flops(whole))
     assert sum(one.bytes * one.count for one in found) == pytest.approx(sum(one.bytes * one.count for one in whole))
 
@@ -229,8 +229,8 @@ def moved(found: list[Operation], name: str, *phases: str) -> float:
 
 
 def of(config: ModelConfig, whose: Engine, layout: str = "dp1") -> list[Operation]:
-    at = MicroBatch.of(config, Layout.parse(layout), 1, 1024, engine=whose, kernel=whose.attention)
-    return operations(at, whole_model(config))
+    batch = MicroBatch.of(config, Layout.parse(layout), 1, 1024, engine=whose, kernel=whose.attention)
+    return list_operations(batch, whole_model(config))
 
 
 def test_elementwise_bytes_by_hand():
@@ -274,7 +274,7 @@ def test_torchtitan_selective_recomputes_every_second_product():
     """torchtitan's selective recomputation: keys, the output of attention and half of the way up, beside what lies
     between products; attention itself is kept."""
     config, layout = preset("llama-3-8b"), Layout.parse("ac:selective")
-    found = operations(
+    found = list_operations(
         MicroBatch.of(config, layout, 1, 1024, engine=ENGINES["torchtitan"]),
         Stage(1, range(1, 2), first=False, last=False),
     )
@@ -287,7 +287,7 @@ def test_torchtitan_selective_recomputes_every_second_product():
 def test_fp8_casts_operands_of_block_products():
     config, stage = preset("llama-3-8b"), Stage(1, range(1, 2), first=False, last=True)
     plain, narrow = (
-        operations(MicroBatch.of(config, Layout(), 1, 1024, engine=ENGINES["torchtitan"], eight_bit=flag), stage)
+        list_operations(MicroBatch.of(config, Layout(), 1, 1024, engine=ENGINES["torchtitan"], eight_bit=flag), stage)
         for flag in (False, True)
     )
     casts = [one for one in narrow if one.name.endswith(".cast")]

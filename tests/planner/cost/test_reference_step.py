@@ -9,7 +9,7 @@ import pytest
 from meshwright.layout import Layout
 from meshwright.planner.api import plan
 from meshwright.planner.cost.engines import ENGINES, engine
-from meshwright.planner.cost.piece_times import MICRO_BATCH_PARTS
+from meshwright.planner.cost.layer_times import MICRO_BATCH_PARTS
 from meshwright.planner.cost.reference_step import batch_of, measured_step_factors, reference_layouts, reference_model
 from meshwright.planner.cost.step_time import step_time
 from meshwright.planner.hardware.calibration import Calibration

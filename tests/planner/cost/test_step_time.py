@@ -15,11 +15,11 @@ from bench.plan_accuracy import HELD_BACK, figures, held_out, priced, summary
 from bench.published_runs import PUBLISHED
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.planner.cost.blocks import block
+from meshwright.planner.cost.blocks import layer_operators
 from meshwright.planner.cost.communication import count_parameters, group_of, timed_calls
 from meshwright.planner.cost.engines import ENGINES
 from meshwright.planner.cost.micro_batch import MicroBatch
-from meshwright.planner.cost.operations import operations
+from meshwright.planner.cost.operations import list_operations
 from meshwright.planner.cost.pipeline_times import exposed_seconds
 from meshwright.planner.cost.rates import Collectives, Group, Rates, straggler_terms
 from meshwright.planner.cost.step_time import PARTS, StepTime, step_time
@@ -106,10 +106,10 @@ def test_layer_times_match_publication(shared_data: Path):
             layout = Layout.parse(("tp8" if row["sp"] == "yes" else "tp8:nosp") + recompute)
             forward = row["metric"] == "layer_forward_time"
             seconds = 0.0
-            at = MicroBatch.of(config, layout, 4, 2048, engine=megatron, kernel=megatron.attention)
-            for one in operations(at, stage):
+            batch = MicroBatch.of(config, layout, 4, 2048, engine=megatron, kernel=megatron.attention)
+            for one in list_operations(batch, stage):
                 seconds += rates.seconds(one) * ((one.phase == "forward") == forward)
-            for exchange, phase, count in timed_calls(block(at, stage.layers[0])):
+            for exchange, phase, count in timed_calls(layer_operators(batch, stage.layers[0])):
                 taken = collectives.seconds(exchange.operation, group_of(layout, exchange.axis, cluster), exchange.size)
                 seconds += count * taken * ((phase == "forward") == forward and exchange.overlaps is None)
             assert seconds * 1e3 == pytest.approx(float(row["value"]), rel=0.12), row

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.errors import UserError
-from meshwright.planner.hardware.measured import Collective, Curve, Measured, Pass, Products, read
+from meshwright.planner.hardware.measured import CollectiveCurve, Curve, KernelCurve, Measured, Products, read
 from meshwright.toml import format_toml
 
 SIZES = tuple(float(2**exponent) for exponent in range(10, 25, 2))
@@ -23,16 +23,16 @@ def of_line(latency: float, rate: float) -> Curve:
 def test_curve_interpolates_latency_and_bandwidth():
     curve = of_line(2e-5, 1e9)
     for size in (1024, 3000, 5e5, 1e7, 2**24):
-        assert curve.at(size) == pytest.approx(2e-5 + size / 1e9, rel=1e-9)
-    assert curve.at(8) == curve.at(1024)
-    assert curve.at(2**26) == pytest.approx(4 * curve.at(2**24))
+        assert curve.seconds_at(size) == pytest.approx(2e-5 + size / 1e9, rel=1e-9)
+    assert curve.seconds_at(8) == curve.seconds_at(1024)
+    assert curve.seconds_at(2**26) == pytest.approx(4 * curve.seconds_at(2**24))
 
 
 def test_curve_is_monotonic():
     curve = Curve((1.0, 2.0, 4.0, 8.0), (5.0, 3.0, 4.0, 9.0))
-    times = [curve.at(size / 10) for size in range(1, 200)]
+    times = [curve.seconds_at(size / 10) for size in range(1, 200)]
     assert times == sorted(times)
-    assert (curve.at(2), curve.at(4), curve.at(8)) == (5, 5, 9)
+    assert (curve.seconds_at(2), curve.seconds_at(4), curve.seconds_at(8)) == (5, 5, 9)
 
 
 def machine(tokens: float, out: float, inner: float) -> float:
@@ -50,17 +50,17 @@ def products(precision: str = "fp32", ranks: int = 2, threads: int = 1, slower: 
 
 def test_products_are_exact_at_measured_shapes_and_near_between_them():
     found = products()
-    assert all(found.at(*shape) == machine(*shape) for shape in SHAPES)
+    assert all(found.seconds_at(*shape) == machine(*shape) for shape in SHAPES)
     between = list(itertools.product((64, 512, 1024), (128, 192, 512), (128, 512, 768)))
-    errors = [abs(found.at(*shape) / machine(*shape) - 1) for shape in between]
+    errors = [abs(found.seconds_at(*shape) / machine(*shape) - 1) for shape in between]
     assert max(errors) < 0.2
     assert sum(errors) / len(errors) < 0.05
 
 
 def test_products_beyond_measured_shapes_are_extrapolated():
     found = products()
-    assert found.at(1, 16, 16) == pytest.approx(machine(1, 16, 16), rel=0.25)  # mostly launch overhead
-    assert found.at(8192, 4096, 4096) == pytest.approx(machine(8192, 4096, 4096), rel=0.05)
+    assert found.seconds_at(1, 16, 16) == pytest.approx(machine(1, 16, 16), rel=0.25)  # mostly launch overhead
+    assert found.seconds_at(8192, 4096, 4096) == pytest.approx(machine(8192, 4096, 4096), rel=0.05)
 
 
 def test_products_of_constant_costs_are_exact_everywhere():
@@ -72,14 +72,14 @@ def test_products_of_constant_costs_are_exact_everywhere():
 
     found = Products("bf16", "forward", 1, 1, SHAPES, tuple(priced(*shape) for shape in SHAPES))
     for shape in ((1, 8, 8), (100, 300, 500), (5000, 5000, 70)):
-        assert found.at(*shape) == pytest.approx(priced(*shape), rel=1e-6)
+        assert found.seconds_at(*shape) == pytest.approx(priced(*shape), rel=1e-6)
 
 
 def test_extrapolated_product_times_are_positive():
     """Times that grow faster than FLOPs: a linear fit would be negative for small products."""
     slow = tuple(1e-14 * (2.0 * tokens * out * inner) ** 1.2 for tokens, out, inner in SHAPES)
     found = Products("fp32", "forward", 1, 1, SHAPES, slow)
-    assert all(found.at(tokens, side, side) > 0 for tokens in (1, 8, 64, 300) for side in (8, 50, 100, 500))
+    assert all(found.seconds_at(tokens, side, side) > 0 for tokens in (1, 8, 64, 300) for side in (8, 50, 100, 500))
 
 
 def test_slow_shape_affects_only_its_neighbours():
@@ -88,14 +88,14 @@ def test_slow_shape_affects_only_its_neighbours():
         4 * took if shape == (256, 256, 256) else took for shape, took in zip(SHAPES, plain.seconds, strict=True)
     )
     found = replace(plain, seconds=seconds)
-    assert found.at(280, 256, 256) > 3 * plain.at(280, 256, 256)
-    assert found.at(2000, 1000, 1000) < 1.2 * plain.at(2000, 1000, 1000)
+    assert found.seconds_at(280, 256, 256) > 3 * plain.seconds_at(280, 256, 256)
+    assert found.seconds_at(2000, 1000, 1000) < 1.2 * plain.seconds_at(2000, 1000, 1000)
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_few_measured_products_suffice(count: int):
     found = replace(products(), shapes=SHAPES[:count], seconds=tuple(machine(*shape) for shape in SHAPES[:count]))
-    assert 0 < found.at(64, 64, 64) < 1
+    assert 0 < found.seconds_at(64, 64, 64) < 1
 
 
 def example() -> Measured:
@@ -104,8 +104,11 @@ def example() -> Measured:
         ranks=2,
         threads=1,
         products=(products(), products(ranks=1, slower=0.8), products(ranks=1, threads=2, slower=0.5)),
-        passes=(Pass("copy", "fp32", 2, 1, of_line(1e-6, 5e9)), Pass("copy", "fp32", 1, 1, of_line(1e-6, 9e9))),
-        collectives=(Collective("all-reduce", 2, "inside", of_line(5e-5, 1e9)),),
+        passes=(
+            KernelCurve("copy", "fp32", 2, 1, of_line(1e-6, 5e9)),
+            KernelCurve("copy", "fp32", 1, 1, of_line(1e-6, 9e9)),
+        ),
+        collectives=(CollectiveCurve("all-reduce", 2, "inside", of_line(5e-5, 1e9)),),
         copies=(("to-device", of_line(1e-5, 2e10)),),
         disk_write=1e9,
         starts=(("rank", 2.5), ("operation", 1e-6)),
@@ -123,8 +126,8 @@ def test_measurements_are_selected_by_number_of_busy_ranks():
     assert (found.product("fp32", ranks=1).ranks, found.product("fp32", ranks=1).threads) == (1, 2)
     assert found.product("fp32", ranks=8).ranks == 2
     assert found.product("bf16") is None
-    assert found.one_pass("copy", ranks=1).at(2**24) < found.one_pass("copy").at(2**24)
-    assert found.collective("all-reduce", 2).at(1024) == pytest.approx(5e-5, rel=0.1)
+    assert found.one_pass("copy", ranks=1).seconds_at(2**24) < found.one_pass("copy").seconds_at(2**24)
+    assert found.collective("all-reduce", 2).seconds_at(1024) == pytest.approx(5e-5, rel=0.1)
     assert found.collective("all-reduce", 4) is None
 
 

@@ -422,7 +422,7 @@ if __name__ == "__main__":
                 return varlen_attention.FlashCall(cu_seqlens[0], longest, True, window - 1 if window else None, scale)
             return plain_call(q, tensors, window, scale)
 
-        plain_call = varlen_attention._causal_call
+        plain_call = varlen_attention._make_causal_call
 
         def aminmax(tensor: torch.Tensor) -> tuple[int, int]:
             """Bounds of the first visible keys of a tile's queries: as if a document began within each tile."""
@@ -445,7 +445,7 @@ if __name__ == "__main__":
             enter(mock.patch.object(grouped_product, "_expert_slices", evenly))
             enter(mock.patch.object(expert, "read_on_host", read_on_host))
             enter(mock.patch.object(ring_spans, "list_kernel_calls", pieces))
-            lengths = {"_find_lengths": lengths_of_case, "_causal_call": causal_call}
+            lengths = {"_find_lengths": lengths_of_case, "_make_causal_call": causal_call}
             enter(mock.patch.multiple(varlen_attention, **lengths))
             enter(mock.patch.object(Mesh, "create", mesh_of))
             enter(mock.patch.multiple(torch.Tensor, pin_memory=lambda tensor: tensor, aminmax=aminmax))

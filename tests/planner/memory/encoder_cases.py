@@ -98,16 +98,20 @@ def watch(case: EncoderCase) -> Watched:
         model.compile_blocks(backend=case.backend)
     with watching, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = loss_of(model, batch)
-    at = MicroBatch.of(
+    micro_batch = MicroBatch.of(
         config, Layout(recompute=case.recompute), case.rows, case.sequence, packed=case.starts is not None,
         dtype=case.dtype,
     )  # fmt: skip
-    predicted = saved_activations(at, whole_model(config), compiled=case.backend is not None)
+    predicted = saved_activations(micro_batch, whole_model(config), compiled=case.backend is not None)
     alive = storages.alive()
     assert loss.requires_grad
     return Watched(
-        [each for at, each in alive.items() if at not in own],
-        [(size, str(tuple(tensor.shape))) for at, (tensor, size) in packed.items() if size and at not in own | given],
+        [each for micro_batch, each in alive.items() if micro_batch not in own],
+        [
+            (size, str(tuple(tensor.shape)))
+            for micro_batch, (tensor, size) in packed.items()
+            if size and micro_batch not in own | given
+        ],
         predicted,
     )
 

@@ -181,19 +181,19 @@ def watch(case: Case) -> Watched:
     tables = [table for each in rotary for pair in each._tables.values() for table in pair]
     stayed = {table.untyped_storage()._cdata for table in tables}
     own = {unit.parameters.untyped_storage()._cdata for unit in parallel._units.values()}
-    seen = {at: (size, str(tuple(tensor.shape))) for at, (tensor, size) in packed.items() if size}
+    seen = {micro_batch: (size, str(tuple(tensor.shape))) for micro_batch, (tensor, size) in packed.items() if size}
     mixtures = [layer for layer in stages[case.stage].layers if case.config.has_experts(layer)]
-    at = MicroBatch.of(
+    micro_batch = MicroBatch.of(
         case.config, layout, case.rows, case.sequence, packed=case.starts or False, dtype=case.dtype,
         device=device, responses=int(case.pairs), routed=dict(zip(mixtures, counted, strict=True)) if counted else {},
     )  # fmt: skip
     predicted = saved_activations(
-        at, stages[case.stage], at_once=case.at_once, tp_rank=mesh.tp.rank, compiled=case.backend is not None
+        micro_batch, stages[case.stage], at_once=case.at_once, tp_rank=mesh.tp.rank, compiled=case.backend is not None
     )
     mesh.close()
     return Watched(
-        [each for at, each in alive.items() if at not in own],
-        [each for at, each in seen.items() if at not in own | given | stayed],
+        [each for micro_batch, each in alive.items() if micro_batch not in own],
+        [each for micro_batch, each in seen.items() if micro_batch not in own | given | stayed],
         predicted,
     )
 

@@ -89,8 +89,8 @@ def test_saved_and_queued_tensors_of_split_backward_match_prediction(recompute: 
         loss.backward()
     operands = [each.untyped_storage() for product in queue._queues[0] for each in product.operands]
     held = {each.data_ptr(): each.nbytes() for each in operands}
-    at = MicroBatch.of(config, layout, rows, sequence, dtype=case.dtype)
-    assert sum(held.values()) == sum(queued_bytes(at, layer) for layer in range(config.layers))
+    batch = MicroBatch.of(config, layout, rows, sequence, dtype=case.dtype)
+    assert sum(held.values()) == sum(queued_bytes(batch, layer) for layer in range(config.layers))
 
 
 @pytest.mark.exhaustive

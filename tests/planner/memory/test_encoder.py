@@ -14,7 +14,7 @@ from meshwright.planner.cost.communication import count_parameters
 from meshwright.planner.cost.engines import ENGINES
 from meshwright.planner.cost.flops import forward_flops_per_token, training_flops_per_token
 from meshwright.planner.cost.micro_batch import MicroBatch
-from meshwright.planner.cost.operations import operations, total_flops
+from meshwright.planner.cost.operations import list_operations, total_flops
 from meshwright.planner.cost.operators import FLASH_BACKWARD
 from meshwright.planner.memory.rank_memory import fullest_rank
 from meshwright.planner.search.estimate import problem_of
@@ -79,7 +79,7 @@ def halves(case: EncoderCase) -> tuple[float, float]:
     """Return the FLOPs of the engine's forward (including gradients of the head) and backward."""
     config = small(case.head)
     layout = Layout(recompute=case.recompute)
-    found = operations(MicroBatch.of(config, layout, case.rows, case.sequence), whole_model(config))
+    found = list_operations(MicroBatch.of(config, layout, case.rows, case.sequence), whole_model(config))
     early = [one for one in found if one.name == "head" and one.phase in ("input", "weight")]
     forward = total_flops(found, "forward") + total_flops(early)
     return forward, total_flops(found) - forward
@@ -97,7 +97,7 @@ def test_operations_add_up_to_closed_forms(head: str) -> None:
     config, rows, sequence = small(head), 4, 40
     forward = forward_flops_per_token(config, sequence)
     assert forward["attention.scores"] == config.layers * 2 * sequence * config.hidden  # bidirectional attention
-    found = operations(MicroBatch.of(config, Layout(), rows, sequence), whole_model(config))
+    found = list_operations(MicroBatch.of(config, Layout(), rows, sequence), whole_model(config))
     assert total_flops(found, "forward") == pytest.approx(rows * sequence * sum(forward.values()))
     core = forward["attention.scores"] + forward["attention.values"]
     executed = training_flops_per_token(config, sequence) + (FLASH_BACKWARD - 2) * core

@@ -10,7 +10,7 @@ from meshwright.layout import Layout
 from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.memory import compiled_blocks
 from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, INPUT_GRADIENT, CompiledBlock
-from meshwright.planner.memory.inductor import Buffer, Kernel, KernelMemory, run
+from meshwright.planner.memory.inductor import Buffer, Kernel, KernelMemory, simulate_allocations
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.presets import preset
 
@@ -20,7 +20,7 @@ def buffer(name: str, size: int = 4, kind: str = "wide", **more: bool) -> Buffer
 
 
 def sizes(kernels: list[Kernel], given: dict[str, int], stay: set[str]) -> list[int]:
-    return [held.bytes for held in run(kernels, given, stay)]
+    return [held.bytes for held in simulate_allocations(kernels, given, stay)]
 
 
 def test_buffer_lives_from_first_write_to_last_read() -> None:
@@ -52,7 +52,7 @@ def test_last_freed_buffer_is_reused_first() -> None:
         Kernel("3", ("b",), (buffer("c", 1),)), Kernel("4", ("c",), (buffer("d", 2),)),
         Kernel("5", ("d",), (buffer("e", 4),)),
     ]  # fmt: skip
-    held = run(kernels, {}, {"e"})
+    held = simulate_allocations(kernels, {}, {"e"})
     assert [each.bytes for each in held] == [24, 28, 4 + 1, 4 + 1 + 2, 2 + 4]
     assert "b (its place)" in held[3].buffers  # a's memory was b's before
 
@@ -82,12 +82,12 @@ def test_in_place_result_needs_no_memory() -> None:
 
 
 def backward(config: ModelConfig, dtype: str, rows: int, sequence: int, layout: str = "dp1") -> list[KernelMemory]:
-    at = MicroBatch.of(config, Layout.parse(layout), rows, sequence, dtype=dtype)
-    block = CompiledBlock(at, 0)
+    batch = MicroBatch.of(config, Layout.parse(layout), rows, sequence, dtype=dtype)
+    block = CompiledBlock(batch, 0)
     kernels = block.backward
     stay = {made.name for kernel in kernels for made in kernel.makes if made.category == "gradients"}
     given = {name: block.bytes(name) for name in (*block.saved, INPUT, GRADIENT)}
-    return run(kernels, given, {*stay, INPUT_GRADIENT})
+    return simulate_allocations(kernels, given, {*stay, INPUT_GRADIENT})
 
 
 @pytest.mark.parametrize(

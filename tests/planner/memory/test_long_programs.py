@@ -6,8 +6,8 @@ import pytest
 
 from meshwright.layout import Layout
 from meshwright.planner.cost.engines import ENGINES
-from meshwright.planner.memory import ledger as ledger_room
-from meshwright.planner.memory.ledger import REPEATING, Ledger, ledger, repeating
+from meshwright.planner.memory import ledger as ledger_module
+from meshwright.planner.memory.ledger import REPEATING, Ledger, ledger, shorten_repeating_schedule
 from meshwright.spec.presets import preset
 from tests.conftest import exhaustive
 
@@ -35,18 +35,18 @@ def test_few_rounds_contain_every_memory_snapshot(schedule: str, ranks: int, mon
             ("mixtral-8x7b-v0.1", "zero3 ac:selective", 6), ("mixtral-8x7b-v0.1", "zero1", 9),
         ):  # fmt: skip
             layout = Layout.parse(f"dp2 {more} pp{ranks}:{name} mb{rounds * ranks}")
-            assert repeating(layout).micro_batches == ledger_room.ROUNDS * ranks
+            assert shorten_repeating_schedule(layout).micro_batches == ledger_module.ROUNDS * ranks
             for place in {0, ranks // 2, ranks - 1}:
                 short = step(model, layout, place)
                 with monkeypatch.context() as patch:
-                    patch.setattr(ledger_room, "repeating", lambda same: same)
+                    patch.setattr(ledger_module, "shorten_repeating_schedule", lambda same: same)
                     assert short == step(model, layout, place), f"{layout} {place}"
 
 
 def test_irregular_program_is_walked_completely():
     for text in ("pp4:gpipe mb64", "pp4:interleaved:2 mb65", "pp2:looped-bfs:2 mb32", "pp4:zb-v mb16"):
         layout = Layout.parse(text)
-        assert repeating(layout) == layout
+        assert shorten_repeating_schedule(layout) == layout
     assert set(ENGINES["meshwright"].schedules) - set(REPEATING) == {"gpipe"}
 
 

@@ -11,7 +11,7 @@ from meshwright.planner.api import plan
 from meshwright.planner.cost.engines import ENGINES
 from meshwright.planner.cost.micro_batch import MicroBatch, Number
 from meshwright.planner.memory.published import published_layer, state_bytes
-from meshwright.planner.memory.states import flats_of, states
+from meshwright.planner.memory.states import flats_of, list_states
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import PRESETS, preset
@@ -42,7 +42,7 @@ def test_one_device_holds_every_parameter(name: str) -> None:
     held = sum(flat.numel for flat in flats)
     assert held == table.numel
     padding = sum(flat.padded - flat.numel for flat in flats)
-    assert sum(each.bytes for each in states(flats, "bfloat16", "float32", "adamw")) == 18 * held + 6 * padding
+    assert sum(each.bytes for each in list_states(flats, "bfloat16", "float32", "adamw")) == 18 * held + 6 * padding
 
 
 GPT = preset("gpt3-175b")  # h = 12288, a = 96, f = 4h
@@ -52,8 +52,8 @@ S, B, H, A = 2048, 1, 12288, 96
 def saved(
     engine: str, config: ModelConfig, layout: str = "dp1", sequence: int = 8192, **options: str
 ) -> dict[str, Number]:
-    at = MicroBatch.of(config, Layout.parse(layout), B, sequence, engine=ENGINES[engine], **options)
-    return published_layer(at)
+    batch = MicroBatch.of(config, Layout.parse(layout), B, sequence, engine=ENGINES[engine], **options)
+    return published_layer(batch)
 
 
 def total(engine: str, layout: str, **options: str) -> float:

@@ -17,14 +17,14 @@ from meshwright.planner.cost.step_time import step_time
 from meshwright.planner.hardware.cluster import cluster
 from meshwright.planner.memory.rank_memory import fullest_rank
 from meshwright.planner.problem import Problem, parse_reserve
-from meshwright.planner.search import search as search_room
+from meshwright.planner.search import search as search_module
 from meshwright.planner.search import shortlist as shortlist_module
 from meshwright.planner.search.estimate import Estimate, estimate_layout
 from meshwright.planner.search.screen import ScreenedLayouts, screen
 from meshwright.planner.search.search import FINAL, SearchResult, layout_kinds, search
 from meshwright.planner.search.space import layout_of
-from meshwright.planner.show.answers import document, no_fit_error
-from meshwright.planner.show.page import page
+from meshwright.planner.show.answers import no_fit_error, plan_document
+from meshwright.planner.show.page import plan_page
 from meshwright.planner.show.text import search_text
 from meshwright.spec.presets import preset
 from meshwright.spec.refuse import refuse
@@ -209,7 +209,7 @@ def test_looped_bfs_is_never_best(ranks: str, micro: int):
         assert seconds(f"looped-bfs:{chunks}") >= others * (1 - 1e-9)
     layout = Layout.parse(f"{ranks}:looped-bfs:4 mb{micro}")
     kept = [
-        search_room.device_bytes(problem, layout.with_(schedule=name)) for name in ("looped-bfs", "interleaved")
+        search_module.device_bytes(problem, layout.with_(schedule=name)) for name in ("looped-bfs", "interleaved")
     ]  # fmt: skip
     assert kept[0] >= kept[1]
 
@@ -249,9 +249,9 @@ def test_layouts_that_do_not_fit_are_faster_and_not_listed(erring: float, monkey
     """Even if closed forms of their times are wrong."""
     problem = Problem(preset("gpt2-xl"), cluster("8xv100"), 1024, 256, precision="fp16")
     every = screen(problem)
-    too_large = search_room.on_device(problem, every.bytes) > problem.cluster.device.memory_bytes
+    too_large = search_module.add_device_overhead(problem, every.bytes) > problem.cluster.device.memory_bytes
     every.seconds[too_large & np.array([pipe.ranks == 8 for pipe in every.pipelines])[every.pipe]] *= erring
-    monkeypatch.setattr(search_room, "screen", lambda problem: every)
+    monkeypatch.setattr(search_module, "screen", lambda problem: every)
     found = search(problem, 20)
     assert found.advice or erring < 1
     assert list(found.advice) == sorted(found.advice, key=lambda one: one.seconds)
@@ -267,12 +267,12 @@ def test_layout_that_fits_by_ledger_alone_is_found():
     """The memory limit is above the ledger of a layout and below its closed form."""
     problem, found = PROBLEMS["one node"], search(PROBLEMS["one node"], 20)
     every = screened("one node")
-    needed = search_room.on_device(problem, every.bytes)
+    needed = search_module.add_device_overhead(problem, every.bytes)
     closed = {layout_of(problem, every.candidates[w], every.pipelines[p], z, h): n for w, p, z, h, n in zip(
         *(column.tolist() for column in (every.candidate, every.pipe, every.zero, every.hybrid, needed)), strict=True
     )}  # fmt: skip
     for one in found.best:
-        exact = max(one.memory.device_bytes, search_room.device_bytes(problem, one.layout))
+        exact = max(one.memory.device_bytes, search_module.device_bytes(problem, one.layout))
         if exact * 1.03 < closed[one.layout] < exact * shortlist_module.DOUBT_ABOVE:
             break
     else:
@@ -291,7 +291,7 @@ def test_no_suggestions_if_nothing_fits():
 def test_stopped_search_reports_undecided_layouts(monkeypatch: pytest.MonkeyPatch):
     problem, whole = PROBLEMS["megatron"], searched("megatron")
     assert whole.undecided == 0 and "stopped" not in search_text(whole)
-    assert document(problem, whole.best, whole)["undecided"] == 0
+    assert plan_document(problem, whole.best, whole)["undecided"] == 0
     longer = search(problem, 20)
     monkeypatch.setattr(shortlist_module, "MOST_PRICED", 6)  # some of them do not fit
     some = search(problem, 4)
@@ -300,8 +300,8 @@ def test_stopped_search_reports_undecided_layouts(monkeypatch: pytest.MonkeyPatc
     assert len(some.best) == 4 and better  # the search did stop early
     assert len(better) <= some.undecided < 100
     assert f"{some.undecided:,} more layouts may be better than the last one listed" in search_text(some)
-    assert f"{some.undecided:,} more layouts" in page(problem, "gpt3-175b", some.best, some)
-    assert document(problem, some.best, some)["undecided"] == some.undecided
+    assert f"{some.undecided:,} more layouts" in plan_page(problem, "gpt3-175b", some.best, some)
+    assert plan_document(problem, some.best, some)["undecided"] == some.undecided
     monkeypatch.setattr(shortlist_module, "MOST_PRICED", 0)
     none = search(problem, 3)
     assert not none.best and none.undecided > 1000

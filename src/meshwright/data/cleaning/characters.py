@@ -22,9 +22,9 @@ _CONTINUATION = len(KINDS)
 
 
 def _classify_lead_byte(byte: int) -> int:
-    """Return the kind ("digits", "Greek, Cyrillic" ...) of the characters whose UTF-8 encoding begins with `byte` (0 to
-    255), as an index in the module's list `KINDS`; len(KINDS) for a continuation byte, with which no character begins.
-    """
+    """Return the kind, such as "digits" or "Greek, Cyrillic", of the characters whose UTF-8 encoding begins with `byte`
+    (0 to 255), as an index in the module's list `KINDS`. A continuation byte, with which no character begins, gives
+    len(KINDS)."""
     if byte < 0x80:
         character = chr(byte)
         if character.isalpha():

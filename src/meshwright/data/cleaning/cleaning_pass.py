@@ -24,13 +24,13 @@ from meshwright.data.cleaning.segments import (
     KEPT,
     Segment,
     SegmentWriter,
-    find_failed_pages,
+    find_earlier_reading,
     merge_samples,
 )
 from meshwright.data.cleaning.sentence_spans import RemovedSentences, hash_spans
 from meshwright.data.files import sync_directory
 from meshwright.data.packing.shards import limit_rate
-from meshwright.data.sources.reading import ReadBefore, Reader
+from meshwright.data.sources.reading import EarlierReading, Reader
 from meshwright.data.sources.resolution import SourceChanged, SourceFile
 
 SEGMENT_CHARACTERS = 1 << 25  # approximate characters of text in a segment: the work that is lost if the pass is killed
@@ -45,25 +45,27 @@ Log = Callable[[str], None]
 class CleaningResult:
     """Result of a cleaning pass over N documents, numbered from 0 in reading order.
 
-    segments: files with the rules' results, each for a block of consecutive documents. codes: uint8 [N], memory-mapped:
-    0 (`KEPT`), or 1 + the index in `RULES` (all rule names) of the rule that dropped the document. pieces: number of
-    documents in each source file. kept: number of documents that no rule dropped. longest_kept: number of characters in
-    the longest document kept. report: counts, distributions and samples, as JSON. removed: sentences that are removed
-    from kept documents.
+    segments: files with the cleaning results, each for a block of consecutive documents. codes: uint8 [N],
+    memory-mapped: 0 (`KEPT`), or 1 + the index in `RULES` (all rule names) of the rule that dropped the document.
+    documents_by_file: number of documents in each source file. kept: number of documents that no rule dropped.
+    longest_kept: number of characters in the longest document kept. report: counts, distributions and samples, as JSON.
+    removed: sentences that are removed from kept documents.
     """
 
     segments: tuple[Segment, ...]
     codes: NDArray[np.uint8]
-    pieces: tuple[int, ...]
+    documents_by_file: tuple[int, ...]
     kept: int
     longest_kept: int  # characters
     report: dict[str, Any]
     removed: RemovedSentences
 
     def iterate_segments(self) -> Iterator[tuple[slice, NDArray[np.uint64], NDArray[np.int64]]]:
-        """Yield for each segment (block of consecutive documents) a tuple of three: slice of its document numbers; for
-        each document the first 64 bits of the SHA-256 of its text, or of its record if that has several documents,
-        uint64 [documents]; for each document its size after masking and removal in UTF-8 bytes, int64 [documents]."""
+        """Yield (slice of document numbers, hashes, sizes) for each segment, a block of consecutive documents.
+
+        hashes: uint64 [documents], the first 64 bits of the SHA-256 of each document's text; documents of one record
+        share the hash of the record. sizes: int64 [documents], UTF-8 bytes after masking and removal of sentences.
+        """
         for segment in self.segments:
             sizes = segment.read_column("after" if "after" in segment else "before")[:, 1]
             hashes = segment.read_column("record" if "record" in segment else "digest")[:, 0].byteswap()  # big-endian
@@ -78,27 +80,31 @@ def run_cleaning_pass(
 ) -> CleaningResult:
     """Apply all rules of `cleaner` to all documents of `files`; return which documents are kept, and a report.
 
-    reader: splits each file into documents. directory: where the results are stored in segment files; those of an
-    interrupted pass are reused. log: receives progress lines. Raises `UserError` for unreadable sources.
+    reader: splits each file into documents. directory: folder for segment files, which store the results of consecutive
+    documents; those of an interrupted pass are reused. log: receives progress lines. Raises `UserError` for unreadable
+    sources.
     """
     directory.mkdir(parents=True, exist_ok=True)
     segments = tuple(_iterate_segments(files, reader, cleaner, directory, log))
-    pieces = [0] * len(files)
+    documents_by_file = [0] * len(files)
     for segment in segments:
         for file, count in segment.header["pieces"]:
-            pieces[file] += count
+            documents_by_file[file] += count
     duplicates = DuplicateFinder(segments, cleaner, directory)
-    report = _ReportBuilder(files, reader, cleaner, segments, duplicates, pieces).build()
+    report = _ReportBuilder(files, reader, cleaner, segments, duplicates, documents_by_file).build()
     longest = max((segment.header["longest_kept"] for segment in segments), default=0)
     kept = report["documents"]["after"]
-    return CleaningResult(segments, duplicates.codes, tuple(pieces), kept, longest, report, duplicates.removed)
+    return CleaningResult(
+        segments, duplicates.codes, tuple(documents_by_file), kept, longest, report, duplicates.removed
+    )
 
 
 def _iterate_segments(
     files: Sequence[SourceFile], reader: Reader, cleaner: Cleaner, directory: Path, log: Log
 ) -> Iterator[Segment]:
-    """Yield all segments in order. A segment is a file with the rules' results for a block of consecutive documents.
-    Those that an interrupted pass left in `directory` come first; then `files` are read and new ones written.
+    """Yield all segments in order. A segment is a file with the cleaning results of consecutive documents. First come
+    the segments that an interrupted pass left in `directory`; then the rest of `files` is read and written as new
+    segments.
 
     reader: splits each file into documents. cleaner: applies the rules to a document. log: receives progress lines.
     """
@@ -131,7 +137,7 @@ def _iterate_segments(
 
     known = np.concatenate([np.zeros(0, np.uint8), *judged])
     for at in range(file, len(files)):
-        before = find_failed_pages(files[at], known, KEPT + 1) if at == file else ReadBefore()
+        before = find_earlier_reading(files[at], known, KEPT + 1) if at == file else EarlierReading()
         for document in itertools.islice(reader.read_documents(files[at], before), before.documents, None):
             verdict = cleaner.judge_document(document.text, document.name, document.problem, document.example)
             writer.add(at, document, verdict)
@@ -143,9 +149,8 @@ def _iterate_segments(
 
 
 def _begin_segment(first: int, cleaner: Cleaner, reader: Reader) -> SegmentWriter:
-    """Return a writer for a segment, the file with the cleaning results of consecutive documents, without documents so
-    far. first: number of the segment's first document. cleaner: its rules determine what the segment stores. reader:
-    reads the documents; tells whether they are examples of records."""
+    """Return a writer for an empty segment, the file with the cleaning results of consecutive documents. first: number
+    of the segment's first document. cleaner, reader: their settings determine which columns the segment has."""
     spans = hash_spans if cleaner.recipe.sentence_duplicates else None
     return SegmentWriter(first, cleaner.minhash, cleaner.rewrites, spans, reader.records is not None)
 
@@ -162,13 +167,13 @@ class _ReportBuilder:
         cleaner: Cleaner,
         segments: Sequence[Segment],
         duplicates: DuplicateFinder,
-        pieces: Sequence[int],
+        documents_by_file: Sequence[int],
     ) -> None:
         """Store the results from which the report is built. files: the source files that `reader` split and `cleaner`
-        checked. segments: the rules' results, in blocks of consecutive documents. duplicates: the final code (kept, or
-        dropped by which rule) of each document. pieces: number of documents in each file."""
+        checked. segments: the cleaning results, in blocks of consecutive documents. duplicates: the final code (kept,
+        or the rule that dropped it) of each document. documents_by_file: number of documents in each file."""
         self.files, self.reader, self.cleaner = files, reader, cleaner
-        self.segments, self.duplicates, self.pieces = segments, duplicates, pieces
+        self.segments, self.duplicates, self.documents_by_file = segments, duplicates, documents_by_file
         self.labels = sorted({file.counted_as for file in files})
         self._label_of = [self.labels.index(file.counted_as) for file in files]
 
@@ -287,18 +292,17 @@ class _ReportBuilder:
         }
 
     def _read_excerpts(self, numbers: list[int]) -> dict[int, tuple[str, str]]:
-        """Return {number: (name, first 400 characters of the masked text)} of the documents with these numbers
-        (ascending); only the files that contain them are read. Raises `SourceChanged` if a file no longer contains one
-        of them.
-        """
+        """Read sample documents again; return {number: (name, first 400 characters of the masked text)}. numbers:
+        document numbers, ascending; only the files that contain them are read. Raises `SourceChanged` if a file no
+        longer contains one of them."""
         found: dict[int, tuple[str, str]] = {}
         begin, at = 0, 0
-        for file, count in zip(self.files, self.pieces, strict=True):
+        for file, count in zip(self.files, self.documents_by_file, strict=True):
             here = [number for number in numbers[at:] if number < begin + count] if at < len(numbers) else []
             if here:
                 at += len(here)
                 last = here[-1] - begin
-                before = find_failed_pages(file, self.duplicates.codes[begin : begin + count], KEPT + 1)
+                before = find_earlier_reading(file, self.duplicates.codes[begin : begin + count], KEPT + 1)
                 documents = self.reader.read_documents(file, before)
                 for place, document in enumerate(itertools.islice(documents, last + 1), begin):
                     if place in here:

@@ -33,8 +33,8 @@ class EvaluationSets:
     of their examples, in lower case without punctuation (n = 13 in arXiv:2005.14165, appendix C).
 
     A text file or page is one example. A JSON or Parquet record is one example of all its strings joined and, if it has
-    several strings, one more example for each. Examples of 8 to n - 1 words count as one n-gram; shorter ones are
-    ignored.
+    several strings, one more example for each. An example with fewer than n words counts as one n-gram if it has at
+    least 8 words, and is ignored otherwise.
     """
 
     def __init__(self, paths: Sequence[str], n: int) -> None:

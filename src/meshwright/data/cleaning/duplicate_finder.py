@@ -1,4 +1,4 @@
-"""The rules for duplicates in a cleaning pass, which compare documents by the columns of its segments."""
+"""Duplicate rules of a cleaning pass: they compare documents by the columns of the pass's segment files."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from meshwright.data.files import PARTIAL
 
 
 class DuplicateFinder:
-    """Finds exact and near duplicates among the documents that pass all other rules, and marks them as dropped in
+    """Finder of exact and near duplicates among the documents that pass all other rules. It marks them as dropped in
     `codes`.
 
     codes: uint8 [documents], 0 (`KEPT`) for a kept document, else 1 + the index in `RULES` (all rule names) of the rule
-    that dropped it. removed: repeated sentences that are cut out of kept documents. first: {duplicate rule: lowest
-    number of a document that it dropped}. earlier: sample of duplicates for the report, {duplicate rule: {number of the
-    duplicate: number of the earlier document with the same key}}.
+    that dropped it. removed: repeated sentences that are removed from kept documents. first: {duplicate rule: lowest
+    number of a document that it dropped}. earlier: sample for the report, {duplicate rule: {number of a duplicate:
+    number of the document that it repeats}}.
     """
 
     def __init__(self, segments: Sequence[Segment], cleaner: Cleaner, directory: Path) -> None:
@@ -54,8 +54,8 @@ class DuplicateFinder:
             self._remove_sentences()
 
     def _remove_sentences(self) -> None:
-        """Find the sentences of spans that occur before in the corpus, store them in `removed`, and mark documents of
-        which no sentence is left as dropped."""
+        """Find spans of three consecutive sentences that occur earlier in the corpus, store their sentences in
+        `removed`, and mark documents that would have no sentence left as dropped."""
         rule = "sentence_duplicates"
         self.removed = RemovedSentences.find(self._segments, self.codes, self._directory)
         for segment in self._segments:
@@ -73,9 +73,9 @@ class DuplicateFinder:
         """Mark as dropped by `rule` each document whose key equals that of an earlier document. Documents that other
         rules dropped are neither marked nor compared.
 
-        keys: function (segment, a block of documents) -> their keys, uint64 [documents, width], each key being `width`
-        64-bit words. records: uint64 [documents], a hash that is equal for documents of one record, which are not
-        compared with each other; None: each document is a record.
+        keys: function that returns the keys of a segment's documents, uint64 [documents, words per key]; a segment is a
+        block of consecutive documents. records: uint64 [documents], a hash of the record that each document is part of;
+        documents of one record are not compared with each other. None: each document is a record.
         """
         code = 1 + RULES.index(rule)
 
@@ -97,8 +97,8 @@ class DuplicateFinder:
             self._sample_duplicates(rule, numbers, earlier)
 
     def _sample_duplicates(self, rule: str, numbers: NDArray[np.int64], earlier: NDArray[np.int64]) -> None:
-        """Update, for the report, `first` (lowest number of a document that `rule` dropped) and `earlier` (up to 4
-        pairs of a duplicate and the document that it repeats). rule: name of a duplicate rule.
+        """Update the figures of `rule`, a duplicate rule, for the report: in `first` the lowest number of a document
+        that it dropped, in `earlier` up to 4 pairs (duplicate, document that it repeats).
 
         numbers: numbers of newly dropped documents, [n]. earlier: number of the document that each of them repeats,
         [n].

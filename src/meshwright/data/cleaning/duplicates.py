@@ -19,14 +19,13 @@ Numbers = NDArray[np.int64]
 def find_repeated_keys(
     chunks: Iterator[tuple[Keys, Numbers]], total: int, directory: Path, part: int | None = None
 ) -> Iterator[tuple[Numbers, Numbers]]:
-    """Find the documents whose key equals that of an earlier document, with the keys partitioned on disk. Yields for
-    each partition (numbers of the m repeating documents, for each the number of the first document with the same key),
-    int64 [m] each.
+    """Find the documents whose key equals that of an earlier document. The keys are partitioned on disk; for each
+    partition a tuple is yielded: numbers of the m repeating documents, and for each the number of the first document
+    with the same key, int64 [m] each.
 
-    chunks: yields (keys [n, width], a key being `width` 64-bit words; document numbers [n]), document numbers
-    ascending. total: expected number of keys, from which the number of partitions follows. directory: for temporary
-    files; created if needed. part: approximate number of keys in a partition, which is sorted in memory (default:
-    2^21).
+    chunks: yields (keys, uint64 [n, words per key]; document numbers [n]), with ascending document numbers. total:
+    expected number of keys, which determines the number of partitions. directory: for temporary files; created if
+    needed. part: approximate number of keys in a partition, which is sorted in memory (default: 2^21).
     """
     parts = min(_MOST_PARTS, -(-total // (part or PART)))
     if parts <= 1:
@@ -54,10 +53,9 @@ def find_repeated_keys(
 
 
 def _find_repeated_in_memory(chunks: Sequence[tuple[Keys, Numbers]]) -> tuple[Numbers, Numbers]:
-    """Find the documents whose key equals that of an earlier document; returns (numbers of the repeating documents [m],
-    for each the number of the first document with the same key [m]). chunks: (keys [n, width], a key being `width`
-    64-bit words; document numbers [n]), document numbers ascending.
-    """
+    """Find the documents whose key equals that of an earlier document; return (numbers of the m repeating documents,
+    for each the number of the first document with the same key), [m] each. chunks: (keys, uint64 [n, words per key];
+    document numbers [n]), with ascending document numbers."""
     if not chunks:
         return np.empty(0, np.int64), np.empty(0, np.int64)
     keys = np.concatenate([keys for keys, _ in chunks])

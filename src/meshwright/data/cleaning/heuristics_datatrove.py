@@ -63,7 +63,7 @@ def load_spacy() -> Any:
 
 
 def split_words(text: str) -> list[str]:
-    """Return the words of a text as datatrove does: spaCy's tokens that are not white space."""
+    """Split a text into words as datatrove does: spaCy's tokens without white space."""
     with _parse_with_spacy(text) as parsed:
         return [word for token in parsed if (word := token.text.strip())]
 
@@ -89,7 +89,8 @@ def _parse_with_spacy(text: str) -> Iterator[Any]:
 
 
 def check_gopher_quality(text: str) -> Finding | None:
-    """Apply `GopherQualityFilter`; returns (name of the first rule that a text violates, measured value), or None."""
+    """Apply datatrove's `GopherQualityFilter` to a text; return (name of the first violated rule, measured value), or
+    None if it passes."""
     words = split_words(text)
     spoken = [word for word in words if not _PUNCTUATION.issuperset(word)]
     if not 50 <= len(spoken) <= 100_000:
@@ -115,7 +116,8 @@ def check_gopher_quality(text: str) -> Finding | None:
 
 
 def check_gopher_repetition(text: str) -> Finding | None:
-    """Apply `GopherRepetitionFilter`; returns (name of the first rule that a text violates, measured value) or None."""
+    """Apply datatrove's `GopherRepetitionFilter` to a text; return (name of the first violated rule, measured value),
+    or None if it passes."""
     shares: dict[str, float] = {}
     for kind, parts in (("paragraph", _PARAGRAPHS.split(text.strip())), ("line", _LINES.split(text))):
         count, characters = count_duplicates(parts)
@@ -135,8 +137,8 @@ def check_gopher_repetition(text: str) -> Finding | None:
 
 
 def _count_repeated_characters(words: Sequence[str], n: int) -> int:
-    """Count the characters of the word n-grams that occurred earlier in the text, as datatrove does: the search
-    continues after such an n-gram, so that those counted do not overlap. words: the text's words in order."""
+    """Count the characters of the word n-grams that occurred earlier in the text. As in datatrove, counted n-grams do
+    not overlap: after one, the search continues behind it. words: the text's words in order."""
     seen: set[str] = set()
     characters = at = 0
     while at < len(words) - n + 1:
@@ -150,8 +152,9 @@ def _count_repeated_characters(words: Sequence[str], n: int) -> int:
 
 
 def filter_c4_lines(text: str) -> tuple[str, int]:
-    """Apply the line filters of `C4QualityFilter`; returns (kept lines without citation marks, number of non-blank
-    lines removed). Lines because of which `check_c4` drops the whole page are kept."""
+    """Apply the line filters of datatrove's `C4QualityFilter` to `text`; return (kept lines without citation marks,
+    number of non-blank lines removed). Lines that make `check_c4` drop the whole page are kept, so that it finds them.
+    """
     kept, dropped = [], 0
     for line in map(str.strip, text.splitlines()):
         words, plain = line.split(), CITATION.sub("", line)
@@ -167,9 +170,8 @@ def filter_c4_lines(text: str) -> tuple[str, int]:
 
 
 def check_c4(text: str) -> Finding | None:
-    """Apply the page rules of `C4QualityFilter` to a text whose lines `filter_c4_lines` filtered; returns (name of the
-    first rule that it violates, measured value), or None.
-    """
+    """Apply the page rules of datatrove's `C4QualityFilter` to a text whose lines `filter_c4_lines` filtered; return
+    (name of the first rule that it violates, measured value), or None if it passes."""
     for line in text.split("\n"):
         if "lorem ipsum" in line.lower():
             return "c4_lorem_ipsum", "contains lorem ipsum"
@@ -180,7 +182,8 @@ def check_c4(text: str) -> Finding | None:
 
 
 def check_fineweb(text: str) -> Finding | None:
-    """Apply `FineWebQualityFilter`; returns (name of the first rule that a text violates, measured value), or None."""
+    """Apply datatrove's `FineWebQualityFilter` to a text; return (name of the first violated rule, measured value), or
+    None if it passes."""
     lines = [line for line in text.split("\n") if line.strip()]
     if not lines:
         return "fineweb_punctuation", "no lines"

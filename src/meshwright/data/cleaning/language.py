@@ -26,9 +26,8 @@ def check_languages(languages: list[str]) -> None:
 
 
 def choose_threshold(characters: int, minimum: float) -> float:
-    """Return the probability that a text of so many characters must reach: `minimum`, or for a short text the
-    threshold of `SHORT_TEXTS`, if that is lower.
-    """
+    """Return the language probability that a text of `characters` characters must reach to be kept: `minimum`, or the
+    threshold of the table `SHORT_TEXTS` for its length, whichever is lower."""
     return min(minimum, next((threshold for longest, threshold in SHORT_TEXTS if characters < longest), minimum))
 
 
@@ -50,9 +49,8 @@ def measure_languages(text: str) -> dict[str, float]:
 
 
 def find_foreign_language(text: str, languages: Sequence[str], minimum: float) -> str | None:
-    """Return None if a text is in one of `languages`: if their probabilities together reach the threshold for the
-    text's length. Otherwise return, as text, the most probable language and that sum. minimum: threshold for long
-    texts."""
+    """Check the language of a text. Return None if the summed probability of `languages` reaches the threshold for the
+    text's length; otherwise the most probable language and that sum, as text. minimum: threshold for long texts."""
     measured = measure_languages(text)
     probability = sum(measured[language] for language in {*languages})
     threshold = choose_threshold(len(text), minimum)

@@ -67,9 +67,8 @@ class MinHash:
 
     @cached_property
     def _hash_coefficients(self) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-        """Coefficients of the hash functions x -> factor * x + term modulo 2^32: (factors, odd; terms), pseudorandom,
-        uint32 [bands * rows] each.
-        """
+        """Pseudorandom coefficients of the hash functions x -> factor * x + term modulo 2^32, as (factors, terms),
+        uint32 [bands * rows] each; the factors are odd."""
         count = self.bands * self.rows
         values = mix_bits(np.arange(1, 2 * count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
         drawn = (values >> np.uint64(32)).astype(np.uint32)
@@ -77,5 +76,6 @@ class MinHash:
 
     @cached_property
     def _band_weights(self) -> Hashes:
-        """Random odd weights that combine the `rows` minima of a band into one key, uint64 [rows]."""
+        """Pseudorandom odd weights, uint64 [rows]; a band's key is a hash of the sum of its minima with these
+        weights."""
         return mix_bits(np.arange(1, self.rows + 1, dtype=np.uint64) * np.uint64(0xD1B54A32D192ED03)) | np.uint64(1)

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from meshwright.data.cleaning.finders.email_addresses import find_email_addresses
 from meshwright.data.cleaning.finders.ip_addresses import find_ip_addresses
-from meshwright.data.cleaning.finders.keys import find_keys
+from meshwright.data.cleaning.finders.keys import find_secret_keys
 from meshwright.data.cleaning.finders.phone_numbers import find_phone_numbers
 
 MASKS: dict[str, Callable[[str], Iterator[tuple[int, int]]]] = {
-    "key": find_keys,
+    "key": find_secret_keys,
     "email": find_email_addresses,
     "phone": find_phone_numbers,
     "ip": find_ip_addresses,
@@ -32,9 +32,8 @@ class Span(NamedTuple):
 
 
 def find_personal_data(text: str, kinds: Sequence[str]) -> list[Span]:
-    """Return the spans of personal data in a text, in their order, without overlaps. kinds: those to find, of "email",
-    "phone", "key" and "ip".
-    """
+    """Return the spans of personal data in a text, in order, without overlaps. kinds: kinds of data to find, of
+    "email", "phone", "key" and "ip"."""
     spans: list[Span] = []
     covered = bytearray(len(text))
     for kind, find in MASKS.items():
@@ -47,8 +46,7 @@ def find_personal_data(text: str, kinds: Sequence[str]) -> list[Span]:
 
 def mask_personal_data(text: str, kinds: Sequence[str]) -> tuple[str, dict[str, int]]:
     """Replace personal data in a text by `<email>`, `<phone>`, `<key>` or `<ip>`; returns (masked text, {kind: number
-    replaced}). kinds: those to replace, of "email", "phone", "key" and "ip".
-    """
+    of replacements}). kinds: kinds of data to replace, of "email", "phone", "key" and "ip"."""
     counts = {kind: 0 for kind in MASKS if kind in kinds}
     parts, end = [], 0
     for span in find_personal_data(text, kinds):

@@ -39,7 +39,8 @@ def measure_repeated_lines(text: str) -> float:
 
 
 def count_duplicates(parts: Sequence[str]) -> tuple[int, int]:
-    """Count the lines or paragraphs `parts` that repeat an earlier one; returns (their number, their characters)."""
+    """Count the items of `parts`, lines or paragraphs, that repeat an earlier one; return (their number, their
+    characters)."""
     seen = set(parts)
     if len(seen) == len(parts):
         return 0, 0

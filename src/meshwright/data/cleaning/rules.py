@@ -41,8 +41,7 @@ _CODE = re.compile(
 
 def list_enabled_rules(recipe: CleanRecipe, extracts: bool = False) -> tuple[str, ...]:
     """Return the names of the cleaning rules that the `[data.clean]` table `recipe` enables, in the order in which they
-    run. extracts: True if the sources have pages whose texts are extracted.
-    """
+    run. extracts: True if the sources are WARC files, whose pages may fail in text extraction (rule "extraction")."""
     off = {rule for family, rules in heuristics.RULES.items() if family not in recipe.heuristics for rule in rules}
     switches = {
         "extraction": extracts,
@@ -72,9 +71,9 @@ def collect_key_fields(recipe: CleanRecipe, cache: Path, log: Callable[[str], No
         "evaluation_sets": hash_evaluation_sets(recipe.evaluation_sets, cache, log),
         "blocked_words": hash_word_list(recipe.blocked_words) if recipe.blocked_words else None,
         **({"masks_version": MASKS_VERSION} if recipe.mask else {}),
-        **({"spacy": _find_version("spacy", heuristics_datatrove.load_spacy)} if _uses_spacy(recipe) else {}),
+        **({"spacy": _find_library_version("spacy", heuristics_datatrove.load_spacy)} if _uses_spacy(recipe) else {}),
         **(
-            {"short_texts": SHORT_TEXTS, "py3langid": _find_version("py3langid", load_identifier)}
+            {"short_texts": SHORT_TEXTS, "py3langid": _find_library_version("py3langid", load_identifier)}
             if recipe.languages
             else {}
         ),
@@ -86,8 +85,9 @@ def _uses_spacy(recipe: CleanRecipe) -> bool:
     return bool(recipe.heuristics) and recipe.heuristics_like == "datatrove"
 
 
-def _find_version(library: str, load: Callable[[], Any]) -> str:
-    """Return the version of an installed library. load: loads it, and raises the `UserError` if it is missing."""
+def _find_library_version(library: str, load: Callable[[], Any]) -> str:
+    """Return the version of the installed package `library`. load: imports the package; raises `UserError` if it is
+    missing."""
     try:
         return metadata.version(library)
     except metadata.PackageNotFoundError:
@@ -99,9 +99,8 @@ _RECORD = re.compile(r":(?:row )?\d+(?:[ #]|$)")
 
 
 def is_code_file(name: str) -> bool:
-    """Return True if a document is a source code or markup file, by the suffix of its name ("a/b.py"). The name of a
-    record or page inside a file, such as "x.wet:17 https://example.org/a.html", gives False.
-    """
+    """Return True if a document is a source code or markup file, by the suffix of its name ("a/b.py"). For a record or
+    page inside a file, such as "x.wet:17 https://example.org/a.html", return False."""
     return _CODE.search(name) is not None and _RECORD.search(name) is None
 
 
@@ -111,9 +110,10 @@ class Verdict:
 
     rule: name of the rule that drops the document; None if it is kept. why: the measured value, such as "0.42 > 0.30".
     text: the text after masking and line filters. content: `text` in UTF-8. digest: SHA-256 of `content` without
-    surrounding white space, or of the whole record (`Example.encode_content`). changes: number of masked items or
-    removed lines by kind ("email" ...). sentences: sentences of the text, if the document is kept and sentence spans
-    are deduplicated."""
+    surrounding white space; for an instruction, chat or preference record, of `Example.encode_content`. changes: number
+    of masked items or removed lines by kind ("email" ...). sentences: sentences of the text, if the document is kept
+    and spans of sentences are deduplicated.
+    """
 
     rule: str | None
     why: str = ""
@@ -125,9 +125,8 @@ class Verdict:
 
 
 class Rewriter:
-    """Applies the masks and line filters that the recipe's `[data.clean]` enables to texts. rewrites: True if the
-    recipe enables any mask or line filter.
-    """
+    """Applies the masks and line filters that `[data.clean]` of the recipe enables to texts. rewrites: True if any of
+    them is enabled."""
 
     def __init__(self, recipe: CleanRecipe) -> None:
         """Store the enabled masks and line filters. recipe: the `[data.clean]` table."""
@@ -152,7 +151,8 @@ class Rewriter:
         return text, changes
 
     def rewrite_example(self, example: Example, name: str = "") -> tuple[Example, dict[str, int]]:
-        """Mask every text of a record; returns (new record, changes as `rewrite_text` returns them)."""
+        """Mask every text of the record `example`; return (new record, {kind: number of masked items}). name: the
+        document's name."""
         total = Counter[str]()
 
         def rewrite(text: str) -> str:
@@ -235,11 +235,11 @@ class Cleaner(Rewriter):
         return Verdict(rule, why, rewritten, content, hashlib.sha256(whole).digest(), changes, sentences)
 
     def _check_text(self, text: str, blank: bool, emptied: bool) -> heuristics.Finding | None:
-        """Apply the rules for any kind of text (control characters, length, repeated lines); returns (name of the first
-        rule that it violates, measured value as text), or None if it passes.
+        """Apply the rules for any kind of text (control characters, length, repeated lines); return (name of the first
+        violated rule, measured value as text), or None if the text passes.
 
         text: the document's text after masking and line filters. blank: True if `text` is only white space. emptied:
-        True if masking and line filters made it so: the text before them was not only white space.
+        True if `text` is blank only since masking and line filters removed the rest.
         """
         recipe = self.recipe
         if recipe.maximum_control_fraction < 1:

@@ -1,6 +1,4 @@
-"""Segments: the cleaning rules' results for runs of consecutive documents, in files of columns. A killed pass resumes
-from them.
-"""
+"""Segments: files of columns with the cleaning results of consecutive documents, from which a killed pass resumes."""
 
 from __future__ import annotations
 
@@ -17,8 +15,8 @@ from numpy.typing import NDArray
 from meshwright.data.cleaning.characters import KINDS, count_character_kinds
 from meshwright.data.cleaning.minhash import MinHash
 from meshwright.data.cleaning.rules import RULES, Verdict
-from meshwright.data.files import AtomicFile, canonical_json
-from meshwright.data.sources.reading import Document, ReadBefore
+from meshwright.data.files import AtomicFile, to_canonical_json
+from meshwright.data.sources.reading import Document, EarlierReading
 from meshwright.data.sources.resolution import SourceFile
 
 KEPT = 0  # a code; 1 + the index in RULES: dropped by that rule
@@ -37,17 +35,19 @@ def compute_sampling_priority(numbers: NDArray[Any]) -> NDArray[np.uint64]:
 
 
 def list_column_types(bands: int, rewrites: bool, sentences: bool, records: bool) -> dict[str, tuple[str, int]]:
-    """Return the columns of a segment file, which holds the cleaning results of consecutive documents: {name: (NumPy
-    dtype, values per document)}.
+    """Return {name: (NumPy dtype, values per document)} of the columns of a segment file, which holds the cleaning
+    results of consecutive documents.
 
     bands: number of MinHash bands. rewrites: True if texts are masked or their lines filtered. sentences: True if spans
-    of sentences are compared. records: True if the documents are records' examples.
+    of sentences are compared. records: True if the documents are training examples of instruction, chat or preference
+    records.
 
     Columns: `code`: 0 (kept) or 1 + the index in `RULES` (all rule names) of the rule that dropped the document.
     `before`: number of characters, of UTF-8 bytes, and of characters of each kind, before masking. `digest`: first half
     of the SHA-256 of the text. `bands`: MinHash keys. With `rewrites` also `after`, the same numbers as `before` after
     masking, and `changes`, the number of masked items and removed lines by kind. With `sentences` also `sentences`,
-    their number. With `records` also `record`, the first 64 bits of a hash that the examples of one record share.
+    their number. With `records` also `record`, 64 bits of a hash of the record; all examples of one record have the
+    same.
     """
     sizes = 2 + len(KINDS)
     after = {"after": ("<u4", sizes), "changes": ("<u4", len(CHANGES))} if rewrites else {}
@@ -57,12 +57,13 @@ def list_column_types(bands: int, rewrites: bool, sentences: bool, records: bool
 
 
 class SegmentWriter:
-    """Collects the cleaning results of consecutive documents and writes them to one file, a segment.
+    """Writer of a segment, the file with the cleaning results of consecutive documents. Results are collected in memory
+    and written to disk at once.
 
     first: number of the first document. minhash: computes the keys for near duplicates; None: near duplicates are not
-    searched. rewrites: True if the rules change texts (replace personal data, remove lines). hash_spans: returns the
-    hashes of the spans of a document's sentences, 16 bytes each; None: they are not compared. records: True if the
-    documents are examples of records. documents, characters: totals added so far.
+    searched. rewrites: True if the rules change texts (replace personal data, remove lines). hash_spans: returns
+    16-byte hashes of the spans of a document's sentences; None: sentences are not compared. records: True if the
+    documents are training examples of records. documents, characters: totals added so far.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class SegmentWriter:
         self.first, self.minhash, self.rewrites, self.hash_spans = first, minhash, rewrites, hash_spans
         self._spans, self._sizes = bytearray(), array("I")  # hashes; UTF-8 bytes of each sentence
         self.documents = self.characters = self.longest_kept = 0
-        self.pieces: dict[int, int] = {}  # index of a source file -> number of its documents
+        self.documents_by_file: dict[int, int] = {}  # index of a source file -> number of its documents
         self.examples: dict[str, str] = {}
         self.unused = Counter[str]()  # keys and columns of records that are not used
         self.samples: dict[str, list[dict[str, Any]]] = {}
@@ -132,7 +133,7 @@ class SegmentWriter:
             self.examples.setdefault(verdict.rule, name)
             shown = verdict.text or ("" if self.rewrites else text)  # text that should be masked is never shown
             self._keep_sample(verdict.rule, name, shown, verdict.why)
-        self.pieces[file] = self.pieces.get(file, 0) + 1
+        self.documents_by_file[file] = self.documents_by_file.get(file, 0) + 1
         self.documents += 1
         self.characters += len(text)
 
@@ -152,11 +153,11 @@ class SegmentWriter:
 
     def write(self, path: Path) -> None:
         """Write the collected results to the file `path` atomically."""
-        header = canonical_json(
+        header = to_canonical_json(
             {
                 "first": self.first,
                 "documents": self.documents,
-                "pieces": [[file, count] for file, count in self.pieces.items()],
+                "pieces": [[file, count] for file, count in self.documents_by_file.items()],
                 "bands": self.minhash.bands if self.minhash else 0,
                 "rewrites": self.rewrites,
                 "sentences": None if self.hash_spans is None else len(self._sizes),
@@ -177,8 +178,8 @@ class SegmentWriter:
 
 
 class Segment:
-    """File with the cleaning rules' results for a block of consecutive documents. Header and columns are read from disk
-    on each access.
+    """File with the cleaning results of a block of consecutive documents. Header and columns are read from disk on each
+    access.
 
     first: number of the first document. documents: number of documents. sentences, spans: total numbers of sentences
     and of spans (three consecutive sentences) in these documents; 0 if spans are not compared.
@@ -202,8 +203,8 @@ class Segment:
 
     @property
     def header(self) -> dict[str, Any]:
-        """Header of the file as JSON: `pieces`: [[index of a source file, number of its documents in this segment]];
-        `longest_kept`: characters of the longest document kept; `examples`, `samples`: dropped documents by rule."""
+        """Header of the file as JSON. `pieces`: [[index of a source file, number of its documents in this segment]].
+        `longest_kept`: characters of the longest document kept. `examples`, `samples`: dropped documents by rule."""
         return self._read_header()[0]
 
     def _read_header(self) -> tuple[dict[str, Any], int]:
@@ -235,12 +236,15 @@ class Segment:
         return np.fromfile(self.path, "<u4", count=self.sentences, offset=self._end + 16 * self.spans)
 
 
-def find_failed_pages(file: SourceFile, codes: NDArray[np.uint8], first: int) -> ReadBefore:
-    """Collect what a second reading of a source file needs to yield the same documents: their number, and the numbers
-    of those whose page text could not be extracted. codes: uint8 [documents], the rules' results for the file's first
-    documents. first: code of the first rule in `RULES`."""
+def find_earlier_reading(file: SourceFile, codes: NDArray[np.uint8], first: int) -> EarlierReading:
+    """Return the results of an earlier reading of `file`, from which a second reading yields the same documents: how
+    many documents were read, and which pages among them failed in text extraction.
+
+    codes: uint8 [documents], cleaning results of the documents read, from the file's first on. first: value in `codes`
+    that stands for the first rule in `RULES`; rule i has `first` + i.
+    """
     failed = np.flatnonzero(codes == first + RULES.index("extraction")).tolist() if file.format == "warc" else ()
-    return ReadBefore(len(codes), frozenset(failed))
+    return EarlierReading(len(codes), frozenset(failed))
 
 
 def merge_samples(headers: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

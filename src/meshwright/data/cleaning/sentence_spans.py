@@ -1,7 +1,7 @@
-"""Deduplication of sentence spans: three consecutive sentences that occur before in the corpus are removed.
+"""Deduplication of sentence spans: three consecutive sentences that occur earlier in the corpus are removed.
 
 C4 (Raffel et al. 2020, arXiv:1910.10683, section 2.2) keeps one of each three-sentence span that occurs more than once.
-Here the first is kept, in reading order. Spans are compared by 128-bit hashes in an external sort.
+Here the first in reading order is kept. Spans are compared by 128-bit hashes in an external sort.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def hash_spans(sentences: Sequence[str]) -> bytes:
 
 
 def remove_sentences(text: str, numbers: Collection[int]) -> str:
-    """Return a text without the sentences of these numbers, from 0."""
+    """Return `text` without the sentences whose numbers, from 0, are in `numbers`."""
     if not numbers:
         return text
     return "".join(one for number, one in enumerate(split_sentences(text)) if number not in numbers)
 
 
 class RemovedSentences:
-    """Sentences that are cut out of kept documents, because they are part of a span of three sentences that occurs
-    before in the corpus.
+    """Sentences that are removed from kept documents, because they are part of a span of three sentences that occurs
+    earlier in the corpus.
 
     entries: int64 [removed sentences], ascending: (number of the document << 24) | number of the sentence in it.
     """
@@ -52,13 +52,13 @@ class RemovedSentences:
 
     @classmethod
     def find(cls, segments: Sequence[Segment], codes: NDArray[np.uint8], directory: Path) -> RemovedSentences:
-        """Find the repeated sentence spans of all documents that no rule dropped, by an external sort. segments: the
-        rules' results in blocks of consecutive documents, with the hashes of their spans. codes: uint8 [documents], 0
-        for documents that no rule dropped. directory: folder for temporary files. Memory: that of sorting one of up to
-        512 partitions of the spans, about 100 MB up to a billion spans, in proportion to their number above that.
-
-        All sentences of a repeated span are removed, except those that are part of its first occurrence: of five equal
+        """Find the repeated spans of three sentences in all documents that no rule dropped, by an external sort. All
+        sentences of a repeated span are removed, except those that are also part of its first occurrence: of five equal
         sentences three remain.
+
+        segments: cleaning results of blocks of consecutive documents, with the hashes of their spans. codes: uint8
+        [documents], 0 for documents that no rule dropped. directory: folder for temporary files. Up to a billion spans
+        take about 100 MB of memory; beyond that it grows with their number.
         """
         marks = _map_temporary(directory / f"{PARTIAL}sentences", np.uint8, sum(one.sentences for one in segments))
 
@@ -93,13 +93,13 @@ class RemovedSentences:
         return cls(_map_temporary(path, np.int64, size, "r+"))
 
     def find_numbers(self, document: int) -> set[int]:
-        """Return the numbers of the removed sentences of a document."""
+        """Return the numbers, from 0, of the sentences removed from the document with number `document`."""
         entries = self._select_entries(document, document + 1)
         return {*(entries & ((1 << SENTENCE_BITS) - 1)).tolist()}
 
     def measure(self, segment: Segment) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-        """Return, for the documents of `segment`, three arrays [documents]: number of removed sentences; their UTF-8
-        bytes; True if no sentence is left."""
+        """Return three arrays for the documents of `segment`, [documents] each: number of removed sentences; their size
+        in UTF-8 bytes; True if no sentence is left."""
         entries = self._select_entries(segment.first, segment.first + segment.documents)
         counts = segment.read_column("sentences")[:, 0].astype(np.int64)
         owner = (entries >> SENTENCE_BITS) - segment.first
@@ -109,7 +109,7 @@ class RemovedSentences:
         return removed, sizes, (counts > 0) & (removed == counts)
 
     def _select_entries(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Return the entries of the documents from `begin` to `end`, exclusive."""
+        """Return the entries of the documents with numbers from `begin` to `end`, exclusive."""
         low, high = np.searchsorted(self.entries, [begin << SENTENCE_BITS, end << SENTENCE_BITS])
         return np.asarray(self.entries[low:high])
 
@@ -120,9 +120,9 @@ NO_SENTENCES = RemovedSentences(np.zeros(0, np.int64))
 def _map_temporary(
     path: Path, kind: type[np.uint8 | np.int64], size: int, mode: Literal["r+", "w+"] = "w+"
 ) -> NDArray[Any]:
-    """Map a temporary file of `size` values as an array, [size]; the file is unlinked while it is mapped, so that no
-    kill leaves it behind.
-    """
+    """Map the temporary file `path` as an array of `size` values. kind: NumPy type of a value. mode: "w+" creates the
+    file, "r+" opens an existing one. The file is unlinked while it is mapped, so that a killed process leaves none
+    behind."""
     array: NDArray[Any] = np.memmap(path, kind, mode, shape=(size,)) if size else np.zeros(0, kind)
     path.unlink(missing_ok=True)
     return array

@@ -11,9 +11,8 @@ _END = re.compile(r"(?<![.!?])[.!?]++[\"'”’»)\]]*+\s++|(?<![。！？｡।
 
 
 def split_sentences(text: str) -> list[str]:
-    """Split a text into sentences, each with the white space after it; joined they are the text. A line ends a
-    sentence, too. White space before the first sentence belongs to it.
-    """
+    """Split a text into sentences; each includes the white space after it, so that joined they give the text. A line
+    break also ends a sentence. White space at the beginning is part of the first sentence."""
     ends = [found.end() for found in _END.finditer(text)]
     if ends and not text[: ends[0]].strip():
         del ends[0]

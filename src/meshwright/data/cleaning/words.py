@@ -29,8 +29,8 @@ _OWN_WORD = re.compile(rb"\xe3[\x81-\x83\x90-\xbf][\x80-\xbf]|[\xe4-\xe9][\x80-\
 
 
 class Words:
-    """Words of a text as 64-bit hashes; len() is their number. Words are compared in lower case without punctuation
-    (GPT-3, arXiv:2005.14165, appendix C). In scripts without spaces (Han, kana) every character is a word.
+    """Words of a text as 64-bit hashes, for comparison in lower case without punctuation (GPT-3, arXiv:2005.14165,
+    appendix C). In scripts without spaces (Han, kana) every character is a word. len() gives the number of words.
 
     hashes: hash of each word in order, uint64 [words].
     """
@@ -46,7 +46,7 @@ class Words:
         edges = np.flatnonzero(inside[1:] != inside[:-1])
         starts, ends = edges[0::2], edges[1::2]
         powers, inverses = _compute_powers(len(array))
-        prefix = _prefix_sums(array.astype(np.uint64) * powers[: len(array)])
+        prefix = _compute_prefix_sums(array.astype(np.uint64) * powers[: len(array)])
         self.hashes = mix_bits((prefix[ends] - prefix[starts]) * inverses[starts])
 
     def __len__(self) -> int:
@@ -60,7 +60,7 @@ class Words:
         if len(self) < n:
             return np.empty(0, np.uint64)
         powers, inverses = _compute_powers(len(self))
-        prefix = _prefix_sums(self.hashes * powers[: len(self)])
+        prefix = _compute_prefix_sums(self.hashes * powers[: len(self)])
         return mix_bits((prefix[n:] - prefix[:-n]) * inverses[: len(self) - n + 1])
 
 
@@ -76,7 +76,7 @@ def mix_bits(values: Hashes) -> Hashes:
     return values
 
 
-def _prefix_sums(values: Hashes) -> Hashes:
+def _compute_prefix_sums(values: Hashes) -> Hashes:
     """Return the prefix sums of `values` [n] modulo 2^64, uint64 [n + 1], beginning with 0."""
     sums = np.zeros(len(values) + 1, np.uint64)
     np.cumsum(values, out=sums[1:])

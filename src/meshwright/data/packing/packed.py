@@ -40,10 +40,9 @@ class TokenBatch:
         """Number of targets that count towards the loss (not -100)."""
         return int((self.targets != NO_TARGET).sum())
 
-    def document_starts(self) -> list[NDArray[np.int64]]:
-        """Return for each of the B rows the ascending positions, in [0, S), at which a document begins; the first is
-        always 0.
-        """
+    def list_document_starts(self) -> list[NDArray[np.int64]]:
+        """List for each of the B rows the ascending positions, in [0, S), at which a document begins; the first is
+        always 0."""
         begins = np.diff(self.document_ids, axis=1, prepend=-1) != 0
         return [np.flatnonzero(row) for row in begins]
 
@@ -53,7 +52,8 @@ class StoredTokens:
     """Token shards of one split ("train" or "validation") on disk.
 
     directory: folder of the shard files. shards: metadata of each shard, in order. dtype: NumPy type of a token id on
-    disk. sources: number of shards of each data source, if rows must not mix sources; None: rows may mix sources.
+    disk. sources: number of shards of each data source, in which case a packed row has tokens of one source only; None:
+    rows may mix sources.
     """
 
     directory: Path
@@ -117,14 +117,13 @@ class PackedDataset(ABC):
     def read_batch(self, numbers: ArrayLike, *, padded: bool = False) -> TokenBatch:
         """Read the packed rows with the indices `numbers` [B], each in [0, sequences).
 
-        padded: allow any index >= 0. A partial row is then filled with padding, which has no targets, and rows from
-        `rows` on consist of padding, so that all ranks can read equally many rows.
+        padded: allow any index >= 0, so that all ranks can read equally many rows. A partial row is then filled with
+        padding, which has no targets; rows from `rows` on are all padding.
         """
 
     def iterate_batches(self, size: int) -> Iterator[TokenBatch]:
-        """Yield all packed rows in order, in batches of `size` rows, the last batch perhaps smaller; every target
-        occurs once.
-        """
+        """Yield all packed rows in order, in batches of `size` rows; the last batch may be smaller. Every target occurs
+        once."""
         for first in range(0, self.rows, size):
             yield self.read_batch(np.arange(first, min(first + size, self.rows)), padded=True)
 
@@ -148,8 +147,7 @@ class PackedDataset(ABC):
 
     def _map_shard(self, number: int, kind: str = TOKENS) -> NDArray[Any]:
         """Memory-map one file of the shard with index `number`, [tokens]. kind: "tokens.bin" (token ids, of type
-        `dtype`) or "trained.bin" (marks of the tokens, uint8).
-        """
+        `dtype`) or "trained.bin" (flags of each token, uint8: loss target, role of its turn)."""
         if (number, kind) not in self._mapped:
             shard = self.shards[number]
             path = self.directory / format_shard_file_name(shard.number, kind)
@@ -204,8 +202,8 @@ class PackedTokens(PackedDataset):
     def read_batch(self, numbers: ArrayLike, *, padded: bool = False) -> TokenBatch:
         """Read the packed rows with the indices `numbers` [B], each in [0, sequences).
 
-        padded: allow any index >= 0. The partial last row is then filled with padding, which has no targets, and rows
-        from `rows` on consist of padding, so that all ranks can read equally many rows.
+        padded: allow any index >= 0, so that all ranks can read equally many rows. The partial last row is then filled
+        with padding, which has no targets; rows from `rows` on are all padding.
         """
         rows = np.asarray(numbers, dtype=np.int64)
         assert rows.ndim == 1, rows.shape
@@ -221,9 +219,9 @@ class PackedTokens(PackedDataset):
             targets[begins[:, None] + np.arange(1, length + 1) >= self.tokens] = NO_TARGET
         document_ids = np.zeros(tokens.shape, dtype=np.int32)
         if self.document_mask:
-            marks = self._mark_document_starts(begins)
-            np.cumsum(marks[:, :-1], axis=1, out=document_ids)
-            targets[marks[:, 1:]] = NO_TARGET
+            document_starts = self._find_document_starts(begins)
+            np.cumsum(document_starts[:, :-1], axis=1, out=document_ids)
+            targets[document_starts[:, 1:]] = NO_TARGET
         return TokenBatch(np.ascontiguousarray(tokens), targets, document_ids)
 
     def _find_row_starts(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -250,7 +248,7 @@ class PackedTokens(PackedDataset):
             out[filled : filled + len(part)] = part
             filled, begin, number = filled + len(part), begin + len(part), number + 1
 
-    def _mark_document_starts(self, begins: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def _find_document_starts(self, begins: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return a mask [B, S + 1] of the positions in each row at which a document begins; position 0 is never marked.
         begins: position in the token stream at which each row begins, [B].
         """
@@ -259,6 +257,6 @@ class PackedTokens(PackedDataset):
         counts = np.searchsorted(starts, begins + self.sequence, side="right") - first
         row_of = np.repeat(np.arange(len(begins)), counts)
         within = np.arange(len(row_of)) - np.repeat(np.cumsum(counts) - counts, counts)
-        marks = np.zeros((len(begins), self.sequence + 1), dtype=bool)
-        marks[row_of, starts[first[row_of] + within] - begins[row_of]] = True
-        return marks
+        document_starts = np.zeros((len(begins), self.sequence + 1), dtype=bool)
+        document_starts[row_of, starts[first[row_of] + within] - begins[row_of]] = True
+        return document_starts

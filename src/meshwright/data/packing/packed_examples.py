@@ -1,4 +1,4 @@
-"""Examples of records packed whole into rows, with response masks and counts of what did not fit.
+"""Whole examples of records packed into rows, with response masks and counts of truncated and dropped examples.
 
 Shapes: B rows, S tokens in a row. A packed row has a capacity of S + 1 tokens: the last one is only a target.
 """
@@ -24,7 +24,7 @@ from meshwright.data.packing.packing_plan import (
     truncate_lengths,
 )
 from meshwright.data.packing.shards import TRAINED
-from meshwright.data.packing.token_marks import TRAINED_BIT, UNDESIRABLE_BIT, count_marks
+from meshwright.data.packing.token_flags import TRAINED_BIT, UNDESIRABLE_BIT, count_by_role
 from meshwright.errors import UserError
 
 
@@ -34,12 +34,12 @@ class PackedExamples(PackedDataset):
 
     An example has one document, or two for a preference pair: document 2k of a row is the prompt with the chosen
     response of pair k, and 2k + 1 the prompt with the rejected one. Targets are the tokens of responses, or with
-    `train_on` "all" every token but a document's first. Padding has no targets and its own document id.
+    `train_on` "all" every token but a document's first. Padding has no targets and a separate document id.
 
-    Rows are filled by best fit (see `pack_best_fit`), which depends on the lengths alone; with `pack` false every
-    example has its own row. `too_long` determines what happens to an example longer than a row: "truncate" cuts the end
-    of its document (both of a pair to the same length), "drop" drops the example, "refuse" raises `UserError`. An
-    example is also dropped if one of its documents has no target left.
+    Rows are filled by best fit (see `pack_best_fit`), which depends on the lengths alone; with `pack` false each row
+    has one example. `too_long` determines what happens to an example longer than a row: "truncate" cuts the end of its
+    document (both of a pair to the same length), "drop" drops the example, "refuse" raises `UserError`. An example is
+    also dropped if one of its documents has no target left.
     """
 
     def __init__(
@@ -83,15 +83,14 @@ class PackedExamples(PackedDataset):
 
     @property
     def mismatched(self) -> MismatchedRows:
-        """The rows with each labelled example's response replaced by that of another one. Raises `UserError` as
-        `check_partners` does.
-        """
+        """The packed rows with the response of each labelled example replaced by that of another one, as KTO needs
+        them. Raises `UserError` if a data source has only one labelled example."""
         self.check_partners()
         return MismatchedRows(self)
 
     def check_partners(self) -> None:
-        """Raise `UserError` if a data source has only one labelled example: KTO needs a response of another example for
-        each prompt."""
+        """Raise `UserError` if a data source has only one labelled example: KTO combines each prompt with the response
+        of another example."""
         if (self.plan.partners == np.arange(len(self.plan.numbers))).any():
             raise UserError(
                 f"the {self.directory.name} split has a data source with a single labelled example, and KTO estimates "
@@ -137,8 +136,8 @@ class PackedExamples(PackedDataset):
         for number in np.flatnonzero(long).tolist():
             kept[number] = truncate_lengths(lengths[number], capacity)
             spans = zip(begins[number].tolist(), kept[number].tolist(), strict=True)
-            marks = [self._read_document(begin, begin + length)[1] for begin, length in spans]
-            targets[number] = [(one & TRAINED_BIT).sum() for one in marks]
+            flags = [self._read_document(begin, begin + length)[1] for begin, length in spans]
+            targets[number] = [(one & TRAINED_BIT).sum() for one in flags]
         answered = (before > 0).all(axis=1)
         dropped = long & answered if self.packing.too_long == "drop" else np.zeros(len(long), bool)
         identical = self._find_identical_pairs(begins, lengths)
@@ -155,7 +154,7 @@ class PackedExamples(PackedDataset):
             labels = {"desirable": int((~undesirable).sum()), "undesirable": int(undesirable.sum())}
         rows: list[list[int]] = []
         by_source = []
-        for first, end in self._examples_by_source():
+        for first, end in self._list_example_ranges():
             own = slice(*np.searchsorted(numbers, [first, end]))
             places = range(len(numbers))[own]
             packed = (
@@ -190,32 +189,33 @@ class PackedExamples(PackedDataset):
     def _find_responses(
         self, begins: NDArray[np.int64], lengths: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Return, for each of K documents, (number of tokens before its first target; True if its response is labelled
-        undesirable), [K] each. begins, lengths: position of its first token in the token stream, and its number of
-        tokens, [K]."""
+        """Find the responses of K documents; return (number of tokens before the first target; True if the response is
+        labelled undesirable), [K] each. begins: positions of the documents' first tokens in the token stream, [K].
+        lengths: their numbers of tokens, [K]."""
         prompts, undesirable = np.zeros(len(begins), np.int64), np.zeros(len(begins), bool)
         for place, (begin, length) in enumerate(zip(begins.tolist(), lengths.tolist(), strict=True)):
-            marks = self._read_document(begin, begin + length)[1]
-            prompts[place] = int(np.argmax(marks & TRAINED_BIT))
-            undesirable[place] = bool(marks[prompts[place]] & UNDESIRABLE_BIT)
+            flags = self._read_document(begin, begin + length)[1]
+            prompts[place] = int(np.argmax(flags & TRAINED_BIT))
+            undesirable[place] = bool(flags[prompts[place]] & UNDESIRABLE_BIT)
         return prompts, undesirable
 
     def _choose_partners(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return, for each of K labelled examples, the index in [0, K) of its partner: another example of the same data
-        source, whose response replaces its own for KTO's KL estimate. The partner is the example half the source's
-        length further, since neighbours often answer the same prompt; an example that is alone in its source is its own
-        partner. numbers: index of each example among all, [K]."""
+        """Choose a partner for each of K labelled examples: another example of the same data source, whose response is
+        combined with its prompt for KTO's KL estimate. Return the partners' indices in [0, K), [K].
+
+        In a source of n examples the partner comes n / 2 examples later (cyclically), as neighbours often have the same
+        prompt. A single example is its own partner. numbers: indices of the K examples among all, ascending.
+        """
         partners = np.zeros(len(numbers), np.int64)
-        for first, end in self._examples_by_source():
+        for first, end in self._list_example_ranges():
             begin, stop = np.searchsorted(numbers, [first, end]).tolist()
             count = max(1, stop - begin)
             partners[begin:stop] = begin + (np.arange(stop - begin) + max(1, count // 2)) % count
         return partners
 
     def _find_identical_pairs(self, begins: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return for each example whether it is a pair of documents with the same tokens, bool [examples]. begins,
-        lengths: first token and length of each document, [examples, documents per example].
-        """
+        """Return a mask, bool [examples], of the pairs whose two documents have the same tokens. begins, lengths:
+        position of the first token, and number of tokens, of each document, [examples, documents per example]."""
         same = np.zeros(len(lengths), bool)
         if lengths.shape[1] == 2:
             for number in np.flatnonzero(lengths[:, 0] == lengths[:, 1]).tolist():
@@ -234,34 +234,32 @@ class PackedExamples(PackedDataset):
         assert padded or rows.size == 0 or 0 <= rows.min() <= rows.max() < self.sequences, (rows, self.sequences)
         return self._make_batch(*self._read_rows(rows))
 
-    def _make_batch(self, values: NDArray[np.int64], marks: NDArray[np.uint8], ids: NDArray[np.int32]) -> TokenBatch:
-        """Build a `TokenBatch` from the result of `_read_rows`. values: token IDs. marks: token marks (see
-        `token_marks`). ids: document IDs; each [B, S + 1]."""
-        targets = np.where(marks[:, 1:] & TRAINED_BIT, values[:, 1:], NO_TARGET)
+    def _make_batch(self, values: NDArray[np.int64], flags: NDArray[np.uint8], ids: NDArray[np.int32]) -> TokenBatch:
+        """Build a `TokenBatch` from the arrays that `_read_rows` returns, [B, S + 1] each. values: token ids. flags:
+        loss targets and roles of the tokens. ids: document ids."""
+        targets = np.where(flags[:, 1:] & TRAINED_BIT, values[:, 1:], NO_TARGET)
         ids = ids[:, :-1] if self.document_mask else np.zeros_like(ids[:, :-1])
-        undesirable = marks[:, 1:] & UNDESIRABLE_BIT != 0 if self.packing.labelled else None
+        undesirable = flags[:, 1:] & UNDESIRABLE_BIT != 0 if self.packing.labelled else None
         return TokenBatch(np.ascontiguousarray(values[:, :-1]), targets, np.ascontiguousarray(ids), undesirable)
 
-    def read_marked_documents(self, number: int) -> list[tuple[NDArray[Any], NDArray[np.uint8]]]:
-        """Read the documents of the packed row with index `number`, without padding; returns the token ids and the
-        marks (see `token_marks`) of each, [tokens] both.
-        """
-        [values], [marks], [ids] = self._read_rows(np.array([number]))
+    def read_flagged_documents(self, number: int) -> list[tuple[NDArray[Any], NDArray[np.uint8]]]:
+        """Read the documents of the packed row with index `number`, without padding; return for each (token ids
+        [tokens], their flags, uint8 [tokens]: loss target, role of the turn; see `token_flags`)."""
+        [values], [flags], [ids] = self._read_rows(np.array([number]))
         lengths = self.plan.kept[self.plan.order[slice(*self.plan.bounds[number : number + 2])]].ravel()
         return [
-            (values[ids == document][:length], marks[ids == document][:length])
+            (values[ids == document][:length], flags[ids == document][:length])
             for document, length in enumerate(lengths.tolist())
         ]
 
-    def count_marks(self) -> dict[str, Any]:
-        """Count turns, trained spans and tokens by role in all examples, before any truncation (see `count_marks` in
-        `token_marks`).
-        """
+    def count_by_role(self) -> dict[str, Any]:
+        """Count turns, trained spans and tokens by role in all examples, before any truncation; returns JSON as
+        `token_flags.count_by_role` does."""
         counts: dict[str, Any] = {}
         for number, (first, end) in enumerate(itertools.pairwise(self._bounds.tolist())):
             begins = self._document_begins[slice(*np.searchsorted(self._document_begins, [first, end]))] - first
-            marks = self._select_targets(self._map_shard(number, TRAINED), begins)
-            for name, more in count_marks(marks, begins).items():
+            flags = self._select_targets(self._map_shard(number, TRAINED), begins)
+            for name, more in count_by_role(flags, begins).items():
                 held = counts.get(name, 0 if name == "spans" else {})
                 counts[name] = held + more if name == "spans" else dict(Counter(held) + Counter(more))
         return counts
@@ -269,13 +267,15 @@ class PackedExamples(PackedDataset):
     def _read_rows(
         self, rows: NDArray[np.int64], mismatched: bool = False
     ) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int32]]:
-        """Read packed rows; returns token ids, marks (see `token_marks`) and document ids, [rows, S + 1] each. Padding
-        has the mark 0 and a separate document id. rows: indices; one beyond the last row consists of padding.
-        mismatched: replace each response by that of the example's partner.
+        """Read packed rows; return token ids, flags (loss target, role of the turn; see `token_flags`) and document
+        ids, [rows, S + 1] each. Padding has the flags 0 and a separate document id.
+
+        rows: row indices; an index beyond the last row gives padding. mismatched: True: replace each response by that
+        of the example's partner.
         """
         plan, capacity = self.plan, self.sequence + 1
         values = np.full((len(rows), capacity), self.padding, dtype=np.int64)
-        marks = np.zeros((len(rows), capacity), dtype=np.uint8)
+        flags = np.zeros((len(rows), capacity), dtype=np.uint8)
         ids = np.zeros((len(rows), capacity), dtype=np.int32)
         for place, row in enumerate(rows.tolist()):
             if row >= self.rows:
@@ -285,16 +285,17 @@ class PackedExamples(PackedDataset):
                 for ranges in self._list_ranges(example, mismatched):
                     for begin, end in ranges:
                         here = slice(at, at + end - begin)
-                        values[place, here], marks[place, here] = self._read_document(begin, end)
+                        values[place, here], flags[place, here] = self._read_document(begin, end)
                         ids[place, here] = document
                         at += end - begin
                     document += 1
             ids[place, at:] = document
-        return values, marks, ids
+        return values, flags, ids
 
     def _list_ranges(self, example: int, mismatched: bool) -> list[list[tuple[int, int]]]:
-        """Return the token ranges [begin, end) that make up each document of the example with the index `example` in
-        [0, K). mismatched: True: its prompt followed by the response of its partner, cut to the length of a row."""
+        """Return for each document of an example the token ranges [begin, end) of the split's token stream that make it
+        up. example: index among the examples in rows. mismatched: False: its own tokens; True: its prompt, then the
+        response of its partner, cut if they exceed a row."""
         plan, documents = self.plan, self.packing.documents_per_example
         first = int(plan.numbers[example]) * documents
         begins = self._documents[first : first + documents, 0].tolist()
@@ -306,22 +307,21 @@ class PackedExamples(PackedDataset):
         return [[(begins[0], begins[0] + prompt), (response, response + length)]]
 
     def _read_document(self, begin: int, end: int) -> tuple[NDArray[Any], NDArray[np.uint8]]:
-        """Read one document, the tokens [begin, end) of the split's token stream; returns (token ids [n], their marks
-        [n]).
-        """
+        """Read the tokens [begin, end) of the split's token stream, which are one document; return (token ids [n],
+        their flags, uint8 [n])."""
         number = int(np.searchsorted(self._bounds, begin, side="right")) - 1
         span = slice(begin - int(self._bounds[number]), end - int(self._bounds[number]))
-        marks = self._select_targets(self._map_shard(number, TRAINED)[span], slice(1))
-        return self._map_shard(number)[span], marks
+        flags = self._select_targets(self._map_shard(number, TRAINED)[span], slice(1))
+        return self._map_shard(number)[span], flags
 
-    def _select_targets(self, marks: NDArray[np.uint8], begins: NDArray[np.int64] | slice) -> NDArray[np.uint8]:
-        """Return the marks of stored tokens, with the target bit as `train_on` demands: unchanged for "responses", set
-        on every token for "all" except the first of each document, which nothing predicts. begins: index of the first
-        token of each document."""
+    def _select_targets(self, flags: NDArray[np.uint8], begins: NDArray[np.int64] | slice) -> NDArray[np.uint8]:
+        """Apply the setting `train_on` to stored flags, uint8 [tokens]: with "all", every token becomes a loss target,
+        except the first of each document, which nothing predicts; with "responses" the flags are returned unchanged.
+        begins: index of the first token of each document."""
         if self.packing.train_on == "all":
-            marks = marks | np.uint8(TRAINED_BIT)
-            marks[begins] ^= TRAINED_BIT
-        return marks
+            flags = flags | np.uint8(TRAINED_BIT)
+            flags[begins] ^= TRAINED_BIT
+        return flags
 
     def _count_document_targets(self) -> NDArray[np.int64]:
         """Return the number of target tokens of each document before any truncation, int64 [examples, documents per
@@ -332,10 +332,9 @@ class PackedExamples(PackedDataset):
         counts = [self._map_index(shard)[:, 2].astype(np.int64) for shard in self.shards]
         return np.concatenate([np.zeros(0, np.int64), *counts]).reshape(-1, self.packing.documents_per_example)
 
-    def _examples_by_source(self) -> list[tuple[int, int]]:
-        """Return the range [first, end) of example indices of each data source; one range of all examples if rows may
-        mix sources.
-        """
+    def _list_example_ranges(self) -> list[tuple[int, int]]:
+        """List the range [first, end) of example indices of each data source; one range of all examples if rows may mix
+        sources."""
         ends = np.cumsum([0, *(shard.documents for shard in self.shards)])[self._shards_before].tolist()
         return list(itertools.pairwise(ends))
 
@@ -356,8 +355,8 @@ class PackedExamples(PackedDataset):
 
 
 class MismatchedRows:
-    """The packed rows of labelled examples, with each response replaced by that of another example: samples from which
-    KTO estimates the KL divergence of policy and reference. examples: the rows with the own responses."""
+    """Packed rows of labelled examples in which each response is replaced by that of another example. From these
+    samples KTO estimates the KL divergence of policy and reference. examples: the rows with the original responses."""
 
     def __init__(self, examples: PackedExamples) -> None:
         """Wrap the packed rows of labelled examples."""
@@ -366,7 +365,7 @@ class MismatchedRows:
 
     @property
     def examples_by_row(self) -> NDArray[np.int64]:
-        """Number of examples in each packed row, int64 [rows]: as many as with the own responses."""
+        """Number of examples in each packed row, int64 [rows]; the same as in the original rows."""
         return self._examples.examples_by_row
 
     @property
@@ -375,7 +374,8 @@ class MismatchedRows:
         return self._examples.rows_sha256
 
     def read_batch(self, numbers: ArrayLike, *, padded: bool = False) -> TokenBatch:
-        """Read the rows with the indices `numbers` [B] as `PackedExamples.read_batch` does. padded: allow any index."""
+        """Read the packed rows with the indices `numbers` [B]. padded: allow any index >= 0; rows from `rows` on are
+        padding."""
         rows = np.asarray(numbers, dtype=np.int64)
         assert padded or rows.size == 0 or 0 <= rows.min() <= rows.max() < self.sequences, (rows, self.sequences)
         return self._examples._make_batch(*self._examples._read_rows(rows, mismatched=True))

@@ -23,8 +23,8 @@ class PackingPlan:
     order[bounds[r]:bounds[r + 1]]. bounds: int64 [R + 1]. rows_by_source: number of rows of each data source; one
     number, for all, if rows may mix sources. report: counts by name, as `PackedExamples.report` lists them.
 
-    Of examples with labels, else empty: prompts: int64 [K], tokens before the response; partners: int64 [K], index in
-    [0, K) of the example whose response replaces the own one in mismatched rows.
+    Two arrays are empty unless examples have labels (KTO). prompts: int64 [K], tokens before the response. partners:
+    int64 [K], index in [0, K) of the example whose response replaces this one's in mismatched rows.
     """
 
     kept: NDArray[np.int64]
@@ -39,11 +39,11 @@ class PackingPlan:
 
 @dataclass(frozen=True, slots=True)
 class PackingSettings:
-    """Options of packing examples (parsed records) into rows.
+    """Options for packing examples (parsed records) into rows.
 
-    documents_per_example: 1, or 2 for preference pairs. labelled: True for single responses that have a label.
-    train_on: tokens that are targets, "responses" or "all". pack: True if a row may contain several examples; False:
-    one per row. too_long: what to do with examples longer than a row, "truncate", "drop" or "refuse" (raise
+    documents_per_example: 1, or 2 for preference pairs. labelled: True for single responses with a label (KTO).
+    train_on: tokens that are loss targets, "responses" or "all". pack: True if a row may contain several examples;
+    False: one per row. too_long: treatment of examples longer than a row, "truncate", "drop" or "refuse" (raise
     `UserError`). decode: converts token ids to text, for error messages.
     """
 
@@ -82,16 +82,19 @@ def pack_best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def truncate_lengths(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
-    """Return the token counts to which an example's documents are truncated, so that they sum to at most `capacity`.
-    All documents get the same limit, so that neither response of a pair is cut more. lengths: token counts,
+    """Return the token counts to which an example's documents are truncated so that their sum is at most `capacity`.
+    All documents get the same limit, so that the two responses of a pair are treated alike. lengths: token counts,
     [documents]."""
     return np.full(len(lengths), min(int(lengths.min()), capacity // len(lengths)))
 
 
 def describe_pairs(targets: NDArray[np.int64], identical: int) -> dict[str, int]:
-    """Return counts of preference pairs: `identical` ones that were dropped, `pairs` in rows, target tokens of their
-    responses, and pairs whose chosen response is longer; nothing for other examples. targets: target tokens of each
-    document of the examples in rows, [examples, documents per example].
+    """Return counts of preference pairs: `identical`, dropped because both documents are equal; `pairs`, those in rows;
+    `chosen_tokens` and `rejected_tokens`, target tokens of their responses; `chosen_longer`, pairs whose chosen
+    response is longer. For other examples the result is empty.
+
+    targets: target tokens of each document of the examples in rows, [examples, documents per example]. identical:
+    number of identical pairs.
     """
     if targets.shape[1] != 2:
         return {}

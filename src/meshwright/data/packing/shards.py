@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.files import AtomicFile, canonical_json, find_damage, read_json, sync_directory, write_atomic
-from meshwright.data.packing.token_marks import TRAINED_BIT
+from meshwright.data.files import AtomicFile, find_damage, read_json, sync_directory, to_canonical_json, write_atomic
+from meshwright.data.packing.token_flags import TRAINED_BIT
 from meshwright.data.sources.reading import Document
 from meshwright.data.tokenizers.tokenizer import TextTokenizer
 
@@ -41,7 +41,7 @@ class Shard:
 
     A record may have several documents. For records, the field `documents` counts records, the index is uint64
     [documents, 3] with the number of response tokens as last column, and there is one more file:
-    - NNNNN.trained.bin: marks of the tokens (see `token_marks`), uint8 [tokens]
+    - NNNNN.trained.bin: flags of each token, uint8 [tokens]: loss target, role of its turn (see `token_flags`)
     """
 
     number: int
@@ -68,23 +68,24 @@ def format_shard_file_name(number: int, kind: str) -> str:
 
 
 class EncodedDocument(NamedTuple):
-    """One tokenized document. tokens: token ids, those of start and end tokens included, [tokens]. text: the document's
-    text in UTF-8; empty for a record's second document. trained: for records the marks of the tokens (see
-    `token_marks`), uint8 [tokens]; None for plain text.
+    """One tokenized document.
+
+    tokens: token ids with start and end tokens, [tokens]. text: the document's text in UTF-8; empty for a record's
+    second document. flags: for records uint8 [tokens], whether each token is a loss target, and the role of its turn
+    (see `token_flags`); None for plain text.
     """
 
     tokens: NDArray[Any]
     text: bytes
-    trained: NDArray[np.uint8] | None = None
+    flags: NDArray[np.uint8] | None = None
 
 
 class Encoder(Protocol):
-    """Protocol of objects that tokenize documents. Plain text becomes one token sequence, a record one, and a
-    preference record two (chosen and rejected).
-    """
+    """Protocol of objects that tokenize documents. A plain text or a record becomes one token sequence, a preference
+    record two (chosen and rejected)."""
 
     def encode_documents(self, documents: Sequence[Document]) -> Iterator[list[EncodedDocument]]:
-        """Yield, for each of `documents`, the list of its tokenized texts: one, or two for a preference record. Raises
+        """Yield for each of `documents` the list of its token sequences: one, or two for a preference record. Raises
         `UserError` that names a document that cannot be encoded."""
 
 
@@ -172,9 +173,8 @@ class ShardWriter:
         return shard if fits and shard.find_problem(self.directory, contents=True) is None else None
 
     def _encode_documents(self, first: int, end: int) -> Iterator[tuple[int, list[EncodedDocument]]]:
-        """Yield (document number, its tokenized documents) for the split's documents with numbers in [first, end),
-        tokenized in batches.
-        """
+        """Yield (document number, its token sequences) for the split's documents with numbers in [first, end),
+        tokenized in batches."""
         for batch in _group_documents(itertools.takewhile(lambda item: item[0] < end, self.documents(first))):
             pieces = self.encoder.encode_documents([document for _, document in batch])
             for (number, _), of_it in zip(batch, pieces, strict=True):
@@ -191,7 +191,7 @@ class ShardWriter:
         """Write the shard with index `number`, its metadata last, and return the metadata.
 
         first: number of its first document. end: 1 + the number of the data source's last document. encoded: yields
-        (document number, its tokenized documents); consumed until the shard is large enough. progress: called with the
+        (document number, its token sequences); consumed until the shard is large enough. progress: called with the
         number of UTF-8 bytes written.
         """
         names = {kind: format_shard_file_name(number, kind) for kind in (TOKENS, DOCUMENTS, TEXT, TRAINED)}
@@ -212,10 +212,10 @@ class ShardWriter:
                     tokens.write(piece.tokens.tobytes())
                     if texts:
                         texts.write(piece.text)
-                    if piece.trained is not None:
+                    if piece.flags is not None:
                         trained = trained or stack.enter_context(AtomicFile(self.directory / names[TRAINED]))
-                        trained.write(piece.trained.tobytes())
-                        row = (*row, int((piece.trained & TRAINED_BIT).sum()))
+                        trained.write(piece.flags.tobytes())
+                        row = (*row, int((piece.flags & TRAINED_BIT).sum()))
                     index_rows.append(row)
                     count, size = count + len(piece.tokens), size + len(piece.text)
                 progress(size)
@@ -230,7 +230,7 @@ class ShardWriter:
         files[names[DOCUMENTS]] = write_atomic(self.directory / names[DOCUMENTS], index.getvalue())
         shard = Shard(number, first, following, count, documents, size, self.tokenizer_sha256, files)
         sync_directory(self.directory)
-        write_atomic(record, canonical_json(dataclasses.asdict(shard)))
+        write_atomic(record, to_canonical_json(dataclasses.asdict(shard)))
         sync_directory(self.directory)
         return shard
 
@@ -252,9 +252,8 @@ def _group_documents(documents: Iterator[tuple[int, Document]]) -> Iterator[list
 
 
 def limit_rate(report: Callable[[int], None]) -> Callable[[int], None]:
-    """Return a function that calls `report` with its own argument (amount of work done), but at most once in 2 seconds;
-    further calls do nothing. The first interval begins now.
-    """
+    """Wrap the callback `report`, which takes the amount of work done, so that it is called at most once in 2 seconds;
+    calls in between are ignored. The first 2 seconds begin now."""
     last = time.monotonic()
 
     def report_if_due(done: int) -> None:

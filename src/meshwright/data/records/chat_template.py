@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
-from meshwright.data.records.conversation_turns import ConversationTurns, locate_context, make_turn_finder
+from meshwright.data.records.conversation_turns import ConversationTurnFinder, locate_context, make_turn_finder
 from meshwright.data.records.message_regions import (
     PARTS,
     MessageRegions,
@@ -45,20 +45,20 @@ class TemplateInputs(NamedTuple):
     variables: Variables = {}
 
     def to_key(self) -> str:
-        """Return a cache key, JSON text. Inputs with equal keys make the template write the same text around turns."""
+        """Return a cache key, JSON text. Inputs with the same key make the template write the same text around
+        turns."""
         return json.dumps([bool(self.tools), self.variables], sort_keys=True)
 
 
 class RenderedConversation(NamedTuple):
-    """A conversation rendered to text by a chat template.
+    """A conversation rendered to text by a chat template. A range is [begin, end) in characters of `text`.
 
-    text: the rendered conversation. responses: character ranges [begin, end) in `text` of the assistant's turns to be
-    trained on, end token included; a turn may have several. context: character ranges within `responses` that are not
-    trained on; a token that overlaps one is not trained on either. template_tokens: character ranges [begin, end) in
-    `text` of the special tokens that the template itself wrote; a special token spelled out in a message is ordinary
-    text. turns: (begin, end, role) of each message's text, in order; empty if they cannot be found, because the
-    template inspects message text. left_out: message fields that the template does not render: "reasoning" (of the last
-    turn that has some) and "name".
+    text: the rendered conversation. responses: ranges of the assistant's turns to be trained on, end token included; a
+    turn may have several. context: ranges within `responses` that are not trained on; a token that overlaps one is not
+    trained on either. template_tokens: ranges of the special tokens that the template itself wrote; a special token
+    spelled out in a message is ordinary text. turns: (begin, end, role) of each message's text, in order; empty if they
+    cannot be found, because the template inspects message text. left_out: message fields that the template does not
+    render: "reasoning" (of the last turn that has some) and "name".
     """
 
     text: str
@@ -85,12 +85,13 @@ class ChatTemplate:
 
     @cached_property
     def marks_responses(self) -> bool:
-        """True if the template marks the assistant's turns by {% generation %}."""
+        """True if the template encloses the assistant's turns in {% generation %} blocks."""
         return re.search(r"\{%-?\+?\s*generation\b", self.source) is not None
 
     @cached_property
     def _renderer(self) -> Renderer | RenderProcess:
-        """Compiled template. It renders in this process if it comes with Meshwright, else in a sandboxed subprocess."""
+        """Compiled template. A template that is part of Meshwright is rendered in this process, any other in a
+        sandboxed subprocess."""
         try:
             return (Renderer if self.source in load_own_sources() else RenderProcess)(self.source, self.named)
         except NotATemplate as error:
@@ -101,8 +102,8 @@ class ChatTemplate:
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """True if the template renders the content of a message only if it is a list of parts ({"type": "text", ...}),
-        as some multimodal templates do."""
+        """True if the template renders the content of a message only in the form of a list, [{"type": "text", "text":
+        ...}], as some multimodal templates do."""
         found = []
         for content in ("A?", [{"type": "text", "text": "A?"}]):
             try:
@@ -136,19 +137,19 @@ class ChatTemplate:
         turn. Raises `TemplateError` if the template refuses the messages.
         """
         given = TemplateInputs(tools, variables or {})
-        return self._render_marked([message.template_variables() for message in messages], given, prompt)[0]
+        return self._render_marked([message.to_template_variables() for message in messages], given, prompt)[0]
 
     def render_with_spans(
         self, messages: Sequence[Message], trained_from: int = 0, *, tools: Tools = (),
         variables: Variables | None = None, prompt: bool = False,
     ) -> RenderedConversation:  # fmt: skip
-        """Render a conversation, and find the character ranges of the assistant's turns to be trained on: those that
-        are not blank, whose index in `messages` is at least `trained_from`, and that are not marked as context.
+        """Render a conversation, and find the character ranges of the assistant's turns to be trained on: turns that
+        are not blank, have an index of at least `trained_from` in `messages`, and are not excluded from training.
 
         tools, variables, prompt: as in `render`; with a prompt there are no ranges. Raises `TemplateError` if the
         template refuses the messages, leaves out the text of one, or the ranges cannot be determined.
         """
-        seen, given = [message.template_variables() for message in messages], TemplateInputs(tools, variables or {})
+        seen, given = [message.to_template_variables() for message in messages], TemplateInputs(tools, variables or {})
         if any(BEGIN in text or END in text for message in messages for text in message.list_texts()):
             raise TemplateError(f"cannot render U+{ord(BEGIN):X} and U+{ord(END):X}: remove them from the record")
         text, marked = self._render_marked(seen, given, prompt)
@@ -168,7 +169,7 @@ class ChatTemplate:
             _check_all_rendered(seen, regions)
         else:
             _check_contents_verbatim(seen, text)
-        search = ConversationTurns(self._turn_finder, seen, text, render, self._literals, given.to_key())
+        search = ConversationTurnFinder(self._turn_finder, seen, text, render, self._literals, given.to_key())
         if regions is not None:
             regions = search.exclude_repeats(regions, turns)
         if self.marks_responses:
@@ -183,9 +184,9 @@ class ChatTemplate:
     def list_unrendered_functions(
         self, messages: Sequence[Message], tools: Tools, variables: Variables | None = None, prompt: bool = False
     ) -> list[tuple[str, str]]:
-        """Return ("tools" or "messages", name) of each function of `tools`, and of each call in `messages`, whose name
-        the template does not render. Names are replaced by random ones for this test, since a text may contain the name
-        as a word. variables, prompt: as in `render`, which also lists the errors."""
+        """Find functions whose names the template does not render; return ("tools", name) for each of `tools` and
+        ("messages", name) for each call in `messages`. For this test the names are replaced by random ones, since a
+        text may contain the name as a word. variables, prompt: as in `render`, which also lists the errors."""
         names: dict[str, tuple[str, str]] = {}  # random name -> where the function is, and its name
 
         def rename(one: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -208,9 +209,9 @@ class ChatTemplate:
     def _render_marked(
         self, messages: Sequence[Mapping[str, Any]], given: TemplateInputs, prompt: bool
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Render a conversation; returns (text, character ranges [begin, end) that {% generation %} marks). messages:
-        the template's variables for each message (`role`, `content` ...). given: tools and further variables. prompt:
-        True: append the header of the assistant's next turn."""
+        """Render a conversation; return (text, character ranges [begin, end) inside {% generation %} blocks). messages:
+        dicts of template variables (`role`, `content` ...). given: tools and further variables. prompt: True: append
+        the header of the assistant's next turn."""
         if self._takes_parts:
             messages = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages]
         try:
@@ -231,9 +232,9 @@ class ChatTemplate:
     def _assign_marked(
         self, marked: list[tuple[int, int]], turns: list[int], wanted: list[int], regions: MessageRegions | None
     ) -> list[tuple[int, int]]:
-        """Return those of the character ranges `marked` by {% generation %} that belong to the assistant's turns
-        `wanted` (indices). turns: indices of all assistant turns. regions: positions of the messages in the text; None:
-        unknown. Raises `TemplateError` if a range cannot be assigned to a turn."""
+        """Return those of the character ranges `marked`, from {% generation %} blocks, that belong to the assistant's
+        turns `wanted` (message indices). turns: indices of all assistant turns. regions: positions of the messages in
+        the text; None: unknown. Raises `TemplateError` if a range cannot be assigned to a turn."""
         trained = set(wanted)
         if regions is not None:
             return [span for turn, span in assign_marked_spans(marked, regions.ranges, turns) if turn in trained]
@@ -257,35 +258,35 @@ class ChatTemplate:
 
     @cached_property
     def _literals(self) -> list[str]:
-        """String literals in the template's source that it may search for in messages, such as "</think>"; without
-        special tokens."""
+        """String literals in the template's source, such as "</think>", for which it may search in messages. Special
+        tokens are excluded."""
         found = {match[1] if match[1] is not None else match[2] for match in _LITERAL.finditer(self.source)}
-        return sorted(each for each in found if each.strip() and not self._may_spell(each))[:_MOST_LITERALS]
+        kept = (each for each in found if each.strip() and not self._may_spell_special_token(each))
+        return sorted(kept)[:_MOST_LITERALS]
 
     @cached_property
     def _special_pattern(self) -> re.Pattern[str]:
-        """Regular expression that finds special tokens as tokenizers do: the leftmost match, and the longest of those
-        that begin at one position.
-        """
+        """Regular expression that finds special tokens as tokenizers do: leftmost first, and of those that begin at the
+        same position the longest."""
         tokens = sorted(self.special, key=lambda token: (-len(token), token))
         return re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
 
     @cached_property
     def _special_affixes(self) -> tuple[frozenset[str], frozenset[str], int]:
-        """Tuple (proper prefixes of the special tokens, their proper suffixes, length of the longest special token in
+        """(Proper prefixes of the special tokens, their proper suffixes, length of the longest special token in
         characters)."""
         beginnings = {token[:size] for token in self.special for size in range(1, len(token))}
         ends = {token[-size:] for token in self.special for size in range(1, len(token))}
         return frozenset(beginnings), frozenset(ends), max(map(len, self.special), default=0)
 
-    def _may_border(self, text: str) -> bool:
-        """Return True if `text`, a key or a description of a tool, begins or ends with a part of a special token, so
-        that it could form one together with the text next to it."""
-        return not text.replace("_", "").replace("-", "").isalnum() and self._may_spell(text)
+    def _may_join_special_token(self, text: str) -> bool:
+        """Return True if `text`, a key or a description of a tool, could form a special token together with adjacent
+        text, because it begins or ends with a part of one."""
+        return not text.replace("_", "").replace("-", "").isalnum() and self._may_spell_special_token(text)
 
-    def _may_spell(self, content: str) -> bool:
-        """Return True if `content`, the text of a message, contains a special token, or begins or ends with a part of
-        one, so that it could form one together with the text next to it."""
+    def _may_spell_special_token(self, content: str) -> bool:
+        """Return True if `content`, the text of a message, contains a special token, or could form one together with
+        adjacent text, because it begins or ends with a part of one."""
         if self._special_pattern.search(content):
             return True
         beginnings, ends, longest = self._special_affixes
@@ -306,17 +307,17 @@ class ChatTemplate:
         prompt: bool = False,
     ) -> list[tuple[int, int]]:
         """Return the character ranges [begin, end) in the rendered `text` of the special tokens that the template
-        itself wrote, not a message. messages: the template's variables for each message (`role`, `content` ...).
-        regions: positions of the messages, None if unknown. prompt: True if the text ends with the header of the
-        assistant's next turn.
+        wrote, not a message. messages: dicts of template variables (`role`, `content` ...). given: tools and further
+        variables. regions: positions of the messages; None: unknown. prompt: True if the text ends with the header of
+        the assistant's next turn.
 
-        If a message contains anything like a special token, the template is rendered again with the messages masked by
-        placeholders; the special tokens that remain are the template's own. Raises `TemplateError` if the two kinds
-        cannot be distinguished.
+        If a message contains anything like a special token, the template is rendered again with placeholders for
+        message text; the special tokens that remain are the template's. Raises `TemplateError` if the two kinds cannot
+        be distinguished.
         """
         texts, unhidden = list_strings(list(messages)), list_unmasked_strings(messages, given.tools, given.variables)
-        spelled = any(self._special_pattern.search(each) or self._may_border(each) for each in unhidden)
-        if not spelled and not any(map(self._may_spell, texts)):
+        spelled = any(self._special_pattern.search(each) or self._may_join_special_token(each) for each in unhidden)
+        if not spelled and not any(map(self._may_spell_special_token, texts)):
             return [match.span() for match in self._special_pattern.finditer(text)]
         if regions is None and not spelled:
             regions = locate_messages(messages, text, lambda some: self._render_marked(some, given, prompt)[0])
@@ -332,7 +333,7 @@ class ChatTemplate:
 
 def _check_all_rendered(messages: Sequence[Mapping[str, Any]], regions: MessageRegions) -> None:
     """Raise `TemplateError` if the template did not render all text of a message; it may leave out reasoning. messages:
-    the template's variables for each message. regions: positions of the messages in the rendered text."""
+    dicts of template variables. regions: positions of the messages in the rendered text."""
     for number, message in enumerate(messages):
         for part in ("content", "tool_calls"):
             place = PARTS.index(part)
@@ -349,8 +350,7 @@ def _check_all_rendered(messages: Sequence[Mapping[str, Any]], regions: MessageR
 
 def _check_contents_verbatim(messages: Sequence[Mapping[str, Any]], text: str) -> None:
     """Raise `TemplateError` if the content of a message, without surrounding white space and reasoning, does not occur
-    verbatim in the rendered `text`. For templates that inspect message text. messages: the template's variables for
-    each message."""
+    verbatim in the rendered `text`. For templates that inspect message text. messages: dicts of template variables."""
     at = 0
     for number, message in enumerate(messages):
         thought = THOUGHT.match(message["content"])
@@ -366,7 +366,8 @@ def _check_contents_verbatim(messages: Sequence[Mapping[str, Any]], text: str) -
 
 def _list_left_out(messages: Sequence[Mapping[str, Any]], regions: MessageRegions) -> frozenset[str]:
     """Return the message fields ("reasoning", "name") that the template did not render, for
-    `RenderedConversation.left_out`. messages: the template's variables for each message."""
+    `RenderedConversation.left_out`. messages: dicts of template variables. regions: positions of the messages in the
+    text."""
     reasoning, other = PARTS.index("reasoning"), PARTS.index("other")
     held = [number for number in range(len(messages)) if regions.source_counts[number, reasoning]]
     lost = {"reasoning"} if held and not regions.text_counts[held[-1], reasoning] else set[str]()
@@ -377,8 +378,8 @@ def _list_left_out(messages: Sequence[Mapping[str, Any]], regions: MessageRegion
 def _list_turns(
     messages: Sequence[Message], regions: MessageRegions, spans: Sequence[tuple[int, int]]
 ) -> list[tuple[int, int, str]]:
-    """Return (begin, end, role) of each message, ordered by position in the text. spans: trained ranges, by which the
-    ranges of assistant turns are extended."""
+    """Return (begin, end, role) of each message, ordered by position in the text. regions: positions of the messages.
+    spans: ranges to be trained on; the range of an assistant turn includes those that overlap it."""
     turns, ordered = [], sorted(spans)
     stops = list(itertools.accumulate((end for _, end in ordered), max))
     for message, held in zip(messages, regions.ranges, strict=True):

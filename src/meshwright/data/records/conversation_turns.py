@@ -12,7 +12,12 @@ import numpy as np
 
 from meshwright.data.records.message_regions import PARTS, MessageRegions, is_unmasked, locate_messages
 from meshwright.data.records.messages import Message
-from meshwright.data.records.response_spans import TurnDelimiters, TurnFinder, count_common, find_turn_end_token
+from meshwright.data.records.response_spans import (
+    TurnDelimiters,
+    TurnFinder,
+    find_turn_end_token,
+    measure_common_prefix,
+)
 from meshwright.data.records.template_rendering import TemplateError
 
 _MOST_RENDERED = 4_000_000  # messages, for the turns of one conversation; about two minutes
@@ -20,21 +25,20 @@ TemplateMessages: TypeAlias = Sequence[Mapping[str, Any]]
 
 
 class Render(Protocol):
-    """Function that renders the first messages of a conversation (the template's variables of each message) to text.
-
-    prompt: append the header of the assistant's next turn. Raises `TemplateError` if the template refuses the
-    messages."""
+    """Function that renders messages to text by a chat template. Parameters: the first messages of a conversation, as
+    dicts of template variables (`role`, `content` ...); True to append the header of the assistant's next turn. Raises
+    `TemplateError` if the template refuses the messages."""
 
     def __call__(self, messages: TemplateMessages, prompt: bool = ..., /) -> str:
-        """Return the rendered text."""
+        """Return the text of `messages`. prompt: append the header of the assistant's next turn."""
 
 
-class ConversationTurns:
-    """Search for the assistant's turns of one conversation in its rendered `text`.
+class ConversationTurnFinder:
+    """Finder of the assistant's turns in `text`, the rendered text of one conversation.
 
-    finder: finder of turns of the same template, with its cache. messages: the template's variables of each message.
-    render: renders messages by the template. literals: strings that the template may search for in messages (see
-    `locate_messages`). inputs: cache key of the template's other inputs.
+    finder: finder for all conversations of this template, with its cache. messages: dicts of template variables
+    (`role`, `content` ...). render: renders messages by the template. literals: strings that the template may search
+    for in messages (see `locate_messages`). inputs: cache key of the template's other inputs.
     """
 
     def __init__(
@@ -52,25 +56,26 @@ class ConversationTurns:
         self._left = _MOST_RENDERED
 
     def exclude_repeats(self, regions: MessageRegions, turns: Sequence[int]) -> MessageRegions:
-        """Return `regions` with shorter ranges of the assistant's `turns` (indices): a range ends before characters of
-        the turn that the template repeats after it, such as the name of a called function."""
+        """Shorten the ranges of assistant turns whose text the template repeats later, such as the name of a called
+        function: a range then ends before the repetition. Return the changed `regions`, the positions of the messages.
+        turns: message indices."""
         for number in turns:
             regions = self._finder.exclude_repeats(regions, number, lambda: self._count_masked_characters(number))  # noqa: B023
         return regions
 
     def find(self, regions: MessageRegions | None, turns: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the character range [begin, end) of each of the assistant's `turns` (indices): from after its header
-        to the special token that ends it. regions: where the messages are; None: not known. Raises `TemplateError` if
-        one cannot be determined.
-        """
+        """Return the character range [begin, end) of each of the assistant's `turns` (message indices): from the end of
+        its header to the end of the special token that closes it. regions: positions of the messages in the text; None:
+        unknown. Raises `TemplateError` if a range cannot be determined."""
         around = None if regions is None else regions.list_neighbour_bounds()
         return [self._find_turn(regions, number, None if around is None else around[number]) for number in turns]
 
     def _find_turn(
         self, regions: MessageRegions | None, number: int, around: tuple[int, int] | None
     ) -> tuple[int, int]:
-        """Return the character range of the turn with index `number`. around: end of the previous message in the text,
-        and beginning of the next one; None: unknown, or the turn is interleaved with another message."""
+        """Return the character range [begin, end) of the turn with message index `number`. regions: positions of the
+        messages in the text; None: unknown. around: (end of the previous message in the text, beginning of the next
+        one); None: unknown, or the turn is interleaved with another message."""
         if regions is not None and around is not None:
             context = self._inputs, *map(_describe_shape, self._messages[max(0, number - 1) : number + 1])
             found = self._finder.find(regions, number, around, context, lambda: self._render_delimiters(number))
@@ -79,14 +84,14 @@ class ConversationTurns:
         return self._find_by_prefix(number)
 
     def _render_delimiters(self, number: int) -> TurnDelimiters:
-        """Render the conversation up to and including the turn with index `number`, and return the text that the
+        """Render the conversation up to the turn with message index `number`, inclusive, and return the text that the
         template writes around that turn."""
         self._count_rendered(4 * number)
         return render_delimiters(self._messages[: number + 1], self._render, self._literals)
 
     def _count_masked_characters(self, number: int) -> int:
-        """Render the conversation up to and including the turn with index `number`; return how many of that turn's
-        characters, which are replaced by placeholders, occur in the text. 0 if unknown."""
+        """Render the conversation up to the turn with message index `number`, inclusive, with placeholders for message
+        text; return the number of placeholders of that turn in the text, 0 if it cannot be determined."""
         self._count_rendered(2 * number)
         some = self._messages[: number + 1]
         with suppress(TemplateError):
@@ -95,14 +100,14 @@ class ConversationTurns:
         return 0
 
     def _find_by_prefix(self, number: int) -> tuple[int, int]:
-        """Return the character range of the turn `number` for a template that renders the first messages to a prefix of
-        the whole text. Raises `TemplateError` if it does not."""
+        """Return the character range [begin, end) of the turn with message index `number`. Works for templates that
+        render the first messages of a conversation to a prefix of the whole text; raises `TemplateError` for others."""
         self._count_rendered(3 * number)
         text, messages = self._text, self._messages
         before = self._render(messages[:number], True) if number else ""
         plain = self._render(messages[:number]) if number else ""
         after = text if number == len(messages) - 1 else self._render(messages[: number + 1])
-        begin = count_common(before, text)
+        begin = measure_common_prefix(before, text)
         if begin < len(plain) or not text.startswith(after) or len(after) < begin:
             raise TemplateError(
                 f"does not mark the assistant's turns with {{% generation %}}, and message {number + 1} (assistant) "
@@ -112,8 +117,8 @@ class ConversationTurns:
         return begin, self._finder.find_end(after, begin, messages[number]["content"].strip())
 
     def _count_rendered(self, messages: int) -> None:
-        """Subtract `messages` rendered messages from the budget. Raises `TemplateError` if it is used up, which bounds
-        the time for one conversation."""
+        """Subtract `messages`, a number of rendered messages, from the budget that bounds the time for one
+        conversation. Raises `TemplateError` if the budget is used up."""
         self._left -= messages
         if self._left < 0:
             raise TemplateError(
@@ -124,12 +129,15 @@ class ConversationTurns:
 
 
 def make_turn_finder(special: re.Pattern[str], render: Render, literals: Sequence[str]) -> TurnFinder:
-    """Return the finder of a template's turns, with the header and end tokens that the template writes in a
-    conversation of one question and answer. special: pattern of the special tokens. render: renders a conversation by
-    the template. literals: strings that the template may search for in messages (see `locate_messages`)."""
+    """Create the finder of assistant turns for a template. The header and end tokens of a turn are taken from a
+    rendered conversation of one question and one answer.
+
+    special: pattern of the special tokens. render: renders a conversation by the template. literals: strings that the
+    template may search for in messages (see `locate_messages`).
+    """
     header, end, other, begins = "", None, None, frozenset[str]()
     with suppress(TemplateError):
-        user, answer = Message("user", "A?").template_variables(), Message("assistant", "B.").template_variables()
+        user, answer = Message("user", "A?").to_template_variables(), Message("assistant", "B.").to_template_variables()
         plain, asked = render([user], False), render([user], True)
         header = asked.removeprefix(plain) if asked.startswith(plain) else ""
         delimiters = render_delimiters([user, answer], render, literals)
@@ -141,8 +149,8 @@ def make_turn_finder(special: re.Pattern[str], render: Render, literals: Sequenc
 
 def render_delimiters(messages: TemplateMessages, render: Render, literals: Sequence[str]) -> TurnDelimiters:
     """Render a conversation that ends with an assistant turn, and return the template's text around this turn.
-    messages: the template's variables of each message. literals: strings that the template may search for in messages
-    (see `locate_messages`)."""
+    messages: dicts of template variables (`role`, `content` ...). render: renders messages by the template. literals:
+    strings that the template may search for in messages (see `locate_messages`)."""
 
     def render_end(some: TemplateMessages, prompt: bool) -> str | None:
         """Return the template's text after the last message of `some`; None if the template refuses them or inspects
@@ -162,9 +170,9 @@ def render_delimiters(messages: TemplateMessages, render: Render, literals: Sequ
 def locate_context(
     messages: Sequence[Message], turns: Sequence[int], regions: MessageRegions | None
 ) -> list[tuple[int, int]]:
-    """Return the character ranges [begin, end), in the rendered text, of the parts of the assistant's `turns` (indices)
-    that are marked as context, not to be trained on (`Message.context`). Raises `TemplateError` if they cannot be
-    determined. regions: positions of the messages in the text; None: unknown."""
+    """Return the character ranges [begin, end), in the rendered text, of those parts of assistant turns that are not to
+    be trained on (`Message.context`). turns: message indices of the turns. regions: positions of the messages in the
+    text; None: unknown. Raises `TemplateError` if the ranges cannot be determined."""
     found = []
     for number in turns:
         content, context = messages[number].content, messages[number].context
@@ -191,17 +199,17 @@ def locate_context(
 
 
 def _describe_shape(message: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the role of a message and the sorted names of its fields, a cache key: the template's text around a
-    message depends on them."""
+    """Return (role, sorted names of the fields) of a message, as a cache key: the template's text around a message
+    depends on them."""
     return (message["role"], *sorted(key for key, value in message.items() if value))
 
 
 def _find_other_end(special: re.Pattern[str], after: str, header: str, before: str) -> str | None:
-    """Return the special token that ends turns of other roles than the assistant; None if there is none, or if that
-    token begins a turn.
+    """Return the special token that ends the turns of other roles; None if there is none, or if that token begins a
+    turn.
 
-    after: text that follows a user turn in a prompt. header: the last part of `after`, the header of the assistant's
-    turn. before: text before the first user turn.
+    after: text that the template writes after a user turn, before the model generates. header: header of the
+    assistant's turn, the last part of `after`. before: text before the first user turn.
     """
     first, own = special.match(after), special.findall(header)
     if first is None or first[0] in own[-1:] or (first[0] in own and first[0] in before):

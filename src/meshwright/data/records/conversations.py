@@ -32,9 +32,8 @@ from meshwright.recipe.data import MORE_RECORD_KEYS, RECORD_KEYS
 class RecordFormat(NamedTuple):
     """Format of a file of records (JSON objects or Parquet rows). kind: "instruction", "chat", "preference" or
     "unpaired". renamed: {standard key: key in the files}, such as {"prompt": "question"}; other keys have their
-    standard names. messages: how messages are written. thinking: which reasoning is kept, "template", "all", "none" or
-    "last" (see `DataRecipe.thinking`).
-    """
+    standard names. messages: names of keys and roles in messages. thinking: which reasoning is kept, "template", "all",
+    "none" or "last" (see `DataRecipe.thinking`)."""
 
     kind: str
     renamed: Mapping[str, str] = {}
@@ -42,22 +41,20 @@ class RecordFormat(NamedTuple):
     thinking: str = "template"
 
     def get_file_key(self, part: str) -> str:
-        """Return the key that the files use for a standard key. part: the standard key, such as "prompt"; returned
-        unchanged if it is not renamed."""
+        """Return the key in the files for the standard key `part`, such as "prompt"; the same unless it is renamed."""
         return self.renamed.get(part, part)
 
     @property
     def columns(self) -> list[str]:
-        """Names of the columns to read from files with columns, such as Parquet: the keys that this format may have."""
+        """Names of the columns to read from Parquet files: the keys that a record of this format may have."""
         tree = ("message_tree_id", "message_id", "parent_id", "text", "role", "rank", "deleted", "review_result")
         more = {"chat": tree, "preference": OPENAI_PREFERENCE_COLUMNS}.get(self.kind, ())
         return [*map(self.get_file_key, (*RECORD_KEYS[self.kind], *MORE_RECORD_KEYS[self.kind])), *more]
 
     def parse_examples(self, record: Any) -> list[Example]:
-        """Parse `record`, a parsed JSON value, to examples: one, or one for each conversation of a tree, or for each
-        assistant turn where every turn's reasoning is to be trained on. Raises `MalformedRecord` if it is no object,
-        lacks a key of this format, or has a value of a wrong type.
-        """
+        """Parse `record`, a JSON value, to training examples: usually one; of a tree of messages one for each of its
+        conversations; one for each assistant turn if the reasoning of every turn is to be trained on. Raises
+        `MalformedRecord` if it is no object, lacks a key of this format, or has a value of a wrong type."""
         if not isinstance(record, dict):
             raise MalformedRecord(f"is {describe_value(record)}, not an object")
         if self.kind == "chat" and is_tree(record):
@@ -70,7 +67,8 @@ class RecordFormat(NamedTuple):
         return [example for each in found for example in select_reasoning(each, self.thinking)]
 
     def parse_example(self, record: dict[str, Any]) -> Example:
-        """Parse a record that is one example. Raises `MalformedRecord` as `parse_examples` does."""
+        """Parse a record that is one example. Raises `MalformedRecord` if it lacks a key of this format, or has a value
+        of a wrong type."""
         if self.kind == "preference" and "chosen" not in self.renamed and is_openai_preference(record):
             renamed = {**self.renamed, **OPENAI_PREFERENCE}
             return self._replace(renamed=renamed).parse_example(flatten_openai_preference(record))
@@ -98,7 +96,7 @@ class RecordFormat(NamedTuple):
 
     def _list_used_keys(self, record: Mapping[str, Any]) -> list[str]:
         """Return the standard keys that the parser reads from `record`, which depend on the record's schema; all other
-        keys of the record are unused."""
+        keys are ignored."""
         keys = [*RECORD_KEYS[self.kind], *MORE_RECORD_KEYS[self.kind]]
         left: set[str] = set()
         if self.kind == "instruction":
@@ -116,8 +114,8 @@ class RecordFormat(NamedTuple):
         return [key for key in keys if key not in left]
 
     def find_schema(self, record: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the required keys, as files name them, of the schema that `record` follows, such as ("messages",) or
-        ShareGPT's ("conversations",)."""
+        """Return the required keys of the schema that `record` follows, by their names in the files, such as
+        ("messages",) or ShareGPT's ("conversations",)."""
         if self.kind == "instruction":
             completes = self._is_trl_instruction(record)
             return tuple(map(self.get_file_key, ("prompt", "completion") if completes else ("instruction", "output")))
@@ -133,9 +131,8 @@ class RecordFormat(NamedTuple):
         return ("conversations", *answers) if "conversations" in record else answers
 
     def check_schema(self, record: Any, schema: tuple[str, ...]) -> None:
-        """Raise `MalformedRecord` if a record has another schema than `schema`, the keys from `find_schema` of the
-        records before it in its file: a file that changes its schema is a mixture, or damaged.
-        """
+        """Raise `MalformedRecord` if a record does not follow `schema`, the keys that `find_schema` returned for the
+        earlier records of its file: a file that changes its schema is a mixture, or damaged."""
         if not isinstance(record, dict):
             return
         advice = "all records of a file must have the same keys; put records of another schema into a file of their own"
@@ -150,8 +147,9 @@ class RecordFormat(NamedTuple):
         return self.get_file_key("instruction") not in record and self.get_file_key("completion") in record
 
     def _find_unpaired_parts(self, record: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the standard keys that an unpaired record must have in its schema: TRL's, in which the prompt may be
-        part of `completion`, or LLaMA-Factory's, in which "kto_tag" labels a conversation or an Alpaca record."""
+        """Return the standard keys that an unpaired record (one labelled response) must have. They depend on its
+        schema: TRL's, in which the prompt may be part of `completion`, or LLaMA-Factory's, in which "kto_tag" labels a
+        conversation or an Alpaca record."""
 
         def has(part: str) -> bool:
             """Return True if the record has the file's key for the standard key `part`."""
@@ -190,7 +188,8 @@ class RecordFormat(NamedTuple):
         return ()
 
     def _parse_system(self, record: Mapping[str, Any]) -> str:
-        """Return the text of `system`, a string or a list of parts (Anthropic); "" if it is missing or null."""
+        """Return the system prompt of `record`, its value `system`, a string or a list of parts (Anthropic); "" if it
+        is missing or null."""
         value = record.get(key := self.get_file_key("system"))
         return "" if value is None else parse_content(value, f'"{key}"')[0]
 
@@ -199,8 +198,8 @@ class RecordFormat(NamedTuple):
     ) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
         """Parse an instruction record to (prompt, branches), where branches are the continuations of the prompt (here
         one): Alpaca's `instruction`, `output`, `input` and `history` (pairs of question and answer, which are trained
-        on), or TRL's `prompt` and `completion`. unused: set to which keys of messages that are not used are added.
-        Raises `MalformedRecord` if a key is missing or has a value of a wrong type."""
+        on), or TRL's `prompt` and `completion`. unused: set to which ignored keys of messages are added. Raises
+        `MalformedRecord` if a key is missing or has a value of a wrong type."""
         if self._is_trl_instruction(record):
             return self._parse_completion(record, unused)
         instruction, output = (self._get_text(record, part) for part in ("instruction", "output"))
@@ -218,9 +217,9 @@ class RecordFormat(NamedTuple):
     def _parse_completion(
         self, record: dict[str, Any], unused: set[str]
     ) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
-        """Parse TRL's `prompt` and `completion` to (prompt, branches), with one branch, the completion. unused: set to
-        which unused keys of messages are added. Raises `MalformedRecord` if a key is missing or has a value of a wrong
-        type."""
+        """Parse `record` with TRL's keys `prompt` and `completion` to (prompt, branches), with one branch, the
+        completion. unused: set to which ignored keys of messages are added. Raises `MalformedRecord` if a key is
+        missing or has a value of a wrong type."""
         prompt = self._parse_side(record, "prompt", "user", unused)
         completion = self._parse_side(record, "completion", "assistant", unused)
         return separate_prompt(prompt, (completion,), [*map(self.get_file_key, ("prompt", "completion"))])
@@ -229,7 +228,7 @@ class RecordFormat(NamedTuple):
         self, record: dict[str, Any], unused: set[str]
     ) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
         """Parse a chat record to (prompt, branches): an empty prompt, and one branch with all messages. unused: set to
-        which unused keys of messages are added. Raises `MalformedRecord` if it has no list of messages."""
+        which ignored keys of messages are added. Raises `MalformedRecord` if it has no list of messages."""
         key = self._get_messages_key(record)
         if key not in record:
             raise self._missing_key_error(record, key, "messages")
@@ -241,7 +240,8 @@ class RecordFormat(NamedTuple):
         """Parse a preference record (`prompt`, `chosen`, `rejected`) to (prompt, branches), with two branches, the
         chosen and the rejected response. If the key `prompt` is missing, the prompt is the common beginning of the
         chosen and the rejected conversation; these may be texts with turns "Human:" and "Assistant:" (Anthropic).
-        Raises `MalformedRecord` if a key is missing, has a value of a wrong type, or no common beginning exists."""
+        unused: set to which ignored keys of messages are added. Raises `MalformedRecord` if a key is missing, has a
+        value of a wrong type, or no common beginning exists."""
         prompt_key = self.get_file_key("prompt")
         prompt: tuple[Message, ...] | None = None
         if prompt_key in record:
@@ -266,9 +266,9 @@ class RecordFormat(NamedTuple):
         self, record: dict[str, Any], unused: set[str]
     ) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
         """Parse a record of a single labelled response to (prompt, branches): TRL's `prompt` and `completion`, or
-        LLaMA-Factory's instruction, `messages` or `conversations`. The last turn is the response, all before it are the
-        prompt. Raises `MalformedRecord` as other kinds do, and if the last turn is not the assistant's.
-        """
+        LLaMA-Factory's instruction, `messages` or `conversations`. The last turn is the response, the turns before it
+        are the prompt. unused: set to which ignored keys of messages are added. Raises `MalformedRecord` if a key is
+        missing, has a value of a wrong type, or the last turn is not the assistant's."""
         part = self._find_unpaired_parts(record)[0]
         if part == "completion":
             turns = self._parse_side(record, "completion", "assistant", unused)
@@ -301,9 +301,10 @@ class RecordFormat(NamedTuple):
     def _parse_side(
         self, record: dict[str, Any], part: str, role: str, unused: set[str], split: bool = False
     ) -> tuple[Message, ...]:
-        """Parse the value under the standard key `part`, one side of a record such as "prompt" or "chosen": a text,
-        which is a message of `role`; one message; or a list of them. split: True: a text may have several turns,
-        "Human:" and "Assistant:". Raises `MalformedRecord` for anything else."""
+        """Parse the value of `record` under the standard key `part`, such as "prompt" or "chosen", to messages. The
+        value is a text (one message of `role`), one message, or a list of messages. split: True: a text may have
+        several turns, "Human:" and "Assistant:". unused: set to which ignored keys of messages are added. Raises
+        `MalformedRecord` for any other value."""
         key = self.get_file_key(part)
         if key not in record:
             raise self._missing_key_error(record, key, part)
@@ -333,8 +334,7 @@ class RecordFormat(NamedTuple):
 
     def _missing_key_error(self, record: dict[str, Any], key: str, part: str) -> MalformedRecord:
         """Build the error for a record that lacks `key`, the key in the files for the standard key `part` ("prompt"
-        ...); it suggests the most similar key of the record.
-        """
+        ...). It suggests the most similar key of the record."""
         held = ", ".join(f'"{one}"' for one in list(record)[:8]) or "no keys"
         close = nearest(key, record)
         right = f'"{close}"' if close else '"..."'

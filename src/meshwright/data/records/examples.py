@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.packing.shards import EncodedDocument
-from meshwright.data.packing.token_marks import TRAINED_BIT, UNDESIRABLE_BIT, author_bits
+from meshwright.data.packing.token_flags import TRAINED_BIT, UNDESIRABLE_BIT, encode_role
 from meshwright.data.records.chat_template import ChatTemplate, RenderedConversation, Tools, Variables
 from meshwright.data.records.messages import Message
 from meshwright.data.records.template_rendering import TemplateError
@@ -41,7 +41,8 @@ _LEFT_OUT = {
 
 
 class ExampleEncoder:
-    """Tokenizes records with a chat template: prompt and response to one token sequence, a preference record to two."""
+    """Tokenizes records with a chat template. A record becomes one token sequence of prompt and response, a preference
+    record two."""
 
     def __init__(self, tokenizer: TextTokenizer, template: ChatTemplate) -> None:
         """Compile the template and prepare the tokenizer. Raises `UserError` if the source is not valid Jinja."""
@@ -53,11 +54,9 @@ class ExampleEncoder:
 
     @classmethod
     def from_directory(cls, directory: Path, where: str | None = None) -> ExampleEncoder:
-        """Create an encoder from tokenizer and chat template in a Hugging Face model directory. where: name of the
-        template in error messages (default: from the directory).
-
-        Raises `UserError` if the tokenizer has no chat template.
-        """
+        """Create an encoder from the tokenizer and chat template in a Hugging Face model directory. where: name of the
+        template in error messages; None: derived from the directory. Raises `UserError` if the tokenizer has no chat
+        template."""
         found = find_tokenizer(str(directory))
         assert found is not None, directory
         if (source := found.chat_template) is None:
@@ -70,10 +69,9 @@ class ExampleEncoder:
         return cls(tokenizer, ChatTemplate(source, found.list_named_tokens(), tokenizer.special, where))
 
     def encode_documents(self, documents: Sequence[Document]) -> Iterator[list[EncodedDocument]]:
-        """Yield for each of `documents`, the records, the list of its token sequences with response masks: one, or for
-        a preference record the chosen and the rejected one. Raises `UserError` if the template refuses a record, or the
-        record is too long.
-        """
+        """Yield for each of `documents`, which are records, the list of its token sequences with flags (loss target,
+        role): one, or for a preference record the chosen and the rejected one. Raises `UserError` if the template
+        refuses a record, or the record is too long."""
         rendered: list[RenderedConversation] = []
         branches = []
         for document in documents:
@@ -112,23 +110,23 @@ class ExampleEncoder:
     def encode_prompt(
         self, messages: Sequence[Message], header: bool = True, tools: Tools = (), variables: Variables | None = None
     ) -> list[int]:
-        """Tokenize a conversation that the assistant is to continue; returns token ids. header: True: append the header
-        of the assistant's next turn. tools: JSON schemas of functions. variables: further variables of the template.
-        Raises `UserError` if the template refuses the messages, or leaves out tools or calls.
-        """
+        """Tokenize a conversation that the assistant is to continue; returns token ids. header: True to append the
+        header of the assistant's next turn. tools: JSON schemas of functions. variables: further variables of the
+        template. Raises `UserError` if the template refuses the messages, or leaves out tools or calls."""
         ((tokens, _),) = self._tokenize([self._render_prompt(messages, header, tools, variables)])
         return [int(token) for token in tokens]
 
     def render_prompt(
         self, messages: Sequence[Message], header: bool = True, tools: Tools = (), variables: Variables | None = None
     ) -> str:
-        """Render the conversation that `encode_prompt` tokenizes to text, with the same errors."""
+        """Render the conversation that `encode_prompt` tokenizes to text; arguments and errors are the same."""
         return self._render_prompt(messages, header, tools, variables).text
 
     def _render_prompt(
         self, messages: Sequence[Message], header: bool, tools: Tools, variables: Variables | None
     ) -> RenderedConversation:
-        """Render a conversation for `encode_prompt` and check that the template renders all tools and calls."""
+        """Render a conversation and check that the template renders all tools and calls. Arguments as for
+        `encode_prompt`."""
         given: dict[str, Any] = {"tools": tools, "variables": variables}
         try:
             rendered = self.template.render_with_spans(messages, len(messages), prompt=header, **given)
@@ -172,19 +170,18 @@ class ExampleEncoder:
         return None
 
     def _tokenize(self, rendered: Sequence[RenderedConversation]) -> list[tuple[NDArray[Any], NDArray[np.uint8]]]:
-        """Tokenize rendered conversations; returns for each (token ids [tokens], their marks (see `token_marks`) uint8
-        [tokens]).
-        """
+        """Tokenize rendered conversations; return for each (token ids [tokens], flags uint8 [tokens]: loss target, role
+        of the turn; see `token_flags`)."""
         named = [_rename_template_tokens(one, self._names) for one in rendered]
         with convert_library_errors("text cannot be tokenized"):
             encodings = self._encoder.encode_batch([text for text, _ in named], add_special_tokens=False)
         result = []
         for one, (_, shift), encoding in zip(rendered, named, encodings, strict=True):
             tokens = np.array(encoding.ids, dtype=self.tokenizer.dtype)
-            marks = np.zeros(len(tokens), np.uint8)
+            flags = np.zeros(len(tokens), np.uint8)
             if len(tokens):
                 places = np.array(encoding.offsets, np.int64)
-                marked = [(begin, end, author_bits(role)) for begin, end, role in one.turns]
+                marked = [(begin, end, encode_role(role)) for begin, end, role in one.turns]
                 marked += [(begin, end, TRAINED_BIT) for begin, end in one.responses]
                 begins, ends = np.maximum.accumulate(places).T
                 begins = np.where(places[:, 0] == places[:, 1], ends, begins)  # without characters: after that before
@@ -192,13 +189,13 @@ class ExampleEncoder:
                     # A token is in a range if it has a character of it; one without characters, if it is between such
                     # tokens. A token of two turns belongs to the first one.
                     first = np.searchsorted(ends, shift(begin), side="right")
-                    held = marks[first : np.searchsorted(begins, shift(end))]
+                    held = flags[first : np.searchsorted(begins, shift(end))]
                     if bits == 0:
                         held &= ~np.uint8(TRAINED_BIT)
                     else:
                         held |= np.where((held == 0) | (bits == TRAINED_BIT), bits, 0).astype(np.uint8)
-                marks[0] &= ~np.uint8(TRAINED_BIT)  # nothing comes before it that could predict it
-            result.append((tokens, marks))
+                flags[0] &= ~np.uint8(TRAINED_BIT)  # nothing comes before it that could predict it
+            result.append((tokens, flags))
         return result
 
 
@@ -206,8 +203,8 @@ def _rename_template_tokens(
     rendered: RenderedConversation, names: Mapping[str, str]
 ) -> tuple[str, Callable[[int], int]]:
     """Replace the special tokens that the template wrote in the conversation `rendered` by random names that no message
-    can contain; return (new text, function that converts a character position in the old text to one in the new).
-    names: {special token: its random name}."""
+    can contain. Return (new text, function that maps a character position in the old text to one in the new). names:
+    {special token: its random name}."""
     parts: list[str] = []
     moved: list[tuple[int, int]] = []  # (place in the text, by how much what follows it moves)
     at = shift = 0

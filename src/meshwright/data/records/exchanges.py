@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from meshwright.data.files import canonical_json, write_atomic
+from meshwright.data.files import to_canonical_json, write_atomic
 from meshwright.data.records.conversations import RecordFormat
 from meshwright.data.records.messages import MalformedRecord, Message
 from meshwright.data.records.parsed_example import Example
@@ -27,18 +27,15 @@ _KINDS = {"instruction": "instruction", "messages": "chat", "conversations": "ch
 
 
 class Exchange(NamedTuple):
-    """Prompt and response of a record as text.
-
-    If the record ends with an assistant's turn, that turn is the response, and the prompt is all turns before it.
-    Otherwise the response is "" and the prompt is all turns.
-    """
+    """Prompt and response of a record, as text. If the record ends with an assistant's turn, that turn is the response,
+    and the earlier turns are the prompt. Otherwise the response is "", and all turns are the prompt."""
 
     prompt: str
     response: str
 
 
 def split_exchange(record: Mapping[str, Any], where: str) -> Exchange:
-    """Split an instruction, chat or preference record into prompt and response; of a preference, the chosen response.
+    """Split an instruction, chat or preference record into prompt and response (of a preference, the chosen one).
     where: position of the record, such as "a.jsonl:17", for errors.
 
     An instruction record may lack its output; its response is then "". Raises `UserError` for any other kind of record.
@@ -69,9 +66,8 @@ def replace_response(record: Mapping[str, Any], response: str, where: str) -> Re
 
 
 def find_first_request(record: Mapping[str, Any], where: str) -> str:
-    """Return the text of a record's first user turn, "" if there is none; for an instruction record the instruction
-    without its input. where: position of the record, such as "a.jsonl:17", for errors.
-    """
+    """Return the text of a record's first user turn, "" if there is none. Of an instruction record it is the
+    instruction without `input`. where: position of the record, such as "a.jsonl:17", for errors."""
     return next((turn.content for turn in _parse_turns(record, where) if turn.role == "user"), "")
 
 
@@ -83,7 +79,7 @@ def name_records(records: Sequence[Mapping[str, Any]]) -> list[str]:
     names = []
     for record in records:
         plain = {key: value for key, value in record.items() if key != ANNOTATION}
-        name = hashlib.sha256(canonical_json(plain)).hexdigest()[:16]
+        name = hashlib.sha256(to_canonical_json(plain)).hexdigest()[:16]
         seen[name] = seen.get(name, 0) + 1
         names.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
     return names
@@ -166,8 +162,9 @@ def _parse_turns(record: Mapping[str, Any], where: str) -> tuple[Message, ...]:
 
 
 def _join_turns(turns: Sequence[Message]) -> str:
-    """Join messages to one text: a single user message as it is, several with their roles, separated by blank lines."""
-    texts = [str(turn.template_variables()["content"]) for turn in turns]
+    """Join the messages `turns` to one text: a single user message unchanged, several with their roles, separated by
+    blank lines."""
+    texts = [str(turn.to_template_variables()["content"]) for turn in turns]
     if len(turns) == 1 and turns[0].role == "user":
         return texts[0]
     return "\n\n".join(f"{turn.role}: {text}" for turn, text in zip(turns, texts, strict=True))

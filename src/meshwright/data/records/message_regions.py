@@ -34,14 +34,14 @@ class TooManyCharacters(Exception):
 
 
 class MessageRegions(NamedTuple):
-    """Positions of the messages in a rendered conversation.
+    """Positions of the messages in a rendered conversation, found by rendering it with placeholders (private-use
+    characters) in place of the messages' characters.
 
-    masked: the rendered text with placeholders (private-use characters) in place of the messages' characters. ranges:
-    for each message the range [begin, end) from its first to its last masked character in the text; None: it has none
-    there. text_counts: for each message and each of `PARTS` (content, tool calls, reasoning, other) the number of its
-    masked characters in the text, int64 [messages, parts]. source_counts: the same numbers, counted in the messages
-    themselves. positions: positions of all masked characters in the text, ascending, int64 [characters]. owners: (index
-    of the message, index in `PARTS`) of each, int64 [characters, 2].
+    masked: the rendered text with placeholders. ranges: for each message the range [begin, end) from its first to its
+    last placeholder in the text; None: it has none there. text_counts: int64 [messages, parts], number of placeholders
+    in the text, for each message and each of its `PARTS` (content, tool calls, reasoning, other). source_counts: the
+    same numbers, counted in the messages themselves. positions: int64 [characters], positions of all placeholders in
+    the text, ascending. owners: int64 [characters, 2], the source of each: (index of the message, index in `PARTS`).
     """
 
     masked: str
@@ -52,13 +52,13 @@ class MessageRegions(NamedTuple):
     owners: NDArray[np.int64]
 
     def is_repeated(self, number: int) -> bool:
-        """Return True if the template repeats text of the message with index `number`: the rendered text has more
-        characters of it than the message itself."""
+        """Return True if the template repeats text of the message with index `number`: the rendered text has more of
+        its characters than the message itself."""
         return bool(self.text_counts[number, :-1].sum() > self.source_counts[number, :-1].sum())
 
     def list_positions(self, number: int, part: int | None = None) -> NDArray[np.int64]:
         """Return the positions in the text of the characters of the message with index `number`, ascending. part: index
-        in `PARTS`, to return only those of this part."""
+        in `PARTS` (content, tool calls ...) to which they are limited; None: all parts."""
         first, last = np.searchsorted(self.positions, self.ranges[number] or (0, 0))
         messages, parts = self.owners[first:last].T
         own = (messages == number) & ((parts == part) | (part is None))
@@ -98,8 +98,8 @@ def list_unmasked_strings(
 
 
 def is_unmasked(letter: str) -> bool:
-    """Return True for a character that is never replaced by a placeholder: white space, control characters, and those
-    that JSON escapes."""
+    """Return True if the character `letter` is never replaced by a placeholder: white space, control characters, and
+    characters that JSON escapes."""
     return _KEPT.match(letter) is not None
 
 
@@ -120,7 +120,7 @@ def has_text(message: Mapping[str, Any]) -> bool:
 
 class Placeholders:
     """Table of placeholders: private-use Unicode characters, each of which stands for one character in one part of one
-    message. In a conversation that is rendered with placeholders, each character shows where it comes from."""
+    message. In a conversation rendered with placeholders, every character shows from which message it comes."""
 
     def __init__(self) -> None:
         """Start with an empty table."""
@@ -130,12 +130,13 @@ class Placeholders:
     def mask(
         self, messages: Sequence[Mapping[str, Any]], first: int = 0, kept: re.Pattern[str] | None = None
     ) -> tuple[list[Mapping[str, Any]], int]:
-        """Replace the characters of the messages by placeholders, from message `first` on, for as many messages as
-        there are private-use characters for. Return (copy of the messages, of which those from `first` to `end` - 1 are
-        masked; end).
+        """Replace the characters of messages by placeholders, beginning with message number `first`, until the
+        private-use characters run out. Return (messages, end): a copy of all messages, of which `first` to `end` - 1
+        are masked.
 
-        kept: pattern of strings that stay unmasked, with one group around all of it. Raises `TooManyCharacters` if the
-        private-use characters do not suffice for one message."""
+        kept: pattern, enclosed in one group, of strings that stay unmasked; None: there are none. Raises
+        `TooManyCharacters` if the private-use characters do not suffice for one message.
+        """
         shown = list(messages)
         for number in range(first, len(messages)):
             tables = [_PlaceholderTable(self, number, part) for part in range(len(PARTS))]
@@ -155,15 +156,15 @@ class Placeholders:
         return text.translate({_FIRST + number: letter for number, letter in enumerate(self._letters)})
 
     def locate(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Find the placeholders in a masked `text`: return (their positions [characters], their owners (index of the
-        message, index in `PARTS`) [characters, 2]), int64."""
+        """Find the placeholders in `text`; return (positions [characters], owners [characters, 2]), int64. An owner is
+        (index of the message, index in `PARTS`)."""
         codes = _to_codes(text).astype(np.int64) - _FIRST
         places = np.flatnonzero((codes >= 0) & (codes < len(self._owners)))
         return places, np.array(self._owners, np.int64).reshape(-1, 2)[codes[places]]
 
     def add(self, letter: str, owner: tuple[int, int]) -> int:
         """Create a placeholder for the character `letter` and return its code point. owner: (index of the message,
-        index in `PARTS`)."""
+        index in `PARTS`) from which the character comes."""
         while _FIRST + len(self._letters) in _UNUSABLE:
             self._letters.append("")
             self._owners.append((0, len(PARTS) - 1))
@@ -180,9 +181,10 @@ class _PlaceholderTable(dict[int, int]):
     occurs for the first time."""
 
     def __init__(self, placeholders: Placeholders, message: int, part: int) -> None:
-        """Start empty. placeholders: table to which new ones are added; message, part: their owner."""
+        """Start empty. placeholders: table to which new placeholders are added. message, part: index of the message,
+        and index in `PARTS`, from which the characters come."""
         super().__init__()
-        self.masked: dict[str, str] = {}  # texts that have been hidden
+        self.masked: dict[str, str] = {}  # masked copies by text
         self._placeholders, self._owner = placeholders, (message, part)
 
     def __missing__(self, code: int) -> int:
@@ -193,8 +195,9 @@ class _PlaceholderTable(dict[int, int]):
 
 
 def _make_masker(tables: Sequence[_PlaceholderTable], key: str, kept: re.Pattern[str] | None) -> Callable[[str], str]:
-    """Return the function that replaces the characters of a string, the value of `key` in a message, by placeholders.
-    tables: one for each of `PARTS`. kept: pattern of strings that stay unmasked; None: none."""
+    """Return a function that replaces the characters of a string, the value of `key` in a message, by placeholders.
+    tables: translation tables, one for each of `PARTS` of a message. kept: pattern of strings that stay unmasked; None:
+    there are none."""
     table = tables[PARTS.index(_PART_OF_KEY.get(key, "other"))]
 
     def mask(text: str) -> str:
@@ -214,12 +217,13 @@ def locate_messages(
     render: Callable[[Sequence[Mapping[str, Any]]], str],
     literals: Sequence[str] = (),
 ) -> MessageRegions | None:
-    """Find the positions of the messages in their rendered `text`; None if the template inspects message text, so that
-    they cannot be found.
+    """Find the positions of the messages in their rendered `text`; None if they cannot be found, because the template
+    inspects message text.
 
-    render: renders messages (the template's variables of each) to text. literals: strings that the template may search
-    for in message text, such as "</think>"; if rendering with all characters masked gives another text, these strings
-    stay unmasked in a second attempt."""
+    render: renders messages, dicts of template variables, to text. literals: strings that the template may search for
+    in message text, such as "</think>"; if rendering with all characters masked gives another text, these strings stay
+    unmasked in a second attempt.
+    """
     texts = list_strings(list(messages)) if literals else []
     found = sorted({each for each in literals if any(each in text for text in texts)}, key=len, reverse=True)
     for kept in ([], found) if found else ([],):
@@ -245,10 +249,13 @@ def _find_characters(
     render: Callable[[Sequence[Mapping[str, Any]]], str],
     kept: re.Pattern[str] | None,
 ) -> tuple[str, NDArray[np.int64], NDArray[np.int64]]:
-    """Render a conversation with placeholders for the messages' characters; return (text with placeholders, positions
-    of these [characters], their owners [characters, 2]). It is rendered several times if there are too few private-use
-    characters for all messages. render: renders messages (the template's variables of each) to text. kept: pattern of
-    strings that stay unmasked; None: none. Raises `TemplateError` if the template inspects message text."""
+    """Render a conversation with placeholders for the messages' characters; return (text with placeholders, their
+    positions [characters], their owners [characters, 2]: message index, index in `PARTS`). It is rendered several times
+    if there are too few private-use characters for all messages.
+
+    render: renders messages, dicts of template variables, to text. kept: pattern of strings that stay unmasked; None:
+    there are none. Raises `TemplateError` if the template inspects message text.
+    """
     whole, first = _to_codes(text).copy(), 0
     found: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
     while first < len(messages) or not found:
@@ -271,8 +278,8 @@ def _to_codes(text: str) -> NDArray[np.uint32]:
 
 
 def _count_by_part(message: Mapping[str, Any], kept: re.Pattern[str] | None) -> list[int]:
-    """Return, for each of `PARTS` of a message, the number of characters that can be replaced by placeholders. kept:
-    pattern of strings that are never replaced; None: none."""
+    """Return for each of `PARTS` of a message (content, tool calls ...) the number of characters that can be replaced
+    by placeholders. kept: pattern of strings that are never replaced; None: there are none."""
     counts = [0] * len(PARTS)
     for key in ("content", "tool_calls", "reasoning_content"):  # others have the same texts again
         for text in list_strings(message.get(key), _KEPT_KEYS):

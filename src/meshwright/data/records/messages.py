@@ -1,7 +1,7 @@
 """Messages of conversations, parsed from the published schemas: OpenAI, ShareGPT, TRL, OpenAssistant.
 
-What a message has besides role and text is kept under the names of OpenAI's schema, which chat templates read. What no
-schema defines is reported as not used, and what cannot be represented, such as an image, is refused by name.
+Other data of a message than role and text are stored under the names of OpenAI's schema, which chat templates read.
+Keys that no schema defines are reported as ignored; content that cannot be represented, such as an image, is an error.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Message(NamedTuple):
     trained: bool | None = None
     context: tuple[tuple[int, int], ...] = ()
 
-    def template_variables(self) -> dict[str, Any]:
+    def to_template_variables(self) -> dict[str, Any]:
         """Return the message as variables of a chat template: `role`, `content` (content and input joined),
         `instruction` (content alone), `input`, and the message's other fields; reasoning also under gpt-oss's name
         `thinking`.
@@ -110,10 +110,10 @@ class MessageFormat(NamedTuple):
     roles: Mapping[str, str] = {}
 
     def parse_all(self, turns: Any, where: str, unused: set[str], alternative: str = "") -> tuple[Message, ...]:
-        """Parse `turns`, a list of messages. where: its key in the record, for errors. unused: set to which keys of
-        messages that are not used, such as "messages.id", are added. alternative: other allowed types, such as "or a
-        string", for the error. Raises `MalformedRecord` if the value is no list, is empty, has a malformed message, or
-        a tool's result without a call."""
+        """Parse `turns`, a list of messages. where: its key in the record, for errors. unused: set to which ignored
+        keys, such as "messages.id", are added. alternative: other allowed types, such as "or a string", for the error.
+        Raises `MalformedRecord` if the value is no list, is empty, has a malformed message, or a tool's result without
+        a call."""
         if not isinstance(turns, list):
             problem = f'"{where}" is {describe_value(turns)}, not a list of messages {alternative}'
             raise MalformedRecord(problem.rstrip())
@@ -122,9 +122,9 @@ class MessageFormat(NamedTuple):
         return tuple(self.parse(turn, f"{where}[{number}]", where, unused) for number, turn in enumerate(turns))
 
     def parse(self, turn: Any, where: str, key: str, unused: set[str]) -> Message:
-        """Parse the JSON object of one message. where: its position, such as "messages[2]", for errors. key: key of the
-        list, for `unused`. Raises `MalformedRecord` for a missing key, an unknown role, or a content that is not text.
-        """
+        """Parse one message, the JSON object `turn`. where: its position, such as "messages[2]", for errors. key: key
+        of the list. unused: set to which ignored keys, such as "messages.id", are added. Raises `MalformedRecord` for a
+        missing key, an unknown role, or a content that is not text."""
         if not isinstance(turn, dict):
             raise MalformedRecord(
                 f'{where} is {describe_value(turn)}, not a message {{"role": "...", "content": "..."}}'
@@ -175,9 +175,9 @@ class MessageFormat(NamedTuple):
         )
 
     def _find_key(self, turn: Mapping[str, Any], part: str, where: str) -> str:
-        """Return the key under which the message `turn` has the standard key `part`, such as "content"; of several, the
-        first whose value is not empty. If it has none, return "" or, if `where` (the message's position, for the error)
-        is not empty, raise `MalformedRecord`."""
+        """Return the key of `turn`, a message as JSON, for the standard key `part`, such as "content"; of several
+        synonyms the first whose value is not empty. where: position of the message; if it has no such key,
+        `MalformedRecord` is raised. With `where` = "" the result is "" instead."""
         names = (self.keys[part],) if part in self.keys else _SYNONYMS[part]
         held = [name for name in names if name in turn]
         key = next((name for name in held if turn[name] not in _EMPTY), held[0] if held else "")
@@ -251,8 +251,9 @@ def list_strings(value: Any, kept: Sequence[str] = ()) -> list[str]:
 
 
 def _parse_calls(turn: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Return a message's tool calls as {"type": "function", "function": {"name", "arguments": object}}, with "id" if
-    given. where: position of the message, for errors. Raises `MalformedRecord` for a call in another form."""
+    """Return the tool calls of the message `turn` as {"type": "function", "function": {"name", "arguments": object}},
+    with "id" if given. where: position of the message, for errors. Raises `MalformedRecord` for a call in another form.
+    """
     calls = turn.get("tool_calls")
     if calls in _EMPTY and turn.get("function_call") not in _EMPTY:  # OpenAI's older form
         calls = [turn["function_call"]]
@@ -289,9 +290,10 @@ def _parse_call_text(text: str, where: str) -> list[dict[str, Any]]:
 
 
 def parse_content(content: Any, where: str) -> tuple[str, str, tuple[tuple[int, int], ...] | None]:
-    """Parse a message's content, a string or a list of parts; return (text, reasoning, ranges of the text that are not
-    trained on). Parts may have marks (`train`, `weight`) and lack `type`, as in axolotl; the ranges are None if no part
-    has a mark. Raises `MalformedRecord` for anything else, such as an image."""
+    """Parse a message's content, a string or a list of parts; return (text, reasoning, character ranges of the text
+    that are not trained on). The ranges are None unless a part is marked (`train`, `weight`). Parts may lack `type`, as
+    in axolotl. where: position of the message, for errors. Raises `MalformedRecord` for anything else, such as an
+    image."""
     if isinstance(content, str):
         return content, "", None
     if not isinstance(content, list) or not content:
@@ -325,9 +327,9 @@ def parse_content(content: Any, where: str) -> tuple[str, str, tuple[tuple[int, 
 
 
 def _parse_trained(turn: Mapping[str, Any], where: str) -> bool | None:
-    """Parse the mark of a message or a part of one that says if it is trained on: `train` (axolotl), or `weight` 0 or 1
-    (OpenAI). Return None if it has no mark. Raises `MalformedRecord` for another value, or two that contradict each
-    other."""
+    """Parse the mark of `turn`, a message or a part of one, that sets if it is trained on: `train` (axolotl), or
+    `weight` 0 or 1 (OpenAI). Return None if it has no mark. where: its position, for errors. Raises `MalformedRecord`
+    for another value, or two that contradict each other."""
     marks = {key: turn[key] for key in _SYNONYMS["trained"] if turn.get(key) is not None}
     for key, value in marks.items():
         if value not in (0, 1):
@@ -339,8 +341,8 @@ def _parse_trained(turn: Mapping[str, Any], where: str) -> bool | None:
 
 
 def _get_string(values: Mapping[str, Any], key: str, where: str) -> str:
-    """Return the string under `key` of a JSON object. where: its position, for errors. Raises `MalformedRecord` if the
-    value is not a string."""
+    """Return the string under `key` of the JSON object `values`. where: its position, for errors. Raises
+    `MalformedRecord` if the value is not a string."""
     if not isinstance(values[key], str):
         raise MalformedRecord(f"{where}.{key} is {describe_value(values[key])}, not a string")
     return str(values[key])

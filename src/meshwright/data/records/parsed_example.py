@@ -15,8 +15,8 @@ class Example(NamedTuple):
     A preference has two branches, the chosen and the rejected one; other records have one. Assistant turns in branches
     are responses to be trained on; those in the prompt are context. label: for an unpaired record True if its response
     is desirable; None for other records. tools: JSON schemas of the functions that the assistant may call, as chat
-    templates expect them. unused: keys of the record and its messages that are not used, such as "source" and
-    "messages.id". variables: further variables of the chat template.
+    templates expect them. unused: ignored keys of the record and its messages, such as "source" and "messages.id".
+    variables: further variables of the chat template.
     """
 
     prompt: tuple[Message, ...]
@@ -49,9 +49,10 @@ class Example(NamedTuple):
 
 
 def select_reasoning(example: Example, thinking: str) -> list[Example]:
-    """Return the example with the reasoning that `thinking` selects (see `DataRecipe.thinking`). With "all" a
-    conversation with reasoning becomes several: each assistant turn ends an example of its own, as it does when the
-    model is used, because templates leave out the reasoning of earlier turns.
+    """Apply the setting `thinking` (see `DataRecipe.thinking`) to an example; return it with the selected reasoning.
+
+    "all" gives several examples, one that ends with each assistant turn: as in generation, the template then renders
+    the reasoning of the last turn only.
     """
     if thinking == "none":
         return [example.change_messages(_drop_reasoning)]
@@ -72,7 +73,7 @@ def _keep_last_reasoning(branch: tuple[Message, ...]) -> tuple[Message, ...]:
 
 
 def _has_reasoning(message: Message) -> bool:
-    """Return True if an assistant's message has reasoning, in its own field or between <think> and </think>."""
+    """Return True if an assistant's message has reasoning, in a separate field or between <think> and </think>."""
     marked = message.role == "assistant" and THOUGHT.match(message.content) is not None
     return marked or "reasoning_content" in message.fields
 

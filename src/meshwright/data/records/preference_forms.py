@@ -24,8 +24,8 @@ def is_openai_preference(record: Mapping[str, Any]) -> bool:
 
 
 def flatten_openai_preference(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an OpenAI preference with the values of `input` as keys of their own, such as "input.messages". Raises
-    `MalformedRecord` if `input` is no object."""
+    """Return an OpenAI preference record in which the values of `input` have top-level keys, such as "input.messages".
+    Raises `MalformedRecord` if `input` is no object."""
     given = record.get("input")
     if not isinstance(given, dict):
         held = "no key" if given is None else f"{describe_value(given)} under the key"
@@ -35,8 +35,8 @@ def flatten_openai_preference(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def split_turns(text: str, is_prompt: bool) -> tuple[Message, ...]:
-    """Split a text with turns "Human:" and "Assistant:" (Anthropic) into messages; return () if it has no such turns. A
-    last turn without text is left out of a prompt (`is_prompt`); otherwise it is an empty answer."""
+    """Split a text with turns "Human:" and "Assistant:" (Anthropic) into messages; return () if it has no such turns.
+    is_prompt: True: a last turn without text is left out; False: it is kept as an empty answer."""
     turns = _HH_TURN.split(text)
     if len(turns) <= 2 or turns[0].strip():
         return ()

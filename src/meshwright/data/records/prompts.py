@@ -14,12 +14,13 @@ _SYSTEM = ("system", "developer")
 
 
 def separate_prompt(prompt: Turns, branches: Sequence[Turns], keys: Sequence[str]) -> tuple[Turns, tuple[Turns, ...]]:
-    """Return (prompt, branches) such that no branch repeats the prompt at its beginning, as published records do;
-    surrounding white space is ignored in the comparison. A system message at the beginning of a branch is moved to the
-    prompt.
+    """Remove the prompt from the beginning of each branch (continuation), where published records often repeat it;
+    return (prompt, branches). White space around texts is ignored in the comparison. A system message at the beginning
+    of a branch is moved to the prompt.
 
     keys: record keys of the prompt and of each branch, for errors. Raises `MalformedRecord` if a branch begins with
-    other user turns, has another system message, or no turn after the prompt."""
+    other user turns, has another system message, or no turn after the prompt.
+    """
     system, asked = _split_system(prompt)
     rests = []
     for key, branch in zip(keys[1:], branches, strict=True):
@@ -30,7 +31,7 @@ def separate_prompt(prompt: Turns, branches: Sequence[Turns], keys: Sequence[str
         if asked and _normalize(rest[: len(asked)]) == _normalize(asked):
             rest = rest[len(asked) :]
         elif asked and any(
-            turn.role == "user" for turn in itertools.takewhile(lambda turn: not _is_answer(turn), rest)
+            turn.role == "user" for turn in itertools.takewhile(lambda turn: not _is_assistant_turn(turn), rest)
         ):
             raise MalformedRecord(
                 f'has a turn of the user at the beginning of "{key}" that does not repeat "{keys[0]}": give what comes '
@@ -43,8 +44,8 @@ def separate_prompt(prompt: Turns, branches: Sequence[Turns], keys: Sequence[str
 
 
 def find_shared_prompt(chosen: Turns, rejected: Turns) -> tuple[Turns, tuple[Turns, ...]]:
-    """Split two whole conversations into (prompt, branches): the prompt is their common prefix, () if there is none;
-    each branch keeps at least its last turn."""
+    """Split the whole conversations `chosen` and `rejected` into (prompt, branches): the prompt is their common prefix,
+    () if they have none; each branch keeps at least its last turn."""
     common = 0
     while common < min(len(chosen), len(rejected)) - 1 and chosen[common] == rejected[common]:
         common += 1
@@ -57,11 +58,11 @@ def _split_system(turns: Turns) -> tuple[Turns, Turns]:
     return turns[:count], turns[count:]
 
 
-def _is_answer(turn: Message) -> bool:
-    """Return True for a turn of the assistant."""
+def _is_assistant_turn(turn: Message) -> bool:
+    """Return True if the role of a message is "assistant"."""
     return turn.role == "assistant"
 
 
 def _normalize(turns: Turns) -> list[Any]:
-    """Return role and texts of each turn, stripped of white space, for comparison."""
+    """Return role and texts of each of `turns`, without surrounding white space, for comparison."""
     return [(turn.role, *(text.strip() for text in turn.list_texts())) for turn in turns]

@@ -101,9 +101,9 @@ def _iterate_lines(file: SourceFile, stream: Stream, encoding: str, errors: str,
 
 
 def _iterate_wide_lines(file: SourceFile, stream: Stream, encoding: str) -> Iterator[ParsedRecord]:
-    """Yield the lines of a JSON Lines file in UTF-16 or UTF-32 as `_iterate_lines` does. What follows bytes that do not
-    decode cannot be split into lines and is reported as a single problem.
-    """
+    """Yield the lines of a JSON Lines file in UTF-16 or UTF-32 (`encoding`), as `_iterate_lines` does for other
+    encodings. Text after bytes that do not decode cannot be split into lines and is reported as a single problem.
+    stream: the file's decompressed bytes."""
     text = io.TextIOWrapper(stream, encoding, newline="\n")
     try:
         for number in itertools.count(1):
@@ -142,23 +142,23 @@ def _iterate_list(file: SourceFile, buffer: _ListBuffer) -> Iterator[ParsedRecor
     one at a time; the list may be larger than memory. file: names the file in errors. Raises `UserError` if the file is
     no valid JSON list.
     """
-    if buffer.next_character() != "[":
+    if buffer.peek_character() != "[":
         raise UserError(
             f"{file.path}: not a JSON list: it should begin with [; if it holds one object a line, it is JSON Lines: "
             'rename it to .jsonl or set data.format = "jsonl"'
         )
     buffer.at += 1
     number = 0
-    while buffer.next_character() != "]":
+    while buffer.peek_character() != "]":
         if number:
-            if buffer.next_character() != ",":
+            if buffer.peek_character() != ",":
                 raise buffer.broken_record_error(number, "a comma or ] should follow it")
             buffer.at += 1
-            buffer.next_character()
+            buffer.peek_character()
         number += 1
         yield f":record {number}", buffer.parse_value(number), None
     buffer.at += 1
-    if buffer.next_character(at_end=True):
+    if buffer.peek_character(at_end=True):
         raise buffer.broken_record_error(number, "there is more after the end of the list")
 
 
@@ -179,9 +179,8 @@ class _ListBuffer:
         self.text = self.text.removeprefix("\ufeff")
 
     def _read_more(self) -> None:
-        """Drop the parsed text and read more: as many bytes as there are unparsed characters, at least 1 MiB, so that
-        the number of attempts to parse a long record grows only logarithmically.
-        """
+        """Drop the parsed text and read more of the file: as many bytes as there are unparsed characters, at least 1
+        MiB. This doubling bounds the number of attempts to parse a long record by its logarithm."""
         rest = self.text[self.at :]
         data = self._stream.read(max(_CHUNK, len(rest)))
         self._ended = not data
@@ -190,10 +189,9 @@ class _ListBuffer:
         except UnicodeError as error:
             raise UserError(f"{self.file.path}: does not decode ({error})") from None
 
-    def next_character(self, at_end: bool = False) -> str:
+    def peek_character(self, at_end: bool = False) -> str:
         """Skip white space and return the next character without consuming it. At the end of the file return "" if
-        `at_end` is set, else raise `UserError`.
-        """
+        `at_end` is set, else raise `UserError`."""
         while True:
             while self.at < len(self.text) and self.text[self.at] in " \t\r\n":
                 self.at += 1
@@ -248,17 +246,18 @@ def count_unread_columns(file: SourceFile, stream: Stream, columns: Sequence[str
 
 
 def _select_columns(held: Sequence[str], wanted: Sequence[str]) -> list[str]:
-    """Return those of the columns `held`, which the file has, that contain the keys `wanted`, once each. The key "a.b"
-    is in column a, unless there is a column "a.b"."""
+    """Return those of the Parquet columns `held` that contain the keys `wanted`, once each. The key "a.b" is in column
+    a, unless there is a column "a.b"."""
     there = (name if name in held else name.partition(".")[0] for name in wanted)
     return [name for name in dict.fromkeys(there) if name in held]
 
 
 def _iterate_rows(file: SourceFile, stream: Stream, columns: Sequence[str] | None) -> Iterator[ParsedRecord]:
-    """Yield (position such as ":row 17", value, None) for each row of a Parquet file; a value maps column names to
-    values, in which null fields of structs are left out: Parquet gives every struct the fields of all. columns: names
-    of the columns to read (None: all). stream: the file's bytes, used if it is not on a local disk. Raises `UserError`
-    if the file has none of `columns` or is damaged.
+    """Yield (position such as ":row 17", value, None) for each row of a Parquet file. The value is a dict by column
+    name. Null fields of structs are left out, since Parquet stores every field of the schema for each struct.
+
+    columns: names of the columns to read (None: all). stream: the file's bytes, used if it is not on a local disk.
+    Raises `UserError` if the file has none of `columns` or is damaged.
     """
     number = 0
     with open_parquet(file, stream) as table:
@@ -279,7 +278,7 @@ def _iterate_rows(file: SourceFile, stream: Stream, columns: Sequence[str] | Non
 
 
 def _drop_null_fields(value: Any) -> Any:
-    """Return a copy of a value of Parquet without the null fields of its structs, at every level."""
+    """Return a copy of a Parquet value without the null fields of its structs, at every level."""
     if isinstance(value, dict):
         return {key: _drop_null_fields(one) for key, one in value.items() if one is not None}
     return [_drop_null_fields(one) for one in value] if isinstance(value, list) else value

@@ -30,13 +30,13 @@ class TurnDelimiters(NamedTuple):
 
 class TurnFinder:
     """Finder of the first and last character of assistant turns in rendered conversations, by the text that the
-    template writes between messages. There is one finder for each template; it caches results.
+    template writes between messages. Each template has one finder, which caches results.
 
-    special: pattern of the special tokens. header: text that the template appends after a user turn as the header of an
-    assistant turn, "" if none. end: special token that ends an assistant turn; None: there is none. other_end: special
-    token that ends turns of other roles, and assistant turns that are not the last, unless this token begins a turn.
-    begins: special tokens of the header of an assistant turn; they do not end a turn, except as the first token after
-    it.
+    special: pattern of the special tokens. header: text that the template writes before an assistant turn that follows
+    a user turn, "" if none. end: special token that ends an assistant turn; None: there is none. other_end: special
+    token that ends the turns of other roles, and assistant turns that are not the last; None: there is none, or it also
+    begins a turn. begins: special tokens of an assistant turn's header; one of them ends a turn only if it comes
+    directly after it.
     """
 
     def __init__(
@@ -47,35 +47,35 @@ class TurnFinder:
         self._special, self._header, self._end, self._other_end = special, header, end, other_end
         self._begins = begins
         self._delimiters: dict[Hashable, TurnDelimiters] = {}
-        self._repeats: set[str] = set()  # text between a turn and letters of it that are repeated after it
+        self._repeats: set[str] = set()  # text between a turn and its repetition
 
     def exclude_repeats(
         self, regions: MessageRegions, number: int, count_masked_characters: Callable[[], int]
     ) -> MessageRegions:
-        """Return `regions` with a shorter range of the assistant turn `number`: it ends before characters of the turn
-        that the template repeats after it, such as the name of a called function in the header of its result.
+        """Shorten the range of the assistant turn with message index `number` if the template repeats its text later,
+        such as the name of a called function: the range then ends before the repetition. Return the changed `regions`.
 
-        count_masked_characters: renders the conversation up to this turn, and returns how many of the turn's
-        characters, replaced by placeholders, occur in the text.
+        count_masked_characters: renders the conversation up to this turn with placeholders for message text, and
+        returns how many of the turn's placeholders occur in the text.
         """
         if not regions.is_repeated(number):
             return regions
         places = regions.list_positions(number)
         jumps = np.flatnonzero(np.diff(places) > 1) + 1
-        between = [self._from_special(regions.masked[places[at - 1] + 1 : places[at]]) for at in jumps]
+        between = [self._cut_before_special_token(regions.masked[places[at - 1] + 1 : places[at]]) for at in jumps]
         end = next((int(at) for at, text in zip(jumps, between, strict=True) if text in self._repeats), 0)
         if not end:
             end = count_masked_characters()
             if not 0 < end < len(places):
                 return regions
-            if text := self._from_special(regions.masked[places[end - 1] + 1 : places[end]]):
+            if text := self._cut_before_special_token(regions.masked[places[end - 1] + 1 : places[end]]):
                 self._repeats.add(text)
         ranges = list(regions.ranges)
         ranges[number] = int(places[0]), int(places[end - 1]) + 1
         return regions._replace(ranges=ranges)
 
-    def _from_special(self, text: str) -> str:
-        """Return the suffix of `text` that begins with its first special token, "" if it has none."""
+    def _cut_before_special_token(self, text: str) -> str:
+        """Return `text` from its first special token on; "" if it has none."""
         match = self._special.search(text)
         return text[match.start() :] if match else ""
 
@@ -83,10 +83,11 @@ class TurnFinder:
         self, regions: MessageRegions, number: int, around: tuple[int, int], context: Hashable,
         render: Callable[[], TurnDelimiters],
     ) -> tuple[int, int] | None:  # fmt: skip
-        """Return the character range [begin, end) of the assistant turn with index `number`, which has text in the
-        conversation; None if its beginning cannot be determined. around: end of the previous message in the text, and
-        beginning of the next one. context: part of the cache key on which the text around the turn depends, such as the
-        roles of the messages. render: renders the conversation up to this turn and returns its delimiters."""
+        """Return the character range [begin, end) of the assistant turn with message index `number`; None if its
+        beginning cannot be determined. regions: positions of the messages; the turn must have one. around: (end of the
+        previous message in the text, beginning of the next one). context: part of the cache key on which the text
+        around the turn depends, such as the roles of the messages. render: renders the conversation up to this turn and
+        returns its delimiters."""
         here = regions.ranges[number]
         assert here is not None
         before, after = around
@@ -98,9 +99,10 @@ class TurnFinder:
     def _find_delimiters(
         self, gap: str, rest: str, context: Hashable, render: Callable[[], TurnDelimiters]
     ) -> TurnDelimiters:
-        """Return the delimiters of a turn, from the cache or by `render`. gap, rest: masked text before and after the
-        turn. Turns with the same special tokens and the same text between them share a cache entry; text before the
-        first special token, which may belong to a message (white space, JSON), is not part of its key."""
+        """Return the delimiters of a turn (the template's text around it), from the cache or by `render`. gap, rest:
+        text before and after the turn, with placeholders for message text. context: further part of the cache key.
+        Turns with the same special tokens and the same text between them share a cache entry. Text before the first
+        special token is not part of the key, as it may belong to a message (white space, JSON)."""
         cuts = [self._special.search(text) for text in (gap, rest)]
         if cuts[0] is None or cuts[1] is None:
             key: Hashable = gap, rest, context
@@ -110,7 +112,7 @@ class TurnFinder:
         sizes = [cut.start() for cut in cuts if cut is not None]
         starts = [text[:size] for text, size in zip((gap, rest), sizes, strict=True)]
         shared = (
-            *(self._cut_last(text[size:]) for text, size in zip((gap, rest), sizes, strict=True)),
+            *(self._cut_after_last_special_token(text[size:]) for text, size in zip((gap, rest), sizes, strict=True)),
             context,
             "shared",
         )
@@ -133,9 +135,9 @@ class TurnFinder:
             self._delimiters.clear()
         self._delimiters[key] = delimiters
 
-    def _cut_last(self, text: str) -> str:
-        """Return `text` up to the end of its last special token, with each sequence of placeholders (masked message
-        text) replaced by "?"; used as a cache key."""
+    def _cut_after_last_special_token(self, text: str) -> str:
+        """Return `text` up to the end of its last special token, with "?" for each run of placeholders, as a cache
+        key."""
         return PLACEHOLDERS.sub("?", text[: max((match.end() for match in self._special.finditer(text)), default=0)])
 
     def find_end(self, text: str, begin: int, content: str) -> int:
@@ -146,13 +148,13 @@ class TurnFinder:
         return ends.end() if ends else len(text)
 
     def _measure_header(self, gap: str, header: str | None) -> int | None:
-        """Return the number of characters of the turn's header in `gap`, the template's text before a turn; the model
-        generates the rest. None if that cannot be determined. header: header of this turn if it ended the conversation;
-        None: unknown."""
+        """Return the number of characters of `gap`, the text between the previous message and an assistant turn's text,
+        that are the turn's header; the model generates the rest. None if that cannot be determined. header: header of
+        this turn if the conversation ended with it; None: unknown."""
         if header is not None:
             if gap.startswith(header):
                 return len(header)
-            common = count_common(gap, header)
+            common = measure_common_prefix(gap, header)
             if common == len(gap):
                 return common
             # A token or word in which the two begin to differ belongs to the turn.
@@ -164,10 +166,10 @@ class TurnFinder:
         return place + len(self._header) if place >= 0 else None
 
     def _measure_closing(self, rest: str, closing: str | None) -> int:
-        """Return the number of characters at the beginning of `rest`, the template's text after a turn, that belong to
-        the turn, such as its end token. closing: the template's text after this turn if it ended the conversation;
-        None: unknown."""
-        common = rest if closing is None else rest[: count_common(rest, closing)]
+        """Return the number of characters at the beginning of `rest`, the template's text after an assistant turn, that
+        belong to the turn, such as its end token. closing: the template's text after this turn if the conversation
+        ended with it; None: unknown."""
+        common = rest if closing is None else rest[: measure_common_prefix(rest, closing)]
         if self._end is not None and self._end in common:
             return common.index(self._end) + len(self._end)
         if end := _find_first_run(self._special, common, self._begins):
@@ -190,8 +192,8 @@ def find_turn_end_token(special: re.Pattern[str], closing: str, begins: frozense
 
 
 def _find_first_run(special: re.Pattern[str], text: str, begins: frozenset[str]) -> int:
-    """Return the position in `text` at which the first sequence of adjacent special tokens ends; 0 if it has no special
-    token. A token of `begins`, which begins a turn, ends the sequence before it, unless it is the first."""
+    """Return the position in `text` at which its first run of adjacent special tokens ends; 0 if it has none. A token
+    of `begins`, which begins a turn, is not part of a run unless it is the first of it."""
     match = special.search(text)
     end = 0 if match is None else match.end()
     while end and (match := special.match(text, end)) is not None and match.end() > end:
@@ -201,8 +203,8 @@ def _find_first_run(special: re.Pattern[str], text: str, begins: frozenset[str])
     return end
 
 
-def count_common(one: str, other: str) -> int:
-    """Return the length of the longest common prefix of two texts."""
+def measure_common_prefix(one: str, other: str) -> int:
+    """Return the length of the longest common prefix of the texts `one` and `other`."""
     low, high = 0, min(len(one), len(other))
     while low < high:  # compared in C, as the texts may be long
         middle = (low + high + 1) // 2
@@ -213,9 +215,9 @@ def count_common(one: str, other: str) -> int:
 def assign_marked_spans(
     marked: Sequence[tuple[int, int]], ranges: Sequence[tuple[int, int] | None], turns: Sequence[int]
 ) -> list[tuple[int, tuple[int, int]]]:
-    """Assign each span that {% generation %} marks to an assistant turn: the one whose text it contains, else the next
-    one. Return [(index of the message, span)]. turns: indices of the assistant turns. ranges: for each message its
-    range in the text, None if it has none there."""
+    """Assign each character range `marked`, from {% generation %} blocks, to an assistant turn: the turn whose text it
+    contains, else the next turn after it. Return [(index of the message, range)]. turns: message indices of the
+    assistant turns. ranges: range of each message in the text; None if it is not in the text."""
     placed = sorted((held, turn) for turn in turns if (held := ranges[turn]) is not None)
     begins = [held[0] for held, _ in placed]
     # Turns that end before a span cannot have its text; of mixed turns the latest end counts.

@@ -27,8 +27,8 @@ _RESERVED = {
 
 def parse_tools(value: Any, where: str) -> tuple[dict[str, Any], ...]:
     """Parse the tools of a record or request to JSON schemas as chat templates expect them, {"type": "function",
-    "function": {...}}. value: a list of them, or of the functions alone, or either as JSON text. Raises
-    `MalformedRecord` otherwise."""
+    "function": {...}}. value: a list of these, or of the functions alone, or either as JSON text. where: position of
+    the value, for errors. Raises `MalformedRecord` for anything else."""
     if value is None or value == "":
         return ()
     value = load_json(value, where) if isinstance(value, str) else value
@@ -48,9 +48,10 @@ def parse_tools(value: Any, where: str) -> tuple[dict[str, Any], ...]:
 
 
 def parse_variables(value: Any, where: str) -> dict[str, Any]:
-    """Parse `chat_template_kwargs` (TRL, vLLM), such as {"enable_thinking": false}, a JSON object or JSON text, to
-    variables of a chat template; null variables are left out. Raises `MalformedRecord` if it is no object, or sets a
-    variable that the template gets from elsewhere, such as "messages"."""
+    """Parse `chat_template_kwargs` (TRL, vLLM), such as {"enable_thinking": false}, to variables of a chat template;
+    null ones are left out. value: a JSON object or JSON text. where: position of the value, for errors. Raises
+    `MalformedRecord` if it is no object, or sets a variable that the template gets from elsewhere, such as "messages".
+    """
     value = load_json(value or "{}", where) if isinstance(value, str) else value
     if value is None:
         return {}
@@ -64,8 +65,9 @@ def parse_variables(value: Any, where: str) -> dict[str, Any]:
 
 
 class Conversation(NamedTuple):
-    """A conversation that the assistant is to continue, with all inputs of the chat template. tools, variables: as in
-    `ChatTemplate.render`."""
+    """A conversation that the assistant is to continue, with all inputs of the chat template. tools: JSON schemas of
+    the functions that the assistant may call. variables: further variables of the template, such as {"enable_thinking":
+    False}."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
@@ -78,8 +80,8 @@ class Conversation(NamedTuple):
 
 
 def parse_conversation(messages: Sequence[Any], tools: Any, variables: Any) -> Conversation:
-    """Parse a request to a server: messages, tools and, as in vLLM's API, `chat_template_kwargs`. Raises `UserError`,
-    whose text begins with the position of what is wrong, such as "messages[2].content".
+    """Parse the inputs of a chat request, given as JSON: messages, tools and variables (`chat_template_kwargs` of
+    vLLM's API). Raises `UserError`, whose text begins with the position of the mistake, such as "messages[2].content".
     """
     try:
         turns = MessageFormat().parse_all(list(messages), "messages", set())

@@ -41,11 +41,10 @@ class RenderProcess(LimitedProcess):
         self, messages: Sequence[Mapping[str, Any]], prompt: bool, tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> str:  # fmt: skip
-        """Render a conversation in the subprocess; returns the text with the private-use characters `BEGIN` and `END`
-        around each {% generation %} block. messages: the template's variables for each message (`role`, `content` ...).
-        prompt: append the header of the assistant's next turn. tools: JSON schemas of functions. variables: further
-        variables. Raises `TemplateError` if the template refuses the messages, `LimitReached` if a limit is exceeded.
-        """
+        """Render a conversation in the subprocess; return the text with the private-use characters `BEGIN` and `END`
+        around each {% generation %} block. messages: dicts of template variables (`role`, `content` ...). prompt:
+        append the header of the assistant's next turn. tools: JSON schemas of functions. variables: further variables.
+        Raises `TemplateError` if the template refuses the messages, `LimitReached` if a limit is exceeded."""
         request = {"messages": list(map(dict, messages)), "prompt": prompt, "tools": list(tools)}
         try:
             return _get_text(self.ask({**request, "variables": dict(variables or {})}))
@@ -54,9 +53,9 @@ class RenderProcess(LimitedProcess):
 
 
 def _get_text(answer: Mapping[str, Any]) -> str:
-    """Return the rendered text of an answer. Raises `TemplateError` if the template refused the messages,
-    `NotATemplate` if it does not compile, `LimitReached` if a limit was exceeded or no answer came.
-    """
+    """Return the rendered text in `answer`, the JSON object from the subprocess. Raises `TemplateError` if the template
+    refused the messages, `NotATemplate` if it does not compile, `LimitReached` if a limit was exceeded or no answer
+    came."""
     if "limit" in answer:
         raise LimitReached(answer["limit"])
     if "not_a_template" in answer:

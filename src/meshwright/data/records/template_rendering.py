@@ -59,13 +59,13 @@ class Renderer:
         self, messages: Sequence[Mapping[str, Any]], prompt: bool, tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> str:  # fmt: skip
-        """Render a conversation; returns the text with the private-use characters `BEGIN` and `END` around each {%
+        """Render a conversation; return the text with the private-use characters `BEGIN` and `END` around each {%
         generation %} block.
 
-        messages: the template's variables for each message (`role`, `content` ...). prompt: append the header of the
-        assistant's next turn. tools: JSON schemas of functions; if there are none, the template's variable is None.
-        variables: further variables. Raises `TemplateError` if the template refuses the messages or fails,
-        `LimitReached` if the text is too long.
+        messages: dicts of template variables (`role`, `content` ...). prompt: append the header of the assistant's next
+        turn. tools: JSON schemas of functions; if there are none, the template's variable is None. variables: further
+        variables. Raises `TemplateError` if the template refuses the messages or fails, `LimitReached` if the text is
+        too long.
         """
         from jinja2 import TemplateError as JinjaError
 

@@ -26,11 +26,11 @@ def _load_own_source(name: str) -> str:
 
 
 def find_template(name: str, own: str | None, tokenizer: str) -> tuple[str, str]:
-    """Find the chat template that the setting data.template = `name` selects; returns (its Jinja source, its name in
+    """Find the chat template that the setting data.template = `name` selects; return (its Jinja source, its name in
     error messages).
 
-    own: Jinja source of the tokenizer's own template, or None. tokenizer: the tokenizer's name, for errors. Raises
-    `UserError` if there is no such template.
+    own: Jinja source of the tokenizer's chat template; None: it has none. tokenizer: the tokenizer's name, for errors.
+    Raises `UserError` if the template does not exist.
     """
     if name == "model":
         if own is None:

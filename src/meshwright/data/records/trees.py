@@ -17,17 +17,20 @@ ParsedRecord: TypeAlias = tuple[str, Any, str | None]  # as in `record_files`
 
 
 def is_tree(record: Mapping[str, Any]) -> bool:
-    """Return True if a record is a tree: {"message_tree_id", "prompt": {"text", "role", "replies"}}."""
+    """Return True if a record is a tree of messages with alternative replies (OpenAssistant): {"message_tree_id",
+    "prompt": {"text", "role", "replies"}}."""
     return isinstance(record.get("prompt"), dict) and "replies" in record["prompt"]
 
 
 def list_conversations(
     record: Mapping[str, Any], messages: MessageFormat, unused: set[str]
 ) -> list[tuple[Message, ...]]:
-    """Flatten a tree to its conversations that end with an assistant turn; a tree may have none. A path ends before a
-    message that was deleted or that reviewers rejected. messages: field names and roles of the messages. unused: set to
-    which keys that are not used are added. Raises `MalformedRecord` for a malformed message, or more than 10,000
-    messages."""
+    """List the conversations in a tree of messages: its paths from the root to a leaf, cut after their last assistant
+    turn; there may be none. A path ends before a message that was deleted or that reviewers rejected.
+
+    record: the tree as JSON. messages: field names and roles of the messages. unused: set to which ignored keys are
+    added. Raises `MalformedRecord` for a malformed message, or more than 10,000 messages.
+    """
     found: list[tuple[Message, ...]] = []
     seen: set[int] = set()  # assistant turns that are trained on
     waiting: list[tuple[dict[str, Any], tuple[Message, ...], tuple[int, ...], str]] = []
@@ -70,14 +73,14 @@ def _is_accepted(reply: Mapping[str, Any]) -> bool:
 
 
 def _get_rank(reply: Any) -> float:
-    """Return the rank of a reply among its siblings, 0 the best; replies without a rank come last."""
+    """Return the rank of a reply among its siblings, 0 for the best, infinity for replies without a rank."""
     rank = reply.get("rank") if isinstance(reply, dict) else None
     return rank if isinstance(rank, int | float) else float("inf")
 
 
 def group_rows(records: Iterable[ParsedRecord]) -> Iterator[ParsedRecord]:
-    """Group the rows of a table of messages ("message_id", "parent_id") to trees: consecutive rows of one
-    "message_tree_id" become one record, at the position of the first. Other records are yielded unchanged. A row
+    """Group table rows that hold one message each ("message_id", "parent_id") to trees of messages: consecutive rows of
+    one "message_tree_id" become one record, at the position of the first. Other records are yielded unchanged. A row
     without its parent, a cycle, or two rows of one ID are reported as the tree's problem."""
     rows: list[dict[str, Any]] = []
     place = ""
@@ -96,17 +99,16 @@ def group_rows(records: Iterable[ParsedRecord]) -> Iterator[ParsedRecord]:
 
 
 def _continues_tree(first: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
-    """Return True if a row belongs to the tree of the row `first`: by its "message_tree_id" or, without one, if it has
-    a parent.
-    """
+    """Return True if a row belongs to the tree that begins with the row `first`: by its "message_tree_id" or, without
+    one, if it has a parent."""
     if "message_tree_id" in first or "message_tree_id" in row:
         return bool(first.get("message_tree_id") == row.get("message_tree_id"))
     return row["parent_id"] is not None
 
 
 def _build_tree(rows: list[dict[str, Any]], place: str) -> ParsedRecord:
-    """Build the tree of `rows` (messages with IDs of their parents) as a record (position `place`, tree, None), or
-    (position, None, problem) if the rows form no tree."""
+    """Build the tree of messages from `rows` (messages with IDs of their parents). Return the record (position `place`,
+    tree, None), or (position, None, problem) if the rows form no tree."""
     if len(rows) > MOST_MESSAGES:
         return place, None, f"begins a tree of more than {MOST_MESSAGES:,} messages"
     nodes = {row["message_id"]: {**row, "replies": []} for row in rows if isinstance(row["message_id"], str | int)}

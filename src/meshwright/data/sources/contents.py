@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from meshwright.data.files import canonical_json, hash_file, read_json, try_write_json
+from meshwright.data.files import hash_file, read_json, to_canonical_json, try_write_json
 from meshwright.data.sources.resolution import SourceFile
 from meshwright.data.sources.stores import StoredFile, find_first_changed
 from meshwright.errors import UserError
@@ -22,8 +22,8 @@ _SETTLED = 2.0  # seconds; a file that changed more recently may change again wi
 
 
 class SourceDigests:
-    """SHA-256 digests of the source files. They enter the key of the data cache, and show whether a file was changed
-    later.
+    """SHA-256 digests of the source files. They are part of the key of the data cache, and show whether a file was
+    changed later.
 
     sha256: hex digest of each file. bytes: total size of the files.
     """
@@ -36,7 +36,7 @@ class SourceDigests:
         self._states = [_read_file_state(file) for file in files]
         self.bytes = sum(state[0] for state in self._states)
         names = [os.path.abspath(file.path) if isinstance(file.path, Path) else file.path.url for file in files]
-        memory = cache / "contents" / f"{hashlib.sha256(canonical_json(names)).hexdigest()[:32]}.json"
+        memory = cache / "contents" / f"{hashlib.sha256(to_canonical_json(names)).hexdigest()[:32]}.json"
         known = (read_json(memory) or {}) if self.bytes >= REMEMBER_FROM else {}
         self.sha256: list[str] = []
         remembered: dict[str, list[object]] = {}
@@ -69,9 +69,8 @@ class SourceDigests:
 
 
 def _read_file_state(file: SourceFile) -> list[int]:
-    """Return numbers that stay equal as long as a file is not written: [size in bytes, modification time in ns, change
-    time in ns, inode]; for a file in a remote store the size alone. Raises `UserError` if it cannot be read.
-    """
+    """Return the state of a file, which changes if it is written: [size in bytes, modification time in ns, change time
+    in ns, inode]; for a file in a remote store only the size. Raises `UserError` if it cannot be read."""
     if isinstance(file.path, StoredFile):
         return [file.path.size or 0]
     try:
@@ -98,6 +97,6 @@ def _hash_stored(file: StoredFile) -> str:
     gives no version.
     """
     if file.version is not None:
-        return hashlib.sha256(canonical_json([file.url, file.size, file.version])).hexdigest()
+        return hashlib.sha256(to_canonical_json([file.url, file.size, file.version])).hexdigest()
     with file.open() as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -61,9 +61,11 @@ _DECODERS = {name: name for name in _SAME.split()} | {
 
 def decode_body(body: bytes, fields: Mapping[str, str]) -> bytes | None:
     """Undo the transfer and content encodings of an HTTP body (RFC 9112, section 7; RFC 9110, section 8.4.1). A body
-    that a crawler has stored decoded under unchanged headers is returned as it is. None: truncated or damaged, an
-    encoding other than chunked, gzip and deflate, or more than `LONGEST_PAGE` bytes. fields: HTTP headers by lower-case
-    name.
+    that the crawler has already decoded, though the headers name an encoding, is returned unchanged. fields: HTTP
+    headers by lower-case name.
+
+    Returns None for a truncated or damaged body, an encoding other than chunked, gzip and deflate, or more than
+    `LONGEST_PAGE` bytes.
     """
     names = ("content-encoding", "transfer-encoding")  # in the order in which they were applied
     codings = [coding.strip().lower() for name in names for coding in fields.get(name, "").split(",")]
@@ -81,16 +83,15 @@ def decode_body(body: bytes, fields: Mapping[str, str]) -> bytes | None:
 
 
 def _is_text(body: bytes) -> bool:
-    """Return True if a body begins as a page or text does, and not as compressed data."""
+    """Return True if the first bytes of `body` are those of a page or text, not of compressed data."""
     return (
         body.startswith(tuple(_MARKS)) or _TAG.match(body) is not None or _BINARY.search(body[:_HEADER_BYTES]) is None
     )
 
 
 def _decompress(body: bytes, coding: str) -> bytes | None:
-    """Decompress a body; None if it is truncated or damaged, or `coding` is neither "gzip" nor "deflate". At most one
-    byte more than `LONGEST_PAGE` is returned. "deflate" stands for zlib's format, raw data and, by mistake, gzip.
-    """
+    """Decompress a body; return at most `LONGEST_PAGE` + 1 bytes, None if it is truncated or damaged or `coding` is
+    unknown. coding: "gzip" or "deflate"; servers use "deflate" for zlib's format, raw data and, by mistake, gzip."""
     if coding in ("gzip", "x-gzip", "deflate") and body[:2] == b"\x1f\x8b":
         try:
             with gzip.GzipFile(fileobj=io.BytesIO(body)) as file:  # of one or several members
@@ -109,9 +110,8 @@ def _decompress(body: bytes, coding: str) -> bytes | None:
 
 
 def _join_chunks(body: bytes) -> bytes | None:
-    """Join the chunks of a chunked HTTP body. Returns `body` itself if it does not begin with a chunk, None if it does
-    and is truncated or damaged.
-    """
+    """Join the chunks of a chunked HTTP body. Returns `body` itself if it does not begin with a chunk, None if a chunk
+    is truncated or damaged."""
     begin, pieces = 0, list[bytes]()
     while head := _CHUNK_HEAD.match(body, begin):
         length = int(head[1], 16)
@@ -128,9 +128,9 @@ def _join_chunks(body: bytes) -> bytes | None:
 
 
 def decode_text(body: bytes, content_type: str, html: bool) -> str:
-    """Decode the body of a page by its byte order mark, the charset of its Content-Type or, if it is `html`, of its
-    <meta> or XML declaration, else as UTF-8, else as Windows-1252: the order of the HTML standard (WHATWG, 13.2.3.2).
-    Invalid bytes become U+FFFD."""
+    """Decode the body of a page to text. The encoding is that of its byte order mark, else the charset of
+    `content_type` (the HTTP header), else if `html` that of its <meta> or XML declaration, else UTF-8, else
+    Windows-1252: the order of the HTML standard (WHATWG, 13.2.3.2). Invalid bytes become U+FFFD."""
     for mark, name in _MARKS.items():
         if body.startswith(mark):
             return body.decode(name, "replace")
@@ -149,9 +149,8 @@ def decode_text(body: bytes, content_type: str, html: bool) -> str:
 
 
 def _find_decoder(charset: bytes) -> str | None:
-    """Return Python's name of the encoding that WHATWG's Encoding Standard assigns to a charset; None if it is no
-    charset of pages.
-    """
+    """Return the name in Python of the encoding that WHATWG's Encoding Standard assigns to a charset; None if no page
+    may use this charset."""
     label = charset.decode().lower()
     label = _OTHER_NAMES.get(label, label)
     for name in (label, label.removeprefix("x-")):

@@ -17,7 +17,7 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class _UnreachableFilesystem:
-    """Stand-in for the fsspec file system of an unreachable store: any use raises the error `problem`."""
+    """Stand-in for the fsspec file system of an unreachable store: every access raises the error `problem`."""
 
     problem: StoreUnreached
 
@@ -34,9 +34,10 @@ def list_stored_files(
     """List the files behind `url` (a file, glob or directory in a remote store). Yields (name relative to the URL,
     file, True if the URL names this single file).
 
-    cache: directory in which the list is stored (None: not stored). If the store is unreachable, the stored list is
-    used and `log` receives a line; prepared data can then be found, but the files cannot be read. key: recipe key that
-    error messages name. Raises `UserError` if there is no such file, or the store is unreachable and no list is stored.
+    cache: directory in which the listing is stored (None: not stored). If the store is unreachable, the stored listing
+    is used and `log` receives a line; prepared data can then be found, but the files cannot be read. key: recipe key
+    that error messages name. Raises `UserError` if there is no such file, or the store is unreachable and no listing is
+    stored.
     """
     memory = None if cache is None else cache / "listings" / f"{hashlib.sha256(url.encode()).hexdigest()[:32]}.json"
     try:

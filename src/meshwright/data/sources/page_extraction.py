@@ -11,10 +11,11 @@ from typing import Any
 
 
 def make_handler() -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return the function that answers the requests of `PageExtractor` in its subprocess.
+    """Return the function that extracts main texts in the subprocess of `PageExtractor`; it maps a request to an
+    answer, both JSON objects.
 
-    A request is {"extractor": name of a library}, which comes first, or {"html": a page}. An answer is {"text": the
-    main text, "" if there is none}, or {"error": why the library fails on the page}. A `MemoryError` is passed on.
+    The first request is {"extractor": name of a library}, each further one {"html": a page}. An answer is {"text": the
+    main text, "" if there is none}, or {"error": why the library fails on the page}. The function raises `MemoryError`.
     """
     extractors: list[Callable[[str], str | None]] = []
 
@@ -34,16 +35,16 @@ def make_handler() -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 
 def _load_trafilatura() -> Callable[[str], str | None]:
-    """Return trafilatura's extraction of main texts, without comments (Barbaresi, ACL 2021)."""
+    """Return a function that extracts the main text of a page, without comments, by trafilatura (Barbaresi, ACL
+    2021)."""
     from trafilatura import extract
 
     return lambda html: extract(html, include_comments=False)
 
 
 def _load_resiliparse() -> Callable[[str], str | None]:
-    """Return Resiliparse's extraction of main texts, with the settings of DCLM (arXiv:2406.11794, section 4.2): no
-    alternative texts of images.
-    """
+    """Return a function that extracts the main text of a page by Resiliparse, with the settings of DCLM
+    (arXiv:2406.11794, section 4.2): no alternative texts of images."""
     extract = import_module("resiliparse.extract.html2text").extract_plain_text
     return lambda html: extract(html, main_content=True, alt_texts=False)
 

@@ -24,9 +24,8 @@ FAILED: Extraction = (None, "failed when it was read before")
 
 
 class PageExtractor:
-    """Extractor of the main texts of HTML pages, whose library runs in a subprocess with limits: a hostile page neither
-    hangs nor exhausts memory.
-    """
+    """Extractor of the main texts of HTML pages. Its library runs in a subprocess with limits on CPU time and memory,
+    so that a hostile page neither hangs nor exhausts memory."""
 
     def __init__(self, library: str, seconds: int) -> None:
         """Start the subprocess. library: one of `names.EXTRACTORS`. seconds: limit on CPU time for a page. Raises
@@ -38,8 +37,8 @@ class PageExtractor:
         self._process = self._make_process()
 
     def extract_text(self, html: str) -> Extraction:
-        """Extract the main text of a page. The result has the text, or the reason why there is none, such as "takes
-        more than 10 s of CPU time"."""
+        """Extract the main text of the page `html`. The result has the text or, if that fails, the reason, such as
+        "takes more than 10 s of CPU time"."""
         if self._pages == _PAGES:
             self._process, self._pages = self._make_process(), 0
         answer = self._process.ask({"html": html})
@@ -49,9 +48,8 @@ class PageExtractor:
         return str(answer["text"]), None
 
     def _make_process(self) -> LimitedProcess:
-        """Return a new subprocess, which has loaded the library and replaces the old one. Raises `UserError` if it
-        cannot load it.
-        """
+        """Start a subprocess, load the library in it, and return the subprocess. Raises `UserError` if the library
+        cannot be loaded."""
         first = {"extractor": self._library}
         process = LimitedProcess(page_extraction.__file__, first, self._seconds, MEMORY_BYTES)
         try:
@@ -65,15 +63,15 @@ class PageExtractor:
 
 @cache
 def get_page_extractor(library: str, again: bool = False) -> PageExtractor:
-    """Return this process's page extractor with `library`, one of `names.EXTRACTORS`; it is created once. again: True
-    for a second extraction of the same pages, which gets a higher time limit. Raises `UserError` if the library is not
+    """Return the page extractor of this process for `library`, one of `names.EXTRACTORS`; it is created once. again:
+    True for a second extraction of the same pages, with a higher time limit. Raises `UserError` if the library is not
     installed."""
     return PageExtractor(library, EXTRACT_SECONDS * (_PATIENCE if again else 1))
 
 
-def find_extractor(library: str) -> str:
-    """Return the name and installed version of an extraction library, such as "trafilatura 2.3.1", on which the
-    extracted texts depend. library: one of `names.EXTRACTORS`. Raises `UserError` if it is not installed."""
+def describe_extractor(library: str) -> str:
+    """Return name and version of an installed extraction library, such as "trafilatura 2.3.1"; the extracted texts
+    depend on both. library: one of `names.EXTRACTORS`. Raises `UserError` if it is not installed."""
     try:
         return f"{library} {metadata.version(library)}"
     except metadata.PackageNotFoundError:
@@ -81,5 +79,5 @@ def find_extractor(library: str) -> str:
 
 
 def _missing_extractor_error(library: str) -> UserError:
-    """Build the error for an extractor that is not installed."""
+    """Build the error for the extraction library `library` that is not installed."""
     return UserError(f"WARC files need the package {library}: pip install 'meshwright[{EXTRACTORS[library]}]'")

@@ -28,8 +28,8 @@ LONGEST_VALUE = 1 << 28  # bytes; longer ones are refused, since a value is read
 @contextmanager
 def open_parquet(file: SourceFile, stream: Stream, encoded: Sequence[str] = (), metadata: Any = None) -> Iterator[Any]:
     """Context manager that opens a file as `pyarrow.parquet.ParquetFile`. Raises `UserError` for a file that is not
-    Parquet, truncated or damaged, even if pyarrow finds that only while the context reads, and for a Parquet file that
-    is compressed as a whole, such as "a.parquet.gz".
+    Parquet, is truncated or damaged (even if that shows only while the context reads), or is compressed as a whole,
+    such as "a.parquet.gz".
 
     stream: the file's bytes, used if the file is not on a local disk. encoded: paths of the columns that are read as
     dictionary arrays (distinct texts, and for each row an index into them). metadata: the file's `FileMetaData`, if it
@@ -59,13 +59,13 @@ def iterate_parquet_texts(
     file: SourceFile, stream: Stream, key: str, encoding: str, required: Mapping[str, str]
 ) -> Iterator[tuple[str, str, str | None]]:
     """Yield (position such as ":row 17", text, problem) for each row of a Parquet file. problem: how the row violates
-    the schema `required`, as a clause; None if it does not.
+    the schema `required`, as a clause; None if it does not. A null text is yielded as "", and is a problem if
+    `required` is not empty.
 
     stream: the file's bytes, used if the file is not on a local disk. key: column of the text; "a.b" is field b of the
-    struct column a. encoding: text encoding of binary columns. required: {further column: type of its values}. A null
-    text is yielded as "", and is a problem if `required` is not empty. Bytes that do not decode become lone surrogates.
-    Raises `UserError` for files that are not Parquet, truncated or damaged, and if the column `key` is missing or not
-    text.
+    struct column a. encoding: text encoding of binary columns; bytes that do not decode become lone surrogates.
+    required: {further column: type of its values}. Raises `UserError` for files that are not Parquet, truncated or
+    damaged, and if the column `key` is missing or not text.
     """
     with open_parquet(file, stream) as table:
         arrow = import_module("pyarrow")
@@ -93,8 +93,10 @@ def _find_required_columns(required: Mapping[str, str], schema: Any) -> list[str
 
 
 def _find_problems(batch: Any, text: Any, key: str, required: Mapping[str, str]) -> Iterator[str | None]:
-    """Check each row of an Arrow record batch against the schema; yield the violation as a clause, or None if there is
-    none. text: column of the texts. key: its name. required: {further column: type of its values}.
+    """Check each row of an Arrow record batch against a schema; yield how the row violates it, as a clause, or None.
+
+    text: Arrow array of the texts. key: name of their column. required: the schema, {further column: type of its
+    values}.
     """
     names = _find_required_columns(required, batch.schema)
     values = zip(*(batch.column(name).to_pylist() for name in names), strict=True) if names else itertools.repeat(())
@@ -160,10 +162,8 @@ def find_leaves(file: SourceFile, table: Any, group: int, columns: Sequence[str]
 
 
 def _choose_batch_rows(leaves: Sequence[Any], rows: int, path: str) -> int:
-    """Return how many rows of a row group to read at a time, so that they contain about 1 MiB of text. leaves: metadata
-    of the row group's leaf columns, from `find_leaves`. rows: number of rows in the row group. path: name of the text
-    column.
-    """
+    """Return the number of rows of a row group to read at a time, for about 1 MiB of text. leaves: metadata of the row
+    group's leaf columns, from `find_leaves`. rows: number of rows in the row group. path: name of the text column."""
     size: int = next((leaf.total_uncompressed_size for leaf in leaves if leaf.path_in_schema == path), _BATCH)
     return max(1, min(_MOST_ROWS, _BATCH * max(1, rows) // max(1, size)))
 

@@ -42,10 +42,11 @@ class Document(NamedTuple):
     lone surrogate.
 
     name: name of the file and the document's position in it. text: the text; None if the file is not text, or if there
-    is a `problem`. problem: (rule that drops the document, reason as a clause): "schema", which the record violates, or
-    "extraction" of the page's text. example: the parsed instruction, chat or preference record; `text` then joins its
-    texts. record: SHA-256 of all texts of its record, if the record has several examples; else empty. unread: only in
-    the first document of a Parquet file of records: {column that is not read: number of its rows}.
+    is a `problem`. problem: (rule that drops the document, reason as a clause), for the rules "schema" (the record
+    violates it) and "extraction" (the page's text cannot be extracted). example: the parsed instruction, chat or
+    preference record; `text` then joins its texts. record: SHA-256 of all texts of its record, if the record has
+    several examples; else empty. unread: {column that is not read: number of its rows}, only in the first document of a
+    Parquet file of records.
     """
 
     name: str
@@ -56,11 +57,12 @@ class Document(NamedTuple):
     unread: Mapping[str, int] = {}
 
 
-class ReadBefore(NamedTuple):
-    """Results of an earlier reading of a source file that a second reading needs to yield the same documents.
+class EarlierReading(NamedTuple):
+    """Results of an earlier reading of a source file, from which a second reading yields the same documents.
 
-    documents: number of documents, from the first on, that were read. failed: numbers, from 0, of the pages among them
-    whose texts could not be extracted; these are not tried again, and the others get more time."""
+    documents: number of documents read, from the file's first on. failed: numbers, from 0, of those among them whose
+    text could not be extracted from a page; extraction is not tried again for these, and gets more time for the others.
+    """
 
     documents: int = 0
     failed: Collection[int] = ()
@@ -68,11 +70,11 @@ class ReadBefore(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Splits source files into documents: one per text file, JSON line, element of a JSON list, Parquet row, WET
-    or WARC page.
+    """Splits source files into documents: one per text file, JSON line, element of a JSON list, Parquet row, WET or
+    WARC page.
 
-    encoding: text encoding of the files, such as "utf-8". text_key: key of a record's text, unless the file's source
-    sets its own. longest: texts of more characters are cut into several documents, after a blank line, else after a
+    encoding: text encoding of the files, such as "utf-8". text_key: key of a record's text; a source may set a
+    different one. longest: texts of more characters are cut into several documents, after a blank line, else after a
     line, else anywhere. required_keys: {key: type}; if not empty, a record without one of these keys or without text is
     no error, but becomes a document with a problem. records: parse every file as instruction, chat or preference
     records, one document each, never cut; None: plain text. extractor: library that extracts the texts of WARC pages.
@@ -85,10 +87,10 @@ class Reader:
     records: RecordFormat | None = None
     extractor: str = "trafilatura"
 
-    def read_documents(self, file: SourceFile, before: ReadBefore | None = None) -> Iterator[Document]:
+    def read_documents(self, file: SourceFile, before: EarlierReading | None = None) -> Iterator[Document]:
         """Yield the documents of `file` in order. before: results of an earlier reading, so that the same documents are
-        yielded; None: first reading. Raises `UserError` that names the file (and line) that cannot be read."""
-        before = before or ReadBefore()
+        yielded; None: first reading. Raises `UserError` that names the file (and line) if it cannot be read."""
+        before = before or EarlierReading()
         with open_source(file) as stream:
             if file.named and not stream.peek(1):
                 raise UserError(f"{file.path} is empty")
@@ -151,7 +153,7 @@ class Reader:
             yield Document(file.name + position, None, ("schema", problem or ""), unread=unread)
             unread = {}
 
-    def _read_records(self, file: SourceFile, stream: Stream, before: ReadBefore) -> Iterator[Document]:
+    def _read_records(self, file: SourceFile, stream: Stream, before: EarlierReading) -> Iterator[Document]:
         """Yield the documents of a JSON Lines, JSON, Parquet, WET or WARC file, named by file and position. stream: its
         decompressed bytes. before: results of an earlier reading of the file."""
         number = 0  # of the next document
@@ -210,9 +212,8 @@ class Reader:
                 raise UserError(f"{format_position(file, position)}: {problem.removeprefix('is ')}")
 
     def _explain_not_text(self, head: bytes) -> str | None:
-        """Return the reason, as a clause, why a file is not text in the reader's encoding; None if it is text. head:
-        its first bytes.
-        """
+        """Return the reason why a file is not text in the reader's encoding, as a clause; None if it is text. head:
+        first bytes of the file."""
         wide = codecs.lookup(self.encoding).name.startswith(("utf-16", "utf-32"))
         if b"\0" in head and not wide:
             return (
@@ -253,7 +254,7 @@ def open_source(file: SourceFile) -> Iterator[Stream]:
 
 
 def _hash_texts(examples: Sequence[Example]) -> bytes:
-    """Return the SHA-256 of the texts of a record's examples."""
+    """Return the SHA-256 of the texts of all `examples` of one record."""
     texts = "\0".join(example.join_texts() for example in examples)
     return hashlib.sha256(texts.encode(errors="surrogatepass")).digest()
 
@@ -273,8 +274,8 @@ def _get_text(value: Any, key: str, file: SourceFile, position: str, held: bool)
     """Return the text stored in a record; null becomes "". Raises `UserError` if the value is not text.
 
     value: parsed JSON record. key: key of the text in it; "a.b" is key b inside the object under a. file, position: the
-    record's file and position in it, for the error. held: True if an earlier record of the file has the key; if this
-    one lacks it, the error says that the file changes its schema.
+    record's file and position in it, for the error. held: True if earlier records of the file have the key; the error
+    for a record without it then says that the file changes its schema.
     """
     where, setting = format_position(file, position), file.key_setting
     if not isinstance(value, dict):
@@ -315,9 +316,8 @@ def _cut_text(chunks: Iterator[str], longest: int) -> Iterator[str]:
 
 
 def _find_cut(text: str, begin: int, longest: int) -> int:
-    """Return the index in `text` at which to cut, between `longest` / 2 and `longest` characters after `begin`: after
-    the last blank line, else after the last line, else at the end of this range.
-    """
+    """Return the index at which to cut `text`, `longest` / 2 to `longest` characters after `begin`: after the last
+    blank line in this range, else after the last line, else at the end of the range."""
     middle, end = begin + longest // 2, begin + longest
     blank = text.rfind("\n\n", middle, end)
     if blank >= 0:

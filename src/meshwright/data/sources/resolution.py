@@ -29,9 +29,9 @@ class SourceFile:
     """One source file to read.
 
     name: path relative to the source, the same wherever the corpus is stored. path: local path, or file in a remote
-    store. format: one of `DATA_FORMATS` but "auto". named: True if the recipe names this very file, so that unusable
-    content is an error; False if a glob or directory found it. source: index of its source in the recipe.
-    text_key: key of a record's text if the source sets its own. counted_as: label under which reports count it.
+    store. format: one of `DATA_FORMATS`, not "auto". named: True if the recipe names this very file, so that unusable
+    content is an error; False if a glob or directory found it. source: index of its source in the recipe. text_key: key
+    of a record's text if the source sets one. counted_as: label under which reports count it.
     """
 
     name: str
@@ -44,8 +44,8 @@ class SourceFile:
 
     @property
     def key_setting(self) -> str:
-        """Recipe key, for error messages, in which the user sets which field of a record is its text: "data.text_key",
-        or `text_key` of this file's source."""
+        """Recipe key that sets which field of a record is its text, for error messages: "data.text_key", or `text_key`
+        of this file's source."""
         return "data.text_key" if self.text_key is None else f'text_key of "{self.counted_as}" in data.sources'
 
 
@@ -72,10 +72,10 @@ def find_files(
     A source is "stdlib" (this Python's standard library without tests and installed packages), the path or URL of a
     file, a directory (all files below it that are not hidden) or a glob (`**` for any depth).
 
-    format: one of `DATA_FORMATS`; "auto" determines it by suffix: `.jsonl` and `.ndjson` are JSON Lines, `.parquet`,
-    `.wet`, `.warc`, all else text; `.gz` or `.zst` (compressed) may follow. cache:
-    directory of prepared data, which are excluded, and of stored listings of remote stores. log: receives a line when a
-    stored listing is used. key: recipe key that error messages name. records: True: `.json` is a JSON list.
+    format: one of `DATA_FORMATS`. "auto" determines it by suffix: `.jsonl` and `.ndjson` are JSON Lines, `.parquet`,
+    `.wet` and `.warc` are these formats, all others text; `.gz` or `.zst` (compressed) may follow. records: True:
+    `.json` is a JSON list. cache: directory of prepared data, which are excluded, and of stored listings of remote
+    stores. log: receives a line when a stored listing is used. key: recipe key that error messages name.
 
     A file's label in reports (`counted_as`) is its source if there are several sources or `key` is "data.sources", else
     its first directory.
@@ -206,10 +206,9 @@ def _iterate_files(root: Path) -> Iterator[Path]:
 
 
 def _iterate_directories(roots: Sequence[Path], skipped: Collection[str] = ()) -> Iterator[Path]:
-    """Yield the directories `roots` and all below them that are neither hidden nor named as one of `skipped`, in an
-    order that depends on their names alone. Each real directory comes once: symbolic links are followed after all
-    directories that are reached without them, so that cycles of links end and a link gives no second name.
-    """
+    """Yield the directories `roots` and all directories below them, except hidden ones and those with a name in
+    `skipped`. The order depends on names alone. Each real directory is yielded once: symbolic links are followed last,
+    so that cycles of links end, and no link takes the place of a real path."""
     seen: set[tuple[int, int]] = set()
     links = deque(sorted(roots, key=lambda root: (root.is_symlink(), root)))  # and roots
     while links:
@@ -230,9 +229,8 @@ def _iterate_directories(roots: Sequence[Path], skipped: Collection[str] = ()) -
 
 
 def _iterate_glob(pattern: Path, root: Path) -> Iterator[Path]:
-    """Yield the paths of the files that match the glob `pattern`, each file of a real directory once: under the path
-    with the fewest symbolic links. root: the directory before the first wildcard.
-    """
+    """Yield the paths of the files that match the glob `pattern`. A file that symbolic links give several paths is
+    yielded once, under the path with the fewest links. root: the directory before the first wildcard."""
     found = {match for match in _iterate_matches(pattern.parts) if match.is_file()}
     parents: dict[Path, tuple[int, os.stat_result]] = {}
     for parent in {match.parent for match in found}:
@@ -247,9 +245,9 @@ def _iterate_glob(pattern: Path, root: Path) -> Iterator[Path]:
 
 
 def _iterate_matches(parts: tuple[str, ...]) -> Iterator[Path]:
-    """Yield the paths that match a glob, given as its parts; "**" matches any number of directories. Unlike Python's
-    own `glob`, it does not follow cycles of symbolic links under "**": with two links in a directory that would give
-    2^40 paths."""
+    """Yield the paths that match a glob, given as its path components `parts`; "**" matches any number of directories.
+    Cycles of symbolic links under "**" are not followed: Python's `glob` follows them, and with two links in a
+    directory yields 2^40 paths."""
     if "**" not in parts:
         yield from map(Path, glob.glob(os.path.join(*parts)))
         return

@@ -43,10 +43,9 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file in a remote store, such as S3 or a web server. url: its address. place: its path inside `filesystem`.
-    size: bytes; None if unknown. version: entity tag, checksum or time that changes with the content; None if the store
-    gives none. filesystem: fsspec file system that reads it.
-    """
+    """A file in a remote store, such as S3 or a web server. url: its URL. place: its path inside `filesystem`. size:
+    bytes; None if unknown. version: entity tag, checksum or time that changes with the content; None if the store
+    reports none. filesystem: fsspec file system that reads it."""
 
     url: str
     place: str
@@ -75,9 +74,8 @@ class StoredFile:
             return self._download()
 
     def query_state(self) -> StoredFile:
-        """Ask the store for the file's present size and version; returns a `StoredFile` with these. Raises `UserError`
-        if the file is gone.
-        """
+        """Query the store for the file's current size and version; return a `StoredFile` with these. Raises `UserError`
+        if the file is gone."""
         self.filesystem.invalidate_cache()
         entry = retry(self.url, lambda: self.filesystem.info(self.place))
         return _make_stored_file(self.url, self.place, entry, self.filesystem)
@@ -95,7 +93,7 @@ _LOCAL = (errno.ENOSPC, errno.EROFS, errno.EDQUOT)
 
 
 class StoreUnreached(UserError):
-    """Error: the store cannot be reached or refuses access, so that it is unknown which files it has."""
+    """Error: the store cannot be reached or refuses access, so that its files are unknown."""
 
 
 class _NotSupported(UserError):
@@ -167,8 +165,8 @@ def retry(url: str, ask: Callable[[], Result], where: str = "") -> Result:
     """Call `ask`, a request to the store of `url`, and return its result. If it fails, it is called again after a
     growing pause, up to 6 times in all; then a one-line `UserError` is raised.
 
-    Errors that waiting does not change, such as a missing file, are raised immediately. where: appended to the error
-    message, such as " at byte 8,388,608 of 9,000,000".
+    Errors that waiting does not change, such as a missing file, are raised immediately. where: text appended to the
+    error message, such as " at byte 8,388,608 of 9,000,000".
     """
     for number in range(TRIES):
         try:
@@ -218,9 +216,8 @@ def parse_file_url(url: str) -> Path | None:
 
 def query_stored_files(url: str, key: str) -> Iterator[tuple[str, StoredFile, bool]]:
     """Query a remote store for the files behind `url` (a file, glob or directory). Yields (name relative to the URL,
-    file, True if the URL names this single file). key: recipe key that errors name. Raises `UserError` for URLs with
-    credentials or refused protocols, missing files and unreachable stores.
-    """
+    file, True if the URL names this single file). key: recipe key for errors. Raises `UserError` for URLs with
+    credentials or refused protocols, missing files and unreachable stores."""
     _refuse_secrets(url, key)
     filesystem, place = _open_filesystem(url, key)
     filesystem.invalidate_cache()
@@ -255,7 +252,8 @@ def query_stored_files(url: str, key: str) -> Iterator[tuple[str, StoredFile, bo
 
 
 def _strip_url(url: str) -> str:
-    """Return the path in `url`, or in the first of a chain of URLs ("a::b"): without protocol, query and outer "/"."""
+    """Return the path in `url`, or in the first URL of a chain ("a::b"), without protocol, query, and "/" at both
+    ends."""
     return re.sub(r"^[A-Za-z][A-Za-z0-9+.-]*://", "", url.partition("::")[0].partition("?")[0]).strip("/")
 
 
@@ -269,7 +267,8 @@ def find_first_changed(files: Sequence[StoredFile]) -> int | None:
 
 
 def _make_stored_file(url: str, place: str, entry: dict[str, Any], filesystem: Any) -> StoredFile:
-    """Build a `StoredFile`. place: path in `filesystem` (of fsspec). entry: its metadata there ("size", "ETag" ...)."""
+    """Build a `StoredFile` for `url`. place: path in `filesystem`. entry: its metadata from the fsspec `filesystem`
+    ("size", "ETag" ...)."""
     return StoredFile(url, place, entry.get("size"), _find_version(entry), filesystem)
 
 
@@ -281,8 +280,9 @@ def _is_file(entry: dict[str, Any]) -> bool:
 
 
 def _find_version(entry: dict[str, Any]) -> str | None:
-    """Return a text that changes with the content of a file: its entity tag, else a checksum, else the modification
-    time; None if the store reports none of them. entry: metadata of the file from the fsspec file system."""
+    """Return a version of a file, a text that changes with its content: its entity tag, else a checksum, else the
+    modification time; None if the store reports none of them. entry: metadata of the file from the fsspec file system.
+    """
     for key in ("e_tag", "ETag", "etag", "md5", "Content-MD5", "Digest", "Last-Modified", "last_modified", "mtime"):
         if entry.get(key):
             return f"{key.lower().replace('_', '')} {entry[key]}"
@@ -344,8 +344,7 @@ def _refuse_secrets(url: str, key: str) -> None:
 
 def _refuse_protocols(url: str, key: str, protocols: set[str]) -> None:
     """Raise `UserError` if a protocol in `url` may log in with the user's keys, unless the environment variable
-    MESHWRIGHT_STORES lists it. key: recipe key with which the error begins. protocols: all that fsspec supports.
-    """
+    MESHWRIGHT_STORES lists it. key: recipe key with which the error begins. protocols: all protocols of fsspec."""
     allowed = {name.strip().lower() for name in os.environ.get(ALLOWED, "").split(",")}
     for part in url.split("::"):
         protocol = part.partition("://")[0].lower()
@@ -387,8 +386,9 @@ def _find_status(error: Exception) -> int | None:
 
 
 def _suggest_fix(url: str, error: Exception) -> str:
-    """Return what the user can do about a failed read, to append to its error message; "" if nothing is known. Missing
-    files and refused S3 credentials are recognised. url: what was read. error: exception of the store's library."""
+    """Return a hint for the user after a failed read, to append to its error message; "" if nothing is known. Missing
+    files and refused S3 credentials are recognised. url: the URL that was read. error: exception of the store's
+    library."""
     kind, status = type(error).__name__, _find_status(error)
     if isinstance(error, FileNotFoundError) or kind == "NotFoundError" or status == 404:
         return "; there is no such file or directory"

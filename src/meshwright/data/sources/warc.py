@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from meshwright.data.sources.http_bodies import DECODING_VERSION, LONGEST_PAGE, decode_body, decode_text
-from meshwright.data.sources.page_process import EXTRACT_SECONDS, MEMORY_BYTES, Extraction, find_extractor
+from meshwright.data.sources.page_process import EXTRACT_SECONDS, MEMORY_BYTES, Extraction, describe_extractor
 from meshwright.data.sources.resolution import SourceFile
 from meshwright.data.sources.streams import Stream
 from meshwright.data.sources.wet import iterate_warc_records
@@ -19,20 +19,20 @@ _HTML = ("text/html", "application/xhtml+xml")
 
 
 def collect_page_fields(extractor: str) -> list[Any]:
-    """Return a JSON list of everything besides the files that determines the texts of pages, for the cache key of
-    prepared data. extractor: one of `names.EXTRACTORS`. Raises `UserError` if it is not installed.
-    """
-    return [DECODING_VERSION, LONGEST_PAGE, find_extractor(extractor), EXTRACT_SECONDS, MEMORY_BYTES]
+    """Return a JSON list of everything besides the files that determines the texts extracted from pages, for the cache
+    key of prepared data. extractor: one of `names.EXTRACTORS`. Raises `UserError` if it is not installed."""
+    return [DECODING_VERSION, LONGEST_PAGE, describe_extractor(extractor), EXTRACT_SECONDS, MEMORY_BYTES]
 
 
 def iterate_warc_texts(
     file: SourceFile, stream: Stream, extract: Callable[[str], Extraction]
 ) -> Iterator[tuple[str, str | None, str | None]]:
-    """Yield (position and address, such as ":17 https://example.org/", main text, problem) for each HTML or plain-text
-    page that a WARC file holds as a response with HTTP status 200. The text is "" if a page has no main text and None
-    if its body cannot be decoded, or with a problem: why the extractor gives no text, as a clause. Records are numbered
-    from 1; others are counted and skipped. stream: the file's decompressed bytes. extract: extracts the main text of a
-    page, as `PageExtractor.extract_text` does.
+    """Yield (position and address, such as ":17 https://example.org/", text, problem) for each HTML or plain-text page
+    in a WARC file, a response with HTTP status 200. Records are numbered from 1; other records are counted and skipped.
+
+    text: the main text, "" if the page has none; None if its body cannot be decoded, or if there is a problem. problem:
+    why the extractor yields no text, as a clause. stream: the file's decompressed bytes. extract: extracts the main
+    text of a page, as `PageExtractor.extract_text` does.
 
     Raises `UserError` for a file that is not WARC, a truncated record, or a file without responses.
     """
@@ -67,7 +67,8 @@ def iterate_warc_texts(
 
 
 def _parse_http_head(head: bytes) -> tuple[str, dict[str, str]]:
-    """Return the status code and {lower-case name: value} of an HTTP response's head, "" if it has no status."""
+    """Parse the head of an HTTP response; return (status code as text, "" if it has none; {lower-case name of a header:
+    value})."""
     first, *lines = head.decode("latin-1").splitlines() or [""]
     words = first.split()
     pairs = (line.partition(":") for line in lines)

@@ -18,9 +18,9 @@ _LONGEST_LINE = 1 << 16
 
 
 def iterate_wet_texts(file: SourceFile, stream: Stream, encoding: str) -> Iterator[tuple[str, str, None]]:
-    """Yield (position and address, such as ":17 https://example.org/", text, None: no problem) for each page of a WET
-    file, a WARC record of type "conversion". Records are numbered from 1; other types are counted and skipped. stream:
-    the file's decompressed bytes. encoding: text encoding of the pages.
+    """Yield (position and address, such as ":17 https://example.org/", text, None) for each page of a WET file, a WARC
+    record of type "conversion"; None means that the page has no problem. Records are numbered from 1; other types are
+    counted and skipped. stream: the file's decompressed bytes. encoding: text encoding of the pages.
 
     Raises `UserError` for a file that is not WARC, a truncated record, or a file without conversion records.
     """

@@ -30,14 +30,14 @@ WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 class TokenizerKind:
     """One kind of tokenizer that Meshwright can create, such as "bpe".
 
-    title: its name in a sentence, with article. least: smallest possible vocabulary size. make(vocabulary, texts):
-    function that returns a tokenizer of at most `vocabulary` tokens, trained on `texts`. unknown: token for text
-    outside the vocabulary; None if every text can be encoded and decoded exactly. trained: True if the tokenizer
+    title: its name in a sentence, with article. smallest_vocabulary: smallest possible vocabulary size. make: function
+    (vocabulary, texts) that returns a tokenizer of at most `vocabulary` tokens, trained on `texts`. unknown: token for
+    text outside the vocabulary; None if every text can be encoded and decoded exactly. trained: True if the tokenizer
     depends on `texts`.
     """
 
     title: str
-    least: int
+    smallest_vocabulary: int
     make: Callable[[int, Iterator[str]], Tokenizer]
     unknown: str | None = None
     trained: bool = True
@@ -181,9 +181,8 @@ def _sort_subwords(tokenizer: Tokenizer) -> list[tuple[str, float]]:
     """Return (subword, log-probability) of all subwords of `tokenizer`, a trained Unigram model, the most probable
     first.
 
-    The result is the same in every training on the same text. Log-probabilities are therefore rounded, since the
-    trainer sums them in varying order. Characters that the trainer dropped, whose values are random, all get the lowest
-    value.
+    Every training on the same text gives the same result: log-probabilities are rounded, since the trainer sums them in
+    varying order, and characters that the trainer dropped, whose values are random, get the lowest value.
     """
     pieces = [(piece, round(score, 6)) for piece, score in json.loads(tokenizer.to_str())["model"]["vocab"]]
     lowest = min((score for _, score in pieces), default=0.0)

@@ -14,10 +14,9 @@ from meshwright.limits import LIMITS
 
 
 @contextmanager
-def contain_panics() -> Iterator[None]:
+def convert_panics() -> Iterator[None]:
     """Context manager that converts a panic of a Rust library (such as tokenizers) to RuntimeError. A panic is a
-    BaseException, which would bypass all handlers of errors.
-    """
+    BaseException, which `except Exception` would not catch."""
     try:
         yield
     except BaseException as error:
@@ -29,10 +28,9 @@ def contain_panics() -> Iterator[None]:
 @contextmanager
 def convert_library_errors(what: str) -> Iterator[None]:
     """Context manager that converts all exceptions and panics from calls of the tokenizers library to `UserError`.
-    what: beginning of the error message.
-    """
+    what: beginning of the error message."""
     try:
-        with contain_panics():
+        with convert_panics():
             yield
     except Exception as error:
         line = next(iter(str(error).splitlines()), "")[:200]

@@ -12,15 +12,14 @@ from meshwright.draw.page import paragraph, table
 
 def render_tokenizer_page(report: Mapping[str, Any], shown: Mapping[str, Any] | None = None) -> str:
     """Return a self-contained HTML page about a tokenizer. report: JSON of `measure_tokenizer`. shown: JSON of
-    `describe_tokens` for one text to be displayed token by token; None: no such section.
-    """
+    `describe_tokens`, whose text the page shows token by token; None: the page has no such section."""
     return draw.page(f"tokenizer {report['tokenizer']}", *_render_sections(report, shown))
 
 
 def _render_sections(report: Mapping[str, Any], shown: Mapping[str, Any] | None) -> Iterator[Markup]:
-    """Yield the sections of the page in order: summary, one text token by token, bytes per token, frequencies, longest
-    and unused tokens. report: JSON of `measure_tokenizer`. shown: JSON of `describe_tokens`, or None to omit that text.
-    """
+    """Yield the sections of the page in order: summary, a text token by token, bytes per token, frequencies, longest
+    and unused tokens. report: JSON of `measure_tokenizer`. shown: JSON of `describe_tokens` for the text; None: no
+    text."""
     yield element("h1", f"tokenizer {report['tokenizer']}")
     trip = report["round_trip"]
     yield paragraph(

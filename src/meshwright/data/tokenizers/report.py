@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import decoders
 
-from meshwright.data.cleaning.survey import SPLITS
+from meshwright.data.cleaning.corpus import SPLITS
 from meshwright.data.packing.packed import PackedTokens
 from meshwright.data.prepared import PreparedData
 from meshwright.data.tokenizers.kinds import BYTES, list_byte_characters
@@ -24,7 +24,7 @@ _AT_LEAST = (1, 10, 100, 1000, 10_000)
 
 
 def measure_tokenizer(recipe: DataRecipe, data: PreparedData) -> dict[str, Any]:
-    """Measure the tokenizer of prepared data on its text; returns JSON. Start and end tokens of documents are not
+    """Measure the tokenizer of prepared data on their text; return JSON. Start and end tokens of documents are not
     counted, tokens of a chat template are. recipe: the `[data]` table from which `data` was prepared.
 
     `sources`: documents, bytes, tokens and bytes_per_token of each data source, over both splits. `used`: number of
@@ -37,7 +37,7 @@ def measure_tokenizer(recipe: DataRecipe, data: PreparedData) -> dict[str, Any]:
     tokenizer = data.tokenizer
     sources = _count_sources(data)
     counts = _count_tokens(data)
-    names = spell_tokens(tokenizer)
+    names = list_readable_tokens(tokenizer)
     tokens, size = int(counts.sum()), sum(source["bytes"] for source in sources)
     order = np.argsort(-counts, kind="stable")
     occur = order[counts[order] > 0]
@@ -76,7 +76,7 @@ def describe_tokens(tokenizer: TextTokenizer, text: str) -> dict[str, Any]:
     """Tokenize `text` with `tokenizer`; returns a JSON object: `text`, `tokens` [{id, text}], the `decoded` text, and
     `exact`, True if that equals `text`.
     """
-    names = spell_tokens(tokenizer)
+    names = list_readable_tokens(tokenizer)
     (numbers,) = tokenizer.encode([text])
     decoded = tokenizer.decode(numbers)
     return {
@@ -87,18 +87,17 @@ def describe_tokens(tokenizer: TextTokenizer, text: str) -> dict[str, Any]:
     }
 
 
-def spell_tokens(tokenizer: TextTokenizer) -> dict[int, str]:
+def list_readable_tokens(tokenizer: TextTokenizer) -> dict[int, str]:
     """Return {token id: readable text} for all tokens of `tokenizer`; bytes that are no complete character are written
-    as `<0xE4>`.
-    """
+    as `<0xE4>`."""
     vocabulary = tokenizer.tokenizer.get_vocab(with_added_tokens=True)
     if not isinstance(tokenizer.tokenizer.decoder, decoders.ByteLevel):
         return {number: token for token, number in vocabulary.items()}
     added = tokenizer.tokenizer.get_added_tokens_decoder()
-    return {number: token if number in added else _spell_byte_token(token) for token, number in vocabulary.items()}
+    return {number: token if number in added else _decode_byte_token(token) for token, number in vocabulary.items()}
 
 
-def _spell_byte_token(token: str) -> str:
+def _decode_byte_token(token: str) -> str:
     """Decode a token of a byte-level tokenizer to readable text; bytes that are no complete character are written as
     `<0xE4>`.
     """

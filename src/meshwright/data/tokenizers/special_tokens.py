@@ -64,15 +64,12 @@ def find_special_tokens(tokenizer: Tokenizer, named: Iterable[str] = ()) -> froz
 
 
 def make_text_encoder(tokenizer: Tokenizer, special: Collection[str]) -> Tokenizer:
-    """Return a tokenizer with the same ids that encodes text which spells a token of `special` as ordinary text, never
-    as that token.
-
-    It is `tokenizer` itself if its option `encode_special_tokens` suffices, else a copy in which these tokens have
-    random names.
-    """
+    """Return a tokenizer with the same ids that encodes every text as ordinary text, even if it spells a token of
+    `special`. This is `tokenizer` itself if its option `encode_special_tokens` suffices, else a copy in which these
+    tokens have random names."""
     tokenizer.encode_special_tokens = True
     hidden = _list_tokens_to_rename(tokenizer, special)
-    state = _find_spellable_state(tokenizer, hidden)
+    state = _find_state_to_rename(tokenizer, hidden)
     if state is None:
         return tokenizer
     encoder, _ = _rename_tokens(state, hidden)
@@ -81,10 +78,9 @@ def make_text_encoder(tokenizer: Tokenizer, special: Collection[str]) -> Tokeniz
 
 
 def make_template_encoder(tokenizer: Tokenizer, special: Collection[str]) -> tuple[Tokenizer, dict[str, str]]:
-    """Build a copy of a tokenizer, with the same ids, in which each token of `special` has a random name; returns
-    (copy, {special token: random name}). Only the random name is encoded as the token; text that spells the token is
-    ordinary text.
-    """
+    """Build a copy of a tokenizer, with the same ids, in which each token of `special` has a random name; return (copy,
+    {special token: random name}). Only the random name is encoded as that special token; text that spells its old name
+    is ordinary text."""
     encoder, names = _rename_tokens(json.loads(tokenizer.to_str()), _list_tokens_to_rename(tokenizer, special))
     encoder.no_padding()
     encoder.no_truncation()
@@ -93,9 +89,8 @@ def make_template_encoder(tokenizer: Tokenizer, special: Collection[str]) -> tup
 
 
 def _list_tokens_to_rename(tokenizer: Tokenizer, special: Collection[str]) -> set[str]:
-    """Return the tokens that must get random names, so that no text is encoded as one of them: `special`, and the token
-    that `tokenizer` writes for unknown text.
-    """
+    """Return the tokens that must get random names so that no text is encoded as one of them: `special`, and the token
+    that `tokenizer` uses for unknown text."""
     unknown = find_unknown_token(tokenizer)
     return {*special, *([unknown] if unknown is not None and len(unknown) > 1 else [])}
 
@@ -122,10 +117,10 @@ def _rename_tokens(state: dict[str, Any], hidden: Set[str]) -> tuple[Tokenizer, 
         return Tokenizer.from_str(json.dumps(state)), names
 
 
-def _find_spellable_state(tokenizer: Tokenizer, hidden: Set[str]) -> dict[str, Any] | None:
-    """Check whether plain text can be encoded as one of the tokens `hidden`, even if the tokenizer's option
-    `encode_special_tokens` is set. If so, return the parsed tokenizer.json, in which the caller must rename these
-    tokens; else None."""
+def _find_state_to_rename(tokenizer: Tokenizer, hidden: Set[str]) -> dict[str, Any] | None:
+    """Return the parsed tokenizer.json if plain text can be encoded as one of the tokens `hidden`, even with the
+    tokenizer's option `encode_special_tokens`; the caller must then rename these tokens in it. Return None if no text
+    can be."""
     added = tokenizer.get_added_tokens_decoder().values()
     spelled = any(token.content in hidden for token in added if not token.special)
     if not spelled and all(tokenizer.model.token_to_id(token) is None for token in hidden):
@@ -139,7 +134,7 @@ def _find_spellable_state(tokenizer: Tokenizer, hidden: Set[str]) -> dict[str, A
 
 
 def find_unknown_token(tokenizer: Tokenizer) -> str | None:
-    """Return the token that the model of `tokenizer` writes for text outside its vocabulary, or None if it has none."""
+    """Return the token that the model of `tokenizer` uses for text outside its vocabulary, or None if it has none."""
     model = tokenizer.model
     if isinstance(model, models.Unigram):
         number = json.loads(tokenizer.to_str())["model"]["unk_id"]

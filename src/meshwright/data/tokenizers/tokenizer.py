@@ -118,9 +118,7 @@ class TokenizerFiles:
         return TokenizerFiles(self.tokenizer, _serialize_json({**json.loads(self.config), "chat_template": template}))
 
     def list_named_tokens(self) -> dict[str, str]:
-        """Return the special tokens by the variable that stands for them in chat templates, such as {"bos_token":
-        "<s>"}.
-        """
+        """Return {variable of chat templates: special token}, such as {"bos_token": "<s>"}."""
         config = json.loads(self.config)
         texts = {key: get_token_text(value) for key, value in config.items() if key.endswith("_token")}
         return {key: text for key, text in texts.items() if text is not None}
@@ -189,12 +187,16 @@ def find_tokenizer(name: str) -> TokenizerFiles | None:
     return TokenizerFiles(data, _serialize_json(config))
 
 
-def find_least_vocabulary(name: str) -> int:
-    """Return the smallest vocabulary size that data.tokenizer = `name` can have: for "bpe" the 256 bytes and the
-    end-of-text token, for an existing tokenizer its own size. Raises `UserError` if the tokenizer's files are missing
-    or none names the EOS token."""
+def find_smallest_vocabulary(name: str) -> int:
+    """Return the smallest vocabulary size that data.tokenizer = `name` allows: for "bpe" the 256 bytes and the
+    end-of-text token, for an existing tokenizer its vocabulary size. Raises `UserError` if the tokenizer's files are
+    missing or none names the EOS token."""
     found = find_tokenizer(name)
-    return KINDS[name].least if found is None else _count_vocabulary(parse_tokenizer(found.tokenizer, Path(FILES[0])))
+    return (
+        KINDS[name].smallest_vocabulary
+        if found is None
+        else _count_vocabulary(parse_tokenizer(found.tokenizer, Path(FILES[0])))
+    )
 
 
 def write_tokenizer(
@@ -205,8 +207,8 @@ def write_tokenizer(
     texts: Iterator[str],
     chat_template: str | None = None,
 ) -> None:
-    """Write tokenizer.json and tokenizer_config.json into `directory`, of the existing tokenizer `found` or, if that is
-    None, of a new one of kind `name` ("bpe" ...).
+    """Write tokenizer.json and tokenizer_config.json into `directory`. found: existing tokenizer whose files are
+    written; None: a new tokenizer of kind `name` ("bpe" ...) is created.
 
     vocabulary: maximum number of tokens of a new tokenizer. texts: training texts of a new tokenizer. chat_template:
     Jinja source stored in the configuration (None: unchanged).
@@ -244,7 +246,7 @@ def _count_vocabulary(tokenizer: Tokenizer) -> int:
 
 
 def _is_plain_bytes(tokenizer: Tokenizer) -> bool:
-    """Return True if a tokenizer is the one of `create_byte_tokenizer`, which encodes text as its UTF-8 bytes."""
+    """Return True if a tokenizer encodes text as its UTF-8 bytes, as that of `create_byte_tokenizer` does."""
     reference = create_byte_tokenizer()
     return tokenizer.get_vocab() == reference.get_vocab() and bool(
         json.loads(tokenizer.to_str()) == json.loads(reference.to_str())

@@ -31,10 +31,14 @@ FINISHED, STOPPED, FAILED = "finished", "stopped", "failed"
 class TrackedRun:
     """Description of the run that a tracker gets at its start.
 
-    name: name of the run. directory: run directory. fresh: True if the run is not resumed. step: last step whose values
-    the tracker has certainly received. Values of later steps may be sent a second time; the tracker should then show
-    them once. kept: strings to be stored in the run directory for a resume, such as the run's id on a server; the
-    tracker may change them.
+    Attributes:
+        name: Name of the run.
+        directory: Run directory.
+        fresh: True if the run is not resumed.
+        step: Last step whose values the tracker has certainly received. Values of later steps may be sent a second
+            time; the tracker should then show them once.
+        kept: Strings to be stored in the run directory for a resume, such as the run's id on a server; the tracker may
+            change them.
     """
 
     name: str
@@ -64,8 +68,8 @@ class Tracker(Protocol):
 
 
 def check_trackers(recipe: Recipe) -> None:
-    """Check the trackers named in `track.to`. Raises `UserError` for one that is unknown, cannot be loaded, or does not
-    accept its options."""
+    """Check the trackers named in `track.to` of the recipe. Raises `UserError` for one that is unknown, cannot be
+    loaded, or does not accept its options."""
     track = recipe.track
     for name in track.to:
         load_tracker_class(recipe, name)
@@ -148,8 +152,8 @@ def _names_server(value: object) -> bool:
 
 
 def make_tracker(recipe: Recipe, name: str) -> Tracker:
-    """Create the tracker called `name` with its `track.options`. `UserError` if its class cannot be loaded or does not
-    accept them."""
+    """Create the tracker called `name` with its `track.options` in the recipe. `UserError` if its class cannot be
+    loaded or does not accept them."""
     return load_tracker_class(recipe, name)(**recipe.track.options.get(name, {}))
 
 

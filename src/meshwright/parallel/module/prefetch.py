@@ -65,8 +65,10 @@ class ModulePrefetcher:
     @contextmanager
     def forward(self, axis: Axis, *, backward_follows: bool = True) -> Iterator[None]:
         """Context manager around the forward pass of a micro-batch, in which the hooks unshard and reshard FSDP units
-        (ZeRO-3; otherwise it unshards all units at the start). `axis`: the ranks that run this pass, all of which must
-        enter the context; `backward_follows`: False if no backward pass follows (evaluation)."""
+        (ZeRO-3; otherwise it unshards all units at the start).
+
+        `axis`: the ranks that run this pass, all of which must enter the context; `backward_follows`: False if no
+        backward pass follows (evaluation)."""
         self._backward = False
         if not self.sharded:
             for unit in self._units.values():
@@ -97,8 +99,10 @@ class ModulePrefetcher:
     @contextmanager
     def backward(self, gradients: GradientAccumulator) -> Iterator[None]:
         """Context manager around the backward pass of a micro-batch, in which FSDP units are all-gathered before use
-        (ZeRO-3). `gradients`: accumulator of the parameter gradients, in which units that the forward did not use are
-        marked to get none."""
+        (ZeRO-3).
+
+        `gradients`: accumulator of the parameter gradients, in which units that the forward did not use are marked to
+        get none."""
         if not self.sharded:
             yield
             return
@@ -221,8 +225,8 @@ class ModulePrefetcher:
         return tensor if name is None else _SavedView(name, tensor)
 
     def _unpack(self, saved: Any) -> torch.Tensor:
-        """Saved-tensor hook, the inverse of `_pack`: unshard the FSDP unit of a `_SavedView` and return the view;
-        return anything else unchanged."""
+        """Saved-tensor hook, the inverse of `_pack`. If `saved` is a `_SavedView`, unshard its FSDP unit and return the
+        view; otherwise return `saved` unchanged."""
         if not isinstance(saved, _SavedView):
             return saved  # type: ignore[no-any-return]
         self._unshard(saved.unit)
@@ -231,8 +235,9 @@ class ModulePrefetcher:
 
 class _SavedView(NamedTuple):
     """Object that autograd saves for backward in place of a view of an FSDP unit's parameters, so that the unit can be
-    unsharded again before the view is read. unit: name of the unit; tensor: the view, whose storage has no memory while
-    the unit is sharded."""
+    unsharded again before the view is read.
+
+    unit: name of the unit; tensor: the view, whose storage has no memory while the unit is sharded."""
 
     unit: str
     tensor: torch.Tensor

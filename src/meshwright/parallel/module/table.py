@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from meshwright.errors import UserError
-from meshwright.spec.foreign import REST, ForeignParameter, KeptValue, module_table
+from meshwright.spec.foreign import REST, ForeignParameter, KeptValue, build_module_table
 from meshwright.spec.parameters import ParameterTable
 
 ChooseUnit = Callable[[str, nn.Module], bool]
@@ -29,24 +28,24 @@ LARGE = 1 / 4
 
 @dataclass(frozen=True, slots=True)
 class ModuleDescription:
-    """Description of a user-defined module for ZeRO. `table`: its parameter table; `units`: path -> submodule that is
-    an FSDP unit; `kept`: name, shape and dtype of each tensor that checkpoints store but training does not change
-    (persistent buffers and frozen parameters); `adapter`: content of PEFT's `adapter_config.json` if an adapter is
-    trained, whose checkpoints do not store frozen parameters; None: no adapter."""
+    """Description of a user-defined module for ZeRO.
+
+    `table`: its parameter table; `units`: path -> submodule that is an FSDP unit; `kept`: name, shape and dtype of each
+    tensor that checkpoints store but training does not change (persistent buffers and frozen parameters)."""
 
     table: ParameterTable
     units: Mapping[str, nn.Module]
     kept: tuple[KeptValue, ...]
-    adapter: Mapping[str, Any] | None = None
 
 
 def describe_module(
     module: nn.Module, choose: ChooseUnit | None = None, decays: Callable[[str, nn.Parameter], bool] | None = None
 ) -> ModuleDescription:
-    """Derive the parameter table and the FSDP units of a user-defined module. `choose`: function (path of a submodule,
-    submodule) -> True if it is an FSDP unit; None: chosen by size. `decays`: function (parameter name, parameter) ->
-    True if weight decay applies; None: it applies to parameters of two or more dims. Raises UserError if the module has
-    nothing to train."""
+    """Derive the parameter table and the FSDP units of a user-defined module.
+
+    `choose`: function (path of a submodule, submodule) -> True if it is an FSDP unit; None: chosen by size. `decays`:
+    function (parameter name, parameter) -> True if weight decay applies; None: it applies to parameters of two or more
+    dims. Raises UserError if the module has nothing to train."""
     trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
     if not trained:
         raise UserError("the module has no parameter with requires_grad: there is nothing to train")
@@ -65,7 +64,7 @@ def describe_module(
         ForeignParameter(name, tuple(each.shape), unit_of.get(id(each), REST), decays(name, each))
         for name, each in trained.items()
     ]
-    table = module_table(parameters)
+    table = build_module_table(parameters)
     kept = tuple(
         KeptValue(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
         for name, value in list_untrained_tensors(module, saved=True).items()
@@ -103,9 +102,10 @@ def _find_units(
     module: nn.Module, prefix: str, total: int, choose: ChooseUnit | None, found: dict[str, nn.Module]
 ) -> None:
     """Find the FSDP units among the submodules of `module` and add them to `found` (path -> submodule). Units contain
-    no further units, and a ModuleList is never one, as it is never called. `prefix`: start of the submodules' paths, ""
-    or "PATH."; `total`: number of elements of all trained parameters; `choose`: function (path, submodule) -> True if
-    it is a unit; None: chosen by size."""
+    no further units, and a ModuleList is never one, as it is never called.
+
+    `prefix`: start of the submodules' paths, "" or "PATH."; `total`: number of elements of all trained parameters;
+    `choose`: function (path, submodule) -> True if it is a unit; None: chosen by size."""
     listed = isinstance(module, nn.ModuleList)
     for name, child in module.named_children():
         path = f"{prefix}{name}"
@@ -122,8 +122,9 @@ def _find_units(
 
 def _is_unit_by_size(module: nn.Module, total: int, listed: bool) -> bool:
     """Return True if a module is large enough to be an FSDP unit (1/32 of all trained parameters; in a ModuleList any
-    size) and is not a large container of smaller units. `total`: number of elements of all trained parameters;
-    `listed`: True if the module's parent is a ModuleList."""
+    size) and is not a large container of smaller units.
+
+    `total`: number of elements of all trained parameters; `listed`: True if the module's parent is a ModuleList."""
     size = sum(each.numel() for each in module.parameters() if each.requires_grad)
     lists = any(isinstance(inner, (nn.ModuleList, nn.Sequential)) and len(inner) > 1 for inner in module.modules())
     if listed:

@@ -9,19 +9,29 @@ from functools import lru_cache
 
 from meshwright.planner.cost import elementwise
 from meshwright.planner.cost.micro_batch import ITEM_BYTES, Adapted, LayerKind, MicroBatch, Number
-from meshwright.planner.cost.operators import Linear, Operation, Operator, Phase, SavedTensor, pointwise, products
+from meshwright.planner.cost.operators import (
+    LinearShape,
+    Operation,
+    Operator,
+    Phase,
+    SavedTensor,
+    elementwise_kernels,
+    linear_kernels,
+)
 from meshwright.spec.adapter_config import BLOCK, RECORD_BYTES
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
 
 
-def freeze(
-    at: MicroBatch, operators: Iterable[Operator], kind: LayerKind | None = None, arrives: bool = True
+def adapt_operators(
+    batch: MicroBatch, operators: Iterable[Operator], kind: LayerKind | None = None, arrives: bool = True
 ) -> Iterator[Operator]:
-    """Yield the operators of a model with an adapter for those of the model without, in order.
+    """Yield the operators of a model with an adapter (such as LoRA), in order: those of the model without it, with
+    frozen weights and with the adapter's matrix products added.
 
-    kind: of the layer; None: embedding or head, which have no adapter. arrives: the gradient of the first operator's
-    input is computed, because of a trained parameter before it or another pipeline stage.
+    operators: of the model without adapter; kind: kind of their layer, None for embedding and head, which have no
+    adapter; arrives: True if the gradient of the first operator's input is computed, because a trained parameter or
+    another pipeline stage precedes it.
     """
     differentiable = kind is None or arrives or bool(kind.adapted)
     beside = arrives  # the gradient of the mixture's input is computed; the shared expert reads it after the others
@@ -29,9 +39,9 @@ def freeze(
         adapted = next((one for one in kind.adapted if one.layer == operator.name), None) if kind else None
         shared = operator.name.startswith("mlp.shared")
         beside = arrives if operator.name == "mlp.router" else beside
-        found = _freeze(at, operator, adapted, beside if shared else arrives)
+        found = _freeze_operator(batch, operator, adapted, beside if shared else arrives)
         if operator.name == "mlp.combine" and arrives and not beside:
-            found = found._replace(saved=_combined_alone(at, found.saved))
+            found = found._replace(saved=_select_saved_by_combine(batch, found.saved))
         if operator.name == "mlp.router" and kind and any(one.layer == "mlp.shared.up" for one in kind.adapted):
             # The input that the shared expert's adapter reads.
             read = tuple(one for one in operator.saved if one.name == "mlp.input")
@@ -41,79 +51,84 @@ def freeze(
         arrives = arrives or adapted is not None
 
 
-def _combined_alone(at: MicroBatch, saved: tuple[SavedTensor, ...]) -> tuple[SavedTensor, ...]:
-    """Return the saved tensors of the experts' combination, given those of a trained router, if neither the router nor
-    the experts' input has a gradient."""
+def _select_saved_by_combine(batch: MicroBatch, saved: tuple[SavedTensor, ...]) -> tuple[SavedTensor, ...]:
+    """Return the tensors that the combination of the experts' outputs saves if neither the router nor the experts'
+    input has a gradient. saved: those that it saves if both have."""
     order = (one for one in saved if one.name == "mlp.experts.order")
-    chosen = at.routed_tokens, at.config.experts_per_token
-    return (*order, *(() if at.config.routed_input else (SavedTensor("mlp.router.weights", chosen, "x"),)))
+    chosen = batch.routed_tokens, batch.config.experts_per_token
+    return (*order, *(() if batch.config.routed_input else (SavedTensor("mlp.router.weights", chosen, "x"),)))
 
 
-def _freeze(at: MicroBatch, operator: Operator, adapted: Adapted | None, arrives: bool) -> Operator:
-    """Return an operator with frozen parameters. adapted: its adapter, if it has one; arrives: its input has a
-    gradient."""
-    name, leaves = operator.name, arrives or adapted is not None
+def _freeze_operator(batch: MicroBatch, operator: Operator, adapted: Adapted | None, input_gradient: bool) -> Operator:
+    """Return an operator without the gradients of its weights, which are frozen, and with its adapter if it has one.
+    adapted: the adapter, None without; input_gradient: True if the gradient of the operator's input is computed."""
+    name, leaves = operator.name, input_gradient or adapted is not None
     product = next((one for one in operator.operations if one.name == name and one.kind == "product"), None)
     operations = [
         one
         for one in operator.operations
-        if one.phase == "forward" or (one.phase != "weight" and arrives and one.name != f"{name}.bias")
+        if one.phase == "forward" or (one.phase != "weight" and input_gradient and one.name != f"{name}.bias")
     ]
     # Inputs of frozen products, and the vectors that a norm's factors multiply, have weight gradients alone to serve.
     inputs = {f"{name}.input", "mlp.input"} if product and not adapted else set()
     saved = [one for one in operator.saved if leaves and one.name not in inputs and not one.name.endswith(".scaled")]
-    if adapted and not arrives:  # the output and the input that A reads
+    if adapted and not input_gradient:  # the output and the input that A reads
         saved = list(operator.saved)
     calls = [
         one
         for one in operator.collectives
-        if one.phase == "forward" or (arrives if "input" in one.sites[0][0] else leaves)
+        if one.phase == "forward" or (input_gradient if "input" in one.sites[0][0] else leaves)
     ]
     found = operator._replace(
         operations=tuple(operations), saved=tuple(saved), collectives=tuple(calls), parameters=0, expert_parameters=0
     )
     if product is None or product.shape is None:
         return found
-    if at.config.adapter and at.config.adapter.packed and name.startswith(PACKED):
-        found = found._replace(operations=(*_unpacked(at, product, arrives), *found.operations))
-    return found if adapted is None else _with_adapter(at, found, product, adapted, arrives)
+    if batch.config.adapter and batch.config.adapter.packed and name.startswith(PACKED):
+        found = found._replace(operations=(*_unpack_kernels(batch, product, input_gradient), *found.operations))
+    return found if adapted is None else _add_adapter(batch, found, product, adapted, input_gradient)
 
 
 PACKED = ("attention.", "mlp.up", "mlp.down", "mlp.shared.up", "mlp.shared.down")
-"""Beginnings of the names of products whose frozen weights `adapter.base` packs."""
+"""Prefixes of the names of matrix products whose frozen weights `adapter.base` quantizes."""
 
 
-def _unpacked(at: MicroBatch, product: Operation, arrives: bool) -> Iterator[Operation]:
-    """Yield the kernels that unpack the weight of a product, again for the input's gradient."""
-    assert at.config.adapter and product.shape
+def _unpack_kernels(batch: MicroBatch, product: Operation, input_gradient: bool) -> Iterator[Operation]:
+    """Yield the kernels that dequantize the weight of a matrix product: before the forward and, if `input_gradient`
+    (the gradient of the product's input is computed), again before the input-gradient product."""
+    assert batch.config.adapter and product.shape
     _, outputs, inputs = product.shape
-    of = elementwise.traffic(f"unpacked_{at.config.adapter.packed}").forward
-    phases: tuple[Phase, ...] = ("forward", "input") if arrives else ("forward",)
+    of = elementwise.traffic(f"unpacked_{batch.config.adapter.packed}").forward
+    phases: tuple[Phase, ...] = ("forward", "input") if input_gradient else ("forward",)
     for phase in phases:
-        moved = of.bytes(at.itemsize) * outputs * inputs / of.kernels
+        moved = of.bytes(batch.itemsize) * outputs * inputs / of.kernels
         yield Operation(f"{product.name}.unpack", "elementwise", phase, 0.0, moved, None, of.kernels)
 
 
-def _with_adapter(at: MicroBatch, operator: Operator, product: Operation, adapted: Adapted, arrives: bool) -> Operator:
-    """Return the operator of a linear layer with the products of its adapter. product: of the base weight."""
-    assert at.config.adapter and product.shape
-    rank, dora = at.config.adapter.rank, at.config.adapter.kind == "dora"
+def _add_adapter(
+    batch: MicroBatch, operator: Operator, product: Operation, adapted: Adapted, input_gradient: bool
+) -> Operator:
+    """Return the operator of a frozen linear layer with the matrix products of its adapter added. product: matrix
+    product with the frozen weight; adapted: the adapter; input_gradient: True if the gradient of the layer's input is
+    computed."""
+    assert batch.config.adapter and product.shape
+    rank, dora = batch.config.adapter.rank, batch.config.adapter.kind == "dora"
     rows, outputs, inputs = product.shape
     matrices, name, count = len(adapted.shares), f"{operator.name}.adapter", product.count
     routed = ".experts." in operator.name
-    first = products(at, f"{name}.a", Linear(rows, matrices * rank, inputs, count))
-    found = [one for one in first if arrives or one.phase != "input"]
+    first = linear_kernels(batch, f"{name}.a", LinearShape(rows, matrices * rank, inputs, count))
+    found = [one for one in first if input_gradient or one.phase != "input"]
     parts, written = [], 0.0
     for number, share in enumerate(adapted.shares):
         width = outputs * share
-        found += products(at, f"{name}.b", Linear(rows, width, rank, count))
+        found += linear_kernels(batch, f"{name}.b", LinearShape(rows, width, rank, count))
         parts.append(SavedTensor(f"{name}.product.{number}", (rows, width), "x"))
         written = written + width
-    found += pointwise(at, f"{name}.scale", rows * count * matrices * rank, "scaled")
-    found += pointwise(at, f"{name}.sum", rows * count * outputs, "adapted")
-    if at.config.adapter.dropout:
-        dropped = pointwise(at, f"{name}.dropout", rows * inputs, "adapter_dropout")
-        found += [one for one in dropped if arrives or one.phase != "input"]
+    found += elementwise_kernels(batch, f"{name}.scale", rows * count * matrices * rank, "scaled")
+    found += elementwise_kernels(batch, f"{name}.sum", rows * count * outputs, "adapted")
+    if batch.config.adapter.dropout:
+        dropped = elementwise_kernels(batch, f"{name}.dropout", rows * inputs, "adapter_dropout")
+        found += [one for one in dropped if input_gradient or one.phase != "input"]
     saved, parameters = [SavedTensor(f"{name}.low", (rows, matrices * rank), "x")], matrices * rank * inputs
     parameters = (parameters + rank * written) * count
     kept = saved[:1]
@@ -125,9 +140,13 @@ def _with_adapter(at: MicroBatch, operator: Operator, product: Operation, adapte
             for number, share in enumerate(adapted.shares)
         ]
     if dora:
-        norms = Linear(written, rank, inputs), Linear(rank, rank, inputs, matrices), Linear(written, rank, rank)
-        found += [products(at, f"{name}.norms", each)[0] for each in norms]
-        found += pointwise(at, f"{name}.magnitude", rows * outputs, "scaled_by_vector")
+        norms = (
+            LinearShape(written, rank, inputs),
+            LinearShape(rank, rank, inputs, matrices),
+            LinearShape(written, rank, rank),
+        )
+        found += [linear_kernels(batch, f"{name}.norms", each)[0] for each in norms]
+        found += elementwise_kernels(batch, f"{name}.magnitude", rows * outputs, "scaled_by_vector")
         saved += [
             SavedTensor(f"{name}.unscaled", (rows, outputs), "x"),
             SavedTensor(f"{name}.factors", (outputs,), "x"),
@@ -137,7 +156,7 @@ def _with_adapter(at: MicroBatch, operator: Operator, product: Operation, adapte
             parts.append(SavedTensor(f"{name}.norms.{number}.aa", (rank, rank), "x"))
             parts += [SavedTensor(f"{name}.norms.{number}.{of}", (outputs * share, rank), "x") for of in ("wa", "baa")]
         parameters = parameters + written
-    owned = "expert_parameters" if routed and at.expert_parallel else "parameters"
+    owned = "expert_parameters" if routed and batch.expert_parallel else "parameters"
     return operator._replace(
         operations=(*operator.operations, *found), saved=(*operator.saved, *saved),
         kept=(*operator.kept, *kept, *(parts if dora else ())),
@@ -145,9 +164,9 @@ def _with_adapter(at: MicroBatch, operator: Operator, product: Operation, adapte
 
 
 @lru_cache(maxsize=64)
-def frozen_bytes(config: ModelConfig, dtype: str) -> float:
-    """Return the bytes of frozen parameters for each trained parameter of a model; 0 without adapter. dtype: torch's
-    type name of the parameters."""
+def frozen_bytes_per_trained(config: ModelConfig, dtype: str) -> float:
+    """Return (bytes of a model's frozen parameters) / (number of its trained parameters); 0 without adapter. dtype:
+    torch's type name of unquantized parameters."""
     if config.adapter is None:
         return 0.0
     entries = parameter_table(config).entries

@@ -5,204 +5,235 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshwright.planner.cost import elementwise
-from meshwright.planner.cost.adapters import freeze
-from meshwright.planner.cost.attention import attention
+from meshwright.planner.cost.adapters import adapt_operators
+from meshwright.planner.cost.attention import attention_operators
 from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Number, layer_kind
-from meshwright.planner.cost.mlp import feed_forward, mixture
+from meshwright.planner.cost.mlp import mixture_operators, mlp_operators
 from meshwright.planner.cost.operators import (
     CollectiveCall,
-    Linear,
+    LinearShape,
     Operation,
     Operator,
     Phase,
     SavedTensor,
-    linear,
-    pointwise,
-    scaled,
+    elementwise_kernels,
+    linear_operator,
+    rms_norm_saved,
 )
-from meshwright.planner.cost.tensor_parallel import enter, leave
+from meshwright.planner.cost.tensor_parallel import column_parallel_calls, row_parallel_calls
 
 
-def block(at: MicroBatch, layer: int, arrives: bool = False) -> Iterator[Operator]:
-    """Yield the operators of the layer with index `layer`, in the order of its forward. Names of saved tensors are
-    relative to the layer. arrives: the gradient of the layer's input is computed even if all parameters before it are
-    frozen, as in all pipeline stages but the first."""
-    kind = layer_kind(at.config, layer)
-    found = _block(at, layer, kind)
-    return found if at.config.adapter is None else freeze(at, found, kind, arrives or not kind.begins)
+def layer_operators(batch: MicroBatch, layer: int, input_gradient: bool = False) -> Iterator[Operator]:
+    """Yield the operators of the transformer layer with index `layer` in forward order. Names of saved tensors are
+    relative to the layer.
 
-
-def _block(at: MicroBatch, layer: int, kind: LayerKind) -> Iterator[Operator]:
-    """Yield the operators of a layer without adapter.
-
-    Decoders normalise before attention and MLP (`pre_norms`), after them (`post_norms`), or both; encoders only after
-    the residual addition.
+    input_gradient: True if the gradient of the layer's input is computed even if all earlier parameters are frozen, as
+    in every pipeline stage but the first.
     """
-    config = at.config
+    kind = layer_kind(batch.config, layer)
+    found = _unadapted_layer(batch, layer, kind)
+    return (
+        found
+        if batch.config.adapter is None
+        else adapt_operators(batch, found, kind, input_gradient or not kind.begins)
+    )
+
+
+def _unadapted_layer(batch: MicroBatch, layer: int, kind: LayerKind) -> Iterator[Operator]:
+    """Yield the operators of a layer as they are without adapter. kind: kind of the layer.
+
+    Decoders normalise before attention and MLP (`pre_norms`), after them (`post_norms`), or both; encoders normalise
+    only after the residual addition.
+    """
+    config = batch.config
     before, after = config.pre_norms and not config.encoder, config.post_norms
-    inner = list(mixture(at, layer)) if kind.mixed else list(feed_forward(at))
-    for name, operators in (("attention", list(attention(at, kind))), ("mlp", inner)):
+    inner = list(mixture_operators(batch, layer)) if kind.mixed else list(mlp_operators(batch))
+    for name, operators in (("attention", list(attention_operators(batch, kind))), ("mlp", inner)):
         if before:
-            yield norm(at, f"{name}_norm")
+            yield norm_operator(batch, f"{name}_norm")
         yield from operators
         if after:
-            yield norm(at, f"{name}_post_norm")
-        yield from residual(at)
+            yield norm_operator(batch, f"{name}_post_norm")
+        yield from residual_operators(batch)
         if config.encoder:
-            yield norm(at, f"{name}_norm")
+            yield norm_operator(batch, f"{name}_norm")
 
 
 # --- norms and the residual stream
 
 
-def norm(at: MicroBatch, name: str, rows: Number | None = None) -> Operator:
-    """Return a norm over the hidden dimension. name: such as "mlp_norm"; rows: number of vectors normalised, if not all
-    tokens of this rank's residual stream."""
-    config = at.config
-    stream = at.rows * at.slice if rows is None else rows
-    shape = (at.rows, at.slice, config.hidden) if rows is None else (rows, config.hidden)
+def norm_operator(batch: MicroBatch, name: str, rows: Number | None = None) -> Operator:
+    """Return the operator of a norm over the hidden dimension. name: such as "mlp_norm"; rows: number of normalised
+    vectors; None: all tokens of this rank's residual stream."""
+    config = batch.config
+    stream = batch.rows * batch.slice if rows is None else rows
+    shape = (batch.rows, batch.slice, config.hidden) if rows is None else (rows, config.hidden)
     return Operator(
-        name, pointwise(at, "norm", stream * config.hidden, config.norm), tuple(_normed(at, name, shape)),
-        parameters=config.hidden * (1 + config.norm_bias),
+        name, elementwise_kernels(batch, "norm", stream * config.hidden, config.norm),
+        tuple(_norm_saved(batch, name, shape)), parameters=config.hidden * (1 + config.norm_bias),
     )  # fmt: skip
 
 
-def _normed(at: MicroBatch, name: str, shape: tuple[Number, ...]) -> Iterator[SavedTensor]:
-    """Yield the tensors that a norm saves. shape: of its input."""
-    if at.config.norm == "layernorm":
+def _norm_saved(batch: MicroBatch, name: str, shape: tuple[Number, ...]) -> Iterator[SavedTensor]:
+    """Yield the tensors that a norm saves for the backward. name: prefix of their names; shape: shape of the norm's
+    input."""
+    if batch.config.norm == "layernorm":
         yield SavedTensor(f"{name}.input", shape, "x")
         for what in ("mean", "deviation"):  # PyTorch keeps them in the input's type on a CPU
-            yield SavedTensor(f"{name}.{what}", (*shape[:-1], 1), "x" if at.device == "cpu" else "wide")
+            yield SavedTensor(f"{name}.{what}", (*shape[:-1], 1), "x" if batch.device == "cpu" else "wide")
     else:
         yield SavedTensor(f"{name}.input", shape, "wide")
-        yield from scaled(name, shape, at.config.zero_centred_norms)
+        yield from rms_norm_saved(name, shape, batch.config.zero_centred_norms)
 
 
-def residual(at: MicroBatch) -> Iterator[Operator]:
-    """Yield a residual addition, and before it the multiplication of what is added (Granite) and the dropout of the
-    engine's runs, where there are any."""
-    elements = at.rows * at.slice * at.config.hidden
-    if at.config.residual_scale != 1:
-        yield Operator("residual.scale", pointwise(at, "residual.scale", elements, "scaled_residual"))
-    yield Operator("residual", pointwise(at, "residual", elements, "residual"))
-    if at.engine.dropout:
-        yield Operator("dropout", pointwise(at, "dropout", elements, "residual_dropout"))
+def residual_operators(batch: MicroBatch) -> Iterator[Operator]:
+    """Yield the operators of a residual addition x + f(x): before it, where the model has them, the scaling of f(x) by
+    a constant (Granite) and dropout."""
+    elements = batch.rows * batch.slice * batch.config.hidden
+    if batch.config.residual_scale != 1:
+        yield Operator("residual.scale", elementwise_kernels(batch, "residual.scale", elements, "scaled_residual"))
+    yield Operator("residual", elementwise_kernels(batch, "residual", elements, "residual"))
+    if batch.engine.dropout:
+        yield Operator("dropout", elementwise_kernels(batch, "dropout", elements, "residual_dropout"))
 
 
 # --- both ends
 
 
-def embedding(at: MicroBatch) -> Iterator[Operator]:
-    """Yield the embedding of tokens, positions and token types, and the norm after it."""
-    return _embedding(at) if at.config.adapter is None else freeze(at, _embedding(at), arrives=False)
+def embedding_operators(batch: MicroBatch) -> Iterator[Operator]:
+    """Yield the operators of the embedding: lookups of tokens, positions and token types, and the norm after them if
+    the model has one."""
+    return (
+        _unadapted_embedding(batch)
+        if batch.config.adapter is None
+        else adapt_operators(batch, _unadapted_embedding(batch), arrives=False)
+    )
 
 
-def _embedding(at: MicroBatch) -> Iterator[Operator]:
-    """Yield the operators of `embedding` without adapter."""
-    config, size, hidden = at.config, at.itemsize, at.config.hidden
-    looked_up, table = at.all_tokens * hidden, at.vocabulary * hidden
+def _unadapted_embedding(batch: MicroBatch) -> Iterator[Operator]:
+    """Yield the operators of the embedding as they are without adapter."""
+    config, size, hidden = batch.config, batch.itemsize, batch.config.hidden
+    looked_up, table = batch.all_tokens * hidden, batch.vocabulary * hidden
     # The gradient of the rows is accumulated into a zeroed float32 table.
     back = looked_up * (size + 3 * elementwise.WIDE) + table * (2 * elementwise.WIDE + size)
     saved = []
-    if at.layout.tp > 1:
-        saved.append(SavedTensor("embedding.places", (at.rows, at.tokens), "index"))
-        saved.append(SavedTensor("embedding.elsewhere", (at.rows, at.tokens), "bool"))
+    if batch.layout.tp > 1:
+        saved.append(SavedTensor("embedding.places", (batch.rows, batch.tokens), "index"))
+        saved.append(SavedTensor("embedding.elsewhere", (batch.rows, batch.tokens), "bool"))
     yield Operator(
         "embedding",
         (
             Operation("embedding", "lookup", "forward", 0.0, 2.0 * size * looked_up),
             Operation("embedding", "lookup", "input", 0.0, 1.0 * back),
         ),
-        tuple(saved), collectives=tuple(leave(at, "embedding", in_block=False)), parameters=table,
+        tuple(saved), collectives=tuple(row_parallel_calls(batch, "embedding", in_block=False)), parameters=table,
     )  # fmt: skip
-    stream = at.rows * at.slice * hidden
+    stream = batch.rows * batch.slice * hidden
     if config.embedding_factor != 1:
-        yield Operator("embedding.scale", pointwise(at, "embedding.scale", stream, "scaled"))
+        yield Operator("embedding.scale", elementwise_kernels(batch, "embedding.scale", stream, "scaled"))
     if config.embedding_norm:
-        yield norm(at, "embedding_norm")
-    places = at.rows if at.masked else 1, at.tokens
+        yield norm_operator(batch, "embedding_norm")
+    places = batch.rows if batch.masked else 1, batch.tokens
     if config.positions == "learned":
         index = SavedTensor("positions.places", places, "index")
         yield Operator(
-            "positions", pointwise(at, "positions", stream, "residual", "eager"),
-            (index,) if at.masked or at.layout.cp == 1 else (), parameters=config.max_positions * hidden,
+            "positions", elementwise_kernels(batch, "positions", stream, "residual", "eager"),
+            (index,) if batch.masked or batch.layout.cp == 1 else (), parameters=config.max_positions * hidden,
         )  # fmt: skip
     if config.token_types:
         index = SavedTensor("token_types.places", places, "index")
         yield Operator(
-            "token types", pointwise(at, "token types", stream, "residual", "eager"),
+            "token types", elementwise_kernels(batch, "token types", stream, "residual", "eager"),
             (index,) if config.positions == "learned" else (), parameters=config.token_types * hidden,
         )  # fmt: skip
 
 
-def head(at: MicroBatch, keeps_gradient: bool) -> Iterator[Operator]:
-    """Yield the operators of the final norm, the vocabulary product and the loss. keeps_gradient: the forward computes
-    the head's gradients; else the backward computes the logits a second time."""
-    return _head(at, keeps_gradient) if at.config.adapter is None else freeze(at, _head(at, keeps_gradient))
+def head_operators(batch: MicroBatch, keeps_gradient: bool) -> Iterator[Operator]:
+    """Yield the operators of the final norm, the language-model head (product with the vocabulary matrix) and the loss.
+
+    keeps_gradient: True if the forward already computes the gradients of the head's input and weight and saves them;
+    else the backward computes the logits a second time.
+    """
+    return (
+        _unadapted_head(batch, keeps_gradient)
+        if batch.config.adapter is None
+        else adapt_operators(batch, _unadapted_head(batch, keeps_gradient))
+    )
 
 
-def _head(at: MicroBatch, keeps_gradient: bool) -> Iterator[Operator]:
-    """Yield the operators of `head` without adapter."""
-    if at.config.encoder:
-        yield from encoder_head(at)
+def _unadapted_head(batch: MicroBatch, keeps_gradient: bool) -> Iterator[Operator]:
+    """Yield the operators of `head_operators` as they are without adapter. keeps_gradient: the forward computes and
+    saves the head's gradients."""
+    if batch.config.encoder:
+        yield from encoder_head_operators(batch)
         return
-    yield norm(at, "final_norm")
-    if at.config.logit_divisor != 1:  # the head's input is divided, not the logits
-        stream = at.rows * at.slice * at.config.hidden
-        yield Operator("head.scale", pointwise(at, "head.scale", stream, "scaled"))
-    product = linear(
-        at, "head", Linear(at.all_tokens, at.vocabulary, at.config.hidden),
-        collectives=tuple(enter(at, "head.input", in_block=False)),
+    yield norm_operator(batch, "final_norm")
+    if batch.config.logit_divisor != 1:  # the head's input is divided, not the logits
+        stream = batch.rows * batch.slice * batch.config.hidden
+        yield Operator("head.scale", elementwise_kernels(batch, "head.scale", stream, "scaled"))
+    product = linear_operator(
+        batch, "head", LinearShape(batch.all_tokens, batch.vocabulary, batch.config.hidden),
+        collectives=tuple(column_parallel_calls(batch, "head.input", in_block=False)),
     )  # fmt: skip
     if not keeps_gradient:
         product = product._replace(operations=(*product.operations, product.operations[0]._replace(phase="recompute")))
     yield product
-    if at.config.logit_softcap:
-        capped = pointwise(at, "head.softcap", at.all_tokens * at.vocabulary, "capped_logits")
+    if batch.config.logit_softcap:
+        capped = elementwise_kernels(batch, "head.softcap", batch.all_tokens * batch.vocabulary, "capped_logits")
         again = () if keeps_gradient else (capped[0]._replace(phase="recompute"),)
         yield Operator("head.softcap", (*capped, *again))
-    yield _loss(at, at.all_tokens * at.vocabulary)._replace(collectives=tuple(_loss_collectives(at)))
+    yield _loss_operator(batch, batch.all_tokens * batch.vocabulary)._replace(
+        collectives=tuple(_loss_collectives(batch))
+    )
 
 
-def prediction_input(at: MicroBatch) -> Iterator[Operator]:
-    """Yield the operators before the block of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, eq. 21): norms of
-    the hidden states and of the next tokens' embeddings, and the product that joins them."""
-    yield from (norm(at, name) for name in ("prediction_hidden_norm", "prediction_embedding_norm"))
-    yield linear(at, "prediction_projection", Linear(at.rows * at.slice, at.config.hidden, 2 * at.config.hidden))
+def prediction_input_operators(batch: MicroBatch) -> Iterator[Operator]:
+    """Yield the operators that compute the input of the multi-token-prediction layer (DeepSeek-V3, arXiv:2412.19437,
+    eq. 21): norms of the hidden states and of the next tokens' embeddings, and the linear layer that reads both
+    concatenated."""
+    yield from (norm_operator(batch, name) for name in ("prediction_hidden_norm", "prediction_embedding_norm"))
+    yield linear_operator(
+        batch,
+        "prediction_projection",
+        LinearShape(batch.rows * batch.slice, batch.config.hidden, 2 * batch.config.hidden),
+    )
 
 
-def _loss(at: MicroBatch, logits: Number) -> Operator:
-    """Return the loss over a number of logits."""
-    moved = logits * at.engine.loss_bytes / 2
+def _loss_operator(batch: MicroBatch, logits: Number) -> Operator:
+    """Return the operator of the cross-entropy loss. logits: their number on this rank."""
+    moved = logits * batch.engine.loss_bytes / 2
     both: tuple[Phase, Phase] = ("forward", "input")
     return Operator("loss", tuple(Operation("loss", "loss", phase, 0.0, moved) for phase in both))
 
 
-def _loss_collectives(at: MicroBatch) -> Iterator[CollectiveCall]:
-    """Yield the all-reduces of a vocabulary-parallel loss: the highest logit, the sum of exponentials and the target's
-    logit of each token; and the loss of responses with preferences over cp."""
-    if at.layout.tp > 1:
+def _loss_collectives(batch: MicroBatch) -> Iterator[CollectiveCall]:
+    """Yield the all-reduces of the loss: over tp, for each token the maximum logit, the sum of exponentials and the
+    target's logit (vocabulary-parallel cross-entropy); over cp, the sums of log-probabilities of responses in
+    preference training."""
+    if batch.layout.tp > 1:
         for site in ("loss.target_logit", "loss.maximum", "loss.sum"):
-            yield CollectiveCall("tensor", "tp", "all-reduce", ((site, at.all_tokens * at.wide),))
-    if at.responses and at.layout.cp > 1:
-        size = 8 * at.rows * at.responses
+            yield CollectiveCall("tensor", "tp", "all-reduce", ((site, batch.all_tokens * batch.wide),))
+    if batch.responses and batch.layout.cp > 1:
+        size = 8 * batch.rows * batch.responses
         yield CollectiveCall("context", "cp", "all-reduce", (("loss.responses", size),), timed=False)
 
 
-def encoder_head(at: MicroBatch) -> Iterator[Operator]:
-    """Yield the operators of an encoder's head: transform, norm, vocabulary product and loss of masked tokens; or
-    pooler and classifier."""
-    config, hidden = at.config, at.config.hidden
+def encoder_head_operators(batch: MicroBatch) -> Iterator[Operator]:
+    """Yield the operators of an encoder's head: for masked-language models a linear transform, norm, vocabulary product
+    and loss of the masked tokens; for classifiers a pooler and a linear classifier."""
+    config, hidden = batch.config, batch.config.hidden
     masked = config.head == "masked"
-    places = at.predictions
+    places = batch.predictions
     dense, out = ("transform", "head") if masked else ("pooler", "classifier")
     outputs = config.vocabulary if masked else len(config.labels)
-    yield linear(at, dense, Linear(places, hidden, hidden, bias=True))
-    yield Operator(f"{dense}.activation", pointwise(at, f"{dense}.activation", places * hidden, "activation"))
+    yield linear_operator(batch, dense, LinearShape(places, hidden, hidden, bias=True))
+    yield Operator(
+        f"{dense}.activation", elementwise_kernels(batch, f"{dense}.activation", places * hidden, "activation")
+    )
     if masked:
-        yield norm(at, "transform_norm", places)
+        yield norm_operator(batch, "transform_norm", places)
     if outputs:
         # The matrix over the vocabulary is the embedding's.
         parameters = outputs if masked else outputs * (hidden + 1)
-        yield linear(at, out, Linear(places, outputs, hidden, bias=True), parameters=parameters)
-        yield _loss(at, places * outputs)
+        yield linear_operator(batch, out, LinearShape(places, outputs, hidden, bias=True), parameters=parameters)
+        yield _loss_operator(batch, places * outputs)

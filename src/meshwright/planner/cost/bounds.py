@@ -1,13 +1,14 @@
-"""Bounds of predicted step times: within which factors of their predictions published runs of a kind are, and how far a
-request is from all of them.
+"""Bounds of predicted step times: factors on the prediction within which measured times are expected, from published
+runs.
 
-A kind is dense or with experts, an architecture of devices, and a width (fp8 or 16 and 32 bits). `bounds.toml` has for
-each the quantiles of measured over predicted seconds of published runs (every source weighs the same), and what its
-runs were. `bench/plan_accuracy.py` writes the file, and tests it: of every project by the runs of the others.
+Published runs are grouped into kinds: dense or mixture of experts, device architecture, fp8 or wider. For each kind
+`bounds.toml` has quantiles of measured / predicted seconds (every source has equal weight) and the extremes of the
+runs' properties, beyond which the bounds widen. `bench/plan_accuracy.py` writes the file, and tests it by predicting
+the runs of every project from the runs of the others.
 
 The quantiles guarantee no coverage, as those of a conformal predictor would: the rates were fitted to most of these
-runs, and the share that the quantiles leave outside was chosen by the coverage that came out. No published run has the
-engine `meshwright`: its bounds also span this repository's own measurements (`EngineRuns`).
+runs, and the quantile level was chosen by the coverage that resulted. No published run used the engine `meshwright`:
+its bounds also include this repository's own measurements (`EngineRuns`).
 """
 
 from __future__ import annotations
@@ -26,15 +27,24 @@ from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.problem import Problem
 
 LIMITS = {"devices": 1, "sequence": 1, "context": 1, "seconds": -1}
-"""Properties of runs whose largest (1) or smallest (-1) value limits the known ground of a kind: devices, tokens of a
-sequence, devices that share one (cp), step seconds."""
+"""Properties whose largest (1) or smallest (-1) value among a kind's runs limits the bounds: devices, tokens of a
+sequence, devices that share a sequence (cp), step seconds."""
 _UNITS = {"devices": "devices", "sequence": "tokens a sequence", "context": "devices a sequence", "seconds": "s a step"}
 
 
-class Request(NamedTuple):
-    """What decides the bounds of a predicted step: experts (True for mixtures), architecture (such as "Hopper"),
-    eight_bit (True in fp8), engine (its name), devices, sequence (tokens), context (devices that share a sequence),
-    seconds (predicted)."""
+class StepProperties(NamedTuple):
+    """Properties of a predicted training step by which the error bounds of the prediction are chosen.
+
+    Attributes:
+        experts: True for a mixture-of-experts model.
+        architecture: Of the devices, such as "Hopper".
+        eight_bit: True for fp8 training.
+        engine: Name of the training engine, such as "megatron".
+        devices: Number of devices.
+        sequence: Tokens of a sequence.
+        context: Devices that share a sequence (cp).
+        seconds: Predicted seconds of the step, without calibration.
+    """
 
     experts: bool
     architecture: str
@@ -46,8 +56,9 @@ class Request(NamedTuple):
     seconds: float
 
     @classmethod
-    def of(cls, problem: Problem, layout: Layout, seconds: float) -> Request:
-        """Return the request of a layout of a planning problem. seconds: predicted without calibration."""
+    def of(cls, problem: Problem, layout: Layout, seconds: float) -> StepProperties:
+        """Return the properties of a step under a layout for a planning problem. seconds: predicted seconds of the step
+        without calibration."""
         return cls(
             bool(problem.config.experts), architecture_family(problem.cluster.device.architecture),
             problem.precision == "fp8", problem.engine.name, problem.cluster.devices, problem.sequence, layout.cp,
@@ -59,14 +70,14 @@ _PROPERTIES = ("experts", "architecture", "eight_bit")
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """Published runs of a kind.
+class RunKind:
+    """Statistics of published training runs of one kind, such as dense models on Hopper in fp8.
 
     Attributes:
-        experts, architecture, eight_bit: Of a request; None where runs of all are together.
-        low, high: Factors on predicted seconds, between which measured ones are.
-        runs, projects: How many runs, of how many projects: an organisation with one engine.
-        limits: The largest of its runs in each of `LIMITS`, or the smallest.
+        low, high: Quantiles of measured / predicted step seconds over the runs.
+        runs, projects: Number of runs, and of projects (an organisation with one engine) that published them.
+        limits: Largest (for "seconds": smallest) value in the runs of each property in `LIMITS`.
+        experts, architecture, eight_bit: Properties that the runs share, as in `StepProperties`; None if they differ.
     """
 
     low: float
@@ -78,13 +89,14 @@ class Kind:
     architecture: str | None = None
     eight_bit: bool | None = None
 
-    def has(self, one: Request) -> bool:
-        """Return True if a request is of this kind."""
-        return all(getattr(self, name) in (None, getattr(one, name)) for name in _PROPERTIES)
+    def has(self, step: StepProperties) -> bool:
+        """Return True if a step is of this kind: it has the same `experts`, `architecture` and `eight_bit`, where these
+        are not None."""
+        return all(getattr(self, name) in (None, getattr(step, name)) for name in _PROPERTIES)
 
     @property
     def name(self) -> str:
-        """Such as "dense, Hopper, fp8"."""
+        """Name of the kind, such as "dense, Hopper, fp8"."""
         words = (
             {None: "", True: "experts", False: "dense"}[self.experts],
             self.architecture or "",
@@ -94,8 +106,8 @@ class Kind:
 
 
 class EngineRuns(NamedTuple):
-    """Measurements of an engine that no published run has. low, high: the least and the most measured over predicted
-    seconds; runs: their number."""
+    """Runs of an engine without published runs, measured in this project. low, high: smallest and largest measured /
+    predicted step seconds; runs: number of runs."""
 
     low: float
     high: float
@@ -104,25 +116,25 @@ class EngineRuns(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Factors on predicted seconds of a step between which measured ones are expected.
+    """Lower and upper factor by which the measured seconds of a step may differ from the predicted ones.
 
     Attributes:
-        low, high: The factors.
-        kind: The published runs that they are from, None where `probe` has measured the machine, and on CPUs.
-        outside: Lines that say in what a request is outside of those runs, for which the factors are wider.
-        engine_published: True if any published run had the request's engine.
-        engine_runs: Number of further measurements of the engine, which the factors span too.
+        low, high: Factors on the predicted seconds.
+        kind: Published runs from which the factors are; None on CPUs and on machines measured by `meshwright probe`.
+        outside: Lines of text, one for each property of the step that lies outside these runs and widens the factors.
+        engine_published: True if any published run used the step's engine.
+        engine_runs: Number of further runs of the engine, measured in this project, whose ratios the factors include.
     """
 
     low: float
     high: float
-    kind: Kind | None = None
+    kind: RunKind | None = None
     outside: tuple[str, ...] = ()
     engine_published: bool = False
     engine_runs: int = 0
 
     def document(self) -> dict[str, Any]:
-        """Return the JSON entry `bounds` of `plan --json`; empty without kind."""
+        """Return {"bounds": table} for `plan --json`; an empty dict if `kind` is None."""
         if self.kind is None:
             return {}
         known = {"kind": self.kind.name, "runs": self.kind.runs, "projects": self.kind.projects}
@@ -131,72 +143,83 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """Kinds of published runs, the narrowest first, and the engines that any of the runs had; `widen`: share by which
-    the bounds (as logarithms) widen for each limit that is doubled, and for a kind without runs; `own`: runs of engines
-    that were measured here."""
+class BoundsTable:
+    """Content of bounds.toml, from which the bounds of predictions are computed.
 
-    kinds: tuple[Kind, ...]
+    Attributes:
+        kinds: Kinds of published runs, most specific first.
+        engines: Names of all engines that published runs used.
+        widen: Added to the exponent of both bounds (which is 1) for each doubling beyond a limit of the kind, and for a
+            kind that spans architectures.
+        own: Runs measured in this project, by engine name.
+    """
+
+    kinds: tuple[RunKind, ...]
     engines: frozenset[str]
     widen: float
     own: Mapping[str, EngineRuns] = field(default_factory=dict)
 
-    def bounds(self, one: Request) -> Bounds:
-        """Return the bounds of a request."""
-        kind = next(kind for kind in self.kinds if kind.has(one))
+    def bounds(self, step: StepProperties) -> Bounds:
+        """Return the bounds of a predicted step from the first kind that it belongs to, widened for properties outside
+        its runs."""
+        kind = next(kind for kind in self.kinds if kind.has(step))
         outside: list[str] = []
         wider = 1.0
         if kind.architecture is None:
             wider += self.widen
-            precision = "fp8" if one.eight_bit else "16 or 32 bits"
-            what = "mixtures" if one.experts else "dense models"
-            outside.append(f"too few published runs of {what} on {one.architecture or 'this device'} in {precision}")
+            precision = "fp8" if step.eight_bit else "16 or 32 bits"
+            what = "mixtures" if step.experts else "dense models"
+            outside.append(f"too few published runs of {what} on {step.architecture or 'this device'} in {precision}")
         for name, sign in LIMITS.items():
-            value, limit = getattr(one, name), kind.limits[name]
+            value, limit = getattr(step, name), kind.limits[name]
             if sign * value > sign * limit:
                 wider += self.widen * abs(math.log2(value / limit))
                 most = "most" if sign > 0 else "least"
                 outside.append(f"{_number(value)} {_UNITS[name]}; published runs have {_number(limit)} at {most}")
         low, high = (factor**wider for factor in (kind.low, kind.high))
-        own = self.own.get(one.engine, EngineRuns(low, high, 0))
+        own = self.own.get(step.engine, EngineRuns(low, high, 0))
         low, high = min(low, own.low), max(high, own.high)
-        return Bounds(low, high, kind, tuple(outside), one.engine in self.engines, own.runs)
+        return Bounds(low, high, kind, tuple(outside), step.engine in self.engines, own.runs)
 
 
 def _number(value: float) -> str:
-    """Format a whole number in full, and others to three digits."""
+    """Format `value` for text: a whole number with thousands separators, others with three significant digits."""
     return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
 
 
 @cache
-def published() -> Table:
-    """Return the table of bounds.toml."""
+def read_bounds_table() -> BoundsTable:
+    """Return the parsed content of the packaged file bounds.toml; cached."""
     text = resources.files("meshwright.planner.cost").joinpath("bounds.toml").read_text(encoding="utf-8")
-    return parse(tomllib.loads(text))
+    return parse_bounds_table(tomllib.loads(text))
 
 
-def parse(table: Mapping[str, Any]) -> Table:
-    """Return the parsed content of bounds.toml."""
-    kinds = [Kind(**each) for each in table["kinds"]]
+def parse_bounds_table(table: Mapping[str, Any]) -> BoundsTable:
+    """Build a `BoundsTable` from the tables of bounds.toml."""
+    kinds = [RunKind(**each) for each in table["kinds"]]
     own = {name: EngineRuns(**each) for name, each in table.get("own", {}).items()}
-    return Table(tuple(kinds), frozenset(table["engines"]), table["widen"], own)
+    return BoundsTable(tuple(kinds), frozenset(table["engines"]), table["widen"], own)
 
 
-def bounds_of(cluster: Cluster, one: Request) -> Bounds:
-    """Return the bounds of a request: those of published runs of its kind; on CPUs and where `probe` has measured the
-    machine, constants."""
+def find_bounds(cluster: Cluster, step: StepProperties) -> Bounds:
+    """Return the bounds of a predicted step: from published runs of its kind; on CPUs and on machines measured by
+    `meshwright probe`, two constants."""
     if cluster.kind == "cpu" or cluster.measured is not None:
         band = constants()["band"]
         return Bounds(band["low"], band["high"])
-    return published().bounds(one)
+    return read_bounds_table().bounds(step)
 
 
-def with_bounds(cluster: Cluster, one: Request) -> tuple[float, float, float, Bounds]:
-    """Return (expected, low, high) seconds of a step on a cluster, calibrated, and the bounds behind them. If other
-    programs disturbed the machine's measurement, the upper bound is for a run that they disturb as much."""
-    found, calibrated = bounds_of(cluster, one), cluster.calibration
+def bound_seconds(cluster: Cluster, step: StepProperties) -> tuple[float, float, float, Bounds]:
+    """Return (expected, low, high, bounds): seconds of a step on a cluster after calibration, and the bounds from which
+    low and high are computed.
+
+    If other programs used the processors while the machine was measured, the upper bound assumes that they slow the run
+    as much.
+    """
+    found, calibrated = find_bounds(cluster, step), cluster.calibration
     busy = 0.0 if cluster.measured is None else cluster.measured.disturbed or 0.0
     high = found.high / (1 - busy)
     if calibrated is None:
-        return one.seconds, one.seconds * found.low, one.seconds * high, found
-    return *calibrated.bounds(one.seconds, found.low, high), found
+        return step.seconds, step.seconds * found.low, step.seconds * high, found
+    return *calibrated.bounds(step.seconds, found.low, high), found

@@ -1,5 +1,5 @@
-"""Closed forms of a pipeline's makespan and of its micro-batches in flight, by which the planner screens layouts;
-`simulate_pipeline` prices the best ones."""
+"""Closed forms of a pipeline's makespan and of its micro-batches in flight, with which the planner screens layouts; the
+simulator predicts the best ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from meshwright.program.durations import Floats
 __all__ = ["closed_makespan", "in_flight", "stages_by_rank"]
 
 SPLIT_SCHEDULES = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "interleaved-zb", "dualpipe", "dualpipe-v", "auto")
-"""Weight gradients wait until there is nothing else to do."""
+"""Schedules with split backward, whose weight gradients fill the bubbles."""
 
 V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipe-v")
 """Schedules in which rank r holds stages r and 2 p - 1 - r of the 2 p stages (p ranks)."""
@@ -34,20 +34,25 @@ def closed_makespan(
     schedule: str, chunks: int, micro_batches: Floats | int, phases: Floats, counts: Floats, stages: int,
     transfer: Floats | float,
 ) -> tuple[Floats, Floats]:  # fmt: skip
-    """Return (seconds of all micro-batches in the pipeline, seconds of these due to messages) in closed form, for one
-    layout or an array of them.
+    """Return (makespan, seconds of it due to messages) of a pipeline schedule in closed form: seconds from the first
+    forward to the last backward of a step, for one layout or for an array of layouts.
 
-    schedule: such as "1f1b"; chunks: model chunks of each rank; micro_batches: of a step. Pipeline ranks with equal
-    stages form a kind. phases [3 (forward, input gradient, weight gradient), ..., kinds]: seconds of one micro-batch in
-    all stages of a rank; counts [kinds]: number of ranks of each kind; stages: of the whole pipeline; transfer: seconds
-    of a message between stages.
+    Args:
+        schedule: Such as "1f1b".
+        chunks: Model chunks (stages) of each pipeline rank.
+        micro_batches: Number of micro-batches of a step.
+        phases: Seconds of one micro-batch in all stages of a rank: [3, layouts, kinds] for forward, input gradient and
+            weight gradient; a kind is a set of pipeline ranks with equal stages.
+        counts: Number of pipeline ranks of each kind [kinds].
+        stages: Number of stages of the pipeline.
+        transfer: Seconds of one message between stages.
 
     With F, B and W the phases of a rank: 1F1B and GPipe idle for the F + B + W of the other ranks (Narayanan et al.
     2021, arXiv:2104.04473, section 2.2), interleaved ones for a chunk of each, ZB-H1 for F + B - W, ZB-H2 for F + B - 2
-    W (Qi et al. 2023, arXiv:2401.10241, table 2), V-Half and V-Min for about 1/2 and 2/3 of 1F1B's. Lower bound, which
-    decides with fewer micro-batches than ranks: one micro-batch passes all stages and back, and the others one stage
-    meanwhile. Under GEMS two are in flight, and backwards of all micro-batches follow one another (Li and Hoefler 2021,
-    figure 2).
+    W (Qi et al. 2023, arXiv:2401.10241, table 2), V-Half and V-Min for about 1/2 and 2/3 of 1F1B's. The result is at
+    least the time of one micro-batch through all stages and back plus one stage's time of each other micro-batch; this
+    decides if there are fewer micro-batches than ranks. Under GEMS two micro-batches are in flight, and the backwards
+    of all follow one another (Li and Hoefler 2021, figure 2).
     """
     whole = phases[0] + phases[1] + phases[2]
     if len(counts) == 1:
@@ -87,20 +92,27 @@ def closed_makespan(
 def in_flight(
     schedule: str, ranks: int, chunks: int, micro_batches: Floats | int, places: Sequence[int] | None = None
 ) -> tuple[Floats, Floats]:
-    """Return (waiting, queued) numbers of micro-batches in flight on each pipeline rank, at the candidate times of its
-    memory peak; each array is [times, ranks, *micro_batches].
+    """Return (waiting, queued): numbers of micro-batches that each pipeline rank holds activations of, at the times of
+    a step when its memory may peak. Both are arrays [times, ranks, *micro_batches].
 
-    waiting: micro-batches whose backward has not run; queued: those of which only the weight gradients are left; both
-    in units of a rank's whole share of a micro-batch (bidirectional schedules: of one replica's). Which of the times is
-    the peak depends on the bytes of each. ranks: of the pipeline; chunks: model chunks of a rank; micro_batches: of a
-    step, one number or an array; places: pipeline ranks to return, None for all.
+    Args:
+        schedule: Such as "1f1b".
+        ranks: Number of pipeline ranks.
+        chunks: Model chunks of a rank.
+        micro_batches: Number of micro-batches of a step, or an array of such numbers.
+        places: Pipeline ranks to return; None for all.
 
-    1F1B: as many as there are stages from here to the end; interleaved: (2 (p - r - 1) + (v - 1) g + 1) / v for groups
-    of g micro-batches, as many as ranks where they divide (Narayanan et al. 2021, arXiv:2104.04473, section 2.2). ZB-H1
-    holds p in all, ZB-H2 2 p - 1, ZB-V p (Qi et al. 2023, arXiv:2401.10241), V-Half and V-Min about a half and a third
-    (Qi et al. 2024, arXiv:2405.15362), DualPipe p + 1, Chimera from p / 2 + 1 at both ends to p in the middle (Li and
-    Hoefler 2021, arXiv:2107.06925, table 2). The split into waiting and queued, and the numbers for few micro-batches,
-    are fitted to the schedule programs (`schedules/`).
+    Returns:
+        waiting: micro-batches whose backward has not run. queued: micro-batches of which only the weight gradients are
+            left to compute. The unit is a rank's whole share of a micro-batch (bidirectional schedules: its share of
+            one replica). Which time is the peak depends on the bytes of either kind.
+
+    1F1B holds as many as there are stages from this one to the last; interleaved (2 (p - r - 1) + (v - 1) g + 1) / v
+    for groups of g micro-batches, as many as ranks where they divide (Narayanan et al. 2021, arXiv:2104.04473, section
+    2.2). ZB-H1 holds p in all, ZB-H2 2 p - 1, ZB-V p (Qi et al. 2023, arXiv:2401.10241), V-Half and V-Min about a half
+    and a third (Qi et al. 2024, arXiv:2405.15362), DualPipe p + 1, Chimera from p / 2 + 1 at both ends to p in the
+    middle (Li and Hoefler 2021, arXiv:2107.06925, table 2). The split into waiting and queued, and the numbers for few
+    micro-batches, are fitted to the schedule programs (`schedules/`).
     """
     m = np.asarray(micro_batches, dtype=np.float64)[None]
     rank = np.array(range(ranks) if places is None else places, dtype=np.float64).reshape(-1, *[1] * (m.ndim - 1))

@@ -9,7 +9,7 @@ from functools import cache
 from typing import NamedTuple
 
 from meshwright.layout import Layout
-from meshwright.planner.cost.blocks import block, embedding, head
+from meshwright.planner.cost.blocks import embedding_operators, head_operators, layer_operators
 from meshwright.planner.cost.micro_batch import MicroBatch, Number
 from meshwright.planner.cost.operators import CollectiveCall, Operator, Phase
 from meshwright.planner.cost.rates import Group
@@ -18,30 +18,32 @@ from meshwright.spec.config import ModelConfig
 from meshwright.spec.stages import Stage
 
 
-class Call(NamedTuple):
-    """`count` equal calls of a collective call in one phase: "forward", "recompute" or "input" (gradients)."""
+class PhaseCalls(NamedTuple):
+    """Equal calls of one collective in one phase of a micro-batch. collective: the collective; phase: "forward",
+    "recompute" or "input" (input gradients); count: number of calls."""
 
     collective: CollectiveCall
     phase: Phase
     count: Number
 
 
-def timed_calls(operators: Iterable[Operator]) -> Iterator[Call]:
-    """Yield the collective calls of operators that take time; recomputed ones apart."""
+def timed_calls(operators: Iterable[Operator]) -> Iterator[PhaseCalls]:
+    """Yield the collective calls of operators that the time model includes; calls repeated by activation checkpointing
+    are yielded a second time, with phase "recompute"."""
     for operator in operators:
         for one in operator.collectives:
             if one.timed:
-                yield Call(one, one.phase, one.count)
+                yield PhaseCalls(one, one.phase, one.count)
                 if one.again:
-                    yield Call(one, "recompute", one.count)
+                    yield PhaseCalls(one, "recompute", one.count)
 
 
 def group_of(layout: Layout, axis: str, cluster: Cluster) -> Group:
-    """Return the number of ranks in a group of an axis, and how many of them share a node. axis: "tp", "cp", "data",
-    "shard", "replica", "ep", "etp", "expert_data", "expert_shard" or "expert_replica" (see `Layout.groups`); "ring":
-    two neighbours in cp; "pp": two adjacent pipeline ranks.
+    """Return the number of ranks of an axis's process group on a cluster, and how many of them share a node.
 
-    Ranks are numbered with tp innermost, then cp, dp, pp; for experts, within a stage: etp, ep, expert_data.
+    axis: "tp", "cp", "data", "shard", "replica", "ep", "etp", "expert_data", "expert_shard" or "expert_replica" (see
+    `Layout.groups`); "ring": two neighbours in cp; "pp": two adjacent pipeline ranks. Ranks are numbered with tp
+    innermost, then cp, dp, pp; for experts, within a stage: etp, ep, expert_data.
     """
     if axis == "pp":  # on one node if the layout fits into one, else on two: the slowest link
         return Group(2, 2 if layout.world_size <= cluster.devices_per_node else 1)
@@ -57,27 +59,28 @@ def group_of(layout: Layout, axis: str, cluster: Cluster) -> Group:
     if cluster.nodes == 1:
         return Group(ranks, ranks)
     node = cluster.devices_per_node
-    # Groups begin at multiples of their span: those that a node's border cuts through are the slowest.
+    # Groups begin at multiples of their span: those that cross a node boundary are the slowest.
     return Group(ranks, max(part for part in _divisors(ranks) if part == 1 or node % (stride * part) == 0))
 
 
 @cache
 def _divisors(number: int) -> tuple[int, ...]:
-    """Return the divisors of a number, ascending."""
+    """Return all divisors of a number in ascending order; cached."""
     return tuple(part for part in range(1, number + 1) if number % part == 0)
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterCounts:
-    """Number of parameters on one rank, before ZeRO's sharding, as (dense, expert-parallel) pairs.
+    """Number of parameters that one rank holds, before ZeRO's sharding, by part of the model.
 
-    Expert parameters are separate where ep or etp shards them, as their gradients are reduced over other ranks.
+    Pairs are (dense, expert-parallel): experts sharded by ep or etp are counted apart, as their gradients are reduced
+    over other ranks.
 
     Attributes:
-        layer: Of a dense layer.
-        mixture: Of a mixture-of-experts layer.
-        first: Dense ones of the first stage outside its layers: embeddings.
-        last: Dense ones of the last stage outside its layers: final norm and head.
+        layer: Pair of numbers for a dense layer.
+        mixture: Pair of numbers for a mixture-of-experts layer.
+        first: Number of dense parameters that only the first stage has: the embeddings.
+        last: Number of dense parameters that only the last stage has: final norm and head.
     """
 
     layer: tuple[Number, Number]
@@ -95,15 +98,20 @@ class ParameterCounts:
         return ends + plain * self.layer[0] + mixtures * self.mixture[0], mixtures * self.mixture[1]
 
 
-def count_parameters(at: MicroBatch) -> ParameterCounts:
-    """Return the number of parameters on a rank of a dense layer, a mixture-of-experts layer, the embedding and the
-    head, without ZeRO's sharding."""
-    layers = {at.config.has_experts(layer): layer for layer in reversed(range(at.config.layers))}
-    plain, mixed = (_parameters(block(at, layers[kind])) if kind in layers else (0.0, 0.0) for kind in (False, True))
-    return ParameterCounts(plain, mixed, _parameters(embedding(at))[0], _parameters(head(at, True))[0])
+def count_parameters(batch: MicroBatch) -> ParameterCounts:
+    """Return the number of parameters on this rank, before ZeRO's sharding, of a dense layer, a mixture-of-experts
+    layer, the embedding and the head."""
+    layers = {batch.config.has_experts(layer): layer for layer in reversed(range(batch.config.layers))}
+    plain, mixed = (
+        _sum_parameters(layer_operators(batch, layers[kind])) if kind in layers else (0.0, 0.0)
+        for kind in (False, True)
+    )
+    return ParameterCounts(
+        plain, mixed, _sum_parameters(embedding_operators(batch))[0], _sum_parameters(head_operators(batch, True))[0]
+    )
 
 
-def _parameters(operators: Iterable[Operator]) -> tuple[Number, Number]:
-    """Return the number of (dense, expert-parallel) parameters of operators on a rank."""
+def _sum_parameters(operators: Iterable[Operator]) -> tuple[Number, Number]:
+    """Return the numbers of (dense, expert-parallel) parameters of operators on this rank."""
     of = [(one.parameters, one.expert_parameters) for one in operators]
     return sum(each for each, _ in of), sum(each for _, each in of)

@@ -22,7 +22,8 @@ AXES_OF: dict[BufferKind, tuple[str, str, str]] = {
     "frozen_experts": ("expert_data", "expert_shard", "expert_replica"),
     "packed": ("data", "shard", "replica"),
 }
-"""The axes over which gradients of a part are summed, ZeRO shards it, and others hold the same shard."""
+"""Mesh axes of a kind of flat parameter buffer: over which gradients are summed, over which ZeRO shards, and over whose
+ranks shards are replicated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +31,16 @@ class Work:
     """Sizes and settings of a training step, from which the bytes that ranks send are counted.
 
     Attributes:
-        batch: Sequences over all ranks.
-        sequence: Tokens of each.
+        batch: Sequences of a step over all ranks.
+        sequence: Tokens of a sequence.
         parameter_bytes: Bytes of an element of parameters and activations.
         master_bytes: Bytes of an element of master weights and gradients.
         device: "cpu" or "cuda".
-        collectives: Collective programs that replace the backend's calls, by (axis, operation) such as
-            ("data", "all_reduce").
-        responses: Most responses with preferences in a sequence; 0 for next-token training.
-        estimates_kl: A step runs its micro-batches forward once more, for KTO's estimate of the KL divergence.
-        teacher: The teacher of distillation; None: none.
+        collectives: Collective programs that replace the backend's collectives, by (axis, operation) such as ("data",
+            "all_reduce").
+        responses: Most responses with preferences (DPO, KTO) in a sequence; 0 for next-token training.
+        estimates_kl: True if a step runs an additional forward pass for KTO's estimate of the KL divergence.
+        teacher: Teacher model of distillation; None without.
     """
 
     batch: int
@@ -54,63 +55,71 @@ class Work:
 
 
 class DataCalls:
-    """Counter of the bytes that one rank sends in a step's data-parallel calls.
+    """Counter of the bytes that one rank sends in a step's data-parallel collectives; each `count_...` method adds to
+    `sent`.
 
-    table: the model's parameters; partition: parameters by pipeline stage; work: sizes of the step; rank: global.
-    Attribute `sent`: bytes by (call site, axis), such as ("data.gradients", "data").
+    table: the model's parameters; partition: assignment of parameters to pipeline stages; work: sizes of the step;
+    rank: global rank. Attribute `sent`: bytes by (call site, axis), such as ("data.gradients", "data"); a call site is
+    the label of a collective call in the source, as in traces.
     """
 
     def __init__(self, table: ParameterTable, partition: Partition, layout: Layout, work: Work, rank: int) -> None:
         self.table, self.partition, self.layout, self.work, self.rank = table, partition, layout, work, rank
         self.sent: Counter[tuple[str, str]] = Counter()
 
-    def verdict(self, figures: int = 0) -> None:
-        """Count the bytes sent by the all-reduce in which all ranks agree on a step's outcome. figures: number of
-        values of the loss that it carries in addition to four of its own."""
+    def count_outcome(self, figures: int = 0) -> None:
+        """Count the bytes sent by the all-reduce of a step's outcome: loss, squared gradient norm, flags to stop and of
+        a failed save, working seconds of each rank. figures: number of the objective's metrics that it carries in
+        addition."""
         ranks = self.layout.world_size
-        self.all_reduce("step.verdict", "world", ranks, 8 * (4 + figures + ranks))
+        self.count_all_reduce("step.verdict", "world", ranks, 8 * (4 + figures + ranks))
 
     # --- bytes of an operation
 
-    def all_reduce(self, site: str, axis: str, ranks: int, size: int, times: int = 1) -> None:
-        """Count the bytes sent by `times` all-reduces of `size` bytes over the `ranks` ranks of an axis. site: label of
-        the call in traces, such as "data.gradients"."""
+    def count_all_reduce(self, site: str, axis: str, ranks: int, size: int, times: int = 1) -> None:
+        """Count the bytes that this rank sends in `times` all-reduces of `size` bytes over the `ranks` ranks of an
+        axis. site: call site, such as "data.gradients"."""
         self.sent[site, axis] += times * (2 * size * (ranks - 1) // ranks)
 
-    def half(self, site: str, axis: str, ranks: int, size: int, times: int = 1) -> None:
-        """Count the bytes sent by `times` reduce-scatters or all-gathers (half of an all-reduce's) over the `ranks`
-        ranks of an axis. site: label of the call in traces, such as "data.parameters"; size: bytes of the full
-        vector."""
+    def count_half(self, site: str, axis: str, ranks: int, size: int, times: int = 1) -> None:
+        """Count the bytes that this rank sends in `times` reduce-scatters or all-gathers, each of which sends half as
+        much as an all-reduce.
+
+        site: call site, such as "data.parameters"; axis, ranks: axis and number of its ranks; size: bytes of the full
+        vector.
+        """
         self.sent[site, axis] += times * (size * (ranks - 1) // ranks)
 
-    def reduce(self, site: str, axis: str, numel: int, itemsize: int) -> None:
-        """Count the bytes sent by an all-reduce of `numel` gradient elements of `itemsize` bytes on a data-parallel
-        axis, by the axis's collective program if there is one. site: label of the call in traces, such as
+    def count_data_all_reduce(self, site: str, axis: str, numel: int, itemsize: int) -> None:
+        """Count the bytes that this rank sends in an all-reduce of `numel` elements of `itemsize` bytes over a
+        data-parallel axis, in the backend's or in the collective program that replaces it. site: call site, such as
         "data.gradients"."""
-        ranks, place = self.on(axis)
-        if not self.by_program(site, axis, "all_reduce", numel, itemsize, place, 1):
-            self.all_reduce(site, axis, ranks, numel * itemsize)
+        ranks, place = self.group_position(axis)
+        if not self.count_by_program(site, axis, "all_reduce", numel, itemsize, place, 1):
+            self.count_all_reduce(site, axis, ranks, numel * itemsize)
 
-    def shard(self, site: str, operation: str, part: BufferKind, numel: int, itemsize: int, times: int = 1) -> None:
-        """Count the bytes sent by `times` reduce-scatters or all-gathers over the ranks of a ZeRO sharding group, by
-        its collective program if there is one.
+    def count_zero_collective(
+        self, site: str, operation: str, part: BufferKind, numel: int, itemsize: int, times: int = 1
+    ) -> None:
+        """Count the bytes that this rank sends in `times` reduce-scatters or all-gathers over its ZeRO sharding group,
+        in the backend's or in the collective program that replaces them.
 
-        site: label of the call in traces; operation: "reduce_scatter" or "all_gather"; part: parameters whose group it
-        is, by the kind of their flat buffer; numel, itemsize: elements of the full vector, bytes of each.
+        site: call site; operation: "reduce_scatter" or "all_gather"; part: kind of the flat parameter buffer, such as
+        "dense", which decides the sharding group; numel, itemsize: elements of the full vector, bytes of each.
         """
         axis = AXES_OF[part][1]
-        ranks, place = self.on(axis)
-        if not self.by_program(site, axis, operation, numel, itemsize, place, times):
-            self.half(site, axis, ranks, numel * itemsize, times)
+        ranks, place = self.group_position(axis)
+        if not self.count_by_program(site, axis, operation, numel, itemsize, place, times):
+            self.count_half(site, axis, ranks, numel * itemsize, times)
 
-    def by_program(
+    def count_by_program(
         self, site: str, axis: str, operation: str, numel: int, itemsize: int, place: int, times: int
     ) -> bool:
-        """Count the bytes sent by `times` calls of the collective program for an axis and operation; return False if
-        there is none.
+        """Count the bytes that this rank sends in `times` runs of the collective program that replaces the backend's
+        collective; return False, and count nothing, if there is no such program.
 
-        site: label of the call in traces; operation: such as "all_reduce"; numel, itemsize: elements of the full
-        vector, bytes of each; place: this rank's index in the axis's group.
+        site: call site; axis, operation: such as "data" and "all_reduce"; numel, itemsize: elements of the full vector,
+        bytes of each; place: index of this rank in the axis's group.
         """
         named = self.work.collectives.get((axis, operation))
         if named is None:
@@ -119,55 +128,60 @@ class DataCalls:
         self.sent[site, axis] += times * compute_sent_bytes(checked, place, numel, itemsize, whole)
         return True
 
-    def on(self, axis: str) -> tuple[int, int]:
-        """Return (number of ranks in this rank's group of an axis such as "data", this rank's index in the group)."""
+    def group_position(self, axis: str) -> tuple[int, int]:
+        """Return (size, index): number of ranks in this rank's process group of an axis such as "data", and this rank's
+        index in the group."""
         group = next(group for group in self.layout.groups(axis) if self.rank in group)
         return len(group), group.index(self.rank)
 
     # --- parameters and their gradients
 
-    def zero(self, part: BufferKind) -> int:
-        """Return the effective ZeRO stage for some of the parameters. part: kind of their flat buffer. It is 0 if their
-        sharding group has a single rank, and for frozen parameters below ZeRO-3."""
-        sharded = self.on(AXES_OF[part][1])[0] > 1 and (part in TRAINED_BUFFERS or self.layout.zero == 3)
+    def zero_stage(self, part: BufferKind) -> int:
+        """Return the ZeRO stage that takes effect for a kind of flat parameter buffer (`part`, such as "dense"): 0 if
+        the sharding group has a single rank, and for frozen parameters unless the stage is 3."""
+        sharded = self.group_position(AXES_OF[part][1])[0] > 1 and (part in TRAINED_BUFFERS or self.layout.zero == 3)
         return self.layout.zero if sharded else 0
 
-    def padded(self, unit: str, part: BufferKind) -> int:
-        """Return the number of elements, padding included, of the flat buffer of an FSDP unit such as "layers.3". part:
-        kind of the buffer."""
-        shards = (self.on(AXES_OF[part][1])[0] if self.zero(part) else 1) * (1 + (part == "packed"))
+    def buffer_numel(self, unit: str, part: BufferKind) -> int:
+        """Return the number of elements, padding included, of an FSDP unit's flat parameter buffer. unit: such as
+        "layers.3"; part: kind of the buffer, such as "dense"."""
+        shards = (self.group_position(AXES_OF[part][1])[0] if self.zero_stage(part) else 1) * (1 + (part == "packed"))
         return padded_numel(self.table.unit_numel(unit, self.layout, part), shards)
 
-    def gradients(self, unit: str, passes: int) -> None:
-        """Count the bytes sent by the gradient reductions of an FSDP unit such as "layers.3", and by the all-gather
-        of its updated parameters under ZeRO-1 and 2. passes: backward passes of a step that contribute to the
+    def count_gradients(self, unit: str, passes: int) -> None:
+        """Count the bytes that this rank sends to reduce the gradients of an FSDP unit such as "layers.3", and under
+        ZeRO-1 and 2 to all-gather its updated parameters. passes: backward passes in a step that add to the
         gradients."""
         holders = self.partition.holders(unit)
         for part in self.table.unit_buffers(unit, self.layout):
             if part not in TRAINED_BUFFERS:
                 continue
             data, shard, replica = AXES_OF[part]
-            numel, size, zero = self.padded(unit, part), self.work.master_bytes, self.zero(part)
+            numel, size, zero = self.buffer_numel(unit, part), self.work.master_bytes, self.zero_stage(part)
             if zero == 0:
-                self.reduce("data.gradients", data, numel, size)
+                self.count_data_all_reduce("data.gradients", data, numel, size)
                 held = self.table.unit_numel(unit, self.layout, part)
             else:
-                self.shard("data.gradients", "reduce_scatter", part, numel, size, passes if zero >= 2 else 1)
-                held = numel // self.on(shard)[0]
-                self.reduce("data.gradients.replicas", replica, held, size)
-            self.all_reduce("pipeline.gradients.shared", "pp", len(holders), held * size)
+                self.count_zero_collective(
+                    "data.gradients", "reduce_scatter", part, numel, size, passes if zero >= 2 else 1
+                )
+                held = numel // self.group_position(shard)[0]
+                self.count_data_all_reduce("data.gradients.replicas", replica, held, size)
+            self.count_all_reduce("pipeline.gradients.shared", "pp", len(holders), held * size)
             if zero in (1, 2):
-                self.shard("data.parameters", "all_gather", part, numel, self.work.parameter_bytes)
+                self.count_zero_collective("data.parameters", "all_gather", part, numel, self.work.parameter_bytes)
 
 
-def by_site(calls: Mapping[tuple[str, str], int]) -> dict[str, int]:
-    """Return the bytes sent by call site, without sites that send nothing. calls: bytes by (site, axis)."""
+def sum_by_site(calls: Mapping[tuple[str, str], int]) -> dict[str, int]:
+    """Return {call site: bytes sent}, summed over axes, without sites that send nothing. calls: bytes by (site,
+    axis)."""
     found = Counter[str]()
     for (site, _), sent in calls.items():
         found[site] += sent
     return {site: sent for site, sent in found.items() if sent}
 
 
-def by_axis(calls: Mapping[tuple[str, str], int]) -> dict[str, int]:
-    """Return the bytes sent by mesh axis, without axes that send nothing. calls: bytes by (site, axis)."""
-    return by_site({(axis, site): sent for (site, axis), sent in calls.items()})
+def sum_by_axis(calls: Mapping[tuple[str, str], int]) -> dict[str, int]:
+    """Return {mesh axis: bytes sent}, summed over call sites, without axes that send nothing. calls: bytes by (site,
+    axis)."""
+    return sum_by_site({(axis, site): sent for (site, axis), sent in calls.items()})

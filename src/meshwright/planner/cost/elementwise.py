@@ -14,11 +14,8 @@ WIDE = 4
 
 
 class MemoryAccess(NamedTuple):
-    """Memory traffic of an elementwise operation, per element.
-
-    kernels: number of kernels; narrow: number of reads and writes of values in the model's type; wide: number of those
-    in float32.
-    """
+    """Memory accesses of an elementwise operation per element. kernels: number of kernels; narrow: reads and writes of
+    values in the model's type; wide: reads and writes of float32 values."""
 
     kernels: float
     narrow: float
@@ -30,7 +27,7 @@ class MemoryAccess(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Memory traffic of an elementwise operation, per element, in its forward and in its backward."""
+    """Memory accesses of an elementwise operation per element, in the forward and in the backward."""
 
     forward: MemoryAccess
     backward: MemoryAccess
@@ -38,8 +35,9 @@ class Traffic(NamedTuple):
 
 @cache
 def traffic(operation: str, fusion: Fusion = "eager") -> Traffic:
-    """Return the memory traffic of an elementwise operation. operation: such as "rmsnorm"; fusion: "eager" (one kernel
-    per operation), "kernels" (hand-fused) or "compiled" (torch.compile)."""
+    """Return the memory accesses of an elementwise operation in forward and backward. operation: key of
+    elementwise.toml, such as "rmsnorm"; fusion: "eager" (one kernel per operation), "kernels" (hand-fused) or
+    "compiled" (torch.compile)."""
     table = _tables()[operation]
     forward, backward = table.get(fusion) or table["any"]
     return Traffic(MemoryAccess(*forward), MemoryAccess(*backward))

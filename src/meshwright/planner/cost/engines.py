@@ -1,5 +1,5 @@
-"""Training engines (frameworks) whose kernels, buffers and overlap are priced (`engines.toml`): the properties that
-decide the cost of a step beside the model's mathematics, the layout and the machine."""
+"""Training engines (frameworks) whose kernels, buffers and communication overlap are modelled (`engines.toml`):
+properties that decide the cost of a step in addition to the model, the layout and the machine."""
 
 from __future__ import annotations
 
@@ -19,53 +19,58 @@ AttentionKernel = Literal["scores", "tiled", "flash-1", "flash-2", "flash-3"]
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Properties of a training engine (framework) that decide its kernels, buffers and overlap, for predictions.
+    """Properties of a training engine (framework) from which its kernels, buffers and communication overlap are
+    predicted.
 
     Attributes:
         name: Such as "megatron".
-        source: Where the properties are documented.
-        fusion: Of elementwise operations. "eager": each is a kernel; "kernels": norms, activations, rotary positions
-            and the softmax are one kernel each; "compiled": everything between two matrix products is about one kernel.
-        fuses_gates: False if the activation of a gated MLP and its product are kernels of their own under "kernels".
-        attention: "scores": attention scores are written to memory; else the generation of the flash kernel.
-        hopper_attention: Attention kernel on Hopper and later devices, if it differs; None: the same.
+        source: Reference that documents the properties.
+        fusion: Fusion of elementwise operations. "eager": each is a kernel; "kernels": norms, activations, rotary
+            positions and the softmax are one kernel each; "compiled": everything between two matrix products is about
+            one kernel.
+        fuses_gates: False if, under "kernels", a gated MLP's activation and its multiplication by the gate are separate
+            kernels.
+        attention: Attention kernel. "scores": unfused, the scores are written to memory; else the generation of the
+            flash kernel.
+        hopper_attention: Attention kernel on Hopper and later devices; None: the same as `attention`.
         dropout: True if the engine's published runs had dropout.
-        selective: What selective recomputation repeats. "core": attention's scores, softmax and product with values;
-            "elementwise": everything between matrix products; "every second product": elementwise operations and every
-            second matrix product of a block, but not the core; "up-projections": those of latent attention, rotary
-            positions, norms and activations.
-        stops_early: True if a recomputed block omits a last matrix product whose result the backward does not need.
+        selective: Operations that selective recompute repeats. "core": attention's scores, softmax and product with
+            values; "elementwise": everything between matrix products; "every second product": elementwise operations
+            and every second matrix product of a layer, but not the core; "up-projections": those of latent attention,
+            rotary positions, norms and activations.
+        stops_early: True if the recomputation of a layer omits its last matrix product where the backward does not need
+            the result.
         loss_bytes: Bytes read and written for each logit by the loss, forward and backward together.
         loss_holds: Bytes allocated for each logit, without the logit itself, while the loss is computed.
-        compiles_loss: True if the loss is compiled where blocks are.
-        wide_parameters: True if only float32 parameters are persistent, without a copy in the narrow type.
-        gradient_bytes: Bytes of an element of gradients that are summed over micro-batches and ranks.
-        reduced_bytes: Bytes of an element of gradients on their way between ranks; None: `gradient_bytes`.
-        narrow_states: True if optimizer states and parameters are narrow, without float32 masters, where gradients are.
+        compiles_loss: True if the loss is compiled where layers are.
+        wide_parameters: True if persistent parameters are float32 only, and 16-bit copies are temporary.
+        gradient_bytes: Bytes of an element of the gradients that are accumulated over micro-batches.
+        reduced_bytes: Bytes of an element of gradients in reductions between ranks; None: `gradient_bytes`.
+        narrow_states: True if parameters and optimizer states are 16-bit, without float32 master weights, where
+            gradients are 16-bit.
         accumulates: How weight gradients are added to their sum: "fused": by the matrix product; "added": by a kernel
             after it; "copied": by a copy into the communication buffer.
         overlaps_data: True if gradient reductions over data-parallel ranks overlap the backward pass. ZeRO-3's
             parameter all-gathers overlap computation in every engine.
         overlaps_gathers: True if ZeRO-1's all-gathers of updated parameters overlap the first forward.
-        holds_in_pipelines: True if ZeRO-2 and ZeRO-3 under a pipeline gather parameters and reduce gradients only once
-            a step.
-        even_stages: True if pipeline stages have equal numbers of layers, whatever embedding and head cost; else their
-            FLOPs are balanced.
-        bucket_bytes: Largest message of gradient reductions and of ZeRO-1's all-gathers; None: one call a layer.
-        host_seconds: Time of the host to issue one operation. A micro-batch takes at least as long as the host needs
-            for its operations.
-        dispatches_by_node: True if a token is sent once to each node that has experts of its choice (once to each rank,
-            if all are on one node), not once to each expert.
-        overlap_processors: Share of a device's multiprocessors that dispatch and combine of tokens occupy while they
-            overlap the computation of another micro-batch; None: nothing is computed beside them.
-        eight_bit_activations: True if fp8 training sends tokens to experts, and saves activations, in 8 bits.
-        overlaps_tensor: What tp collectives overlap. "weights": reductions of input gradients overlap the weight
-            gradients of the same product; "products": in addition, all overlap, in slices, the products that they feed
-            or follow; None: nothing.
-        scatters: True if each tp rank sends a slice of the activations to the next stage and the slices are gathered
-            there (arXiv:2104.04473, section 4.1).
+        holds_in_pipelines: True if, under a pipeline, ZeRO-2 and ZeRO-3 all-gather parameters and reduce gradients once
+            a step, not once a micro-batch.
+        even_stages: True if pipeline stages have equal numbers of layers, regardless of embedding and head; False if
+            their FLOPs are balanced.
+        bucket_bytes: Largest message of gradient reductions and of ZeRO-1's all-gathers; None: one message per layer.
+        host_seconds: Seconds in which the CPU launches one operation: a lower bound on the time of a micro-batch.
+        dispatches_by_node: True if a token is sent once to each node (with a single node, to each rank) that holds
+            chosen experts; False if once to each expert.
+        overlap_processors: Fraction of a GPU's multiprocessors that dispatch and combine of tokens use while they
+            overlap the computation of another micro-batch; None: they do not overlap.
+        eight_bit_activations: True if fp8 training dispatches tokens to experts, and saves activations, in 8 bits.
+        overlaps_tensor: Overlap of tp collectives. "weights": reductions of input gradients overlap the weight
+            gradients of the same layer; "products": in addition, all collectives overlap, in slices, the matrix
+            products before or after them; None: none.
+        scatters: True if each tp rank sends only a slice of the activations to the next stage, which all-gathers them
+            (arXiv:2104.04473, section 4.1).
         axes, schedules, zero: Axes of the layout (in addition to data parallelism), pipeline schedules and ZeRO stages
-            from which a search may choose.
+            that the search tries.
     """
 
     name: str
@@ -101,12 +106,13 @@ class Engine:
     zero: tuple[int, ...] = (0, 1)
 
     def stages(self, config: ModelConfig, count: int, sequence: int) -> tuple[Stage, ...]:
-        """Return the `count` pipeline stages into which the engine cuts a model. sequence: tokens of a sequence."""
+        """Return the `count` pipeline stages into which the engine splits a model. sequence: tokens of a sequence, on
+        which the FLOPs of layers depend."""
         return even_stages(config, count) if self.even_stages else stages_of(config, count, sequence)
 
     @property
     def activation_fusion(self) -> Fusion:
-        """How an MLP's activation is fused: as `fusion`, or "eager"."""
+        """Fusion mode of an MLP's activation: as `fusion`, or "eager" if the engine does not fuse gated activations."""
         return "eager" if self.fusion == "kernels" and not self.fuses_gates else self.fusion
 
     def compiled(self) -> Engine:
@@ -121,7 +127,7 @@ _COMPILED_LOSS = 12.0  # bf16 logits read for the maxima, for the sums, and read
 
 
 def _engines() -> dict[str, Engine]:
-    """Return the engines of engines.toml by name."""
+    """Return {name: engine} for the engines described in engines.toml."""
     text = resources.files("meshwright.planner.cost").joinpath("engines.toml").read_text(encoding="utf-8")
     tables: dict[str, dict[str, Any]] = {
         name: {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
@@ -134,8 +140,9 @@ ENGINES = _engines()
 
 
 def engine(name: str | Engine, *, compile: bool = False) -> Engine:
-    """Return the training engine called `name`, such as "megatron", or the given engine. compile: with compiled blocks.
-    Raises `UserError` with the most similar name for an unknown one."""
+    """Return the training engine called `name`, such as "megatron"; an `Engine` is returned as it is. compile: True for
+    its variant with blocks compiled by torch.compile. Raises `UserError` with the most similar name for an unknown
+    one."""
     if isinstance(name, str):
         if name not in ENGINES:
             raise UserError(unknown("engine", name, ENGINES))

@@ -1,7 +1,7 @@
 """Model FLOPs of a token by operation, and the convention by which they are counted.
 
-Conventions in use differ by up to an eighth (causal or full attention, recomputation counted or not), so that a
-utilisation without its convention says little.
+Conventions in use differ by up to an eighth (causal or full attention, recomputation counted or not), so an MFU needs
+its convention stated.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ FLOPS_CONVENTION = (
 
 
 def forward_flops_per_token(config: ModelConfig, sequence: int, causal: bool = True) -> dict[str, float]:
-    """Return the floating-point operations of one token's forward pass, by operation, summed over the layers.
+    """Return {operation: FLOPs} of the forward pass of one token, each summed over the layers.
 
-    sequence: number of tokens that attend to each other (documents in a packed sequence are not told apart).
-    causal=False counts attention as if every token saw the whole sequence, as the PaLM paper does (arXiv:2204.02311,
-    appendix B).
+    sequence: number of tokens that attend to each other; documents packed into one sequence are not distinguished.
+    causal=False counts attention as if every token attended to the whole sequence, as the PaLM paper does
+    (arXiv:2204.02311, appendix B).
     """
     total: dict[str, float] = {}
     for layer in range(config.layers):
@@ -34,12 +34,12 @@ def forward_flops_per_token(config: ModelConfig, sequence: int, causal: bool = T
 
 
 def training_flops_per_token(config: ModelConfig, sequence: int, causal: bool = True, recompute: str = "none") -> float:
-    """Return the floating-point operations that training on one token takes: forward, and twice as many backward; as
-    many as forward of products of frozen weights.
+    """Return the FLOPs of training on one token: those of the forward, plus twice as many for the backward (once for
+    matrix products with frozen weights, which have no weight gradient).
 
-    sequence: tokens that attend to each other; causal: each sees only those before it. With recompute ("selective",
-    "full") the repeated forward operations are added, which gives hardware FLOPs; utilisation by `FLOPS_CONVENTION`
-    leaves it at "none".
+    sequence: tokens that attend to each other; causal: each attends only to those before it. recompute: "none", or
+    "selective" or "full", which add the FLOPs of the repeated forward and so give hardware FLOPs; MFU by
+    `FLOPS_CONVENTION` uses "none".
     """
     forward = forward_flops_per_token(config, sequence, causal)
     repeated = sum(forward.get(operation, 0.0) for operation in RECOMPUTED[recompute])

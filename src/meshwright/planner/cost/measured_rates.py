@@ -1,7 +1,7 @@
-"""Seconds of operations and collectives on a machine that `probe` has measured, read from its curves.
+"""Seconds of operations and collectives on a machine that `meshwright probe` measured, interpolated from its curves.
 
-A product takes what one of its shape and form took; elementwise work what the same work took, or a sum of as many
-bytes; attention what its scores took; a collective what its vector took, among as many ranks.
+Matrix products are looked up by shape and pass, elementwise operations by kind (else by bytes), attention by the bytes
+of its scores, collectives by the bytes of the vector and the number of ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshwright.program.durations import Floats
 from meshwright.spec.policy import SLICE_LOGITS, TILE_QUERIES
 
 LOSS_SLICE_BYTES = 2.0 * 4 * SLICE_LOGITS
-"""Read and written by one kernel of the loss on processors, which works on so many logits at once that they stay in the
+"""Bytes read and written by one kernel of the loss on CPUs, which processes a slice of the logits that fits into the
 caches."""
 
 SCORE_BYTES = 4
@@ -27,8 +27,8 @@ HEAD_SIZES = (32, 128)
 """Head sizes at which attention is measured; the time of other sizes is interpolated linearly."""
 
 RING_PIECES = (32, 128)
-"""Tokens of the pieces of rings that are measured. What a score costs in a ring lies on a line over the inverse of
-that: results are merged for each query and piece of keys (parallel/context.py)."""
+"""Tokens of the KV blocks of ring attention that are measured. The seconds of a score are linear in the inverse of this
+number, as results are merged once for each query and KV block (parallel/context.py)."""
 
 BACKWARD = "-backward"
 
@@ -37,18 +37,18 @@ _CALLED = {"send": "send-receive"}
 
 
 def attention_scores(queries: float, keys_seen: float, row: float) -> float:
-    """Return the number of scores that CPU attention computes for one or more heads. queries: number of queries;
-    keys_seen: keys that each attends to on average; row: tokens of the sequence.
+    """Return the number of scores q·k that CPU attention computes. queries: number of queries, over one or more heads;
+    keys_seen: keys to which each attends on average; row: tokens of the sequence.
 
-    This is half a tile of keys more for each query than it attends to, as all queries of a tile compute the scores of
-    its last one.
+    All queries of a tile compute scores for the keys of the tile's last query, so on average half a tile more than each
+    attends to.
     """
     return queries * (keys_seen + 0.5 * min(TILE_QUERIES, row))
 
 
 def attention_name(head_size: int, piece: int | None = None) -> str:
-    """Return the name of a measured attention curve, such as "attention-64"; the curve gives seconds as a function of
-    the bytes of float32 scores.
+    """Return the name under which the measured times of attention are stored, such as "attention-64" or "ring-64-128":
+    a curve of seconds as a function of the bytes of float32 scores.
 
     head_size: elements of a head; piece: tokens of a KV block in ring attention, None without a ring.
     """
@@ -56,8 +56,8 @@ def attention_name(head_size: int, piece: int | None = None) -> str:
 
 
 class MeasuredRates:
-    """Predictor of the seconds of operations on each rank of a machine that `meshwright probe` measured, in one
-    precision, while all ranks compute."""
+    """Predictor of an operation's seconds on a machine that `meshwright probe` measured, in one precision, while all
+    ranks compute at once."""
 
     def __init__(self, measured: Measured, precision: str, eager: bool = True) -> None:
         """Prepare the predictions for a precision such as "bf16". eager: elementwise operations run as single kernels,
@@ -72,52 +72,56 @@ class MeasuredRates:
 
     @classmethod
     def of(cls, measured: Measured | None, precision: str, eager: bool) -> MeasuredRates | None:
-        """Return the rates of a precision such as "bf16"; None if its matrix products or memory-bound kernels were not
-        measured. eager: elementwise operations run as single kernels, not compiled."""
+        """Return the predictor for a precision such as "bf16"; None if the machine's matrix products or memory-bound
+        kernels were not measured. eager: True if elementwise operations run as single kernels, False if torch.compile
+        fuses them."""
         if measured is None or measured.product(precision) is None:
             return None
         found = cls(measured, precision, eager)
         return found if found.one_pass("add") is not None else None
 
-    def seconds(self, one: Operation) -> Number | None:
-        """Return the seconds of all calls of an operation, of one layout or of an array of them; None if its kind was
-        not measured."""
-        numbers = one.flops, one.bytes, one.count, *(one.shape or ())
+    def seconds(self, operation: Operation) -> Number | None:
+        """Return the seconds of all `count` calls of an operation, whose sizes are numbers (one layout) or arrays (many
+        layouts); None if its kind was not measured."""
+        numbers = operation.flops, operation.bytes, operation.count, *(operation.shape or ())
         if not any(isinstance(each, np.ndarray) for each in numbers):
-            return self._seconds(one)
+            return self._seconds(operation)
         found = []
         for flops, size, count, *shape in zip(*(each.tolist() for each in np.broadcast_arrays(*numbers)), strict=True):
-            each = self._seconds(one._replace(flops=flops, bytes=size, count=count, shape=tuple(shape) or None))
+            each = self._seconds(operation._replace(flops=flops, bytes=size, count=count, shape=tuple(shape) or None))
             if each is None:
                 return None
             found.append(each)
         return np.array(found)
 
-    def _seconds(self, one: Operation) -> Number | None:
-        """Return the seconds of all calls of an operation of one layout; None if its kind was not measured."""
-        if one.kind == "product":
-            assert one.shape is not None
-            return one.count * (self._products(_FORMS[one.phase]).at(*_linear(one)) + self.start)
-        if one.kind == "float32 product":
+    def _seconds(self, operation: Operation) -> Number | None:
+        """Return the seconds of all `count` calls of an operation whose sizes are numbers; None if its kind was not
+        measured."""
+        if operation.kind == "product":
+            assert operation.shape is not None
+            return operation.count * (
+                self._products(_FORMS[operation.phase]).seconds_at(*_linear_sizes(operation)) + self.start
+            )
+        if operation.kind == "float32 product":
             return None
-        if one.kind == "attention":
-            return self._attention(one)
-        name = one.name.rpartition(".")[2] + (BACKWARD if one.phase == "input" else "")
+        if operation.kind == "attention":
+            return self._attention(operation)
+        name = operation.name.rpartition(".")[2] + (BACKWARD if operation.phase == "input" else "")
         own = self.one_pass(name) if self._eager else None
         if own is not None:  # with all that it costs beside its work
-            return one.count * own.at(one.bytes)
+            return operation.count * own.seconds_at(operation.bytes)
         # A fused activation forms exponentials as the plain one does: processors are held up by these, not by memory.
         fused = self.one_pass("silu") if name.startswith("activation") and not self._measured.copies else None
         curve = fused or self.one_pass("add")
         assert curve is not None
-        if one.kind == "loss" and not self._measured.copies:
-            slices = one.bytes / LOSS_SLICE_BYTES
-            return one.count * max(1.0, slices) * curve.at(one.bytes / max(1.0, slices))
-        return one.count * (curve.at(one.bytes) + self.start)
+        if operation.kind == "loss" and not self._measured.copies:
+            slices = operation.bytes / LOSS_SLICE_BYTES
+            return operation.count * max(1.0, slices) * curve.seconds_at(operation.bytes / max(1.0, slices))
+        return operation.count * (curve.seconds_at(operation.bytes) + self.start)
 
     def one_pass(self, name: str) -> Curve | None:
-        """Return the curve (seconds as a function of bytes) of a memory-bound kernel such as "add", in this precision,
-        else in float32; None if neither was measured."""
+        """Return the measured curve (seconds as a function of bytes read and written) of a memory-bound kernel, in this
+        precision or else in float32; None if neither was measured. name: such as "add"."""
         if name not in self._passes:
             own = self._measured.one_pass(name, self._precision)
             self._passes[name] = own or self._measured.one_pass(name, "fp32")
@@ -128,71 +132,72 @@ class MeasuredRates:
         """Memory bandwidth for large tensors, such as optimizer state, in bytes a second."""
         curve = self._measured.one_pass("copy", "fp32") or self.one_pass("add")
         assert curve is not None
-        return curve.sizes[-1] / curve.at(curve.sizes[-1])
+        return curve.sizes[-1] / curve.seconds_at(curve.sizes[-1])
 
     def _products(self, form: str) -> Products:
-        """Return the measured matrix products of a form ("forward", "input-gradient", "weight-gradient"), else those of
-        the forward."""
+        """Return the measured matrix products of a pass through a linear layer. form: "forward", "input-gradient" or
+        "weight-gradient"; if this was not measured, the forward's are returned."""
         found = self._measured.product(self._precision, form) or self._measured.product(self._precision)
         assert found is not None
         return found
 
-    def _attention(self, one: Operation) -> Number | None:
+    def _attention(self, operation: Operation) -> Number | None:
         """Return the seconds of all calls of an attention operation, forward or backward; None if attention was not
         measured."""
-        assert one.shape is not None
-        way = BACKWARD if one.phase == "input" else ""
-        row, keys_seen, size = one.shape
-        queries = one.flops / (4.0 * keys_seen * size * (FLASH_BACKWARD if way else 1.0))  # of all heads
+        assert operation.shape is not None
+        way = BACKWARD if operation.phase == "input" else ""
+        row, keys_seen, size = operation.shape
+        queries = operation.flops / (4.0 * keys_seen * size * (FLASH_BACKWARD if way else 1.0))  # of all heads
         scores = SCORE_BYTES * attention_scores(queries, keys_seen, row)
-        if one.name.endswith(".ring"):
+        if operation.name.endswith(".ring"):
             small, large = (self._of_heads(scores, size, way, piece) for piece in RING_PIECES)
             if small is not None and large is not None:
                 share = (1 / row - 1 / RING_PIECES[1]) / (1 / RING_PIECES[0] - 1 / RING_PIECES[1])
-                return one.count * max(0.5 * large, large + share * max(0.0, small - large))
+                return operation.count * max(0.5 * large, large + share * max(0.0, small - large))
         seconds = self._of_heads(scores, size, way)
-        return None if seconds is None else one.count * seconds
+        return None if seconds is None else operation.count * seconds
 
     def _of_heads(self, scores: float, size: float, way: str, piece: int | None = None) -> float | None:
-        """Return the seconds of attention, interpolated between the two measured head sizes; None if not measured.
+        """Return the seconds of attention for a head size, interpolated between the two measured head sizes; None if
+        not measured.
 
-        scores: bytes of its scores; size: elements of a head; way: "" for the forward, "-backward" for the backward;
+        scores: bytes of all scores; size: elements of a head; way: "" for the forward, "-backward" for the backward;
         piece: tokens of a KV block in ring attention, None without a ring.
         """
         narrow, wide = (self.one_pass(attention_name(each, piece) + way) for each in HEAD_SIZES)
         if narrow is None or wide is None:
             return None
-        low, high = narrow.at(scores), wide.at(scores)
+        low, high = narrow.seconds_at(scores), wide.seconds_at(scores)
         slope = max(0.0, high - low) / (HEAD_SIZES[1] - HEAD_SIZES[0])
         return max(0.25 * low, low + slope * (size - HEAD_SIZES[0]))
 
 
-def _linear(one: Operation) -> tuple[float, float, float]:
-    """Return (tokens, outputs, inputs) of the linear layer whose forward, input-gradient or weight-gradient product an
-    operation is."""
-    assert one.shape is not None
-    rows, columns, inner = (max(1.0, size) for size in one.shape)
-    if one.phase == "input":
+def _linear_sizes(operation: Operation) -> tuple[float, float, float]:
+    """Return (tokens, outputs, inputs) of the linear layer to which a matrix product belongs as forward, input-gradient
+    or weight-gradient product."""
+    assert operation.shape is not None
+    rows, columns, inner = (max(1.0, size) for size in operation.shape)
+    if operation.phase == "input":
         return rows, inner, columns
-    return (inner, rows, columns) if one.phase == "weight" else (rows, columns, inner)
+    return (inner, rows, columns) if operation.phase == "weight" else (rows, columns, inner)
 
 
 # --- between ranks
 
 
 class MeasuredCost(NamedTuple):
-    """Seconds of a collective as a function of bytes: a measured curve, scaled to a number of ranks. sizes: bytes of
-    the full vector; seconds: for each size."""
+    """Seconds of a collective as a function of bytes, from measurements. sizes: measured sizes in bytes of the full
+    vector, ascending; seconds: seconds at each size."""
 
     sizes: Floats
     seconds: Floats
 
     @classmethod
     def of(cls, curve: Curve, scale: float = 1.0) -> MeasuredCost:
-        """Return the cost function of a measured curve, with its seconds multiplied by `scale`."""
+        """Return the cost function of a measured curve. scale: factor on its seconds."""
         return cls(np.array(curve.sizes), scale * np.maximum.accumulate(curve.seconds))
 
-    def at(self, size: Any) -> Any:
+    def seconds_at(self, size: Any) -> Any:
         """Return the seconds of the collective on a vector of `size` bytes (a number or an array), interpolated between
         measured sizes; beyond the largest, proportional to size."""
         beyond = np.maximum(1.0, np.asarray(size) / self.sizes[-1])
@@ -211,23 +216,23 @@ def measured_cost(measured: Measured, operation: str, ranks: int, nodes: int) ->
     nearest = min(found, key=lambda each: (abs(math.log(each.ranks / ranks)), each.ranks))
     if operation == "send":
         return MeasuredCost.of(nearest.curve)
-    return MeasuredCost.of(nearest.curve, _sent(ranks) / _sent(nearest.ranks))
+    return MeasuredCost.of(nearest.curve, _sent_fraction(ranks) / _sent_fraction(nearest.ranks))
 
 
-def _sent(ranks: int) -> float:
+def _sent_fraction(ranks: int) -> float:
     """Return the fraction (n - 1) / n of a vector that each of `ranks` ranks sends in a collective; an all-reduce sends
     twice that."""
     return (ranks - 1) / ranks
 
 
 class CostByLayout:
-    """Cost function of a collective for many candidate layouts at once. costs: the cost function of each distinct group
-    of ranks; which [candidates]: index into `costs`."""
+    """Cost function of a collective for many candidate layouts at once. costs: one cost function for each distinct
+    process group; which: index into `costs` of each candidate layout, [candidates]."""
 
     def __init__(self, costs: Sequence[Any], which: Any) -> None:
         self._costs, self._which = costs, which
 
-    def at(self, size: Any) -> Any:
+    def seconds_at(self, size: Any) -> Any:
         """Return the seconds of the collective for each candidate layout: [..., candidates]. size: bytes of the full
         vector, a number or an array [..., candidates]."""
         sizes = np.asarray(size, dtype=np.float64)
@@ -235,5 +240,5 @@ class CostByLayout:
         seconds = np.zeros(sizes.shape)
         for number in np.unique(self._which):
             ways = self._which == number
-            seconds[..., ways] = self._costs[number].at(sizes[..., ways])
+            seconds[..., ways] = self._costs[number].seconds_at(sizes[..., ways])
         return seconds

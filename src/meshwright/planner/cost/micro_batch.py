@@ -11,38 +11,44 @@ import numpy as np
 
 from meshwright.layout import Layout
 from meshwright.planner.cost.engines import ENGINES, AttentionKernel, Engine
-from meshwright.spec.chunks import padded_documents
+from meshwright.spec.chunks import pad_document_count
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.work import count_predictions
 
 Starts = tuple[tuple[int, ...], ...]
-"""For each sequence, the tokens at which its documents begin."""
+"""For each sequence, the token positions at which its documents begin."""
 
 Number = Any
 """An int or a float of one layout, or an array of them for many layouts."""
 
 DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16"}
-"""Torch's type name of activations and parameters under a precision; in fp8 training only operands of products are
-narrower."""
+"""Torch's type name of activations and parameters under each precision; in fp8 training only operands of matrix
+products are 8-bit."""
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "bool": 1}
 """Bytes of an element by torch's type name."""
 
 
 class Adapted(NamedTuple):
-    """A linear layer with an adapter. layer: name of its operator, such as "attention.qkv"; shares: of the outputs that
-    each adapted matrix has."""
+    """A linear layer with an adapter. layer: name of its operator, such as "attention.qkv"; shares: for each adapted
+    matrix that the layer fuses (such as q and v of qkv), its fraction of the layer's outputs."""
 
     layer: str
     shares: tuple[float, ...]
 
 
 class LayerKind(NamedTuple):
-    """What layers with equal operators have in common. window: most tokens that a query attends to, None for all;
-    mixed: True for a mixture of experts; rotates: True if queries and keys have rotary positions; tempered: True if
-    queries are multiplied by factors that depend on the position; adapted: linear layers with an adapter; begins: True
-    if all parameters before the layer are frozen."""
+    """Properties of a transformer layer on which its operators depend; layers of one kind cost the same.
+
+    Attributes:
+        window: Most tokens that a query attends to; None for all.
+        mixed: True for a mixture of experts.
+        rotates: True if queries and keys have rotary positions.
+        tempered: True if queries are multiplied by a factor that depends on the position.
+        adapted: Linear layers with an adapter.
+        begins: True if all parameters before the layer are frozen.
+    """
 
     window: int | None
     mixed: bool
@@ -65,7 +71,7 @@ def layer_kind(config: ModelConfig, layer: int) -> LayerKind:
 
 @lru_cache(maxsize=64)
 def _adapted_layers(config: ModelConfig) -> dict[int, tuple[Adapted, ...]]:
-    """Return the linear layers with an adapter, by index of the transformer layer."""
+    """Return {layer index: its linear layers with an adapter}."""
     tensors = {tensor.name: tensor for tensor in parameter_table(config).tensors}
     found: dict[int, tuple[Adapted, ...]] = {}
     for name, second in tensors.items():
@@ -83,8 +89,9 @@ def _adapted_layers(config: ModelConfig) -> dict[int, tuple[Adapted, ...]]:
 
 
 class Routed(NamedTuple):
-    """Number of token copies in one mixture of experts. arrived: received by this rank over ep; computed: computed by
-    its experts, which includes those that the other etp ranks received."""
+    """Number of token copies (one for each token and chosen expert) of one mixture-of-experts layer on a rank. arrived:
+    copies that this rank receives over ep; computed: copies that its experts compute, including those received by the
+    other ranks of its etp group."""
 
     arrived: Number
     computed: Number
@@ -92,30 +99,31 @@ class Routed(NamedTuple):
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch on one rank, under one layout or under many that differ only in the sizes of their axes.
+    """Sizes and settings of a micro-batch on one rank, from which operators compute their costs; for one layout, or for
+    many layouts that differ only in the sizes of their axes.
 
     Attributes:
         config: Model.
-        layout: Layout; of many, any one: which axes are larger than 1 is the same for all (`structure`).
+        layout: Layout; for many layouts any one of them, as the same axes are larger than 1 in all (`structure`).
         rows: Number of sequences.
-        whole: Tokens of a sequence.
-        tp, cp, ep, etp: Sizes of the axes: numbers of one layout, or integer arrays [layouts].
+        sequence: Tokens of a sequence.
+        tp, cp, ep, etp: Sizes of the axes; integer arrays [layouts] for many layouts.
         dtype: Torch's type name of activations and parameters.
         engine: Training engine whose kernels compute.
-        kernel: Attention kernel.
+        kernel: Attention kernel, such as "flash-2".
         documents: Average number of documents packed into a sequence.
-        eight_bit: True if linear layers of blocks compute in fp8.
+        eight_bit: True if the linear layers of transformer layers compute in fp8.
         device: "cpu" or "cuda".
         masked: True if sequences pack several documents.
-        starts: Tokens at which documents begin in each sequence; None if unknown.
-        responses: Most responses with preferences in a sequence; 0 for next-token training.
-        routed: Token copies by layer with experts; equal load unless given.
+        starts: For each sequence, the token positions at which documents begin; None if unknown.
+        responses: Most responses with preferences (DPO, KTO) in a sequence; 0 for next-token training.
+        routed: Token copies by index of the layer with experts; layers that are missing have equal load on all ranks.
     """
 
     config: ModelConfig
     layout: Layout
     rows: Number
-    whole: int
+    sequence: int
     tp: Number
     cp: Number
     ep: Number
@@ -136,8 +144,11 @@ class MicroBatch:
         cls, config: ModelConfig, layout: Layout, rows: int, sequence: int, *, packed: bool | Starts = False,
         **options: Any,
     ) -> MicroBatch:  # fmt: skip
-        """Return a micro-batch of `rows` sequences of `sequence` tokens under one layout. packed: True if sequences
-        pack several documents, or the tokens at which they begin in each; options: further fields."""
+        """Return a micro-batch of `rows` sequences of `sequence` tokens under one layout.
+
+        packed: True if sequences pack several documents, or for each sequence the token positions at which documents
+        begin; options: further fields of `MicroBatch`.
+        """
         starts = None if isinstance(packed, bool) else packed
         masked = any(len(row) > 1 for row in starts) if starts is not None else bool(packed)
         options |= {"masked": masked, "starts": starts if masked else None}
@@ -155,57 +166,58 @@ class MicroBatch:
 
     @property
     def wide(self) -> int:
-        """Bytes of an element of sums: at least those of float32."""
+        """Bytes of an element of sums, which are in float32 or, for float64 training, in float64."""
         return max(4, self.itemsize)
 
     @property
     def narrow(self) -> bool:
-        """True if activations are narrower than float32."""
+        """True if activations have a 16-bit type."""
         return self.itemsize < 4
 
     @cached_property
     def tokens(self) -> Number:
-        """Tokens of a sequence on this rank of cp."""
-        return self.whole // self.cp
+        """Number of tokens of a sequence that this cp rank has."""
+        return self.sequence // self.cp
 
     @cached_property
     def slice(self) -> Number:
-        """Tokens of a sequence outside of matrix products: sequence parallelism divides them by tp."""
+        """Number of tokens of a sequence that this rank has in norms and the residual stream: with sequence
+        parallelism, `tokens` divided by tp."""
         return self.tokens // self.tp if self.layout.tensor_sequence_parallel else self.tokens
 
     @cached_property
     def all_tokens(self) -> Number:
-        """Tokens of all sequences on this rank of cp."""
+        """Number of tokens of all sequences that this cp rank has."""
         return self.rows * self.tokens
 
     @cached_property
     def heads(self) -> Number:
-        """Query heads on this rank."""
+        """Number of query heads of this tp rank."""
         return self.config.heads // self.tp
 
     @cached_property
     def kv_heads(self) -> Number:
-        """Key-value heads on this rank."""
+        """Number of key-value heads of this tp rank, at least 1."""
         return at_least(self.config.kv_heads // self.tp, 1)
 
     @cached_property
     def qkv_width(self) -> Number:
-        """Columns of the product that computes queries, keys and values."""
+        """Output features of the fused query, key and value projection on this rank."""
         return (self.heads + 2 * self.kv_heads) * self.config.head_dim
 
     @property
     def ring(self) -> bool:
-        """True for ring attention."""
+        """True under ring attention (context parallelism by KV blocks sent around a ring)."""
         return self.layout.cp > 1 and self.layout.cp_method == "ring"
 
     @property
     def ulysses(self) -> bool:
-        """True for context parallelism by all-to-alls of heads and tokens."""
+        """True under Ulysses context parallelism (all-to-alls that exchange heads for tokens)."""
         return self.layout.cp > 1 and self.layout.cp_method == "ulysses"
 
     @property
     def expert_parallel(self) -> bool:
-        """True if experts are expert-parallel."""
+        """True if experts are sharded over ranks (expert-parallel)."""
         return self.layout.expert_parallel
 
     @cached_property
@@ -220,32 +232,36 @@ class MicroBatch:
 
     @cached_property
     def expert_width(self) -> Number:
-        """Hidden columns of an expert on this rank."""
+        """Number of hidden features of an expert's MLP on this rank."""
         return self.config.expert_intermediate // (self.etp if self.expert_parallel else self.tp)
 
     @cached_property
     def vocabulary(self) -> Number:
-        """Rows of the embedding and of the head on a rank of tp; the last ranks may have fewer."""
+        """Number of vocabulary entries of the embedding and the head on a tp rank, rounded up; the last ranks may have
+        fewer."""
         return -(-self.config.vocabulary // self.tp)
 
     @cached_property
     def predictions(self) -> Number:
-        """Number of positions on this rank of cp that the head computes."""
+        """Number of positions on this cp rank for which the head computes logits."""
         if isinstance(self.rows, np.ndarray):
             return (
-                np.array([count_predictions(self.config, rows, self.whole) for rows in self.rows.tolist()]) // self.cp
+                np.array([count_predictions(self.config, rows, self.sequence) for rows in self.rows.tolist()])
+                // self.cp
             )
         return count_predictions(self.config, self.rows, self.tokens)
 
     def load(self, layer: int) -> Routed:
-        """Return the token copies that this rank receives and computes in a layer with experts."""
+        """Return the numbers of token copies that this rank receives and computes in the mixture of experts with layer
+        index `layer`: known ones (`routed`), else those under equal load."""
         if layer in self.routed:
             return self.routed[layer]
         return Routed(self.copies, self.copies * (self.etp if self.expert_parallel else 1))
 
     @property
     def key_value_copies(self) -> Number:
-        """Copies of each key-value head that all-to-alls over cp make, where there are fewer heads than ranks."""
+        """Number of cp ranks that hold a copy of each key-value head after the all-to-all of Ulysses: more than 1 if
+        there are fewer heads than ranks."""
         return at_least(self.cp // self.kv_heads, 1)
 
     @property
@@ -256,86 +272,87 @@ class MicroBatch:
     # --- masks of the CUDA attention kernels
 
     def limited(self, window: int | None) -> bool:
-        """Return True if some token does not attend to all tokens before it, because of documents or a window. window:
-        most tokens that a query attends to, None for all."""
-        return self.masked or (window is not None and window < self.whole)
+        """Return True if some token does not attend to all earlier tokens of its sequence, because of packed documents
+        or a sliding window. window: most tokens that a query attends to, None for all."""
+        return self.masked or (window is not None and window < self.sequence)
 
     @property
     def capped(self) -> bool:
-        """True if a GPU computes attention tile by tile (`model/tiled_attention.py`): the scores have a softcap, or
-        heads have sinks, which otherwise flash attention alone supports."""
+        """True if a GPU computes attention tile by tile in plain torch (`model/tiled_attention.py`), because flash
+        attention does not support it: scores with a softcap, or attention sinks with a type or head size that flash
+        attention lacks."""
         config = self.config
         tiled = config.attention_softcap is not None or (config.attention_sinks and not self._fits_flash)
         return tiled and self.device == "cuda" and self.engine.name == "meshwright"
 
     @property
     def _fits_flash(self) -> bool:
-        """True if queries have a type and size of flash attention."""
+        """True if flash attention supports the element type (16 bits) and the head size (a multiple of 8, up to
+        256)."""
         return self.narrow and self.config.head_dim % 8 == 0 and self.config.head_dim <= 256
 
     @property
     def flash(self) -> bool:
-        """True if flash attention supports the queries (`model/varlen_attention.py`): on GPUs, for narrow types and
-        head sizes that are multiples of 8 up to 256."""
+        """True if flash attention computes on a GPU: 16-bit types, head sizes that are multiples of 8 up to 256, and
+        not `capped`."""
         return self.device == "cuda" and not self.capped and self._fits_flash
 
     def varlen(self, window: int | None) -> bool:
-        """Return True if attention runs in variable-length kernels, which need no mask (`model/varlen_attention.py`):
-        with packed documents, a window or sinks, where flash attention supports the queries. window: most tokens that a
-        query attends to, None for all."""
+        """Return True if attention runs in variable-length flash kernels, which need no mask
+        (`model/varlen_attention.py`): for packed documents, a sliding window or attention sinks. window: most tokens
+        that a query attends to, None for all."""
         special = self.limited(window) or self.config.attention_sinks
         return self.flash and not self.ring and not self.config.encoder and special
 
     def dense_mask(self, window: int | None) -> bool:
-        """Return True if CUDA attention reads a mask of all pairs of tokens. window: most tokens that a query attends
-        to, None for all."""
+        """Return True if the CUDA attention kernel reads a dense mask [tokens, tokens]. window: most tokens that a
+        query attends to, None for all."""
         return self.limited(window) and not self.varlen(window) and not self.capped
 
     def repeats(self, window: int | None) -> bool:
-        """Return True if keys and values are copied for every query head, as the CUDA kernel does not support grouped
-        queries. window: most tokens that a query attends to, None for all."""
+        """Return True if keys and values are repeated for every query head, because the CUDA kernel used does not
+        support grouped-query attention. window: most tokens that a query attends to, None for all."""
         if self.device != "cuda" or self.ring or self.config.encoder or self.capped:
             return False
         return self.grouped and (self.dense_mask(window) or not self.narrow)
 
     @property
     def varlen_documents(self) -> int:
-        """Number of documents for which variable-length attention is called; where it is not known how many are packed,
-        the fewest."""
+        """Number of documents in one call of variable-length attention; if unknown, the smallest possible number."""
         if not self.masked:
             return int(self.rows)
-        return padded_documents(self.rows if self.starts is None else sum(map(len, self.starts)))
+        return pad_document_count(self.rows if self.starts is None else sum(map(len, self.starts)))
 
     @property
     def ring_documents(self) -> int:
-        """Number of pieces of documents for which variable-length attention is called over one chunk of ring attention,
-        of the chunk with the most pieces; where it is not known how many are packed, the fewest."""
+        """Largest number of document parts in one chunk of a sequence under ring attention (each cp rank holds two
+        chunks); variable-length attention is called with so many. If unknown, the smallest possible number."""
         if self.starts is None:
-            return padded_documents(self.rows)
+            return pad_document_count(self.rows)
         chunk = self.tokens // 2
-        return padded_documents(
+        return pad_document_count(
             max(
                 sum(1 + sum(first < start < first + chunk for start in row) for row in self.starts)
-                for first in range(0, self.whole, chunk)
+                for first in range(0, self.sequence, chunk)
             )
         )
 
 
 def at_least(value: Number, least: int) -> Number:
-    """Return a number, or each element of an array, raised to at least `least`."""
+    """Return max(value, least) for a number, or elementwise for an array."""
     return np.maximum(value, least) if isinstance(value, np.ndarray) else max(value, least)
 
 
 def at_most(value: Number, most: Number) -> Number:
-    """Return a number, or each element of an array, lowered to at most `most`."""
+    """Return min(value, most) for a number, or elementwise for an array."""
     return np.minimum(value, most) if isinstance(value, np.ndarray) else min(value, most)
 
 
 def structure(layout: Layout, config: ModelConfig) -> tuple[object, ...]:
-    """Return what layouts must have in common to be computed as arrays: recompute, which axes are larger than 1, and if
-    query heads share key-value heads."""
-    at = MicroBatch.of(config, layout, 1, layout.cp)
+    """Return a key that is equal for layouts whose costs can be computed together as arrays: they agree in recompute,
+    in which axes are larger than 1, and in whether query heads share key-value heads."""
+    batch = MicroBatch.of(config, layout, 1, layout.cp)
     return (
         layout.recompute, layout.tp > 1, layout.tensor_sequence_parallel, layout.cp > 1 and layout.cp_method,
-        layout.ep > 1, layout.etp > 1, at.grouped,
+        layout.ep > 1, layout.etp > 1, batch.grouped,
     )  # fmt: skip

@@ -14,8 +14,9 @@ from meshwright.spec.parameters import ParameterTable
 
 
 class BufferChanges(NamedTuple):
-    """Changes of a module's buffers in a step. averaged, copied: elements of float and of integer buffers that change;
-    reported: number of buffers for which ranks report if they changed."""
+    """Changes of a module's buffers (such as running statistics) in a step, which ranks synchronise. averaged: elements
+    of changed float buffers; copied: elements of changed integer buffers; reported: number of buffers for which ranks
+    report if they changed."""
 
     averaged: int = 0
     copied: int = 0
@@ -36,34 +37,36 @@ def module_calls(
     table: the module's parameters; work: sizes of the step; held: FSDP units that stay gathered for a whole
     micro-batch, as they are used outside their modules; buffers: what changes in the module's buffers in a step.
     """
-    step = _ModuleStep(table, ModulePartition.whole(table), layout, work, rank)
-    return step.step({REST, *held}, buffers or BufferChanges())
+    step = _ModuleTraffic(table, ModulePartition.whole(table), layout, work, rank)
+    return step.count_step({REST, *held}, buffers or BufferChanges())
 
 
-class _ModuleStep(DataCalls):
+class _ModuleTraffic(DataCalls):
     """Counter of the bytes that one rank sends in a training step of a user's own module."""
 
-    def step(self, held: Collection[str], buffers: BufferChanges) -> Counter[tuple[str, str]]:
+    def count_step(self, held: Collection[str], buffers: BufferChanges) -> Counter[tuple[str, str]]:
         """Count all calls of the step; return bytes sent by (call site, axis). held: FSDP units that stay gathered for
         a whole micro-batch; buffers: what changes in the module's buffers."""
         passes = self.layout.micro_batches
-        self.reduce("data.targets", "data", 1, 8)
+        self.count_data_all_reduce("data.targets", "data", 1, 8)
         for unit in self.table.units:
-            self.gradients(unit, passes)
-        self.gathers(held, passes)
-        self.reduce("module.buffers.changed", "data", buffers.reported, 8)
+            self.count_gradients(unit, passes)
+        self.count_gathers(held, passes)
+        self.count_data_all_reduce("module.buffers.changed", "data", buffers.reported, 8)
         for numel in (buffers.averaged, buffers.copied):
-            self.reduce("module.buffers", "data", numel, 8)
-        self.verdict()
+            self.count_data_all_reduce("module.buffers", "data", numel, 8)
+        self.count_outcome()
         return self.sent
 
-    def gathers(self, held: Collection[str], passes: int) -> None:
+    def count_gathers(self, held: Collection[str], passes: int) -> None:
         """Count the bytes sent by ZeRO-3's parameter all-gathers: one a micro-batch for the FSDP units in `held` and
         for the last unit, two (forward, backward) for others. passes: micro-batches of the step."""
-        if self.zero("dense") < 3:
+        if self.zero_stage("dense") < 3:
             return
         others = [unit for unit in self.table.units if unit not in held]
         for unit in self.table.units:
             times = 1 if unit in held or unit == others[-1] else 2
-            numel = self.padded(unit, "dense")
-            self.shard("data.parameters", "all_gather", "dense", numel, self.work.parameter_bytes, times * passes)
+            numel = self.buffer_numel(unit, "dense")
+            self.count_zero_collective(
+                "data.parameters", "all_gather", "dense", numel, self.work.parameter_bytes, times * passes
+            )

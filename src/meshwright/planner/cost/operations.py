@@ -9,7 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from meshwright.planner.cost.blocks import block, embedding, head, prediction_input
+from meshwright.planner.cost.blocks import (
+    embedding_operators,
+    head_operators,
+    layer_operators,
+    prediction_input_operators,
+)
 from meshwright.planner.cost.micro_batch import MicroBatch, Number, at_most, layer_kind
 from meshwright.planner.cost.operators import Operation, Operator
 from meshwright.spec.chunks import keeps_head_gradient
@@ -18,67 +23,69 @@ from meshwright.spec.stages import Stage
 _CORE = ("attention.scores", "attention.values", "attention.softmax", "attention.gradients")
 
 
-def operations(at: MicroBatch, stage: Stage, *, at_once: bool = True) -> list[Operation]:
-    """Return the operations of one micro-batch on one rank of a pipeline stage.
+def list_operations(batch: MicroBatch, stage: Stage, *, at_once: bool = True) -> list[Operation]:
+    """Return the kernels of one micro-batch on one rank of a pipeline stage: forward, recomputed and backward.
 
-    at_once: the loss's backward directly follows its forward; if not, the engine `meshwright` may compute the logits
-    twice.
+    at_once: True if the backward of the loss directly follows its forward; otherwise the engine `meshwright` may
+    compute the logits twice.
     """
     found: list[Operation] = []
     if stage.first:
-        found += computed(embedding(at))
-    kinds = Counter(layer_kind(at.config, layer) for layer in stage.layers)
-    examples = {layer_kind(at.config, layer): layer for layer in reversed(stage.layers)}
+        found += list_kernels(embedding_operators(batch))
+    kinds = Counter(layer_kind(batch.config, layer) for layer in stage.layers)
+    examples = {layer_kind(batch.config, layer): layer for layer in reversed(stage.layers)}
     for kind, layers in kinds.items():
-        found += [one._replace(count=one.count * layers) for one in layer_operations(at, examples[kind])]
+        found += [one._replace(count=one.count * layers) for one in layer_operations(batch, examples[kind])]
     if stage.last:
-        keeps = keeps_gradient(at, len(stage.layers), at_once) or at.engine.name != "meshwright"
-        found += [*computed(head(at, keeps)), *prediction_operations(at, keeps)]
+        keeps = keeps_gradient(batch, len(stage.layers), at_once) or batch.engine.name != "meshwright"
+        found += [*list_kernels(head_operators(batch, keeps)), *prediction_operations(batch, keeps)]
     return found
 
 
-def prediction_operations(at: MicroBatch, keeps_gradient: bool) -> list[Operation]:
-    """Return the operations of the module of multi-token prediction; none without one. keeps_gradient: as of `head`."""
-    if not at.config.prediction_layers:
+def prediction_operations(batch: MicroBatch, keeps_gradient: bool) -> list[Operation]:
+    """Return the kernels of the multi-token-prediction layer; an empty list for models without one. keeps_gradient:
+    True if the forward computes and saves the head's gradients, as in `head_operators`."""
+    if not batch.config.prediction_layers:
         return []
-    ends = [*prediction_input(at), *head(at, keeps_gradient)]
-    return [*computed(ends), *layer_operations(at, at.config.layers)]
+    ends = [*prediction_input_operators(batch), *head_operators(batch, keeps_gradient)]
+    return [*list_kernels(ends), *layer_operations(batch, batch.config.layers)]
 
 
-def keeps_gradient(at: MicroBatch, layers: int, at_once: bool) -> bool:
-    """Return True if the last stage computes its head's gradients in the forward and saves them. layers: number in the
-    stage; at_once: the stage's backward directly follows its forward."""
-    widest = at_most(at.vocabulary, at.config.vocabulary)
-    found: bool = keeps_head_gradient(at.all_tokens, widest, layers, at.layout.recompute, at_once)
+def keeps_gradient(batch: MicroBatch, layers: int, at_once: bool) -> bool:
+    """Return True if the forward of the last stage already computes the gradients of the head and saves them, instead
+    of recomputing the logits in the backward. layers: number of layers in the stage; at_once: the stage's backward
+    directly follows its forward."""
+    widest = at_most(batch.vocabulary, batch.config.vocabulary)
+    found: bool = keeps_head_gradient(batch.all_tokens, widest, layers, batch.layout.recompute, at_once)
     return found
 
 
-def layer_operations(at: MicroBatch, layer: int) -> list[Operation]:
-    """Return the operations of the layer with index `layer`, recomputed ones included."""
-    found = computed(block(at, layer))
-    return [*found, *_recomputed(at, found, at.config.has_experts(layer))]
+def layer_operations(batch: MicroBatch, layer: int) -> list[Operation]:
+    """Return the kernels of the layer with index `layer` in forward and backward, recomputed ones included."""
+    found = list_kernels(layer_operators(batch, layer))
+    return [*found, *_recomputed_operations(batch, found, batch.config.has_experts(layer))]
 
 
-def computed(operators: Iterable[Operator]) -> list[Operation]:
-    """Return the compute kernels (operations, each with FLOPs, bytes and phase) of a layer's operators, in order."""
+def list_kernels(operators: Iterable[Operator]) -> list[Operation]:
+    """Return the kernels of operators in order, without recomputed ones."""
     return [one for operator in operators for one in operator.operations]
 
 
-def total_flops(found: list[Operation], *phases: str) -> Number:
-    """Return the total FLOPs of operations. phases: only those of "forward", "recompute", "input" and "weight"
-    (gradients) that are given; all if none is."""
-    return sum(one.flops * one.count for one in found if not phases or one.phase in phases)
+def total_flops(operations: list[Operation], *phases: str) -> Number:
+    """Return the sum of the operations' FLOPs. phases: count only these, of "forward", "recompute", "input" and
+    "weight" (gradients); all if none is given."""
+    return sum(one.flops * one.count for one in operations if not phases or one.phase in phases)
 
 
-def _recomputed(at: MicroBatch, layer: list[Operation], mixed: bool) -> Iterator[Operation]:
-    """Yield the operations of a layer's forward that activation checkpointing recomputes. layer: all operations of the
-    layer; mixed: its MLP is a mixture of experts."""
-    kind, engine = at.layout.recompute, at.engine
+def _recomputed_operations(batch: MicroBatch, layer: list[Operation], mixed: bool) -> Iterator[Operation]:
+    """Yield the kernels of a layer's forward that activation checkpointing repeats in the backward. layer: all kernels
+    of the layer; mixed: True if its MLP is a mixture of experts."""
+    kind, engine = batch.layout.recompute, batch.engine
     if kind == "none":
         return
-    last = _last_product(at, mixed) if engine.stops_early else None
+    last = _last_product(batch, mixed) if engine.stops_early else None
     if any(one.name == f"{last}.adapter.b" for one in layer):  # it comes after the base's product
-        last = None if at.config.adapter and at.config.adapter.kind == "dora" else f"{last}.adapter.b"
+        last = None if batch.config.adapter and batch.config.adapter.kind == "dora" else f"{last}.adapter.b"
     for one in layer:
         if one.phase != "forward":
             continue
@@ -90,31 +97,32 @@ def _recomputed(at: MicroBatch, layer: list[Operation], mixed: bool) -> Iterator
             wanted = core or one.name == "attention.dropout"
         elif engine.selective == "elementwise":
             # The result of ring attention came over the wire: it is kept.
-            wanted = (core and not at.ring) or one.kind == "elementwise"
-            if at.config.adapter and at.config.adapter.kind != "dora":
+            wanted = (core and not batch.ring) or one.kind == "elementwise"
+            if batch.config.adapter and batch.config.adapter.kind != "dora":
                 wanted = wanted or one.name.endswith(".adapter.b")
         elif engine.selective == "up-projections":
             wanted = one.name.endswith(("norm", ".rotary", ".activation", "_up", "_up.cast"))
         else:
             wanted = one.kind in ("product", "elementwise")
             if one.kind == "product":
-                share = _every_second_product(at).get(one.name)
+                share = _every_second_product(batch).get(one.name)
                 wanted = share is not None
         if wanted:
             yield one._replace(phase="recompute", flops=share * one.flops, bytes=share * one.bytes)
 
 
-def _every_second_product(at: MicroBatch) -> dict[str, Number]:
-    """Return the recomputed fraction by name of a product if every second matrix product of a block is saved
-    (torchtitan's selective activation checkpointing "op")."""
-    found = {"attention.qkv": at.kv_heads / (at.heads + 2 * at.kv_heads), "attention.output": 1.0}
-    return found | ({"mlp.up": 0.5} if at.config.gated else {})
+def _every_second_product(batch: MicroBatch) -> dict[str, Number]:
+    """Return {name of a matrix product: fraction of it that is recomputed} if every second matrix product of a layer is
+    saved (torchtitan's selective activation checkpointing "op")."""
+    found = {"attention.qkv": batch.kv_heads / (batch.heads + 2 * batch.kv_heads), "attention.output": 1.0}
+    return found | ({"mlp.up": 0.5} if batch.config.gated else {})
 
 
-def _last_product(at: MicroBatch, mixed: bool) -> str | None:
-    """Return the name of the product whose result the backward does not need, as it is only added to the residual
-    stream; None if there is none. mixed: the layer's MLP is a mixture of experts."""
-    config = at.config
+def _last_product(batch: MicroBatch, mixed: bool) -> str | None:
+    """Return the name of a layer's last matrix product if the backward does not read its result, which is only added to
+    the residual stream, so that it need not be recomputed; else None. mixed: the layer's MLP is a mixture of
+    experts."""
+    config = batch.config
     if config.encoder or config.post_norms:  # a norm reads it, or the sum with it
         return None
     if not mixed:

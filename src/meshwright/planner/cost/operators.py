@@ -20,17 +20,23 @@ Phase = Literal["forward", "recompute", "input", "weight"]
 Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
 
 FLASH_BACKWARD = 2.5
-"""Products of a flash kernel's backward for each of its forward: five for two, because it forms the scores again (Dao
-et al. 2022, arXiv:2205.14135, algorithm 4)."""
+"""Matrix products in a flash kernel's backward for each one in its forward: five to two, as the backward computes the
+scores again (Dao et al. 2022, arXiv:2205.14135, algorithm 4)."""
 
 
 class Operation(NamedTuple):
-    """A kernel of an operator in one phase, called `count` times; the numbers are of one call.
+    """A kernel of an operator in one phase, called `count` times.
 
-    name: such as "attention.qkv". kind: product (matrix product), float32 product (one in float32, whatever the model's
-    type), attention (a flash kernel), elementwise, lookup or loss. flops: of matrix products alone, 2 per multiply-add.
-    bytes: read and written. shape: M, N, K of a product; of a flash kernel the queries, the keys that each sees on
-    average and a head's size; None for others.
+    Attributes:
+        name: Such as "attention.qkv".
+        kind: "product" (matrix product), "float32 product" (one in float32, whatever the model's type), "attention" (a
+            flash kernel), "elementwise", "lookup" or "loss".
+        phase: "forward", "recompute", "input" or "weight" (gradients).
+        flops: FLOPs of matrix products in one call, 2 per multiply-add.
+        bytes: Bytes read and written by one call.
+        shape: (M, N, K) of a matrix product; of a flash kernel (queries, keys to which each attends on average,
+            elements of a head); else None.
+        count: Number of calls.
     """
 
     name: str
@@ -43,8 +49,9 @@ class Operation(NamedTuple):
 
 
 class SavedTensor(NamedTuple):
-    """A tensor that the engine `meshwright` saves for the backward. kind: element type, "x" (the model's), "wide" (at
-    least float32), "index" (int64), "int32" or "bool"."""
+    """A tensor that a forward saves for the backward in the engine `meshwright`. name: such as "mlp.up.input"; shape:
+    on this rank; kind: element type, "x" (the model's), "wide" (at least float32), "index" (int64), "int32" or
+    "bool"."""
 
     name: str
     shape: tuple[Number, ...]
@@ -55,16 +62,16 @@ class CollectiveCall(NamedTuple):
     """Equal collective calls of an operator in one phase.
 
     Attributes:
-        part: Part of a step's time that they count as: "tensor", "context" or "expert".
+        part: Component of the step time to which they count: "tensor", "context" or "expert".
         axis: Axis of the layout whose ranks take part; "ring": two neighbours in cp.
-        operation: Collective, or "send".
-        sites: (call site in `comm/`, bytes of the full vector); several sites of one message are added up.
-        phase: "forward" or "input".
+        operation: Collective such as "all-reduce", or "send".
+        sites: (call site in `comm/`, bytes of the full vector); several sites that share one message are summed.
+        phase: "forward" or "input" (input gradients).
         count: Number of calls.
-        again: True if activation checkpointing repeats them.
-        overlaps: Computation that hides them: "attention" of the same layer, "weight" gradients, or the matrix
-            "product" that they feed or follow, in slices; None if exposed.
-        timed: False for messages of a few bytes a token that the time model leaves out.
+        again: True if activation checkpointing repeats the calls.
+        overlaps: Computation that overlaps the calls: "attention" of the same layer, "weight" gradients, or, in slices,
+            the matrix "product" before or after them; None if exposed.
+        timed: False for messages of a few bytes a token, which the time model leaves out.
     """
 
     part: str
@@ -79,21 +86,21 @@ class CollectiveCall(NamedTuple):
 
     @property
     def size(self) -> Number:
-        """Bytes of the full vector of one call, of all sites together."""
+        """Bytes of the full vector of one call, summed over its sites."""
         return sum(size for _, size in self.sites)
 
 
 class Operator(NamedTuple):
-    """An operator of a transformer on one rank.
+    """An operator of a transformer on one rank, with everything that it costs.
 
     Attributes:
         name: Such as "attention.qkv".
-        operations: Its kernels, in forward and backward, without recomputation.
-        saved: Tensors that its forward saves for the backward if nothing is recomputed.
-        kept: Tensors that its forward saves under selective recompute.
-        collectives: Its collective calls.
-        parameters: Number of its dense parameters on this rank.
-        expert_parameters: Number of its expert-parallel parameters on this rank.
+        operations: Kernels in forward and backward, without recomputation.
+        saved: Tensors that the forward saves for the backward if nothing is recomputed.
+        kept: Tensors that the forward saves under selective recompute.
+        collectives: Collective calls.
+        parameters: Number of dense parameters on this rank.
+        expert_parameters: Number of expert-parallel parameters on this rank.
     """
 
     name: str
@@ -106,8 +113,8 @@ class Operator(NamedTuple):
 
 
 def in_eight_bits(name: str) -> bool:
-    """Return True if fp8 training computes a matrix product in 8 bits: those of the linear layers of blocks. name: of
-    an operation, such as "attention.qkv".
+    """Return True if fp8 training computes the matrix product called `name`, such as "attention.qkv", in fp8: only
+    linear layers of transformer layers.
 
     Attention's products, routers and the head stay in 16 bits (as in Transformer Engine, and in torchao as torchtitan
     uses it).
@@ -115,9 +122,9 @@ def in_eight_bits(name: str) -> bool:
     return name in ("attention.qkv", "attention.output") or name.endswith((".up", ".down", "_up"))
 
 
-class Linear(NamedTuple):
-    """Shape of a linear layer y = x Wᵀ on one rank. rows: tokens; count: number of equal layers; bias: it has a
-    bias."""
+class LinearShape(NamedTuple):
+    """Shape of a linear layer y = x Wᵀ on one rank. rows: tokens; outputs, inputs: features; count: number of equal
+    layers, such as experts; bias: True if it has a bias."""
 
     rows: Number
     outputs: Number
@@ -127,15 +134,15 @@ class Linear(NamedTuple):
 
     @property
     def parameters(self) -> Number:
-        """Number of parameters of all the layers."""
+        """Number of parameters of all `count` layers."""
         return self.count * self.outputs * (self.inputs + self.bias)
 
 
-def products(at: MicroBatch, name: str, of: Linear) -> tuple[Operation, ...]:
-    """Return a linear layer's matrix products y = x Wᵀ, dx = dy W and dW = dyᵀ x, and the kernels that go with them:
-    accumulation into the gradient's sum, bias gradient, fp8 casts. name: such as "mlp.up"."""
-    rows, out, inner, count, bias = of
-    size, engine = at.itemsize, at.engine
+def linear_kernels(batch: MicroBatch, name: str, shape: LinearShape) -> tuple[Operation, ...]:
+    """Return the kernels of a linear layer: matrix products y = x Wᵀ, dx = dy W and dW = dyᵀ x, accumulation of dW,
+    bias gradient and fp8 casts. name: such as "mlp.up"; shape: sizes of the layer."""
+    rows, out, inner, count, bias = shape
+    size, engine = batch.itemsize, batch.engine
     flops = 2.0 * rows * out * inner
     moved = size * (rows * out + rows * inner + out * inner)
     fused, sums = engine.accumulates == "fused", engine.gradient_bytes
@@ -150,7 +157,7 @@ def products(at: MicroBatch, name: str, of: Linear) -> tuple[Operation, ...]:
         found.append(Operation(f"{name}.sum", "elementwise", "weight", 0.0, added, None, count))
     if bias:
         found.append(Operation(f"{name}.bias", "elementwise", "input", 0.0, size * rows * out, None, count))
-    if at.eight_bit and in_eight_bits(name):
+    if batch.eight_bit and in_eight_bits(name):
         # Transformer Engine, whose kernels the fused ones are, casts weights once a step: not counted.
         weights = 0 if engine.fusion == "kernels" else out * inner
         cast = elementwise.traffic("fp8_cast", engine.fusion).forward
@@ -161,20 +168,21 @@ def products(at: MicroBatch, name: str, of: Linear) -> tuple[Operation, ...]:
     return tuple(found)
 
 
-def linear(at: MicroBatch, name: str, of: Linear, **more: object) -> Operator:
-    """Return the operator of a linear layer. name: such as "mlp.up"; more: further fields of `Operator`."""
-    return Operator(name, products(at, name, of), parameters=of.parameters)._replace(**more)  # type: ignore[arg-type]
+def linear_operator(batch: MicroBatch, name: str, shape: LinearShape, **more: object) -> Operator:
+    """Return the operator of a linear layer. name: such as "mlp.up"; shape: sizes of the layer; more: further fields of
+    `Operator`, such as saved."""
+    return Operator(name, linear_kernels(batch, name, shape), parameters=shape.parameters)._replace(**more)  # type: ignore[arg-type]
 
 
-def pointwise(
-    at: MicroBatch, name: str, elements: Number, work: str, fusion: Fusion | None = None
+def elementwise_kernels(
+    batch: MicroBatch, name: str, elements: Number, work: str, fusion: Fusion | None = None
 ) -> tuple[Operation, ...]:
-    """Return the kernels of an elementwise operation on `elements` elements, forward and backward. name: such as
-    "mlp.activation"; work: its name in elementwise.toml; fusion: the engine's unless given."""
+    """Return the kernels of an elementwise operation in forward and backward. name: such as "mlp.activation"; elements:
+    number of elements; work: key of elementwise.toml, such as "gated_activation"; fusion: the engine's if None."""
     found = []
     phases: tuple[Phase, Phase] = ("forward", "input")
-    for phase, each in zip(phases, elementwise.traffic(work, fusion or at.engine.fusion), strict=True):
-        per_element = each.bytes(at.itemsize)
+    for phase, each in zip(phases, elementwise.traffic(work, fusion or batch.engine.fusion), strict=True):
+        per_element = each.bytes(batch.itemsize)
         if per_element:
             kernels = max(each.kernels, 1.0)
             moved = per_element * elements / kernels
@@ -182,9 +190,10 @@ def pointwise(
     return tuple(found)
 
 
-def scaled(name: str, shape: tuple[Number, ...], centred: bool) -> Iterator[SavedTensor]:
-    """Yield what an RMS norm saves beside its input: the scale of each vector, and the scaled vectors. name: prefix,
-    such as "mlp_norm"; shape: of the norm's input; centred: its factors are 1 + weight, which are saved too."""
+def rms_norm_saved(name: str, shape: tuple[Number, ...], centred: bool) -> Iterator[SavedTensor]:
+    """Yield the tensors that an RMS norm saves in addition to its input: a scale for each vector and the scaled
+    vectors; also its factors 1 + weight if it is `centred`. name: prefix, such as "mlp_norm"; shape: shape of the
+    norm's input."""
     if centred:
         yield SavedTensor(f"{name}.factors", shape[-1:], "wide")
     yield SavedTensor(f"{name}.scale", (*shape[:-1], 1), "wide")

@@ -8,37 +8,40 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from meshwright.planner.cost.adapters import frozen_bytes
+from meshwright.planner.cost.adapters import frozen_bytes_per_trained
 from meshwright.planner.cost.engines import Engine
+from meshwright.planner.cost.layer_times import LayerTimes, layer_kinds
 from meshwright.planner.cost.operators import Collective
-from meshwright.planner.cost.piece_times import PieceTimes, layer_kinds
 from meshwright.planner.cost.process_groups import Array, ProcessGroups
 from meshwright.program.durations import Floats
 from meshwright.spec.stages import Stage
 
 OPTIMIZER_BYTES = {"adamw": 42.0, "adam": 42.0, "sgd": 22.0, "momentum": 30.0}
-"""Moved for each parameter that a rank updates, with float32 masters: AdamW reads master, gradient and two moments and
-writes all but the gradient (28), writes the parameter (2) and clips (a norm's look at the gradient, a product: 12); SGD
-has no moments, or one."""
+"""Bytes read and written for each parameter that a rank updates, with float32 master weights: AdamW reads master
+weight, gradient and two moments and writes all but the gradient (28), writes the parameter (2) and clips (the norm
+reads the gradient, the scaling reads and writes it: 12); SGD has no moments, or one."""
 
 NARROW_OPTIMIZER_BYTES = {"adamw": 20.0, "adam": 20.0, "sgd": 12.0, "momentum": 16.0}
-"""The same where everything is bf16."""
+"""The same if parameters, gradients and optimizer states are bf16."""
 
 SHARES = (("data", "shard", "replica"), ("expert_data", "expert_shard", "expert_replica"))
 """Mesh axes of dense and of expert-parallel parameters: those over which gradients are summed, over which ZeRO shards,
 and whose ranks hold the same shard."""
 
 
-def communicated_level(zero: int, ranks: int, engine: Engine) -> int:
-    """Return the ZeRO stage whose communication a step makes: `zero`, the layout's stage, except 1 instead of 2 or 3 if
-    the engine gathers parameters and reduces gradients only once a step under a pipeline. ranks: pipeline ranks."""
+def communicated_zero_stage(zero: int, ranks: int, engine: Engine) -> int:
+    """Return the ZeRO stage by which communication in a step is predicted: the layout's stage `zero`, but 1 in place of
+    2 and 3 for engines that gather parameters and reduce gradients only once a step if there is a pipeline. ranks:
+    number of pipeline ranks."""
     return 1 if zero >= 2 and ranks > 1 and engine.holds_in_pipelines else zero
 
 
 def overlapping_passes(schedule: str, ranks: int, micro_batches: Floats | int) -> Floats:
-    """Return the number of micro-batches whose computation a rank's gradient reductions or parameter gathers can
-    overlap: 1, or, under "interleaved", as many as pipeline ranks (at most all micro-batches). ranks: pipeline
-    ranks."""
+    """Return the number of micro-batches whose forward or backward on a rank can overlap its gradient reductions or
+    parameter all-gathers: 1; under "interleaved", the smaller of the numbers of pipeline ranks and of micro-batches.
+
+    schedule: such as "1f1b"; ranks: number of pipeline ranks; micro_batches: number of micro-batches of a step.
+    """
     return np.minimum(ranks, micro_batches) if schedule == "interleaved" else np.ones(())
 
 
@@ -48,71 +51,77 @@ def exposed_zero_seconds(
     layers: Floats | int,
     forward: Floats,
     back: Floats,
-    share: Floats | float,
+    slowdown: Floats | float,
 ) -> tuple[Floats, Floats]:
-    """Return the exposed seconds of (forward, backward) that ZeRO-2 and 3 add to a stage's micro-batch, with prefetch
-    of one layer: the first all-gather, and what the others exceed a layer's computation by.
+    """Return the exposed seconds of communication that ZeRO-2 and 3 add to a micro-batch's (forward, backward) in a
+    stage, if the next layer is prefetched: the first all-gather, and for every other layer the excess of communication
+    over computation.
 
-    gather, scatter: seconds of a layer's all-gather and reduce-scatter; layers: number in the stage; forward, back:
-    seconds of the stage's computation; share: slow-down of overlapped computation, as a fraction of the communication's
-    seconds.
+    gather, scatter: seconds of a layer's all-gather and reduce-scatter; layers: number of layers in the stage; forward,
+    back: seconds of computation in the stage; slowdown: seconds by which computation slows for each overlapped second
+    of communication.
     """
     waited = gather + (layers - 1) * np.maximum(0.0, gather - forward / layers)
     both = gather + scatter
     waited_back = scatter + (layers - 1) * np.maximum(0.0, both - back / layers)
-    taken = share * (layers * gather - waited), share * np.maximum(0.0, layers * both - waited_back)
+    taken = slowdown * (layers * gather - waited), slowdown * np.maximum(0.0, layers * both - waited_back)
     return waited + taken[0], waited_back + taken[1]
 
 
-def exposed_seconds(calls: Floats, work: Floats, layers: Floats | int, share: Floats | float) -> Floats:
-    """Return the exposed seconds of communication that overlaps a forward or backward pass, layer by layer.
+def exposed_seconds(calls: Floats, work: Floats, layers: Floats | int, slowdown: Floats | float) -> Floats:
+    """Return the exposed seconds of communication that overlaps a forward or backward pass layer by layer: one layer's
+    communication, or the excess of all over the pass, plus the slow-down of the computation.
 
-    calls: seconds of the communication; work: seconds of the pass; layers: number of layers in it; share: seconds by
-    which each overlapped second of communication slows the computation. Exposed are one layer's call, or what exceeds
-    the pass, plus that slow-down.
+    calls: seconds of the communication; work: seconds of the pass; layers: number of layers; slowdown: seconds by which
+    computation slows for each overlapped second of communication.
     """
     waited = np.maximum(calls / layers, calls - work * (layers - 1) / layers)
-    return waited + share * (calls - np.minimum(calls, waited))
+    return waited + slowdown * (calls - np.minimum(calls, waited))
 
 
 def updated_parameters(
     zero: int, dense: Floats, expert: Floats, shards: Floats | int, expert_shards: Floats | int
 ) -> Floats:
-    """Return the number of parameters that a rank's optimizer updates. zero: ZeRO stage; dense, expert: number of dense
-    and of expert-parallel parameters of the rank, unsharded; shards, expert_shards: ranks over which ZeRO shards these
-    (from stage 1 on)."""
+    """Return the number of parameters that a rank's optimizer updates.
+
+    zero: ZeRO stage; dense, expert: numbers of the rank's dense and expert-parallel parameters before sharding; shards,
+    expert_shards: number of ranks over which ZeRO (stage 1 and above) shards the former and the latter.
+    """
     return dense / shards + expert / expert_shards if zero else dense + expert
 
 
 def update_bytes(optimizer: str, engine: Engine, itemsize: int) -> float:
-    """Return the bytes that the optimizer step reads and writes for each parameter that it updates. optimizer: such as
-    "adamw"; engine: training engine, whose gradient type counts; itemsize: bytes of a parameter."""
+    """Return the bytes that the optimizer step reads and writes for each updated parameter. optimizer: such as "adamw";
+    engine: training engine, whose gradient type counts; itemsize: bytes of an element of parameters."""
     narrow = engine.narrow_states and engine.gradient_bytes == 2 and itemsize == 2
     return (NARROW_OPTIMIZER_BYTES if narrow else OPTIMIZER_BYTES)[optimizer]
 
 
 class PipelineTimes:
-    """Predictor of the seconds of a step on the ranks of a pipeline, under candidate layouts that share it.
+    """Predictor of the seconds of a training step on each pipeline rank, under candidate layouts with the same pipeline
+    stages.
 
-    Equal stages, and ranks with equal stages, are computed once. Arrays: candidates [n], distinct stages [s], distinct
-    ranks [r], phases (forward, input gradients, weight gradients), parts [p] (one if `pieces` are summed).
+    Stages with the same kinds of layers, and ranks with the same stages, are computed once ("distinct"). Dimensions:
+    candidates [n], distinct stages [s], distinct ranks [r], phases (forward, input gradients, weight gradients), parts
+    [p] (compute and communication, or 1 if summed).
 
     Attributes:
-        index: Indices of the candidates in `pieces` [n].
+        layer_times: Times of layers, embedding and head.
+        index: Indices of the candidates in `layer_times` [n].
         count: Number of stages of the pipeline.
-        which: Index of the distinct stage, by stage.
-        of_rank: Number of each distinct stage on a distinct rank [r, s].
-        members: Pipeline ranks of each distinct rank.
+        which: Index of the distinct stage of each stage.
+        of_rank: Number of stages of each distinct kind on each distinct rank [r, s].
+        members: Pipeline ranks that each distinct rank stands for.
         replicas: Copies of the model that the ranks together hold: 2 under bidirectional schedules.
-        dense, expert: Numbers of dense and expert-parallel parameters of a stage [n, s].
+        dense, expert: Numbers of dense and expert-parallel parameters of each distinct stage [n, s].
     """
 
     def __init__(
-        self, pieces: PieceTimes, index: Array, stages: Sequence[Stage], places: Sequence[Sequence[int]]
+        self, layer_times: LayerTimes, index: Array, stages: Sequence[Stage], places: Sequence[Sequence[int]]
     ) -> None:
         """Prepare the predictions. stages: all stages of the pipeline; places: stage indices of each pipeline rank."""
-        config = pieces.problem.config
-        self.pieces, self.index, self.count, self.ranks = pieces, index, len(stages), len(places)
+        config = layer_times.problem.config
+        self.layer_times, self.index, self.count, self.ranks = layer_times, index, len(stages), len(places)
         self.replicas = sum(map(len, places)) // len(stages)
         numbers: dict[object, int] = {}
         self.examples, self.which = list[Stage](), []
@@ -133,10 +142,10 @@ class PipelineTimes:
             for stage_number, times in kinds:
                 self.of_rank[number, stage_number] = times
         kinds_of = [layer_kinds(config, each) for each in self.examples]
-        self.of_kind = np.array([[each[kind] for kind in pieces.kinds] for each in kinds_of])
+        self.of_kind = np.array([[each[kind] for kind in layer_times.kinds] for each in kinds_of])
         self.layers = self.of_kind.sum(axis=1)
         self.first, self.last = (np.array([getattr(one, end) for one in self.examples]) for end in ("first", "last"))
-        counts = pieces.counts(index)
+        counts = layer_times.parameter_counts(index)
         sizes = [counts.of_stage(config, stage) for stage in self.examples]
         self.dense, self.expert = (
             np.stack([np.broadcast_to(each[part], len(index)) for each in sizes], axis=1) for part in (0, 1)
@@ -144,31 +153,35 @@ class PipelineTimes:
         self.rank_dense, self.rank_expert = self.dense @ self.of_rank.T, self.expert @ self.of_rank.T
         self._times: dict[tuple[bool, int, int], Floats] = {}
 
-    def times(self, at_once: bool, zero: int, groups: ProcessGroups) -> Floats:
-        """Return the seconds of a micro-batch in each distinct stage, exposed communication of ZeRO-2 and 3 included
-        [n, s, phases, p]. at_once: backwards directly follow forwards; zero: ZeRO stage; groups: process groups."""
+    def stage_seconds(self, at_once: bool, zero: int, groups: ProcessGroups) -> Floats:
+        """Return the seconds of a micro-batch in each distinct stage, including exposed communication of ZeRO-2 and 3:
+        [n, s, phases, p]. at_once: the last stage's backward directly follows its forward; zero: ZeRO stage; groups:
+        process groups."""
         key = (at_once, zero, id(groups)) if zero >= 2 else (at_once, 0, 0)
         if key not in self._times:
             self._times[key] = self._sharded(at_once, zero, groups) if zero >= 2 else self._unsharded(at_once)
         return self._times[key]
 
     def keeps_gradient(self, at_once: bool) -> Array:
-        """Return if the forward of the last stage computes the head's gradients [n]."""
+        """Return an array of bool [n]: True if the forward of the last stage computes and saves the head's gradients.
+        at_once: its backward directly follows its forward."""
         layers = next(int(number) for number, last in zip(self.layers, self.last, strict=True) if last)
-        return self.pieces.keeps_gradient(self.index, layers, at_once)
+        return self.layer_times.keeps_gradient(self.index, layers, at_once)
 
     def _unsharded(self, at_once: bool) -> Floats:
-        """Return `times` without communication of ZeRO-2 and 3."""
-        pieces, index = self.pieces, self.index
-        found: Floats = np.einsum("nkhp,sk->nshp", pieces.layer[index], self.of_kind)
-        found[:, self.first] += pieces.first[index][:, None]
+        """Return `stage_seconds` without communication of ZeRO-2 and 3. at_once: the last stage's backward directly
+        follows its forward."""
+        layer_times, index = self.layer_times, self.index
+        found: Floats = np.einsum("nkhp,sk->nshp", layer_times.layer[index], self.of_kind)
+        found[:, self.first] += layer_times.first[index][:, None]
         kept = self.keeps_gradient(at_once)
-        found[:, self.last] += pieces.last[index, kept.astype(np.int64)][:, None]
+        found[:, self.last] += layer_times.last[index, kept.astype(np.int64)][:, None]
         return found
 
     def _sharded(self, at_once: bool, zero: int, groups: ProcessGroups) -> Floats:
-        """Return `times` with communication of ZeRO-2 and 3, which counts as the last part."""
-        found = self.times(at_once, 0, groups).copy()
+        """Return `stage_seconds` (same arguments) with the exposed communication of ZeRO-2 and 3 added to the last part
+        ("data")."""
+        found = self.stage_seconds(at_once, 0, groups).copy()
         gather, scatter = self.zero_calls(zero, groups, self.dense / self.layers, self.expert / self.layers)
         forward, *back = np.moveaxis(add_parts(found), -1, 0)
         slowdown = groups.gradient_slowdown(True)[:, None]
@@ -178,33 +191,36 @@ class PipelineTimes:
         return found
 
     def zero_calls(self, zero: int, groups: ProcessGroups, dense: Floats, expert: Floats) -> tuple[Floats, Floats]:
-        """Return the seconds of the (all-gathers, reduce-scatters) of a micro-batch under ZeRO-2 and 3 for parameters
-        dense, expert [n, ...]."""
+        """Return the seconds of the (all-gathers, reduce-scatters) of a micro-batch under ZeRO-2 and 3. zero: ZeRO
+        stage; groups: process groups; dense, expert: numbers of dense and of expert-parallel parameters [n, ...]."""
         gather, scatter = np.zeros(dense.T.shape), np.zeros(dense.T.shape)
         for numel, (_, axis, _) in zip((dense.T, expert.T), SHARES, strict=True):
             if numel.any():
-                scatter = scatter + groups.seconds("reduce-scatter", axis, numel * self.pieces.gradient_bytes)
+                scatter = scatter + groups.seconds("reduce-scatter", axis, numel * self.layer_times.gradient_bytes)
                 if zero == 3:
-                    size = self.pieces.itemsize + frozen_bytes(self.pieces.problem.config, self.pieces.dtype)
+                    size = self.layer_times.itemsize + frozen_bytes_per_trained(
+                        self.layer_times.problem.config, self.layer_times.dtype
+                    )
                     gather = gather + groups.seconds("all-gather", axis, numel * size)
         return gather.T, scatter.T
 
-    def of_ranks(self, times: Floats) -> Floats:
-        """Return the seconds of a micro-batch in all stages of each distinct rank [n, r, phases, p]. times: of each
-        distinct stage."""
+    def rank_seconds(self, times: Floats) -> Floats:
+        """Return the seconds of a micro-batch on each distinct rank, summed over its stages: [n, r, phases, p]. times:
+        seconds in each distinct stage, from `stage_seconds`."""
         found: Floats = np.einsum("nshp,rs->nrhp", times, self.of_rank)
         return found
 
-    def gradients(
+    def gradient_seconds(
         self, zero: int, groups: ProcessGroups, ranks: Floats, passes: Floats, *, overlaps: bool = True
     ) -> Floats:
-        """Return the exposed seconds, once a step, of gradient reductions and parameter all-gathers on each distinct
-        rank [r, n].
+        """Return the exposed seconds, once a step, of gradient reductions and of all-gathers of updated parameters on
+        each distinct rank: [r, n].
 
-        ranks: seconds of a micro-batch [n, r, phases, p]; passes: number of micro-batches beside them; overlaps: False
-        for all their seconds, as if nothing were computed beside them.
+        zero: ZeRO stage; groups: process groups; ranks: seconds of a micro-batch, from `rank_seconds`; passes: number
+        of micro-batches that can overlap the communication; overlaps: False to return all seconds of communication, as
+        if nothing overlapped it.
         """
-        pieces, engine = self.pieces, self.pieces.problem.engine
+        layer_times, engine = self.layer_times, self.layer_times.problem.engine
         sums = gathers = np.zeros((1, 1))
         numbers = (self.rank_dense.T, groups.shards[0]), (self.rank_expert.T, groups.shards[1])
         layers = (self.of_rank @ self.layers)[:, None]
@@ -218,7 +234,7 @@ class PipelineTimes:
         for (numel, shards), (whole, axis, replicas) in zip(numbers, SHARES, strict=True):
             if not numel.any():
                 continue
-            size = numel * pieces.gradient_bytes
+            size = numel * layer_times.gradient_bytes
             if zero == 0:
                 sums = sums + spend("all-reduce", whole, size)
             elif zero == 1:
@@ -226,7 +242,7 @@ class PipelineTimes:
             if zero:
                 sums = sums + spend("all-reduce", replicas, size / shards)
             if zero in (1, 2):
-                gathers = gathers + spend("all-gather", axis, numel * pieces.itemsize)
+                gathers = gathers + spend("all-gather", axis, numel * layer_times.itemsize)
         if not (overlaps and engine.overlaps_data):
             return sums + gathers
         busy = add_parts(ranks)
@@ -235,18 +251,22 @@ class PipelineTimes:
         waits = exposed_seconds(sums, backward, layers, slowdown)
         return waits + (exposed_seconds(gathers, forward, layers, slowdown) if engine.overlaps_gathers else gathers)
 
-    def update(self, zero: int, groups: ProcessGroups) -> Floats:
-        """Return the seconds of the optimizer step on the rank that updates most parameters [n]."""
-        pieces, problem = self.pieces, self.pieces.problem
+    def optimizer_seconds(self, zero: int, groups: ProcessGroups) -> Floats:
+        """Return the seconds of the optimizer step on the rank that updates most parameters: [n]. zero: ZeRO stage;
+        groups: process groups."""
+        layer_times, problem = self.layer_times, self.layer_times.problem
         most = updated_parameters(zero, self.rank_dense.T, self.rank_expert.T, *groups.shards).max(axis=0)
-        return np.asarray(most * update_bytes(problem.optimizer, problem.engine, pieces.itemsize) / pieces.rates.memory)
+        return np.asarray(
+            most * update_bytes(problem.optimizer, problem.engine, layer_times.itemsize) / layer_times.rates.memory
+        )
 
-    def level(self, zero: int) -> int:
-        """Return the ZeRO stage whose communication a step makes. zero: of the layout."""
-        return communicated_level(zero, self.ranks, self.pieces.problem.engine)
+    def communicated_zero(self, zero: int) -> int:
+        """Return the ZeRO stage by which communication is predicted (`communicated_zero_stage`). zero: the layout's
+        ZeRO stage."""
+        return communicated_zero_stage(zero, self.ranks, self.layer_times.problem.engine)
 
 
 def add_parts(times: Floats) -> Floats:
-    """Return the sum of the parts of seconds [..., parts]."""
+    """Return `times`, seconds [..., parts], summed over the last dimension."""
     found: Floats = times[..., 0] if times.shape[-1] == 1 else times.sum(axis=-1)
     return found

@@ -19,10 +19,10 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class ProcessGroups:
-    """Process groups of layouts by axis, and the cost of collectives in them.
+    """Process groups of candidate layouts by axis, and the seconds of collectives in them as arrays [..., candidates].
 
-    layouts: distinct layouts; which [candidates]: index into `layouts` of each candidate. Results are arrays
-    [..., candidates].
+    collectives: predictor of a collective's seconds; layouts: distinct layouts; which: index into `layouts` of each
+    candidate, [candidates].
     """
 
     def __init__(self, collectives: Collectives, layouts: Sequence[Layout], which: Array | None = None) -> None:
@@ -39,11 +39,12 @@ class ProcessGroups:
         return self._groups[axis]
 
     def ranks(self, axis: str) -> Floats:
-        """Return the number of ranks in a process group of an axis such as "data"."""
+        """Return the number of ranks in a process group of an axis such as "data": [candidates]."""
         return np.array([group.ranks for group in self.groups(axis)], dtype=np.float64)[self.which]
 
     def seconds(self, operation: Collective, axis: str, size: Floats) -> Floats:
-        """Return the seconds of a collective over an axis such as "data", on `size` bytes."""
+        """Return the seconds of a collective over an axis: [..., candidates]. operation: such as "all-reduce"; axis:
+        such as "data"; size: bytes of the full vector."""
         if (operation, axis) not in self._costs:
             costs = [self.collectives.cost(operation, group) for group in self.groups(axis)]
             if all(isinstance(each, Cost) for each in costs):
@@ -51,18 +52,22 @@ class ProcessGroups:
                 self._costs[operation, axis] = Cost(*(part[self.which] for part in parts))
             else:
                 self._costs[operation, axis] = CostByLayout(costs, self.which)
-        return self._costs[operation, axis].at(size)
+        return self._costs[operation, axis].seconds_at(size)
 
     def distinct_places(self, axis: str, chosen: int, groups: tuple[int, int] = (1, 1)) -> Floats:
-        """Return the expected number of distinct places of an axis (nodes, or ranks of a single node) among `chosen`
-        ranks, as a fraction of `chosen`, with equal load. groups: (groups per token, groups): group-limited routing
-        sends a token to the ranks of that many groups of experts only; a group is whole nodes, if there are enough."""
+        """Return the expected number of distinct nodes (or, if the group is within a node, ranks) to which a token is
+        sent, divided by `chosen`, the number of its experts, if the experts' load is equal: [candidates].
+
+        axis: axis of the process group; groups: (groups chosen per token, number of groups) for group-limited routing,
+        which restricts a token's experts to a few groups; a group is a whole number of nodes if there are enough.
+        """
         places = np.array([group.nodes if group.nodes > 1 else group.ranks for group in self.groups(axis)])[self.which]
         places = np.where(places % groups[1] == 0, places * groups[0] / groups[1], places)
         return np.asarray(places / chosen * (1 - (1 - 1 / places) ** chosen))
 
     def overlap_slowdown(self, axis: str) -> Floats:
-        """Return the seconds by which computation slows for each second of communication over an axis beside it."""
+        """Return the seconds by which computation slows for each second of communication over an axis that overlaps it:
+        [candidates]."""
         return np.array([self.collectives.overlap_slowdown(group) for group in self.groups(axis)])[self.which]
 
     @cached_property
@@ -71,8 +76,8 @@ class ProcessGroups:
         return self.ranks("shard"), self.ranks("expert_shard")
 
     def gradient_slowdown(self, sharded: bool) -> Floats:
-        """Return the seconds by which computation slows for each second of gradient communication beside it. sharded:
-        ZeRO shards gradients, so that only the ranks of a shard communicate."""
+        """Return the seconds by which computation slows for each second of gradient communication that overlaps it:
+        [candidates]. sharded: True if ZeRO shards gradients, so that communication stays within a sharding group."""
         if sharded not in self._slowdown:
             dense, experts = ("shard", "expert_shard") if sharded else ("data", "expert_data")
             mixed = np.array([layout.expert_parallel for layout in self.layouts])[self.which]

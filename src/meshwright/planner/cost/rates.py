@@ -1,5 +1,5 @@
-"""Seconds of an operation on a device and of a collective on a cluster: a few constants for all (rates.toml), as shares
-of the data sheet's peaks; on a machine that `probe` has measured, the measured ones."""
+"""Seconds of an operation on a device and of a collective on a cluster: from a few constants (rates.toml) that scale
+the data sheet's peaks, or, on a machine that `meshwright probe` measured, from its measurements."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ _ATTENTION = {"Hopper": ("-hopper", ""), "Blackwell": ("-blackwell", "-hopper", 
 
 @cache
 def constants() -> Mapping[str, Any]:
-    """Return the parsed tables of rates.toml: the constants of the time model."""
+    """Return the parsed tables of rates.toml, the constants of the time model, such as efficiencies and latencies;
+    cached."""
     return tomllib.loads(resources.files("meshwright.planner.cost").joinpath("rates.toml").read_text(encoding="utf-8"))
 
 
 def attention_kernel(engine: Engine, cluster: Cluster, config: ModelConfig) -> AttentionKernel:
     """Return the attention kernel that a training engine uses for a model on a cluster's devices, such as "flash-2".
 
-    The engine `meshwright` computes scores with a softcap in plain torch, tile by tile (`model/tiled_attention.py`), as
-    do its other scores on a CPU, whose whole kernel `probe` times.
+    The engine `meshwright` computes attention with a softcap in plain torch, tile by tile (`model/tiled_attention.py`),
+    and so all attention on CPUs, for which `meshwright probe` times the kernel as a whole.
     """
     if config.attention_softcap is not None and engine.name == "meshwright" and cluster.kind != "cpu":
         return "tiled"
@@ -57,12 +58,12 @@ class Rates:
         peak: Sustained peak FLOP/s.
         product: FLOP/s that large matrix products reach.
         float32: FLOP/s that large matrix products in float32 reach.
-        wide_peak, wide_product: The same for the operations that fp8 training computes in 16 bits, such as attention;
-            in other precisions equal to those.
+        wide_peak, wide_product: `peak` and `product` for operations that fp8 training computes in 16 bits, such as
+            attention; in other precisions equal to `peak` and `product`.
         memory: Achieved memory bandwidth in bytes a second.
         product_launch, memory_launch: Launch overhead of a matrix product and of an elementwise kernel in seconds.
-        architecture: Such as "Hopper".
-        measured: Rates measured by `meshwright probe`, which take precedence; None without.
+        architecture: Architecture of the device, such as "Hopper".
+        measured: Rates measured by `meshwright probe`, which take precedence; None if not measured.
     """
 
     peak: float
@@ -78,13 +79,13 @@ class Rates:
 
     @property
     def eight_bit(self) -> bool:
-        """True in fp8 training."""
+        """True if the rates are those of fp8 training."""
         return self.product != self.wide_product
 
     @classmethod
     def of(cls, cluster: Cluster, precision: str, fusion: Fusion = "eager") -> Rates:
-        """Return the rates of a cluster's device. precision: fp32, tf32, bf16, fp16 or fp8; fusion: how the training
-        engine fuses elementwise operations, "eager", "kernels" or "compiled".
+        """Return the rates of a cluster's device. precision: "fp32", "tf32", "bf16", "fp16" or "fp8"; fusion: how the
+        training engine fuses elementwise operations, "eager", "kernels" or "compiled".
 
         Raises `UserError` if the device lacks the precision, or its memory bandwidth is unknown.
         """
@@ -111,24 +112,26 @@ class Rates:
             own,
         )
 
-    def seconds(self, one: Operation, kernel: AttentionKernel = "flash-2") -> Number:
-        """Return the seconds of all calls of an operation, of one layout or of an array of them. kernel: attention
-        kernel, such as "flash-2"."""
-        known = None if self.measured is None else self.measured.seconds(one)
+    def seconds(self, operation: Operation, kernel: AttentionKernel = "flash-2") -> Number:
+        """Return the seconds of all `count` calls of an operation: a number, or an array if its sizes are arrays.
+        kernel: attention kernel, such as "flash-2"."""
+        known = None if self.measured is None else self.measured.seconds(operation)
         if known is not None:
             return known
-        moving = one.bytes / self.memory
-        if one.kind == "product":
-            rate = self.product if in_eight_bits(one.name) else self.wide_product
-            return one.count * (self.product_launch + np.hypot(one.flops / rate, moving))
-        if one.kind == "float32 product":
-            return one.count * (self.product_launch + np.hypot(one.flops / self.float32, moving))
-        if one.kind == "attention":
-            share = attention_rates(kernel, self.architecture)[one.phase == "input"]
-            if one.name.endswith(".ring"):
+        moving = operation.bytes / self.memory
+        if operation.kind == "product":
+            rate = self.product if in_eight_bits(operation.name) else self.wide_product
+            return operation.count * (self.product_launch + np.hypot(operation.flops / rate, moving))
+        if operation.kind == "float32 product":
+            return operation.count * (self.product_launch + np.hypot(operation.flops / self.float32, moving))
+        if operation.kind == "attention":
+            share = attention_rates(kernel, self.architecture)[operation.phase == "input"]
+            if operation.name.endswith(".ring"):
                 share /= constants()["step"]["ring"]
-            return one.count * (self.product_launch + np.hypot(one.flops / (share * self.wide_peak), moving))
-        return one.count * (self.memory_launch + moving)
+            return operation.count * (
+                self.product_launch + np.hypot(operation.flops / (share * self.wide_peak), moving)
+            )
+        return operation.count * (self.memory_launch + moving)
 
 
 def architecture_family(architecture: str) -> str:
@@ -148,8 +151,8 @@ def attention_rates(kernel: AttentionKernel, architecture: str) -> tuple[float, 
 
 
 def straggler_terms(cluster: Cluster) -> tuple[float, float]:
-    """Return (factor, seconds): a step takes longer than the sum of its parts by the factor, as all devices wait for
-    the slowest, and then by the seconds, once. (1, 0) on CPUs and where `probe` has measured the machine."""
+    """Return (factor, seconds) by which a step takes longer than its operations, as all devices wait for the slowest:
+    step = factor x operations + seconds. (1, 0) on CPUs and on machines measured by `meshwright probe`."""
     if cluster.kind == "cpu" or cluster.measured is not None:
         return 1.0, 0.0
     found, doublings = constants()["step"], math.log2(max(1, cluster.nodes))
@@ -157,17 +160,15 @@ def straggler_terms(cluster: Cluster) -> tuple[float, float]:
 
 
 def share_of_peak(device: Device, precision: str) -> float:
-    """Return the fraction of a device's peak that large matrix products reach. precision: such as "bf16".
-
-    It is derived from the fastest measured product of the device, else of its architecture, else it is a constant.
-    """
+    """Return the fraction of a device's peak FLOP/s that large matrix products reach: from its fastest measured
+    product, else from that of its architecture, else a constant. precision: such as "bf16"."""
     products = constants()["products"]
     measured = device.measured_share("fp8" if precision == "fp8" else "bf16") or architecture_share(device.architecture)
     return float(products["of_measured"] * measured if measured else products["of_peak"])
 
 
 class Group(NamedTuple):
-    """A process group. ranks: number of its ranks; in_node: how many of them share a node."""
+    """Size of a process group. ranks: number of its ranks; in_node: number of its ranks on each node."""
 
     ranks: int
     in_node: int
@@ -182,15 +183,15 @@ class Group(NamedTuple):
 class Cost:
     """Seconds of a collective as a function of its bytes: start + byte x size + root x sqrt(size).
 
-    start: latency in seconds; byte: seconds per byte (inverse bandwidth); root: coefficient of the term by which small
-    messages have a lower bandwidth.
+    start: latency in seconds; byte: seconds per byte (inverse bandwidth); root: coefficient of the square-root term,
+    which lowers the bandwidth of small messages.
     """
 
     start: Floats | float
     byte: Floats | float
     root: Floats | float
 
-    def at(self, size: Sizes) -> Sizes:
+    def seconds_at(self, size: Sizes) -> Sizes:
         """Return the seconds of the collective on a vector of `size` bytes (a number or an array); 0 for size 0."""
         seconds: Sizes = (self.start + self.byte * size + self.root * size**0.5) * (size > 0)
         return seconds
@@ -205,9 +206,9 @@ class SlowerOfTwo(NamedTuple):
     inside: Cost
     across: Cost
 
-    def at(self, size: Sizes) -> Sizes:
+    def seconds_at(self, size: Sizes) -> Sizes:
         """Return the seconds of the collective on a vector of `size` bytes (a number or an array)."""
-        seconds: Sizes = np.maximum(self.inside.at(size), self.across.at(size))
+        seconds: Sizes = np.maximum(self.inside.seconds_at(size), self.across.seconds_at(size))
         return seconds
 
 
@@ -220,25 +221,24 @@ class Collectives:
 
     def seconds(self, operation: Collective, group: Group, size: Sizes) -> Sizes:
         """Return the seconds of a collective on a vector of `size` bytes (a number or an array). operation: such as
-        "all-reduce".
-
-        size: bytes of the full vector of all ranks; of an all-to-all, one rank's input; of a send, the message.
-        """
-        seconds: Sizes = self.cost(operation, group).at(size)
+        "all-reduce"; group: size of the process group; size: bytes of the full vector (of an all-to-all: one rank's
+        input; of a send: the message)."""
+        seconds: Sizes = self.cost(operation, group).seconds_at(size)
         return seconds
 
     def cost(self, operation: Collective, group: Group) -> Cost | SlowerOfTwo | MeasuredCost:
-        """Return the cost function of a collective in a group. operation: such as "all-reduce"."""
+        """Return the function that gives the seconds of a collective in a group from its bytes. operation: such as
+        "all-reduce"."""
         if (operation, group) not in self._costs:
             measured, found = self.cluster.measured, None
             if measured is not None and group.ranks > 1:
                 found = measured_cost(measured, operation, group.ranks, group.nodes)
-            self._costs[operation, group] = _cost(self.cluster, operation, group) if found is None else found
+            self._costs[operation, group] = _published_cost(self.cluster, operation, group) if found is None else found
         return self._costs[operation, group]
 
     def overlap_slowdown(self, group: Group) -> float:
-        """Return the seconds by which overlapped computation slows for each second of communication in a group: 0 for
-        one rank, 1 on CPUs, whose cores do both."""
+        """Return the seconds by which computation slows for each second of communication in a group that overlaps it: 0
+        for a group of one rank, 1 on CPUs, where the same cores compute and communicate."""
         if group.ranks == 1:
             return 0.0
         if self.cluster.kind == "cpu":
@@ -246,12 +246,12 @@ class Collectives:
         return float(constants()["overlap"]["tax"]["inside" if group.nodes == 1 else "across"])
 
 
-def _cost(cluster: Cluster, operation: Collective, group: Group) -> Cost | SlowerOfTwo:
+def _published_cost(cluster: Cluster, operation: Collective, group: Group) -> Cost | SlowerOfTwo:
     """Return the cost function of a collective in a group, from published bandwidths.
 
-    For an all-reduce of s bytes over n ranks, a rank sends 2 s (n - 1) / n bytes, and s (n - 1) / n for the others: the
-    least possible. Across nodes, the ranks of a node share the network and send over all their links at once; rings
-    cross each node's boundary once.
+    For an all-reduce of s bytes over n ranks a rank sends 2 s (n - 1) / n bytes, for other collectives s (n - 1) / n,
+    which is the minimum. Across nodes, the ranks of a node send over all of its network links at once; a ring crosses
+    each node boundary once.
     """
     ranks = group.ranks
     if ranks <= 1:
@@ -266,33 +266,33 @@ def _cost(cluster: Cluster, operation: Collective, group: Group) -> Cost | Slowe
     if operation == "all-to-all" and group.nodes > 1:
         away, near = (ranks - group.in_node) / ranks, (group.in_node - 1) / ranks
         return SlowerOfTwo(
-            _ramped(start, near, _inside(cluster, operation, group.in_node), "inside"),
-            _ramped(start, away, _across(cluster.across, 1), "across"),
+            _ramped_cost(start, near, _inside_bandwidth(cluster, operation, group.in_node), "inside"),
+            _ramped_cost(start, away, _across_bandwidth(cluster.across, 1), "across"),
         )
     if group.nodes == 1:
-        return _ramped(start, share, _inside(cluster, operation, ranks), "inside")
+        return _ramped_cost(start, share, _inside_bandwidth(cluster, operation, ranks), "inside")
     rings = 2 if operation == "all-reduce" else 1
     hops = rings * (group.nodes * cluster.across.latency + (ranks - group.nodes) * cluster.inside.latency)
     if operation == "all-reduce":  # a tree over nodes instead, where that is shorter
         hops = min(
             hops, 2 * math.log2(group.nodes) * cluster.across.latency + 2 * group.in_node * cluster.inside.latency
         )
-    bandwidth = _across(cluster.across, group.in_node)
+    bandwidth = _across_bandwidth(cluster.across, group.in_node)
     if group.in_node > 1:  # the ring also runs inside of nodes
-        bandwidth = min(bandwidth, _inside(cluster, "all-gather", ranks))
-    return _ramped(start + hops, share, bandwidth, "across")
+        bandwidth = min(bandwidth, _inside_bandwidth(cluster, "all-gather", ranks))
+    return _ramped_cost(start + hops, share, bandwidth, "across")
 
 
-def _ramped(start: float, share: float, bandwidth: float, where: str) -> Cost:
-    """Return the cost function of a collective in which a rank sends the fraction `share` of a vector: with w = share x
-    size, start + w / bandwidth + sqrt(w x ramp / bandwidth) seconds. start: seconds; bandwidth: bytes a second; where:
-    "inside" or "across" nodes, which selects the constant `ramp`."""
+def _ramped_cost(start: float, share: float, bandwidth: float, where: str) -> Cost:
+    """Return the cost function start + w / bandwidth + sqrt(w x ramp / bandwidth) seconds of a collective in which a
+    rank sends w = share x size bytes of a vector of `size` bytes. start: latency in seconds; bandwidth: bytes a second;
+    where: "inside" or "across" nodes, which selects the constant `ramp` of rates.toml."""
     ramp = constants()["collectives"]["ramp_seconds"][where]
     return Cost(start, share / bandwidth, math.sqrt(share * ramp / bandwidth))
 
 
-def _inside(cluster: Cluster, operation: Collective, ranks: int) -> float:
-    """Return the bandwidth of a collective's large messages among `ranks` ranks inside a node, in bytes a second.
+def _inside_bandwidth(cluster: Cluster, operation: Collective, ranks: int) -> float:
+    """Return the bandwidth in bytes a second that large messages of a collective reach among `ranks` ranks of one node.
     operation: such as "all-reduce"."""
     found, device = constants()["collectives"], cluster.device
     known = _measured_share(cluster)
@@ -304,15 +304,15 @@ def _inside(cluster: Cluster, operation: Collective, ranks: int) -> float:
 
 
 def _measured_share(cluster: Cluster) -> float:
-    """Return the cluster's bandwidth inside a node divided by the device catalogue's, by which measured figures are
-    scaled; 0 if unknown."""
+    """Return the ratio of the cluster's bandwidth inside a node to the device catalogue's, by which measured figures of
+    the catalogue are scaled; 0 if unknown."""
     links = cluster.device.links
     return cluster.inside.bandwidth / links.scaleup if links is not None and links.scaleup else 0.0
 
 
-def _across(link: Link, in_node: int) -> float:
-    """Return the bandwidth between nodes in bytes a second if `in_node` ranks of each node send over all their links at
-    once."""
+def _across_bandwidth(link: Link, in_node: int) -> float:
+    """Return the bandwidth between nodes in bytes a second if `in_node` ranks of each node send at once. link: link of
+    one device."""
     return float(link.bandwidth * in_node * constants()["collectives"]["efficiency"]["across"])
 
 

@@ -1,8 +1,9 @@
-"""Ratio of a measured step to the sum of its operations timed alone, by which the planner multiplies predictions.
+"""Ratio of a measured training step to the sum of its operations timed alone, by which the planner multiplies
+predictions.
 
-Pieces are timed one by one, their operands still in the caches and nobody waiting. In a step they follow each other,
-operands come from memory, and ranks that wait for each other in every layer wait for whichever was held up. How much
-that is worth depends on the machine; the model here is none that a user plans.
+Timed alone, operations find their operands in the caches and no rank waits. In a step, operands come from memory, and
+ranks wait for the slowest in every layer. The effect depends on the machine, so `meshwright probe` measures a small
+reference model.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.cost.engines import Engine
-from meshwright.planner.cost.piece_times import MICRO_BATCH_PARTS, UNCORRECTED
+from meshwright.planner.cost.layer_times import MICRO_BATCH_PARTS, UNCORRECTED
 from meshwright.planner.cost.step_time import step_time
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.program.durations import Floats
@@ -25,12 +26,12 @@ from meshwright.spec.config import ModelConfig
 from meshwright.spec.refuse import refuse
 
 LEAST, MOST = 0.5, 20.0
-"""Smallest and largest factor that is believed; others are measurement noise."""
+"""Smallest and largest accepted factor; values outside are measurement noise."""
 
 
 class ReferenceModel(NamedTuple):
-    """The model whose training step `meshwright probe` measures. rows: number of sequences of a step for each rank;
-    sequence: tokens of each."""
+    """The small model whose training step `meshwright probe` measures. config: model; rows: sequences of a step for
+    each rank; sequence: tokens of a sequence."""
 
     config: ModelConfig
     rows: int
@@ -38,7 +39,7 @@ class ReferenceModel(NamedTuple):
 
 
 def reference_model(kind: str) -> ReferenceModel:
-    """Return the model whose training step `meshwright probe` measures, of a size typical for the devices. kind: "cpu"
+    """Return the small model whose training step `meshwright probe` measures; its sizes suit the devices. kind: "cpu"
     or "cuda"."""
     if kind == "cpu":
         return ReferenceModel(_llama(hidden=256, layers=4, heads=8, intermediate=704, vocabulary=4096), 4, 256)
@@ -46,7 +47,7 @@ def reference_model(kind: str) -> ReferenceModel:
 
 
 def _llama(hidden: int, layers: int, heads: int, intermediate: int, vocabulary: int) -> ModelConfig:
-    """Return a Llama config of these sizes, with half as many key-value as query heads."""
+    """Return a Llama config of the given sizes, with half as many key-value as query heads."""
     return ModelConfig(
         family="llama", vocabulary=vocabulary, hidden=hidden, layers=layers, heads=heads, kv_heads=heads // 2,
         head_dim=hidden // heads, intermediate=intermediate, max_positions=4096, norm="rmsnorm", norm_epsilon=1e-5,
@@ -57,14 +58,14 @@ def _llama(hidden: int, layers: int, heads: int, intermediate: int, vocabulary: 
 def reference_layouts(
     kind: str, host_ranks: int, hosts: int, precisions: Sequence[str], axes: Sequence[str] = ("tp", "cp")
 ) -> list[Layout]:
-    """Return the layouts whose training step is measured: data parallel in every precision, and each of `axes` over the
-    ranks of a host.
+    """Return the layouts under which `meshwright probe` measures a training step: data parallel in every precision, and
+    tp and cp over the ranks of a host.
 
-    kind: "cpu" or "cuda"; host_ranks: ranks of each of `hosts` hosts; precisions: such as "bf16"; axes: of "tp" and
-    "cp".
+    kind: "cpu" or "cuda"; host_ranks, hosts: ranks of each host, number of hosts; precisions: such as "bf16"; axes: the
+    axes of "tp" and "cp" to include.
     """
     ranks, model = host_ranks * hosts, reference_model(kind)
-    # Processors wait alike in every type; GPUs are so much faster in narrow ones that only there waits can be seen.
+    # CPU ranks wait equally in every type; on GPUs waiting is measurable only in 16-bit types, which are much faster.
     waiting = "bf16" if kind == "cuda" and "bf16" in precisions else precisions[0]
     found = [Layout(dp=ranks, precision=precision) for precision in precisions]
     for axis in axes:
@@ -78,59 +79,63 @@ def reference_layouts(
 
 
 def batch_of(layout: Layout, model: ReferenceModel) -> int:
-    """Return the number of sequences of a reference model's step over all ranks; each rank has equal work under every
+    """Return the number of sequences of a reference step over all ranks: `model.rows` for each rank under every
     layout."""
     return model.rows * layout.world_size
 
 
 @lru_cache(maxsize=32)
 def measured_step_factors(cluster: Cluster, precision: str, engine: Engine) -> Floats:
-    """Return the factors by which the parts of a micro-batch (compute, tensor, context, expert, data) take longer in a
-    measured step than the sum of their operations timed alone; 1 if not measured. precision: such as "bf16".
+    """Return factors [5] by which the parts of a micro-batch (compute, tensor, context, expert, data) take longer in a
+    measured training step than the sum of their operations, each timed alone; 1 if not measured. precision: such as
+    "bf16".
 
-    They are 1 for engines other than Meshwright; compiled blocks use the factors of eager ones.
+    All factors are 1 for engines other than Meshwright; compiled blocks use the factors of eager ones.
     """
     measured = cluster.measured
     if measured is None or not measured.steps or engine.name != "meshwright":
         return UNCORRECTED
-    steps = {(_axis(Layout.parse(each.layout)), Layout.parse(each.layout).precision): each for each in measured.steps}
+    steps = {
+        (_measured_part(Layout.parse(each.layout)), Layout.parse(each.layout).precision): each
+        for each in measured.steps
+    }
     base = steps.get(("data", precision)) or next((each for (axis, _), each in steps.items() if axis == "data"), None)
     if base is None:
         return UNCORRECTED
-    compute, data = _added(cluster, Layout.parse(base.layout))
+    compute, data = _sum_operations(cluster, Layout.parse(base.layout))
     found = dict.fromkeys(MICRO_BATCH_PARTS, 1.0)
-    found["compute"] = _known((base.seconds - data) / compute["compute"])
+    found["compute"] = _discard_noise((base.seconds - data) / compute["compute"])
     for (axis, other), each in steps.items():
         if axis == "data":
             continue
-        parts, data = _added(cluster, Layout.parse(each.layout))
+        parts, data = _sum_operations(cluster, Layout.parse(each.layout))
         alike = steps.get(("data", other), base)
-        own, sums = _added(cluster, Layout.parse(alike.layout))
-        working = _known((alike.seconds - sums) / own["compute"]) * parts["compute"]
-        found[axis] = _known((each.seconds - working - data) / parts[axis])
+        own, sums = _sum_operations(cluster, Layout.parse(alike.layout))
+        working = _discard_noise((alike.seconds - sums) / own["compute"]) * parts["compute"]
+        found[axis] = _discard_noise((each.seconds - working - data) / parts[axis])
     if not any(axis == "context" for axis, _ in steps):
         found["context"] = found["tensor"]
     found["expert"] = found["tensor"]
     return np.array([found[part] for part in MICRO_BATCH_PARTS])
 
 
-def _axis(layout: Layout) -> str:
-    """Return the part of a step whose communication a measured layout shows: "tensor" (tp), "context" (cp) or
-    "data"."""
+def _measured_part(layout: Layout) -> str:
+    """Return the part of the step time whose communication a reference layout measures: "tensor" (tp), "context" (cp)
+    or "data"."""
     return "tensor" if layout.tp > 1 else "context" if layout.cp > 1 else "data"
 
 
-def _known(factor: float) -> float:
-    """Return a measured factor, or 1 if it is so far from 1 that it must be noise."""
+def _discard_noise(factor: float) -> float:
+    """Return a measured factor, or 1 if it lies outside [`LEAST`, `MOST`] and so must be noise."""
     return factor if LEAST <= factor <= MOST else 1.0
 
 
-def _added(cluster: Cluster, layout: Layout) -> tuple[dict[str, float], float]:
-    """Return (seconds by part of a measured step, seconds of its gradient reductions), predicted without the factors of
-    `measured_step_factors`: as the sum of operations timed alone."""
+def _sum_operations(cluster: Cluster, layout: Layout) -> tuple[dict[str, float], float]:
+    """Return (seconds by part of a reference step, seconds of its gradient reductions), predicted as the sum of
+    operations each timed alone."""
     assert cluster.measured is not None
     model = reference_model(cluster.kind)
-    # As it was measured: by all ranks of its hosts, and before any run said by how much plans are wrong.
+    # As it was measured: on all ranks of its hosts, and before any calibration.
     then = replace(
         cluster, devices=layout.world_size, devices_per_node=min(cluster.measured.ranks, layout.world_size),
         calibration=None,

@@ -1,5 +1,5 @@
-"""Duration of a training step of one layout: micro-batches in the stages, the pipeline's program simulated, and what
-data parallelism and the optimizer add."""
+"""Seconds of a training step of one layout: micro-batches in the stages, the simulated pipeline schedule, communication
+of data parallelism and the optimizer step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy as np
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.cost import engines
-from meshwright.planner.cost.bounds import Bounds, Request, with_bounds
+from meshwright.planner.cost.bounds import Bounds, StepProperties, bound_seconds
 from meshwright.planner.cost.bubbles import closed_makespan, stages_by_rank
-from meshwright.planner.cost.piece_times import MICRO_BATCH_PARTS, UNCORRECTED, PieceTimes
+from meshwright.planner.cost.layer_times import MICRO_BATCH_PARTS, UNCORRECTED, LayerTimes
 from meshwright.planner.cost.pipeline_times import OPTIMIZER_BYTES, PipelineTimes, overlapping_passes
 from meshwright.planner.cost.process_groups import ProcessGroups
 from meshwright.planner.cost.rates import straggler_terms
 from meshwright.planner.hardware.cluster import Cluster
-from meshwright.planner.problem import Candidate, Problem
+from meshwright.planner.problem import Problem, StageCandidate
 from meshwright.program.durations import Durations, Floats
 from meshwright.program.makespan import MakespanCache
 from meshwright.program.pipeline import PipelineProgram
@@ -34,13 +34,14 @@ class StepTime:
     """Predicted seconds of a training step.
 
     Attributes:
-        seconds: Expected.
-        low, high: Bounds between which measured runs are expected.
-        breakdown: Seconds by part, which add up to `seconds`: compute of the busiest rank; exposed communication of tp
-            (tensor), cp (context), ep (expert), data parallelism (data) and stages (pipeline); bubble; optimizer, with
-            all that comes once a step: data, norms, and waiting for the slowest device.
-        simulated: True if the pipeline schedule was simulated, not computed in closed form.
-        bounds: Where `low` and `high` are from.
+        seconds: Expected seconds.
+        low, high: Bounds within which measured runs are expected.
+        breakdown: Seconds by part, which sum to `seconds`: compute of the busiest rank; exposed communication of tp
+            ("tensor"), cp ("context"), ep ("expert"), data parallelism ("data") and between stages ("pipeline");
+            "bubble"; "optimizer", which includes everything that happens once a step, such as gradient norms and
+            waiting for the slowest device.
+        simulated: True if the pipeline schedule was simulated, False if computed in closed form.
+        bounds: Source of `low` and `high`.
     """
 
     seconds: float
@@ -53,27 +54,28 @@ class StepTime:
 
 def step_time(
     config: ModelConfig, layout: Layout, cluster: Cluster, sequence: int, batch: int, *, simulate: bool = True,
-    in_place: Floats = UNCORRECTED, **options: Any,
+    step_factors: Floats = UNCORRECTED, **options: Any,
 ) -> StepTime:  # fmt: skip
-    """Predict the time of one training step of `batch` sequences of `sequence` tokens.
+    """Predict the seconds of one training step of `batch` sequences (over all ranks) of `sequence` tokens.
 
-    simulate: run the pipeline simulator; else use the closed form, where there is one; in_place: factor for each part
-    of a micro-batch by which it takes longer than operations timed alone; options: of `problem_for`. Raises `UserError`
-    for what the device lacks and for a batch that the layout cannot divide; `refuse` checks whether the model fits the
-    layout.
+    simulate: run the pipeline simulator; False: use the closed form if there is one; step_factors: factor [parts of a
+    micro-batch] by which each part takes longer than its operations timed alone; options: of `problem_for`. Raises
+    `UserError` if the device lacks the precision, or the layout does not divide the batch; other reasons why a layout
+    is infeasible are not checked (see `refuse`).
     """
     problem = problem_for(config, layout, cluster, sequence, batch, **options)
-    return StepPredictor(problem, layout, in_place).price(simulate)
+    return StepPredictor(problem, layout, step_factors).price(simulate)
 
 
 def problem_for(
     config: ModelConfig, layout: Layout, cluster: Cluster, sequence: int, batch: int, *, compile: bool = False,
     **options: Any,
 ) -> Problem:  # fmt: skip
-    """Return the planning problem of one layout, in its precision or the cluster's default.
+    """Return the planning problem of one layout, in the layout's precision or else the cluster's default.
 
-    engine: training engine whose kernels are modelled, "meshwright" unless given; compile: with compiled blocks;
-    options: further fields of `Problem`, such as optimizer, documents, pairs.
+    sequence: tokens of a sequence; batch: sequences of a step over all ranks; compile: True if layers are compiled by
+    torch.compile; options: further fields of `Problem`, such as optimizer, and `engine`, the training engine (a name,
+    "meshwright" unless given).
     """
     whose = engines.engine(options.pop("engine", "meshwright"), compile=compile)
     precision = layout.precision or default_precision(cluster)
@@ -81,19 +83,20 @@ def problem_for(
 
 
 class StepPredictor:
-    """Predictor of the time of one training step under a layout: `PipelineTimes` of one candidate.
+    """Predictor of the seconds of one training step under one layout.
 
-    in_place [parts of a micro-batch]: factor by which each part takes longer than operations timed alone; pieces: times
-    of the candidate's pieces, if they are known; makespans: cache of simulated pipeline times.
+    step_factors: factor [parts of a micro-batch] by which each part takes longer than its operations timed alone;
+    layer_times: predicted times of layers, embedding and head, if they are known already; makespans: cache of simulated
+    pipeline times.
     """
 
     def __init__(
         self,
         problem: Problem,
         layout: Layout,
-        in_place: Floats = UNCORRECTED,
+        step_factors: Floats = UNCORRECTED,
         *,
-        pieces: PieceTimes | None = None,
+        layer_times: LayerTimes | None = None,
         makespans: MakespanCache | None = None,
     ) -> None:
         share = layout.dp * layout.micro_batches
@@ -102,32 +105,34 @@ class StepPredictor:
         if problem.optimizer not in OPTIMIZER_BYTES:
             raise UserError(f'unknown optimizer "{problem.optimizer}" (known: {", ".join(OPTIMIZER_BYTES)})')
         self.problem, self.layout = problem, layout
-        self.pieces = pieces or PieceTimes(problem, [Candidate(layout, problem.batch // share)], in_place)
-        self.groups = ProcessGroups(self.pieces.collectives, [layout])
+        self.layer_times = layer_times or LayerTimes(
+            problem, [StageCandidate(layout, problem.batch // share)], step_factors
+        )
+        self.groups = ProcessGroups(self.layer_times.collectives, [layout])
         self.makespans = makespans or MakespanCache()
 
     def pipeline(self, program: PipelineProgram | None) -> PipelineTimes:
-        """Return the times of the layout's pipeline. program: whose ranks hold the stages; None: as the schedule's name
-        says."""
+        """Return the times of the layout's pipeline. program: schedule program that assigns stages to ranks; None: the
+        schedule's standard assignment."""
         layout, problem = self.layout, self.problem
         if program is None:
             count, places = layout.pp * layout.chunks, stages_by_rank(layout.schedule, layout.pp, layout.chunks)
         else:
             count, places = program.stages, program.stages_by_rank
         stages = problem.engine.stages(problem.config, count, problem.sequence)
-        return PipelineTimes(self.pieces, np.zeros(1, dtype=np.int64), stages, places)
+        return PipelineTimes(self.layer_times, np.zeros(1, dtype=np.int64), stages, places)
 
     def price(self, simulate: bool = True, parts: bool = True) -> StepTime:
-        """Return the predicted time of the step. simulate: run the pipeline simulator, not the closed form; parts:
-        simulate also without messages, to separate their share."""
+        """Return the predicted seconds of the step. simulate: True for the pipeline simulator, False for the closed
+        form; parts: True to simulate a second time without messages, which gives the seconds due to messages."""
         layout, problem, groups = self.layout, self.problem, self.groups
         program = None
         if simulate and layout.pp > 1:
             program = program_for(layout, problem.config, problem.sequence)
         of = self.pipeline(program)
-        zero = of.level(layout.zero)
-        times = of.times(followed_at_once(layout), zero, groups)
-        ranks = of.of_ranks(times)
+        zero = of.communicated_zero(layout.zero)
+        times = of.stage_seconds(followed_at_once(layout), zero, groups)
+        ranks = of.rank_seconds(times)
         totals = layout.micro_batches / of.replicas * ranks[0]
         busiest = totals.sum(axis=(1, 2)).argmax()
         breakdown = dict(zip(MICRO_BATCH_PARTS, totals[busiest].sum(axis=0).tolist(), strict=True))
@@ -142,40 +147,48 @@ class StepPredictor:
             breakdown["pipeline"] = messages
             breakdown["bubble"] = max(0.0, makespan - messages - float(totals[busiest].sum()))
         passes = overlapping_passes(layout.schedule, layout.pp, layout.micro_batches)
-        breakdown["data"] += float(of.gradients(zero, groups, ranks, passes).max())
-        breakdown["optimizer"] = float(of.update(zero, groups)[0])
+        breakdown["data"] += float(of.gradient_seconds(zero, groups, ranks, passes).max())
+        breakdown["optimizer"] = float(of.optimizer_seconds(zero, groups)[0])
         seconds = sum(breakdown.values())
         cluster = problem.cluster
         factor, once = straggler_terms(cluster)
         breakdown["optimizer"] += (factor - 1) * seconds + once
         seconds = factor * seconds + once
         breakdown = {part: cluster.time_factor * value for part, value in breakdown.items()}
-        expected, low, high, bounds = with_bounds(cluster, Request.of(problem, layout, seconds))
+        expected, low, high, bounds = bound_seconds(cluster, StepProperties.of(problem, layout, seconds))
         return StepTime(expected, low, high, breakdown, simulate, bounds)
 
     def transfer(self) -> float:
-        """Return the seconds of a message (activations of a micro-batch) from one pipeline stage to the next."""
-        return float(self.groups.seconds("send", "pp", self.pieces.messages(np.zeros(1, dtype=np.int64)))[0])
+        """Return the seconds of one message between pipeline stages (activations of a micro-batch)."""
+        return float(self.groups.seconds("send", "pp", self.layer_times.message_bytes(np.zeros(1, dtype=np.int64)))[0])
 
-    def durations(self, of: PipelineTimes, times: Floats, factor: float = 1.0) -> Durations:
-        """Return the seconds, times `factor`, of forwards, backwards and messages of each stage. times: of each
-        distinct stage."""
-        forward, back, weight = factor * times[0].sum(axis=-1)[of.which].T
+    def durations(self, pipeline: PipelineTimes, times: Floats, factor: float = 1.0) -> Durations:
+        """Return the seconds, multiplied by `factor`, of forward, input-gradient and weight-gradient passes in each
+        stage, and of messages. pipeline: times of the pipeline; times: seconds in each distinct stage [1, s, phases,
+        p]."""
+        forward, back, weight = factor * times[0].sum(axis=-1)[pipeline.which].T
         return Durations(forward, back, weight, factor * self.transfer() if self.layout.pp > 1 else 0.0)
 
-    def _closed(self, of: PipelineTimes, ranks: Floats) -> tuple[float, float]:
-        """Return (seconds of all micro-batches in the pipeline, seconds of these that messages cause) in closed form.
-        ranks: seconds of a micro-batch on each distinct rank."""
+    def _closed(self, pipeline: PipelineTimes, ranks: Floats) -> tuple[float, float]:
+        """Return (makespan, seconds of it due to messages) of the pipeline schedule in closed form. pipeline: times of
+        the pipeline; ranks: seconds of a micro-batch on each distinct rank [1, r, phases, p]."""
         layout = self.layout
-        phases = np.moveaxis(ranks.sum(axis=-1), -1, 0) / of.replicas
+        phases = np.moveaxis(ranks.sum(axis=-1), -1, 0) / pipeline.replicas
         found, messages = closed_makespan(
-            layout.schedule, layout.chunks, layout.micro_batches, phases, of.counts, of.count, self.transfer()
+            layout.schedule,
+            layout.chunks,
+            layout.micro_batches,
+            phases,
+            pipeline.counts,
+            pipeline.count,
+            self.transfer(),
         )
         return float(found[0]), float(messages)
 
     def _simulated(self, program: PipelineProgram, durations: Durations, parts: bool) -> tuple[float, float]:
-        """Return (seconds of all micro-batches in the pipeline, seconds of these that messages cause) by simulation.
-        parts: simulate also without messages; if False, the second result is 0."""
+        """Return (makespan, seconds of it due to messages) of the pipeline schedule by simulation. program: schedule
+        program; durations: seconds of its passes and messages; parts: True to simulate also without messages; if False,
+        the second result is 0."""
         asked = [durations, Durations(durations.forward, durations.input_gradient, durations.weight_gradient)]
         asked = asked[: 1 + parts]
         self.makespans.compute(program, asked)
@@ -183,36 +196,37 @@ class StepPredictor:
         return makespan, makespan - sum(without) if without else 0.0
 
     def data_seconds(self) -> float:
-        """Return the seconds of a step in which a rank communicates for data parallelism, including communication that
-        overlaps computation."""
+        """Return the seconds of a step during which a rank communicates for data parallelism, overlapped communication
+        included."""
         of, layout = self.pipeline(None), self.layout
-        zero = of.level(layout.zero)
+        zero = of.communicated_zero(layout.zero)
         ranks = np.zeros((1, len(of.members), 3, 1))
-        once = of.gradients(zero, self.groups, ranks, np.zeros(()), overlaps=False)[:, 0]
+        once = of.gradient_seconds(zero, self.groups, ranks, np.zeros(()), overlaps=False)[:, 0]
         if zero < 2:
             return float(once.max())
         gather, scatter = of.zero_calls(zero, self.groups, of.rank_dense, of.rank_expert)
         return float((once + layout.micro_batches / of.replicas * (2 * gather + scatter)[0]).max())
 
 
-def pipeline_durations(problem: Problem, layout: Layout, in_place: Floats) -> tuple[PipelineProgram, Durations]:
-    """Return (pipeline program of a layout, predicted seconds of its forwards, backwards and messages), for pictures.
-    in_place: as of `StepPredictor`."""
-    step = StepPredictor(problem, layout, in_place)
+def pipeline_durations(problem: Problem, layout: Layout, step_factors: Floats) -> tuple[PipelineProgram, Durations]:
+    """Return (schedule program of a layout, predicted seconds of its passes and messages), for drawing. step_factors:
+    factor [parts of a micro-batch] by which each part takes longer than its operations timed alone."""
+    step = StepPredictor(problem, layout, step_factors)
     program = program_for(layout, problem.config, problem.sequence)
     of = step.pipeline(program)
-    times = of.times(followed_at_once(layout), of.level(layout.zero), step.groups)
+    times = of.stage_seconds(followed_at_once(layout), of.communicated_zero(layout.zero), step.groups)
     return program, step.durations(of, times, problem.cluster.time_factor)
 
 
 def followed_at_once(layout: Layout) -> bool:
-    """Return True if, under a layout's schedule, the last stage's backward directly follows its forward; False where
-    all forwards come first."""
+    """Return True if, under the layout's schedule, the last stage runs each backward directly after its forward; False
+    if all forwards run first (GPipe)."""
     return layout.schedule not in ("gpipe", "looped-bfs") or layout.pp == 1
 
 
 def default_precision(cluster: Cluster) -> str:
-    """Return the default precision on a cluster, such as "bf16"; on CPUs bf16 if at least 1.2 times as fast as fp32."""
+    """Return the precision that a layout without one gets on a cluster: "bf16" where devices have it, else "fp16" or
+    "fp32"; on CPUs "bf16" only if it is at least 1.2 times as fast as fp32."""
     if cluster.kind == "cpu":
         return "bf16" if (cluster.device.bf16 or 0.0) >= 1.2 * (cluster.device.fp32 or 0.0) else "fp32"
     return "bf16" if cluster.device.bf16 else "fp16" if cluster.device.fp16 else "fp32"

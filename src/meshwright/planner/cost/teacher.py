@@ -13,9 +13,15 @@ from meshwright.spec.distillation import map_layers, read_teacher_config
 
 @dataclass(frozen=True, slots=True)
 class TeacherWork:
-    """The teacher of a training step. config: its model; held: a value of `distill.layout`; item_bytes: of its
-    parameters, 0: as the run's; top_k: number of cached tokens, 0: it runs; projected: number of its layers whose
-    outputs are held and compared."""
+    """Sizes of the teacher model in a distillation step.
+
+    Attributes:
+        config: The teacher's model config.
+        held: Value of the recipe's `distill.layout`, such as "same": how the teacher is sharded.
+        item_bytes: Bytes of an element of its parameters; 0: as the student's.
+        top_k: Number of cached logits per token if its outputs are read from a cache; 0 if it runs in every step.
+        projected: Number of its layers whose outputs are compared with the student's.
+    """
 
     config: ModelConfig
     held: str = "same"
@@ -24,15 +30,18 @@ class TeacherWork:
     projected: int = 0
 
     def forward_flops_per_token(self, sequence: int) -> float:
-        """Return the floating-point operations of the teacher for one token; 0 with a cache."""
+        """Return the FLOPs of the teacher's forward for one token; 0 if its outputs are cached. sequence: tokens that
+        attend to each other."""
         return 0.0 if self.top_k else sum(forward_flops_per_token(self.config, sequence).values())
 
     def compute_share(self, student: ModelConfig, sequence: int) -> float:
-        """Return the teacher's operations of a step relative to those of training the student."""
+        """Return the ratio of the teacher's FLOPs to those of training the student. sequence: tokens that attend to
+        each other."""
         return self.forward_flops_per_token(sequence) / training_flops_per_token(student, sequence)
 
     def list_sums(self, layout: Layout) -> list[tuple[str, int]]:
-        """Return (call site, numbers per token) of the all-reduces over tp of the distillation loss."""
+        """Return (call site, values per token) of the distillation loss's all-reduces over tp; an empty list without
+        tp."""
         if layout.tp == 1:
             return []
         if self.top_k:
@@ -41,8 +50,8 @@ class TeacherWork:
 
 
 def make_teacher_work(recipe: Recipe, layers: int) -> TeacherWork | None:
-    """Return the teacher that a recipe names, as the planner counts it; None without one. layers: number of layers of
-    the student. Raises `UserError` if the teacher's configuration cannot be read."""
+    """Return the sizes of the teacher that a recipe names; None without one. layers: number of the student's layers.
+    Raises `UserError` if the teacher's configuration cannot be read."""
     config, given = read_teacher_config(recipe), recipe.distill
     if config is None:
         return None

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from meshwright.layout import Layout
-from meshwright.planner.cost.blocks import block, embedding, head
-from meshwright.planner.cost.data_calls import AXES_OF, DataCalls, Work, by_axis, by_site
+from meshwright.planner.cost.blocks import embedding_operators, head_operators, layer_operators
+from meshwright.planner.cost.data_calls import AXES_OF, DataCalls, Work, sum_by_axis, sum_by_site
 from meshwright.planner.cost.micro_batch import MicroBatch, layer_kind
 from meshwright.planner.cost.operators import CollectiveCall
 from meshwright.planner.cost.teacher import TeacherWork
@@ -26,31 +26,31 @@ from meshwright.spec.config import ModelConfig
 from meshwright.spec.distillation import make_teacher_layout
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.partition import Partition
-from meshwright.spec.policy import DISTILLATION_FIGURES, PREFERENCE_FIGURES
+from meshwright.spec.policy import DISTILLATION_METRICS, PREFERENCE_METRICS
 from meshwright.spec.stage_times import program_for
 from meshwright.spec.stages import LOOKED_UP, Stage
 
 ROUTED = tuple(f"experts.{what}{way}" for what in ("dispatch", "gather", "sum", "combine") for way in ("", ".backward"))
-"""Sites of expert parallelism that send what routers choose: predicted as if every expert got equally many tokens."""
+"""Call sites of expert parallelism whose bytes depend on the router: predicted for equal load of the experts."""
 
 
 def predicted_traffic(config: ModelConfig, layout: Layout, work: Work, rank: int = 0) -> dict[str, int]:
-    """Return the bytes that `rank` sends in one training step, by call site such as "data.gradients", without sites
-    that send nothing. work: sizes of the step.
+    """Return {call site: bytes} that `rank` sends in one training step, without sites that send nothing. A call site is
+    the label of a collective call in the source, such as "data.gradients". work: sizes of the step.
 
-    Exact, except for the sites of `ROUTED`, which assume equal load of experts.
+    Exact, except for the sites of `ROUTED` (dispatch and combine of tokens), which assume that experts have equal load.
     """
-    return by_site(_Step(config, layout, work, rank).calls())
+    return sum_by_site(_StepTraffic(config, layout, work, rank).count_calls())
 
 
 def predicted_traffic_by_axis(config: ModelConfig, layout: Layout, work: Work, rank: int = 0) -> dict[str, int]:
-    """Return the bytes that `rank` sends in one training step, by mesh axis such as "data". work: sizes of the step."""
-    return by_axis(_Step(config, layout, work, rank).calls())
+    """Return {mesh axis, such as "data": bytes} that `rank` sends in one training step. work: sizes of the step."""
+    return sum_by_axis(_StepTraffic(config, layout, work, rank).count_calls())
 
 
-class _Step(DataCalls):
-    """Counter of the bytes that one rank sends in a training step of a transformer. work: sizes of the step; rank:
-    global."""
+class _StepTraffic(DataCalls):
+    """Counter of the bytes that one rank sends in a transformer's training step. work: sizes of the step; rank: global
+    rank."""
 
     def __init__(self, config: ModelConfig, layout: Layout, work: Work, rank: int) -> None:
         table = parameter_table(config)
@@ -67,126 +67,134 @@ class _Step(DataCalls):
             config, layout, self.rows, work.sequence, dtype=dtype, device=work.device, responses=work.responses
         )
 
-    def calls(self) -> Counter[tuple[str, str]]:
-        """Count all calls of the step; return bytes sent by (call site, axis)."""
-        self.reduce("data.targets", "data", 1, 8)
-        passes = self.passes()
+    def count_calls(self) -> Counter[tuple[str, str]]:
+        """Count all communication of the step; return bytes sent by (call site, axis)."""
+        self.count_data_all_reduce("data.targets", "data", 1, 8)
+        passes = self.count_passes()
         for stage, count in passes.items():
-            self.operators(self.stages[stage], count)
-        self.pipeline()
+            self.count_operators(self.stages[stage], count)
+        self.count_pipeline()
         units: Counter[str] = Counter()
         for stage, count in passes.items():
             for unit in self.partition.needed(self.stages[stage]):
                 units[unit] += count
         for unit, count in units.items():
-            self.gradients(unit, count)
-        self.gathers()
-        self.partial_gradients(units)
+            self.count_gradients(unit, count)
+        self.count_gathers()
+        self.count_partial_gradients(units)
         teacher = self.work.teacher
-        self.verdict(PREFERENCE_FIGURES if self.work.responses else DISTILLATION_FIGURES if teacher else 0)
+        self.count_outcome(PREFERENCE_METRICS if self.work.responses else DISTILLATION_METRICS if teacher else 0)
         if self.work.estimates_kl:
-            self.sent.update(_Step(self.config, replace(self.layout, recompute="none"), self.work, self.rank).forward())
-            self.all_reduce("loss.kl", "world", self.layout.world_size, 16)
+            self.sent.update(
+                _StepTraffic(self.config, replace(self.layout, recompute="none"), self.work, self.rank).count_forward()
+            )
+            self.count_all_reduce("loss.kl", "world", self.layout.world_size, 16)
         if teacher is not None and not teacher.top_k:
             layout = make_teacher_layout(self.layout, teacher.held, teacher.config)
             size = teacher.item_bytes or self.work.parameter_bytes
             work = replace(self.work, teacher=None, parameter_bytes=size)
             rank = self.rank * layout.world_size // self.layout.world_size
-            found = _Step(teacher.config, layout, work, rank).forward()
+            found = _StepTraffic(teacher.config, layout, work, rank).count_forward()
             self.sent.update({call: sent for call, sent in found.items() if not call[0].startswith("loss.")})
         return self.sent
 
-    def forward(self) -> Counter[tuple[str, str]]:
-        """Count the calls of forward passes without gradients, of KTO's mismatched responses or of a teacher; return
-        bytes sent by (call site, axis)."""
-        for stage, count in self.passes().items():
-            self.operators(self.stages[stage], count)
-        self.pipeline()
-        self.gathers(forward_only=True)
+    def count_forward(self) -> Counter[tuple[str, str]]:
+        """Count the communication of forward passes without gradients (KTO's mismatched responses, or a teacher's);
+        return bytes sent by (call site, axis)."""
+        for stage, count in self.count_passes().items():
+            self.count_operators(self.stages[stage], count)
+        self.count_pipeline()
+        self.count_gathers(forward_only=True)
         backward = ("gradients", "backward", "router")
         return Counter({call: sent for call, sent in self.sent.items() if not any(at in call[0] for at in backward)})
 
-    def steps(self) -> Iterator[tuple[Kind, int, tuple[int, int]]]:
-        """Yield (kind, stage, (replica, micro-batch)) of each of this rank's steps of the pipeline program."""
+    def list_steps(self) -> Iterator[tuple[Kind, int, tuple[int, int]]]:
+        """Yield (kind, stage, (replica, micro-batch)) for each of this rank's steps in the pipeline schedule program,
+        where the kind is forward, backward, send ..."""
         steps = self.program.steps
         for at in steps.of_rank(self.place["pp"]):
             yield Kind(int(steps.kind[at])), int(steps.stage[at]), (int(steps.replica[at]), int(steps.micro_batch[at]))
 
-    def passes(self) -> Counter[int]:
-        """Return the number of micro-batches that this rank runs through each of its stages, by stage index."""
-        return Counter(stage for kind, stage, _ in self.steps() if kind == Kind.FORWARD)
+    def count_passes(self) -> Counter[int]:
+        """Return {stage index: number of micro-batches that this rank runs through the stage in a step}."""
+        return Counter(stage for kind, stage, _ in self.list_steps() if kind == Kind.FORWARD)
 
     # --- activations: collectives of operators, the pipeline
 
-    def operators(self, stage: Stage, count: int) -> None:
-        """Count the bytes sent by the collectives of a stage's operators in the forward and backward of `count`
-        micro-batches."""
-        at = self.micro_batch
-        layers = [operator for layer in stage.layers for operator in block(at, layer, not stage.first)]
-        first, last = embedding(at) if stage.first else (), head(at, True) if stage.last else ()
+    def count_operators(self, stage: Stage, count: int) -> None:
+        """Count the bytes that this rank sends in a stage's tensor-, context- and expert-parallel collectives for
+        `count` micro-batches, forward and backward."""
+        batch = self.micro_batch
+        layers = [operator for layer in stage.layers for operator in layer_operators(batch, layer, not stage.first)]
+        first, last = (
+            embedding_operators(batch) if stage.first else (),
+            head_operators(batch, True) if stage.last else (),
+        )
         for operator in (*first, *layers, *last):
             for one in operator.collectives:
                 for site, size in one.sites:
-                    self.collective(one, site, size, count * one.count * (1 + one.again))
-        self.adapter_norms(stage, count)
+                    self.count_collective(one, site, size, count * one.count * (1 + one.again))
+        self.count_adapter_norms(stage, count)
         if stage.last and self.work.teacher is not None:
-            self.distillation(self.work.teacher, count)
+            self.count_distillation(self.work.teacher, count)
         if self.config.router_loss and not self.work.responses and any(map(self.config.has_experts, stage.layers)):
             # Of responses with preferences every rank counts the targets itself.
-            self.all_reduce("router.targets", "cp", self.layout.cp, 8 * self.rows, count)
+            self.count_all_reduce("router.targets", "cp", self.layout.cp, 8 * self.rows, count)
 
-    def distillation(self, teacher: TeacherWork, count: int) -> None:
-        """Count the all-reduces over tp of the distillation loss of `count` micro-batches."""
+    def count_distillation(self, teacher: TeacherWork, count: int) -> None:
+        """Count the bytes that this rank sends in the distillation loss's all-reduces over tp for `count`
+        micro-batches. teacher: sizes of the teacher."""
         at, tp = self.micro_batch, self.layout.tp
         for chunk in loss_chunks(self.tokens, min(at.vocabulary, self.config.vocabulary), self.work.device):
             for site, numbers in teacher.list_sums(self.layout):
-                self.all_reduce(site, "tp", tp, numbers * chunk * at.wide, count)
+                self.count_all_reduce(site, "tp", tp, numbers * chunk * at.wide, count)
         if teacher.projected and self.layout.tensor_sequence_parallel:
-            self.all_reduce("distill.hidden", "tp", tp, at.wide, count)
+            self.count_all_reduce("distill.hidden", "tp", tp, at.wide, count)
 
-    def adapter_norms(self, stage: Stage, count: int) -> None:
-        """Count the bytes sent by the sums of DoRA's row norms over tp, one for each adapted row-parallel layer."""
+    def count_adapter_norms(self, stage: Stage, count: int) -> None:
+        """Count the bytes that this rank sends for DoRA's weight norms in `count` micro-batches of a stage: an
+        all-reduce over tp for each adapted row-parallel layer."""
         adapter = self.config.adapter
         if adapter is None or adapter.kind != "dora":
             return
         names = ("attention.output", "mlp.down", "mlp.shared.down")
         layers = sum(one.layer in names for layer in stage.layers for one in layer_kind(self.config, layer).adapted)
         size, repeated = self.config.hidden * self.micro_batch.wide, self.layout.recompute == "full"
-        self.all_reduce("adapter.norms", "tp", self.layout.tp, size, count * layers * (1 + repeated))
+        self.count_all_reduce("adapter.norms", "tp", self.layout.tp, size, count * layers * (1 + repeated))
 
-    def collective(self, one: CollectiveCall, site: str, size: int, times: int) -> None:
-        """Count the bytes sent by `times` calls of an operator's collective. site: label of the call; size: bytes of
-        the full vector."""
-        axis = "cp" if one.axis == "ring" else one.axis
+    def count_collective(self, call: CollectiveCall, site: str, size: int, times: int) -> None:
+        """Count the bytes that this rank sends in `times` calls of an operator's collective. site: call site; size:
+        bytes of the full vector."""
+        axis = "cp" if call.axis == "ring" else call.axis
         ranks = getattr(self.layout, axis)
-        if one.operation == "send":
+        if call.operation == "send":
             self.sent[site, axis] += times * size
-        elif one.operation != "all-reduce":
-            self.half(site, axis, ranks, size, times)
+        elif call.operation != "all-reduce":
+            self.count_half(site, axis, ranks, size, times)
         elif axis == "tp" and site.startswith("loss."):  # once for each chunk of the loss
-            at = self.micro_batch
-            for chunk in loss_chunks(self.tokens, min(at.vocabulary, self.config.vocabulary), self.work.device):
-                self.all_reduce(site, axis, ranks, chunk * at.wide, times)
+            batch = self.micro_batch
+            for chunk in loss_chunks(self.tokens, min(batch.vocabulary, self.config.vocabulary), self.work.device):
+                self.count_all_reduce(site, axis, ranks, chunk * batch.wide, times)
         else:
-            self.all_reduce(site, axis, ranks, size, times)
+            self.count_all_reduce(site, axis, ranks, size, times)
 
-    def pipeline(self) -> None:
-        """Count the bytes sent by the messages of activations and gradients to other pipeline stages."""
+    def count_pipeline(self) -> None:
+        """Count the bytes of activations and gradients that this rank sends to other pipeline stages."""
         size = hidden_bytes(self.micro_batch) // (self.layout.tp if self.layout.tensor_sequence_parallel else 1)
-        kinds = Counter(kind for kind, *_ in self.steps())
+        kinds = Counter(kind for kind, *_ in self.list_steps())
         self.sent["pipeline.activations", "pp"] += kinds[Kind.SEND_FORWARD] * size
         self.sent["pipeline.gradients", "pp"] += kinds[Kind.SEND_BACKWARD] * size
 
     # --- parameters
 
-    def gathers(self, forward_only: bool = False) -> None:
-        """Count the bytes sent by ZeRO-3's all-gathers of parameters. forward_only: those of a step's forward passes
-        alone."""
+    def count_gathers(self, forward_only: bool = False) -> None:
+        """Count the bytes that this rank sends in ZeRO-3's all-gathers of parameters. forward_only: True to count only
+        those of forward passes."""
         if self.layout.zero < 3:
             return
         gathered: Counter[str] = Counter()
         before = None
-        for kind, stage, of in self.steps():
+        for kind, stage, of in self.list_steps():
             units = self.partition.units(self.stages[stage])
             if kind == Kind.FORWARD:
                 gathered.update(self.partition.needed(self.stages[stage]))
@@ -200,30 +208,30 @@ class _Step(DataCalls):
                 before = (stage, of) if kind == Kind.FORWARD else None
         for unit, times in gathered.items():
             for part in self.table.unit_buffers(unit, self.layout):
-                if self.zero(part):
-                    numel = self.padded(unit, part)
+                if self.zero_stage(part):
+                    numel = self.buffer_numel(unit, part)
                     size = self.work.parameter_bytes
                     if part == "packed":
                         numel, size = (
                             numel // BLOCK * RECORD_BYTES[str(self.config.adapter and self.config.adapter.packed)],
                             1,
                         )
-                    self.shard("data.parameters", "all_gather", part, numel, size, times)
+                    self.count_zero_collective("data.parameters", "all_gather", part, numel, size, times)
 
-    def partial_gradients(self, units: Counter[str]) -> None:
-        """Count the bytes sent by the all-reduces over tp of gradients that each rank has only partially, one for all
-        FSDP units together. units: the rank's units, as keys."""
+    def count_partial_gradients(self, units: Counter[str]) -> None:
+        """Count the bytes that this rank sends in the all-reduces over tp of gradients that are partial sums on each tp
+        rank; one all-reduce for all FSDP units together. units: FSDP units of the rank, as keys."""
         layout, found = self.layout, Counter[int]()
         for entry in self.table.entries:
             if entry.unit not in units or "tp" not in entry.gradient_axes(layout):
                 continue
             start, stop = self.table.entry_range(entry, layout)
             part = entry.buffer_kind(layout)
-            if self.zero(part):
-                shards, shard = self.on(AXES_OF[part][1])
-                length = self.padded(entry.unit, part) // shards
+            if self.zero_stage(part):
+                shards, shard = self.group_position(AXES_OF[part][1])
+                length = self.buffer_numel(entry.unit, part) // shards
                 start, stop = max(start, shard * length), min(stop, (shard + 1) * length)
             found[entry.replicas(layout)] += max(0, stop - start)
         for copies, numel in found.items():
             site = "tensor.gradients" if copies == layout.tp else "tensor.gradients.shared_heads"
-            self.all_reduce(site, "tp", copies, numel * self.work.master_bytes)
+            self.count_all_reduce(site, "tp", copies, numel * self.work.master_bytes)

@@ -1,5 +1,5 @@
-"""Calibration of a machine by its finished runs: a factor on predicted times with its spread, and the share of memory
-that no prediction explains. It is a table of the machine's cluster file."""
+"""Calibration of a machine's predictions by its finished runs: factor on predicted seconds with its spread, and
+unexplained fraction of memory. It is stored as a table of the machine's cluster file."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ FIELDS = ("time_factor", "time_low", "time_high", "runs", "unexplained_share", "
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Factors by which finished runs on a machine differ from their predictions.
+    """Ratios of measured to predicted time and memory over finished runs on a machine, which correct later predictions.
 
     Attributes:
-        time_factor: Median of measured over predicted step seconds.
+        time_factor: Median of measured / predicted step seconds.
         time_low: Minimum of that ratio.
         time_high: Maximum of that ratio.
         runs: Number of runs compared.
-        unexplained_share: (measured - predicted) / predicted peak bytes, pooled (CPU: process RSS; CUDA: allocator);
-            None if unknown.
+        unexplained_share: (measured - predicted) / predicted peak bytes, each summed over the runs (CPU: process RSS;
+            CUDA: allocator); None if unknown.
         unexplained_runs: Number of runs in `unexplained_share`.
     """
 
@@ -36,8 +36,8 @@ class Calibration:
     unexplained_runs: int = 0
 
     def table(self) -> dict[str, float | int]:
-        """Return the calibration as a table for a cluster file, fields by name, without memory fields if they are
-        unknown; `calibration.read` parses it."""
+        """Return the calibration as a table for a cluster file, {field: number}, which `calibration.read` parses;
+        memory fields are omitted if unknown."""
         found: dict[str, float | int] = {
             "time_factor": self.time_factor, "time_low": self.time_low, "time_high": self.time_high, "runs": self.runs,
         }  # fmt: skip
@@ -47,16 +47,17 @@ class Calibration:
 
     @property
     def line(self) -> str:
-        """One line of text, such as `calibrated by 3 runs: times x 1.12 (1.05 to 1.2)`."""
+        """Description in one line of text, such as `calibrated by 3 runs: times x 1.12 (1.05 to 1.2)`."""
         runs = f"{self.runs} run{'s' if self.runs > 1 else ''}"
         spread = f" ({self.time_low:.3g} to {self.time_high:.3g})" if self.runs > 1 else ""
         return f"calibrated by {runs}: times x {self.time_factor:.3g}{spread}"
 
     def bounds(self, seconds: float, low: float, high: float) -> tuple[float, float, float]:
-        """Return calibrated (expected, low, high) seconds of a step, whose bounds include the ratios of all runs.
+        """Return calibrated (expected, low, high) seconds of a step. The bounds include the ratios of all runs and are
+        never narrower than without calibration.
 
-        seconds: predicted without calibration; low, high: factors on it within which uncalibrated predictions lie, such
-        as 0.8 and 1.3; the bounds are never narrower than these.
+        seconds: predicted without calibration; low, high: factors on `seconds` that bound uncalibrated predictions,
+        such as 0.8 and 1.3.
         """
         return (
             seconds * self.time_factor,
@@ -66,8 +67,8 @@ class Calibration:
 
 
 def read(table: Any, where: str) -> Calibration:
-    """Parse the `calibration` table of a cluster file. where: the file, with which the `UserError` begins that is
-    raised for an invalid table."""
+    """Parse the `calibration` table of a cluster file. Raises `UserError` for an invalid table. where: path of the
+    file, with which the error text begins."""
     where = f"{where}: calibration"
     again = "; remove the table, or rewrite it with `meshwright plan --calibrate`"
     if not isinstance(table, Mapping):

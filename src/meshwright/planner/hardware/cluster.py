@@ -32,7 +32,7 @@ from meshwright.toml import read_toml
 
 _TERA, _GIGA = 1e12, 1e9
 _FASTEST = 1e6
-"""No device does so many 10¹² operations, or moves so many 10¹² bytes, a second."""
+"""Upper limit of plausible rates, in 10¹² operations or bytes a second."""
 FIELDS = (
     *("name", "device", "devices", "devices_per_node", "inside_gb_per_second", "across_gb_per_second"),
     *("inside_latency_seconds", "across_latency_seconds", "measured", "calibration"),
@@ -110,11 +110,11 @@ def this_machine() -> Path:
 
 
 def cluster(wanted: str | Mapping[str, Any], where: str = "cluster") -> Cluster:
-    """Return the cluster that `wanted` describes: text such as 64xh100-sxm, a cluster file's path, "this" (this
-    machine, as measured), or a mapping with `FIELDS` as keys.
+    """Return the cluster that `wanted` describes: a shorthand such as "64xh100-sxm", the path of a cluster file, "this"
+    (this machine, as measured by `meshwright probe`), or a mapping with `FIELDS` as keys.
 
-    Bandwidths in a mapping are 10⁹ bytes a second, one direction, per device; missing fields are taken from the device
-    catalogue. where: name of the argument in the text of a `UserError`, which for a file begins with its path.
+    Bandwidths in a mapping are in 10⁹ bytes a second, one direction, per device; missing fields are taken from the
+    device catalogue. where: name of the argument or file, with which the text of a `UserError` begins.
     """
     if isinstance(wanted, Mapping):
         return _from_mapping(wanted, where)
@@ -151,8 +151,8 @@ def _is_file(text: str) -> bool:
 
 
 def _from_shorthand(text: str, where: str) -> Cluster:
-    """Parse text such as 64xh100-sxm or 2x8xa100-80 (nodes x devices per node) into a cluster. where: beginning of the
-    `UserError` for invalid text."""
+    """Parse text such as 64xh100-sxm or 2x8xa100-80 (nodes x devices per node) into a cluster. Raises `UserError`,
+    whose text begins with `where`, for invalid text."""
     where = f'{where} "{shorten(text)}"'
     match = re.fullmatch(rf"\s*({_COUNT})\s*x\s*(?:({_COUNT})\s*x\s*)?([a-z][a-z0-9-]*)\s*", text.lower())
     if match is None:
@@ -170,8 +170,8 @@ def _from_shorthand(text: str, where: str) -> Cluster:
 
 
 def _whole(part: str, where: str) -> int:
-    """Parse a number in a shorthand such as 64xh100-sxm. part: its text, "64". where: beginning of the `UserError` for
-    a number that is not whole or too large."""
+    """Parse a number in a shorthand such as 64xh100-sxm. part: its text, such as "64". Raises `UserError`, whose text
+    begins with `where`, for a number that is not whole or too large."""
     if not re.fullmatch("[0-9]{1,9}", part) or int(part) < 1:
         right = f"a whole number, at least 1 and at most {limit_of('ranks'):,}"
         raise UserError(f'{where}: "{shorten(part)}" devices; it takes {right}')
@@ -179,8 +179,8 @@ def _whole(part: str, where: str) -> int:
 
 
 def _catalogued(name: Any, where: str) -> Device:
-    """Return the device with a name in the device catalogue, such as "h100-sxm", or with a driver's name, such as
-    "NVIDIA H100 80GB HBM3". where: beginning of the `UserError` for an unknown name."""
+    """Return the device with a catalogue name, such as "h100-sxm", or a driver's name, such as "NVIDIA H100 80GB HBM3".
+    Raises `UserError`, whose text begins with `where`, for an unknown name."""
     if not isinstance(name, str):
         raise UserError(f"{where}: device should be a name such as h100-sxm or a table, not {shorten_repr(name)}")
     if re.fullmatch(r"cpus?|processors?|cores?", name.strip().lower()):
@@ -204,8 +204,8 @@ def _unknown_device(name: str) -> str:
 
 
 def _from_mapping(table: Mapping[str, Any], where: str) -> Cluster:
-    """Return the cluster that a table with `FIELDS` as keys describes. where: beginning of the `UserError` for an
-    invalid table."""
+    """Return the cluster described by a table with `FIELDS` as keys. Raises `UserError`, whose text begins with
+    `where`, for an invalid table."""
     for key in table:
         if key not in FIELDS:
             raise UserError(f"{where}: {unknown('field', str(key), FIELDS)}")
@@ -246,8 +246,9 @@ def _factors(devices: int, size: int) -> str:
 
 
 def _node(device: Device, devices: int, table: Mapping[str, Any], where: str) -> int:
-    """Return the number of devices per node: the table's, else the larger of the device's usual node and its scale-up
-    domain, but at most `devices`, the number of all. table: a cluster file's. where: beginning of a `UserError`."""
+    """Return the number of devices per node: the table's value, else the larger of the device's usual node and its
+    scale-up domain, but at most `devices`. devices: number of all devices; table: content of a cluster file; where:
+    beginning of the text of a `UserError`."""
     if "devices_per_node" in table:
         size = _count(table["devices_per_node"], "devices_per_node", where)
     elif device.links is not None:
@@ -258,17 +259,17 @@ def _node(device: Device, devices: int, table: Mapping[str, Any], where: str) ->
 
 
 def _part_of_rack(devices: int, tray: int, domain: int) -> int:
-    """Return how many devices of each scale-up domain a job of `devices` uses: all `domain`, else, where they do not
-    divide the job, most whole trays of `tray` devices that do, such as 64 of 72 for 128 GB200."""
+    """Return the number of devices that a job of `devices` devices uses in each scale-up domain: all `domain`, if
+    `devices` is a multiple of it, else the largest number of whole trays (of `tray` devices) that divides it, such as
+    64 of 72 for 128 GB200."""
     if devices <= domain or devices % domain == 0 or domain <= tray:
         return domain
     return max((size for size in range(tray, domain, tray) if devices % size == 0), default=domain)
 
 
 def _inside(device: Device, size: int) -> tuple[float, float]:
-    """Return (bandwidth in bytes a second, latency in seconds) between `size` devices of a node: those of the scale-up
-    link, or of PCIe if the scale-up domain has fewer devices. In a full mesh a device has a separate wire to each of
-    the others."""
+    """Return (bandwidth in bytes a second, latency in seconds) between `size` devices of a node: of the scale-up link,
+    or of PCIe if the scale-up domain has fewer devices. In a full mesh, each pair of devices has a separate wire."""
     links = device.links
     assert links is not None
     if size > links.domain or links.scaleup == 0:
@@ -278,11 +279,11 @@ def _inside(device: Device, size: int) -> tuple[float, float]:
 
 
 def _link(link: Link | None, which: str, table: Mapping[str, Any], where: str, needed: bool) -> Link | None:
-    """Return a link with its bandwidth and latency replaced by those of a cluster file. None if the bandwidth is
-    unknown and not `needed`; if needed, raises `UserError` instead.
+    """Return a link with bandwidth and latency replaced by those of a cluster file. If the bandwidth is unknown,
+    returns None, or raises `UserError` if it is `needed`.
 
-    link: the catalogue's, if known; which: "inside" or "across", the prefix of its keys; table: the file's content;
-    where: beginning of the error.
+    link: the catalogue's link, if known; which: "inside" or "across", the prefix of its keys in the file; table:
+    content of the file; where: beginning of the error text.
     """
     bandwidth, latency = f"{which}_gb_per_second", f"{which}_latency_seconds"
     if link is None and bandwidth not in table:
@@ -296,8 +297,8 @@ def _link(link: Link | None, which: str, table: Mapping[str, Any], where: str, n
 
 
 def _described(table: Mapping[str, Any], where: str) -> Device:
-    """Return the device that the `device` table of a cluster file describes (keys `DEVICE_FIELDS`). where: beginning of
-    the `UserError` for an invalid table."""
+    """Return the device described by the `device` table of a cluster file (keys `DEVICE_FIELDS`). Raises `UserError`,
+    whose text begins with `where`, for an invalid table."""
     where = f"{where}: device"
     for key in table:
         if key not in DEVICE_FIELDS:
@@ -330,11 +331,10 @@ def _described(table: Mapping[str, Any], where: str) -> Device:
 
 
 def _in_unit(value: float, key: str, unit: float, where: str) -> float:
-    """Return `value`, a rate, unchanged. Raises `UserError` if it is so large that it must be in plain operations or
-    bytes a second instead of `unit`.
+    """Return `value`, a rate, unchanged; raise `UserError` if it is so large that it must have been given in plain
+    operations or bytes a second instead of multiples of `unit`.
 
-    key: its name in the file; unit: 1e12 (operations) or 1e9 (bytes), in which it should be; where: beginning of the
-    error.
+    key: name of the value in the file; unit: 1e12 (operations) or 1e9 (bytes); where: beginning of the error text.
     """
     if unit > 1 and value >= _FASTEST * 1e12 / unit:
         name = "10^12 operations" if unit == _TERA else "10^9 bytes"
@@ -344,8 +344,8 @@ def _in_unit(value: float, key: str, unit: float, where: str) -> float:
 
 
 def _count(value: Any, key: str, where: str) -> int:
-    """Return a value as a number of devices. key: its name in the table; where: beginning of the `UserError` that is
-    raised unless it is a whole number from 1 to the limit."""
+    """Return a value as a number of devices. Raises `UserError` unless it is a whole number from 1 to the limit. key:
+    its name in the table; where: beginning of the error text."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UserError(f"{where}: {key} takes a whole number, at least 1, not {shorten_repr(value)}")
     if problem := limit_error("ranks", value, key):
@@ -354,8 +354,8 @@ def _count(value: Any, key: str, where: str) -> int:
 
 
 def _number(value: Any, key: str, where: str) -> float:
-    """Return a value as float. key: its name in the table; where: beginning of the `UserError` that is raised unless it
-    is a finite number above 0."""
+    """Return a value as float. Raises `UserError` unless it is a finite number above 0. key: its name in the table;
+    where: beginning of the error text."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
         raise UserError(f"{where}: {key} takes a number above 0, not {shorten_repr(value)}")
     return float(value)

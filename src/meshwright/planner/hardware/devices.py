@@ -52,18 +52,29 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Published and measured figures of an accelerator. Peaks are in 10¹² operations a second, dense; None: not in
-    hardware, or not known.
+    """Published and measured figures of an accelerator, an entry of the device catalogue. None: not in hardware, or
+    unknown.
 
-    ``name``: catalogue name, such as "h100-sxm". ``pattern``: regular expression for the names that drivers use, as
-    ``torch.cuda.get_device_name`` returns them (None: found by name alone). ``bf16`` and ``fp16`` are the peaks of
-    matrix units that accumulate in float32, ``fp32`` that of the vector units. ``memory_gb`` is the data sheet's
-    figure, ``memory_bytes`` what drivers report, where known (else the former as 10⁹ bytes). ``memory_bandwidth`` is in
-    bytes a second, ``price`` in US dollars an hour (low, high). ``measured_bf16``, ``measured_fp8``: the fastest matrix
-    product measured (10¹² operations a second). ``all_reduce_ring``, ``all_reduce_switch``: the measured bus bandwidth
-    of a large all-reduce in a node, by ring and in-switch reduction (bytes a second). ``published``: the product
-    variant that the figures are of, such as "A100-SXM4-80GB". ``multiprocessors``, ``clock_hz``, ``l2_bytes``: of the
-    chip. ``source`` is the source of every figure but those in ``sources`` (figure -> source).
+    Attributes:
+        name: Catalogue name, such as "h100-sxm".
+        pattern: Regular expression for the names that drivers report (``torch.cuda.get_device_name``); None: found by
+            name alone.
+        fp32, tf32, fp16, bf16, fp8, fp4: Dense peaks in 10¹² operations a second; fp16 and bf16 of matrix units that
+            accumulate in float32, fp32 of the vector units.
+        source: Source of all figures but those in `sources`.
+        published: Product variant of the figures, such as "A100-SXM4-80GB".
+        architecture: Such as "Hopper".
+        measured_bf16, measured_fp8: Fastest measured matrix product, in 10¹² operations a second.
+        all_reduce_ring, all_reduce_switch: Measured bus bandwidth of a large all-reduce in a node by a ring and by
+            in-switch reduction, in bytes a second.
+        memory_gb, memory_bytes: Memory by the data sheet in GB, and as drivers report it in bytes, where known (else
+            `memory_gb` x 10⁹).
+        memory_bandwidth: Bytes a second.
+        links: Interconnects.
+        multiprocessors, clock_hz, l2_bytes, power_watts: Of the chip.
+        price: US dollars an hour (low, high).
+        note: Remark for users.
+        sources: {figure: source} where it differs from `source`.
     """
 
     name: str
@@ -84,7 +95,7 @@ class Device:
     memory_gb: float = 0.0
     memory_bytes: float = 0.0
     memory_bandwidth: float = 0.0
-    links: Links | None = None  # of a processor there are none
+    links: Links | None = None  # None for CPUs
     multiprocessors: int | None = None
     clock_hz: float | None = None
     l2_bytes: float | None = None

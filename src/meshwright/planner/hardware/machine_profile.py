@@ -1,7 +1,6 @@
-"""Measurements of this machine, kept in the user's cache: hardware profiles and the memory of processes, one file for
-each key, which has everything that a measurement depends on. A run's first start writes them
-(`training/first_start.py`), predictions read them. Free of torch.
-"""
+"""Stored measurements of this machine in the user's cache: hardware profiles and process memory, one file for each key
+of conditions that the measurement depends on. A run's first start writes them (`training/first_start.py`), predictions
+read them. Free of torch."""
 
 from __future__ import annotations
 
@@ -26,17 +25,18 @@ VERSION = 3
 again."""
 
 LOCK_SECONDS = 120.0
-"""How long a start waits for another that measures, which may have been stopped."""
+"""Seconds to wait for another process that measures, which may have been stopped."""
 
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-"""CPU flags of bf16 multiplication: of x86 two, of Arm one."""
+"""CPU flags of bf16 multiplication: two of x86, one of Arm."""
 
 PROBE_VARIABLE = "MESHWRIGHT_PROBE"
-"""An environment variable: "0" has no start measure anything, as --no-probe does for one."""
+"""Environment variable: "0" disables measurements at the start of runs, as --no-probe does for one run."""
 
 
 def may_measure(probe: bool = True) -> bool:
-    """Return True if this machine may be measured: `probe` is True and MESHWRIGHT_PROBE is not "0"."""
+    """Return True if `probe` is True and the environment variable MESHWRIGHT_PROBE is not "0", so that this machine may
+    be measured."""
     return probe and os.environ.get(PROBE_VARIABLE) != "0"
 
 
@@ -221,25 +221,27 @@ def profiles_here() -> list[tuple[Path, Mapping[str, Any]]]:
 
 
 def _profile(tables: Mapping[str, Any]) -> HardwareProfile:
-    """Return the hardware profile in a measurement's figures (`tables`)."""
+    """Build a hardware profile from `tables`, the figures in a measurement's file."""
     precisions, axes = (tuple(map(str, tables[name])) for name in ("precisions", "axes"))
     return HardwareProfile(precisions, axes, dict(tables["cluster"]))
 
 
 def read_fastest_precision(threads: int) -> str | None:
-    """Return the stored precision, "bf16" or "fp32", that a rank of `threads` threads on this machine's CPU takes if
-    its layout names none; None if it was not measured."""
+    """Return the stored default precision, "bf16" or "fp32", of layouts that name none, as measured on this machine's
+    CPU; None if it was not measured. threads: threads of a rank."""
     found = read_measurement("precision", _precision_key(threads))
     return found["fastest"] if found is not None and found.get("fastest") in ("bf16", "fp32") else None
 
 
 def write_fastest_precision(threads: int, precision: str) -> None:
-    """Store the measured result of `read_fastest_precision`. `OSError` where the directory is not writable."""
+    """Store the measured precision that `read_fastest_precision` returns. threads: threads of a rank; precision: "bf16"
+    or "fp32". Raises `OSError` if the directory is not writable."""
     write_measurement("precision", _precision_key(threads), {"fastest": precision})
 
 
 def _precision_key(threads: int) -> dict[str, Any]:
-    """Return what the fastest precision depends on: processor, torch version and threads per rank."""
+    """Return the conditions on which the fastest precision depends, as a JSON object: processor, torch version and
+    threads per rank."""
     return {"processor": processor_name(), "torch": torch_version(), "threads": threads}
 
 

@@ -31,11 +31,11 @@ class Curve:
     sizes: tuple[float, ...]
     seconds: tuple[float, ...]
 
-    def at(self, size: float) -> float:
-        """Return the seconds of the measured operation on `size` bytes, interpolated; below the smallest measured size
-        constant, above the largest proportional.
+    def seconds_at(self, size: float) -> float:
+        """Return the seconds of the measured operation on `size` bytes, interpolated between measured sizes; constant
+        below the smallest size, proportional to size above the largest.
 
-        A larger size measured faster, by noise, takes as long as the smaller ones.
+        Noise is removed: a larger size is never faster than a smaller one.
         """
         sizes, seconds = self.sizes, self.seconds
         if size <= sizes[0]:
@@ -49,14 +49,14 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """Measured matrix products of one precision and form.
+    """Measured matrix products of linear layers in one precision.
 
     Attributes:
         precision: Such as "bf16".
-        form: "forward", "input-gradient" or "weight-gradient" of a linear layer.
+        form: Pass of the linear layer: "forward", "input-gradient" or "weight-gradient".
         ranks, threads: Number of processes that computed concurrently, and threads of each.
-        shapes: (tokens, outputs, inputs) of the linear layer.
-        seconds: Median of one product of each shape.
+        shapes: (tokens, outputs, inputs) of the linear layers.
+        seconds: Median seconds of one product, for each shape.
     """
 
     precision: str
@@ -66,13 +66,13 @@ class Products:
     shapes: Shapes
     seconds: tuple[float, ...]
 
-    def at(self, tokens: float, out: float, inner: float) -> float:
+    def seconds_at(self, tokens: float, out: float, inner: float) -> float:
         """Return the predicted seconds of a matrix product of a linear layer with `tokens` rows, `out` outputs and
-        `inner` inputs.
+        `inner` inputs; exact for measured shapes.
 
-        They are a launch overhead plus FLOPs and bytes at constant rates, times the factor by which measured shapes
-        differ from that, weighted by the inverse fourth power of their distance in log sizes. Measured shapes are
-        exact.
+        The prediction is a launch overhead plus FLOPs and bytes at constant rates, times a correction: the geometric
+        mean of measured / predicted seconds of the measured shapes, weighted by the inverse fourth power of their
+        distance in log sizes.
         """
         costs = _fit(self)
         point = (math.log2(tokens), math.log2(out), math.log2(inner))
@@ -88,10 +88,10 @@ class Products:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class KernelCurve:
     """Measured memory-bound kernel, run by `ranks` concurrent processes of `threads` threads.
 
-    name: `copy` (into an existing tensor), `add` (of two tensors into a new one), `silu` (into a new tensor) and
+    name: "copy" (into an existing tensor), "add" (of two tensors into a new one), "silu" (into a new tensor) and
     others; precision: such as "bf16"; curve: seconds as a function of bytes read and written.
     """
 
@@ -103,12 +103,12 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
+class CollectiveCurve:
     """Measured seconds of a collective, run by all groups of `ranks` ranks at once.
 
-    operation: such as "all-reduce"; place: "inside" (ranks of a node), "across" (one of each node) or "world" (all);
-    curve: seconds as a function of the bytes of the full vector: all-reduce's vector, all-gather's result,
-    reduce-scatter's input, a rank's input of an all-to-all, the message of a send-receive.
+    operation: such as "all-reduce"; place: "inside" (ranks of a node), "across" (one rank of each node) or "world" (all
+    ranks); curve: seconds as a function of the bytes of the full vector (of an all-to-all: a rank's input; of a
+    send-receive: the message).
     """
 
     operation: str
@@ -119,8 +119,8 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceStep:
-    """Measured seconds of a training step of the reference model: forward, backward, gradient reductions. layout: in
-    layout notation."""
+    """Measured seconds of a training step of the reference model (forward, backward and gradient reductions). layout:
+    its layout in layout notation."""
 
     layout: str
     seconds: float
@@ -131,26 +131,27 @@ class Measured:
     """Speeds that `meshwright probe` measured on a machine. Bandwidths are in bytes a second.
 
     Attributes:
-        backend: Of torch.distributed, such as "gloo".
+        backend: Backend of torch.distributed, such as "gloo".
         ranks, threads: Number of processes, and threads of each.
         products: Matrix products.
         passes: Memory-bound kernels.
         collectives: Collectives.
-        copies: Between host and device, (name, curve) with "to-device" and "to-host".
+        copies: Copies between host and device: (name, curve) with the names "to-device" and "to-host".
         disk_write, disk_read: Bandwidths; None if not measured.
-        starts: (name, seconds): "rank" (start of a process until it has its device), "meeting" (until all ranks have
-            connected), "operation" (launch overhead of a tiny operation) ...
-        steps: Steps of the reference model.
-        yardstick: Seconds of a fixed matrix product that shows the processors' speed during the measurement.
-        disturbed: Fraction of the time for which a rank waited for its core, as other programs used it; None if hardly.
+        starts: Start-up times and overheads, (name, seconds): "rank" (start of a process until it has its device),
+            "meeting" (until all ranks have connected), "operation" (launch overhead of a tiny operation) ...
+        steps: Training steps of the reference model.
+        yardstick: Seconds of a fixed matrix product, which shows the processors' speed during the measurement.
+        disturbed: Fraction of the time in which a rank waited for its core because other programs used it; None if
+            negligible.
     """
 
     backend: str
     ranks: int
     threads: int
     products: tuple[Products, ...]
-    passes: tuple[Pass, ...]
-    collectives: tuple[Collective, ...] = ()
+    passes: tuple[KernelCurve, ...]
+    collectives: tuple[CollectiveCurve, ...] = ()
     copies: tuple[tuple[str, Curve], ...] = ()
     disk_write: float | None = None
     disk_read: float | None = None
@@ -160,19 +161,20 @@ class Measured:
     disturbed: float | None = None
 
     def product(self, precision: str, form: str = "forward", ranks: int | None = None) -> Products | None:
-        """Return the measured matrix products of a precision and form ("forward", "input-gradient", "weight-gradient");
-        None if not measured.
+        """Return the measured matrix products in a precision, such as "bf16", and of a pass (`form`: "forward",
+        "input-gradient" or "weight-gradient"); None if not measured.
 
-        ranks: number of processes that compute at once, None for all; the nearest measured number that is not smaller
-        is used, else the largest.
+        ranks: number of processes that compute at once, None for all; of the measured numbers the smallest that is at
+        least `ranks` is used, else the largest.
         """
         found = [each for each in self.products if each.precision == precision and each.form == form]
         chosen: Products | None = _nearest(found, self.ranks if ranks is None else ranks)
         return chosen
 
     def one_pass(self, name: str, precision: str = "fp32", ranks: int | None = None) -> Curve | None:
-        """Return the curve (seconds as a function of bytes) of a memory-bound kernel ("copy", "add", "silu"); None if
-        not measured. ranks: number of processes that compute at once, None for all."""
+        """Return the curve (seconds as a function of bytes read and written) of a memory-bound kernel; None if not
+        measured. name: "copy", "add", "silu" ...; precision: such as "fp32"; ranks: number of processes that compute at
+        once, None for all."""
         found = [each for each in self.passes if each.name == name and each.precision == precision]
         chosen = _nearest(found, self.ranks if ranks is None else ranks)
         return None if chosen is None else chosen.curve
@@ -186,8 +188,8 @@ class Measured:
         return None
 
     def tables(self) -> dict[str, Any]:
-        """Return the measurements as dictionaries, lists and numbers for a cluster file; `measured.read` parses them
-        into an equal object."""
+        """Return the measurements as dictionaries, lists and numbers for a cluster file; `measured.read` is the
+        inverse."""
         found: dict[str, Any] = {"backend": self.backend, "ranks": self.ranks, "threads": self.threads}
         found |= {key: value for key in _SINGLE if (value := getattr(self, key)) is not None}
         found |= {"starts": dict(self.starts)}
@@ -197,30 +199,30 @@ class Measured:
         return found
 
 
-_RECORDS = {"products": Products, "passes": Pass, "collectives": Collective, "steps": ReferenceStep}
+_RECORDS = {"products": Products, "passes": KernelCurve, "collectives": CollectiveCurve, "steps": ReferenceStep}
 _SINGLE = ("disk_write", "disk_read", "yardstick", "disturbed")
 
 _ITEM_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
 def _loads(precision: str, tokens: float, out: float, inner: float) -> tuple[float, float, float]:
-    """Return (1, FLOPs, bytes read and written) of a matrix product, to be multiplied by the seconds of a launch, a
-    FLOP and a byte. tokens, out, inner: rows, outputs and inputs of the linear layer."""
+    """Return (1, FLOPs, bytes read and written) of a matrix product: the quantities by which (launch overhead, seconds
+    per FLOP, seconds per byte) are multiplied. precision: such as "bf16"; tokens, out, inner: rows, outputs and inputs
+    of the linear layer."""
     moved = _ITEM_BYTES.get(precision, 4) * (tokens * inner + out * inner + tokens * out)
     return 1.0, 2.0 * tokens * out * inner, moved
 
 
 def _cost(costs: tuple[float, ...], loads: tuple[float, ...]) -> float:
-    """Return the seconds of a matrix product: the sum of cost x load. costs: seconds of a launch, a FLOP and a byte;
-    loads: their numbers."""
+    """Return the predicted seconds of a matrix product: the sum of costs x loads. costs: (launch overhead, seconds per
+    FLOP, seconds per byte); loads: (1, FLOPs, bytes)."""
     return sum(cost * load for cost, load in zip(costs, loads, strict=True))
 
 
 @cache
 def _fit(products: Products) -> tuple[float, ...]:
-    """Fit the seconds of (a launch, a FLOP, a byte) to measured matrix products, by least squares of relative errors
-    with no cost negative: the best of all fits in which some costs are fixed at zero and the others are not
-    negative."""
+    """Return (launch overhead, seconds per FLOP, seconds per byte) fitted to measured matrix products by least squares
+    of relative errors; none is negative, some may be zero."""
     loads = np.array([_loads(products.precision, *shape) for shape in products.shapes])
     rows = loads / np.array(products.seconds)[:, None]
     scales = rows.max(axis=0)
@@ -235,10 +237,10 @@ def _fit(products: Products) -> tuple[float, ...]:
     return tuple((best / scales).tolist())
 
 
-def _nearest(found: list[Any], ranks: int) -> Any:
-    """Return, from measurements with different numbers of ranks, the one with the smallest number that is at least
-    `ranks`, else the largest; among equals the one with most threads; None if `found` is empty."""
-    order = sorted(found, key=lambda each: (each.ranks, -each.threads))
+def _nearest(measurements: list[Any], ranks: int) -> Any:
+    """Return, of measurements with different numbers of ranks, the one with the smallest number that is at least
+    `ranks`, else the largest; of equal ones that with most threads; None for an empty list."""
+    order = sorted(measurements, key=lambda each: (each.ranks, -each.threads))
     return next((each for each in order if each.ranks >= ranks), order[-1] if order else None)
 
 
@@ -248,7 +250,8 @@ def _curve_table(curve: Curve) -> dict[str, Any]:
 
 
 def _table(record: Any) -> dict[str, Any]:
-    """Return a measurement's fields as a table of lists and numbers, its curve as keys `bytes` and `seconds`."""
+    """Return the fields of a measurement (`record`) as a table of lists and numbers, its curve as keys `bytes` and
+    `seconds`."""
     found: dict[str, Any] = {}
     for field in fields(record):
         value = getattr(record, field.name)
@@ -291,8 +294,8 @@ _NEEDED = ("products", "passes")
 
 
 def _record(kind: Any, table: Mapping[str, Any]) -> Any:
-    """Parse the table of a measurement, one of `_RECORDS`. Raises `ValueError` for an unknown form or layout, or if
-    shapes and times do not match."""
+    """Parse one measurement. kind: its class, one of `_RECORDS`; table: its table in a cluster file. Raises
+    `ValueError` for an unknown form or layout, or if shapes and times do not match."""
     parsers = {"str": _text, "int": _count, "float": _time, "tuple[float, ...]": _times, "Shapes": _shapes}
     found = kind(
         **{
@@ -316,12 +319,12 @@ def _record(kind: Any, table: Mapping[str, Any]) -> Any:
 
 
 def _shapes(value: Any) -> tuple[tuple[int, ...], ...]:
-    """Parse a list of shapes. Raises `ValueError` unless all sizes are whole numbers above 0."""
+    """Parse `value`, a list of shapes. Raises `ValueError` unless all sizes are whole numbers above 0."""
     return tuple(tuple(map(_count, shape)) for shape in value)
 
 
 def _times(value: Any) -> tuple[float, ...]:
-    """Parse a list of numbers. Raises `ValueError` unless all are finite and above 0."""
+    """Parse `value`, a list of numbers. Raises `ValueError` unless all are finite and above 0."""
     return tuple(map(_time, value))
 
 

@@ -69,14 +69,17 @@ class ProcessKey:
             return None
 
     def write(self, constants: ProcessConstants) -> None:
-        """Store a measurement under this key. `OSError` if the directory is not writable."""
+        """Store the measured constants under this key. Raises `OSError` if the directory is not writable."""
         write_measurement(KIND, self._document(), asdict(constants))
 
 
 def find_process_items(precision: str, processor: str, threads: int, compiled: bool) -> tuple[tuple[str, int], ...]:
-    """Return (name, bytes) of what a rank's process holds in addition to tensors, as stored for these conditions on
-    this machine; empty if it was not measured, or if `processor` is another machine's. precision: such as "bf16";
-    processor: its name; threads: per rank; compiled: blocks run under torch.compile."""
+    """Return (name, bytes) of the memory that a rank's process on this machine holds in addition to tensors, as
+    measured and stored; empty if it was not measured, or if `processor` is not this machine's.
+
+    precision: such as "bf16"; processor: processor name of the planned cluster; threads: threads of a rank; compiled:
+    True if blocks run under torch.compile.
+    """
     found = ProcessKey(precision, threads, compiled).read() if processor == processor_name() else None
     if found is None:
         return ()

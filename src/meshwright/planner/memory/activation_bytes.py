@@ -1,5 +1,5 @@
-"""Bytes that a rank saves of one micro-batch, in the pieces that `cost/piece_times` times, and of each parameter: in
-closed form for a search. Of a layout that is priced exactly, the ledger lists them tensor by tensor."""
+"""Bytes of saved activations of one micro-batch on a rank, and of each parameter's state, in closed form for the
+search. For layouts that are predicted exactly, the ledger lists them tensor by tensor."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from meshwright.planner.cost.adapters import frozen_bytes
+from meshwright.planner.cost.adapters import frozen_bytes_per_trained
+from meshwright.planner.cost.layer_times import group_by_structure, layer_examples, micro_batch_of
 from meshwright.planner.cost.micro_batch import DTYPES, LayerKind, MicroBatch, Number
-from meshwright.planner.cost.piece_times import group_by_structure, layer_examples, micro_batch_of
 from meshwright.planner.memory import compiled_peaks
-from meshwright.planner.memory.compiled_blocks import has_tables
+from meshwright.planner.memory.compiled_blocks import can_predict_compiled
 from meshwright.planner.memory.published import StateBytes, published_layer
 from meshwright.planner.memory.saved import saved_activations
 from meshwright.planner.memory.stage_snapshots import queued_bytes
 from meshwright.planner.memory.states import optimizer_kinds
-from meshwright.planner.problem import Candidate, Problem
+from meshwright.planner.problem import Problem, StageCandidate
 from meshwright.program.durations import Floats
 from meshwright.spec.chunks import loss_chunks
 from meshwright.spec.policy import SLICE_LOGITS
@@ -29,27 +29,26 @@ _FIRST, _LAST = Stage(0, range(0), first=True, last=False), Stage(1, range(0), f
 
 
 class ActivationBytes:
-    """Bytes of the activations that a rank saves of one micro-batch, under candidate layouts; scaled from those of one
-    sequence.
+    """Bytes of the activations that a rank saves of one micro-batch under candidate layouts, in closed form.
 
     Attributes:
-        layer: Of a layer of each kind [candidates, kinds].
-        queued_layer: Of a layer whose weight gradients are queued and whose input gradients are done [candidates,
-            kinds].
-        first: Of the first stage outside its layers [candidates].
-        last: Of the last stage outside its layers [candidates].
-        head: Gradient of the head's weight, saved for each micro-batch unless its backward directly follows its forward
-            [candidates].
-        passing: Temporaries while a layer or the loss is computed [candidates].
+        layer: Bytes of a layer of each kind [candidates, kinds].
+        queued_layer: Bytes of a layer of each kind whose input gradients are done and whose weight gradients are queued
+            (split backward) [candidates, kinds].
+        first: Bytes that only the first stage saves, outside its layers [candidates].
+        last: Bytes that only the last stage saves, outside its layers [candidates].
+        head: Bytes of the gradient of the head's weight, saved for each micro-batch whose backward does not directly
+            follow its forward [candidates].
+        passing: Peak bytes of temporaries while a layer or the loss is computed [candidates].
     """
 
-    def __init__(self, problem: Problem, candidates: Sequence[Candidate], kinds: Sequence[LayerKind]) -> None:
+    def __init__(self, problem: Problem, candidates: Sequence[StageCandidate], kinds: Sequence[LayerKind]) -> None:
         self.problem, self.kinds = problem, kinds
         self.ours = problem.engine.name == "meshwright"
         self.itemsize = 4 if DTYPES[problem.precision] == "float32" else 2
         distinct: dict[object, int] = {}
         which = np.array([distinct.setdefault(one.layout, len(distinct)) for one in candidates])
-        layouts = [Candidate(layout, 1) for layout in distinct]  # type: ignore[arg-type]
+        layouts = [StageCandidate(layout, 1) for layout in distinct]  # type: ignore[arg-type]
         rows = np.array([one.rows for one in candidates])
         one = np.zeros((len(layouts), 2 * len(kinds) + 3))
         as_arrays = not (self.ours and problem.compile)
@@ -61,73 +60,75 @@ class ActivationBytes:
         sizes = [(one.rows, one.layout.tp, one.layout.cp) for one in candidates]
         losses = {size: self._loss(*size) for size in dict.fromkeys(sizes)}
         self.head, logits = np.array([losses[size] for size in sizes]).T
-        # Of ours both may be there at once; of other engines the loss is through when a layer is recomputed.
+        # In `meshwright` both may be allocated at once; in other engines the loss ends before a layer is recomputed.
         self.passing = passing + logits if self.ours else np.maximum(passing, logits)
 
-    def _one_sequence(self, layouts: Sequence[Candidate]) -> Floats:
-        """Return the bytes of one sequence under layouts of equal structure: [layouts, columns], of which the columns
-        are each kind's layer, each kind's queued layer, first, last, temporaries."""
+    def _one_sequence(self, layouts: Sequence[StageCandidate]) -> Floats:
+        """Return the bytes of a micro-batch of one sequence, under layouts that are equal in `structure`: [layouts,
+        columns]. Columns: a layer of each kind, a queued layer of each kind, first, last, temporaries."""
         problem = self.problem
-        at = micro_batch_of(
+        batch = micro_batch_of(
             problem, layouts, device=problem.cluster.kind, masked=problem.documents > 1, rows=1, responses=0
         )
         if len(layouts) == 1:
             layout = layouts[0].layout
-            at = replace(at, tp=layout.tp, cp=layout.cp, ep=layout.ep, etp=layout.etp)
-        stream = at.tokens * problem.config.hidden * self.itemsize
-        stream = stream / (at.tp if at.layout.tensor_sequence_parallel else 1)
-        columns = self._ours(at, stream) if self.ours else self._published(at, stream)
+            batch = replace(batch, tp=layout.tp, cp=layout.cp, ep=layout.ep, etp=layout.etp)
+        stream = batch.tokens * problem.config.hidden * self.itemsize
+        stream = stream / (batch.tp if batch.layout.tensor_sequence_parallel else 1)
+        columns = self._ours(batch, stream) if self.ours else self._published(batch, stream)
         return np.stack([np.broadcast_to(each, len(layouts)) for each in columns], axis=1).astype(np.float64)
 
-    def _published(self, at: MicroBatch, stream: Number) -> list[Number]:
-        """Return the columns of `_one_sequence` of another engine, by its published closed form."""
-        unrecomputed = replace(at, layout=at.layout.with_(recompute="none"))
+    def _published(self, batch: MicroBatch, stream: Number) -> list[Number]:
+        """Return the columns of `_one_sequence` for an engine other than `meshwright`, from its published closed form.
+        stream: bytes of the hidden states of one sequence on a rank."""
+        unrecomputed = replace(batch, layout=batch.layout.with_(recompute="none"))
         saved, again = (
             [sum(published_layer(each, kind.mixed).values()) * self.itemsize / 2 for kind in self.kinds]
-            for each in (at, unrecomputed)
+            for each in (batch, unrecomputed)
         )
         recomputed = np.max([every - own for every, own in zip(again, saved, strict=True)], axis=0)
         return [*saved, *saved, 0.0, stream, recomputed + 2 * stream]
 
-    def _ours(self, at: MicroBatch, stream: Number) -> list[Number]:
-        """Return the columns of `_one_sequence` of the engine `meshwright`. stream: bytes of the hidden states."""
-        compiled, recompute = self.problem.compile, at.layout.recompute
-        whole = replace(at, layout=at.layout.with_(recompute="none"))
+    def _ours(self, batch: MicroBatch, stream: Number) -> list[Number]:
+        """Return the columns of `_one_sequence` for the engine `meshwright`. stream: bytes of the hidden states of one
+        sequence on a rank."""
+        compiled, recompute = self.problem.compile, batch.layout.recompute
+        whole = replace(batch, layout=batch.layout.with_(recompute="none"))
 
         def saved(of: MicroBatch, stage: Stage) -> Number:
             """Return the bytes of the activations that a stage saves."""
             return sum(each.bytes for each in saved_activations(of, stage, compiled=compiled))
 
-        empty = saved(at, _NOTHING)
+        empty = saved(batch, _NOTHING)
         layers, queued, most = [], [], np.zeros(())
-        examples = layer_examples(at.config)
+        examples = layer_examples(batch.config)
         for kind in self.kinds:
             layer = examples[kind]
             stage = Stage(1, range(layer, layer + 1), first=False, last=False)
-            mixed = at.config.has_experts(layer)
+            mixed = batch.config.has_experts(layer)
             every = saved_activations(whole, stage, compiled=compiled)
             unrecomputed = sum(each.bytes for each in every) - empty
-            if compiled and has_tables(at):
-                own = saved(at, stage) - empty + stream
-                temporaries = compiled_peaks.peak_temporaries(at, layer) - 4 * stream
-                if at.expert_parallel and mixed:  # its mixture is not compiled
+            if compiled and can_predict_compiled(batch):
+                own = saved(batch, stage) - empty + stream
+                temporaries = compiled_peaks.peak_temporaries(batch, layer) - 4 * stream
+                if batch.expert_parallel and mixed:  # its mixture is not compiled
                     temporaries = max(temporaries, unrecomputed + stream - own)
-                in_queue = queued_bytes(at, every, layer) if mixed else None
-                queue = compiled_peaks.queued_bytes(at, layer) if in_queue is None else in_queue
+                in_queue = queued_bytes(batch, every, layer) if mixed else None
+                queue = compiled_peaks.queued_bytes(batch, layer) if in_queue is None else in_queue
             else:
-                own = saved(at, stage) - empty + (stream if recompute != "none" else 0)
-                queue = queued_bytes(at, every, layer)
+                own = saved(batch, stage) - empty + (stream if recompute != "none" else 0)
+                queue = queued_bytes(batch, every, layer)
                 temporaries = unrecomputed - own if recompute != "none" else 0.0
             layers.append(own)
             queued.append(queue)
             most = np.maximum(most, temporaries)
-        ends = saved_activations(at, _LAST, compiled=compiled)
+        ends = saved_activations(batch, _LAST, compiled=compiled)
         last = sum(each.bytes for each in ends if each.name != "head.weight.gradient") - empty
-        return [*layers, *queued, saved(at, _FIRST), last, most + 4 * stream]
+        return [*layers, *queued, saved(batch, _FIRST), last, most + 4 * stream]
 
     def _loss(self, rows: int, tp: int, cp: int) -> tuple[float, float]:
-        """Return the bytes of (the gradient of the head's weight, all that the loss allocates with it) for `rows`
-        sequences."""
+        """Return (bytes of the gradient of the head's weight, peak bytes that the loss allocates, this gradient
+        included) for a micro-batch of `rows` sequences. tp, cp: sizes of the axes."""
         problem, config, device = self.problem, self.problem.config, self.problem.cluster.kind
         if config.head not in ("next", "masked"):
             return 0.0, 0.0
@@ -141,9 +142,9 @@ class ActivationBytes:
         return head, longest * width * self.itemsize + 2 * at_once * width * 4 + head
 
 
-def bytes_each(problem: Problem) -> StateBytes:
-    """Return the bytes of weight, gradient and optimizer state (with fp32 master weight) of one parameter,
-    unsharded."""
+def state_bytes_per_parameter(problem: Problem) -> StateBytes:
+    """Return the bytes of weight, gradient and optimizer state (fp32 master weight included) per parameter, before
+    sharding."""
     narrow = problem.precision not in ("fp32", "tf32")
     gradients = problem.engine.gradient_bytes if narrow else 4  # ours sums in float32
     masters = 4.0 if narrow else 0.0
@@ -153,8 +154,8 @@ def bytes_each(problem: Problem) -> StateBytes:
 
 
 def state_sizes(problem: Problem, zero: int, numel: Floats, shards: Floats | int) -> Floats:
-    """Return the total bytes of parameters, gradients and optimizer state on a rank. numel: number of parameters,
-    unsharded; zero: ZeRO stage; shards: number of ranks over which ZeRO shards."""
-    each = bytes_each(problem)
-    each = replace(each, weights=each.weights + frozen_bytes(problem.config, DTYPES[problem.precision]))
+    """Return the bytes of parameters, gradients and optimizer state on a rank. zero: ZeRO stage; numel: number of the
+    rank's parameters before sharding; shards: number of ranks over which ZeRO shards them."""
+    each = state_bytes_per_parameter(problem)
+    each = replace(each, weights=each.weights + frozen_bytes_per_trained(problem.config, DTYPES[problem.precision]))
     return np.asarray(sum(numel * size for size in each.sharded(zero, shards)))

@@ -1,9 +1,9 @@
-"""Peak of temporaries in the backward of CPU attention: the loop over tiles of `model/tiled_attention.py`, variable by
-variable. A variable keeps its tensor until the next one is assigned.
+"""Peak of temporaries in the backward of CPU attention, by replaying the loop over tiles of `model/tiled_attention.py`
+variable by variable. A variable keeps its tensor until the next one is assigned.
 
-Where documents begin decides which keys a tile has, and where its queries see differently many it has a mask over all
-of them. Of documents whose places are not known the most that any could take is said: a tile never has more keys than
-those before it, and at worst every tile that could has a mask over all of these.
+The starts of documents decide which keys a tile has; a tile has a mask over its keys if its queries attend to different
+sets of them. If the starts are unknown, the worst case is assumed: every tile has all earlier keys and a mask over
+them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import NamedTuple
 from meshwright.planner.cost.micro_batch import Starts
 
 LAST_TILES = 4
-"""Number of tiles that are compared in a sequence of one document: its last tiles have the most keys."""
+"""Number of last tiles that are replayed for a sequence of one document; they have the most keys."""
 
 
 class Heads(NamedTuple):
-    """Sizes of CPU attention that is computed tile by tile, on one rank.
+    """Sizes of CPU attention that is computed in tiles of queries, on one rank.
 
     Attributes:
         rows: Sequences of the micro-batch.
@@ -44,9 +44,9 @@ class Heads(NamedTuple):
 
 
 class InputStrides(NamedTuple):
-    """Memory layout of attention's input tensors. rotated: queries and keys are copies in head-major order (rotary
-    positions or query-key norms made them). apart: only the queries are copies, whose rows are not contiguous. capped:
-    scores have a softcap, whose derivative is kept beside them."""
+    """Memory layout of attention's inputs. rotated: queries and keys are copies in head-major order (made by rotary
+    positions or query-key norms); apart: only the queries are copies, with rows that are not contiguous; capped: scores
+    have a softcap, whose derivative is allocated in addition."""
 
     rotated: bool
     apart: bool = False
@@ -54,8 +54,8 @@ class InputStrides(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """One tile of attention, for one sequence. queries, keys: their number; mask: bytes of its mask, 0 without a
-    mask."""
+    """One tile of attention for one sequence. queries, keys: number of queries and of keys; mask: bytes of its mask, 0
+    without a mask."""
 
     queries: int
     keys: int
@@ -63,10 +63,10 @@ class Tile(NamedTuple):
 
 
 class TileBytes(NamedTuple):
-    """Temporary memory of tiled attention's backward at its peak, in bytes, without its result tensors.
+    """Temporary memory at the peak of tiled attention's backward in bytes, without the tensors that it returns.
 
-    masks: masks of all tiles; tiles: scores and other tensors of the tile being computed; keys_and_values: gradient
-    sums and copies of keys and values.
+    masks: masks of all tiles; tiles: scores and other tensors of the tile being computed; keys_and_values: copies of
+    keys and values, and sums of their gradients.
     """
 
     masks: int
@@ -81,39 +81,49 @@ class TileBytes(NamedTuple):
 
 @lru_cache(maxsize=256)
 def backward_bytes(
-    heads: Heads, strides: InputStrides, window: int | None, x: int, wide: int, starts: Starts | None, unknown: bool
+    heads: Heads,
+    strides: InputStrides,
+    window: int | None,
+    itemsize: int,
+    sum_itemsize: int,
+    starts: Starts | None,
+    unknown: bool,
 ) -> TileBytes:
-    """Return the temporary memory of tiled attention's backward at its peak, the maximum over all micro-batches.
+    """Return the temporary memory at the peak of tiled attention's backward, the maximum over all micro-batches.
 
-    heads: sizes. strides: memory layout of the inputs. window: most tokens that a query attends to, None for all. x,
-    wide: bytes of an element of the inputs, and of the sums. starts: token positions at which documents begin, for each
-    sequence of all micro-batches; None: each sequence is one document, or, if `unknown`, documents may begin anywhere
-    (worst case).
+    Args:
+        heads: Sizes.
+        strides: Memory layout of the inputs.
+        window: Most tokens that a query attends to; None for all.
+        itemsize, sum_itemsize: Bytes of an element of the inputs, and of sums.
+        starts: For each sequence of all micro-batches, the token positions at which documents begin; None: each
+            sequence is one document.
+        unknown: True, with `starts` None, to allow documents to begin anywhere (worst case).
     """
     micro_batches = [None] if not starts else [starts[at : at + heads.rows] for at in range(0, len(starts), heads.rows)]
-    loops = [_Loop(heads, strides, window, x, wide, each, unknown) for each in micro_batches]
+    loops = [_BackwardReplay(heads, strides, window, itemsize, sum_itemsize, each, unknown) for each in micro_batches]
     return max((loop.run() for loop in loops), key=lambda each: each.all)
 
 
-def _worst_masks(rows: int, tiles: Sequence[Tile], wide: int) -> int:
-    """Return the most bytes that the masks of some sequences can take if documents may begin anywhere.
+def _worst_masks(rows: int, tiles: Sequence[Tile], sum_itemsize: int) -> int:
+    """Return the most bytes that the masks of sequences processed together can take if documents may begin anywhere.
 
-    rows: sequences processed together; tiles: those of a sequence that is one document; wide: bytes of a mask's
-    element. For one sequence, masks of different tiles overlap by at most a tile, as each ends at the start of a
-    document. For several, each tile may have a mask over all its keys.
+    rows: number of sequences; tiles: tiles of a sequence that is one document; sum_itemsize: bytes of a mask's element.
+    For one sequence, masks of different tiles overlap by at most a tile, as each ends at the start of a document. For
+    several, each tile may have a mask over all its keys.
     """
     queries, length = tiles[0].queries, sum(tile.queries for tile in tiles)
     if rows == 1:
-        return queries * (length + queries * (len(tiles) - 1)) * wide
-    return rows * sum(tile.queries * tile.keys for tile in tiles) * wide
+        return queries * (length + queries * (len(tiles) - 1)) * sum_itemsize
+    return rows * sum(tile.queries * tile.keys for tile in tiles) * sum_itemsize
 
 
-def _tiles(heads: Heads, window: int | None, starts: Starts | None, wide: int) -> list[Tile]:
-    """Return the tiles, in order, of sequences that are processed together; the keys of a tile are those that a query
-    of any of the sequences attends to.
+def _tiles(heads: Heads, window: int | None, starts: Starts | None, sum_itemsize: int) -> list[Tile]:
+    """Return the tiles of sequences that are processed together, in order. A tile's keys include every key to which one
+    of its queries attends in any of the sequences.
 
-    window: most tokens that a query attends to, None for all; starts: token positions at which documents begin in each
-    of these sequences, None for one document each; wide: bytes of a mask's element.
+    heads: sizes; window: most tokens that a query attends to, None for all; starts: for each of these sequences, the
+    token positions at which documents begin, None if each is one document; sum_itemsize: bytes of a mask's element.
     """
     found = []
     limited = window is not None and window < heads.length
@@ -130,17 +140,19 @@ def _tiles(heads: Heads, window: int | None, starts: Starts | None, wide: int) -
         oldest = min(first(row, start) for row in rows)
         newest = max(first(row, stop - 1) for row in rows)
         queries, keys = stop - start, stop - oldest
-        found.append(Tile(queries, keys, queries * keys * wide if newest > oldest else 0))
+        found.append(Tile(queries, keys, queries * keys * sum_itemsize if newest > oldest else 0))
     return found
 
 
-class _Loop:
-    """Replay of the allocations of tiled attention's backward, tile by tile, to find the memory peak.
+class _BackwardReplay:
+    """Replay of the allocations of tiled attention's backward, tile by tile, to find the memory peak; arguments as of
+    `backward_bytes`, for one micro-batch.
 
-    heads: sizes; strides: memory layout of the inputs; window: most tokens that a query attends to, None for all; x,
-    wide: bytes of an element of inputs and sums; starts: where documents begin in each sequence; unknown: they may
-    begin anywhere. Attributes: `names` maps each live variable to its bytes, `now` is their sum, `most` the peak so far
-    in bytes, `then` the variables at the peak.
+    Attributes:
+        names: {variable: bytes} of the tensors that are allocated.
+        now: Sum of these bytes.
+        most: Peak bytes so far.
+        then: {variable: bytes} at the peak.
     """
 
     def __init__(
@@ -148,14 +160,21 @@ class _Loop:
         heads: Heads,
         strides: InputStrides,
         window: int | None,
-        x: int,
-        wide: int,
+        itemsize: int,
+        sum_itemsize: int,
         starts: Starts | None,
         unknown: bool,
     ) -> None:
-        self.heads, self.strides, self.window, self.x, self.wide, self.starts = heads, strides, window, x, wide, starts
+        self.heads, self.strides, self.window, self.x, self.wide, self.starts = (
+            heads,
+            strides,
+            window,
+            itemsize,
+            sum_itemsize,
+            starts,
+        )
         self.unknown = unknown
-        self.names: dict[str, int] = {"triangle": heads.queries**2 * wide}
+        self.names: dict[str, int] = {"triangle": heads.queries**2 * sum_itemsize}
         self.now = self.names["triangle"]
         self.most, self.then = 0, dict(self.names)
 
@@ -165,7 +184,7 @@ class _Loop:
             masks = sum(tile.mask for tile in tiles) * rows
             if self.unknown:
                 masks = max(masks, _worst_masks(rows, tiles, self.wide))
-            self._give(masks=masks)
+            self._assign_together(masks=masks)
             if self.starts is None:
                 tiles = tiles[-LAST_TILES:]
             for kv_heads in self._head_groups():
@@ -175,10 +194,10 @@ class _Loop:
         return TileBytes(masks, self.most - of_keys - masks, of_keys)
 
     def _row_groups(self) -> Iterator[tuple[int, list[Tile]]]:
-        """Yield (number of sequences, tiles of one of them) for each group of sequences that are processed together.
+        """Yield (number of sequences, tiles of one sequence) for each group of sequences that are processed together.
 
-        Where every sequence is one document, all groups are alike and only the first two are yielded: enough to include
-        the time at which one group's tensors are still allocated while the next begins.
+        If every sequence is one document, all groups are alike and only the first two are yielded: the second, because
+        tensors of the first are still allocated when it begins.
         """
         heads = self.heads
         groups = range(0, heads.rows, heads.rows_at_once)
@@ -188,67 +207,67 @@ class _Loop:
             yield rows, _tiles(heads, self.window, starts, self.wide)
 
     def _head_groups(self) -> list[int]:
-        """Return the number of key-value heads in each group that is processed together; only the first two groups are
-        listed, as all are alike."""
+        """Return the number of key-value heads of each group that is processed together; only of the first two groups,
+        as later ones add nothing to the peak."""
         heads = self.heads
         groups = range(0, heads.kv_heads, heads.kv_heads_at_once)
         return [min(heads.kv_heads_at_once, heads.kv_heads - head) for head in groups[:2]]
 
     def _group(self, rows: int, kv_heads: int, tiles: Sequence[Tile]) -> None:
-        """Replay the allocations for one group of sequences and key-value heads. rows, kv_heads: how many of each;
-        tiles: those of one sequence."""
+        """Replay the allocations for one group of sequences and key-value heads. rows, kv_heads: numbers of sequences
+        and heads; tiles: tiles of one sequence."""
         heads, x, wide = self.heads, self.x, self.wide
         together = rows == 1 or kv_heads == 1  # then rows and heads are one dimension, wherever they lie
         head_after_head = together or (self.strides.rotated and kv_heads == heads.kv_heads)
         each = rows * kv_heads * heads.length * heads.size
-        self._give(k=0 if head_after_head else each * x, v=0 if together else each * x)
-        self._give(**{"wide k": each * wide if x < wide else 0})
-        self._give(dk=each * wide, dv=each * wide)
+        self._assign_together(k=0 if head_after_head else each * x, v=0 if together else each * x)
+        self._assign_together(**{"wide k": each * wide if x < wide else 0})
+        self._assign_together(dk=each * wide, dv=each * wide)
         for tile in tiles:
             lines = rows * kv_heads * heads.group * tile.queries
             scores, columns = lines * tile.keys, lines * heads.size
             copied = self.strides.rotated or self.strides.apart
             whole = heads.group == 1 or (copied and tile.queries == heads.length)
-            self._give(
+            self._assign_together(
                 q=0 if head_after_head and whole else columns * x,
                 d_out=0 if together and heads.group == 1 else columns * x,
             )
             capped = self.strides.capped
-            self._passing(columns * wide + (4 if capped else 1) * scores * wide)
+            self._update_peak(columns * wide + (4 if capped else 1) * scores * wide)
             slope = scores * wide if capped else 0
-            self._passing(2 * scores * wide + slope)
+            self._update_peak(2 * scores * wide + slope)
             if x < wide:
-                self._passing(scores * (wide + x) + slope)
-            self._name("slope", slope)
-            self._name("p", scores * x)
+                self._update_peak(scores * (wide + x) + slope)
+            self._assign("slope", slope)
+            self._assign("p", scores * x)
             of_keys = rows * kv_heads * tile.keys * heads.size * (x if x == wide else x + wide)
-            self._passing(of_keys)
-            self._give(dp=scores * x)
-            self._give(ds=scores * x)
+            self._update_peak(of_keys)
+            self._assign_together(dp=scores * x)
+            self._assign_together(ds=scores * x)
             if capped:
-                self._passing(scores * (wide + x if x < wide else wide))
-            self._give(dq=columns * x)
-            self._passing(of_keys)
+                self._update_peak(scores * (wide + x if x < wide else wide))
+            self._assign_together(dq=columns * x)
+            self._update_peak(of_keys)
         if x < wide:
-            self._passing(each * wide)
+            self._update_peak(each * wide)
 
-    def _give(self, **names: int) -> None:
-        """Allocate a tensor for each given variable (keyword: name, value: bytes); then release the tensors that these
-        variables held before."""
+    def _assign_together(self, **names: int) -> None:
+        """Assign new tensors to variables: all are allocated before the tensors that the variables held are freed.
+        names: bytes by name of the variable."""
         for name, size in names.items():
             self.names[f"new {name}"] = size
             self.now += size
-        self._passing(0)
+        self._update_peak(0)
         for name in names:
-            self._name(name, self.names.pop(f"new {name}"), made=True)
+            self._assign(name, self.names.pop(f"new {name}"), made=True)
 
-    def _name(self, name: str, size: int, made: bool = False) -> None:
-        """Bind a variable to a new tensor of `size` bytes, which releases its old tensor. made: `now` includes the new
-        one already."""
+    def _assign(self, name: str, size: int, made: bool = False) -> None:
+        """Assign a new tensor of `size` bytes to a variable, and free the tensor that it held. made: True if `now`
+        already includes the new tensor."""
         self.now += (0 if made else size) - self.names.get(name, 0)
         self.names[name] = size
 
-    def _passing(self, size: int) -> None:
-        """Update the peak, with `size` bytes of temporaries in addition to the live variables."""
+    def _update_peak(self, size: int) -> None:
+        """Raise the peak to the bytes of all variables plus `size` bytes of temporaries, if this is more."""
         if self.now + size > self.most:
             self.most, self.then = self.now + size, dict(self.names)

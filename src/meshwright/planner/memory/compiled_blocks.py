@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from meshwright.planner.cost.micro_batch import ITEM_BYTES, MicroBatch, layer_kind
 from meshwright.planner.cost.operators import SavedTensor
-from meshwright.planner.memory.inductor import Buffer, Kernel, highest
+from meshwright.planner.memory.inductor import Buffer, Kernel, find_peak
 from meshwright.planner.memory.temporaries import ring_backward, tiled_backward
 
 GRADIENT, INPUT, INPUT_GRADIENT = "gradient of the output", "input", "gradient of the input"
@@ -25,10 +25,10 @@ RANDOM_STATE = 632
 _FILE = re.compile(r"compiled_blocks\.torch-(\d+)\.(\d+)\.toml")
 
 
-def has_tables(at: MicroBatch) -> bool:
-    """Return True if the memory of the model's blocks, compiled, is predicted: false for norms after sublayers or
-    rotation, for experts whose inputs are weighted, and with an adapter."""
-    config = at.config
+def can_predict_compiled(batch: MicroBatch) -> bool:
+    """Return True if the memory of the model's layers compiled by torch.compile can be predicted; False for norms after
+    attention, MLP or the rotary rotation, for experts with weighted inputs, and with an adapter."""
+    config = batch.config
     unknown = config.post_norms or config.rotated_norm or config.routed_input
     return not unknown and config.adapter is None
 
@@ -36,32 +36,42 @@ def has_tables(at: MicroBatch) -> bool:
 # --- the tables
 
 
-class _Item(NamedTuple):
-    """A buffer in a list: its name, the buffer that it overwrites ("" for none), and the condition under which it is
-    there."""
+class _BufferUse(NamedTuple):
+    """A buffer in a kernel's list. name: its name; over: name of the buffer whose memory it overwrites, "" for none;
+    condition: condition on the layer under which the list includes it, "" for always."""
 
     name: str
     over: str
     condition: str
 
 
-class _Line(NamedTuple):
-    """A kernel of the table, or a call of another list (`use`)."""
+class _TableLine(NamedTuple):
+    """A line of the table of kernels. condition: condition under which it applies; use: name of another list of kernels
+    to include, "" for a kernel; verb: "" (a kernel of inductor), "call", "tiles" or "ring" (an operator that inductor
+    does not fuse); reads, writes: buffers."""
 
     condition: str
     use: str
     verb: str
-    reads: tuple[_Item, ...]
-    writes: tuple[_Item, ...]
+    reads: tuple[_BufferUse, ...]
+    writes: tuple[_BufferUse, ...]
 
 
 class _Tables(NamedTuple):
-    """Content of a file. saved, kernels: lists by kind of block; shapes: (element type, sizes) by buffer."""
+    """Content of a file compiled_blocks.torch-*.toml.
+
+    Attributes:
+        version: Version of torch, such as "2.13".
+        conditions: Named conditions on a layer.
+        saved: Activations that the forward saves, for "encoder" and "decoder".
+        kernels: Lists of kernels, by name such as "dense_backward".
+        shapes: (element type, size, size ...) of each buffer.
+    """
 
     version: str
     conditions: dict[str, str]
-    saved: dict[str, tuple[_Item, ...]]
-    kernels: dict[str, tuple[_Line, ...]]
+    saved: dict[str, tuple[_BufferUse, ...]]
+    kernels: dict[str, tuple[_TableLine, ...]]
     shapes: dict[str, tuple[str, ...]]
 
 
@@ -74,27 +84,30 @@ def _tables() -> _Tables:
     file = tomllib.loads(versions[max(older, default=min(versions))].read_text(encoding="utf-8"))
     groups: dict[str, str] = file["groups"]
 
-    def items(text: str) -> tuple[_Item, ...]:
+    def items(text: str) -> tuple[_BufferUse, ...]:
         """Parse a comma-separated list of buffers, in which `@name ? condition` is a group."""
         found = []
         for each in filter(None, (part.strip() for part in text.split(","))):
             name, _, condition = (part.strip() for part in each.partition("?"))
             if name.startswith("@"):
-                found += [one._replace(condition=_both(condition, one.condition)) for one in items(groups[name[1:]])]
+                found += [
+                    one._replace(condition=_join_conditions(condition, one.condition))
+                    for one in items(groups[name[1:]])
+                ]
             else:
                 name, _, over = (part.strip() for part in name.partition(" = "))
-                found.append(_Item(name, over, condition))
+                found.append(_BufferUse(name, over, condition))
         return tuple(found)
 
-    def line(text: str) -> _Line:
+    def line(text: str) -> _TableLine:
         """Parse a kernel, `[condition:] [verb] reads -> writes` or `[condition:] use list`."""
         *condition, kernel = re.split(r":\s*", text, maxsplit=1)
         found = re.match(r"(use|call|tiles|ring) (.*)", kernel, re.DOTALL)
         verb, rest = (found[1], found[2]) if found else ("", kernel)
         if verb == "use":
-            return _Line("".join(condition), rest, verb, (), ())
+            return _TableLine("".join(condition), rest, verb, (), ())
         reads, _, writes = rest.partition("->")
-        return _Line("".join(condition), "", verb, items(reads), items(writes))
+        return _TableLine("".join(condition), "", verb, items(reads), items(writes))
 
     return _Tables(
         file["torch"], file["conditions"],
@@ -104,8 +117,8 @@ def _tables() -> _Tables:
     )  # fmt: skip
 
 
-def _both(first: str, second: str) -> str:
-    """Return the condition that two conditions hold."""
+def _join_conditions(first: str, second: str) -> str:
+    """Return the condition that holds if the conditions `first` and `second` both do ("" always holds)."""
     if not (first and second):
         return first or second
     return " | ".join(f"{one} & {other}" for one in first.split("|") for other in second.split("|"))
@@ -113,7 +126,8 @@ def _both(first: str, second: str) -> str:
 
 @cache
 def _alternatives(condition: str) -> tuple[tuple[tuple[str, bool], ...], ...]:
-    """Parse a condition into alternatives of (name, value) pairs that all have to hold."""
+    """Parse a condition such as "a & !b | c" into alternatives, of which one must hold; each is a list of (name,
+    required value) pairs that must all hold."""
     return tuple(
         tuple((name.strip().lstrip("!"), not name.strip().startswith("!")) for name in every.split("&"))
         for every in condition.split("|")
@@ -121,7 +135,7 @@ def _alternatives(condition: str) -> tuple[tuple[tuple[str, bool], ...], ...]:
 
 
 def _holds(condition: str, true: Collection[str]) -> bool:
-    """Return the value of a condition; the empty one holds. true: names of what is true."""
+    """Return True if a condition such as "a & !b | c" holds; "" always does. true: names that are true."""
     return not condition or any(
         all((name in true) == value for name, value in every) for every in _alternatives(condition)
     )
@@ -137,7 +151,8 @@ def installed_torch() -> tuple[int, int] | None:
 
 
 def version_warning() -> str | None:
-    """Return the warning that no tables are for the installed version of torch; None if there are."""
+    """Return a warning if the tables of compiled kernels are of another version of torch than the installed one; else
+    None."""
     here, version = installed_torch(), _tables().version
     if here is None or version == "{}.{}".format(*here):
         return None
@@ -148,25 +163,26 @@ def version_warning() -> str | None:
 
 
 class CompiledBlock:
-    """A transformer block compiled by torch.compile, on one rank; where experts are expert-parallel, the part before
-    its mixture, which is not compiled. Buffers have names such as "attention.qkv.output".
+    """A transformer layer compiled by torch.compile on one rank, with its kernels and buffers; if its experts are
+    expert-parallel, only the part before the mixture, which is not compiled.
 
-    at: sizes and settings of a micro-batch on the rank; layer: index of the layer.
+    batch: sizes of a micro-batch on the rank; layer: index of the layer. Buffers have names such as
+    "attention.qkv.output".
     """
 
-    def __init__(self, at: MicroBatch, layer: int) -> None:
-        self.at, self.kind = at, layer_kind(at.config, layer)
+    def __init__(self, batch: MicroBatch, layer: int) -> None:
+        self.batch, self.kind = batch, layer_kind(batch.config, layer)
         self.tables = _tables()
         self.name = "dense"
-        if at.config.encoder:
+        if batch.config.encoder:
             self.name = "encoder"
         elif self.kind.mixed:
-            self.name = "front" if at.expert_parallel else "mixture"
-        self.cuda = at.device == "cuda" and not at.ring  # PyTorch's CUDA kernels compute attention
-        self.repeated = at.repeats(self.kind.window)
-        self.recompute = at.layout.recompute
-        self.summed = at.layout.tp > 1
-        self.gathers = self.summed and at.layout.tensor_sequence_parallel
+            self.name = "front" if batch.expert_parallel else "mixture"
+        self.cuda = batch.device == "cuda" and not batch.ring  # PyTorch's CUDA kernels compute attention
+        self.repeated = batch.repeats(self.kind.window)
+        self.recompute = batch.layout.recompute
+        self.summed = batch.layout.tp > 1
+        self.gathers = self.summed and batch.layout.tensor_sequence_parallel
         self.sizes = self._sizes()
         properties = self._properties()
         listed = self.tables.saved["encoder" if self.name == "encoder" else "decoder"]
@@ -176,8 +192,9 @@ class CompiledBlock:
         self.true = {*properties, *self.saved}
 
     def _properties(self) -> set[str]:
-        """Return the names of the properties of the block that are true, for conditions of the tables."""
-        at, config, kind = self.at, self.at.config, self.kind
+        """Return the names of the layer's properties that are true, such as "rotated"; conditions in the tables are
+        made of these names."""
+        at, config, kind = self.batch, self.batch.config, self.kind
         every = {
             self.name: True, self.recompute: True, config.router: True, "summed": self.summed, "gathers": self.gathers,
             "ring": at.ring, "ulysses": at.ulysses, "cuda": self.cuda, "narrow": at.narrow,
@@ -192,14 +209,14 @@ class CompiledBlock:
     @property
     def _wide_router(self) -> bool:
         """True if the router multiplies float32 copies of its input and weight."""
-        return self.at.config.router == "sigmoid" and self.at.narrow
+        return self.batch.config.router == "sigmoid" and self.batch.narrow
 
     def _sizes(self) -> dict[str, int]:
-        """Return the sizes of which the tables' shapes consist."""
-        at, config = self.at, self.at.config
+        """Return {name: size}: the dimensions of which the shapes in the tables consist."""
+        at, config = self.batch, self.batch.config
         heads, kv_heads, length = at.heads, at.kv_heads, at.tokens
         if at.ulysses:  # those of attention, after the all-to-all
-            heads, kv_heads, length = heads // at.cp, kv_heads * at.key_value_copies // at.cp, at.whole
+            heads, kv_heads, length = heads // at.cp, kv_heads * at.key_value_copies // at.cp, at.sequence
         padded = self.cuda and (at.dense_mask(self.kind.window) or not at.narrow)
         width, expert, shared = (
             columns // at.layout.tp
@@ -220,19 +237,23 @@ class CompiledBlock:
         }  # fmt: skip
 
     def entry(self, name: str) -> SavedTensor:
-        """Return name, shape and element type of a buffer."""
+        """Return the buffer called `name` with its shape and element type."""
         kind, *sizes = self.tables.shapes[name]
         if kind == "router":
-            kind = "x" if self.at.config.router == "softmax" else "wide"
+            kind = "x" if self.batch.config.router == "softmax" else "wide"
         elif kind == "product":
             kind = "wide" if self._wide_router else "x"
         return SavedTensor(name, tuple(self.sizes[size] for size in sizes), kind)
 
     def bytes(self, name: str) -> int:
-        """Return the size in bytes of the buffer `name`, a key of the table of buffers, for one micro-batch on one
-        rank."""
+        """Return the bytes of the buffer called `name`, such as "attention.qkv.output"."""
         entry = self.entry(name)
-        each = {"x": self.at.itemsize, "wide": self.at.wide, "index": ITEM_BYTES["int64"], "int32": ITEM_BYTES["int32"]}
+        each = {
+            "x": self.batch.itemsize,
+            "wide": self.batch.wide,
+            "index": ITEM_BYTES["int64"],
+            "int32": ITEM_BYTES["int32"],
+        }
         return math.prod(entry.shape) * each[entry.kind]
 
     @property
@@ -251,8 +272,8 @@ class CompiledBlock:
 
     @cached_property
     def backward(self) -> list[Kernel]:
-        """Kernels of the backward in order, recomputed ones included: of the orders in which inductor runs a mixture's,
-        the one with the lowest peak."""
+        """Kernels of the backward in order, recomputed ones included. For a mixture of experts, whose kernels inductor
+        may order in several ways, the order with the lowest memory peak."""
         orders = [""]
         if self.name == "mixture" and "mlp.input" in self.saved:
             orders = ["at_once"]
@@ -266,11 +287,11 @@ class CompiledBlock:
         """Return the peak bytes of backward kernels in the given order, without temporaries inside calls."""
         given = {name: self.bytes(name) for name in (INPUT, GRADIENT, *self.saved)}
         weights = {made.name for kernel in kernels for made in kernel.makes if made.category == "gradients"}
-        return highest([each._replace(inside=()) for each in kernels], given, {*weights, INPUT_GRADIENT}).bytes
+        return find_peak([each._replace(inside=()) for each in kernels], given, {*weights, INPUT_GRADIENT}).bytes
 
     def _kernels(self, name: str, order: str = "") -> list[Kernel]:
-        """Return the kernels that the table lists under `name`, such as "attention", for this block. order: name of the
-        order of kernels in the backward of a mixture of experts, a condition in the table; "" for none."""
+        """Return the kernels listed under `name` in the tables, such as "attention", that apply to this layer. order:
+        name of the order of kernels in a mixture's backward, which conditions may contain; "" for none."""
         true = {*self.true, order}
         for each, condition in self.tables.conditions.items():
             if _holds(condition, true):
@@ -278,7 +299,7 @@ class CompiledBlock:
         return list(self._listed(name, true))
 
     def _listed(self, name: str, true: Collection[str]) -> Iterator[Kernel]:
-        """Yield the kernels of a list, those of the lists that it uses included. true: names of what is true."""
+        """Yield the kernels of a list in the tables, included lists expanded. true: names of conditions that hold."""
         for line in self.tables.kernels[name]:
             if not _holds(line.condition, true):
                 continue
@@ -293,17 +314,19 @@ class CompiledBlock:
             yield Kernel(label, reads, made, over, tuple(self._inside(line.verb)))
 
     def _buffer(self, name: str, operator: bool) -> Buffer:
-        """Return the memory buffer called `name`. operator: it is returned by a call, so inductor does not reuse it."""
+        """Return the memory buffer called `name`. operator: True if a custom operator returns it, so that inductor does
+        not reuse its memory."""
         kind = self.entry(name).kind
-        kind = "wide" if kind == "x" and not self.at.narrow else kind
+        kind = "wide" if kind == "x" and not self.batch.narrow else kind
         category = "gradients" if name.startswith("weight gradient") else "activations"
         return Buffer(name, kind, self.bytes(name), category, operator)
 
     def _inside(self, verb: str) -> Iterator[Any]:
-        """Yield the temporaries of a call."""
-        at = self.at
+        """Yield the temporary allocations inside an operator that inductor calls. verb: "ring" or "tiles" for
+        attention; others have none."""
+        batch = self.batch
         if verb == "ring":
-            yield from ring_backward(at)
+            yield from ring_backward(batch)
         elif verb == "tiles" and not self.cuda:
             heads = self.sizes["core_heads"]
-            yield from tiled_backward(at, heads, (self.sizes["core_all"] - heads) // 2, self.kind)
+            yield from tiled_backward(batch, heads, (self.sizes["core_all"] - heads) // 2, self.kind)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.cost.operators import SavedTensor
 from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, INPUT_GRADIENT, CompiledBlock
-from meshwright.planner.memory.inductor import KernelMemory, highest
+from meshwright.planner.memory.inductor import KernelMemory, find_peak
 from meshwright.planner.memory.snapshot import NamedSnapshot, Saved, Temporary, activation, workspace
 from meshwright.planner.memory.temporaries import mixture_backward
 
@@ -35,108 +35,109 @@ class Backward(NamedTuple):
     at_once: bool = False
 
 
-def saved_tensors(at: MicroBatch, layer: int) -> Iterator[SavedTensor]:
+def saved_tensors(batch: MicroBatch, layer: int) -> Iterator[SavedTensor]:
     """Yield the activations that a compiled layer's forward saves in addition to its input; none under full recompute.
-    Names are relative to the layer."""
-    if at.layout.recompute != "full":
-        block = CompiledBlock(at, layer)
+    Their names are relative to the layer."""
+    if batch.layout.recompute != "full":
+        block = CompiledBlock(batch, layer)
         yield from map(block.entry, block.saved)
 
 
-def forward_extras(at: MicroBatch, layer: int) -> Iterator[Temporary]:
+def forward_extras(batch: MicroBatch, layer: int) -> Iterator[Temporary]:
     """Yield the tensors allocated at the memory peak of a compiled layer's forward, including those that it saves."""
-    yield from _extras(_forward(at, _first_equal(at, layer)), f"layers.{layer}")
+    yield from _extras(_forward(batch, _first_equal(batch, layer)), f"layers.{layer}")
 
 
-def backward_extras(at: MicroBatch, layer: int, state: Backward) -> Iterator[NamedSnapshot]:
+def backward_extras(batch: MicroBatch, layer: int, state: Backward) -> Iterator[NamedSnapshot]:
     """Yield (snapshot name, tensors other than saved activations) for the memory snapshots of a compiled layer's
-    backward."""
+    backward. state: how the backward runs."""
     run = _queuing_backward if state.queues else _backward
-    for name, held in run(at, _first_equal(at, layer), state):
+    for name, held in run(batch, _first_equal(batch, layer), state):
         yield name, list(_extras(held, f"layers.{layer}"))
 
 
-def peak_temporaries(at: MicroBatch, layer: int) -> int:
-    """Return the peak bytes of a compiled layer's temporaries in forward and backward, without weight gradients, as
-    these do not grow with the batch."""
-    layer = _first_equal(at, layer)
-    every = (_forward(at, layer), *(held for _, held in _backward(at, layer, Backward())))
+def peak_temporaries(batch: MicroBatch, layer: int) -> int:
+    """Return the peak bytes of a compiled layer's temporaries over forward and backward, without weight gradients,
+    whose size does not depend on the batch."""
+    layer = _first_equal(batch, layer)
+    every = (_forward(batch, layer), *(held for _, held in _backward(batch, layer, Backward())))
     return max(
         held.bytes - sum(each.bytes for each in held.buffers.values() if each.category == "gradients") for held in every
     )
 
 
 def mixture_backward_extras(
-    at: MicroBatch, layer: int, saved: tuple[Sequence[Saved], Sequence[Saved]], stream: int, state: Backward
+    batch: MicroBatch, layer: int, saved: tuple[Sequence[Saved], Sequence[Saved]], stream: int, state: Backward
 ) -> Iterator[NamedSnapshot]:
-    """Yield (snapshot name, temporaries) for the backward of a layer whose expert-parallel mixture is not compiled,
-    while the rest of the layer is.
+    """Yield (snapshot name, temporaries) for the backward of a layer that is compiled except for its expert-parallel
+    mixture.
 
-    saved: saved activations of the stage, (without recompute, with the layout's recompute); stream: bytes of the
-    layer's output.
+    saved: the stage's saved activations, as a pair (without recompute, with the layout's recompute); stream: bytes of
+    the layer's output; state: how the backward runs.
     """
     mlp = f"layers.{layer}.mlp"
     whole, here = (sum(each.bytes for each in of if each.name.startswith(f"{mlp}.")) for of in saved)
     again = whole - here
-    front = list(backward_extras(at, layer, state))
-    if at.layout.recompute == "full":
+    front = list(backward_extras(batch, layer, state))
+    if batch.layout.recompute == "full":
         yield front.pop(0)
-        block = CompiledBlock(at, layer)
+        block = CompiledBlock(batch, layer)
         again += sum(map(block.bytes, block.saved))
-    gradient = activation("gradient of the layer's output", stream * (2 if at.layout.tp > 1 else 1))
+    gradient = activation("gradient of the layer's output", stream * (2 if batch.layout.tp > 1 else 1))
     more = [gradient, activation("recomputed", again)]
-    for name, extras in mixture_backward(at, mlp, saved[0], False):
+    for name, extras in mixture_backward(batch, mlp, saved[0], False):
         yield f".mlp{name}", [*more, *extras]
     for name, extras in front:
         yield name, [*extras, activation(f"{mlp}: freed", -here)]
 
 
-def queued_bytes(at: MicroBatch, layer: int) -> int:
-    """Return the bytes that the queued weight gradients of a compiled layer keep allocated."""
-    block = CompiledBlock(at, layer)
+def queued_bytes(batch: MicroBatch, layer: int) -> int:
+    """Return the bytes that a compiled layer's queued weight gradients keep allocated: inputs and output gradients of
+    its linear layers."""
+    block = CompiledBlock(batch, layer)
     return sum(block.bytes(name) for pair in _operands(block).values() for name in pair)
 
 
-def _first_equal(at: MicroBatch, layer: int) -> int:
+def _first_equal(batch: MicroBatch, layer: int) -> int:
     """Return the index of the first layer that has the same kernels and sizes as `layer` (same attention window,
     experts or none), so that results are cached once for equal layers."""
-    config = at.config
+    config = batch.config
     kinds = [(config.layer_window(each), config.has_experts(each)) for each in range(layer + 1)]
     return kinds.index(kinds[-1])
 
 
-def _extras(held: KernelMemory, unit: str) -> Iterator[Temporary]:
+def _extras(memory: KernelMemory, unit: str) -> Iterator[Temporary]:
     """Yield the tensors that are allocated during a kernel, as entries of a memory snapshot. unit: prefix of the
     entries' names, such as "layers.3"."""
-    for name, each in held.buffers.items():
+    for name, each in memory.buffers.items():
         yield Temporary(each.category, f"{unit}.{name}", each.bytes)
-    yield from held.inside
-    if held.gone:
-        yield activation(f"{unit}: freed", -held.gone)
+    yield from memory.inside
+    if memory.gone:
+        yield activation(f"{unit}: freed", -memory.gone)
 
 
 @lru_cache(maxsize=64)
-def _forward(at: MicroBatch, layer: int) -> KernelMemory:
+def _forward(batch: MicroBatch, layer: int) -> KernelMemory:
     """Return the memory during the kernel with the highest peak of a compiled layer's forward."""
-    block = CompiledBlock(at, layer)
-    return highest(block.forward(), {}, {*block.saved, *block.results})
+    block = CompiledBlock(batch, layer)
+    return find_peak(block.forward(), {}, {*block.saved, *block.results})
 
 
 @lru_cache(maxsize=64)
-def _backward(at: MicroBatch, layer: int, state: Backward) -> Snapshots:
+def _backward(batch: MicroBatch, layer: int, state: Backward) -> Snapshots:
     """Return (snapshot name, memory) at the peak and at the end of a compiled layer's backward; under full recompute,
-    these are preceded by the peak of the recomputed forward."""
-    block, found = CompiledBlock(at, layer), []
+    these are preceded by the peak of the recomputed forward. state: how the backward runs."""
+    block, found = CompiledBlock(batch, layer), []
     saved = {name: block.bytes(name) for name in block.saved}
     given = {name: block.bytes(name) for name in (INPUT, *block.gradients) if name not in state.arrived}
     weights = {made.name for kernel in block.backward for made in kernel.makes if made.category == "gradients"}
     gradients = tuple(activation(name, block.bytes(name)) for name in block.gradients)
     recomputed: tuple[Temporary, ...] = ()
     if block.recompute == "full":
-        again = _forward(at, layer)
+        again = _forward(batch, layer)
         found.append((".forward again", KernelMemory(again.name, again.buffers, 0, (*again.inside, *gradients))))
         recomputed = tuple(activation(name, size) for name, size in saved.items())
-    held = highest(block.backward, given | saved, {*weights, INPUT_GRADIENT})
+    held = find_peak(block.backward, given | saved, {*weights, INPUT_GRADIENT})
     inside = (*held.inside, *gradients, *recomputed)
     found.append((f".{held.name}", KernelMemory(held.name, held.buffers, held.gone, inside)))
     returned = {*weights, INPUT_GRADIENT}
@@ -148,10 +149,10 @@ def _backward(at: MicroBatch, layer: int, state: Backward) -> Snapshots:
 
 
 @lru_cache(maxsize=64)
-def _queuing_backward(at: MicroBatch, layer: int, state: Backward) -> Snapshots:
-    """Return (snapshot name, memory) for the memory snapshots of a compiled backward that queues its weight
-    gradients."""
-    block, found = CompiledBlock(at, layer), []
+def _queuing_backward(batch: MicroBatch, layer: int, state: Backward) -> Snapshots:
+    """Return (snapshot name, memory) for the memory snapshots of a compiled layer's backward that queues its weight
+    gradients. state: how the backward runs."""
+    block, found = CompiledBlock(batch, layer), []
     kernels = [each for each in block.backward if not each.name.startswith("weight gradient")]
     saved = {name: block.bytes(name) for name in block.saved}
     stays = {INPUT_GRADIENT, *(name for pair in _operands(block).values() for name in pair)}
@@ -160,9 +161,9 @@ def _queuing_backward(at: MicroBatch, layer: int, state: Backward) -> Snapshots:
     again = block.recompute == "full"
     recomputed = {name: activation(name, size) for name, size in saved.items()} if again else {}
     if again:
-        held = _forward(at, layer)
+        held = _forward(batch, layer)
         found.append((".forward again", KernelMemory(held.name, held.buffers, 0, (*held.inside, gradient))))
-    held = highest(kernels, given | saved, stays)
+    held = find_peak(kernels, given | saved, stays)
     inside = (*held.inside, gradient, *recomputed.values())
     found.append((f".{held.name}", KernelMemory(held.name, held.buffers, held.gone, inside)))
     made = {each.name: each for kernel in kernels for each in kernel.makes if each.name in stays}
@@ -170,7 +171,7 @@ def _queuing_backward(at: MicroBatch, layer: int, state: Backward) -> Snapshots:
     left = [each for name, each in recomputed.items() if name in stays]
     if GRADIENT in state.arrived or GRADIENT in stays:
         left.append(gradient)
-    if state.at_once and at.narrow:  # of wide types the products add their weight gradients to the sums themselves
+    if state.at_once and batch.narrow:  # of wide types the products add their weight gradients to the sums themselves
         left.append(workspace("weight gradient", _weight_gradients(block)))
     found.append((COLLECTED, KernelMemory(COLLECTED, made, gone + given.get(INPUT, 0), tuple(left))))
     return found
@@ -190,8 +191,8 @@ def _operands(block: CompiledBlock) -> dict[str, tuple[str, str]]:
 
 
 def _weight_gradients(block: CompiledBlock) -> int:
-    """Return the peak bytes of computing the queued weight gradients one after another: each result less the inputs
-    that the products before it freed."""
+    """Return the peak bytes of computing a layer's queued weight gradients one after another, where each frees its
+    operands."""
     most = used = 0
     for name, pair in _operands(block).items():
         most = max(most, block.bytes(f"weight gradient of {name.rpartition('.')[2]}") - used)

@@ -1,8 +1,9 @@
-"""What memory holds while the kernels of a compiled graph run one after another, as PyTorch's inductor allocates: a
-buffer is made by the kernel that writes it and free after the last one that reads it; a later buffer of the same type
-and size takes its place, if it is the last one freed of them and waiting for it does not raise the peak that inductor
-reckons with (torch/_inductor/codegen/wrapper.py, `AllocateLine.should_reuse_buffer`). What happens inside of an
-operator inductor does not know.
+"""Memory while the kernels of a compiled graph run one after another, allocated as PyTorch's inductor does: a kernel
+allocates the buffers that it writes, and they are freed after the last kernel that reads them.
+
+A later buffer of the same type and size reuses the one freed last, if keeping it allocated until then does not raise
+the peak that inductor estimates (torch/_inductor/codegen/wrapper.py, `AllocateLine.should_reuse_buffer`). Inductor does
+not see allocations inside operators.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from meshwright.planner.memory.snapshot import Temporary
 class Buffer(NamedTuple):
     """Memory buffer that a kernel of a compiled graph writes.
 
-    name: of the tensor in it; kind: element type, "x" (activations), "wide" (at least float32), "index" or "int32";
-    bytes: of the whole buffer; category: that of the memory ledger; operator: True if a custom operator returns it, as
+    name: name of the tensor in it; kind: element type, "x" (that of activations), "wide" (at least float32), "index" or
+    "int32"; bytes: size; category: category of the memory ledger; operator: True if a custom operator returns it, as
     inductor does not reuse such buffers.
     """
 
@@ -32,8 +33,8 @@ class Buffer(NamedTuple):
 class Kernel(NamedTuple):
     """A kernel of a compiled graph.
 
-    name: label of the kernel; reads: names of the tensors that it reads; makes: buffers that it writes; over: {written
-    tensor: read tensor whose buffer it overwrites}; inside: temporary allocations while it runs.
+    name: label of the kernel; reads: names of the tensors that it reads; makes: buffers that it writes; over: {tensor
+    written: tensor read whose buffer it overwrites}; inside: temporary allocations while it runs.
     """
 
     name: str
@@ -47,8 +48,8 @@ class Kernel(NamedTuple):
 class KernelMemory:
     """Memory that is allocated while one kernel of a compiled graph runs.
 
-    name: of the kernel; buffers: live ones, by tensor name; gone: bytes of graph inputs freed so far; inside:
-    temporaries of the kernel.
+    name: label of the kernel; buffers: {tensor: buffer} that are allocated; gone: bytes of graph inputs freed so far;
+    inside: temporary allocations of the kernel.
     """
 
     name: str
@@ -62,15 +63,17 @@ class KernelMemory:
         return sum(each.bytes for each in self.buffers.values()) + sum(each.bytes for each in self.inside) - self.gone
 
 
-def run(kernels: Sequence[Kernel], given: Mapping[str, int], stay: Collection[str]) -> list[KernelMemory]:
-    """Simulate the allocations of kernels that run in order, as PyTorch's inductor makes them; return the memory during
-    each.
+def simulate_allocations(
+    kernels: Sequence[Kernel], inputs: Mapping[str, int], results: Collection[str]
+) -> list[KernelMemory]:
+    """Simulate how PyTorch's inductor allocates buffers while kernels run in order; return the memory during each
+    kernel.
 
-    given: {name: bytes} of the inputs that the graph frees after their last use; stay: names of the tensors that it
-    returns, which are never freed.
+    inputs: {name: bytes} of the graph's inputs that are freed after their last use; results: names of the tensors that
+    the graph returns, which are never freed.
     """
     last = _last_uses(kernels)
-    reckoned = _reckoned(kernels, given, stay, last)
+    reckoned = _estimate_bytes(kernels, inputs, results, last)
     overall = max(reckoned, default=0)
     live: dict[str, Buffer] = {}
     waiting: list[tuple[Buffer, int]] = []  # freed, and after which kernel: some other may take its place
@@ -81,7 +84,7 @@ def run(kernels: Sequence[Kernel], given: Mapping[str, int], stay: Collection[st
     def take(made: Buffer, now: int) -> None:
         """Reuse a freed buffer for `made` if inductor would: it then counts as allocated from its release until kernel
         `now`."""
-        at = next((at for at in reversed(range(len(waiting))) if _alike(waiting[at][0], made)), None)
+        at = next((at for at in reversed(range(len(waiting))) if _can_replace(waiting[at][0], made)), None)
         if at is None:
             return
         buffer, freed = waiting[at]
@@ -102,9 +105,9 @@ def run(kernels: Sequence[Kernel], given: Mapping[str, int], stay: Collection[st
         live |= {made.name: made for made in kernel.makes}
         found.append(KernelMemory(kernel.name, dict(live), gone, kernel.inside))
         for name in dict.fromkeys((*kernel.reads, *(made.name for made in kernel.makes))):
-            if last.get(name, now) != now or name in stay:
+            if last.get(name, now) != now or name in results:
                 continue
-            gone += given.get(name, 0)
+            gone += inputs.get(name, 0)
             buffer = live.pop(name, None)
             if buffer is not None and not buffer.operator:
                 waiting.append((buffer, now))
@@ -115,39 +118,40 @@ def run(kernels: Sequence[Kernel], given: Mapping[str, int], stay: Collection[st
     return found
 
 
-def _alike(one: Buffer, other: Buffer) -> bool:
-    """Return True if inductor may reuse the memory of one buffer for the other: same element type and size."""
+def _can_replace(one: Buffer, other: Buffer) -> bool:
+    """Return True if inductor may reuse the memory of one buffer for the other: both have the same element type and
+    size."""
     return (one.kind, one.bytes) == (other.kind, other.bytes)
 
 
 def _last_uses(kernels: Iterable[Kernel]) -> dict[str, int]:
-    """Return, by tensor name, the index of the last kernel that reads the tensor."""
+    """Return {tensor: index of the last kernel that reads it} for kernels that run in order."""
     return {name: at for at, kernel in enumerate(kernels) for name in kernel.reads}
 
 
-def _reckoned(
-    kernels: Sequence[Kernel], given: Mapping[str, int], stay: Collection[str], last: Mapping[str, int]
+def _estimate_bytes(
+    kernels: Sequence[Kernel], inputs: Mapping[str, int], results: Collection[str], last: Mapping[str, int]
 ) -> list[int]:
-    """Return the bytes that inductor estimates during each kernel: without reuse of buffers, and without temporaries
-    inside kernels.
+    """Return the bytes that inductor itself estimates during each kernel: without reuse of buffers, and without
+    temporaries inside kernels.
 
-    given: {name: bytes} of the graph's inputs; stay: names of the tensors that it returns; last: {name: index of the
-    last kernel that reads the tensor}.
+    inputs: {name: bytes} of the graph's inputs; results: names of the tensors that the graph returns; last: {tensor:
+    index of the last kernel that reads it}.
     """
-    now = sum(given.values())
-    sizes = dict(given)
+    now = sum(inputs.values())
+    sizes = dict(inputs)
     found = []
     for at, kernel in enumerate(kernels):
         sizes |= {made.name: made.bytes for made in kernel.makes}
         now += sum(made.bytes for made in kernel.makes)
         found.append(now)
         names = {*kernel.reads, *(made.name for made in kernel.makes)}
-        now -= sum(sizes.get(name, 0) for name in names if last.get(name, at) == at and name not in stay)
+        now -= sum(sizes.get(name, 0) for name in names if last.get(name, at) == at and name not in results)
     return found
 
 
-def highest(kernels: Sequence[Kernel], given: Mapping[str, int], stay: Collection[str]) -> KernelMemory:
-    """Return the memory during the kernel with the highest peak, the first if several. given: {name: bytes} of the
-    inputs that the graph frees after their last use; stay: names of the tensors that it returns, which are never
-    freed."""
-    return max(run(kernels, given, stay), key=lambda held: held.bytes)
+def find_peak(kernels: Sequence[Kernel], inputs: Mapping[str, int], results: Collection[str]) -> KernelMemory:
+    """Return the memory during the kernel with the highest peak (the first of several) of kernels that run in order.
+    inputs: {name: bytes} of the graph's inputs that are freed after their last use; results: names of the tensors that
+    the graph returns."""
+    return max(simulate_allocations(kernels, inputs, results), key=lambda held: held.bytes)

@@ -15,11 +15,11 @@ from meshwright.layout import Layout
 from meshwright.names import check_options, unknown
 from meshwright.planner.cost.micro_batch import MicroBatch, Routed, Starts
 from meshwright.planner.cost.teacher import TeacherWork
-from meshwright.planner.memory.compiled_blocks import has_tables
+from meshwright.planner.memory.compiled_blocks import can_predict_compiled
 from meshwright.planner.memory.saved import position_tables, saved_activations
 from meshwright.planner.memory.snapshot import BackwardState, Buffers, Reduction, Snapshot
 from meshwright.planner.memory.stage_snapshots import StageSnapshots
-from meshwright.planner.memory.states import flats_of, gradient_buffers, states
+from meshwright.planner.memory.states import flats_of, gradient_buffers, list_states
 from meshwright.planner.memory.teacher import list_teacher_tensors
 from meshwright.program.consumed_sends import (
     Row,
@@ -29,11 +29,11 @@ from meshwright.program.consumed_sends import (
     find_consumed_sends,
     list_rank_steps,
 )
-from meshwright.program.pipeline import ARRIVING, COMPUTING, PipelineProgram
+from meshwright.program.pipeline import ARRIVING, COMPUTING
 from meshwright.schedules.transfers import with_transfers
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameter_entries import REDUCTIONS_IN_FLIGHT
-from meshwright.spec.parameters import ParameterTable, parameter_table
+from meshwright.spec.parameters import parameter_table
 from meshwright.spec.partition import Partition
 from meshwright.spec.refuse import refuse
 from meshwright.spec.stage_times import program_for
@@ -45,7 +45,7 @@ CATEGORIES = (
 )
 DTYPES = {"fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 STORED = {"fp8": "bf16"}
-"""What a precision of products keeps parameters and activations in, where it is another."""
+"""Precision of parameters and activations where it differs from that of matrix products."""
 
 CATEGORY_OF_STATE = {
     "parameters": "parameters", "masters": "optimizer", "gradients": "gradients", "gradient_buffers": "gradients",
@@ -54,7 +54,7 @@ CATEGORY_OF_STATE = {
 
 WAITING, FOLLOWED, QUEUE = "waits for its backward", "its backward follows", "queue of weight gradients"
 
-# As plain numbers: programs have tens of thousands of steps, and members of an enumeration are slow to come by.
+# As plain numbers: programs have tens of thousands of steps, and enumeration members are slow.
 _FORWARD, _BACKWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT = map(int, COMPUTING)
 _COMPUTING, _ARRIVING = frozenset(map(int, COMPUTING)), frozenset(map(int, ARRIVING))
 _SENT, _RECEIVED = "pipeline tensor to send", "received pipeline tensor"
@@ -64,26 +64,25 @@ REPEATING = (
     "chimera", "gems",
 )  # fmt: skip
 ROUNDS = 4
-"""Micro-batches a rank of the pipeline after which these schedules have no moment that none before was like; a test
-holds that."""
+"""Micro-batches per pipeline rank after which the memory of these schedules only repeats, as a test checks."""
 
 CUDA_CONTEXT = 0.5 * 2**30, 0.9 * 2**30
-"""Bytes that a process takes on a CUDA device before its first tensor: from, to (stas00/ml-engineering, training
+"""(least, most) bytes that a process takes on a CUDA device before its first tensor (stas00/ml-engineering, training
 performance, "preloaded CUDA kernels memory usage"). PyTorch's allocator does not count them."""
 
 CUBLAS_WORKSPACE = 8 * (1 << 20) + 128 * (1 << 10)
 CUBLAS_WORKSPACES = {
     "Hopper": 32 << 20, "Hopper+Grace": 32 << 20, "CDNA2": 32 << 20, "CDNA3": 128 << 20, "CDNA4": 128 << 20,
 }  # fmt: skip
-"""Bytes that matrix products keep for good from their first call on, once for the forward's thread and once for the
-backward's, by architecture where it is not the first (aten/src/ATen/cuda/CublasHandlePool.cpp,
-`parseChosenWorkspaceSize`)."""
+"""Bytes of cuBLAS's workspace, allocated by the first matrix product of the forward's and of the backward's thread: of
+these architectures, and of all others (aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A tensor in memory at the peak, or several equal ones. bytes: of all of them together; stage: pipeline stage,
-    None where it belongs to none; first, last: events between which it is allocated."""
+    """A tensor in memory at the peak, or several equal ones. category: such as "activations"; shape, dtype: of one;
+    bytes: of all; stage: pipeline stage, None for none; first, last: events between which it is allocated, such as
+    "forward"."""
 
     category: str
     name: str
@@ -97,9 +96,10 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """All tensors of one rank at its memory peak. items: the tensors. peak_bytes: their sum, without "framework", which
-    torch's allocator does not count. peak_snapshot: name of the memory snapshot at the peak. between_steps: persistent
-    bytes. framework: (least, most) bytes. compiled: every layer is predicted as compiled."""
+    """Itemised memory of one rank at the peak of a training step. items: tensors at the peak. peak_bytes: their sum
+    without category "framework", which torch's allocator does not count. peak_snapshot: name of the memory snapshot at
+    the peak. between_steps: bytes of persistent memory. framework: (least, most) bytes of the CUDA context. compiled:
+    True if every layer is predicted as compiled."""
 
     items: tuple[Item, ...]
     peak_bytes: int
@@ -121,16 +121,16 @@ class LedgerOptions(TypedDict, total=False):
 
     Attributes:
         optimizer: Such as "adamw", the default.
-        precision: The layout's own or "fp32" unless given.
+        precision: Such as "bf16"; the layout's, else "fp32", unless given.
         parameter_dtype: Torch's type name that replaces the precision ("float64" in tests).
-        documents: True if sequences pack several (CPU attention then counts with the worst case), or the tokens at
-            which they begin in each of this rank's sequences.
+        documents: True if sequences pack several documents (for CPU attention the worst case is assumed), or for each
+            of this rank's sequences the token positions at which documents begin.
         device: "cpu" (gloo), the default, or "cuda" (NCCL).
-        routed: Token copies by layer with experts.
-        pairs: True for training on response pairs.
+        routed: Numbers of token copies by index of the layer with experts; equal load unless given.
+        pairs: True for training on response pairs (DPO).
         teacher: The teacher of distillation; None: none.
-        compile: Blocks, norm and loss are compiled; the result's `compiled` says if that is modelled.
-        architecture: Of a CUDA device, as in the catalogue.
+        compile: Layers, norm and loss are compiled; `Ledger.compiled` is True if that can be predicted.
+        architecture: Architecture of CUDA devices, such as "Hopper".
     """
 
     optimizer: str
@@ -148,7 +148,8 @@ class LedgerOptions(TypedDict, total=False):
 def ledger(
     config: ModelConfig, layout: Layout, *, batch: int, sequence: int, rank: int = 0, **options: Unpack[LedgerOptions]
 ) -> Ledger:
-    """Return the memory of `rank` in a step of `batch` sequences of `sequence` tokens over all ranks.
+    """Return the itemised memory of `rank` at the peak of a training step of `batch` sequences (over all ranks) of
+    `sequence` tokens.
 
     options: fields of `LedgerOptions`. Raises `UserError` for an infeasible layout.
     """
@@ -158,67 +159,60 @@ def ledger(
     dtype = options.get("parameter_dtype")
     if dtype is None and name not in DTYPES:
         raise UserError(f"{unknown('precision', name, DTYPES)}: memory is priced for these")
-    at = MicroBatch.of(
+    micro_batch = MicroBatch.of(
         config, layout, batch // (layout.dp * layout.micro_batches), sequence, dtype=dtype or DTYPES[name],
         packed=options.get("documents", False), device=options.get("device", "cpu"),
         responses=int(options.get("pairs", False)), routed=options.get("routed") or {},
     )  # fmt: skip
-    return _Step(at, rank, options).ledger()
+    return _StepReplay(micro_batch, rank, options).ledger()
 
 
-@lru_cache(maxsize=16)
-def _table(config: ModelConfig) -> ParameterTable:
-    """Return the parameter table of a model; cached."""
-    return parameter_table(config)
+# Cached, as all ranks share them.
+_table = lru_cache(maxsize=16)(parameter_table)
+_add_transfers = lru_cache(maxsize=32)(with_transfers)
 
 
-def repeating(layout: Layout) -> Layout:
-    """Return the layout with fewer micro-batches but the same memory peak if its schedule repeats, else unchanged."""
+def shorten_repeating_schedule(layout: Layout) -> Layout:
+    """Return a layout with fewer micro-batches and the same memory peak, if its schedule repeats; else the layout
+    itself."""
     enough = ROUNDS * layout.pp
     if layout.schedule not in REPEATING or layout.micro_batches % layout.pp or layout.micro_batches <= enough:
         return layout
     return layout.with_(micro_batches=enough)
 
 
-@lru_cache(maxsize=32)
-def _complete(program: PipelineProgram) -> PipelineProgram:
-    """Return a pipeline program with its send and receive steps added; cached, as all ranks share it."""
-    return with_transfers(program)
+class _StepPeak(NamedTuple):
+    """Memory peak of a forward or backward of the schedule. snapshot: at the peak; bytes: its size; before, leaves:
+    gradient reductions in flight before and after."""
 
-
-class _Highest(NamedTuple):
-    """Memory peak of a computing step: its snapshot, bytes, gradient reductions in flight before and after."""
-
-    moment: Snapshot
+    snapshot: Snapshot
     bytes: int
     before: tuple[Reduction, ...]
     leaves: tuple[Reduction, ...]
 
 
-class _Step:
-    """Replay of one rank's training step that finds its memory peak.
+class _StepReplay:
+    """Replay of a rank's training step, in the order of its pipeline schedule, that finds the memory peak. batch:
+    micro-batch; rank: global rank; options: of `ledger`."""
 
-    at: micro-batch; options: of `ledger`; rank: global.
-    """
-
-    def __init__(self, at: MicroBatch, rank: int, options: LedgerOptions) -> None:
-        config, layout, sequence = at.config, at.layout, at.whole
-        self.at, self.config, self.layout = at, config, layout
+    def __init__(self, batch: MicroBatch, rank: int, options: LedgerOptions) -> None:
+        config, layout, sequence = batch.config, batch.layout, batch.sequence
+        self.batch, self.config, self.layout = batch, config, layout
         self.compiled = options.get("compile", False)
         self.workspace = 0
         self.teacher = options.get("teacher")
-        if at.device == "cuda":
+        if batch.device == "cuda":
             self.workspace = CUBLAS_WORKSPACES.get(options.get("architecture", ""), CUBLAS_WORKSPACE)
         self.place = layout.coordinates(rank)
         self.table = _table(config)
-        self.program = _complete(program_for(repeating(layout), config, sequence))
+        self.program = _add_transfers(program_for(shorten_repeating_schedule(layout), config, sequence))
         self.partition = Partition.of(self.program, config, self.table, sequence)
         self.units = self.partition.units_on(self.place["pp"])
         self.flats = flats_of(self.table, layout, self.units)
-        self.states = list(states(self.flats, at.dtype, at.sum_dtype, options.get("optimizer", "adamw")))
+        self.states = list(list_states(self.flats, batch.dtype, batch.sum_dtype, options.get("optimizer", "adamw")))
         self.stages: dict[tuple[int, bool], StageSnapshots] = {}
         self._same: dict[tuple[Reduction, ...], tuple[Reduction, ...]] = {}
-        self._highest_of: dict[tuple[int, int, bool, bool, int], _Highest] = {}
+        self._peaks: dict[tuple[int, int, bool, bool, int], _StepPeak] = {}
         self.split = any(kind == _INPUT_GRADIENT for _, kind, *_ in self._steps())
         if self.split and any(map(config.has_experts, range(config.layers))):
             self.compiled = False  # what experts leave for later cuts a compiled block into pieces
@@ -226,44 +220,48 @@ class _Step:
 
     def ledger(self) -> Ledger:
         """Return the ledger of all tensors at the step's memory peak."""
-        stay = list(self._staying())
+        stay = list(self._whole_step_items())
         base = sum(item.bytes for item in stay)
         best: tuple[int, Snapshot | None, dict[tuple[str, str, int], int]] = (0, None, {})
         alive: dict[tuple[str, str, int], int] = {}
-        for (moment, size, *_), now in self._moments(alive):
+        for (snapshot, size, *_), now in self._step_peaks(alive):
             here = now + size
             if best[1] is None or here > best[0]:
-                best = here, moment, dict(alive)
-        transient, moment_found, others = best
-        assert moment_found is not None
-        items = [*stay, *self._at(moment_found, others)]
+                best = here, snapshot, dict(alive)
+        transient, peak_snapshot, others = best
+        assert peak_snapshot is not None
+        items = [*stay, *self._snapshot_items(peak_snapshot, others)]
         total = base + transient
-        framework = (0, 0) if self.at.device == "cpu" else (int(CUDA_CONTEXT[0]), int(CUDA_CONTEXT[1]))
+        framework = (0, 0) if self.batch.device == "cpu" else (int(CUDA_CONTEXT[0]), int(CUDA_CONTEXT[1]))
         items.append(Item("framework", "CUDA context", (), "", framework[1], None, "start", "end"))
         items.append(Item("unexplained", "not itemised", (), "", 0, None, "start", "end"))
         assert sum(item.bytes for item in items) == total + framework[1]
-        return Ledger(tuple(items), total, moment_found.name, base, framework, self.compiled and has_tables(self.at))
+        return Ledger(
+            tuple(items), total, peak_snapshot.name, base, framework, self.compiled and can_predict_compiled(self.batch)
+        )
 
-    def _staying(self) -> Iterator[Item]:
-        """Yield the tensors that are allocated for the whole step: model states, position tables, batch ..."""
+    def _whole_step_items(self) -> Iterator[Item]:
+        """Yield the tensors allocated during the whole step: model states, position tables, batch, cuBLAS workspaces
+        ..."""
         for state in self.states:
             category = CATEGORY_OF_STATE[state.kind]
             yield Item(category, state.name, (state.numel,), state.dtype, state.bytes, None, "start", "end")
         if any(stage.layers for stage in self.partition.stages_on(self.place["pp"])):
-            for table in position_tables(self.config, self.at.whole, self.at.dtype):
+            for table in position_tables(self.config, self.batch.sequence, self.batch.dtype):
                 yield Item("workspace", table.name, table.shape, table.dtype, table.bytes, None, "start", "end")
-        for category, name, size in list_teacher_tensors(self.teacher, self.at, self.place["pp"]):
+        for category, name, size in list_teacher_tensors(self.teacher, self.batch, self.place["pp"]):
             yield Item(category, name, (), "", size, None, "start", "end")
         for way in ("forward", "backward") if self.workspace else ():
             yield Item("workspace", f"cuBLAS, {way}", (self.workspace,), "uint8", self.workspace, None, "start", "end")
-        shape = self.layout.micro_batches * self.at.rows, self.at.tokens
+        shape = self.layout.micro_batches * self.batch.rows, self.batch.tokens
         targets = (shape[0],) if self.config.head == "classes" else shape
-        documents = [("batch.documents", (shape[0], self.at.whole))] if self.at.masked else []
+        documents = [("batch.documents", (shape[0], self.batch.sequence))] if self.batch.masked else []
         for name, of in (("batch.tokens", shape), ("batch.targets", targets), *documents):
             yield Item("workspace", name, of, "int64", 8 * math.prod(of), None, "start of step", "end of step")
 
-    def _moments(self, alive: dict[tuple[str, str, int], int]) -> Iterator[tuple[_Highest, int]]:
-        """Yield (peak, other bytes then) of each computing step; updates `alive`: bytes by (category, name, stage)."""
+    def _step_peaks(self, alive: dict[tuple[str, str, int], int]) -> Iterator[tuple[_StepPeak, int]]:
+        """Yield (peak, bytes allocated outside it) of each forward and backward of the schedule; updates `alive`, the
+        bytes allocated outside it by (category, name, stage)."""
         rank, last, placement = self.place["pp"], self.program.stages - 1, self.program.placement
         answers = find_consumed_sends(self.program, rank)
         left = dict(self.passes)
@@ -298,7 +296,7 @@ class _Step:
             what = compute_read_value(last, kind, stage, replica, micro_batch)
             for value in answers.get(at, ()):
                 change("communication", _SENT, value[2], -leaving.pop(value))
-            if what is not None:  # it becomes the stage's input, or the gradient that its moments count
+            if what is not None:  # it becomes the stage's input, or the gradient that its snapshots count
                 here = placement[what[1]][what[2]] == rank
                 change("communication", _SENT if here else _RECEIVED, what[2], -stream)
             kept = FOLLOWED if followed else WAITING
@@ -306,7 +304,7 @@ class _Step:
                 left[stage] -= 1
                 change("activations", kept, stage, -part.saved_bytes)
             later, over = self.passes[stage] - left[stage] > 1, left[stage] == 0
-            highest = self._highest(part, kind, later, over, in_flight)
+            highest = self._find_peak(part, kind, later, over, in_flight)
             yield highest, now
             if kind == _FORWARD:
                 change("activations", kept, stage, part.saved_bytes)
@@ -317,54 +315,55 @@ class _Step:
             if makes or (kind in (_BACKWARD, _INPUT_GRADIENT) and stage > 0):
                 change("communication", _SENT, stage, stream)
 
-    def _highest(
-        self, part: StageSnapshots, kind: int, later: bool, over: bool, before: tuple[Reduction, ...]
-    ) -> _Highest:
-        """Return the memory peak of a computing step of a stage (`part`). kind: forward, backward ...; later: it is not
-        the stage's first; over: it is the stage's last; before: gradient reductions in flight."""
-        key = id(part), kind, later, over, id(before)
-        if key not in self._highest_of:
+    def _find_peak(
+        self, snapshots: StageSnapshots, kind: int, later: bool, over: bool, before: tuple[Reduction, ...]
+    ) -> _StepPeak:
+        """Return the memory peak of a pass (`kind`: forward, backward ...) of a stage. snapshots: generator of its
+        snapshots; later: it is not the stage's first backward; over: it is its last; before: gradient reductions in
+        flight."""
+        key = id(snapshots), kind, later, over, id(before)
+        if key not in self._peaks:
             state = BackwardState(later, over, before)
             if kind == _FORWARD:
-                moments = part.forward()
+                candidates = snapshots.forward()
             elif kind == _WEIGHT_GRADIENT:
-                moments = part.weight_gradients(state)
+                candidates = snapshots.weight_gradients(state)
             else:
-                moments = part.backward(kind == _INPUT_GRADIENT, state)
-            moment = max(moments, key=lambda moment: moment.bytes)
+                candidates = snapshots.backward(kind == _INPUT_GRADIENT, state)
+            snapshot = max(candidates, key=lambda snapshot: snapshot.bytes)
             leaves = before
             if kind == _FORWARD:
-                moment = moment.with_more(part.in_flight(before))
+                snapshot = snapshot.with_more(snapshots.in_flight(before))
             else:
                 half = None if kind == _BACKWARD else kind == _WEIGHT_GRADIENT
-                leaves = (*before, *part.reduced(state, half))[-REDUCTIONS_IN_FLIGHT:]
+                leaves = (*before, *snapshots.started_reductions(state, half))[-REDUCTIONS_IN_FLIGHT:]
                 leaves = self._same.setdefault(leaves, leaves)
-            self._highest_of[key] = _Highest(moment, moment.bytes, before, leaves)
-        return self._highest_of[key]
+            self._peaks[key] = _StepPeak(snapshot, snapshot.bytes, before, leaves)
+        return self._peaks[key]
 
     def stage(self, index: int, at_once: bool) -> StageSnapshots:
-        """Return the generator of a stage's memory snapshots. index: stage; at_once: backwards directly follow
-        forwards."""
+        """Return the generator of memory snapshots of the stage with index `index`. at_once: each backward directly
+        follows its forward."""
         if (index, at_once) not in self.stages:
             self.stages[index, at_once] = self._stage(self.partition.stages[index], at_once)
         return self.stages[index, at_once]
 
     def _stage(self, stage: Stage, at_once: bool) -> StageSnapshots:
-        """Build the generator of a stage's memory snapshots. at_once: backwards directly follow their forwards."""
+        """Build the generator of a stage's memory snapshots. at_once: each backward directly follows its forward."""
         kept, whole = (
             saved_activations(each, stage, at_once=at_once, tp_rank=self.place["tp"], compiled=self.compiled)
-            for each in (self.at, replace(self.at, layout=replace(self.layout, recompute="none")))
+            for each in (self.batch, replace(self.batch, layout=replace(self.layout, recompute="none")))
         )
         flats = {unit: [flat for flat in self.flats if flat.unit == unit] for unit in self.units}
         buffers = Buffers(self.partition.units(stage), flats, gradient_buffers(self.flats), self.table.tied)
-        return StageSnapshots(self.at, stage, buffers, kept, whole, compiled=self.compiled, queues=self.split)
+        return StageSnapshots(self.batch, stage, buffers, kept, whole, compiled=self.compiled, queues=self.split)
 
     def _stream(self) -> int:
         """Return the bytes of the hidden states that pass from stage to stage."""
-        return int(self.at.rows * self.at.slice * self.config.hidden * self.at.itemsize)
+        return int(self.batch.rows * self.batch.slice * self.config.hidden * self.batch.itemsize)
 
     def _followed_at_once(self) -> set[tuple[int, int, int]]:
-        """Return (stage, replica, micro-batch) keys of forwards that their own backward directly follows."""
+        """Return the (stage, replica, micro-batch) of forwards that are directly followed by their own backward."""
         found: set[tuple[int, int, int]] = set()
         before: tuple[int, int, int] | None = None
         for _, kind, *key in self._steps():
@@ -380,9 +379,9 @@ class _Step:
         """Return this rank's steps of the pipeline program (forwards, backwards, sends, receives), in order."""
         return list_rank_steps(self.program, self.place["pp"])
 
-    def _at(self, moment: Snapshot, others: Mapping[tuple[str, str, int], int]) -> Iterator[Item]:
-        """Yield the non-persistent tensors at a snapshot. others: bytes of other steps' ones by (category, name,
-        stage)."""
+    def _snapshot_items(self, snapshot: Snapshot, others: Mapping[tuple[str, str, int], int]) -> Iterator[Item]:
+        """Yield the items of the ledger at a snapshot without persistent ones. others: bytes of other micro-batches'
+        tensors by (category, name, stage)."""
         for (category, name, of), size in others.items():
             if name in (WAITING, FOLLOWED):
                 part = self.stage(of, name == FOLLOWED)
@@ -392,8 +391,8 @@ class _Step:
                     yield Item(category, title, each.shape, each.dtype, each.bytes * count, of, "forward", "backward")
                 continue
             yield Item(category, f"stage {of}: {name}", (), "", size, of, "forward", "backward")
-        stage = moment.stage
-        for each in moment.list_saved():
+        stage = snapshot.stage
+        for each in snapshot.list_saved():
             yield Item("activations", each.name, each.shape, each.dtype, each.bytes, stage, "forward", "backward")
-        for extra in moment.temporaries:
-            yield Item(extra.category, extra.name, (), "", extra.bytes, stage, moment.name, moment.name)
+        for extra in snapshot.temporaries:
+            yield Item(extra.category, extra.name, (), "", extra.bytes, stage, snapshot.name, snapshot.name)

@@ -1,7 +1,7 @@
-"""Activation memory of a layer under other engines, as published, and the arithmetic of model states.
+"""Activation memory of a layer under other engines, as published, and the bytes of model states per parameter.
 
-Bytes, with two for a number in the narrow type. These are closed forms from papers, not measured here; those of the
-engine `meshwright` are in `saved.py`.
+All figures are bytes, with two per number of a 16-bit type. These are closed forms from papers, not measured here;
+those of the engine `meshwright` are in `saved.py`.
 
 Megatron-LM (Korthikanti et al. 2022, arXiv:2205.05198, section 4): fused kernels that save their inputs. For a GPT (f =
 4h, multi-head, dropout, no flash attention) the sum is sbh (34 + 5as/h), and with tensor and sequence parallelism its
@@ -21,25 +21,28 @@ from meshwright.planner.cost.micro_batch import MicroBatch, Number
 Saved = Iterator[tuple[str, Number]]
 
 
-def published_layer(at: MicroBatch, mixture: bool = False) -> dict[str, Number]:
-    """Return the bytes of the activations that one layer saves on one rank under the micro-batch's engine, by
-    operation. mixture: the layer's MLP is a mixture of experts. Megatron's, for an engine without published figures."""
-    return dict(_ENGINES.get(at.engine.name, _megatron)(at, mixture))
+def published_layer(batch: MicroBatch, mixture: bool = False) -> dict[str, Number]:
+    """Return {operation: bytes} of the activations that one layer saves on one rank under the micro-batch's engine, as
+    published; Megatron-LM's for an engine without published figures. mixture: True if the layer's MLP is a mixture of
+    experts."""
+    return dict(_ENGINES.get(batch.engine.name, _megatron)(batch, mixture))
 
 
-def _mlp(at: MicroBatch, mixture: bool) -> tuple[Number, Number]:
-    """Return (MLP inputs of a token, one for each chosen expert; total hidden columns of these MLPs on a rank)."""
-    config = at.config
+def _mlp(batch: MicroBatch, mixture: bool) -> tuple[Number, Number]:
+    """Return (MLP inputs of a token: one for each chosen expert, hidden features of these MLPs together on a rank).
+    mixture: the MLP is a mixture of experts."""
+    config = batch.config
     if not mixture:
-        return 1.0, config.intermediate / at.tp
-    expert = config.experts_per_token * config.expert_intermediate / (at.etp if at.expert_parallel else at.tp)
-    return config.experts_per_token + (config.shared_intermediate > 0), expert + config.shared_intermediate / at.tp
+        return 1.0, config.intermediate / batch.tp
+    expert = config.experts_per_token * config.expert_intermediate / (batch.etp if batch.expert_parallel else batch.tp)
+    return config.experts_per_token + (config.shared_intermediate > 0), expert + config.shared_intermediate / batch.tp
 
 
-def _megatron(at: MicroBatch, mixture: bool) -> Saved:
-    """Yield (operation, bytes) of the activations that one Megatron-LM layer saves on one rank."""
-    config, layout, t = at.config, at.layout, at.tp
-    tokens = at.rows * at.whole / at.cp
+def _megatron(batch: MicroBatch, mixture: bool) -> Saved:
+    """Yield (operation, bytes) of the activations that one Megatron-LM layer saves on one rank. mixture: the layer's
+    MLP is a mixture of experts."""
+    config, layout, t = batch.config, batch.layout, batch.tp
+    tokens = batch.rows * batch.sequence / batch.cp
     h, query, key = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
     stream = 2 * tokens * h / (t if layout.tensor_sequence_parallel else 1)
     if layout.recompute == "full":
@@ -49,32 +52,33 @@ def _megatron(at: MicroBatch, mixture: bool) -> Saved:
     yield "attention.qkv.input", stream
     yield "attention.query_key", 2 * tokens * (query + key) / t
     yield "attention.value", 2 * tokens * key / t
-    if at.kernel == "scores" and layout.recompute == "none":
-        scores = config.heads * at.whole * tokens / t
+    if batch.kernel == "scores" and layout.recompute == "none":
+        scores = config.heads * batch.sequence * tokens / t
         yield "attention.softmax", 2 * scores
-        if at.engine.dropout:
+        if batch.engine.dropout:
             yield "attention.dropout_mask", scores
             yield "attention.dropout", 2 * scores
     yield "attention.output.input", 2 * tokens * query / t
-    if at.engine.dropout:
+    if batch.engine.dropout:
         yield "attention.output.dropout_mask", stream / 2
     yield "mlp_norm.input", stream
-    copies, columns = _mlp(at, mixture)
+    copies, columns = _mlp(batch, mixture)
     yield "mlp.up.input", copies * stream
     yield "mlp.activation.input", 2 * tokens * columns * (2 if config.gated else 1)
     yield "mlp.down.input", 2 * tokens * columns
-    if at.engine.dropout:
+    if batch.engine.dropout:
         yield "mlp.dropout_mask", stream / 2
 
 
-def _eager(at: MicroBatch, mixture: bool, every_second: bool = False) -> Saved:
+def _eager(batch: MicroBatch, mixture: bool, every_second: bool = False) -> Saved:
     """Yield (operation, bytes) of the activations that one layer of eager PyTorch operations saves on one rank.
-    every_second: selective recomputation saves every second matrix product."""
-    config, layout, t = at.config, at.layout, at.tp
-    tokens = at.rows * at.whole / at.cp
+    mixture: the layer's MLP is a mixture of experts; every_second: selective recompute saves every second matrix
+    product."""
+    config, layout, t = batch.config, batch.layout, batch.tp
+    tokens = batch.rows * batch.sequence / batch.cp
     h, query, key = config.hidden, config.heads * config.head_dim, config.kv_heads * config.head_dim
     stream = 2 * tokens * h / (t if layout.tensor_sequence_parallel else 1)
-    copies, columns = _mlp(at, mixture)
+    copies, columns = _mlp(batch, mixture)
     if layout.recompute == "full":
         yield "layer.input", stream
         return
@@ -85,7 +89,7 @@ def _eager(at: MicroBatch, mixture: bool, every_second: bool = False) -> Saved:
         yield "attention.query_and_value", 2 * tokens * (query + key) / t
         yield "attention.output.input", (2 * query + 4 * config.heads) * tokens / t
         yield "mlp.up.output", 2 * tokens * columns
-        if at.engine.fusion != "compiled":
+        if batch.engine.fusion != "compiled":
             yield "mlp.down.output", stream
         return
     for name in ("attention_norm", "mlp_norm"):
@@ -95,19 +99,19 @@ def _eager(at: MicroBatch, mixture: bool, every_second: bool = False) -> Saved:
     yield "attention.rotated", 2 * tokens * (query + key) / t
     if config.query_key_norm:
         yield "attention.query_key_norm", 3 * 2 * tokens * (query + key) / t
-    if at.kernel == "scores" and layout.recompute == "none":
-        yield "attention.scores", 5 * config.heads * at.whole * tokens / t
+    if batch.kernel == "scores" and layout.recompute == "none":
+        yield "attention.scores", 5 * config.heads * batch.sequence * tokens / t
     yield "attention.output.input", 2 * tokens * query / t
     if mixture:
         yield "mlp.dispatched", copies * stream
     yield "mlp", 2 * tokens * columns * (4 if config.gated else 2)
 
 
-def _eight_bit(at: MicroBatch, mixture: bool) -> Saved:
+def _eight_bit(batch: MicroBatch, mixture: bool) -> Saved:
     """Yield (operation, bytes) of the activations that one layer of DeepSeek-V3 saves on one rank in fp8 training
     (arXiv:2412.19437): norms, SwiGLU and the up-projections of latent attention are recomputed (section 3.2.3), inputs
     of linear layers and of SwiGLU are saved in 8 bits, that of attention's output projection in 12 (section 3.3.3)."""
-    config, tokens, recompute = at.config, at.rows * at.whole / at.cp, at.layout.recompute
+    config, tokens, recompute = batch.config, batch.rows * batch.sequence / batch.cp, batch.layout.recompute
     yield "attention_norm.input", 2 * tokens * config.hidden
     if recompute == "full":
         return
@@ -116,7 +120,7 @@ def _eight_bit(at: MicroBatch, mixture: bool) -> Saved:
     yield "attention.latents", tokens * vectors
     yield "attention.output.input", (1.5 * config.value_dim + 4) * tokens * config.heads  # and the log-sum-exp
     yield "mlp_norm.input", 2 * tokens * config.hidden
-    copies, columns = _mlp(at, mixture)
+    copies, columns = _mlp(batch, mixture)
     yield "mlp.up.input", tokens * copies * config.hidden
     yield "mlp.activation.input", 2 * tokens * columns
     if recompute == "none":
@@ -131,7 +135,8 @@ _ENGINES: dict[str, Callable[[MicroBatch, bool], Saved]] = {
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes per parameter of weights, gradients and optimizer state (float32 master weights included)."""
+    """Bytes per parameter. weights, gradients: of weights and of gradients; optimizer: of optimizer state, fp32 master
+    weights included."""
 
     weights: float
     gradients: float

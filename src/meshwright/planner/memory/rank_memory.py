@@ -1,7 +1,7 @@
-"""Memory of every rank of a pipeline, with the framework's own and fragmentation.
+"""Memory of every pipeline rank, including the framework's memory and fragmentation.
 
-Ours is the ledger's, tensor by tensor. Of another engine it is what was published of it: its bytes of each parameter,
-its saved activations of a layer, the micro-batches that its schedule has in flight, and its logits.
+For the engine `meshwright` it is the ledger's, tensor by tensor. For another engine it is computed from published
+figures: bytes per parameter, saved activations of a layer, micro-batches in flight under the schedule, and logits.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from meshwright.names import BIDIRECTIONAL_SCHEDULES, SCHEDULE_CHUNKS
 from meshwright.planner.cost.bubbles import in_flight, stages_by_rank
 from meshwright.planner.cost.communication import count_parameters, group_of
 from meshwright.planner.cost.micro_batch import DTYPES, MicroBatch
-from meshwright.planner.cost.pipeline_times import communicated_level
+from meshwright.planner.cost.pipeline_times import communicated_zero_stage
 from meshwright.planner.cost.rates import attention_kernel
 from meshwright.planner.hardware.cluster import Cluster
-from meshwright.planner.memory.activation_bytes import bytes_each
+from meshwright.planner.memory.activation_bytes import state_bytes_per_parameter
 from meshwright.planner.memory.ledger import CATEGORIES, CUDA_CONTEXT, STORED, Item, ledger
 from meshwright.planner.memory.published import published_layer
 from meshwright.planner.problem import Problem
@@ -30,24 +30,24 @@ from meshwright.spec.stages import Stage
 from meshwright.spec.work import count_predictions
 
 MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "workspace")
-"""The parts of the peak in an answer; communication and logits are part of the workspace there."""
+"""Categories of the peak in JSON answers, in which "workspace" includes communication and logits."""
 
 SLACK = 0.05
 """Memory that CUDA's allocator reserves beyond the peak because of fragmentation, as a fraction of the peak (published
 figures: 3 to 7%)."""
 
 
-def slack(cluster: Cluster) -> float:
-    """Return the memory that a device holds in addition to the predicted peak, as a fraction of it: allocator
-    fragmentation on CUDA, and the unexplained memory of the cluster's finished runs."""
+def slack_fraction(cluster: Cluster) -> float:
+    """Return the fraction of the predicted peak by which a device's memory use exceeds it: allocator fragmentation on
+    CUDA, and the excess measured in finished runs on the cluster."""
     found = cluster.calibration
     shown = 0.0 if found is None or found.unexplained_share is None else found.unexplained_share
     return max(0.0, (SLACK if cluster.kind == "cuda" else 0.0) + shown)
 
 
 def context_bytes(problem: Problem) -> int:
-    """Return the bytes that a process holds in addition to tensors: on CUDA an upper bound of the context's, on a CPU
-    those measured on the machine (interpreter, libraries)."""
+    """Return the bytes that a rank's process holds in addition to tensors: on CUDA an upper bound of the CUDA context,
+    on a CPU the interpreter and libraries as measured on this machine."""
     return int(CUDA_CONTEXT[1]) if problem.cluster.kind == "cuda" else sum(size for _, size in problem.process)
 
 
@@ -60,10 +60,10 @@ class RankMemory:
         items: Tensors at the peak.
         peak_bytes: Sum of the items, as PyTorch's allocator counts.
         peak_snapshot: Name of the memory snapshot, such as "layers.3.mlp: backward".
-        framework_bytes: KernelMemory in addition by the CUDA context; on a CPU by interpreter and libraries.
-        slack_bytes: KernelMemory in addition and unexplained, such as by fragmentation.
-        exact: True if counted tensor by tensor, not in closed form.
-        compiled: True if predicted for compiled blocks.
+        framework_bytes: Further bytes of the CUDA context; on a CPU of interpreter and libraries.
+        slack_bytes: Further bytes without a known tensor, such as fragmentation.
+        exact: True if counted tensor by tensor, False if in closed form.
+        compiled: True if predicted for compiled layers.
     """
 
     pp_rank: int
@@ -81,8 +81,7 @@ class RankMemory:
         return self.peak_bytes + self.framework_bytes + self.slack_bytes
 
     def by_category(self) -> dict[str, int]:
-        """Return the bytes at the peak by category of the ledger, such as "activations"; "framework" and "unexplained"
-        included."""
+        """Return {category: bytes} at the peak, such as "activations"; "framework" and "unexplained" are included."""
         found = dict.fromkeys(CATEGORIES, 0)
         for item in self.items:
             found[item.category] += item.bytes
@@ -90,8 +89,8 @@ class RankMemory:
         return found
 
     def gib(self) -> dict[str, float]:
-        """Return the GiB of each category, of their sum "peak", and of "framework" and "unexplained", which are not
-        part of the peak; "workspace" includes communication and logits."""
+        """Return {category: GiB} with "peak", the sum over tensors, and with "framework" and "unexplained", which the
+        peak does not include; "workspace" includes communication and logits."""
         found = self.by_category()
         parts = {name: found[name] / GIB for name in MEMORY_PARTS}
         parts["workspace"] += (found["communication"] + found["logits"]) / GIB
@@ -100,8 +99,8 @@ class RankMemory:
 
 
 def merge_layers(items: Iterable[Item]) -> list[Item]:
-    """Merge ledger items that differ only in the layer's number, such as `layers.0.mlp.up.input`, and add up their
-    bytes; return the items, largest first."""
+    """Return ledger items with those merged that differ only in the layer's number, such as `layers.0.mlp.up.input`;
+    their bytes are summed. Largest first."""
     found: dict[tuple[str, ...], list[Item]] = {}
     numbers: dict[tuple[str, ...], list[int]] = {}
     for item in items:
@@ -121,7 +120,7 @@ def merge_layers(items: Iterable[Item]) -> list[Item]:
 
 @lru_cache(maxsize=256)
 def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> RankMemory:
-    """Return the memory of a pipeline rank at its peak. Raises `UserError` for an infeasible layout."""
+    """Return the memory of the pipeline rank `pp_rank` at its peak. Raises `UserError` for an infeasible layout."""
     context = context_bytes(problem)
     if problem.engine.name == "meshwright":
         found = ledger(
@@ -138,17 +137,14 @@ def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> RankMemory:
         peak, moment = sum(item.bytes for item in items), "most micro-batches under way"
         compiled = False
     return RankMemory(
-        pp_rank, items, peak, moment, context, round(slack(problem.cluster) * peak),
+        pp_rank, items, peak, moment, context, round(slack_fraction(problem.cluster) * peak),
         problem.engine.name == "meshwright", compiled,
     )  # fmt: skip
 
 
 def distinct_ranks(problem: Problem, layout: Layout) -> list[int]:
-    """Return the pipeline ranks whose memory is to be computed: of each set of ranks with equal stages, the first and
-    the last.
-
-    One of the two has most micro-batches in flight; the others of the set are between them.
-    """
+    """Return the pipeline ranks whose memory must be computed to find the highest peak: the first and the last of each
+    set of ranks with equal stages, as one of these two has most micro-batches in flight."""
     found: dict[tuple[object, ...], list[int]] = {}
     for rank, place in enumerate(stages_at(problem, layout)):
         kind = tuple((len(stage.layers), stage.first, stage.last) for stage in place)
@@ -169,53 +165,54 @@ def stages_at(problem: Problem, layout: Layout) -> list[list[Stage]]:
 
 
 def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Item]:
-    """Yield the memory of a pipeline rank under another engine (framework) than Meshwright, by its published closed
-    forms, as items that add up to its peak."""
+    """Yield the memory items of the pipeline rank `pp_rank` under an engine other than `meshwright`, by the engine's
+    published closed forms; their sum is the peak."""
     config, engine = problem.config, problem.engine
     place = stages_at(problem, layout)[pp_rank]
     rows = problem.batch // (layout.dp * layout.micro_batches)
-    at = MicroBatch.of(
+    batch = MicroBatch.of(
         config, layout, rows, problem.sequence, dtype=DTYPES[problem.precision], engine=engine,
         kernel=attention_kernel(engine, problem.cluster, config),
     )  # fmt: skip
-    x, sizes = at.itemsize, count_parameters(at)
+    x, sizes = batch.itemsize, count_parameters(batch)
     dense, experts = (sum(part) for part in zip(*(sizes.of_stage(config, stage) for stage in place), strict=True))
-    each = bytes_each(problem)
+    each = state_bytes_per_parameter(problem)
     for kind, numel, axis in (("dense", dense, "shard"), ("experts", experts, "expert_shard")):
         ranks = group_of(layout, axis, problem.cluster).ranks
         for category, size in zip(MEMORY_PARTS, each.sharded(layout.zero, ranks), strict=False) if numel else ():
-            yield _line(category, f"{kind} {category}", numel * size)
+            yield _make_item(category, f"{kind} {category}", numel * size)
     waiting, _ = in_flight(layout.schedule, layout.pp, layout.chunks, layout.micro_batches)
     flying = float(waiting[:, pp_rank].max())
     again = 0.0
     if layout.schedule in BIDIRECTIONAL_SCHEDULES:  # a micro-batch passes one of the rank's two stages
         flying /= len(place)
-    unrecomputed = replace(at, layout=layout.with_(recompute="none"))
+    unrecomputed = replace(batch, layout=layout.with_(recompute="none"))
     for mixture, layers in Counter(config.has_experts(layer) for stage in place for layer in stage.layers).items():
-        saved = published_layer(at, mixture)
+        saved = published_layer(batch, mixture)
         for name, size in saved.items():
-            yield _line("activations", f"{name} of {layers} layers x {flying:g}", size * x / 2 * layers * flying)
+            yield _make_item("activations", f"{name} of {layers} layers x {flying:g}", size * x / 2 * layers * flying)
         again = max(again, sum(published_layer(unrecomputed, mixture).values()) - sum(saved.values()))
     logits = 0.0
     if config.head in ("next", "masked") and any(stage.last for stage in place):
         tokens = count_predictions(config, rows, problem.sequence) / layout.cp
-        logits = tokens * at.vocabulary * (x + engine.loss_holds)
-    # The loss is through when a layer is recomputed: the larger of the two counts.
+        logits = tokens * batch.vocabulary * (x + engine.loss_holds)
+    # The loss has ended when a layer is recomputed, so the larger of the two counts.
     if again * x / 2 > logits:
-        yield _line("activations", "a recomputed layer", again * x / 2)
+        yield _make_item("activations", "a recomputed layer", again * x / 2)
     elif logits:
-        yield _line("logits", "logits", logits)
-    if communicated_level(layout.zero, layout.pp, engine) < layout.zero:
+        yield _make_item("logits", "logits", logits)
+    if communicated_zero_stage(layout.zero, layout.pp, engine) < layout.zero:
         if layout.zero == 3:
-            yield _line("communication", "gathered parameters", (dense + experts) * x)
-        yield _line("gradients", "unsharded gradients", (dense + experts) * each.gradients)
+            yield _make_item("communication", "gathered parameters", (dense + experts) * x)
+        yield _make_item("gradients", "unsharded gradients", (dense + experts) * each.gradients)
     elif layout.zero == 3:
         layer = max(sum(sizes.layer), sum(sizes.mixture))
-        yield _line("communication", "gathered layers", 2 * layer * x)
+        yield _make_item("communication", "gathered layers", 2 * layer * x)
 
 
-def _line(category: str, name: str, size: float) -> Item:
-    """Return a ledger item of `size` bytes without shape and stage, allocated for the whole step."""
+def _make_item(category: str, name: str, size: float) -> Item:
+    """Return a ledger item of `size` bytes that is allocated for the whole step and has no shape or stage. category:
+    such as "logits"."""
     return Item(category, name, (), "", round(size), None, "start", "end")
 
 

@@ -12,8 +12,8 @@ from meshwright.planner.memory.states import Flat
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """An activation saved by a forward for its backward. name: such as "layers.3.mlp.up.input"; dtype: torch's type
-    name; bytes: of its whole storage."""
+    """An activation that a forward saves for its backward. name: such as "layers.3.mlp.up.input"; shape; dtype: torch's
+    type name; bytes: size of its whole storage."""
 
     name: str
     shape: tuple[int, ...]
@@ -22,8 +22,8 @@ class Saved:
 
 
 class Temporary(NamedTuple):
-    """A tensor of a memory snapshot that is neither persistent nor a saved activation. category: of the memory ledger,
-    such as "workspace"; bytes: negative for a saved activation that is already freed."""
+    """A tensor of a memory snapshot that is neither persistent nor a saved activation. category: category of the memory
+    ledger, such as "workspace"; bytes: size, negative for a saved activation that is already freed."""
 
     category: str
     name: str
@@ -31,27 +31,27 @@ class Temporary(NamedTuple):
 
 
 NamedSnapshot = tuple[str, list[Temporary]]
-"""A snapshot's name, to follow that of its unit, such as ".attention", and its temporaries."""
+"""(suffix of the snapshot's name after its unit's, such as ".attention"; temporaries)."""
 
 
 def activation(name: str, size: int) -> Temporary:
-    """Return an activation or a gradient of one, of `size` bytes, that is allocated for a moment."""
+    """Return a temporary of category "activations": a short-lived activation, or the gradient of one. size: bytes."""
     return Temporary("activations", name, size)
 
 
 def workspace(name: str, size: int) -> Temporary:
-    """Return a workspace of `size` bytes: what a kernel or a loop allocates while it runs."""
+    """Return a temporary of category "workspace": memory that a kernel or loop allocates while it runs. size: bytes."""
     return Temporary("workspace", name, size)
 
 
 def message(name: str, size: int) -> Temporary:
-    """Return a tensor of `size` bytes on its way between ranks."""
+    """Return a temporary of category "communication": a tensor that is being sent or received. size: bytes."""
     return Temporary("communication", name, size)
 
 
 class Reduction(NamedTuple):
-    """A gradient reduction in flight. flat: the flat parameter buffer whose gradient is reduced; later: it is of a
-    micro-batch after the first, so its result is accumulated."""
+    """A gradient reduction in flight. flat: flat parameter buffer whose gradient is reduced; later: True if it belongs
+    to a micro-batch after the first, so that its result is added to an earlier sum."""
 
     flat: Flat
     later: bool
@@ -59,11 +59,8 @@ class Reduction(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BackwardState:
-    """State of a pipeline stage when a backward begins.
-
-    later: the backward is not the first of the step; last: it is the last through this stage; before: gradient
-    reductions in flight.
-    """
+    """State of a pipeline stage when a backward begins. later: True if an earlier micro-batch of the step had its
+    backward; last: True for the stage's last backward of the step; before: gradient reductions in flight."""
 
     later: bool
     last: bool
@@ -71,9 +68,14 @@ class BackwardState:
 
 
 class Buffers(NamedTuple):
-    """Flat buffers of a stage. units: its FSDP units, each a layer, the embedding or the head; flats: flat parameter
-    buffers by unit; reused: number of unsharded gradient buffers that layers reuse, by elements; tied: head and
-    embedding share a matrix."""
+    """Flat parameter buffers of a stage, in which ZeRO shards parameters.
+
+    Attributes:
+        units: FSDP units of the stage, each a layer, the embedding or the head.
+        flats: Flat parameter buffers of each unit.
+        reused: {elements: number} of the unsharded gradient buffers that layers share.
+        tied: True if head and embedding share their weight.
+    """
 
     units: Sequence[str]
     flats: Mapping[str, Sequence[Flat]]
@@ -90,10 +92,10 @@ class Snapshot:
 
     Attributes:
         name: Such as "layers.3: forward".
-        saved_bytes: Bytes of the stage's own saved activations of this micro-batch.
-        temporaries: Other tensors.
+        saved_bytes: Bytes of this micro-batch's saved activations in the stage.
+        temporaries: All other tensors that are not persistent.
         stage: Index of the stage; None for a snapshot without saved activations.
-        list_saved: Function that returns the saved activations whose bytes `saved_bytes` sums.
+        list_saved: Function that returns the saved activations counted in `saved_bytes`.
     """
 
     name: str
@@ -107,6 +109,6 @@ class Snapshot:
         """Total bytes of the snapshot."""
         return self.saved_bytes + sum(one.bytes for one in self.temporaries)
 
-    def with_more(self, more: Sequence[Temporary]) -> Snapshot:
-        """Return a copy of the snapshot with the tensors `more` added."""
-        return replace(self, temporaries=(*self.temporaries, *more)) if more else self
+    def with_more(self, added: Sequence[Temporary]) -> Snapshot:
+        """Return a copy of the snapshot with the tensors `added` in addition."""
+        return replace(self, temporaries=(*self.temporaries, *added)) if added else self

@@ -1,4 +1,5 @@
-"""Memory snapshots of a stage's forward and backward at which the peak may be, in closed form, as autograd frees."""
+"""Memory snapshots of a stage's forward and backward at which memory may peak, computed in closed form from when
+autograd frees tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from functools import cached_property, partial
 
 from meshwright.planner.cost.micro_batch import MicroBatch, Number, layer_kind
 from meshwright.planner.memory import compiled_peaks, temporaries
-from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, has_tables
+from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, can_predict_compiled
 from meshwright.planner.memory.compiled_peaks import COLLECTED, Backward
 from meshwright.planner.memory.snapshot import (
     FIRST_AND_LAST,
@@ -28,82 +29,87 @@ from meshwright.spec.policy import FUSED_ACCUMULATION_MIN_NUMEL
 from meshwright.spec.stages import LOOKED_UP, Stage
 
 OF_HEAD = ("head.", "final_norm.", "transform.", "transform_norm.", "pooler.", "classifier.", "loss")
-"""How the names of what the head's unit saves begin."""
+"""Prefixes of the names of activations that the head's FSDP unit saves."""
 
 
-def queued_bytes(at: MicroBatch, whole: Sequence[Saved], layer: int, attention: bool = True) -> Number:
-    """Return the bytes that a layer's queued weight gradients keep: its products' inputs and output gradients.
-
-    whole: saved activations without recompute; attention: include its products.
-    """
-    config, tokens = at.config, at.all_tokens
+def queued_bytes(batch: MicroBatch, unrecomputed: Sequence[Saved], layer: int, attention: bool = True) -> Number:
+    """Return the bytes that a layer's queued weight gradients keep allocated: inputs and output gradients of its linear
+    layers. unrecomputed: the stage's saved activations without recompute; attention: False to leave out attention's
+    linear layers."""
+    config, tokens = batch.config, batch.all_tokens
     names = ("qkv.input", "output.input", "up.input", "down.input") if attention else ("up.input", "down.input")
     found: Number = 0
-    for each in whole:
+    for each in unrecomputed:
         if each.name.startswith(f"layers.{layer}.") and each.name.endswith(names):
             found = found + each.bytes
-    gradients = tokens * (config.hidden + at.qkv_width) if attention else 0
+    gradients = tokens * (config.hidden + batch.qkv_width) if attention else 0
     if config.has_experts(layer):
-        computed = at.copies * (at.etp if at.expert_parallel else 1)
-        gradients = gradients + computed * (config.hidden + 2 * at.expert_width)
+        computed = batch.copies * (batch.etp if batch.expert_parallel else 1)
+        gradients = gradients + computed * (config.hidden + 2 * batch.expert_width)
         if config.shared_intermediate:
-            gradients = gradients + tokens * (config.hidden + 2 * config.shared_intermediate // at.tp)
+            gradients = gradients + tokens * (config.hidden + 2 * config.shared_intermediate // batch.tp)
     else:
-        gradients = gradients + tokens * (config.hidden + config.intermediate // at.tp * (2 if config.gated else 1))
-    return found + gradients * at.itemsize
+        gradients = gradients + tokens * (config.hidden + config.intermediate // batch.tp * (2 if config.gated else 1))
+    return found + gradients * batch.itemsize
 
 
 class StageSnapshots:
     """Generator of the memory snapshots of a stage's forward and backward on one rank.
 
-    saved: saved activations of the forward; whole: the same without recompute; compiled: blocks, norm and loss are
-    compiled; queues: split backwards queue weight gradients.
+    saved: activations that the forward saves; unrecomputed: those it would save without recompute; compiled: layers,
+    norm and loss are compiled; queues: True if split backwards queue weight gradients.
     """
 
     def __init__(
-        self, at: MicroBatch, stage: Stage, buffers: Buffers, saved: Sequence[Saved], whole: Sequence[Saved], *,
-        compiled: bool = False, queues: bool = False,
+        self, batch: MicroBatch, stage: Stage, buffers: Buffers, saved: Sequence[Saved], unrecomputed: Sequence[Saved],
+        *, compiled: bool = False, queues: bool = False,
     ) -> None:  # fmt: skip
-        self.at, self.stage, self.saved, self.whole, self.buffers = at, stage, saved, whole, buffers
+        self.batch, self.stage, self.saved, self.whole, self.buffers = batch, stage, saved, unrecomputed, buffers
         self.compiled, self.queues, self.units = compiled, queues, buffers.units
-        self.fused = at.itemsize == at.wide  # products add their weight gradients to the sums themselves
+        self.fused = batch.itemsize == batch.wide  # products add their weight gradients to the sums themselves
         self._unit = {unit: number for number, unit in enumerate(self.units)}
         self._layer = {unit: int(unit.split(".")[1]) for unit in self.units if unit.startswith("layers.")}
-        self.of_unit, self.of_whole = self._by_unit(saved), self._by_unit(whole)
-        self.of_loss = sum(each.bytes for each in saved if _of_loss(each))
+        self.of_unit, self.of_whole = self._by_unit(saved), self._by_unit(unrecomputed)
+        self.of_loss = sum(each.bytes for each in saved if _is_saved_by_loss(each))
         self.saved_bytes = sum(each.bytes for each in saved)
-        self.stream = at.rows * at.slice * at.config.hidden * at.itemsize
+        self.stream = batch.rows * batch.slice * batch.config.hidden * batch.itemsize
         self.queue = sum(map(self._queue_of, self._layer)) if queues else 0
 
     @property
     def _both_ends(self) -> bool:
-        """True if head and embedding share a matrix, and the stage has both."""
+        """True if the stage has both the embedding and the head, and these share their weight."""
         return self.buffers.tied and self.stage.first and self.stage.last
 
-    def _place(self, saved: Saved) -> int:
-        """Return the index of the unit that saved an activation; -1 if none did, and it stays until the end."""
+    def _saving_unit(self, saved: Saved) -> int:
+        """Return the index of the FSDP unit (layer, embedding or head) that saved an activation; -1 if none did, so
+        that it is freed only at the end of the backward."""
         if saved.name.startswith(OF_HEAD):
             return self._unit["head"]
         return self._unit.get(_unit_of(saved), -1)
 
     def _by_unit(self, saved: Sequence[Saved]) -> list[int]:
-        """Return the saved bytes by index of the unit; the last entry is of activations that belong to no unit."""
+        """Return the sum of the saved bytes of each FSDP unit, in order, and last of activations that belong to no
+        unit."""
         found = [0] * (len(self.units) + 1)
         for each in saved:
-            found[self._place(each)] += each.bytes
+            found[self._saving_unit(each)] += each.bytes
         return found
 
-    def _saved_at(self, place: int, back: bool) -> list[Saved]:
-        """Return the saved activations in memory when the forward (`back`: the backward) is at unit `place`: the index
-        of a layer, the embedding or the head."""
+    def _saved_at(self, unit_index: int, backward: bool) -> list[Saved]:
+        """Return the saved activations that are allocated during the forward (or, if `backward`, the backward) of the
+        unit with index `unit_index`, a layer, the embedding or the head."""
         return [
-            each for each in self.saved if self._place(each) < place + back or (back and _of_loss(each))
+            each
+            for each in self.saved
+            if self._saving_unit(each) < unit_index + backward or (backward and _is_saved_by_loss(each))
         ]  # what the loss keeps stays until the whole backward is over
 
-    def _snapshot(self, name: str, saved: int, tensors: Sequence[Temporary], place: int, back: bool) -> Snapshot:
-        """Return a snapshot of the forward (`back`: the backward) at unit `place`. saved: bytes of the saved
-        activations in memory."""
-        return Snapshot(name, saved, tuple(tensors), self.stage.index, partial(self._saved_at, place, back))
+    def _snapshot(
+        self, name: str, saved: int, tensors: Sequence[Temporary], unit_index: int, backward: bool
+    ) -> Snapshot:
+        """Return a snapshot during the forward (or, if `backward`, the backward) of the unit with index `unit_index`.
+        saved: bytes of saved activations; tensors: other tensors."""
+        return Snapshot(name, saved, tuple(tensors), self.stage.index, partial(self._saved_at, unit_index, backward))
 
     def forward(self) -> Iterator[Snapshot]:
         """Yield the memory snapshots of the forward of one micro-batch."""
@@ -111,7 +117,7 @@ class StageSnapshots:
         for place, unit in enumerate(self.units):
             found = [("", list(self._layer_forward(place)))]
             if unit == "head":
-                found = temporaries.loss_snapshots(self.at, self.saved, self.compiled, False)
+                found = temporaries.loss_snapshots(self.batch, self.saved, self.compiled, False)
             for what, extras in found:
                 tensors = *self._gathered(place, +1), *extras
                 yield self._snapshot(f"{unit}{what}: forward", before, tensors, place, False)
@@ -120,15 +126,15 @@ class StageSnapshots:
             out = (message("output", self.stream),)
             yield self._snapshot("end of forward", before, out, len(self.units), False)
 
-    def _layer_forward(self, place: int) -> Iterator[Temporary]:
-        """Yield the tensors in memory during the forward of the unit with index `place`, a layer or an embedding."""
-        unit, at = self.units[place], self.at
+    def _layer_forward(self, unit_index: int) -> Iterator[Temporary]:
+        """Yield the temporaries during the forward of the unit with index `unit_index`, a layer or an embedding."""
+        unit, at = self.units[unit_index], self.batch
         if unit not in self._layer:
             yield workspace(f"{unit} rows", at.all_tokens * at.config.hidden * at.itemsize)
         elif self._compiled(unit) and not self._expert_parallel(unit):
             yield from compiled_peaks.forward_extras(at, self._layer[unit])
         else:
-            yield activation(f"{unit} being computed", max(self.of_whole[place], self.of_unit[place]))
+            yield activation(f"{unit} being computed", max(self.of_whole[unit_index], self.of_unit[unit_index]))
             yield workspace(f"{unit} product and sums", 2 * self.stream)
             for one in temporaries.unpacked_weight(at, self._layer[unit]):  # what follows it is not saved yet
                 saved = sum(each.bytes for each in self._saved_of.get(unit, []) if ".mlp." in each.name)
@@ -143,18 +149,18 @@ class StageSnapshots:
                 )
 
     def backward(self, split: bool = False, state: BackwardState = FIRST_AND_LAST) -> Iterator[Snapshot]:
-        """Yield the memory in use at each point of one micro-batch's backward on the stage. state: whether it is the
-        step's first and last backward. split: True if it computes input gradients only."""
-        config, left, frozen = self.at.config, self.saved_bytes, self.at.config.adapter is not None
-        matrix = self.at.vocabulary * config.hidden * self.at.itemsize
+        """Yield the memory snapshots of one micro-batch's backward in order. split: True if it computes only input
+        gradients; state: state when it begins, such as gradient reductions in flight."""
+        config, left, frozen = self.batch.config, self.saved_bytes, self.batch.config.adapter is not None
+        matrix = self.batch.vocabulary * config.hidden * self.batch.itemsize
         queue = 0  # of a split backward: what weight gradients need
         for place in reversed(range(len(self.units))):
             unit = self.units[place]
             at_end = self._compiled(unit) and not self._expert_parallel(unit)  # gradient buffers come at its end
             around = [*self._gathered(place, -1), *self._reductions(place, state, split, at_end)]
-            opened = self._opened(place) if at_end and not split else []
+            opened = self._unsharded_gradients(place) if at_end and not split else []
             if self._both_ends and unit != "head" and not frozen:
-                # Autograd holds it until what looking up rows adds is there too.
+                # Autograd holds it until the gradient of the lookup is computed too.
                 around.append(Temporary("gradients", "head's part of the embedding's gradient", matrix))
             elif split and self.stage.last and unit != "head" and config.head == "next" and not frozen:
                 around.append(Temporary("gradients", "head weight gradient, held", matrix))
@@ -169,68 +175,78 @@ class StageSnapshots:
                 queue += self._queue_of(unit)
             left -= self.of_unit[place] - (self.of_loss if unit == "head" else 0)
         if split:  # units without products are complete: until now their gradients were held beside the sums
-            ends = [each for place in range(len(self.units)) if not self._waits(place) for each in self._opened(place)]
+            ends = [
+                each
+                for place in range(len(self.units))
+                if not self._has_queued_gradients(place)
+                for each in self._unsharded_gradients(place)
+            ]
             waiting = activation("queue of weight gradients", queue)
             yield self._snapshot("input gradients", left, (waiting, *ends, *self.in_flight(state.before)), -1, True)
 
     def weight_gradients(self, state: BackwardState) -> Iterator[Snapshot]:
-        """Yield the snapshots of the pass that computes queued weight gradients, which begins in state `state`."""
-        at, config = self.at, self.at.config
+        """Yield the memory snapshots of the pass that computes queued weight gradients. state: state when it begins."""
+        at, config = self.batch, self.batch.config
         columns = max(at.qkv_width, config.intermediate // at.layout.tp * (2 if config.gated else 1))
         extras = [] if self.fused else [workspace("weight gradient", columns * config.hidden * at.itemsize)]
-        around = [*self.in_flight([*state.before, *self.reduced(state, True)]), *self._opened(0)]
+        around = [
+            *self.in_flight([*state.before, *self.started_reductions(state, True)]),
+            *self._unsharded_gradients(0),
+        ]
         yield Snapshot("weight gradients", 0, (*extras, *around))
 
-    def _unit_backward(self, place: int, split: bool) -> Iterator[NamedSnapshot]:
-        """Yield the snapshots of the backward of unit `place` (index); split: input gradients only."""
-        unit = self.units[place]
+    def _unit_backward(self, unit_index: int, split: bool) -> Iterator[NamedSnapshot]:
+        """Yield (snapshot name, temporaries) for the backward of the unit with index `unit_index`. split: only input
+        gradients are computed."""
+        unit = self.units[unit_index]
         if unit == "head":
-            if self.at.config.encoder:
+            if self.batch.config.encoder:
                 yield ".rows", [activation("gradient of the last layer's output", self.stream)]
-            if self.at.config.head not in ("next", "masked"):
+            if self.batch.config.head not in ("next", "masked"):
                 return
-            yield "", [*temporaries.loss_backward(self.at, self.saved)]
+            yield "", [*temporaries.loss_backward(self.batch, self.saved)]
             if not any(each.name == "head.hidden.gradient" for each in self.saved):
-                yield from temporaries.loss_snapshots(self.at, self.saved, self.compiled, True)
+                yield from temporaries.loss_snapshots(self.batch, self.saved, self.compiled, True)
         elif self._compiled(unit):
             ends = {GRADIENT: self.units[-1]} | ({} if self.stage.first else {INPUT: self.units[0]})
             arrived, layer = frozenset(name for name, end in ends.items() if end == unit), self._layer[unit]
             if self._expert_parallel(unit):
                 saved = self.whole, self.saved
                 yield from compiled_peaks.mixture_backward_extras(
-                    self.at, layer, saved, self.stream, Backward(arrived)
+                    self.batch, layer, saved, self.stream, Backward(arrived)
                 )  # fmt: skip
             else:
                 state = Backward(arrived, self.queues, self.queues and not split)
-                yield from compiled_peaks.backward_extras(self.at, layer, state)
+                yield from compiled_peaks.backward_extras(self.batch, layer, state)
         elif unit in self._layer:
-            again = self.of_whole[place] + self._beside(unit) - self.of_unit[place]
+            again = self.of_whole[unit_index] + self._bytes_beside_recomputed(unit) - self.of_unit[unit_index]
             more = [activation("recomputed", again)] if again > 0 else []
             for name, extras in self._layer_backward(unit, split):
                 yield name, [*more, *extras]
-        elif unit in LOOKED_UP and self.at.config.adapter is None:
-            yield "", [*temporaries.table_backward(self.at, unit)]
+        elif unit in LOOKED_UP and self.batch.config.adapter is None:
+            yield "", [*temporaries.table_backward(self.batch, unit)]
 
-    def _beside(self, unit: str) -> int:
-        """Return the bytes of a layer's saved activations that stay in addition to the recomputed ones: its narrow
-        input, and results that the backward never reads. unit: "layers.N"."""
-        at = self.at
-        if at.layout.recompute == "none":
+    def _bytes_beside_recomputed(self, unit: str) -> int:
+        """Return the bytes of a layer's saved activations that stay allocated while the recomputed ones are: its 16-bit
+        input, and results that the backward never reads. unit: such as "layers.3"."""
+        batch = self.batch
+        if batch.layout.recompute == "none":
             return 0
-        names = [f"{unit}.input"] if at.narrow else []
-        if not at.config.post_norms:
+        names = [f"{unit}.input"] if batch.narrow else []
+        if not batch.config.post_norms:
             names += [f"{unit}.mlp.{what}" for what in ("down.sum", "output")]
-            down = at.config.intermediate // at.layout.tp * at.config.hidden
+            down = batch.config.intermediate // batch.layout.tp * batch.config.hidden
             if not self.queues and down < FUSED_ACCUMULATION_MIN_NUMEL:
                 names.append(f"{unit}.mlp.down.product")  # of a larger weight it is read: its own function makes it
         return sum(each.bytes for each in self.saved if each.name in names)
 
     def _layer_backward(self, unit: str, split: bool) -> Iterator[NamedSnapshot]:
-        """Yield the snapshots of an uncompiled layer's backward. unit: "layers.N"; split: no weight gradients."""
-        at, config, layout, number = self.at, self.at.config, self.at.layout, self._layer[unit]
+        """Yield (snapshot name, temporaries) for the backward of an uncompiled layer. unit: such as "layers.3"; split:
+        only input gradients are computed."""
+        at, config, layout, number = self.batch, self.batch.config, self.batch.layout, self._layer[unit]
         gradient = activation("gradient of the layer's output", self.stream * (2 if layout.tp > 1 else 1))
         after = config.encoder  # norms follow the residual additions: their backward comes first
-        around = [gradient, *(self._used([f"{unit}.mlp_norm."]) if after else ())]
+        around = [gradient, *(self._freed([f"{unit}.mlp_norm."]) if after else ())]
         if config.has_experts(number):
             for name, extras in temporaries.mixture_backward(at, f"{unit}.mlp", self.whole, split):
                 yield f".mlp{name}", [gradient, *extras]
@@ -248,23 +264,23 @@ class StageSnapshots:
                 yield ".mlp", [*around, extra, workspace("weight gradient", product)]
             if config.adapter and config.adapter.dropout:
                 yield ".mlp.down.dropout", [gradient, *temporaries.adapter_masks(at, number, "mlp.down")]
-                used = self._used([f"{unit}.mlp.{each}" for each in ("up.output", "activation", "down.")])
+                used = self._freed([f"{unit}.mlp.{each}" for each in ("up.output", "activation", "down.")])
                 both = activation("gradient of up's output", columns * (2 if config.gated else 1))
                 yield ".mlp.up.dropout", [gradient, both, *used, *temporaries.adapter_masks(at, number, "mlp.up")]
             if config.adapter and config.adapter.packed:
                 yield ".mlp.down.unpack", [gradient, *temporaries.unpacked_weight(at, number, "mlp.down", columns)]
-                used = self._used([f"{unit}.mlp.{each}" for each in ("up.output", "activation", "down.")])
+                used = self._freed([f"{unit}.mlp.{each}" for each in ("up.output", "activation", "down.")])
                 both = activation("gradient of up's output", columns * (2 if config.gated else 1))
                 weight = temporaries.unpacked_weight(at, number, "mlp.up", self.stream)
                 yield ".mlp.up.unpack", [gradient, both, *used, *weight]
         if config.norm == "rmsnorm" and not (split or after):
             sums = workspace("gradients inside a norm", 4 * (self.stream // at.itemsize) * at.wide)
-            used = self._used([f"{unit}.mlp.", f"{unit}.mlp_post_norm."])
+            used = self._freed([f"{unit}.mlp.", f"{unit}.mlp_post_norm."])
             yield ".mlp_norm", [gradient._replace(bytes=self.stream), *used, sums]
-        # Everything of the MLP is freed when attention's turn comes, but for what weight gradients wait for.
+        # The MLP's tensors are freed before attention's backward, except operands of queued weight gradients.
         gone = [f"{unit}.{each}." for each in ("mlp", "mlp_norm", "mlp_post_norm", "attention_post_norm")]
         gone += [] if at.ring or split else [f"{unit}.attention.output."]
-        around = [gradient, *self._used([*gone, *([f"{unit}.attention_norm."] if after else [])])]
+        around = [gradient, *self._freed([*gone, *([f"{unit}.attention_norm."] if after else [])])]
         if split:
             of_products = queued_bytes(at, self._saved_of.get(unit, []), number, attention=False)
             around.append(activation("queue of the MLP's weight gradients", of_products))
@@ -275,104 +291,113 @@ class StageSnapshots:
 
     @cached_property
     def _saved_of(self) -> dict[str, list[Saved]]:
-        """Activations that a unit such as "layers.3" saves without recompute, by unit."""
+        """Activations that each FSDP unit such as "layers.3" would save without recompute."""
         found: dict[str, list[Saved]] = {}
         for each in self.whole:
             found.setdefault(_unit_of(each), []).append(each)
         return found
 
-    def _used(self, names: Sequence[str]) -> Iterator[Temporary]:
-        """Yield an entry of negative bytes for freed saved activations: those whose names begin with one of `names`,
-        all of one unit."""
+    def _freed(self, names: Sequence[str]) -> Iterator[Temporary]:
+        """Yield a temporary of negative bytes for the saved activations of one unit that are already freed. names:
+        beginnings of their names."""
         unit = ".".join(names[0].split(".")[:2])
         freed = sum(each.bytes for each in self._saved_of.get(unit, []) if each.name.startswith(tuple(names)))
         if freed:
             yield activation("freed", -freed)
 
     def _queue_of(self, unit: str) -> int:
-        """Return the bytes that a layer's queued weight gradients keep allocated. unit: such as "layers.3"."""
+        """Return the bytes that the queued weight gradients of a layer keep allocated. unit: its name, such as
+        "layers.3"."""
         if self._compiled(unit):
-            return compiled_peaks.queued_bytes(self.at, self._layer[unit])
-        return int(queued_bytes(self.at, self._saved_of.get(unit, []), self._layer[unit]))
+            return compiled_peaks.queued_bytes(self.batch, self._layer[unit])
+        return int(queued_bytes(self.batch, self._saved_of.get(unit, []), self._layer[unit]))
 
     def _compiled(self, unit: str) -> bool:
-        """Return True if a unit such as "layers.3" is a compiled layer whose kernels are known."""
-        return self.compiled and unit in self._layer and has_tables(self.at)
+        """Return True if a unit such as "layers.3" is a compiled layer whose memory can be predicted."""
+        return self.compiled and unit in self._layer and can_predict_compiled(self.batch)
 
     def _expert_parallel(self, unit: str) -> bool:
         """Return True if a unit such as "layers.3" is a layer whose experts are expert-parallel."""
-        return self.at.expert_parallel and unit in self._layer and self.at.config.has_experts(self._layer[unit])
+        return self.batch.expert_parallel and unit in self._layer and self.batch.config.has_experts(self._layer[unit])
 
-    def _waits(self, place: int) -> bool:
-        """Return True if unit `place` is a layer: its gradients are complete only after the weight-gradient pass."""
-        return self.units[place] in self._layer
+    def _has_queued_gradients(self, unit_index: int) -> bool:
+        """Return True if the unit with index `unit_index` is a layer, whose gradients are complete only after the
+        weight-gradient pass."""
+        return self.units[unit_index] in self._layer
 
     # --- parameters and gradients
 
-    def _gathered(self, place: int, step: int) -> list[Temporary]:
-        """Return ZeRO-3's gathered parameters of units `place` and `place + step` (1 in forward, -1 in backward)."""
-        names = {self.units[at] for at in (place, place + step) if 0 <= at < len(self.units)}
+    def _gathered(self, unit_index: int, step: int) -> list[Temporary]:
+        """Return the parameters that ZeRO-3 has all-gathered: of the unit with index `unit_index` and of the prefetched
+        next one. step: 1 in the forward, -1 in the backward."""
+        names = {self.units[at] for at in (unit_index, unit_index + step) if 0 <= at < len(self.units)}
         if step < 0:
             names -= set(LOOKED_UP)
         if self.buffers.tied and ("head" in names or (step > 0 and self._both_ends)):
             names.add("embedding")
         return [
-            message(f"{flat.name} gathered", flat.held_bytes(flat.padded, self.at.itemsize))
+            message(f"{flat.name} gathered", flat.held_bytes(flat.padded, self.batch.itemsize))
             for name in sorted(names)
             for flat in self.buffers.flats.get(name, ())
             if flat.zero == 3
         ]
 
-    def _reductions(self, place: int, state: BackwardState, split: bool, at_end: bool) -> list[Temporary]:
-        """Return the tensors of gradient reductions in flight, and unsharded gradient buffers, in the backward of unit
-        `place` (index). split: input gradients only; at_end: the unit allocates its gradient buffers at its end."""
+    def _reductions(self, unit_index: int, state: BackwardState, split: bool, at_end: bool) -> list[Temporary]:
+        """Return the tensors of gradient reductions in flight, and unsharded gradient buffers, in the backward of the
+        unit with index `unit_index`. state: state when the stage's backward begins; split: only input gradients are
+        computed; at_end: the unit allocates its gradient buffers at its end."""
         if split:
             return self.in_flight(state.before)
-        posted = [*state.before, *self._reduced(range(place + 1, len(self.units)), state)]
-        return [*self.in_flight(posted), *([] if at_end else self._opened(place))]
+        posted = [*state.before, *self._list_reductions(range(unit_index + 1, len(self.units)), state)]
+        return [*self.in_flight(posted), *([] if at_end else self._unsharded_gradients(unit_index))]
 
-    def _opened(self, place: int) -> list[Temporary]:
-        """Return the unsharded gradient buffers of unit `place` (index), and of an embedding tied to the head."""
-        opened = list(self.buffers.flats.get(self.units[place], ())) if self.units else []
-        if self._both_ends:  # the head's part of it is there from the beginning
+    def _unsharded_gradients(self, unit_index: int) -> list[Temporary]:
+        """Return the unsharded gradient buffers of the unit with index `unit_index`, and of an embedding that shares
+        its weight with the head."""
+        opened = list(self.buffers.flats.get(self.units[unit_index], ())) if self.units else []
+        if self._both_ends:  # the head's contribution is allocated from the start
             opened += [flat for flat in self.buffers.flats.get("embedding", ()) if flat not in opened]
         return [each for flat in opened for each in self._unsharded(flat)]
 
     def _unsharded(self, flat: Flat) -> list[Temporary]:
-        """Return the unsharded gradient of a flat buffer under ZeRO-2 and 3, unless it is one of the reused buffers."""
+        """Return the unsharded gradient buffer that a flat parameter buffer allocates under ZeRO-2 and 3; none if
+        layers share one that is already counted."""
         if flat.zero < 2 or flat.padded in self.buffers.reused:
             return []
-        return [Temporary("gradients", f"{flat.name} unsharded gradient", flat.padded * self.at.wide)]
+        return [Temporary("gradients", f"{flat.name} unsharded gradient", flat.padded * self.batch.wide)]
 
     def in_flight(self, posted: Sequence[Reduction]) -> list[Temporary]:
-        """Return the tensors that reductions in flight hold: the last of `posted`, all reductions started."""
+        """Return the tensors of gradient reductions in flight. posted: all reductions started so far, of which only the
+        last few are in flight."""
         found = []
         for flat, later in [each for each in posted if each.flat.zero][-REDUCTIONS_IN_FLIGHT:]:
-            shard = flat.padded // flat.shards * self.at.wide
+            shard = flat.padded // flat.shards * self.batch.wide
             if flat.zero >= 2 and later:
                 found.append(message(f"{flat.name} shard of a later micro-batch", shard))
-            if self.at.device == "cpu":  # gloo sends to each rank alone
+            if self.batch.device == "cpu":  # gloo sends to each rank alone
                 found.append(message(f"{flat.name} parts of other ranks", shard * (flat.shards - 1)))
             found += self._unsharded(flat)
         return found
 
-    def reduced(self, state: BackwardState, weights: bool | None = None) -> list[Reduction]:
-        """Return the reductions a backward starts. weights: True its weight pass, False its input pass, None both."""
-        places = (at for at in range(len(self.units)) if weights is None or self._waits(at) == weights)
-        return self._reduced(places, state)
+    def started_reductions(self, state: BackwardState, weights: bool | None = None) -> list[Reduction]:
+        """Return the gradient reductions that a backward starts. state: state when it begins; weights: True for its
+        weight-gradient pass, False for its input-gradient pass, None for an unsplit backward."""
+        places = (at for at in range(len(self.units)) if weights is None or self._has_queued_gradients(at) == weights)
+        return self._list_reductions(places, state)
 
-    def _reduced(self, places: Iterable[int], state: BackwardState) -> list[Reduction]:
-        """Return, in order, the reductions that a backward in state `state` starts for the units `places` (indices)."""
+    def _list_reductions(self, places: Iterable[int], state: BackwardState) -> list[Reduction]:
+        """Return, in order, the gradient reductions that a backward starts for the units with the indices `places`.
+        state: state when the backward begins."""
         units = (self.units[place] for place in sorted(places, reverse=True))
         flats = (flat for unit in units for flat in self.buffers.flats.get(unit, ()))
         return [Reduction(flat, state.later) for flat in flats if flat.zero >= 2 or state.last]
 
 
 def _unit_of(saved: Saved) -> str:
-    """Return the first two parts of a saved activation's name, such as "layers.3"."""
+    """Return the FSDP unit in a saved activation's name, such as "layers.3" of "layers.3.mlp.up.input"."""
     return ".".join(saved.name.split(".")[:2])
 
 
-def _of_loss(saved: Saved) -> bool:
-    """Return True if the loss saved an activation itself: it is freed only when the whole backward is over."""
+def _is_saved_by_loss(saved: Saved) -> bool:
+    """Return True if the loss itself saved an activation, which is then freed only at the end of the whole backward."""
     return (saved.name.startswith("head.") and saved.name.endswith(".gradient")) or saved.name == "loss"

@@ -21,15 +21,21 @@ from meshwright.spec.parameters import ParameterTable
 STATE_KINDS: dict[str, tuple[str, ...]] = {
     "adamw": ("exp_avg", "exp_avg_sq"), "adam": ("exp_avg", "exp_avg_sq"), "sgd": (), "momentum": ("momentum",),
 }  # fmt: skip
-"""One tensor of the masters' size and type each. "momentum": SGD with it; "adam" holds what "adamw" does."""
+"""Optimizer state tensors, each of the size and type of the master weights. "momentum": SGD with momentum."""
 
 
 class Flat(NamedTuple):
-    """A flat parameter buffer on a rank: the parameters of an FSDP unit in one vector.
+    """A flat parameter buffer on a rank: parameters of an FSDP unit concatenated to one vector.
 
-    unit: such as "layers.3"; part: kind of the buffer, such as "dense"; numel, padded: elements before and after
-    padding; shards: number of ranks over which ZeRO shards it; zero: ZeRO stage, 0 on a single rank; packed: format of
-    quantized parameters, None: not quantized; scales: bytes of double quantization beside the buffer."""
+    Attributes:
+        unit: FSDP unit, such as "layers.3".
+        part: Kind of the buffer, such as "dense" or "experts".
+        numel, padded: Elements before and after padding.
+        shards: Number of ranks over which ZeRO shards it.
+        zero: ZeRO stage; 0 on a single rank.
+        packed: Quantized format of frozen weights, such as "nf4"; None if not quantized.
+        scales: Bytes of double quantization beside the buffer.
+    """
 
     unit: str
     part: BufferKind
@@ -42,12 +48,13 @@ class Flat(NamedTuple):
 
     @property
     def held(self) -> int:
-        """Number of elements of this rank's fp32 master weights."""
+        """Number of elements for which this rank holds fp32 master weights."""
         return self.padded // self.shards if self.zero else self.numel
 
-    def held_bytes(self, elements: int, x: int) -> int:
-        """Return the bytes of parameters of the buffer, packed or not. x: bytes of an element that is not packed."""
-        return elements * x if self.packed is None else elements // BLOCK * RECORD_BYTES[self.packed]
+    def held_bytes(self, elements: int, itemsize: int) -> int:
+        """Return the bytes of `elements` parameters of the buffer, quantized or not. itemsize: bytes of an unquantized
+        element."""
+        return elements * itemsize if self.packed is None else elements // BLOCK * RECORD_BYTES[self.packed]
 
     @property
     def name(self) -> str:
@@ -63,7 +70,7 @@ class Flat(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class State:
     """A persistent tensor of a rank. kind: "parameters", "masters" (fp32 master weights), "gradients",
-    "gradient_buffers" (unsharded) or "optimizer"."""
+    "gradient_buffers" (unsharded) or "optimizer"; name; numel: elements; dtype: torch's type name; bytes."""
 
     kind: str
     name: str
@@ -81,7 +88,7 @@ def optimizer_kinds(optimizer: str) -> tuple[str, ...]:
 
 
 def flats_of(table: ParameterTable, layout: Layout, units: Sequence[str]) -> list[Flat]:
-    """Return the flat parameter buffers of FSDP units such as "layers.3", as any rank that holds the units has them."""
+    """Return the flat parameter buffers of FSDP units such as "layers.3", on a rank that holds these units."""
     found = []
     for unit in units:
         for part in table.unit_buffers(unit, layout):
@@ -116,9 +123,10 @@ def shard_count(layout: Layout, part: BufferKind) -> int:
     return layout.group_size(AXES_OF[part][1])
 
 
-def states(flats: Sequence[Flat], parameter_dtype: str, master_dtype: str, optimizer: str) -> Iterator[State]:
-    """Yield the persistent tensors for a rank's flat buffers, as they are after the first step. parameter_dtype,
-    master_dtype: torch's type names; optimizer: such as "adamw"."""
+def list_states(flats: Sequence[Flat], parameter_dtype: str, master_dtype: str, optimizer: str) -> Iterator[State]:
+    """Yield the persistent tensors (parameters, master weights, gradients, optimizer state) of a rank after the first
+    step. flats: its flat parameter buffers; parameter_dtype, master_dtype: torch's type names; optimizer: such as
+    "adamw"."""
     narrow, wide = ITEM_BYTES[parameter_dtype], ITEM_BYTES[master_dtype]
     for flat in flats:
         here = flat.padded // (flat.shards if flat.zero == 3 else 1)
@@ -138,8 +146,8 @@ def states(flats: Sequence[Flat], parameter_dtype: str, master_dtype: str, optim
 
 
 def gradient_buffers(flats: Sequence[Flat]) -> dict[int, int]:
-    """Return the unsharded gradient buffers that ZeRO-2 and 3 keep and reuse for the next layer: {elements: number of
-    buffers}."""
+    """Return {elements: number} of the unsharded gradient buffers that layers share under ZeRO-2 and 3. flats: the
+    rank's flat parameter buffers."""
     return count_reused_buffers(
         [
             tuple(flat.padded for flat in parts if flat.zero >= 2 and flat.trainable)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 TIGHT = 0.05
-"""Share of a device's memory; where less stays free, a small error of the prediction decides."""
+"""Fraction of a device's memory; if less stays free, a small prediction error may decide whether a layout fits."""
 
 EXPOSED = ("tensor", "context", "expert", "data", "pipeline")
 """Parts of a step in which devices wait for communication."""
@@ -46,11 +46,11 @@ class Estimate:
     """Predicted time and memory of a layout.
 
     Attributes:
-        problem: Model, cluster, sequence length and batch size.
+        problem: Model, cluster, sequence length, batch and engine.
         layout: Layout with its precision.
         time: Predicted time of a training step.
         memory: Memory of the pipeline rank with the highest peak.
-        warnings: Lines that say which figures are less certain.
+        warnings: Lines of text that say which predictions are less certain.
     """
 
     problem: Problem
@@ -66,19 +66,17 @@ class Estimate:
 
     @property
     def tight(self) -> bool:
-        """True if the layout fits, but leaves free less than the fraction `TIGHT` (5%) of the memory that it may
-        take."""
+        """True if the layout fits, but leaves less than the fraction `TIGHT` (5%) of the usable memory free."""
         return self.fits and self.memory.device_bytes > (1 - TIGHT) * self.problem.usable_bytes
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds of a step in which devices wait for communication."""
+        """Seconds of a step in which devices wait for communication that no computation overlaps."""
         return sum(self.time.breakdown[part] for part in EXPOSED)
 
     @property
     def communication_seconds(self) -> float:
-        """Seconds of a step in which the busiest rank communicates, including communication that overlaps
-        computation."""
+        """Seconds of a step during which the busiest rank communicates, overlapped communication included."""
         problem = self.problem
         step = _step(problem, self.layout)
         hidden = problem.cluster.time_factor * step.data_seconds() - self.time.breakdown["data"]
@@ -127,8 +125,8 @@ class Estimate:
         )
 
     def _calibration(self) -> dict[str, Any]:
-        """Return {"calibration": table} with the factors by which the cluster's measured runs differ from predictions,
-        for JSON; empty without any."""
+        """Return {"calibration": table} for JSON, with the ratios of measured to predicted figures of the cluster's
+        finished runs; {} without calibration."""
         found = self.problem.cluster.calibration
         return {} if found is None else {"calibration": found.table()}
 
@@ -138,8 +136,8 @@ class ProblemOptions(TypedDict, total=False):
 
     Attributes:
         engine: Training engine (framework) whose kernels and buffers are modelled; `"meshwright"` unless given.
-        compile: Predict for blocks compiled with torch.compile.
-        optimizer: Such as `"adamw"`, the default where it is None.
+        compile: True to predict for layers compiled by torch.compile.
+        optimizer: `"adamw"` (if None), `"adam"`, `"sgd"` or `"momentum"`.
         precision: Such as `"bf16"`; the layout's, else the cluster's default, unless given.
         documents: Average number of documents packed into one sequence; 1 unless given.
     """
@@ -159,10 +157,10 @@ def problem_of(
     batch: int,
     **options: Unpack[ProblemOptions],
 ) -> Problem:
-    """Return the checked planning problem that the arguments of a plan describe.
+    """Return the planning problem described by the arguments of `plan`, after checking them.
 
-    model: preset, Hugging Face directory, config.json or its content, or recipe; wanted: cluster, as object, text, file
-    or mapping; sequence: tokens of a sequence; batch: sequences a step over all ranks; options: fields of
+    model: preset, Hugging Face directory, config.json or its content, or recipe; wanted: cluster as object, shorthand,
+    file or mapping; sequence: tokens of a sequence; batch: sequences of a step over all ranks; options: fields of
     `ProblemOptions`. Raises `UserError` for an unknown name, with the most similar one, and for numbers out of range.
     """
     check_options(problem_of, options, ProblemOptions)
@@ -205,8 +203,8 @@ def problem_of(
 
 
 def estimate_layout(problem: Problem, layout: Layout, step: StepPredictor | None = None) -> Estimate:
-    """Predict time and memory of a layout for a planning problem. step: an existing predictor of this
-    layout, whose results are reused. Raises `UserError` with the reason if the layout cannot run."""
+    """Predict time and memory of a layout for a planning problem. step: step-time predictor of this layout whose
+    results are reused, if there is one. Raises `UserError` with the reason if the layout cannot run."""
     layout = layout.with_(precision=problem.precision)
     refuse(layout, problem.config, problem.batch, problem.sequence, problem.cluster.devices, planning=True)
     if layout.offload is not None:
@@ -223,8 +221,8 @@ def _step(problem: Problem, layout: Layout) -> StepPredictor:
 
 
 def recipe_layout(problem: Problem, layout: Layout) -> Estimate | str:
-    """Return the estimate of a recipe's own layout in its own precision, or the reason why it cannot run on the
-    problem's cluster as text."""
+    """Return the estimate of the layout that a recipe names, in the layout's precision; or, as text, the reason why it
+    cannot run on the problem's cluster."""
     try:
         return estimate_layout(replace(problem, precision=layout.precision or problem.precision), layout)
     except UserError as error:
@@ -232,8 +230,8 @@ def recipe_layout(problem: Problem, layout: Layout) -> Estimate | str:
 
 
 def _warnings(problem: Problem, layout: Layout, memory: RankMemory) -> list[str]:
-    """Return the lines that say which figures of an estimate are less certain, such as for layouts that `meshwright
-    train` refuses, or axes and schedules that the engine lacks. memory: of the fullest pipeline rank."""
+    """Return lines of text on predictions that are less certain, for layouts that `meshwright train` refuses and for
+    axes and schedules that the engine lacks. memory: of the pipeline rank with the highest peak."""
     found = []
     config, engine = problem.config, problem.engine
     if config.planning_only:
@@ -284,7 +282,7 @@ def _warnings(problem: Problem, layout: Layout, memory: RankMemory) -> list[str]
 
 
 def model_document(config: ModelConfig) -> dict[str, int]:
-    """Return {"parameters", "active_parameters"} for JSON: a model's parameter count, and how many parameters each
-    token uses."""
+    """Return {"parameters": number of a model's parameters, "active_parameters": number that each token uses} for
+    JSON."""
     table = parameter_table(config)
     return {"parameters": table.numel, "active_parameters": table.active_numel}

@@ -1,4 +1,4 @@
-"""The layout that needs the least memory where none fits, and the number of devices that would be enough."""
+"""The layout that needs the least memory if none fits, and the number of devices that would suffice."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from meshwright.planner.problem import Problem
 from meshwright.planner.search.estimate import Estimate, estimate_layout
 from meshwright.planner.search.screen import ScreenedLayouts, screen
 from meshwright.planner.search.search import SearchResult
-from meshwright.planner.search.shortlist import DOUBT_ABOVE, on_device
+from meshwright.planner.search.shortlist import DOUBT_ABOVE, add_device_overhead
 from meshwright.spec.refuse import refuse
 
 MOST_ASKED = 8
-"""Layouts of which the ledger is asked: by closed forms, which err by 8% in the middle, those that need the least."""
+"""Number of layouts whose memory the ledger computes: those with the lowest closed-form memory, whose median error is
+8%."""
 
 MOST_DOUBLINGS = 6
 """How often the search for a sufficient cluster doubles the number of devices, from the smallest plausible number."""
@@ -29,10 +30,10 @@ MOST_DOUBLINGS = 6
 
 @dataclass(frozen=True, slots=True)
 class Nearest:
-    """Result of a search in which no layout fits: the layouts that are closest to fitting.
+    """Layouts closest to fitting, where no layout of a search fits.
 
     least: estimate of the layout with the lowest memory peak on the given devices; enough: estimate of a layout that
-    fits on 2, 4, ... times the devices, None if the links of more devices are unknown or no tried number suffices.
+    fits on 2, 4, ... times the devices; None if the links of more devices are unknown or no tried number suffices.
     """
 
     least: Estimate
@@ -44,37 +45,36 @@ class Nearest:
         return None if self.enough is None else self.enough.problem.cluster.devices
 
     def document(self) -> dict[str, Any]:
-        """Return the JSON entry "nearest" of `plan --json`: both layouts, and the number of devices that would be
-        enough."""
+        """Return the JSON entry "nearest" of `plan --json`: both layouts and the number of devices that suffices."""
         return {
             "least": self.least.document(),
             "enough": None if self.enough is None else {"devices": self.devices} | self.enough.document(),
         }
 
 
-def nearest(found: SearchResult) -> Nearest | None:
-    """Return the layouts that are closest to fitting. found: result of a search in which none fits. None if training
-    refuses the layouts with the lowest memory too."""
-    assert found.screened is not None and not found.best
-    least = _least(found.problem, found.screened)
+def find_nearest(result: SearchResult) -> Nearest | None:
+    """Return the layouts closest to fitting; None if training also refuses the layouts with the lowest memory. result:
+    search in which no layout fits."""
+    assert result.screened is not None and not result.best
+    least = _least(result.problem, result.screened)
     return None if least is None else Nearest(least, _enough(least))
 
 
-def _least(problem: Problem, every: ScreenedLayouts) -> Estimate | None:
-    """Return the estimate of the layout with the lowest peak by the memory ledger; if several fit, the fastest; None if
-    training refuses all tried. every: closed-form time and memory of all layouts, of which the ones with the lowest
-    memory are tried."""
+def _least(problem: Problem, screened: ScreenedLayouts) -> Estimate | None:
+    """Return the estimate of the layout with the lowest memory peak by the ledger (of several that fit, the fastest);
+    None if training refuses all that were tried. screened: closed-form predictions, of which the layouts with the
+    lowest memory are tried."""
     room = problem.usable_bytes
     best: tuple[float, float, Layout] | None = None
     asked = 0
-    for at in np.argsort(every.bytes, kind="stable"):
-        layout = every.layout(at)
+    for at in np.argsort(screened.bytes, kind="stable"):
+        layout = screened.layout(at)
         try:
             refuse(layout, problem.config, problem.batch, problem.sequence, planning=problem.only_planned)
             size = fullest_rank(problem, layout).device_bytes
         except UserError:
             continue
-        this = max(float(size), room), float(every.seconds[at]), layout
+        this = max(float(size), room), float(screened.seconds[at]), layout
         if best is None or this[:2] < best[:2]:
             best = this
         asked += 1
@@ -84,18 +84,18 @@ def _least(problem: Problem, every: ScreenedLayouts) -> Estimate | None:
 
 
 def _enough(least: Estimate) -> Estimate | None:
-    """Return the estimate of a layout that fits on 2, 4, ... times the devices of `least`, the layout with the lowest
-    memory peak; None if none fits or the links are unknown."""
+    """Return the estimate of a layout that fits on 2, 4, ... times as many devices; None if none fits or the links are
+    unknown. least: estimate of the layout with the lowest memory peak on the given devices."""
     problem, room = least.problem, least.problem.usable_bytes
     # What more ranks can share is at most all of it.
     factor = max(2, 2 ** math.floor(math.log2(least.memory.device_bytes / room)))
     for _ in range(MOST_DOUBLINGS):
-        larger = of_devices(problem.cluster, factor * problem.cluster.devices)
+        larger = resize_cluster(problem.cluster, factor * problem.cluster.devices)
         if larger is None:
             return None
         wanted = replace(problem, cluster=larger)
         every = screen(wanted)
-        near = len(every.candidate) and on_device(wanted, every.bytes).min() < DOUBT_ABOVE * room
+        near = len(every.candidate) and add_device_overhead(wanted, every.bytes).min() < DOUBT_ABOVE * room
         one = _least(wanted, every) if near else None
         if one is not None and one.fits:
             return one
@@ -103,8 +103,8 @@ def _enough(least: Estimate) -> Estimate | None:
     return None
 
 
-def of_devices(here: Cluster, devices: int) -> Cluster | None:
-    """Return a cluster like `here` with `devices` devices: more nodes of the same size, or, for a single node, the
+def resize_cluster(here: Cluster, devices: int) -> Cluster | None:
+    """Return a cluster like `here` with `devices` devices: more nodes of the same size or, for a single node, the
     device catalogue's cluster; None if its links are unknown."""
     known = find_device(here.device.name)
     if here.nodes > 1:

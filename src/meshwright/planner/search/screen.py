@@ -1,4 +1,4 @@
-"""Closed-form time and memory of every layout of a search space, on arrays; simulator and ledger then decide."""
+"""Closed-form time and memory of every layout of the search space, as arrays; simulator and ledger then decide."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 from meshwright.layout import LEAST_MICRO_BATCHES, Layout
 from meshwright.names import BIDIRECTIONAL_SCHEDULES, RECOMPUTE
 from meshwright.planner.cost.bubbles import closed_makespan, in_flight, stages_by_rank
-from meshwright.planner.cost.piece_times import PieceTimes
+from meshwright.planner.cost.layer_times import LayerTimes
 from meshwright.planner.cost.pipeline_times import PipelineTimes, overlapping_passes
 from meshwright.planner.cost.process_groups import Array, ProcessGroups
 from meshwright.planner.cost.rates import straggler_terms
 from meshwright.planner.cost.reference_step import measured_step_factors
-from meshwright.planner.memory.activation_bytes import ActivationBytes, bytes_each, state_sizes
-from meshwright.planner.problem import Candidate, Problem
+from meshwright.planner.memory.activation_bytes import ActivationBytes, state_bytes_per_parameter, state_sizes
+from meshwright.planner.problem import Problem, StageCandidate
 from meshwright.planner.search.space import PipelineCandidate, candidates, layout_of, pipeline_candidates
 from meshwright.program.durations import Floats
 
-CANDIDATE_PROPERTIES: dict[str, Callable[[Candidate], Any]] = {
+CANDIDATE_PROPERTIES: dict[str, Callable[[StageCandidate], Any]] = {
     "tp": lambda one: one.layout.tp, "cp": lambda one: one.layout.cp, "rows": lambda one: one.rows,
     "recompute": lambda one: RECOMPUTE.index(one.layout.recompute),
     "sequence": lambda one: one.layout.tensor_sequence_parallel * 2 + (one.layout.cp_method == "ring"),
@@ -35,21 +35,21 @@ PIPELINE_PROPERTIES: dict[str, Callable[[PipelineCandidate], Any]] = {
 
 @dataclass(slots=True)
 class ScreenedLayouts:
-    """Closed-form predictions as columns, one entry per layout.
+    """Closed-form predictions for all layouts of a search, as arrays with one entry per layout.
 
     Attributes:
-        candidates: Candidates for the work of a stage.
-        pieces: Times of each candidate's pieces.
-        pipelines: Candidate pipelines.
-        candidate, pipe: Index into `candidates` and into `pipelines`.
+        candidates: Candidate layouts of a pipeline stage.
+        layer_times: Times of layers, embedding and head under each candidate.
+        pipelines: Candidate pipelines (ranks, schedule, chunks).
+        candidate, pipe: Index of the layout's stage in `candidates` and of its pipeline in `pipelines`.
         zero: ZeRO stage.
-        hybrid: Ranks of a ZeRO sharding group; 0: all.
-        seconds: Of a step.
-        bytes: At the memory peak.
+        hybrid: Number of ranks of a ZeRO sharding group; 0: all data-parallel ranks.
+        seconds: Seconds of a step.
+        bytes: Bytes at the memory peak.
     """
 
-    candidates: list[Candidate]
-    pieces: PieceTimes
+    candidates: list[StageCandidate]
+    layer_times: LayerTimes
     pipelines: list[PipelineCandidate]
     candidate: Array
     pipe: Array
@@ -59,30 +59,32 @@ class ScreenedLayouts:
     bytes: Floats
 
     def column(self, name: str) -> Array:
-        """Return a property of every layout, one of `CANDIDATE_PROPERTIES` or `PIPELINE_PROPERTIES`, as an array; of
-        schedules and of experts as numbers that are equal for equal ones."""
+        """Return a property of every layout as an array. name: key of `CANDIDATE_PROPERTIES` or `PIPELINE_PROPERTIES`,
+        such as "tp"; values that are not numbers are replaced by integers, equal for equal values."""
         if name in CANDIDATE_PROPERTIES:
             return self.by_candidate(CANDIDATE_PROPERTIES[name])
         return self.by_pipeline(PIPELINE_PROPERTIES[name])
 
-    def by_candidate(self, get: Callable[[Candidate], Any]) -> Array:
-        """Return a property of every layout's stage as an array. get: function that returns it."""
+    def by_candidate(self, get: Callable[[StageCandidate], Any]) -> Array:
+        """Return get(stage's candidate layout) for every layout as an array; values that are not numbers are replaced
+        by integers, equal for equal values."""
         return _as_numbers(map(get, self.candidates))[self.candidate]
 
     def by_pipeline(self, get: Callable[[PipelineCandidate], Any]) -> Array:
-        """Return a property of every layout's pipeline as an array. get: function that returns it."""
+        """Return get(pipeline) for every layout as an array; values that are not numbers are replaced by integers,
+        equal for equal values."""
         return _as_numbers(map(get, self.pipelines))[self.pipe]
 
-    def layout(self, at: int) -> Layout:
-        """Return the layout with index `at`."""
+    def layout(self, index: int) -> Layout:
+        """Return the layout with index `index`."""
         return layout_of(
-            self.pieces.problem, self.candidates[self.candidate[at]], self.pipelines[self.pipe[at]], int(self.zero[at]),
-            int(self.hybrid[at]),
+            self.layer_times.problem, self.candidates[self.candidate[index]], self.pipelines[self.pipe[index]],
+            int(self.zero[index]), int(self.hybrid[index]),
         )  # fmt: skip
 
 
 def _as_numbers(values: Iterable[Any]) -> Array:
-    """Return numbers as an array, and other values as numbers that are equal for equal ones."""
+    """Return values as an array; values that are not numbers are replaced by integers, equal for equal values."""
     numbers: dict[object, int] = {}
     return np.array(
         [each if isinstance(each, int | float) else numbers.setdefault(each, len(numbers)) for each in values]
@@ -90,23 +92,23 @@ def _as_numbers(values: Iterable[Any]) -> Array:
 
 
 def screen(problem: Problem) -> ScreenedLayouts:
-    """Return the closed-form seconds and bytes of every layout of the search space of a planning problem."""
+    """Predict seconds and bytes of all layouts in the search space of a planning problem in closed form."""
     every = candidates(problem)
     factors = measured_step_factors(problem.cluster, problem.precision, problem.engine)
-    pieces = PieceTimes(problem, every, factors)
-    summed, memory = pieces.summed(), ActivationBytes(problem, every, pieces.kinds)
+    layer_times = LayerTimes(problem, every, factors)
+    summed, memory = layer_times.sum_parts(), ActivationBytes(problem, every, layer_times.kinds)
     blocks: list[tuple[Array, ...]] = []
     found = list(pipeline_candidates(problem))
     numbers = {pipe: number for number, pipe in enumerate(found)}
     for ranks in dict.fromkeys(pipe.ranks for pipe in found):
-        grid = _Grid(summed, ranks)
+        grid = _FittingCandidates(summed, ranks)
         pipelines: dict[tuple[Any, ...], _Pipeline] = {}
         for pipe in (pipe for pipe in found if pipe.ranks == ranks):
             places = stages_by_rank(pipe.schedule, ranks, pipe.chunks)
             key = pipe.chunks, tuple(map(tuple, places))
             if key not in pipelines:
                 pipelines[key] = _Pipeline(grid, memory, pipe, places)
-            for columns in _priced(pipelines[key], pipe):
+            for columns in _screen_pipeline(pipelines[key], pipe):
                 blocks.append((*columns, np.full(len(columns[0]), numbers[pipe])))
     if not blocks:
         blocks = [tuple(np.zeros(0) for _ in range(6))]
@@ -115,57 +117,60 @@ def screen(problem: Problem) -> ScreenedLayouts:
     )
     factor, once = straggler_terms(problem.cluster)
     seconds = (factor * seconds + once) * problem.cluster.time_factor
-    return ScreenedLayouts(every, pieces, found, candidate, pipe_column, zero, hybrid, seconds, size)
+    return ScreenedLayouts(every, layer_times, found, candidate, pipe_column, zero, hybrid, seconds, size)
 
 
 class _Sharding(NamedTuple):
-    """ZeRO's sharding groups of each candidate. fits: the candidate has them; hybrid: ranks of a group, 0 for all
-    data-parallel ranks."""
+    """ZeRO sharding groups of candidate layouts. fits: bool array, True if the candidate admits them; hybrid: number of
+    ranks of a group, 0 for all data-parallel ranks; groups: process groups."""
 
     fits: Array
     hybrid: Array
     groups: ProcessGroups
 
 
-class _Grid:
-    """Candidates that fill the cluster with `ranks` pipeline ranks: indices, data-parallel sizes, micro-batches."""
+class _FittingCandidates:
+    """Candidate stages with which `ranks` pipeline ranks use all devices of the cluster. Attributes: indices of the
+    candidates (`index`), and for each the numbers of data-parallel replicas (`dp`), micro-batches (`micro`) and
+    data-parallel ranks dp x cp (`data`)."""
 
-    def __init__(self, pieces: PieceTimes, ranks: int) -> None:
-        self.pieces, problem = pieces, pieces.problem
-        dp, rest = np.divmod(problem.cluster.devices // ranks, pieces.tp * pieces.cp)
+    def __init__(self, layer_times: LayerTimes, ranks: int) -> None:
+        self.layer_times, problem = layer_times, layer_times.problem
+        dp, rest = np.divmod(problem.cluster.devices // ranks, layer_times.tp * layer_times.cp)
         fits = (rest == 0) & (dp > 0)
         dp = np.maximum(dp, 1)
-        micro, rest = np.divmod(problem.batch, dp * pieces.rows)
-        fits &= (rest == 0) & (micro > 0) & ((pieces.tp * pieces.cp * dp) % pieces.experts == 0)
+        micro, rest = np.divmod(problem.batch, dp * layer_times.rows)
+        fits &= (rest == 0) & (micro > 0) & ((layer_times.tp * layer_times.cp * dp) % layer_times.experts == 0)
         self.index = np.flatnonzero(fits)
-        self.dp, self.micro, self.data = dp[self.index], micro[self.index], (dp * pieces.cp)[self.index]
+        self.dp, self.micro, self.data = dp[self.index], micro[self.index], (dp * layer_times.cp)[self.index]
         self.sharding = {inside: self._sharding(inside) for inside in (False, True)}
-        whole = ProcessGroups(pieces.collectives, [Layout(dp=problem.cluster.devices)] * len(self.index))
-        self.transfer = whole.seconds("send", "pp", pieces.messages(self.index))  # any layout has all devices
+        whole = ProcessGroups(layer_times.collectives, [Layout(dp=problem.cluster.devices)] * len(self.index))
+        self.transfer = whole.seconds("send", "pp", layer_times.message_bytes(self.index))  # any layout has all devices
 
     def _sharding(self, inside: bool) -> _Sharding:
-        """Return ZeRO's sharding groups. inside: only within nodes."""
-        pieces, problem, index = self.pieces, self.pieces.problem, self.index
-        tp, experts = pieces.tp[index], pieces.experts[index]
+        """Return the candidates' ZeRO sharding groups. inside: True for groups within nodes (hybrid sharding), False
+        for all data-parallel ranks."""
+        layer_times, problem, index = self.layer_times, self.layer_times.problem, self.index
+        tp, experts = layer_times.tp[index], layer_times.experts[index]
         shards = np.maximum(1, np.minimum(self.data, problem.cluster.devices_per_node // tp))
         sharing = shards * tp
         whole = (experts == 1) | (sharing % experts == 0) | (experts % sharing == 0)
         fits = (shards > 1) & (shards < self.data) & (self.data % shards == 0) & whole
         hybrid = np.where(fits, shards, 0) if inside else np.zeros(len(index), dtype=np.int64)
         layouts, numbers, which = [], dict[tuple[int, ...], int](), []
-        mesh = pieces.mesh[index]
+        mesh = layer_times.mesh[index]
         for key in zip(mesh.tolist(), self.dp.tolist(), hybrid.tolist(), strict=True):
             if key not in numbers:
                 numbers[key] = len(numbers)
                 zero = {"zero": 1, "hybrid": key[2]} if key[2] else {}
-                layouts.append(pieces.meshes[key[0]].with_(dp=key[1], **zero))
+                layouts.append(layer_times.meshes[key[0]].with_(dp=key[1], **zero))
             which.append(numbers[key])
-        groups = ProcessGroups(pieces.collectives, layouts, np.array(which, dtype=np.int64))
+        groups = ProcessGroups(layer_times.collectives, layouts, np.array(which, dtype=np.int64))
         return _Sharding(fits if inside else self.data > 1, hybrid, groups)
 
     def levels(self) -> Iterator[tuple[int, bool]]:
-        """Yield the candidate settings of ZeRO: (ZeRO stage, True if it shards only inside nodes)."""
-        problem = self.pieces.problem
+        """Yield the ZeRO settings to try: (ZeRO stage, True for sharding groups within nodes)."""
+        problem = self.layer_times.problem
         for zero in problem.engine.zero:
             yield zero, False
             if zero and problem.cluster.nodes > 1:
@@ -173,12 +178,15 @@ class _Grid:
 
 
 class _Pipeline:
-    """A pipeline under all candidates of a grid: times of its ranks, and their memory."""
+    """Predicted times and memory of a pipeline's ranks under all candidate stages in `grid`; ranks with equal stages
+    are computed once ("distinct")."""
 
-    def __init__(self, grid: _Grid, memory: ActivationBytes, pipe: PipelineCandidate, places: list[list[int]]) -> None:
-        self.grid, self.memory, problem = grid, memory, grid.pieces.problem
-        stages = problem.engine.stages(problem.config, pipe.ranks * pipe.chunks, problem.sequence)
-        self.of = of = PipelineTimes(grid.pieces, grid.index, stages, places)
+    def __init__(
+        self, grid: _FittingCandidates, memory: ActivationBytes, pipeline: PipelineCandidate, places: list[list[int]]
+    ) -> None:
+        self.grid, self.memory, problem = grid, memory, grid.layer_times.problem
+        stages = problem.engine.stages(problem.config, pipeline.ranks * pipeline.chunks, problem.sequence)
+        self.of = of = PipelineTimes(grid.layer_times, grid.index, stages, places)
         index = grid.index
         ends = np.outer(memory.first[index], of.first) + np.outer(memory.last[index], of.last)
         # [candidates, ranks] of a micro-batch that waits for its backward, and of one whose weight gradients are left.
@@ -187,48 +195,55 @@ class _Pipeline:
         self._seconds: dict[tuple[bool, int, bool, bool], tuple[Floats, Floats]] = {}
         self._states: dict[tuple[int, bool], tuple[Floats, Floats]] = {}
 
-    def seconds(self, pipe: PipelineCandidate, at_once: bool, zero: int, inside: bool) -> tuple[Floats, Floats]:
-        """Return, of distinct ranks, (seconds of a micro-batch [phases, candidates, ranks], seconds once a step).
-        at_once: backwards directly follow forwards; zero: ZeRO stage; inside: it shards only inside nodes."""
-        key = at_once, zero, inside, pipe.schedule == "interleaved"
+    def seconds(self, pipeline: PipelineCandidate, at_once: bool, zero: int, inside: bool) -> tuple[Floats, Floats]:
+        """Return (seconds of a micro-batch on each distinct rank [phases, candidates, ranks], seconds that occur once a
+        step [candidates]).
+
+        pipeline: schedule of the pipeline; at_once: the last stage's backward directly follows its forward; zero: ZeRO
+        stage; inside: True for sharding groups within nodes.
+        """
+        key = at_once, zero, inside, pipeline.schedule == "interleaved"
         if key not in self._seconds:
             of, groups = self.of, self.grid.sharding[inside].groups
-            ranks = of.of_ranks(of.times(at_once, zero, groups))
-            passes = overlapping_passes(pipe.schedule, pipe.ranks, self.grid.micro)
-            once = of.gradients(zero, groups, ranks, passes).max(axis=0) + of.update(zero, groups)
+            ranks = of.rank_seconds(of.stage_seconds(at_once, zero, groups))
+            passes = overlapping_passes(pipeline.schedule, pipeline.ranks, self.grid.micro)
+            once = of.gradient_seconds(zero, groups, ranks, passes).max(axis=0) + of.optimizer_seconds(zero, groups)
             self._seconds[key] = np.moveaxis(ranks[..., 0], -1, 0), once
         return self._seconds[key]
 
     def states(self, zero: int, inside: bool) -> tuple[Floats, Floats]:
-        """Return (bytes of model states [candidates, ranks], bytes of a layer that ZeRO-2, 3 gather and reduce
-        [candidates])."""
+        """Return (bytes of model states on each distinct rank [candidates, ranks], bytes of a layer that ZeRO-2 and 3
+        temporarily gather and reduce [candidates]). zero: ZeRO stage; inside: True for sharding groups within nodes."""
         if (zero, inside) not in self._states:
-            of, problem = self.of, self.grid.pieces.problem
+            of, problem = self.of, self.grid.layer_times.problem
             shards, expert_shards = (each[:, None] for each in self.grid.sharding[inside].groups.shards)
             dense, expert = of.rank_dense, of.rank_expert
             if problem.config.tied_head and of.count > 1:  # a rank with both ends has their matrix once
                 both = (of.of_rank @ of.first) * (of.of_rank @ of.last)
-                matrix = problem.config.vocabulary * problem.config.hidden / self.grid.pieces.tp[self.grid.index]
+                matrix = problem.config.vocabulary * problem.config.hidden / self.grid.layer_times.tp[self.grid.index]
                 dense = dense - np.outer(matrix, both / of.replicas**2)
             stay = state_sizes(problem, zero, dense, shards) + state_sizes(problem, zero, expert, expert_shards)
-            layer, itemsize = np.zeros(len(stay)), self.grid.pieces.itemsize
-            if of.level(zero) < zero:  # held until the pipeline is through
+            layer, itemsize = np.zeros(len(stay)), self.grid.layer_times.itemsize
+            if of.communicated_zero(zero) < zero:  # held until the pipeline ends
                 gathered = itemsize if zero == 3 else 0
-                stay = stay + (dense + expert) * (gathered + bytes_each(problem).gradients)
+                stay = stay + (dense + expert) * (gathered + state_bytes_per_parameter(problem).gradients)
             elif zero >= 2:
                 largest = ((of.dense + of.expert) / of.layers).max(axis=1)
-                layer = largest * (3 * self.grid.pieces.gradient_bytes + (2 * itemsize if zero == 3 else 0))
+                layer = largest * (3 * self.grid.layer_times.gradient_bytes + (2 * itemsize if zero == 3 else 0))
             self._states[zero, inside] = stay, layer
         return self._states[zero, inside]
 
-    def activations(self, pipe: PipelineCandidate, at_once: bool) -> Floats:
-        """Return the bytes of activations of all micro-batches in flight, at the peak of each distinct rank
-        [candidates, ranks]. at_once: backwards directly follow forwards."""
+    def activations(self, pipeline: PipelineCandidate, at_once: bool) -> Floats:
+        """Return the bytes of saved activations of all micro-batches in flight at the peak of each distinct rank
+        [candidates, ranks]. pipeline: schedule of the pipeline; at_once: the last stage's backward directly follows its
+        forward."""
         of, grid = self.of, self.grid
         found = np.zeros(self.saved.shape)
         for number, members in enumerate(of.members):
             ends = members[0], members[-1]  # of equal ranks one or the other has the most
-            waiting, queued = in_flight(pipe.schedule, pipe.ranks, pipe.chunks, grid.micro, ends)  # [times, ranks, n]
+            waiting, queued = in_flight(
+                pipeline.schedule, pipeline.ranks, pipeline.chunks, grid.micro, ends
+            )  # [times, ranks, n]
             head: Floats | float = 0.0  # gradient of the head's weight
             if not at_once and of.of_rank[number] @ of.last:
                 head = np.where(of.keeps_gradient(at_once), self.memory.head[grid.index], 0.0)
@@ -237,31 +252,32 @@ class _Pipeline:
         return found / of.replicas
 
 
-def _priced(of: _Pipeline, pipe: PipelineCandidate) -> Iterator[tuple[Array, ...]]:
-    """Yield columns for each ZeRO stage: candidate indices, stage, ranks of a sharding group, seconds, bytes."""
-    grid = of.grid
-    fits = grid.micro >= LEAST_MICRO_BATCHES.get(pipe.schedule, 0) * pipe.ranks
-    if pipe.schedule in BIDIRECTIONAL_SCHEDULES:
+def _screen_pipeline(costs: _Pipeline, pipeline: PipelineCandidate) -> Iterator[tuple[Array, ...]]:
+    """Yield, for each ZeRO setting, arrays with one entry per layout: candidate index, ZeRO stage, ranks of a sharding
+    group, seconds of a step, bytes at the memory peak. costs: predicted times and memory of the pipeline's ranks."""
+    grid = costs.grid
+    fits = grid.micro >= LEAST_MICRO_BATCHES.get(pipeline.schedule, 0) * pipeline.ranks
+    if pipeline.schedule in BIDIRECTIONAL_SCHEDULES:
         fits = fits & (grid.micro % 2 == 0)
     if not fits.any():
         return
-    at_once = pipe.schedule not in ("gpipe", "looped-bfs") or pipe.ranks == 1
-    activations = of.activations(pipe, at_once)
+    at_once = pipeline.schedule not in ("gpipe", "looped-bfs") or pipeline.ranks == 1
+    activations = costs.activations(pipeline, at_once)
     for zero, inside in grid.levels():
         sharding = grid.sharding[inside]
         chosen = fits & sharding.fits if zero else fits
         if not chosen.any():
             continue
-        phases, once = of.seconds(pipe, at_once, of.of.level(zero), inside)
-        if pipe.ranks == 1:
+        phases, once = costs.seconds(pipeline, at_once, costs.of.communicated_zero(zero), inside)
+        if pipeline.ranks == 1:
             makespan = grid.micro * (phases[0] + phases[1] + phases[2])[:, 0]
         else:
             makespan, _ = closed_makespan(
-                pipe.schedule, pipe.chunks, grid.micro, phases / of.of.replicas, of.of.counts, of.of.count,
-                grid.transfer,
+                pipeline.schedule, pipeline.chunks, grid.micro, phases / costs.of.replicas,
+                costs.of.counts, costs.of.count, grid.transfer,
             )  # fmt: skip
-        states, layer = of.states(zero, inside)
-        size = (states + activations).max(axis=1) + of.memory.passing[grid.index] + layer
+        states, layer = costs.states(zero, inside)
+        size = (states + activations).max(axis=1) + costs.memory.passing[grid.index] + layer
         yield (
             grid.index[chosen], np.full(int(chosen.sum()), zero), sharding.hybrid[chosen], (makespan + once)[chosen],
             size[chosen],

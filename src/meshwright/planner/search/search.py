@@ -1,8 +1,9 @@
-"""The best layouts of a model on a cluster: closed forms price the whole space, the ledger and the simulator decide.
+"""Search for the best layouts of a model on a cluster: closed forms predict the whole space, then the ledger and the
+simulator predict the best candidates exactly.
 
-Candidates are taken in the order of their closed forms. Each is priced exactly (`estimate.priced`); where the simulator
-differs from a schedule's closed form, all candidates of that schedule and number of stages are corrected by as much and
-take their new places. The search ends when nothing that is left can be better than what was found.
+Candidates are predicted exactly in the order of their closed forms. Where the simulator differs from a schedule's
+closed form, all candidates of that schedule and number of stages are corrected by the same factor and reordered. The
+search ends when no remaining candidate can be better than those found.
 """
 
 from __future__ import annotations
@@ -18,35 +19,39 @@ from meshwright.layout import Layout
 from meshwright.names import RECOMPUTE
 from meshwright.planner.cost.process_groups import Array
 from meshwright.planner.cost.step_time import PARTS
-from meshwright.planner.problem import Candidate, Problem
+from meshwright.planner.problem import Problem, StageCandidate
 from meshwright.planner.search.estimate import Estimate
 from meshwright.planner.search.screen import ScreenedLayouts, screen
-from meshwright.planner.search.shortlist import Shortlist, device_bytes, on_device
+from meshwright.planner.search.shortlist import Shortlist, add_device_overhead, device_bytes
 from meshwright.spec.refuse import refuse
 
 FINAL = 20
 """Number of the fastest candidates whose step time the simulator computes."""
 
 MOST_ADVISED, MOST_LOOKED_AT = 3, 6
-"""Maximum numbers of fast layouts that do not fit in memory: to report, and to price exactly for it."""
+"""Maximum numbers of fast layouts that do not fit: to report, and to predict exactly for it."""
 
 MOST_CHANGES = 3
 """Most differences between a layout that does not fit and the one suggested in its place."""
 
 MOST_ADVICE = 4
-"""Changes of which the ledger is asked, of each number of changes."""
+"""Number of suggested layouts whose memory the ledger computes, for each number of changes."""
 
 
 MOST_KINDS = 12
-"""Kinds whose fastest layouts are looked for; further layouts of a longer list are the next fastest of any kind."""
+"""Number of kinds of which the fastest layout is listed; further layouts of a longer list are the next fastest of any
+kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class TooLargeLayout:
-    """A fast layout that does not fit into device memory, and a change that makes it fit.
+    """A fast layout that does not fit into device memory, and a change of it that does.
 
-    layout, seconds, bytes: the layout, its step time, its device memory; change: such as "ac:full", None if none is
-    known; instead, instead_seconds: the fastest fitting layout with the fewest differences, and its step time.
+    Attributes:
+        layout, seconds, bytes: The layout, seconds of a step, bytes on a device.
+        change: Change that makes it fit, such as "ac:full"; None if none is known.
+        instead, instead_seconds: The changed layout (the fastest of those with fewest differences), seconds of its
+            step.
     """
 
     layout: Layout
@@ -59,12 +64,18 @@ class TooLargeLayout:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """Result of a search over all layouts. best: estimates of different kinds of layouts, fastest first; reasons: why
-    each is slower than the first; searched: number of layouts; seconds: that the search took.
+    """Result of a search over all layouts of a planning problem.
 
-    differences: relative errors of the closed-form times against the simulator; advice: fast layouts that do not fit;
-    screened: closed-form time and memory of all layouts; undecided: number of layouts that may be better, left when the
-    search reached its limit of exact predictions.
+    Attributes:
+        problem: The planning problem.
+        best: Estimates of the best layouts, fastest first.
+        reasons: For each of `best`, text on why it is slower than the first.
+        searched: Number of layouts searched.
+        seconds: Duration of the search.
+        differences: Relative errors of closed-form step times against the simulator.
+        advice: Fast layouts that do not fit.
+        screened: Closed-form time and memory of all layouts.
+        undecided: Number of layouts that may be better but were not predicted exactly, as the search reached its limit.
     """
 
     problem: Problem
@@ -79,14 +90,15 @@ class SearchResult:
 
 
 def search(problem: Problem, top: int = 5) -> SearchResult:
-    """Search all layouts of a planning problem; return the up to `top` best that fit and that training accepts (the
-    fastest of each kind, then the next fastest), and advice. `best` of the result is empty if none fits."""
+    """Search all layouts of a planning problem for the `top` fastest that fit and that training accepts: first the
+    fastest of each kind of layout (`layout_kinds`), then the next fastest. `best` of the result is empty if none
+    fits."""
     begun = time.perf_counter()
-    # What no layout mends: more tokens than there are positions.
+    # No layout can fix this: more tokens than positions.
     refuse(Layout(), problem.config, 1, problem.sequence, planning=True)
     every = screen(problem)
     if not len(every.candidate):
-        raise UserError(_nothing(problem))
+        raise UserError(_no_layout_error(problem))
     shortlist = Shortlist(problem, every, max(top, FINAL))
     differences = tuple(shortlist.differences)
     best = fastest_of_kinds(shortlist, top)
@@ -97,8 +109,8 @@ def search(problem: Problem, top: int = 5) -> SearchResult:
     )  # fmt: skip
 
 
-def _nothing(problem: Problem) -> str:
-    """Return the error line for a planning problem whose batch no layout can divide."""
+def _no_layout_error(problem: Problem) -> str:
+    """Return the error line for a planning problem whose batch is not divisible by any layout."""
     devices = problem.cluster.devices
     return (
         f"no layout of {devices} devices can split batch {problem.batch} of sequence {problem.sequence}: each of dp "
@@ -107,10 +119,11 @@ def _nothing(problem: Problem) -> str:
 
 
 def _advice(shortlist: Shortlist, first: float) -> Iterator[TooLargeLayout]:
-    """Yield advice on the fastest layouts that do not fit, if faster than `first` seconds, each with another tp, cp, pp
-    or recompute."""
+    """Yield the fastest layouts that do not fit but take less than `first` seconds a step, up to `MOST_ADVISED`, which
+    differ in tp, cp, pp or recompute; each with a change that makes it fit, if one is found. shortlist: candidates of
+    the search."""
     problem, every, room = shortlist.problem, shortlist.every, shortlist.room
-    fit = on_device(problem, every.bytes) <= room
+    fit = add_device_overhead(problem, every.bytes) <= room
     expected = shortlist.expected()
     remaining = np.where(fit, np.inf, expected)
     zero = every.zero * 2 + (every.hybrid > 0)
@@ -121,7 +134,7 @@ def _advice(shortlist: Shortlist, first: float) -> Iterator[TooLargeLayout]:
         if remaining[at] >= first or found == MOST_ADVISED:
             return
         layout = shortlist.layout(at)
-        if not shortlist.takes(layout):
+        if not shortlist.accepts(layout):
             remaining[at] = np.inf
             continue
         seconds = shortlist.seconds(at, layout)
@@ -129,7 +142,7 @@ def _advice(shortlist: Shortlist, first: float) -> Iterator[TooLargeLayout]:
             remaining[shortlist.kinds == shortlist.kinds[at]] *= seconds / remaining[at]
             remaining[at] = np.inf
             continue
-        remaining[_alike(columns, at, "tp", "cp", "pp", "recompute")] = np.inf
+        remaining[_equal_mask(columns, at, "tp", "cp", "pp", "recompute")] = np.inf
         if (size := device_bytes(problem, layout)) <= room:
             continue
         found += 1
@@ -144,14 +157,15 @@ def _advice(shortlist: Shortlist, first: float) -> Iterator[TooLargeLayout]:
 
 
 def _find_change(
-    shortlist: Shortlist, columns: Mapping[str, Array], at: int, fit: Array, expected: Array
+    shortlist: Shortlist, columns: Mapping[str, Array], index: int, fit: Array, expected: Array
 ) -> int | None:
-    """Return the index of the fastest fitting candidate with the fewest differences from candidate `at`; None if there
-    is none with up to three.
+    """Return the index of the fastest fitting candidate that differs from candidate `index` in the fewest properties;
+    None if there is none with up to three differences.
 
-    columns: properties of all candidates; fit: whether each may fit; expected: seconds of each.
+    shortlist: candidates of the search; columns: {property: array over all candidates}; fit: array, True if a candidate
+    may fit; expected: predicted seconds.
     """
-    unlike = np.asarray(sum((column != column[at]).astype(np.int8) for column in columns.values()))
+    unlike = np.asarray(sum((column != column[index]).astype(np.int8) for column in columns.values()))
     for changes in range(1, MOST_CHANGES + 1):
         near = np.flatnonzero(fit & (unlike == changes))
         for each in near[np.argsort(expected[near])][:MOST_ADVICE].tolist():
@@ -160,9 +174,10 @@ def _find_change(
     return None
 
 
-def _alike(columns: Mapping[str, Array], at: int, *names: str) -> Array:
-    """Return a mask of the candidates that equal candidate `at` (index) in the columns `names`, such as "tp"."""
-    return np.asarray(np.logical_and.reduce([columns[name] == columns[name][at] for name in names]))
+def _equal_mask(columns: Mapping[str, Array], index: int, *names: str) -> Array:
+    """Return an array of bool: True for candidates that equal candidate `index` in the properties `names`, such as
+    "tp". columns: {property: array over all candidates}."""
+    return np.asarray(np.logical_and.reduce([columns[name] == columns[name][index] for name in names]))
 
 
 _CHANGES: dict[str, Callable[[Layout], str]] = {
@@ -181,9 +196,10 @@ _CHANGES: dict[str, Callable[[Layout], str]] = {
 
 def fastest_of_kinds(shortlist: Shortlist, top: int) -> list[Estimate]:
     """Return estimates of `top` layouts, fastest first: the fastest layout of each kind (`layout_kinds`), then the next
-    fastest of all. shortlist: candidates of a search with exact predictions, to which it adds more.
+    fastest of all.
 
     Layouts of one kind differ only in the sizes of the axes, and their times mostly by less than the error bounds.
+    shortlist: candidates predicted exactly; further ones are predicted as needed.
     """
     kinds, remaining, stopped = layout_kinds(shortlist.every), shortlist.pending.copy(), shortlist.stopped
     found: list[Estimate] = []
@@ -197,7 +213,7 @@ def fastest_of_kinds(shortlist: Shortlist, top: int) -> list[Estimate]:
         alike = kinds == kinds[shortlist.best[0][1]]
         others += [entry for entry in shortlist.best[1:] if alike[entry[1]]]
         if len(found) < top:
-            budget -= shortlist.leave_out(alike, budget)
+            budget -= shortlist.exclude(alike, budget)
     remaining[list(shortlist.difference)] = np.inf  # decided by now
     shortlist.pending, shortlist.stopped = remaining, stopped
     if len(found) < top:
@@ -206,24 +222,24 @@ def fastest_of_kinds(shortlist: Shortlist, top: int) -> list[Estimate]:
     return sorted(found, key=lambda one: one.time.seconds)
 
 
-def layout_kinds(every: ScreenedLayouts) -> Array:
-    """Return an integer for each candidate layout that is equal for layouts of one kind: the same axes are larger than
-    1, recompute is the same, and ZeRO shards the same of nothing, optimizer states or parameters. every: the
-    candidates."""
+def layout_kinds(screened: ScreenedLayouts) -> Array:
+    """Return an integer for each candidate layout, equal for layouts of one kind: they agree in which axes are larger
+    than 1, in recompute, and in what ZeRO shards (nothing, optimizer states, or parameters too). screened: closed-form
+    predictions of the candidates."""
 
-    def of_stage(one: Candidate) -> int:
+    def of_stage(candidate: StageCandidate) -> int:
         """Return an integer that is equal for stages of one kind."""
-        layout = one.layout
+        layout = candidate.layout
         axes = (layout.tp > 1) + 2 * (layout.cp > 1) + 4 * (layout.ep > 1)
         return axes + 8 * RECOMPUTE.index(layout.recompute)
 
-    pipelined, level = every.by_pipeline(lambda pipe: pipe.ranks > 1), np.array([0, 1, 1, 2])[every.zero]
-    return np.asarray((every.by_candidate(of_stage) * 2 + pipelined) * 3 + level)
+    pipelined, level = screened.by_pipeline(lambda pipe: pipe.ranks > 1), np.array([0, 1, 1, 2])[screened.zero]
+    return np.asarray((screened.by_candidate(of_stage) * 2 + pipelined) * 3 + level)
 
 
 def describe_losses(best: Sequence[Estimate]) -> Iterator[str]:
-    """Yield, for each of the best estimates, text on why it is slower than the first: parts that take longer, in % of
-    the first's step."""
+    """Yield text for each of the best estimates on why it is slower than the first: the parts of the step that take
+    longer, in % of the first's step."""
     for number, one in enumerate(best):
         if number == 0:
             yield "the fastest"

@@ -12,7 +12,7 @@ from meshwright.layout import Layout
 from meshwright.names import RECOMPUTE
 from meshwright.planner.cost.process_groups import Array
 from meshwright.planner.cost.step_time import StepPredictor
-from meshwright.planner.memory.rank_memory import context_bytes, distinct_ranks, memory_of, slack
+from meshwright.planner.memory.rank_memory import context_bytes, distinct_ranks, memory_of, slack_fraction
 from meshwright.planner.problem import Problem
 from meshwright.planner.search.estimate import Estimate, estimate_layout
 from meshwright.planner.search.screen import ScreenedLayouts
@@ -20,49 +20,53 @@ from meshwright.program.makespan import MakespanCache
 from meshwright.spec.refuse import refuse
 
 MOST_PRICED = 120
-"""Exact prices that a search may take."""
+"""Maximum number of layouts that a search predicts exactly."""
 
 DOUBT_ABOVE, DOUBT_BELOW = 1.15, 1 / 0.9
-"""A closed form of memory may be so many times the ledger's, or the ledger's so many times it, where the ledger has not
-been asked of a layout like it (tests/planner/search/test_search.py)."""
+"""Largest ratios of closed-form memory to the ledger's, and of the ledger's to it, assumed for layouts without a
+similar one whose ledger is known (tests/planner/search/test_search.py)."""
 
 
-def on_device(problem: Problem, peak: Array) -> Array:
-    """Return the bytes on a device, CUDA context and fragmentation included, for tensors of `peak` bytes (an array)."""
-    return peak * (1.0 + slack(problem.cluster)) + context_bytes(problem)
+def add_device_overhead(problem: Problem, peak: Array) -> Array:
+    """Return the bytes used on a device, including CUDA context and fragmentation, for tensors of `peak` bytes
+    (array)."""
+    return peak * (1.0 + slack_fraction(problem.cluster)) + context_bytes(problem)
 
 
 class Shortlist:
-    """The best candidate layouts of a search with exact predictions: seconds by the simulator, memory by the ledger if
-    the closed form is near the limit. every: closed-form predictions of all candidates; wanted: number of layouts to
-    decide."""
+    """The fastest candidate layouts of a search that fit, predicted exactly: step time by the pipeline simulator, and
+    memory by the ledger where the closed form is near the limit.
 
-    def __init__(self, problem: Problem, every: ScreenedLayouts, wanted: int) -> None:
-        self.problem, self.every = problem, every
+    screened: closed-form predictions of all candidates; wanted: number of layouts to find. The attribute `best` lists
+    (seconds, candidate index, layout), fastest first.
+    """
+
+    def __init__(self, problem: Problem, screened: ScreenedLayouts, wanted: int) -> None:
+        self.problem, self.every = problem, screened
         self.room = problem.usable_bytes
         self.best: list[tuple[float, int, Layout]] = []
         self.difference: dict[int, float] = {}
         self.makespans = MakespanCache()
         self.kinds = self._kinds()
         # Their closed-form memory has similar errors.
-        self._memory = every.column("schedule name") * len(RECOMPUTE) + every.column("recompute")
+        self._memory = screened.column("schedule name") * len(RECOMPUTE) + screened.column("recompute")
         self.factors: dict[int, float] = {}
         self.stopped = False
         self._wanted, self.budget, self.asked = wanted, MOST_PRICED, 0
-        self._needed = on_device(problem, every.bytes)
+        self._needed = add_device_overhead(problem, screened.bytes)
         self._left = self._needed <= self.room * DOUBT_ABOVE
-        # Closed forms, corrected by what the simulator said of their kind; infinite where that is known.
-        self.pending = np.where(self._left, every.seconds, np.inf)
+        # Closed-form seconds, corrected by simulations of the same kind; infinite once predicted exactly or excluded.
+        self.pending = np.where(self._left, screened.seconds, np.inf)
         self._decide()
 
     @property
     def differences(self) -> list[float]:
-        """Relative errors of closed-form times against the simulator, best layouts first."""
+        """Relative errors of the closed-form step times of `best` against the simulator."""
         return [self.difference[at] for _, at, _ in self.best]
 
     def _decide(self) -> None:
-        """Predict candidates exactly, fastest by closed form first, until as many as wanted are decided or the budget
-        is used."""
+        """Predict candidates exactly, in the order of their closed-form times, until no other can be among the wanted
+        fastest or the budget of exact predictions is used."""
         every, problem, wanted = self.every, self.problem, self._wanted
         needed, left, pending = self._needed, self._left, self.pending
         kinds, factors = self.kinds, self.factors
@@ -74,7 +78,7 @@ class Shortlist:
             closed = pending[at]
             pending[at], left[at] = np.inf, False
             layout = self.layout(at)
-            if not self.takes(layout):
+            if not self.accepts(layout):
                 continue
             if needed[at] * DOUBT_BELOW > self.room:
                 exact = device_bytes(problem, layout, self.room)
@@ -96,35 +100,35 @@ class Shortlist:
         else:
             self.stopped = True
 
-    def leave_out(self, alike: Array, budget: int) -> int:
-        """Exclude the candidates of a mask (`alike`), and decide the best of the others. budget: most exact predictions
-        to make; return how many were made."""
+    def exclude(self, alike: Array, budget: int) -> int:
+        """Exclude candidates and find the fastest of the others. alike: array, True for candidates to exclude; budget:
+        most exact predictions to make; returns the number made."""
         before, self.budget = self.asked, budget
         self.pending[alike], self._left[alike], self._wanted = np.inf, False, 1
         self.best = [entry for entry in self.best if not alike[entry[1]]]
         self._decide()
         return self.asked - before
 
-    def _learn(self, at: int, exact: float) -> None:
-        """Scale the closed-form memory of all candidates of the same kind as candidate `at` (index), whose `exact`
-        bytes are known."""
-        alike = self._memory == self._memory[at]
-        self._needed[alike] *= exact / self._needed[at]
+    def _learn(self, index: int, exact: float) -> None:
+        """Scale the closed-form memory of all candidates with the same schedule and recompute as candidate `index`, so
+        that it agrees with the `exact` bytes of this one."""
+        alike = self._memory == self._memory[index]
+        self._needed[alike] *= exact / self._needed[index]
         too_large = alike & self._left & (self._needed > self.room * DOUBT_ABOVE)
         self.pending[too_large], self._left[too_large] = np.inf, False
 
     def _kinds(self) -> Array:
-        """Return an integer for each candidate, equal for equal pipelines and micro-batches per pipeline rank (rounded
-        to a power of two): their closed-form times have similar errors."""
+        """Return an integer for each candidate, equal for candidates whose closed-form times have similar errors: the
+        same pipeline, and as many micro-batches per pipeline rank (rounded to a power of two)."""
         every, ranks = self.every, self.every.column("pp")
         inner = every.by_candidate(lambda one: one.layout.tp * one.layout.cp / one.rows)
         micro = self.problem.batch / self.problem.cluster.devices * inner * ranks
         rounds = np.clip(np.log2(micro / ranks) + 16, 0, 63).astype(np.int64)
         return np.asarray(every.pipe * 64 + rounds)
 
-    def takes(self, layout: Layout) -> bool:
-        """Return True if training accepts the layout (or, for models and engines that can only be planned, if it is
-        feasible)."""
+    def accepts(self, layout: Layout) -> bool:
+        """Return True if training accepts the layout, or, for models and engines that can only be planned, if it is
+        feasible."""
         problem = self.problem
         try:
             refuse(layout, problem.config, problem.batch, problem.sequence, planning=problem.only_planned)
@@ -134,11 +138,11 @@ class Shortlist:
 
     def fits(self, layout: Layout) -> bool:
         """Return True if training accepts the layout and it fits into device memory."""
-        return self.takes(layout) and device_bytes(self.problem, layout, self.room) <= self.room
+        return self.accepts(layout) and device_bytes(self.problem, layout, self.room) <= self.room
 
-    def seconds(self, at: int, layout: Layout) -> float:
-        """Return the simulated seconds of a step. at, layout: index of the candidate, and its layout."""
-        return self._step(at, layout).price(parts=False).seconds
+    def seconds(self, index: int, layout: Layout) -> float:
+        """Return the simulated seconds of a step. index: of the candidate; layout: its layout."""
+        return self._step(index, layout).price(parts=False).seconds
 
     def expected(self) -> Array:
         """Return the closed-form seconds of all candidates, corrected by the simulator's results for similar ones."""
@@ -146,26 +150,26 @@ class Shortlist:
         factor[list(self.factors)] = list(self.factors.values())
         return np.asarray(self.every.seconds * factor[self.kinds])
 
-    def _step(self, at: int, layout: Layout) -> StepPredictor:
-        """Return the step-time predictor of one candidate, which reuses results of earlier candidates. at: index of the
-        candidate. layout: its layout."""
-        pieces = self.every.pieces.take(int(self.every.candidate[at]))
-        return StepPredictor(self.problem, layout, pieces=pieces, makespans=self.makespans)
+    def _step(self, index: int, layout: Layout) -> StepPredictor:
+        """Return the step-time predictor of a candidate, which reuses results of earlier candidates. index: of the
+        candidate; layout: its layout."""
+        layer_times = self.every.layer_times.select(int(self.every.candidate[index]))
+        return StepPredictor(self.problem, layout, layer_times=layer_times, makespans=self.makespans)
 
-    def layout(self, at: int) -> Layout:
-        """Return the layout of the candidate with index `at`."""
-        return self.every.layout(at)
+    def layout(self, index: int) -> Layout:
+        """Return the layout of the candidate with index `index`."""
+        return self.every.layout(index)
 
     def undecided(self, best: list[Estimate], top: int) -> int:
-        """Return the number of candidates that may beat the last of `best` but were not decided when the search
-        stopped. top: number of layouts asked for."""
+        """Return the number of candidates without exact prediction that may be faster than the last of `best`. best:
+        estimates found; top: number of layouts asked for."""
         if not self.stopped:
             return 0
         return int((self.pending < (best[-1].time.seconds if len(best) >= top else np.inf)).sum())
 
     def estimates(self, top: int) -> list[Estimate]:
-        """Return the full estimates of the `top` best layouts; those that turn out not to fit are replaced by the next
-        best."""
+        """Return the estimates of the `top` fastest layouts; a layout that does not fit by the exact memory of all its
+        ranks is replaced by the next fastest."""
         found: dict[int, Estimate] = {}
         while True:
             fit: list[Estimate] = []
@@ -187,21 +191,19 @@ class Shortlist:
             self._decide()
 
     def _too_large(self, layout: Layout) -> float | None:
-        """Return the device bytes of the first pipeline rank that needs more than a device may use; None if none
-        does."""
+        """Return the device bytes of a pipeline rank of the layout that exceed the usable memory; None if all ranks
+        fit."""
         layout = layout.with_(precision=self.problem.precision)
         sizes = (memory_of(self.problem, layout, rank).device_bytes for rank in distinct_ranks(self.problem, layout))
         return next((size for size in sizes if size > self.room), None)
 
 
-def device_bytes(problem: Problem, layout: Layout, room: float = math.inf) -> int:
-    """Return the device bytes of a layout by the ledger: the larger of the first and the last pipeline rank.
-
-    room: limit in bytes; if the first rank exceeds it, the last is not computed.
-    """
+def device_bytes(problem: Problem, layout: Layout, limit: float = math.inf) -> int:
+    """Return the device bytes of a layout by the ledger: the maximum of the first and the last pipeline rank. limit:
+    bytes; if the first rank exceeds it, the last is not computed."""
     most = 0
     for rank in sorted({0, layout.pp - 1}):
         most = max(most, memory_of(problem, layout, rank).device_bytes)
-        if most > room:
+        if most > limit:
             break
     return most

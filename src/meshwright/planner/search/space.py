@@ -1,8 +1,5 @@
-"""Search space: candidate layouts of a pipeline stage, with the sequences of a micro-batch, and candidate pipelines.
-
-A way is a layout of one pipeline stage (its dp only as large as its experts need), with the rows of a micro-batch; how
-many stages, replicas and micro-batches there are follows from the cluster and the batch.
-"""
+"""Search space: candidate layouts of a pipeline stage, each with the sequences of a micro-batch, and candidate
+pipelines. The numbers of replicas and micro-batches follow from the cluster and the batch."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.names import RECOMPUTE, SCHEDULE_CHUNKS
 from meshwright.planner.cost.engines import Engine
-from meshwright.planner.problem import Candidate, Problem
+from meshwright.planner.problem import Problem, StageCandidate
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.refuse import refuse
 
@@ -42,14 +39,14 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // each for each in small)})
 
 
-def candidates(problem: Problem) -> list[Candidate]:
-    """Return every (layout of a stage, sequences of a micro-batch) that the model and the engine admit, for any number
-    of stages."""
+def candidates(problem: Problem) -> list[StageCandidate]:
+    """Return all candidate layouts of a pipeline stage, each with the sequences of a micro-batch, that the model and
+    the engine admit for any number of stages."""
     found = []
     for stage in _stages(problem):
         for recompute in RECOMPUTE:
             layout = stage.with_(recompute=recompute)
-            found += [Candidate(layout, rows) for rows in _rows(problem)]
+            found += [StageCandidate(layout, rows) for rows in _rows(problem)]
     return found
 
 
@@ -59,7 +56,7 @@ def _rows(problem: Problem) -> list[int]:
 
 
 def _stages(problem: Problem) -> Iterator[Layout]:
-    """Yield every layout of one pipeline stage that model and engine admit, without recompute."""
+    """Yield all candidate layouts of a pipeline stage that model and engine admit, without recompute."""
     config, engine = problem.config, problem.engine
     devices = problem.cluster.devices
     for tp in divisors(devices):
@@ -95,7 +92,8 @@ def _experts(config: ModelConfig, engine: Engine, devices: int, tp: int) -> Iter
 
 
 def pipeline_candidates(problem: Problem) -> Iterator[PipelineCandidate]:
-    """Yield every (pipeline ranks, schedule, chunks) that the engine and the model's layers admit."""
+    """Yield all candidate pipelines (ranks, schedule, chunks) that the engine and the model's number of layers
+    admit."""
     config, engine = problem.config, problem.engine
     for ranks in divisors(problem.cluster.devices):
         if ranks == 1:
@@ -110,12 +108,14 @@ def pipeline_candidates(problem: Problem) -> Iterator[PipelineCandidate]:
                     yield PipelineCandidate(ranks, schedule, chunks)
 
 
-def layout_of(problem: Problem, candidate: Candidate, pipe: PipelineCandidate, zero: int, hybrid: int) -> Layout:
-    """Return the whole layout that consists of a stage's candidate and a pipeline (`pipe`). zero: ZeRO stage;
-    hybrid: ranks of a ZeRO sharding group, 0 for all data-parallel ranks."""
+def layout_of(
+    problem: Problem, candidate: StageCandidate, pipeline: PipelineCandidate, zero: int, hybrid: int
+) -> Layout:
+    """Return the layout that combines a candidate stage with a pipeline. zero: ZeRO stage; hybrid: number of ranks of a
+    ZeRO sharding group, 0 for all data-parallel ranks."""
     one = candidate.layout
-    dp = problem.cluster.devices // (one.tp * one.cp * pipe.ranks)
+    dp = problem.cluster.devices // (one.tp * one.cp * pipeline.ranks)
     return one.with_(
-        dp=dp, zero=zero, hybrid=hybrid or None, pp=pipe.ranks, schedule=pipe.schedule, chunks=pipe.chunks,
+        dp=dp, zero=zero, hybrid=hybrid or None, pp=pipeline.ranks, schedule=pipeline.schedule, chunks=pipeline.chunks,
         micro_batches=problem.batch // (dp * candidate.rows), precision=problem.precision,
     )  # fmt: skip

@@ -26,11 +26,12 @@ CONTEXT_BYTES = 2**30
 """Bytes of each GPU for CUDA context, loaded kernels, workspaces of cuBLAS and NCCL and rounding by the allocator.
 Estimated; the first two take 0.74 GiB on an H100 (`bench/results/gpu_serving.json`)."""
 SECTION = 256
-"""Keys of a section of the context, whose attention is one partial result."""
+"""Keys of a section of the context; attention computes one partial result per section."""
 SCRATCH_BYTES = 64 * 2**20
 """Bytes of the partial results of one kernel launch, unless one tile needs more; more tiles take several launches."""
 DECODE_ROWS, PREFILL_ROWS = 16, 64
-"""Query rows of a tile of attention; batch-invariant answers have those of decoding throughout."""
+"""Query rows of a tile of attention in decoding and in prefill; batch-invariant answers use those of decoding
+throughout."""
 SPLIT_COLUMNS = 2 * 256 * 64
 """Most columns of float32 that the partial sums of one batch-invariant product have for each token."""
 
@@ -79,7 +80,8 @@ def _workspace_bytes(config: ModelConfig, layout: Layout, stage: Stage, sizes: S
 
 def tile_scratch(config: ModelConfig, tp: int, max_length: int) -> int:
     """Return the number of float32 elements for the partial results of one tile of attention: for each token of the
-    tile, query head of a rank and section of the context, one vector of a head's size and two sums."""
+    tile, query head of a rank and section of the context, one vector of a head's size and two sums. tp: ranks that
+    share the heads; max_length: most tokens of a sequence."""
     heads, kv_heads = config.heads // tp, max(1, config.kv_heads // tp)
     group = 1 << (heads // kv_heads - 1).bit_length()
     tokens = max(PREFILL_ROWS, group) // group

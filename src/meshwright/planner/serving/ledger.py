@@ -82,7 +82,7 @@ class ServingSizes:
 
     @property
     def logit_rows(self) -> int:
-        """Most tokens of a step for which logits are computed: more than one a sequence where prompts are scored."""
+        """Most tokens of a step for which logits are computed: more than one per sequence, as prompts may be scored."""
         return max(self.max_sequences, min(SCORED_ROWS, self.token_budget))
 
 
@@ -92,13 +92,13 @@ class RankLedger:
 
     Attributes:
         weights: Embedding tables, norms, biases, tables of rotary positions.
-        packed: Matrices in the packed layout of the kernels, padding included.
+        packed: Weight matrices in the packed layout of the kernels, padding included.
         workspace: Activation buffers for the token budget, shared by all layers.
         logits: Logits of a step.
         communication: Buffers of tensor-parallel reductions and of pipeline messages.
-        slack: Process memory, and the buffer for loading a matrix before it is packed, as far as it exceeds the memory
-            of matrices that are packed later.
-        kv_block: One KV block: 16 tokens of the rank's layers of one block table.
+        slack: Memory of the process without tensors, and of the buffer from which a matrix is packed at loading, as far
+            as it exceeds the memory of matrices packed after it.
+        kv_block: One KV block: keys and values of 16 tokens in the rank's layers that share a block table.
     """
 
     weights: int
@@ -142,7 +142,7 @@ class ServingLedger:
 
     @property
     def kv_block(self) -> int:
-        """Bytes of one KV block summed over all ranks, including one in every replica."""
+        """Bytes of one KV block summed over all ranks of all replicas."""
         return self._copies * sum(stage.kv_block for stage in self.stages)
 
     @property
@@ -170,13 +170,13 @@ class ServingLedger:
         return self.layout.dp * self.layout.tp
 
     def items(self) -> dict[str, int]:
-        """Return bytes by item ("weights", "packed" ..., "front", "kv"), summed over all ranks."""
+        """Return {item: bytes} summed over all ranks; items are the fields of `RankLedger`, "front" and "kv"."""
         names = ("weights", "packed", "workspace", "logits", "communication", "slack")
         found = {name: self._copies * sum(getattr(stage, name) for stage in self.stages) for name in names}
         return {**found, "front": self.front, "kv": self.blocks * self.kv_block}
 
     def to_json_dict(self) -> dict[str, Any]:
-        """Return the ledger as a JSON object; the memory of the server in GiB, that of each stage's rank in bytes."""
+        """Return the ledger as a JSON object: memory of the server in GiB, and of each stage's rank in bytes."""
         return {
             "layout": str(self.layout.with_(tensor_sequence_parallel=True)),
             **asdict(self.sizes),
@@ -213,7 +213,7 @@ def stage_tensors(config: ModelConfig, stage: Stage) -> Iterator[ModelParameter]
 
 
 def unpadded_kv_block(config: ModelConfig, rank: RankLedger) -> int:
-    """Return the bytes of a KV block without the padding of values that the CPU kernels need. rank: ledger with the
+    """Return the bytes of a KV block without the padding of value vectors that CPU kernels need. rank: ledger with the
     padded size."""
     if config.latent is not None:
         return rank.kv_block
@@ -259,8 +259,8 @@ def _rank_ledger(config: ModelConfig, layout: Layout, stage: Stage, sizes: Servi
 
 
 def _forms(config: ModelConfig, tensor: ModelParameter, stage: Stage) -> tuple[bool, bool]:
-    """Return (held as a table or vector, held as a packed matrix): in which forms a rank of a stage holds a model
-    parameter."""
+    """Return (held as table or vector, held as packed matrix): in which forms a rank of a stage holds the model
+    parameter `tensor`."""
     if tensor.name == "embedding.weight":
         shared = config.tied and stage.last  # the head's matrix, from which the first stage looks up, too
         return stage.first and not shared, shared
@@ -269,8 +269,8 @@ def _forms(config: ModelConfig, tensor: ModelParameter, stage: Stage) -> tuple[b
 
 
 def _packed_bytes(config: ModelConfig, layout: Layout, tensor: ModelParameter, item: int) -> int:
-    """Return the bytes of a model parameter's packed matrices on a rank: rows padded to whole panels, columns of 2-byte
-    elements to whole tiles; routers are float32. item: bytes of an element."""
+    """Return the bytes of the packed matrices of a model parameter (`tensor`) on a rank: rows padded to whole panels,
+    columns of 2-byte elements to whole tiles; routers are float32. item: bytes of an element."""
     rows, columns = tensor.local_shape(layout)
     count = config.experts // layout.ep if ".experts." in tensor.name else 1
     item = 4 if "router" in tensor.name else item

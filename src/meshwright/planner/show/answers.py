@@ -13,14 +13,14 @@ from meshwright.planner.search.search import SearchResult
 from meshwright.planner.search.shortlist import MOST_PRICED
 
 MOST_TOP = 100
-"""Layouts that a search can be asked for: it prices somewhat more exactly."""
+"""Maximum number of layouts that a search returns."""
 
 
-def document(problem: Problem, best: Sequence[Estimate], found: SearchResult | None = None) -> dict[str, Any]:
+def plan_document(problem: Problem, best: Sequence[Estimate], result: SearchResult | None = None) -> dict[str, Any]:
     """Return the JSON document of a plan, as `meshwright plan --json` prints it.
 
-    problem: model, cluster, batch and engine of the plan. best: estimates to list, fastest first. found: result of the
-    search that chose them; None if the user gave the layout.
+    problem: model, cluster, batch and engine; best: estimates to list, fastest first; result: search that found them,
+    None if the user gave the layout.
     """
     told: dict[str, Any] = {
         "model": model_document(problem.config),
@@ -28,29 +28,31 @@ def document(problem: Problem, best: Sequence[Estimate], found: SearchResult | N
         "engine": problem.engine.name, "sequence": problem.sequence, "batch": problem.batch,
         "layouts": [one.document() for one in best],
     }  # fmt: skip
-    if found is None:
+    if result is None:
         return told | {"searched": 0, "search_seconds": 0.0}
-    told |= {"searched": found.searched, "search_seconds": found.seconds, "undecided": found.undecided}
-    for one, why in zip(told["layouts"], found.reasons, strict=True):
+    told |= {"searched": result.searched, "search_seconds": result.seconds, "undecided": result.undecided}
+    for one, why in zip(told["layouts"], result.reasons, strict=True):
         one["compared_with_first"] = why
     told["too_large"] = [
         {
             "layout": str(one.layout), "step_seconds": one.seconds, "change": one.change,
             "instead": None if one.instead is None else str(one.instead), "instead_step_seconds": one.instead_seconds,
         }
-        for one in found.advice
+        for one in result.advice
     ]  # fmt: skip
     return told
 
 
-def ledgers(one: Estimate) -> list[dict[str, Any]]:
+def ledger_documents(estimate: Estimate) -> list[dict[str, Any]]:
     """Return the memory ledger of an estimate as JSON objects: the tensors at the memory peak of each pipeline rank,
     ranks with equal memory listed once.
 
     Keys of an item: name, category, shape, dtype; bytes: of all equal tensors together; stage: pipeline stage, null if
     it belongs to none; first, last: events between which it is allocated.
     """
-    ranks = (memory_of(one.problem, one.layout, rank) for rank in distinct_ranks(one.problem, one.layout))
+    ranks = (
+        memory_of(estimate.problem, estimate.layout, rank) for rank in distinct_ranks(estimate.problem, estimate.layout)
+    )
     return [
         {
             "pp": rank.pp_rank, "when": rank.peak_snapshot, "peak_bytes": rank.peak_bytes,
@@ -67,12 +69,12 @@ def ledgers(one: Estimate) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def no_fit_error(found: SearchResult) -> str:
-    """Return the error line for a search in which no layout fits: number of devices, GiB of each, and what to change.
-    found: the search's result."""
-    problem, count = found.problem, found.problem.cluster.devices
+def no_fit_error(result: SearchResult) -> str:
+    """Return the error line for a search in which no layout fits: number of devices, GiB of each, and what to
+    change."""
+    problem, count = result.problem, result.problem.cluster.devices
     reserved = f", with {problem.reserve / GIB:.1f} GiB more reserved" if problem.reserve else ""
-    none = f"none of the {MOST_PRICED} fastest layouts" if found.undecided else "no layout"
+    none = f"none of the {MOST_PRICED} fastest layouts" if result.undecided else "no layout"
     return (
         f"{none} of {count:,} device{'s' * (count > 1)} fits into {problem.usable_bytes / GIB:.1f} GiB each{reserved}; "
         "use more devices, a smaller batch or shorter sequences"

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from meshwright.layout import Layout
 from meshwright.names import BIDIRECTIONAL_SCHEDULES
+from meshwright.planner.cost.layer_times import MICRO_BATCH_PARTS
 from meshwright.planner.cost.micro_batch import DTYPES, MicroBatch
-from meshwright.planner.cost.operations import operations
+from meshwright.planner.cost.operations import list_operations
 from meshwright.planner.cost.operators import Operation
-from meshwright.planner.cost.piece_times import MICRO_BATCH_PARTS
 from meshwright.planner.cost.rates import Rates, attention_kernel
 from meshwright.planner.cost.reference_step import measured_step_factors
 from meshwright.planner.cost.step_time import followed_at_once
@@ -21,16 +21,16 @@ _COMPUTE = MICRO_BATCH_PARTS.index("compute")
 
 @dataclass(frozen=True, slots=True)
 class OperationTime:
-    """One operation of a micro-batch in one phase, with its predicted cost.
+    """Predicted cost of one operation of a micro-batch in one phase.
 
     Attributes:
         name: Such as "attention.qkv".
         phase: "forward", "recompute", "input" or "weight" (gradients).
-        count: Number of its calls.
-        shape: M, N, K of a matrix product; empty for elementwise work.
-        flops, bytes, seconds: Of all calls together.
+        count: Number of calls.
+        shape: M, N, K of a matrix product; empty for elementwise operations.
+        flops, bytes, seconds: Sums over all calls.
         share: Fraction of the micro-batch's seconds.
-        bound: What takes longest, "compute", "memory" or "start" (kernel launch).
+        bound: Limiting resource: "compute", "memory" or "start" (kernel launch).
     """
 
     name: str
@@ -64,7 +64,7 @@ def explain(problem: Problem, layout: Layout, pp_rank: int = 0) -> list[Operatio
     rows = problem.batch // (layout.dp * layout.micro_batches)
     factors = measured_step_factors(problem.cluster, problem.precision, problem.engine)
     longer = problem.cluster.time_factor * factors[_COMPUTE]
-    at = MicroBatch.of(
+    batch = MicroBatch.of(
         problem.config, layout, rows, problem.sequence, dtype=DTYPES[problem.precision], engine=problem.engine,
         kernel=kernel, documents=problem.documents, eight_bit=rates.eight_bit,
     )  # fmt: skip
@@ -73,27 +73,31 @@ def explain(problem: Problem, layout: Layout, pp_rank: int = 0) -> list[Operatio
     if layout.schedule in BIDIRECTIONAL_SCHEDULES:  # a micro-batch is of one replica
         place = place[:1]
     for stage in place:
-        for one in operations(at, stage, at_once=followed_at_once(layout) and not problem.pairs):
+        for one in list_operations(batch, stage, at_once=followed_at_once(layout) and not problem.pairs):
             found.setdefault((one.name, one.phase), []).append((one, longer * rates.seconds(one, kernel)))
     whole = sum(seconds for each in found.values() for _, seconds in each) or 1.0
-    return sorted((_row(name, phase, each, whole, rates) for (name, phase), each in found.items()), key=_longest)
+    return sorted(
+        (_operation_time(name, phase, each, whole, rates) for (name, phase), each in found.items()), key=_longest
+    )
 
 
-def busiest(problem: Problem, layout: Layout) -> int:
-    """Return the index of the pipeline rank that computes longest for a micro-batch."""
+def find_busiest_rank(problem: Problem, layout: Layout) -> int:
+    """Return the index of the pipeline rank with the most compute seconds per micro-batch."""
     return max(
         distinct_ranks(problem, layout), key=lambda rank: sum(row.seconds for row in explain(problem, layout, rank))
     )
 
 
 def _longest(row: OperationTime) -> float:
-    """Return the sort key that puts the longest operation first."""
+    """Return the sort key of an operation's cost (`row`) that puts the longest operation first."""
     return -row.seconds
 
 
-def _row(name: str, phase: str, each: list[tuple[Operation, float]], whole: float, rates: Rates) -> OperationTime:
+def _operation_time(
+    name: str, phase: str, each: list[tuple[Operation, float]], whole: float, rates: Rates
+) -> OperationTime:
     """Return the cost of an operation in a phase. each: its calls, (operation, seconds) for each size; whole: seconds
-    of the micro-batch; rates: speeds of the device, from which `bound` is determined."""
+    of the micro-batch; rates: speeds of the device, which decide `bound`."""
     count = sum(one.count for one, _ in each)
     flops, moved = (sum(getattr(one, of) * one.count for one, _ in each) for of in ("flops", "bytes"))
     seconds = sum(took for _, took in each)

@@ -35,8 +35,8 @@ _PARTS = (
 
 
 def notation_legend(layouts: Iterable[Layout]) -> list[tuple[str, str]]:
-    """Return (part of the layout notation, meaning) for every part that occurs in one of `layouts`: ("dpN", "N replicas
-    ...")."""
+    """Return (part of the layout notation, meaning), such as ("dpN", "N replicas ..."), for every part that occurs in
+    `layouts`."""
     words = {word for layout in layouts for word in str(layout).split()}
 
     def occurs(pattern: str) -> bool:
@@ -47,11 +47,11 @@ def notation_legend(layouts: Iterable[Layout]) -> list[tuple[str, str]]:
     return [(part, meaning) for pattern, part, meaning in _PARTS if occurs(pattern)]
 
 
-def recipe_block(one: Estimate) -> str:
+def recipe_block(estimate: Estimate) -> str:
     """Return TOML lines of recipe keys with which `meshwright train` runs an estimate's layout, sequence length and
     batch."""
-    problem = one.problem
-    return f'layout = "{one.layout}"\ndata.sequence = {problem.sequence}\ntrain.batch = {problem.batch}\n'
+    problem = estimate.problem
+    return f'layout = "{estimate.layout}"\ndata.sequence = {problem.sequence}\ntrain.batch = {problem.batch}\n'
 
 
 def selection_note(best: Iterable[Estimate]) -> str:

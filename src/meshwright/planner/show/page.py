@@ -1,4 +1,4 @@
-"""The page of a plan: best layouts, memory against time, time by part, the memory bill of each stage, the pipeline."""
+"""HTML page of a plan: best layouts, memory against time, time by part, memory of each stage, the pipeline."""
 
 from __future__ import annotations
 
@@ -37,28 +37,28 @@ from meshwright.program.timeline import build_pipeline_timeline
 from meshwright.spec.refuse import refuse
 
 MOST_RANKS = 64
-"""Ranks of a pipeline whose memory is drawn: of more, those that differ."""
+"""Maximum number of pipeline ranks whose memory is drawn; of more, only ranks with different stages are."""
 MOST_STEPS = 1500
-"""Steps of a pipeline that are drawn one by one; more of them are drawn as a whole first."""
+"""Maximum number of pipeline steps that are drawn one by one."""
 MOST_DRAWN = 60_000
 
 
-def page(
+def plan_page(
     problem: Problem,
     model: str,
     best: Sequence[Estimate],
-    found: SearchResult | None = None,
+    result: SearchResult | None = None,
     least: Nearest | None = None,
 ) -> str:
     """Return a plan as an HTML page.
 
-    problem: what was planned for; model: the model's name, for the title; best: estimates, fastest first; found: result
-    of the search, None where the layout was given; least: layouts closest to fitting, where none fits.
+    problem: planning problem; model: name of the model, for the title; best: estimates, fastest first; result: search,
+    None if the user gave the layout; least: layouts closest to fitting, if none fits.
     """
     name, _, rest = headline(problem, model).partition(": ")
     parts: list[Content] = [element("h1", name), paragraph(rest, muted=True)]
-    if found is not None:
-        parts += _search(found, least)
+    if result is not None:
+        parts += _search(result, least)
     for one in [*best, *([least.least] if least else [])][:1]:
         parts += _layout(one)
     legend = notation_legend(one.layout for one in best)
@@ -66,93 +66,93 @@ def page(
     return draw.page(f"plan of {model}", *parts)
 
 
-def _search(found: SearchResult, least: Nearest | None) -> Iterator[Markup]:
-    """Yield the page's sections on a search: best layouts, faster ones that do not fit, memory against time. least:
-    layouts closest to fitting, where none fits."""
-    if found.best:
-        yield element("h2", f"The best of {found.searched:,} layouts")
-        yield _best(found)
-        yield paragraph(selection_note(found.best), muted=True)
+def _search(result: SearchResult, least: Nearest | None) -> Iterator[Markup]:
+    """Yield the page's sections on a search: best layouts, faster ones that do not fit, scatter plot of memory and
+    time. least: layouts closest to fitting, if none fits."""
+    if result.best:
+        yield element("h2", f"The best of {result.searched:,} layouts")
+        yield _best(result)
+        yield paragraph(selection_note(result.best), muted=True)
         yield paragraph("Low and high: bounds within which measured step times are expected.", muted=True)
     else:
-        yield element("h2", f"None of {found.searched:,} layouts fits in memory")
+        yield element("h2", f"None of {result.searched:,} layouts fits in memory")
         if least is not None:
             yield paragraph(f"The layout that needs the least memory follows. {nearest_line(least)}")
-    if found.undecided:
-        yield paragraph(undecided_text(found))
-    if found.advice and found.best:
+    if result.undecided:
+        yield paragraph(undecided_text(result))
+    if result.advice and result.best:
         yield element("h2", "Faster layouts that do not fit")
         larger = [
             (
-                str(one.layout), seconds_text(found.problem, one.layout, one.seconds),
-                Unit.of(one.bytes).say(one.bytes),
+                str(one.layout), seconds_text(result.problem, one.layout, one.seconds),
+                Unit.of(one.bytes).format(one.bytes),
                 "no combination of three changes" if one.instead is None or one.instead_seconds is None
-                else f"{one.change}: {seconds_text(found.problem, one.instead, one.instead_seconds)}",
+                else f"{one.change}: {seconds_text(result.problem, one.instead, one.instead_seconds)}",
             )
-            for one in found.advice
+            for one in result.advice
         ]  # fmt: skip
         yield table(("layout", "step", "memory", "fits with"), larger)
     yield element("h2", "Memory against time")
-    yield memory_time_scatter(found, found.best or ([least.least] if least else []))
+    yield memory_time_scatter(result, result.best or ([least.least] if least else []))
 
 
-def _best(found: SearchResult) -> Markup:
+def _best(result: SearchResult) -> Markup:
     """Return the HTML table of the best layouts of a search."""
-    unit = Unit.of(max(one.memory.device_bytes for one in found.best))
+    unit = Unit.of(max(one.memory.device_bytes for one in result.best))
     head = ("layout", "step s", "low", "high", "tokens/s/device", "MFU", f"memory {unit.name}")
     rows = [
         (
             str(one.layout), f"{one.time.seconds:.4g}", f"{one.time.low:.4g}", f"{one.time.high:.4g}",
             f"{one.tokens_per_second_per_device:,.0f}", f"{one.mfu:.1%}", unit.number(one.memory.device_bytes), why,
         )
-        for one, why in zip(found.best, marked_reasons(found), strict=True)
+        for one, why in zip(result.best, marked_reasons(result), strict=True)
     ]  # fmt: skip
     return table((*head, "compared with the first"), rows)
 
 
-def _layout(one: Estimate) -> Iterator[Markup]:
+def _layout(estimate: Estimate) -> Iterator[Markup]:
     """Yield the page's sections on one layout: time by part, memory of each stage, largest tensors, pipeline."""
-    time, problem, room = one.time, one.problem, one.problem.usable_bytes
-    yield element("h2", str(one.layout))
+    time, problem, room = estimate.time, estimate.problem, estimate.problem.usable_bytes
+    yield element("h2", str(estimate.layout))
     yield paragraph(
         f"{time.seconds:.4g} s per step ({time.low:.4g} to {time.high:.4g}), "
-        f"{one.tokens_per_second_per_device:,.0f} tokens/s per device, MFU {one.mfu:.1%}"
+        f"{estimate.tokens_per_second_per_device:,.0f} tokens/s per device, MFU {estimate.mfu:.1%}"
     )
-    yield paragraph(f"Memory of a device: {memory_text(one)}")
-    for line in one.warnings:
+    yield paragraph(f"Memory of a device: {memory_text(estimate)}")
+    for line in estimate.warnings:
         yield paragraph(f"warning: {line}")
-    if one.fits and not problem.only_planned:
+    if estimate.fits and not problem.only_planned:
         yield paragraph("Set these keys in your recipe:", muted=True)
-        yield element("pre", recipe_block(one))
+        yield element("pre", recipe_block(estimate))
     yield element("h2", "Time by component")
     yield time_bar({part: time.breakdown[part] for part in PARTS if time.breakdown[part] > LEAST_PART * time.seconds})
-    if one.layout.world_size > 1:
+    if estimate.layout.world_size > 1:
         yield paragraph(
-            f"Communication: {communication_text(one)}. Exposed: devices wait for it (tensor, context, expert, data, "
-            "pipeline above); the rest overlaps with computation.",
+            f"Communication: {communication_text(estimate)}. Exposed: devices wait for it (tensor, context, expert, "
+            "data, pipeline above); the rest overlaps with computation.",
             muted=True,
         )
     yield element("h2", "Memory of each stage")
-    places = range(one.layout.pp) if one.layout.pp <= MOST_RANKS else distinct_ranks(problem, one.layout)
-    ranks = [memory_of(problem, one.layout, rank) for rank in places]
+    places = range(estimate.layout.pp) if estimate.layout.pp <= MOST_RANKS else distinct_ranks(problem, estimate.layout)
+    ranks = [memory_of(problem, estimate.layout, rank) for rank in places]
     yield memory_bars(
         [(f"pp {rank.pp_rank}", {k: float(v) for k, v in rank.by_category().items()}) for rank in ranks], room
     )
-    if one.layout.pp > len(ranks):
+    if estimate.layout.pp > len(ranks):
         yield paragraph(
             "Of pipeline ranks with equal layers, the first and the last are shown; the others lie between them.",
             muted=True,
         )
     yield from _categories(ranks)
-    if one.layout.pp > 1:
+    if estimate.layout.pp > 1:
         yield element("h2", "The pipeline")
-        yield from _pipeline(one)
-    yield from _bill(one.memory)
+        yield from _pipeline(estimate)
+    yield from _bill(estimate.memory)
 
 
 def _categories(ranks: Sequence[RankMemory]) -> Iterator[Markup]:
-    """Yield an HTML table of bytes by category, a column for each pipeline rank, and the memory snapshot of each rank's
-    peak; of more than eight ranks, only the first, the last, and those with most and least memory."""
+    """Yield an HTML table of memory by category with a column for each pipeline rank, and the memory snapshot of each
+    rank's peak; of more than eight ranks, only the first, the last, and those with most and least memory."""
     shown = list(ranks)
     if len(shown) > 8:
         shown = sorted({id(rank): rank for rank in (ranks[0], min(ranks, key=_device), max(ranks, key=_device),
@@ -171,7 +171,7 @@ def _device(rank: RankMemory) -> int:
 
 
 def _bill(memory: RankMemory) -> Iterator[Markup]:
-    """Yield the page's section with the table of a pipeline rank's tensors at its memory peak."""
+    """Yield the page's section with a table of a pipeline rank's tensors at its memory peak."""
     yield element("h2", f"Memory of pipeline rank {memory.pp_rank} at its peak ({memory.peak_snapshot})")
     unit, smallest = Unit.of(memory.peak_bytes), 1e-3 * memory.peak_bytes
     items = merge_layers(memory.items)
@@ -181,10 +181,10 @@ def _bill(memory: RankMemory) -> Iterator[Markup]:
     yield table(("tensor", "category", "shape", "dtype", unit.name, "stage", "lifetime"), rows)
 
 
-def _pipeline(one: Estimate) -> Iterator[Markup]:
+def _pipeline(estimate: Estimate) -> Iterator[Markup]:
     """Yield the drawing of an estimate's simulated pipeline schedule."""
-    problem, layout = one.problem, one.layout
-    short = _shortened(one)
+    problem, layout = estimate.problem, estimate.layout
+    short = _shortened(estimate)
     part = replace(problem, batch=problem.batch // layout.micro_batches * short.micro_batches)
     factors = measured_step_factors(problem.cluster, problem.precision, problem.engine)
     program, durations = pipeline_durations(part, short, factors)
@@ -197,10 +197,9 @@ def _pipeline(one: Estimate) -> Iterator[Markup]:
         yield element("details", element("summary", "Step by step"), drawn)
 
 
-def _shortened(one: Estimate) -> Layout:
-    """Return the estimate's layout with its number of micro-batches reduced to what a picture of the pipeline can
-    show."""
-    layout, problem = one.layout, one.problem
+def _shortened(estimate: Estimate) -> Layout:
+    """Return the estimate's layout with no more micro-batches than a picture of the pipeline schedule can show."""
+    layout, problem = estimate.layout, estimate.problem
     each = 3 * layout.pp * layout.chunks
     for rounds in (8, 4, 2, 1):
         short = layout.with_(micro_batches=min(layout.micro_batches, rounds * layout.pp))

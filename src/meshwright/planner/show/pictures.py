@@ -13,7 +13,7 @@ from meshwright.draw.page import legend
 from meshwright.draw.scatter import draw_scatter
 from meshwright.planner.search.estimate import Estimate
 from meshwright.planner.search.search import SearchResult
-from meshwright.planner.search.shortlist import on_device
+from meshwright.planner.search.shortlist import add_device_overhead
 from meshwright.planner.show.text import Unit, share_text
 
 COLOURS = {
@@ -24,21 +24,21 @@ COLOURS = {
 }  # fmt: skip
 MOST_DOTS = 2500
 SLOWEST, LARGEST = 6, 32
-"""Layouts that a picture shows take so many times the fastest one's time, and a device's memory, at most."""
+"""Limits of the scatter plot: step time as a multiple of the fastest layout's, memory as a multiple of a device's."""
 
 
-def memory_time_scatter(found: SearchResult, marked: Sequence[Estimate]) -> Markup:
+def memory_time_scatter(result: SearchResult, marked: Sequence[Estimate]) -> Markup:
     """Return a log-log scatter plot of memory against step time for a sample of the layouts of a search. marked:
     estimates to highlight."""
-    every = found.screened
+    every = result.screened
     assert every is not None
-    room = found.problem.usable_bytes
-    size = on_device(found.problem, every.bytes)
+    room = result.problem.usable_bytes
+    size = add_device_overhead(result.problem, every.bytes)
     near = np.flatnonzero((every.seconds < SLOWEST * every.seconds.min()) & (size < LARGEST * room))
     chosen = near[:: max(1, len(near) // MOST_DOTS)]
     points = [*zip(every.seconds[chosen].tolist(), size[chosen].tolist(), strict=True)]
     best = [
-        (seconds, float(memory), f"{one.layout}: {seconds:.4g} s, {Unit.of(memory).say(memory)}")
+        (seconds, float(memory), f"{one.layout}: {seconds:.4g} s, {Unit.of(memory).format(memory)}")
         for one in marked
         for seconds, memory in [(one.time.seconds, one.memory.device_bytes)]
     ]
@@ -62,16 +62,17 @@ def time_bar(parts: dict[str, float]) -> Markup:
     return join([drawn, legend(zip(words, map(COLOURS.__getitem__, parts), strict=True))])
 
 
-def memory_bars(rows: Sequence[tuple[str, dict[str, float]]], room: float) -> Markup:
-    """Return one stacked bar of memory for each of `rows`, (label, bytes by category), with a legend; room: bytes of a
+def memory_bars(rows: Sequence[tuple[str, dict[str, float]]], limit: float) -> Markup:
+    """Return one stacked bar of memory for each of `rows`, (label, bytes by category), with a legend. limit: bytes of a
     device's memory, drawn as a line."""
     used = dict.fromkeys(part for _, parts in rows for part, size in parts.items() if size > 0)
     drawn = draw_stacked_bars(
-        rows, COLOURS, lambda size: Unit.of(size).say(size), "memory of each rank", _device_limit(room)
+        rows, COLOURS, lambda size: Unit.of(size).format(size), "memory of each rank", _device_limit(limit)
     )
     return join([drawn, legend((part, COLOURS[part]) for part in used)])
 
 
-def _device_limit(room: float) -> tuple[float, str]:
-    """Return (position in bytes, label) of the line in a plot that marks a device's memory of `room` bytes."""
-    return room, f"{Unit.of(room).say(room)} of a device"
+def _device_limit(limit: float) -> tuple[float, str]:
+    """Return (position in bytes, label) of the line that marks a device's memory in a plot. limit: bytes of the
+    memory."""
+    return limit, f"{Unit.of(limit).format(limit)} of a device"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from meshwright.collectives.quantities import GIB
 from meshwright.layout import Layout
 from meshwright.planner.calibrate import RunFigures
-from meshwright.planner.cost.bounds import Request, with_bounds
+from meshwright.planner.cost.bounds import StepProperties, bound_seconds
 from meshwright.planner.hardware.calibration import Calibration
 from meshwright.planner.memory.ledger import Item
 from meshwright.planner.memory.rank_memory import RankMemory, merge_layers
@@ -21,24 +21,24 @@ from meshwright.planner.show.explain import OperationTime
 from meshwright.planner.show.notation import notation_legend, recipe_block, selection_note
 
 WIDE = 200
-"""Characters of a line where nobody says how many there is room for."""
+"""Characters of a line if the width of the terminal is unknown."""
 
 LEAST_WORDS = 16
-"""Characters that words need beside a table; with fewer, they go below it."""
+"""Minimum characters for text beside a table; with fewer, the text goes below it."""
 
 LEAST_PART = 1e-6
-"""Smallest fraction of a step's time that is shown as a part: less is rounding error."""
+"""Smallest fraction of a step's time that is shown as a part; less is rounding error."""
 
 
 def headline(problem: Problem, model: str) -> str:
-    """Return one line that describes a planning problem: model, cluster, sequence and batch. model: name to print."""
+    """Return one line on a planning problem: model, cluster, sequence and batch. model: name to print."""
     sizes = model_document(problem.config)
     active = (
         "" if sizes["active_parameters"] == sizes["parameters"] else f", {_count(sizes['active_parameters'])} active"
     )
     cluster = problem.cluster
     compiled = ", compiled" if problem.compile else ""
-    reserved = f", {Unit.of(problem.reserve).say(problem.reserve)} of it reserved" if problem.reserve else ""
+    reserved = f", {Unit.of(problem.reserve).format(problem.reserve)} of it reserved" if problem.reserve else ""
     calibrated = "" if cluster.calibration is None else f"; {cluster.calibration.line}"
     return (
         f"{model}: {_count(sizes['parameters'])} parameters{active}; {problem.batch:,} sequences of "
@@ -48,156 +48,165 @@ def headline(problem: Problem, model: str) -> str:
     )
 
 
-def search_text(found: SearchResult, width: int = WIDE) -> str:
+def search_text(result: SearchResult, width: int = WIDE) -> str:
     """Format the result of a search as text. width: characters of a line, which long words may exceed."""
-    lines = [f"searched {found.searched:,} layouts in {found.seconds:.2f} s"]
-    if not found.best:
+    lines = [f"searched {result.searched:,} layouts in {result.seconds:.2f} s"]
+    if not result.best:
         lines.append("none of them fits in memory")
     else:
-        lines += _best(found, width)
-        lines += wrapped(f"  {selection_note(found.best)}", width, "  ")
-    if found.undecided:
-        lines += wrapped(f"  {undecided_text(found)}", width, "  ")
-    if found.advice and found.best:
+        lines += _best(result, width)
+        lines += wrap_line(f"  {selection_note(result.best)}", width, "  ")
+    if result.undecided:
+        lines += wrap_line(f"  {undecided_text(result)}", width, "  ")
+    if result.advice and result.best:
         lines.append("faster layouts that do not fit:")
-        lines += [part for one in found.advice for part in wrapped(f"  {advice_text(found, one)}", width, "    ")]
+        lines += [part for one in result.advice for part in wrap_line(f"  {advice_text(result, one)}", width, "    ")]
     return "\n".join(lines)
 
 
-def _best(found: SearchResult, width: int) -> Iterator[str]:
+def _best(result: SearchResult, width: int) -> Iterator[str]:
     """Yield the lines of the table of a search's best layouts. width: characters of a line, which long words may
     exceed."""
-    unit = Unit.of(max(one.memory.device_bytes for one in found.best))
-    rows = [_row(one, unit) for one in found.best]
+    unit = Unit.of(max(one.memory.device_bytes for one in result.best))
+    rows = [_row(one, unit) for one in result.best]
     head = ("step s", "low - high", "tokens/s/device", "MFU", unit.name)
-    figures = table([head, *rows])
-    names = [f"{number}  {one.layout}" for number, one in enumerate(found.best, 1)]
+    figures = format_table([head, *rows])
+    names = [f"{number}  {one.layout}" for number, one in enumerate(result.best, 1)]
     widest = max(map(len, names))
     beside = widest + len(figures[1]) + 4 + LEAST_WORDS <= width  # else the figures stand below their layout
     before = widest if beside else 1
     indent = " " * (before + len(figures[1]) + 4)
-    words = ("compared with the first", *marked_reasons(found))
+    words = ("compared with the first", *marked_reasons(result))
     for name, line, why in zip(["   layout", *names], figures, words, strict=True):
         if not beside:
             yield name
-        yield from wrapped(f"{name if beside else '':{before}}  {line}  {why}", width, indent)
+        yield from wrap_line(f"{name if beside else '':{before}}  {line}  {why}", width, indent)
 
 
-def marked_reasons(found: SearchResult) -> list[str]:
-    """Return, for each of a search's best layouts, why it is slower than the first, with the mark "tight" if little
-    memory stays free."""
-    return [f"{why}; tight" if one.tight else why for one, why in zip(found.best, found.reasons, strict=True)]
+def marked_reasons(result: SearchResult) -> list[str]:
+    """Return, for each of a search's best layouts, text on why it is slower than the first, followed by "tight" if
+    little memory stays free."""
+    return [f"{why}; tight" if one.tight else why for one, why in zip(result.best, result.reasons, strict=True)]
 
 
-def advice_text(found: SearchResult, one: TooLargeLayout) -> str:
-    """Format a faster layout that does not fit (`one`), with the change that makes it fit. found: the search's
-    result."""
-    problem = found.problem
-    room = problem.usable_bytes
-    more = one.bytes - room
-    wants = f"{one.layout}: {seconds_text(problem, one.layout, one.seconds)}, but {Unit.of(more).say(more)} too much"
-    if one.instead is None or one.instead_seconds is None:
+def advice_text(result: SearchResult, too_large: TooLargeLayout) -> str:
+    """Format a faster layout that does not fit, with the change that makes it fit."""
+    problem = result.problem
+    more = too_large.bytes - problem.usable_bytes
+    wants = f"{too_large.layout}: {seconds_text(problem, too_large.layout, too_large.seconds)}, "
+    wants += f"but {Unit.of(more).format(more)} too much"
+    if too_large.instead is None or too_large.instead_seconds is None:
         return f"{wants}; no combination of three changes makes it fit"
-    return f"{wants}; it fits with {one.change}: {seconds_text(problem, one.instead, one.instead_seconds)}"
+    seconds = seconds_text(problem, too_large.instead, too_large.instead_seconds)
+    return f"{wants}; it fits with {too_large.change}: {seconds}"
 
 
 def seconds_text(problem: Problem, layout: Layout, seconds: float) -> str:
     """Format a layout's step time with its bounds, such as `1.2 s (1 to 1.5)`. seconds: expected, calibrated."""
     cluster = problem.cluster
-    seconds, low, high, _ = with_bounds(cluster, Request.of(problem, layout, seconds / cluster.time_factor))
+    seconds, low, high, _ = bound_seconds(cluster, StepProperties.of(problem, layout, seconds / cluster.time_factor))
     return f"{seconds:.3g} s ({low:.3g} to {high:.3g})"
 
 
-def nearest_text(found: Nearest, width: int = WIDE) -> str:
-    """Format the layouts closest to fitting, where none fits. width: characters of a line, which long words may
-    exceed."""
-    lines = ["the layout that needs the least memory, which does not fit either:", estimate_text(found.least, width)]
-    return "\n".join([*lines, *wrapped(nearest_line(found), width, "  ")])
+def nearest_text(nearest: Nearest, width: int = WIDE) -> str:
+    """Format the layouts closest to fitting (`nearest`), where none fits. width: characters of a line, which long words
+    may exceed."""
+    lines = ["the layout that needs the least memory, which does not fit either:", estimate_text(nearest.least, width)]
+    return "\n".join([*lines, *wrap_line(nearest_line(nearest), width, "  ")])
 
 
-def nearest_line(found: Nearest) -> str:
-    """Format the sentence on how many devices would suffice. found: the layouts closest to fitting."""
-    enough = found.enough
+def nearest_line(nearest: Nearest) -> str:
+    """Format the sentence on how many devices would suffice, where no layout fits. nearest: layouts closest to
+    fitting."""
+    enough = nearest.enough
     if enough is None:
         return "The number of devices that would suffice is unknown."
     memory = enough.memory.device_bytes
     return (
-        f"{found.devices:,} devices would suffice: {enough.layout}, "
-        f"{seconds_text(enough.problem, enough.layout, enough.time.seconds)}, {Unit.of(memory).say(memory)} per device."
+        f"{nearest.devices:,} devices would suffice: {enough.layout}, "
+        f"{seconds_text(enough.problem, enough.layout, enough.time.seconds)}, "
+        f"{Unit.of(memory).format(memory)} per device."
     )
 
 
-def undecided_text(found: SearchResult) -> str:
-    """Format a note on the layouts that a search left undecided, as it stopped at its limit."""
-    what = "better than the last one listed" if found.best else "small enough"
-    return f"stopped after {MOST_PRICED} exact prices: {found.undecided:,} more layouts may be {what}"
+def undecided_text(result: SearchResult) -> str:
+    """Format a note on the number of layouts that may be better but were not predicted exactly, as the search reached
+    its limit."""
+    what = "better than the last one listed" if result.best else "small enough"
+    return f"stopped after {MOST_PRICED} exact prices: {result.undecided:,} more layouts may be {what}"
 
 
-def _row(one: Estimate, unit: Unit) -> tuple[str, ...]:
+def _row(estimate: Estimate, unit: Unit) -> tuple[str, ...]:
     """Return an estimate's cells in the table of best layouts: seconds, bounds, tokens/s/device, MFU, memory in
     `unit`."""
-    time = one.time
+    time = estimate.time
     return (
-        f"{time.seconds:.4g}", f"{time.low:.4g} - {time.high:.4g}", f"{one.tokens_per_second_per_device:,.0f}",
-        f"{one.mfu:.1%}", unit.number(one.memory.device_bytes),
+        f"{time.seconds:.4g}", f"{time.low:.4g} - {time.high:.4g}", f"{estimate.tokens_per_second_per_device:,.0f}",
+        f"{estimate.mfu:.1%}", unit.number(estimate.memory.device_bytes),
     )  # fmt: skip
 
 
-def recipe_text(own: Estimate | str, best: Estimate | None) -> str:
-    """Format the cost of a recipe's own layout (`own`) relative to the best one, or the reason why it cannot run if
-    `own` is text."""
-    if isinstance(own, str):
-        return f"the recipe's own layout: {own}"
-    fits = "" if own.fits else ", which does not fit"
-    beside = "" if best is None else f": {own.time.seconds / best.time.seconds:.2f} times the first"
-    memory = own.memory.device_bytes
-    return (
-        f"the recipe's own layout: {own.layout}, {seconds_text(own.problem, own.layout, own.time.seconds)}{beside}; "
-        f"{Unit.of(memory).say(memory)}{fits}"
-    )
+def recipe_text(recipe_estimate: Estimate | str, best: Estimate | None) -> str:
+    """Format the cost of the layout that a recipe names, relative to the best layout; or the reason why it cannot run,
+    if `recipe_estimate` is this reason as text."""
+    if isinstance(recipe_estimate, str):
+        return f"the recipe's own layout: {recipe_estimate}"
+    fits = "" if recipe_estimate.fits else ", which does not fit"
+    beside = "" if best is None else f": {recipe_estimate.time.seconds / best.time.seconds:.2f} times the first"
+    memory, layout = recipe_estimate.memory.device_bytes, recipe_estimate.layout
+    seconds = seconds_text(recipe_estimate.problem, layout, recipe_estimate.time.seconds)
+    return f"the recipe's own layout: {layout}, {seconds}{beside}; {Unit.of(memory).format(memory)}{fits}"
 
 
-def estimate_text(one: Estimate, width: int = WIDE) -> str:
+def estimate_text(estimate: Estimate, width: int = WIDE) -> str:
     """Format one estimate: time by part, memory by category and by item. width: characters of a line, which long words
     may exceed."""
-    time, unit = one.time, Unit.of(one.memory.device_bytes)
+    time, unit = estimate.time, Unit.of(estimate.memory.device_bytes)
     parts = ", ".join(
         f"{part} {seconds:.3g} s ({share_text(seconds / time.seconds)})"
         for part, seconds in time.breakdown.items()
         if seconds > LEAST_PART * time.seconds
     )
-    lines = wrapped(
-        f"{one.layout}: {time.seconds:.4g} s per step ({time.low:.4g} to {time.high:.4g}), "
-        f"{one.tokens_per_second_per_device:,.0f} tokens/s per device, "
-        f"{_flops(one.model_flops_per_device)} per device, MFU {one.mfu:.1%}",
+    lines = wrap_line(
+        f"{estimate.layout}: {time.seconds:.4g} s per step ({time.low:.4g} to {time.high:.4g}), "
+        f"{estimate.tokens_per_second_per_device:,.0f} tokens/s per device, "
+        f"{_flops(estimate.model_flops_per_device)} per device, MFU {estimate.mfu:.1%}",
         width,
         "  ",
     )
-    lines += wrapped(f"  time: {parts}", width, "    ")
-    lines += wrapped(f"  communication: {communication_text(one)}", width, "    ") if one.layout.world_size > 1 else []
-    lines += wrapped(f"  memory: {memory_text(one)}", width, "    ")
-    figures = table([row[:2] for row in _bill(one, unit)])
-    for line, (*_, what) in zip(figures, _bill(one, unit), strict=True):
-        lines += wrapped(f"  {line}  {what}".rstrip(), width, " " * (len(figures[0]) + 4))
-    for said in one.warnings:
-        lines += wrapped(f"  warning: {said}", width, "    ")
+    lines += wrap_line(f"  time: {parts}", width, "    ")
+    lines += (
+        wrap_line(f"  communication: {communication_text(estimate)}", width, "    ")
+        if estimate.layout.world_size > 1
+        else []
+    )
+    lines += wrap_line(f"  memory: {memory_text(estimate)}", width, "    ")
+    figures = format_table([row[:2] for row in _bill(estimate, unit)])
+    for line, (*_, what) in zip(figures, _bill(estimate, unit), strict=True):
+        lines += wrap_line(f"  {line}  {what}".rstrip(), width, " " * (len(figures[0]) + 4))
+    for said in estimate.warnings:
+        lines += wrap_line(f"  warning: {said}", width, "    ")
     return "\n".join(lines)
 
 
-def memory_text(one: Estimate) -> str:
+def memory_text(estimate: Estimate) -> str:
     """Format an estimate's bytes per device and the limit, whether it fits, and the memory snapshot of the peak."""
-    memory, room = one.memory, one.problem.usable_bytes
+    memory, room = estimate.memory, estimate.problem.usable_bytes
     over = memory.device_bytes - room
-    verdict = f"fits{', tight' * one.tight}" if one.fits else f"does not fit: {Unit.of(over).say(over)} too much"
-    where = f" on pipeline rank {memory.pp_rank}" if one.layout.pp > 1 else ""
-    used = Unit.of(memory.device_bytes).say(memory.device_bytes)
-    return f"{used} of {Unit.of(room).say(room)}, {verdict}; peak{where} at {memory.peak_snapshot}"
+    verdict = (
+        f"fits{', tight' * estimate.tight}" if estimate.fits else f"does not fit: {Unit.of(over).format(over)} too much"
+    )
+    where = f" on pipeline rank {memory.pp_rank}" if estimate.layout.pp > 1 else ""
+    used = Unit.of(memory.device_bytes).format(memory.device_bytes)
+    return f"{used} of {Unit.of(room).format(room)}, {verdict}; peak{where} at {memory.peak_snapshot}"
 
 
-def communication_text(one: Estimate) -> str:
+def communication_text(estimate: Estimate) -> str:
     """Format the exposed and the total seconds of communication of an estimate's step."""
-    exposed, total = one.exposed_seconds, one.communication_seconds
-    return f"{exposed:.3g} s exposed ({share_text(exposed / one.time.seconds)} of the step), {total:.3g} s in total"
+    exposed, total = estimate.exposed_seconds, estimate.communication_seconds
+    return (
+        f"{exposed:.3g} s exposed ({share_text(exposed / estimate.time.seconds)} of the step), {total:.3g} s in total"
+    )
 
 
 def usage_text(best: Sequence[Estimate], width: int = WIDE) -> str:
@@ -206,7 +215,7 @@ def usage_text(best: Sequence[Estimate], width: int = WIDE) -> str:
     keys = [] if best[0].problem.only_planned else recipe_block(best[0]).splitlines()
     block = ["recipe keys:", *(f"  {line}" for line in keys)] if keys else []
     legend = "; ".join(f"{part} {meaning}" for part, meaning in notation_legend(one.layout for one in best))
-    return "\n".join([*block, *wrapped(f"notation: {legend}", width, "  ")])
+    return "\n".join([*block, *wrap_line(f"notation: {legend}", width, "  ")])
 
 
 def share_text(share: float) -> str:
@@ -214,11 +223,11 @@ def share_text(share: float) -> str:
     return f"{share:.0%}" if share >= 0.005 else "<1%"
 
 
-def _bill(one: Estimate, unit: Unit) -> Iterator[tuple[str, str, str]]:
+def _bill(estimate: Estimate, unit: Unit) -> Iterator[tuple[str, str, str]]:
     """Yield table rows (category, its memory in `unit`, its largest items) for the pipeline rank of an estimate with
     the highest memory peak."""
     yield "", unit.name, "of which"
-    memory, process = one.memory, one.problem.process or (("CUDA context", one.memory.framework_bytes),)
+    memory, process = estimate.memory, estimate.problem.process or (("CUDA context", estimate.memory.framework_bytes),)
     for category, size in memory.by_category().items():
         if not size:
             continue
@@ -232,17 +241,20 @@ def _bill(one: Estimate, unit: Unit) -> Iterator[tuple[str, str, str]]:
 
 
 def ledger_text(memory: RankMemory, width: int = WIDE) -> str:
-    """Format every tensor of a rank at its memory peak as a table, equal layers in one line. Columns are dropped if it
-    is wider than `width` characters."""
+    """Format every tensor of a rank at its memory peak as a table, equal tensors of several layers in one line. width:
+    characters of a line, to which columns are dropped."""
     unit = Unit.of(memory.peak_bytes)
     head = ("tensor", "category", "shape", "dtype", unit.name, "stage", "lifetime")
     rows = tensor_rows(merge_layers(memory.items), unit)
-    title = f"pipeline rank {memory.pp_rank} at {memory.peak_snapshot}: {unit.say(memory.peak_bytes)} of tensors"
-    return "\n".join([title, *narrowed([head, *rows], width, ("category", "stage", "lifetime", "dtype", "shape"))])
+    title = f"pipeline rank {memory.pp_rank} at {memory.peak_snapshot}: {unit.format(memory.peak_bytes)} of tensors"
+    return "\n".join(
+        [title, *format_narrow_table([head, *rows], width, ("category", "stage", "lifetime", "dtype", "shape"))]
+    )
 
 
 def tensor_rows(items: Sequence[Item], unit: Unit) -> list[tuple[str, ...]]:
-    """Return the cells of a table of tensors: name, category, shape, dtype, size in `unit`, stage, lifetime."""
+    """Return the cells of a table of tensors (`items`): name, category, shape, dtype, size in `unit`, stage,
+    lifetime."""
     return [
         (
             item.name, item.category, shape_text(item.shape), item.dtype or "-", unit.number(item.bytes),
@@ -263,9 +275,9 @@ def shape_text(shape: Sequence[float]) -> str:
     return " x ".join(f"{size:,.0f}" for size in shape) or "-"
 
 
-def calibrated_text(runs: Sequence[RunFigures], found: Calibration, path: str) -> str:
-    """Format the predicted and measured figures of finished runs, and the calibration (`found`) that was written to the
-    cluster file `path`."""
+def calibrated_text(runs: Sequence[RunFigures], calibration: Calibration, path: str) -> str:
+    """Format the predicted and measured figures of finished runs, and the calibration that was written to the cluster
+    file `path`."""
     head = ("run", "layout", "predicted s", "measured s", "ratio", "unexplained memory")
     rows = [
         (
@@ -274,14 +286,14 @@ def calibrated_text(runs: Sequence[RunFigures], found: Calibration, path: str) -
         )
         for each in runs
     ]  # fmt: skip
-    share = found.unexplained_share
+    share = calibration.unexplained_share
     memory = "" if share is None else f", {share:+.1%} of memory unexplained"
-    return "\n".join([*table([head, *rows]), f"{found.line}{memory}", f"cluster file: {path}"])
+    return "\n".join([*format_table([head, *rows]), f"{calibration.line}{memory}", f"cluster file: {path}"])
 
 
 def explain_text(layout: Layout, pp_rank: int, rows: Sequence[OperationTime], width: int = WIDE, most: int = 24) -> str:
-    """Format the `most` longest operations of a pipeline rank's micro-batch as a table. rows: all operations, longest
-    first. Columns are dropped if it is wider than `width` characters."""
+    """Format the `most` longest operations of a micro-batch on pipeline rank `pp_rank` as a table. rows: all
+    operations, longest first; width: characters of a line, to which columns are dropped."""
     head = ("operation", "phase", "count", "shape", "GFLOP", "MB", "FLOP/byte", "bound by", "ms", "share")
     shown = [
         (
@@ -299,13 +311,13 @@ def explain_text(layout: Layout, pp_rank: int, rows: Sequence[OperationTime], wi
         f"computation of a micro-batch{where}: {total * 1e3:,.4g} ms; {layout.micro_batches:,} "
         f"micro-batch{'es' * (layout.micro_batches > 1)} per step"
     )
-    lines = narrowed([head, *shown], width, ("MB", "GFLOP", "count", "shape"))
-    return "\n".join([*wrapped(title, width, "  "), *lines, *more])
+    lines = format_narrow_table([head, *shown], width, ("MB", "GFLOP", "count", "shape"))
+    return "\n".join([*wrap_line(title, width, "  "), *lines, *more])
 
 
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
+def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table with aligned columns, words left, numbers right. rows: cells; the first row is the
-    head."""
+    header."""
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     left = [any(c.isalpha() for row in rows[1:] for c in row[at]) for at in range(len(rows[0]))]
     return [
@@ -317,29 +329,29 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def narrowed(rows: Sequence[Sequence[str]], width: int, droppable: Sequence[str]) -> list[str]:
-    """Return the lines of a table, without as many of the `droppable` columns (names in the head) as do not fit into
-    `width` characters. rows: cells; the first row is the head."""
+def format_narrow_table(rows: Sequence[Sequence[str]], width: int, droppable: Sequence[str]) -> list[str]:
+    """Return the lines of a table, with `droppable` columns (their names) dropped as needed to fit into `width`
+    characters. rows: cells; the first row is the header."""
     kept = [list(row) for row in rows]
-    lines = table(kept)
+    lines = format_table(kept)
     for name in droppable:
         if max(map(len, lines)) <= width:
             break
         at = kept[0].index(name)
         kept = [[*row[:at], *row[at + 1 :]] for row in kept]
-        lines = table(kept)
+        lines = format_table(kept)
     return lines
 
 
-def wrapped(line: str, width: int, indent: str) -> list[str]:
-    """Wrap a line at `width` characters, with `indent` before continuation lines; long words and runs of spaces
-    stay."""
+def wrap_line(line: str, width: int, indent: str) -> list[str]:
+    """Wrap a line at `width` characters, with `indent` before continuation lines; long words are not broken, runs of
+    spaces are kept."""
     if len(line) <= width or width - len(indent) < LEAST_WORDS:
         return [line]
     at = line.rfind(" ", len(indent) + 1, width + 1)
     if at < 0 or not line[:at].strip():
         return [line]
-    return [line[:at].rstrip(), *wrapped(indent + line[at:].lstrip(), width, indent)]
+    return [line[:at].rstrip(), *wrap_line(indent + line[at:].lstrip(), width, indent)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,11 +367,11 @@ class Unit:
         return next((cls(name, size) for name, size in _UNITS if largest >= size), cls(*_UNITS[-1]))
 
     def number(self, size: float) -> str:
-        """Format a size in bytes in this unit, without its name."""
+        """Format a size in bytes in this unit, without the unit's name."""
         return f"{size / self.bytes:,.2f}"
 
-    def say(self, size: float) -> str:
-        """Format a size in bytes with this unit's name, such as `1.5 GiB`."""
+    def format(self, size: float) -> str:
+        """Format a size in bytes in this unit, such as `1.5 GiB`."""
         return f"{size / self.bytes:,.1f} {self.name}"
 
 

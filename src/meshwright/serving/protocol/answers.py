@@ -51,7 +51,7 @@ class AnswerFormatter:
 
     def describe_token(self, token: int, logprob: float | None) -> dict[str, Any]:
         """Return {"token": text, "logprob", "bytes"} of a token ID with its log-probability."""
-        data = list(self._prompts.token_bytes(token))
+        data = list(self._prompts.get_token_bytes(token))
         return {"token": self.show_token(token), "logprob": _clamp_logprob(logprob), "bytes": data}
 
     def describe_result(self, result: TokenResult, count: int) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class AnswerFormatter:
 
     def show_token(self, token: int) -> str:
         """Return a token's text as it is shown in log-probabilities."""
-        return self._prompts.token_text(token)
+        return self._prompts.get_token_text(token)
 
 
 class OpenAIFormatter(AnswerFormatter):
@@ -123,7 +123,7 @@ class OpenAIFormatter(AnswerFormatter):
         """Return vLLM's `prompt_logprobs` entry of one prompt token: {token ID: {logprob, rank, decoded_token}} for the
         token and the `count` most likely ones. result: the token with its log-probability and those of the most likely
         tokens."""
-        top, text = result.top[:count], self._prompts.token_text
+        top, text = result.top[:count], self._prompts.get_token_text
         ranks = {token: rank for rank, (token, _) in enumerate(top, 1)}
         return {
             str(token): {"logprob": _clamp_logprob(logprob), "rank": ranks.get(token), "decoded_token": text(token)}
@@ -140,8 +140,8 @@ class OpenAIFormatter(AnswerFormatter):
         raise NotImplementedError
 
     def _describe(self, choice: Choice, piece: Piece, whole: bool) -> dict[str, Any]:
-        """Return the JSON object of a choice with the text and tokens of `piece`. whole: True for a response without
-        streaming, False for an event of a stream."""
+        """Return the JSON object of a choice (an answer) with the text and tokens of `piece`. whole: True for a
+        response without streaming, False for an event of a stream."""
         count = self._alternatives
         logprobs = None if count is None else self.describe_logprobs(piece.tokens, count)
         about = {"logprobs": logprobs, "finish_reason": piece.finish_reason}
@@ -154,11 +154,11 @@ class OpenAIFormatter(AnswerFormatter):
 
     def show_token(self, token: int) -> str:
         """Return a token's text as it is shown in log-probabilities, or `token_id:7` if the request asked for IDs."""
-        return f"token_id:{token}" if self._body.return_tokens_as_token_ids else self._prompts.token_text(token)
+        return f"token_id:{token}" if self._body.return_tokens_as_token_ids else self._prompts.get_token_text(token)
 
 
 class CompletionFormatter(OpenAIFormatter):
-    """Formats the responses of OpenAI's `/v1/completions`."""
+    """Formatter of the responses of OpenAI's `/v1/completions`."""
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
@@ -190,7 +190,7 @@ class CompletionFormatter(OpenAIFormatter):
 
 
 class ChatFormatter(OpenAIFormatter):
-    """Formats the responses of OpenAI's `/v1/chat/completions`."""
+    """Formatter of the responses of OpenAI's `/v1/chat/completions`."""
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 

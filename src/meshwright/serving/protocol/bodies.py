@@ -39,7 +39,7 @@ TokenCount = Annotated[int, Field(ge=0, le=2**30)]
 Alternatives = Annotated[int, Field(ge=0, le=20, description="number of most likely tokens reported for each token")]
 
 
-def _wrong_field(name: str, message: str, kind: str = "wrong_field") -> PydanticCustomError:
+def _make_wrong_field_error(name: str, message: str, kind: str = "wrong_field") -> PydanticCustomError:
     """Create the pydantic error with this `message` about the field `name`, for validators that check several fields at
     once. kind: pydantic error type."""
     return PydanticCustomError(kind, message, {"field": name})  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ class Body(BaseModel):
         given = {name: value for name, value in values.items() if value is not None}
         for name, value in given.items():
             if name not in cls.model_fields and name in cls.unsupported and value not in cls.unsupported[name]:
-                raise _wrong_field(name, "not supported by this server", "unsupported_parameter")
+                raise _make_wrong_field_error(name, "not supported by this server", "unsupported_parameter")
         return given
 
 
@@ -84,7 +84,8 @@ class EndpointBody(Body):
 
 class ChatMessage(Body):
     """One message of a conversation, as in OpenAI's API. content: a text or a list of text parts; null if an
-    assistant's message has only calls. tool_call_id: ID of the call that a tool's message answers."""
+    assistant's message has only tool calls. tool_calls: the calls, in OpenAI's format. tool_call_id: ID of the call
+    that a message of the role "tool" answers."""
 
     unsupported = UNSUPPORTED_IN_MESSAGES
 
@@ -110,8 +111,8 @@ class TemplateBody(EndpointBody):
     add_generation_prompt: bool = Field(True, description="end messages with the header of the assistant's next turn")
 
     def to_conversation(self) -> tuple[Conversation, bool]:
-        """Return the conversation and whether to append the assistant's header. Raises UserError that begins with the
-        wrong field."""
+        """Return (the conversation, True to append the header of the assistant's next turn). Raises UserError, whose
+        message begins with the name of the wrong field."""
         messages = [message.model_dump() for message in self.messages or []]
         return parse_conversation(messages, self.tools, self.chat_template_kwargs), self.add_generation_prompt
 
@@ -138,9 +139,9 @@ class TokenizeBody(TemplateBody):
     def _check_given(self) -> TokenizeBody:
         """Check that exactly one of `prompt`, `content` and `messages` is given."""
         if [self.prompt, self.content, self.messages].count(None) != 2:
-            raise _wrong_field("prompt", "give one of prompt, content and messages")
+            raise _make_wrong_field_error("prompt", "give one of prompt, content and messages")
         if self.tools and self.messages is None:
-            raise _wrong_field("tools", "needs messages")
+            raise _make_wrong_field_error("tools", "needs messages")
         return self
 
 
@@ -202,13 +203,13 @@ class GenerationBody(EndpointBody):
         raise NotImplementedError
 
     def encode(self, prompts: Prompts) -> list[tuple[list[int], str | None]]:
-        """Tokenize the body's prompts by `prompts`, the model's tokenizer. Return one pair for each prompt: (token IDs,
-        its text to be echoed before the answer, or None). Raises UserError for an invalid prompt."""
+        """Tokenize the body's prompts. Return a pair for each prompt: (token IDs, text of the prompt if the answer
+        begins with it, else None). prompts: the model's tokenizer. Raises UserError for an invalid prompt."""
         raise NotImplementedError
 
     def truncate(self, tokens: list[int], prompts: Prompts) -> list[int]:
-        """Return the last of a prompt's `tokens`, as many as the field `truncate_prompt_tokens` allows (None: all; -1:
-        `max_length` of `prompts`, the model's tokenizer)."""
+        """Return the last tokens of a prompt, at most as many as the field `truncate_prompt_tokens` states; None: all;
+        -1: the model's maximum length, `prompts.max_length`. tokens: the prompt's token IDs."""
         most = prompts.max_length if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
         return tokens if most is None else tokens[-most:]
 
@@ -248,8 +249,8 @@ class PromptBody(GenerationBody):
         return self.logprobs
 
     def encode(self, prompts: Prompts) -> list[tuple[list[int], str | None]]:
-        """Tokenize the body's prompts by `prompts`, the model's tokenizer. Return one pair for each prompt: (token IDs,
-        its text to be echoed before the answer, or None). Raises UserError for an invalid prompt."""
+        """Tokenize the body's prompts. Return a pair for each prompt: (token IDs, text of the prompt if the answer
+        begins with it, else None). prompts: the model's tokenizer. Raises UserError for an invalid prompt."""
         single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         inputs: list[tuple[list[int], str | None]] = []
         for given in cast("list[str | list[int]]", [self.prompt] if single else self.prompt):
@@ -306,7 +307,7 @@ class OpenAIBody(GenerationBody):
             (not self.stream or self.prompt_logprobs is None, "prompt_logprobs", "not supported with stream: true"),
         ):
             if not holds:
-                raise _wrong_field(field, message)
+                raise _make_wrong_field_error(field, message)
         return self
 
 
@@ -331,7 +332,7 @@ class ChatBody(OpenAIBody, ConversationBody):
         if self.max_completion_tokens is not None:
             self.max_tokens = self.max_completion_tokens
         if self.top_logprobs and not self.logprobs:
-            raise _wrong_field("top_logprobs", "needs logprobs: true")
+            raise _make_wrong_field_error("top_logprobs", "needs logprobs: true")
         return self
 
     @property
@@ -340,8 +341,8 @@ class ChatBody(OpenAIBody, ConversationBody):
         return self.top_logprobs if self.logprobs else None
 
     def encode(self, prompts: Prompts) -> list[tuple[list[int], str | None]]:
-        """Tokenize the conversation in the chat template, by `prompts`, the model's tokenizer. Return [(token IDs,
-        None)]: one prompt, without echo. Raises UserError for an invalid conversation."""
+        """Tokenize the conversation in the model's chat template. Return [(token IDs, None)]: one prompt that is not
+        echoed. prompts: tokenizer and chat template. Raises UserError for an invalid conversation."""
         return [(self.truncate(prompts.encode_chat(*self.to_conversation()), prompts), None)]
 
 
@@ -360,12 +361,13 @@ def parse_body(model: type[_Body], data: bytes) -> _Body:
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise _field_error(error) from None
+        raise _make_field_error(error) from None
 
 
-def _field_error(error: ValidationError) -> ApiError:
-    """Convert a pydantic error to an ApiError (400) about the first wrong field, without its value. If the field may
-    have several types, the message is about the type that the value matches furthest; if it matches none, about all."""
+def _make_field_error(error: ValidationError) -> ApiError:
+    """Convert a pydantic error to an ApiError (400) about the first wrong field; the message does not show its value.
+    If the field may have several types, the message is about the type that matches the value best, or about all types
+    if none matches."""
     first, code, wanted, mismatched = "", None, list[str](), list[str]()
     for each in error.errors(include_url=False, include_input=False):
         place, inner = ["", ""], 0
@@ -384,7 +386,7 @@ def _field_error(error: ValidationError) -> ApiError:
     return ApiError(400, f"{first}: {', or '.join(wanted)}", param=first, code=code)
 
 
-def option_error(error: UserError, model: type[Body]) -> ApiError:
+def make_option_error(error: UserError, model: type[Body]) -> ApiError:
     """Convert an error raised after the body was parsed to an ApiError (400). If its message begins with the name of a
     field of `model`, that becomes the error's `param`."""
     message = str(error)

@@ -54,17 +54,17 @@ class ApiError(Exception):
         return Response(self.to_json(), self.status, self.headers, "application/json")
 
 
-def retry_headers(seconds: float) -> dict[str, str]:
+def make_retry_headers(seconds: float) -> dict[str, str]:
     """Return the HTTP headers `retry-after` (whole seconds) and `retry-after-ms`, which tell a client to retry after
     `seconds`."""
     return {"retry-after": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(seconds * 1000))}
 
 
-def refusal_error(refusal: Refusal) -> ApiError:
+def make_refusal_error(refusal: Refusal) -> ApiError:
     """Convert the engine's refusal of a request to an ApiError: 429 if a limit of the queue is reached; 503 if the
     server is starting, recovering, draining or failed."""
     seconds = min(max(refusal.retry_after_seconds, 0.001), 1e6)
-    headers = retry_headers(seconds)
+    headers = make_retry_headers(seconds)
     if refusal.reason in _UNAVAILABLE:
         return ApiError(503, _UNAVAILABLE[refusal.reason], code=refusal.reason, headers=headers)
     what = "too many connections" if refusal.reason == "connections" else "the queue is full"

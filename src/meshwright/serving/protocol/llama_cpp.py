@@ -13,7 +13,7 @@ from meshwright.serving.protocol.answers import AnswerFormatter
 
 
 class LlamaFormatter(AnswerFormatter):
-    """Formats the responses of llama.cpp's `/completion`, which have a single choice."""
+    """Formatter of the responses of llama.cpp's `/completion`, which have a single choice."""
 
     def format_piece(self, choice: Choice, piece: Piece, choices: Sequence[Choice]) -> bytes:
         """Return the event, as bytes, for a new `piece` of the streamed answer `choice`; empty bytes if the piece needs
@@ -51,7 +51,7 @@ class LlamaFormatter(AnswerFormatter):
         """Return the JSON object that ends the answer `choice`: the last event of a stream, or the whole response, with
         settings, stop reason and timings. piece: the text and tokens to put into it."""
         now, body, request = time.perf_counter(), self._body, choice.request
-        first = choice.first or now
+        first = choice.first_token or now
         computed = len(request.tokens) - choice.cached_tokens
         word = choice.stop_reason if isinstance(choice.stop_reason, str) else ""
         return {
@@ -63,7 +63,7 @@ class LlamaFormatter(AnswerFormatter):
             "has_new_line": "\n" in piece.text, "stopping_word": word, "tokens_cached": choice.cached_tokens,
             "stop_type": "word" if word else "limit" if choice.finish_reason == "length" else "eos",
             "timings": {
-                "cache_n": choice.cached_tokens, **_describe_rate("prompt", computed, first - choice.begun),
+                "cache_n": choice.cached_tokens, **_describe_rate("prompt", computed, first - choice.created),
                 **_describe_rate("predicted", choice.completion_tokens, now - first),
             },
         }  # fmt: skip

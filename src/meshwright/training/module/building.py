@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -27,8 +26,7 @@ from meshwright.training.module.values import broadcast_values, make_buffers_con
 
 def build_task(spec: ModuleSpec, recipe: ModuleRecipe, mesh: Mesh) -> ModuleTask:
     """Build the training task of a user's module on this rank; all ranks get rank 0's initial values. Collective. spec:
-    module, loss and data that the script gave to `fit`; recipe: settings of the run; mesh: process groups of the
-    layout."""
+    arguments of `fit` (module, loss, data); recipe: settings of the run; mesh: device mesh of this rank."""
     layout = recipe.parsed_layout
     module = _build_module(spec, recipe.run.seed, layout, torch.device(mesh.device))
     adapter = adapter_settings(recipe.adapter)
@@ -37,18 +35,20 @@ def build_task(spec: ModuleSpec, recipe: ModuleRecipe, mesh: Mesh) -> ModuleTask
         load_module_adapter(module, recipe.adapter.from_path, adapter)
     derived = describe_module(module, spec.units, spec.decays)
     if adapter is not None:
-        derived = _name_as_peft(derived, settings_to_peft(adapter, modules), module)
+        derived = _name_as_peft(derived, module)
     _check_same_module(derived, mesh)
     broadcast_values(module, mesh)
     if layout.precision is None and parameter_dtype(module, layout) == torch.float32:
         layout = Layout.parse(f"{layout} fp32")
-    return ModuleTask(spec, recipe, layout, mesh, module, derived)
+    task = ModuleTask(spec, recipe, layout, mesh, module, derived)
+    task.adapter = None if adapter is None else settings_to_peft(adapter, modules)
+    return task
 
 
-def _name_as_peft(derived: ModuleDescription, settings: dict[str, Any], module: nn.Module) -> ModuleDescription:
+def _name_as_peft(derived: ModuleDescription, module: nn.Module) -> ModuleDescription:
     """Return the description of a module with an adapter, whose checkpoints are PEFT directories: tensors have PEFT's
-    names, and buffers are saved beside the adapter, frozen parameters not at all. settings: content of
-    `adapter_config.json`; module: the module itself."""
+    names, and buffers are saved beside the adapter, frozen parameters not at all. module: the module
+    itself."""
     table = derived.table
     tensors = tuple(
         replace(each, entries=tuple(replace(entry, name=f"{PEFT_PREFIX}{entry.name}") for entry in each.entries))
@@ -57,13 +57,13 @@ def _name_as_peft(derived: ModuleDescription, settings: dict[str, Any], module: 
     entries = tuple(entry for tensor in tensors for entry in tensor.entries)
     frozen = {name for name, _ in module.named_parameters()}
     kept = tuple(each for each in derived.kept if each.name not in frozen)
-    return replace(derived, table=ParameterTable(entries, tensors, table.units), kept=kept, adapter=settings)
+    return replace(derived, table=ParameterTable(entries, tensors, table.units), kept=kept)
 
 
 def _build_module(spec: ModuleSpec, seed: int, layout: Layout, device: torch.device) -> nn.Module:
-    """Call the script's function `build` and return its module on the device in training mode. Frozen parameters and
-    batch-norm statistics are cast to the run's compute dtype; trained parameters keep their dtype until they are
-    sharded.
+    """Call the script's function `build` and return its module, on `device` and in training mode. Frozen parameters and
+    batch-norm statistics are cast to the compute dtype of the layout; trained parameters keep their dtype until they
+    are sharded.
 
     spec: arguments of `fit`. seed: seed of the run, which determines the module's random initial values. `UserError` if
     `build` returns no `nn.Module`."""
@@ -89,8 +89,10 @@ def _build_module(spec: ModuleSpec, seed: int, layout: Layout, device: torch.dev
 
 
 def _check_same_module(derived: ModuleDescription, mesh: Mesh) -> None:
-    """Raise `UserError` on all ranks if a rank's module differs from rank 0's in names or shapes of parameters, FSDP
-    units, weight decay, buffers or frozen parameters. derived: description of this rank's module. Collective."""
+    """Raise `UserError` on all ranks of `mesh` if a rank's module differs from rank 0's in names or shapes of
+    parameters, FSDP units, weight decay, buffers or frozen parameters.
+
+    derived: description of this rank's module. Collective."""
     entries = [(entry.name, entry.shape, entry.unit, entry.decay) for entry in derived.table.entries]
     mine, agreement = derive_seed(0, entries, derived.kept), Agreement(mesh)
     problem = None

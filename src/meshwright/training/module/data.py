@@ -56,7 +56,7 @@ def derive_seed(seed: int, *what: object) -> int:
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed the global random generators of torch, numpy and Python, and that of `device`."""
+    """Seed the global random generators of torch, numpy and Python, and the generator of `device`, with `seed`."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)

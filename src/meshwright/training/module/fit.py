@@ -76,7 +76,11 @@ def fit(
     check_options(fit, options, FitOptions)
     name = Path(sys.argv[0]).stem or "module"
     found = make_module_recipe(
-        recipe, format_overrides(overrides), name=name, directory=str(script.locked_run_directory() or ""), trust=trust
+        recipe,
+        format_overrides(overrides),
+        name=name,
+        directory=str(script.get_locked_run_directory() or ""),
+        trust=trust,
     )
     given: Any = {name: value for name, value in options.items() if value is not None}  # None: the default
     spec = ModuleSpec(build, loss, data, **given)
@@ -92,7 +96,7 @@ def fit(
         )
     rendezvous.check_world_size(start, found.parsed_layout)
     result = worker.run_script_as_rank(
-        found, start, train_module, script.locked_run_directory(), spec=spec, show_progress=show_progress
+        found, start, train_module, script.get_locked_run_directory(), spec=spec, show_progress=show_progress
     )
     script.record_result(result)
     return result if start.rank == 0 else None

@@ -18,7 +18,7 @@ from meshwright.parallel.module.prefetch import ModulePrefetcher
 from meshwright.parallel.module.table import ModuleDescription
 from meshwright.parallel.step import TARGET_SITE
 from meshwright.parallel.zero_engine import ZeroEngine
-from meshwright.planner.cost.data_calls import Work, by_axis, by_site
+from meshwright.planner.cost.data_calls import Work, sum_by_axis, sum_by_site
 from meshwright.planner.cost.module_traffic import BufferChanges, module_calls
 from meshwright.spec.foreign import ModulePartition
 from meshwright.training.module.data import BatchShare, TrainingSamples, derive_seed, move_to_device, seed_generators
@@ -31,19 +31,22 @@ from meshwright.training.task import RunStart
 
 
 class _ModuleEngine(ZeroEngine):
-    """ZeRO engine (sharding, gradient reduction, all-gathers) for a user's own module. Hooks on its submodules
-    all-gather parameters before use, as in torch's FSDP."""
+    """ZeRO engine (sharding, gradient reduction, all-gathers) for a user's own module. As in torch's FSDP, hooks on the
+    submodules all-gather parameters before use."""
 
     prefetcher_class = ModulePrefetcher
 
 
 class ModuleTask:
-    """User's own torch module with its data and loss, on one rank of a training run; implements `Task`.
+    """Task of training a user's own torch module, on one rank; implements `Task`.
 
-    spec: module, loss and data that the script gave to `fit`. recipe: settings of the run. layout: with an explicit
-    precision. mesh: process groups of this rank. module: on the mesh's device, with initial values; its trained
-    parameters become views of flat buffers. derived: its parameter table and FSDP units, from
-    `parallel.module.table.describe_module`."""
+    spec: module, loss and data that the script passed to `fit`. recipe: settings of the run. layout: parallel layout
+    with an explicit precision. mesh: device mesh of this rank. module: the module with initial values, on the mesh's
+    device; its trained parameters become views of flat buffers. derived: parameter table and FSDP units of the module,
+    from `parallel.module.table.describe_module`."""
+
+    adapter: dict[str, Any] | None = None
+    """Content of PEFT's `adapter_config.json` if an adapter is trained; None: the module itself is."""
 
     def __init__(
         self,
@@ -88,18 +91,18 @@ class ModuleTask:
         return [self._make_batch(number, samples, content) for number, samples, content in self.samples.load_step(step)]
 
     def count_terms(self, micro_batches: Sequence[Batch]) -> int:
-        """Return the number of loss terms (the items that the script's `count` counts) in these micro-batches, by which
-        the summed loss is divided: summed over all ranks, at least 1. Collective."""
+        """Return the number of items over which the loss averages in a step: summed over this rank's `micro_batches`
+        and over all ranks, at least 1. The summed loss is divided by this number. Collective."""
         items = torch.tensor(sum(batch.items for batch in micro_batches), dtype=torch.int64, device=self.mesh.device)
         collectives.all_reduce(items, self.mesh.data, TARGET_SITE)
         return max(1, int(items))
 
     def forward_backward(self, micro_batches: Sequence[Batch], divisor: float | torch.Tensor) -> torch.Tensor:
-        """Run forward and backward of this rank's micro-batches, which leaves the gradients in the ZeRO shards; then
+        """Run forward and backward of this rank's `micro_batches`, which leaves the gradients in the ZeRO shards; then
         average over ranks the buffers that changed, such as running statistics.
 
         divisor: number by which the summed loss is divided. Returns float64 [1]: this rank's contribution to the
-        divided loss, which is the sum over all ranks."""
+        divided loss; the contributions of all ranks sum to the loss."""
         loss = self.passes.train(micro_batches, divisor)
         self.values.end_step()
         return loss.reshape(1)
@@ -109,7 +112,8 @@ class ModuleTask:
         self.values.restore_buffers()
 
     def report(self, means: Sequence[float]) -> Metrics:
-        """Return no metrics: the functions `measures` of the script are computed only in validation. means: ignored."""
+        """Return no metrics: the user's metric functions (`FitOptions.measures`) are computed only in validation.
+        means: ignored."""
         return Metrics()
 
     # --- around steps
@@ -131,8 +135,8 @@ class ModuleTask:
         """Do nothing before the first step: the module is already built. start: ignored."""
 
     def validate(self) -> Validation:
-        """Return the mean loss per item and the means of the script's functions `measures` on the first
-        `train.validation_sequences` samples of the validation data. Collective."""
+        """Return the mean loss per item and the means of the user's metric functions (`FitOptions.measures`) on the
+        first `train.validation_sequences` samples of the validation data. Collective."""
         data, mesh, train = self.spec.validation, self.mesh, self.recipe.train
         assert data is not None
         count = min(train.validation_sequences, len(data))
@@ -160,8 +164,8 @@ class ModuleTask:
         return Validation(loss_sum / max(1.0, items), Metrics(means, text))
 
     def state(self) -> dict[str, Any]:
-        """Return the entry {"data_samples": number of training samples} of `state.json`, which a resumed run
-        compares."""
+        """Return {"data_samples": number of training samples} for `state.json`; the number must be equal when the run
+        resumes."""
         return {"data_samples": len(self.spec.data)}
 
     def buffer_slices(self, owned: bool) -> list[TensorSlice]:
@@ -177,11 +181,11 @@ class ModuleTask:
     def predicted_traffic(self) -> dict[str, int]:
         """Return the predicted bytes that this rank sends in a step, by call site (label of a collective call in the
         code)."""
-        return by_site(self._predict_calls())
+        return sum_by_site(self._predict_calls())
 
     def predicted_traffic_by_axis(self) -> dict[str, int]:
         """Return the predicted bytes that this rank sends in a step, by mesh axis."""
-        return by_axis(self._predict_calls())
+        return sum_by_axis(self._predict_calls())
 
     def _predict_calls(self) -> dict[tuple[str, str], int]:
         """Return the predicted bytes that this rank sends in a step, by (call site, mesh axis)."""
@@ -204,9 +208,10 @@ class ModuleTask:
         )
 
     def _make_batch(self, number: int, samples: int, content: Any) -> Batch:
-        """Move a collated micro-batch to the device and count the items that its loss averages over. number: global
-        number of its first sample; samples: number of samples; content: the collated batch. `UserError` if the script's
-        `count` returns a negative number."""
+        """Build a micro-batch: move collated content to the device and count the items over which its loss averages.
+
+        number: global number of its first sample; samples: number of samples; content: the collated batch. `UserError`
+        if the user's function `count` returns a negative number."""
         count = self.spec.count
         items = samples if count is None else int(count(content))
         if items < 0:

@@ -19,8 +19,8 @@ from meshwright.training.module.spec import ModuleSpec
 
 
 class Batch(NamedTuple):
-    """Micro-batch of a user's module: the global number of its first sample, the collated content, and the number of
-    items that its loss averages over."""
+    """Micro-batch of a user's module. number: global number of its first sample; content: the collated batch; items:
+    number of items over which its loss averages."""
 
     number: int
     content: Any
@@ -47,12 +47,12 @@ class ModulePasses:
         parallel.gradients.on_complete, parallel.gradients.on_reduce = prefetcher.on_complete, prefetcher.on_reduce
 
     def train(self, micro_batches: Sequence[Batch], targets: float | torch.Tensor) -> torch.Tensor:
-        """Run forward and backward of all micro-batches of a step, and reduce the gradients into the shards of the ZeRO
-        engine.
+        """Run forward and backward of this rank's `micro_batches` of a step, and reduce the gradients into the shards
+        of the ZeRO engine.
 
-        targets: divisor of the summed loss: the number of items on all ranks, divided by the loss scale. Returns this
-        rank's contribution to the divided loss, a float64 scalar; the loss is the sum over all ranks.
-        """
+        targets: number by which the summed loss is divided: the number of items on all ranks, divided by the loss
+        scale. Returns this rank's contribution to the divided loss, a float64 scalar; the contributions of all ranks
+        sum to the loss."""
         self.parallel.begin_step(len(micro_batches))
         compute = _ModuleCompute(self, micro_batches, targets)
         watched: Compute = compute if self.watched is None else self.watched(compute)
@@ -76,8 +76,8 @@ class ModulePasses:
         return loss * batch.items if self._spec.reduction == "mean" else loss
 
     def evaluate(self, batch: Batch) -> list[torch.Tensor | float]:
-        """Compute a batch's loss and the script's functions `measures` without gradients. Return [loss sum, number of
-        items, result of each measure (a sum over items) in the script's order]. Collective under ZeRO-3."""
+        """Compute loss and metrics of a batch without gradients. Return [loss sum, number of items, sum of each of the
+        user's metric functions (`FitOptions.measures`) over the items, in their order]. Collective under ZeRO-3."""
         with torch.no_grad(), self.prefetcher.forward(self.parallel.mesh.shard, backward_follows=False):
             loss = self.loss_sum(batch)
             measured = [measure(self.module, batch.content) for measure in self._spec.measures.values()]
@@ -86,9 +86,11 @@ class ModulePasses:
 
 
 class _ModuleCompute:
-    """Runs the forwards and backwards of a user's module in one step. It implements `parallel.pipeline.Compute`, the
-    interface of a pipeline's computation, with the module as the only stage. targets: number by which the summed loss
-    is divided."""
+    """Executor of the forwards and backwards of a user's module in one step (implements `parallel.pipeline.Compute`
+    with the module as the only stage).
+
+    passes: module, loss and ZeRO engine. micro_batches: this rank's micro-batches of the step. targets: number by which
+    the summed loss is divided. Attribute `total`: divided loss of the forwards so far."""
 
     def __init__(self, passes: ModulePasses, micro_batches: Sequence[Batch], targets: float | torch.Tensor) -> None:
         """Start a step with zero loss. micro_batches: micro-batches of this rank; targets: divisor of the loss sum."""
@@ -103,7 +105,7 @@ class _ModuleCompute:
         (self._forward if kind == Kind.FORWARD else self._backward)(self._micro_batches[key[2]])
 
     def _forward(self, batch: Batch) -> None:
-        """Run the forward of a micro-batch, and store its loss for backward and in the total."""
+        """Run the forward of a micro-batch; keep its loss for backward and add it to `total`."""
         passes = self._passes
         seed_generators(derive_seed(passes.seed, "forward", batch.number), passes.parallel.mesh.device)
         self._loss = None
@@ -125,5 +127,5 @@ class _ModuleCompute:
         passes.mark("backward")
 
     def buffer(self, key: Key) -> NoReturn:
-        """Raise `AssertionError`: a pipeline with a single stage receives no activations."""
+        """Raise `AssertionError`: a pipeline with a single stage receives no activations. key: ignored."""
         raise AssertionError("a single stage receives nothing")

@@ -20,7 +20,7 @@ from meshwright.monitoring.comparison import Prediction
 from meshwright.monitoring.resuming import check_resume_differences
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.spec.adapter_json import ADAPTER_CONFIG, ADAPTER_FILE
-from meshwright.spec.foreign import saved_table
+from meshwright.spec.foreign import build_saved_table
 from meshwright.spec.parameters import ParameterTable
 from meshwright.training.deterministic import deterministic
 from meshwright.training.loop import Run, make_save_options
@@ -38,17 +38,17 @@ def train_module(
     """Train a user's module on this rank and return the result document: a JSON dict of step, loss, predicted and
     measured figures, complete only on rank 0.
 
-    recipe: settings. mesh: process groups of the layout. run_directory: already locked. spec: arguments of `fit`.
-    show_progress: print a line for each logged step. Raises `Terminated` after SIGTERM and `KeyboardInterrupt` after an
-    interrupt, once a checkpoint is saved; `CheckFailed` after too many steps in a row that were not finite; `UserError`
-    for mistakes in script or recipe and for a last save that failed."""
+    recipe: settings. mesh: device mesh of this rank. run_directory: directory for metrics and checkpoints, already
+    locked. spec: arguments of `fit`. show_progress: print a line for each logged step. Raises `Terminated` after
+    SIGTERM and `KeyboardInterrupt` after an interrupt, once a checkpoint is saved; `CheckFailed` after too many steps
+    in a row that were not finite; `UserError` for mistakes in script or recipe and for a last save that failed."""
     with deterministic(recipe.train.deterministic, recipe.train.compile):
         return ModuleRun(recipe, mesh, run_directory, spec, show_progress).run()
 
 
 class ModuleRun(Run):
     """Training run of a user's module on one rank: a `Run` with the script's module and data in place of a language
-    model's."""
+    model's. recipe, mesh, run_directory, spec, show_progress: as for `train_module`."""
 
     def __init__(
         self, recipe: ModuleRecipe, mesh: Mesh, run_directory: RunDirectory, spec: ModuleSpec, show_progress: bool
@@ -70,18 +70,18 @@ class ModuleRun(Run):
         """Return a prediction of traffic alone: the FLOPs and activations of a user's module are unknown."""
         return Prediction(None, None, self.trainer.task.predicted_traffic_by_axis(), None, False)
 
-    def _result(self) -> dict[str, Any]:
+    def _make_result(self) -> dict[str, Any]:
         """Build the result document (JSON dict of figures and checkpoint paths). Traffic is predicted again, because
         only training has shown which buffers change and are synchronized."""
         self.journal.prediction = self._predict()
-        return super()._result()
+        return super()._make_result()
 
 
 def _make_contents(task: ModuleTask) -> CheckpointContents:
     """Return the parameter table, small files and check of a module's checkpoints; with an adapter they are PEFT
     directories, whose buffers are under training/ alone."""
-    adapter = task.derived.adapter
-    table = saved_table(task.derived.table, task.derived.kept, exported=adapter is None)
+    adapter = task.adapter
+    table = build_saved_table(task.derived.table, task.derived.kept, exported=adapter is None)
     name = ADAPTER_FILE if adapter is not None else None
     files = {"config.json": _make_config_json(task.module)}
     if adapter is not None:
@@ -134,8 +134,8 @@ def _make_config_json(module: nn.Module) -> bytes:
 
 
 def check_spec(spec: ModuleSpec, recipe: ModuleRecipe) -> None:
-    """Validate the arguments of `fit` by themselves and against the recipe, before the module is built. `UserError` for
-    the first that is wrong."""
+    """Raise `UserError` for the first invalid argument of `fit` (in `spec`), or the first that does not fit the recipe;
+    called before the module is built."""
     check_samples(spec.data, "data")
     if spec.validation is not None:
         check_samples(spec.validation, "validation")

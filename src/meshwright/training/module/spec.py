@@ -19,8 +19,10 @@ Measure = Callable[[nn.Module, Any], torch.Tensor | float]
 
 @dataclass(frozen=True, slots=True)
 class ModuleSpec:
-    """Arguments of `fit`. build: function that returns the module. loss: function (module, batch) -> scalar tensor.
-    data: map-style data set. The other fields are those of `FitOptions`."""
+    """Arguments of `fit`.
+
+    build: function that returns the module. loss: function (module, batch) -> scalar tensor. data: map-style data set.
+    collate, count, reduction, validation, measures, units, decays, workers: the options documented in `FitOptions`."""
 
     build: Callable[[], nn.Module]
     loss: Loss

@@ -30,9 +30,9 @@ def broadcast_values(module: nn.Module, mesh: Mesh) -> None:
 
 
 class UntrainedTensors:
-    """Buffers and frozen parameters of a user's module on this rank, which the optimizer does not update. Buffers that
-    the forward pass changes, such as batch-norm statistics, are synchronized over ranks after each step. One object
-    serves the whole run."""
+    """Buffers and frozen parameters of a user's module on one rank of `mesh`, which the optimizer does not update.
+    After each step, buffers that the forward pass changes, such as batch-norm statistics, are synchronized over ranks.
+    One object serves the whole run."""
 
     def __init__(self, module: nn.Module, mesh: Mesh) -> None:
         """Register the module's buffers and frozen parameters; no buffer is known to change yet."""
@@ -44,8 +44,9 @@ class UntrainedTensors:
         self._looking = False
 
     def begin_step(self) -> None:
-        """Copy the buffers that earlier steps have changed, so that `restore_buffers` can undo a skipped step. In steps
-        1, 2, 4, 8 ... of this process copy all buffers, so that `end_step` can detect further buffers that change."""
+        """Copy the buffers that earlier steps have changed, so that `restore_buffers` can undo a skipped step. In
+        steps 1, 2, 4, 8 ... of this process copy all buffers, so that `end_step` can detect whether further buffers
+        change."""
         self._looks += 1
         self._looking = self._looks & (self._looks - 1) == 0
         buffers = self._buffers()
@@ -54,7 +55,7 @@ class UntrainedTensors:
 
     def end_step(self) -> None:
         """Synchronize over the data-parallel ranks the buffers that steps change: floating-point buffers get their mean
-        over ranks, integer buffers rank 0's values. Collective."""
+        over ranks, integer buffers the values of rank 0. Collective."""
         buffers, mesh = self._buffers(), self._mesh
         if self._looking and buffers:
             changed = [not _equal_with_nan(self._before[name], value) for name, value in buffers.items()]
@@ -73,8 +74,8 @@ class UntrainedTensors:
                 buffers[name].copy_(value)
 
     def count_synchronized(self) -> tuple[int, int]:
-        """Return the numbers of elements that `end_step` synchronizes: (those of floating-point buffers, those of
-        integer buffers)."""
+        """Return (number of elements of floating-point buffers, number of elements of integer buffers) that `end_step`
+        synchronizes."""
         buffers = self._buffers()
         sizes = [0, 0]
         for name in self.changing:
@@ -134,5 +135,5 @@ def make_buffers_contiguous(module: nn.Module) -> None:
 
 
 def _equal_with_nan(before: torch.Tensor, after: torch.Tensor) -> bool:
-    """Return True if both tensors are equal, NaN counting as equal to NaN."""
+    """Return True if the tensors `before` and `after` are equal, where NaN counts as equal to NaN."""
     return torch.equal(before, after) or torch.equal(before.nan_to_num(), after.nan_to_num())

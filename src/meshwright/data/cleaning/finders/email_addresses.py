@@ -38,9 +38,9 @@ def find_email_addresses(text: str) -> Iterator[tuple[int, int]]:
 
     The top-level domain must exist (or be reserved by RFC 2606), which rules out file names, systemd units and
     attributes in code: `image@2x.png`, `getty@tty1.service`, `q@k.transpose`. Logins (`alice@example.org:/home`),
-    fediverse handles and Message-IDs have the form of addresses, name a person, and are found; `git@example.org:path`,
-    by which everybody logs in, is not. The table of domains is built in, because a library that loads the current one
-    (tldextract) would make the prepared data depend on the day.
+    fediverse handles and Message-IDs are found, too, since they identify a person; `git@example.org:path`, a login that
+    everybody uses, is not. The table of domains is built in: a library that loads the current one (tldextract) would
+    make the prepared data depend on the date.
     """
     at = text.find("@")
     while at >= 0:
@@ -55,8 +55,8 @@ def find_email_addresses(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _find_local_start(text: str, at: int) -> int | None:
-    """Return the index in `text` at which the local part of an e-mail address begins, which ends before the "@" at
-    index `at`; None if there is none."""
+    """Return the start index of the local part (the text before "@") of an e-mail address; None if there is none. at:
+    index of the "@" in `text`."""
     before = text[max(0, at - _LONGEST_LOCAL_PART - 1) : at]
     match = _LOCAL_PART_REVERSED.match(before[::-1])
     if match is None or match.end() > _LONGEST_LOCAL_PART:
@@ -66,8 +66,8 @@ def _find_local_start(text: str, at: int) -> int | None:
 
 
 def _find_domain_end(text: str, domain: re.Match[str]) -> int | None:
-    """Return the index in `text` after the domain name that `domain` matches, which ends with its last existing
-    top-level domain; None if it has none."""
+    """Return the index in `text` after the last existing top-level domain of a dotted name; None if the name has none,
+    or goes on after it with a lower-case word. domain: regular-expression match of the name."""
     end = domain.end()
     labels = domain[0].split(".")
     while len(labels) > 1:
@@ -97,8 +97,8 @@ def _measure_top_level_domain(label: str) -> int:
 
 
 def _is_address(text: str, start: int, at: int, end: int) -> bool:
-    """Return True if `text[start:end]`, which has the form of an e-mail address with its "@" at index `at`, is one, and
-    not a package version, a systemd unit, code or the like."""
+    """Return True if `text[start:end]`, which has the form of an e-mail address with its "@" at index `at`, is one;
+    False for package versions, systemd units, code and the like."""
     labels = text[at + 1 : end].split(".")
     if _SCALE.fullmatch(labels[0]) or labels[0] in _OWN_FIELDS:
         return False

@@ -60,11 +60,14 @@ _EARLY, _LATE = 20, 40
 def find_ip_addresses(text: str) -> Iterator[tuple[int, int]]:
     """Yield the (start, end) of the public IPv4 and IPv6 addresses in `text`.
 
-    Public: global unicast. Private, local, multicast and documentation addresses (IANA's special-purpose registries, as
-    in Python's `ipaddress`) identify nobody and are skipped. A dotted quad after a word such as "version" or "section",
-    or inside a name, is not an address. One next to network words, a port or a prefix length, or in a URL, is. Without
-    such context it counts as an address if its first number is at least 40, or at least 20 with other numbers that are
-    unusual in versions."""
+    Public means global unicast. Private, local, multicast and documentation addresses (IANA's special-purpose
+    registries, as in Python's `ipaddress`) identify nobody and are skipped.
+
+    Four dotted numbers may also be a version or a section. After a word such as "version" or "section", or inside a
+    name, they are no address. Next to network words, a port or a prefix length, or in a URL, they are one. Without such
+    a sign they are one if the first number is at least 40, or at least 20 and the other numbers are unusual in
+    versions.
+    """
     yield from _find_ipv4(text)
     if "::" in text or text.count(":") > 6:
         yield from _find_ipv6(text)
@@ -83,11 +86,11 @@ def _find_ipv4(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _is_network_address(text: str, match: re.Match[str], before: str, neighbour: bool | None) -> bool:
-    """Return True if the dotted quad (four numbers) that `match` found in `text` is an IP address, and not a version or
-    section number, judged by its context.
+    """Return True if the four dotted numbers that `match` found in `text` are an IP address, and not a version or
+    section number, judged by the text around them.
 
-    before: the text between the previous quad of the line (else the start of the line) and this one. neighbour: the
-    result for the previous quad, if both are in one list; None: no list.
+    before: the line's text before them, back to the previous four dotted numbers. neighbour: the result for those, if
+    both are in one list; None if not.
     """
     if _ATTACHED_BEFORE.search(before) or _ATTACHED_AFTER.match(text, match.end()) or _VERSION_BEFORE.search(before):
         return False

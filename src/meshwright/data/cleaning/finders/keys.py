@@ -38,8 +38,8 @@ _NAMED_SECRET = re.compile(
 )
 
 
-def find_keys(text: str) -> Iterator[tuple[int, int]]:
-    """Yield the (start, end) of private keys, access keys and tokens in `text`; spans may overlap."""
+def find_secret_keys(text: str) -> Iterator[tuple[int, int]]:
+    """Yield the (start, end) of secrets in `text`: private keys, access keys and tokens. Spans may overlap."""
     if "PRIVATE KEY" in text:
         yield from (match.span() for match in _PRIVATE_KEY.finditer(text))
     for literal, form in _KEYS:

@@ -1,4 +1,5 @@
-"""Finder of telephone numbers: international, national in forms of their own, and others after words like "Tel."."""
+"""Finder of telephone numbers: international ones, the national forms of some countries, and others after words like
+"Tel."."""
 
 from __future__ import annotations
 
@@ -81,10 +82,11 @@ def find_phone_numbers(text: str) -> Iterator[tuple[int, int]]:
     """Yield the (start, end) of the telephone numbers in `text`.
 
     International numbers ("+", a calling code, as many digits as its numbering plan has) and the national forms of some
-    countries, such as (415) 555-2671, 415-555-2671 or 8 (495) 123-45-67, are found everywhere; other groups of 7 to 13
-    digits only after a word such as "Tel." or "call". A number after "ISBN", "order no." and the like is skipped.
-    libphonenumber's matcher is not used, only its table of calling codes: it needs a region, which web pages do not
-    name, finds fewer numbers and takes several times as long (`bench/personal_data.py`)."""
+    countries, such as (415) 555-2671, 415-555-2671 or 8 (495) 123-45-67, are found everywhere. Other groups of 7 to 13
+    digits are found only after a word such as "Tel." or "call". A number after "ISBN", "order no." and the like is
+    skipped. Only the table of calling codes is libphonenumber's. Its matcher needs a region, which web pages do not
+    name, finds fewer numbers and takes several times as long (`bench/personal_data.py`).
+    """
     last = 0  # where the number before ends
     for run in _RUN.finditer(text):
         start, stop = run.span()
@@ -106,25 +108,25 @@ def find_phone_numbers(text: str) -> Iterator[tuple[int, int]]:
 
 def _match_number(text: str, start: int, last: int, is_first: bool) -> int | None:
     """Return the end index of the telephone number that begins at index `start` of `text`; None if there is none. last:
-    end index of the previous number; 0: none. is_first: True unless other digits that are no telephone number precede
-    it."""
+    end index of the previous telephone number in the text; 0: none. is_first: False if digits that are no telephone
+    number come between that number and this one."""
     before = text[max(last, start - _CONTEXT) : start].rpartition("\n")[2]
     if _BEFORE.search(before):
         return None
     if text[start] == "+":
-        return _check_after(text, _match_international(text, start))
+        return _confirm_by_following_text(text, _match_international(text, start))
     if match := _NATIONAL.match(text, start):
         end = None if _SIZES.issuperset(_DIGITS.findall(match[0])) else match.end()
     elif is_first and (_announces_number(before) or (last > 0 and _LIST.fullmatch(text, last, start))):
         end = _match_after_word(text, start)
     else:
         return None
-    return None if _OTHER_NUMBERS.search(before) else _check_after(text, end)
+    return None if _OTHER_NUMBERS.search(before) else _confirm_by_following_text(text, end)
 
 
-def _check_after(text: str, end: int | None) -> int | None:
-    """Return `end`, the end index of a number in `text`; None if the text after it shows that it is no telephone
-    number."""
+def _confirm_by_following_text(text: str, end: int | None) -> int | None:
+    """Return `end`, the end index of a number in `text`, or None if the text after it shows that it is no telephone
+    number. None is passed through."""
     return None if end is None or _AFTER.match(text, end) else end
 
 
@@ -156,8 +158,8 @@ def _match_international(text: str, start: int) -> int | None:
 
 
 def _announces_number(before: str) -> bool:
-    """Return True if `before`, the text of the line before a number, ends with a word such as "Tel." and at most a few
-    other words."""
+    """Return True if `before`, the text of the line before a number, ends with a word such as "Tel.", or with such a
+    word and at most a few others."""
     announcement = max((match.span() for match in _WORDS.finditer(before)), default=None)
     if announcement is None or _SENTENCE_END.search(before, announcement[0]):
         return False

@@ -1,4 +1,4 @@
-"""Survey of the corpus: cleaning of all documents and their split into training and validation documents."""
+"""Cleaning of all documents of a corpus, and their split into training and validation documents."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 from meshwright.data.cleaning.cleaning_pass import CleaningResult, run_cleaning_pass
 from meshwright.data.cleaning.rules import Cleaner, Rewriter
-from meshwright.data.cleaning.segments import KEPT, find_failed_pages
+from meshwright.data.cleaning.segments import KEPT, find_earlier_reading
 from meshwright.data.cleaning.sentence_spans import NO_SENTENCES, RemovedSentences, remove_sentences
 from meshwright.data.files import (
     AtomicFile,
-    canonical_json,
     find_damage,
     read_json,
     sync_directory,
+    to_canonical_json,
     write_array,
     write_atomic,
 )
@@ -40,18 +40,20 @@ _FILES = {"codes": "survey.npy", "sentences": "survey.sentences.npy"}
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
-    """Result of cleaning and splitting a corpus of N documents, which are numbered from 0 in reading order.
+class CleanedCorpus:
+    """Corpus of N documents after cleaning and splitting into training and validation data. It stores the result for
+    each document, not the texts, which are read again from the source files. Documents are numbered from 0 in reading
+    order.
 
     codes: uint8 [N]: 0 for a training document, 1 for a validation document; for a dropped one 2 + the index in `RULES`
-    (all rule names) of the rule that dropped it. pieces: number of documents in each source file. longest: maximum
-    characters of a document; longer texts were cut into several documents. bytes: {split: UTF-8 bytes}. report: the
-    cleaning report as JSON. rewriter: masks the texts when the documents are read again. removed: sentences that are
-    removed from them.
+    (all rule names) of the rule that dropped it. documents_by_file: number of documents in each source file. longest:
+    maximum characters of a document; longer texts are cut into several documents. bytes: {split: UTF-8 bytes}. report:
+    the cleaning report as JSON. rewriter: masks the texts when the documents are read again. removed: sentences that
+    are removed from them.
     """
 
     codes: NDArray[np.uint8]
-    pieces: tuple[int, ...]
+    documents_by_file: tuple[int, ...]
     longest: int
     bytes: dict[str, int]
     report: dict[str, Any]
@@ -69,21 +71,25 @@ class Survey:
         return {split: count_codes(self.codes, index) for index, split in enumerate(SPLITS)}
 
     def write(self, directory: Path) -> None:
-        """Write the survey to survey.npy, survey.sentences.npy and, last, survey.json in a directory."""
+        """Write the results to survey.npy, survey.sentences.npy and, last, survey.json in a directory."""
         written = {}
         for name, values in (("codes", self.codes), ("sentences", self.removed.entries)):
             with AtomicFile(directory / _FILES[name]) as file:
                 write_array(file, values)
                 written[name] = file.finish()
-        record = {"pieces": list(self.pieces), "longest": self.longest, "bytes": self.bytes, "report": self.report}
-        write_atomic(directory / "survey.json", canonical_json(record | written))
+        record = {
+            "pieces": list(self.documents_by_file),
+            "longest": self.longest,
+            "bytes": self.bytes,
+            "report": self.report,
+        }
+        write_atomic(directory / "survey.json", to_canonical_json(record | written))
         sync_directory(directory)
 
     @classmethod
-    def read(cls, directory: Path, rewriter: Rewriter) -> Survey | None:
-        """Read the survey that `write` wrote to a directory; None if it is incomplete or damaged. rewriter: masks the
-        texts when the documents are read again.
-        """
+    def read(cls, directory: Path, rewriter: Rewriter) -> CleanedCorpus | None:
+        """Read the results that `write` wrote to a directory; None if they are incomplete or damaged. rewriter: masks
+        the texts when the documents are read again."""
         record = read_json(directory / "survey.json")
         if record is None or any(find_damage(directory / _FILES[name], record[name], contents=True) for name in _FILES):
             (directory / "survey.json").unlink(missing_ok=True)
@@ -95,10 +101,9 @@ class Survey:
     def iterate_texts(
         self, files: Sequence[SourceFile], reader: Reader, split: str, first: int = 0
     ) -> Iterator[tuple[int, str]]:
-        """Yield (document number, text after cleaning, in which placeholders replace personal data) of the documents of
-        `split` ("train" or "validation") in order, from number `first` on. files, reader: source files and reader of
-        the cleaning pass.
-        """
+        """Yield (document number, cleaned text, personal data masked) of the documents of `split` ("train" or
+        "validation") in order. files, reader: source files and reader of the cleaning pass. first: lowest document
+        number."""
         return (
             (number, document.text or "") for number, document in self.iterate_documents(files, reader, split, first)
         )
@@ -106,20 +111,20 @@ class Survey:
     def iterate_documents(
         self, files: Sequence[SourceFile], reader: Reader, split: str, first: int = 0
     ) -> Iterator[tuple[int, Document]]:
-        """Yield (document number, masked document) of the documents of `split` ("train" or "validation") in order, from
-        number `first` on. Files without such documents are not opened.
+        """Yield (document number, masked document) of the documents of `split` ("train" or "validation") in order.
+        Files without such documents are not opened.
 
-        files, reader: source files and reader of the cleaning pass. Raises `SourceChanged` if a file no longer yields
-        the same number of documents.
+        files, reader: source files and reader of the cleaning pass. first: lowest document number. Raises
+        `SourceChanged` if a file no longer yields the same number of documents.
         """
         wanted = SPLITS.index(split)
         end = 0
-        for file, pieces in zip(files, self.pieces, strict=True):
-            begin, end = end, end + pieces
+        for file, documents in zip(files, self.documents_by_file, strict=True):
+            begin, end = end, end + documents
             if end <= first or not count_codes(self.codes[max(begin, first) : end], wanted):
                 continue
             number = begin - 1
-            before = find_failed_pages(file, self.codes[begin:end], _DROPPED)
+            before = find_earlier_reading(file, self.codes[begin:end], _DROPPED)
             for number, document in enumerate(reader.read_documents(file, before), begin):
                 if number >= end:
                     break
@@ -135,8 +140,8 @@ class Survey:
                 raise SourceChanged(file)
 
     def _rewrite_document(self, document: Document) -> Document:
-        """Return a copy of the document with masks and line filters applied to its text or, for a record, to every text
-        of the record."""
+        """Return a copy of the document with masks and line filters applied to its text, or to every text of its
+        record."""
         if document.example is None:
             return document._replace(text=self.rewriter.rewrite_text(document.text or "", document.name)[0])
         example, _ = self.rewriter.rewrite_example(document.example, document.name)
@@ -151,9 +156,8 @@ def count_codes(codes: NDArray[np.uint8], code: int) -> int:
 
 
 def find_last(codes: NDArray[np.uint8], code: int, begin: int, end: int) -> int:
-    """Return the last index in [begin, end) at which `codes` [documents] equals `code`, or -1 if there is none. The
-    array may be larger than memory.
-    """
+    """Return the last index i, `begin` <= i < `end`, with codes[i] == `code`; -1 if there is none. codes: [documents],
+    may be larger than memory."""
     for at in range(end, begin, -_BLOCK):
         found = np.flatnonzero(codes[max(begin, at - _BLOCK) : at] == code)
         if len(found):
@@ -161,19 +165,19 @@ def find_last(codes: NDArray[np.uint8], code: int, begin: int, end: int) -> int:
     return -1
 
 
-def survey_corpus(
+def clean_and_split_corpus(
     files: Sequence[SourceFile], recipe: DataRecipe, log: Callable[[str], None], directory: Path | None = None
-) -> Survey:
+) -> CleanedCorpus:
     """Clean all documents of `files` and split those that are kept into training and validation documents.
 
-    A document goes to validation if the hash of its content, as a fraction of 2^64, is below `validation_fraction`;
-    this depends on no seed and no other document. If a split would be empty though `validation_fraction` is above 0,
-    the documents with the smallest hash go to validation, or those with the largest hash to training. If fewer than 100
-    are kept, long texts (not records) are cut at blank lines, so that both splits get some.
+    A document goes to validation if the hash of its content, as a fraction of 2^64, is below `validation_fraction`,
+    whatever the seed and the other documents. If a split would be empty though `validation_fraction` is above 0, the
+    documents with the smallest hash go to validation, or those with the largest hash to training. If fewer than 100
+    documents are kept, long texts (not records) are cut at blank lines, so that both splits get some.
 
-    recipe: the `[data]` table. directory: folder for the cleaning pass's segment files, from which an interrupted pass
-    resumes; None: a temporary folder. log: receives progress lines. Raises `UserError` if no document or only one short
-    text is left.
+    recipe: the `[data]` table. directory: folder for segment files (cleaning results of consecutive documents), from
+    which an interrupted pass resumes; None: a temporary folder. log: receives progress lines. Raises `UserError` if no
+    document or only one short text is left.
     """
     with TemporaryDirectory() as temporary:
         cleaner = Cleaner(recipe.clean, extracts=any(file.format == "warc" for file in files))
@@ -196,7 +200,7 @@ def survey_corpus(
         if not result.kept:
             raise UserError(_explain_nothing_left(result, recipe.source_key))
         codes, sides = _assign_splits(result, recipe.validation_fraction, recipe.source_key)
-        return Survey(codes, result.pieces, longest, sides, result.report, cleaner, result.removed)
+        return CleanedCorpus(codes, result.documents_by_file, longest, sides, result.report, cleaner, result.removed)
 
 
 def make_reader(recipe: DataRecipe, longest: int) -> Reader:
@@ -249,9 +253,8 @@ def _assign_splits(cleaned: CleaningResult, fraction: float, key: str) -> tuple[
 
 
 def _explain_nothing_left(cleaned: CleaningResult, key: str) -> str:
-    """Return the error message for a corpus of which cleaning kept no document, with the number dropped by each rule.
-    cleaned: result of the cleaning pass. key: recipe key of the sources.
-    """
+    """Return the error message for a corpus that has no document left after cleaning, with the number dropped by each
+    rule. cleaned: result of the cleaning pass. key: recipe key of the sources."""
     if not len(cleaned.codes):
         return f"{key}: its files have no text"
     reasons = ", ".join(

@@ -1,5 +1,5 @@
-"""Seconds of one micro-batch on one rank, for many candidate layouts at once, in pieces that add up to any stage: a
-layer of each kind, the embedding, the head with its loss."""
+"""Seconds of one micro-batch on one rank, for many candidate layouts at once: of a layer of each kind, the embedding,
+and the head with its loss, whose sum gives the time of any stage."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshwright.planner.cost.blocks import block, embedding, head
-from meshwright.planner.cost.communication import Call, ParameterCounts, count_parameters, timed_calls
+from meshwright.planner.cost.blocks import embedding_operators, head_operators, layer_operators
+from meshwright.planner.cost.communication import ParameterCounts, PhaseCalls, count_parameters, timed_calls
 from meshwright.planner.cost.engines import Engine
 from meshwright.planner.cost.micro_batch import DTYPES, ITEM_BYTES, LayerKind, MicroBatch, layer_kind, structure
-from meshwright.planner.cost.operations import computed, layer_operations, prediction_operations
+from meshwright.planner.cost.operations import layer_operations, list_kernels, prediction_operations
 from meshwright.planner.cost.operators import CollectiveCall, Operation
 from meshwright.planner.cost.process_groups import Array, ProcessGroups
 from meshwright.planner.cost.rates import Collectives, Rates, attention_kernel
-from meshwright.planner.problem import Candidate, Problem
+from meshwright.planner.problem import Problem, StageCandidate
 from meshwright.program.durations import Floats
 from meshwright.spec.chunks import keeps_head_gradient
 from meshwright.spec.config import ModelConfig
@@ -26,10 +26,10 @@ from meshwright.spec.stages import Stage
 
 MICRO_BATCH_PARTS = ("compute", "tensor", "context", "expert", "data")
 PHASES = ("forward", "input", "weight")
-"""Forward; gradients of inputs, with what is recomputed; gradients of weights."""
+"""Forward; gradients of inputs, with recompute; gradients of weights."""
 
 UNCORRECTED = np.ones(len(MICRO_BATCH_PARTS))
-"""Each part takes as long as its operations take alone."""
+"""Factors of 1: each part of a micro-batch takes as long as its operations timed alone."""
 
 _PART = {part: number for number, part in enumerate(MICRO_BATCH_PARTS)}
 _PHASE = {"forward": 0, "recompute": 1, "input": 1, "weight": 2}
@@ -37,59 +37,65 @@ _CORE = ("attention.core", "attention.scores", "attention.softmax", "attention.v
 
 
 def layer_kinds(config: ModelConfig, stage: Stage) -> Counter[LayerKind]:
-    """Return the number of layers of each kind in a stage."""
+    """Return {layer kind: number of layers of this kind} of a pipeline stage."""
     return Counter(layer_kind(config, layer) for layer in stage.layers)
 
 
 @lru_cache(maxsize=64)
 def layer_examples(config: ModelConfig) -> dict[LayerKind, int]:
-    """Return the index of the first layer of each kind."""
+    """Return {layer kind: index of the first layer of this kind} of a model."""
     return {layer_kind(config, at): at for at in reversed(range(config.layers))}
 
 
 def gradient_bytes(engine: Engine, itemsize: int) -> int:
-    """Return the bytes of an element of gradients on their way between ranks. itemsize: bytes of a parameter; wide ones
-    have wide gradients."""
+    """Return the bytes of an element of gradients in reductions between ranks. itemsize: bytes of an element of
+    parameters; those of 4 bytes have gradients of 4 bytes."""
     return (engine.reduced_bytes or engine.gradient_bytes) if itemsize == 2 else 4
 
 
-def group_by_structure(config: ModelConfig, candidates: Sequence[Candidate]) -> Iterator[Array]:
-    """Yield the indices of candidates whose layouts have the same structure, and can be computed as arrays."""
+def group_by_structure(config: ModelConfig, candidates: Sequence[StageCandidate]) -> Iterator[Array]:
+    """Yield arrays of indices of candidates; the layouts of one array have the same axes larger than 1 and the same
+    recompute (`structure`), so that their costs can be computed together."""
     found: dict[tuple[object, ...], list[int]] = {}
     for number, one in enumerate(candidates):
         found.setdefault(structure(one.layout, config), []).append(number)
     yield from map(np.array, found.values())
 
 
-def micro_batch_of(problem: Problem, candidates: Sequence[Candidate], **options: Any) -> MicroBatch:
-    """Return the micro-batch of candidates of equal structure. options: further fields of `MicroBatch`."""
+def micro_batch_of(problem: Problem, candidates: Sequence[StageCandidate], **options: Any) -> MicroBatch:
+    """Return one `MicroBatch` that describes all `candidates`, with arrays [candidates] as sizes; their layouts must be
+    equal in `structure`. options: further fields of `MicroBatch`."""
     layouts = [one.layout for one in candidates]
     axes = {axis: np.array([getattr(layout, axis) for layout in layouts]) for axis in ("tp", "cp", "ep", "etp")}
     sizes: dict[str, Any] = {"rows": np.array([one.rows for one in candidates]), "responses": int(problem.pairs)} | axes
     return MicroBatch(
-        problem.config, layouts[0], whole=problem.sequence, dtype=DTYPES[problem.precision], engine=problem.engine,
+        problem.config, layouts[0], sequence=problem.sequence, dtype=DTYPES[problem.precision], engine=problem.engine,
         kernel=attention_kernel(problem.engine, problem.cluster, problem.config), documents=problem.documents,
         eight_bit=problem.precision == "fp8", **(sizes | options),
     )  # fmt: skip
 
 
-class PieceTimes:
-    """Seconds of the pieces of a micro-batch under candidate layouts. Phases: forward, input gradients (with
-    recompute), weight gradients. Parts: compute, and exposed communication of tp (tensor), cp (context), ep (expert)
-    and dp (data).
+class LayerTimes:
+    """Predicted seconds of one micro-batch on one rank in a layer of each kind, in the embedding and in the head, under
+    many candidate layouts.
+
+    Dimensions of the arrays: candidates; kinds of layers; phases (forward; input gradients with recompute; weight
+    gradients); parts (compute; exposed communication of tp, cp, ep and dp).
 
     Attributes:
         kinds: Kinds of layers.
         layer: Seconds of a layer of each kind [candidates, kinds, phases, parts].
         first: Seconds of the embedding [candidates, phases, parts].
-        last: Seconds of final norm, head and loss [candidates, 2, phases, parts], without and with the head's gradients
-            in the forward.
-        parameters: Numbers of parameters on a rank.
+        last: Seconds of final norm, head and loss [candidates, 2, phases, parts]; second dimension: the head's
+            gradients are computed in the backward (0) or already in the forward (1).
+        parameters: Numbers of parameters of a rank [6, candidates], read by `parameter_counts`.
     """
 
-    def __init__(self, problem: Problem, candidates: Sequence[Candidate], in_place: Floats = UNCORRECTED) -> None:
-        """Price candidates. in_place [parts]: factor by which each part takes longer in a step than operations timed
-        alone."""
+    def __init__(
+        self, problem: Problem, candidates: Sequence[StageCandidate], step_factors: Floats = UNCORRECTED
+    ) -> None:
+        """Predict the times of all candidates. step_factors [parts]: factor by which each part takes longer in a step
+        than its operations timed alone."""
         self.problem, self.candidates = problem, list(candidates)
         self.collectives = Collectives(problem.cluster)
         self.rates = Rates.of(problem.cluster, problem.precision, problem.engine.fusion)
@@ -103,10 +109,10 @@ class PieceTimes:
         for which in group_by_structure(problem.config, self.candidates):
             self._price(which)
         for each in (self.layer, self.first, self.last):
-            each *= in_place
+            each *= step_factors
 
     def _index(self) -> None:
-        """Note down the candidates' sizes as arrays."""
+        """Store the sizes of the candidates' axes as arrays [candidates]."""
         layouts = [one.layout for one in self.candidates]
         self.rows = np.array([one.rows for one in self.candidates])
         self.tp, self.cp = (np.array([getattr(layout, axis) for layout in layouts]) for axis in ("tp", "cp"))
@@ -121,9 +127,9 @@ class PieceTimes:
         """Index into `meshes`: layouts with different sizes of tp, cp, ep, etp."""
         self.meshes = [layouts[sizes.index(each)] for each in numbers]
 
-    def take(self, index: int) -> PieceTimes:
-        """Return the times of one candidate."""
-        found = object.__new__(PieceTimes)
+    def select(self, index: int) -> LayerTimes:
+        """Return the times of the candidate with index `index` alone."""
+        found = object.__new__(LayerTimes)
         found.__dict__.update(self.__dict__, candidates=[self.candidates[index]])
         at = slice(index, index + 1)
         found.layer, found.first, found.last = self.layer[at], self.first[at], self.last[at]
@@ -131,9 +137,10 @@ class PieceTimes:
         found._index()
         return found
 
-    def summed(self) -> PieceTimes:
-        """Return the times with all parts added up: [..., 1]."""
-        found = object.__new__(PieceTimes)
+    def sum_parts(self) -> LayerTimes:
+        """Return a copy in which the parts (compute and communication) are summed: the last dimension of the arrays is
+        1."""
+        found = object.__new__(LayerTimes)
         found.__dict__.update(self.__dict__)
         found.layer, found.first, found.last = (
             each.sum(axis=-1, keepdims=True) for each in (self.layer, self.first, self.last)
@@ -152,17 +159,18 @@ class PieceTimes:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of an element of gradients."""
+        """Bytes of an element of gradients in reductions between ranks."""
         return gradient_bytes(self.problem.engine, self.itemsize)
 
-    def counts(self, index: Array) -> ParameterCounts:
-        """Return the numbers of parameters of candidates `index` (array)."""
+    def parameter_counts(self, index: Array) -> ParameterCounts:
+        """Return the numbers of parameters on a rank under the candidates with the indices `index` (array)."""
         found = self.parameters[:, index]
         return ParameterCounts((found[0], found[1]), (found[2], found[3]), found[4], found[5])
 
     def keeps_gradient(self, index: Array, layers: int, at_once: bool) -> Array:
-        """Return for each of the candidates `index` if the forward of the last stage computes the head's gradients and
-        saves them. layers: number in the stage; at_once: its backward directly follows its forward."""
+        """Return an array of bool, one for each candidate in `index` (array of indices): True if the forward of the
+        last stage computes and saves the head's gradients. layers: number of layers in that stage; at_once: its
+        backward directly follows its forward."""
         if self.problem.pairs:
             return np.zeros(len(index), dtype=bool)
         vocabulary = self.problem.config.vocabulary
@@ -171,52 +179,61 @@ class PieceTimes:
         kept = keeps_head_gradient(tokens, widest, layers, "none", at_once)
         return np.where(self.full[index], at_once, kept)
 
-    def messages(self, index: Array) -> Floats:
-        """Return the bytes of the activations that pass to the next stage, of candidates `index`."""
+    def message_bytes(self, index: Array) -> Floats:
+        """Return the bytes of a micro-batch's activations that a rank sends to the next stage, for each candidate in
+        `index` (array of indices)."""
         problem = self.problem
         whole = self.rows[index] * problem.sequence / self.cp[index] * problem.config.hidden * self.itemsize
         return np.asarray(whole / self.cuts[index])
 
-    def _price(self, which: Array) -> None:
-        """Fill in the candidates with the indices `which`, whose layouts have the same structure."""
-        chosen = [self.candidates[number] for number in which]
-        at = micro_batch_of(self.problem, chosen)
-        numbers, mesh = np.unique(self.mesh[which], return_inverse=True)
+    def _price(self, indices: Array) -> None:
+        """Compute the seconds of the candidates with the given indices, whose layouts are equal in `structure`, and
+        store them."""
+        chosen = [self.candidates[number] for number in indices]
+        batch = micro_batch_of(self.problem, chosen)
+        numbers, mesh = np.unique(self.mesh[indices], return_inverse=True)
         groups = ProcessGroups(self.collectives, [self.meshes[number] for number in numbers], mesh)
-        price = _Pricing(at, self.rates, groups)
+        price = _TimeModel(batch, self.rates, groups)
         for number, layer in enumerate(self.examples.values()):
-            self.layer[which, number] = price.seconds(
-                layer_operations(at, layer), timed_calls(block(at, layer)), self.problem.engine.host_seconds
+            self.layer[indices, number] = price.seconds(
+                layer_operations(batch, layer),
+                timed_calls(layer_operators(batch, layer)),
+                self.problem.engine.host_seconds,
             )
-        operators = list(embedding(at))
-        self.first[which] = price.seconds(computed(operators), timed_calls(operators))
+        operators = list(embedding_operators(batch))
+        self.first[indices] = price.seconds(list_kernels(operators), timed_calls(operators))
         for kept in (False, True):
-            operators = list(head(at, kept or self.problem.engine.name != "meshwright"))
-            self.last[which, int(kept)] = price.seconds(computed(operators), timed_calls(operators))
-            if at.config.prediction_layers:
-                again = [*operators, *block(at, at.config.layers)]
-                self.last[which, int(kept)] += price.seconds(prediction_operations(at, kept), timed_calls(again))
-        counts = count_parameters(at)
+            operators = list(head_operators(batch, kept or self.problem.engine.name != "meshwright"))
+            self.last[indices, int(kept)] = price.seconds(list_kernels(operators), timed_calls(operators))
+            if batch.config.prediction_layers:
+                again = [*operators, *layer_operators(batch, batch.config.layers)]
+                self.last[indices, int(kept)] += price.seconds(prediction_operations(batch, kept), timed_calls(again))
+        counts = count_parameters(batch)
         for number, each in enumerate((*counts.layer, *counts.mixture, counts.first, counts.last)):
-            self.parameters[number, which] = each
+            self.parameters[number, indices] = each
 
 
-class _Pricing(NamedTuple):
-    """Time model of a micro-batch: speeds of operations and of collectives."""
+class _TimeModel(NamedTuple):
+    """Time model of a micro-batch. batch: sizes; rates: speeds of operations; groups: process groups, with the cost of
+    their collectives."""
 
-    at: MicroBatch
+    batch: MicroBatch
     rates: Rates
     groups: ProcessGroups
 
-    def seconds(self, operations: Iterable[Operation], calls: Iterable[Call], host: float = 0.0) -> Floats:
-        """Return the seconds of operations and of the exposed communication beside them: [candidates, phases,
-        parts]. host: seconds in which the host issues an operation or a call, where it may be the limit."""
+    def seconds(self, operations: Iterable[Operation], calls: Iterable[PhaseCalls], host: float = 0.0) -> Floats:
+        """Return the seconds of compute kernels, and of the communication that they do not hide, as an array
+        [candidates, phases, parts].
+
+        operations: kernels; calls: collectives; host: seconds that the CPU needs to launch one of either, 0 to ignore
+        it.
+        """
         found = np.zeros((len(PHASES), len(MICRO_BATCH_PARTS), len(self.groups.which)))
         issued = np.zeros((len(PHASES), len(self.groups.which)))
         covers: dict[str, Any] = defaultdict(float)  # seconds of attention in each phase, and of weight gradients
         products: dict[str, Any] = defaultdict(float)
         for one in operations:
-            taken = self.rates.seconds(one, self.at.kernel)
+            taken = self.rates.seconds(one, self.batch.kernel)
             found[_PHASE[one.phase], 0] += taken
             issued[_PHASE[one.phase]] += one.count
             if one.phase == "weight" or one.name.startswith(_CORE):
@@ -229,7 +246,7 @@ class _Pricing(NamedTuple):
         for collective, phase, count in calls:
             taken = count * self.groups.seconds(collective.operation, collective.axis, self.sent(collective))
             issued[_PHASE[phase]] += count
-            if collective.axis == "ep" and self.at.engine.overlap_processors is not None:
+            if collective.axis == "ep" and self.batch.engine.overlap_processors is not None:
                 beside[_PHASE[phase]] = beside[_PHASE[phase]] + taken
             elif collective.overlaps is None:
                 found[_PHASE[phase], _PART[collective.part]] += taken
@@ -240,12 +257,12 @@ class _Pricing(NamedTuple):
                 hidden[key] = hidden[key] + taken
         for (name, part), taken in sliced.items():
             # In as many slices as ranks: the first that is gathered, or the last that is reduced, is exposed.
-            slices = self.at.tp
+            slices = self.batch.tp
             exposed = np.maximum(taken / slices, taken - products[name] * (slices - 1) / slices)
             found[_PHASE[name], _PART[part]] += exposed + self.groups.overlap_slowdown("tp") * (taken - exposed)
         for (cover, part), taken in hidden.items():
             # In a ring all but the last KV block's attention have a message beside them.
-            covered = covers[cover] * ((self.at.cp - 1) / self.at.cp if part == "context" else 1)
+            covered = covers[cover] * ((self.batch.cp - 1) / self.batch.cp if part == "context" else 1)
             exposed = np.maximum(0.0, taken - covered)
             name = "input" if cover == "weight" else cover
             slowdown = self.groups.overlap_slowdown("cp" if part == "context" else "tp")
@@ -253,7 +270,7 @@ class _Pricing(NamedTuple):
         # Another micro-batch computes meanwhile, on the processors that are left.
         total, computing = sum(beside.values()), found[:, 0].sum(axis=0)
         for number, taken in beside.items():
-            exposed = np.maximum(self.at.engine.overlap_processors * total, total - computing)
+            exposed = np.maximum(self.batch.engine.overlap_processors * total, total - computing)
             found[number, _PART["expert"]] += exposed * taken / total
         if self.groups.collectives.cluster.kind != "cpu":
             for phases in (slice(0, 1), slice(1, None)):
@@ -262,10 +279,10 @@ class _Pricing(NamedTuple):
         return np.moveaxis(found, -1, 0)
 
     def sent(self, collective: CollectiveCall) -> Any:
-        """Return the bytes of a collective call: of tokens on their way to experts each only once to a node, if the
-        engine sends them so."""
-        if collective.operation != "all-to-all" or collective.axis != "ep" or not self.at.engine.dispatches_by_node:
+        """Return the bytes of one call of a collective; if the engine sends a token only once to each node (not once to
+        each expert), fewer for the dispatch of tokens."""
+        if collective.operation != "all-to-all" or collective.axis != "ep" or not self.batch.engine.dispatches_by_node:
             return collective.size
-        config = self.at.config
+        config = self.batch.config
         groups = config.groups_per_token, config.expert_groups
         return collective.size * self.groups.distinct_places("ep", config.experts_per_token, groups)
