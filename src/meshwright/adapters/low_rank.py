@@ -100,7 +100,8 @@ class _AdaptedProduct(torch.autograd.Function):
         dropped); layer: the adapter, and the product that dequantizes W (None: not quantized). context: autograd
         context."""
         adapter, packed = layer
-        low = F.linear(x if keys_BC is None else adapter.dropout.apply(x, adapter.dropout.mask(keys_BC)), a)
+        dropout = adapter.dropout
+        low = F.linear(x if keys_BC is None or dropout is None else dropout.apply(x, dropout.mask(keys_BC)), a)
         y = F.linear(x, weight if packed is None else packed.unpack(weight, x.dtype))
         context.save_for_backward(x, weight, a, b, low, keys_BC)
         context.adapter, context.packed = adapter, packed
@@ -130,7 +131,7 @@ class _AdaptedProduct(torch.autograd.Function):
         d_low *= adapter.scale
         d_b *= adapter.scale
         dropout = None if keys_BC is None else adapter.dropout
-        mask = None if dropout is None else dropout.mask(keys_BC)
+        mask = x.new_empty(0) if dropout is None else dropout.mask(keys_BC)
         d_a = d_low.T @ (x if dropout is None else dropout.apply(x, mask)).flatten(0, -2)
         if context.needs_input_grad[0]:
             dx = dy @ (weight if context.packed is None else context.packed.unpack(weight, dy.dtype))
