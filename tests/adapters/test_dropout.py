@@ -44,6 +44,22 @@ def test_gradients_are_those_of_peft_for_the_mask():
         torch.testing.assert_close(adapter(x, y, layer), y + x @ adapter.a.T @ adapter.b.T * 2.0)
 
 
+def test_fused_product_of_a_frozen_layer_has_the_same_gradients():
+    torch.manual_seed(0)
+    adapter = LowRank([Rows(0, 5)], INPUTS, 3, 2.0, dtype=torch.float64)
+    layer = Linear(INPUTS, 5, bias=False, dtype=torch.float64).requires_grad_(False)
+    adapter.dropout = make_dropout(0.25)
+    for parameter in (layer.weight, *adapter.parameters()):
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(4, TOKENS, INPUTS, dtype=torch.float64, requires_grad=True)
+    found, expected = adapter.adapted_product(x, layer), adapter(x, layer.base_product(x), layer)
+    assert "_AdaptedProduct" in type(found.grad_fn).__name__
+    torch.testing.assert_close(found, expected)
+    both = [torch.autograd.grad(each.square().sum(), [x, *adapter.parameters()]) for each in (found, expected)]
+    for mine, theirs in zip(*both, strict=True):
+        assert (mine - theirs).norm() <= 1e-12 * theirs.norm()
+
+
 @pytest.mark.parametrize("probability", [0.05, 0.5])
 def test_masks_are_independent(probability: float):
     """Kept shares lie within five standard deviations, and neighbouring elements, layers and seeds do not correlate."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from meshwright.adapters.merging import extract_adapter, merge_adapter, unmerge_
 from meshwright.cli.main import main
 from meshwright.errors import UserError
 from meshwright.model.huggingface import load_huggingface
+from meshwright.quantization.formats import round_trip
 from tests.adapters.adapter_cases import adapted, batch, small, write_base
 
 
@@ -48,6 +52,46 @@ def test_unmerge_restores_the_base_and_extract_finds_the_adapter(tmp_path: Path)
     merge_adapter(tmp_path / "extracted", tmp_path / "base", tmp_path / "again")
     again, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("again", "merged"))
     assert all((again[key] - merged[key]).abs().max() < 1e-7 for key in merged)  # the adapter is stored in float32
+
+
+def test_unmerging_from_a_packed_base_reports_what_packing_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = dataclasses.replace(small(), hidden=128, heads=4, kv_heads=2, head_dim=32, intermediate=192)
+    base = write_base(tmp_path / "base", config)
+    mine, values = adapted(config, base, targets=("o_proj", "gate_proj"), base=str(tmp_path / "base"))
+    write_adapter(tmp_path / "adapter", mine.config, values)
+    (tmp_path / "adapter/training").mkdir()
+    recipe = '[adapter]\nbase = "nf4"\ndouble_quantization = true\n'
+    (tmp_path / "adapter/training/state.json").write_text(json.dumps({"recipe": recipe}))
+    arguments = [str(tmp_path / name) for name in ("adapter", "merged", "restored")]
+    assert main(["adapter", "merge", *arguments[:2]]) == 0
+    capsys.readouterr()
+    assert main(["adapter", "unmerge", *arguments, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "restored"))
+    names = [key for key in before if key.endswith(("o_proj.weight", "gate_proj.weight"))]
+    assert all((after[key] - round_trip("nf4-double", before[key])).abs().max() < 1e-14 for key in names)
+    difference = torch.cat([(after[key] - before[key]).flatten() for key in names]).norm()
+    lost = float(difference / torch.cat([before[key].flatten() for key in names]).norm())
+    assert document["quantized"] == "nf4-double" and document["quantization"] == pytest.approx(lost, rel=1e-9)
+    assert lost > 0.05
+    shutil.rmtree(tmp_path / "base")
+    shutil.rmtree(tmp_path / "restored")
+    assert main(["adapter", "unmerge", *arguments]) == 0
+    assert "those of the dequantized nf4-double base: what packing it lost is lost" in capsys.readouterr().out
+
+
+def test_extract_reports_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any):
+    write_base(tmp_path / "base", small())
+    write_base(tmp_path / "tuned", small())
+    tensors = load_file(tmp_path / "tuned/model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] += torch.eye(*tensors["model.layers.1.mlp.up_proj.weight"].shape)
+    save_file(tensors, tmp_path / "tuned/model.safetensors", {"format": "pt"})
+    monkeypatch.setattr("meshwright.cli.adapter.PROGRESS_SECONDS", -1.0)
+    assert (
+        main(["adapter", "extract", *(str(tmp_path / name) for name in ("tuned", "base", "new")), "--rank", "2"]) == 0
+    )
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == f"extracting: 0/{len(tensors)} tensors" and lines[-1].startswith(f"extracting: {len(tensors)}/")
 
 
 def test_extract_reports_tensors_that_take_no_adapter(tmp_path: Path):

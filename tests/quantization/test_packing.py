@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from meshwright.quantization.formats import round_trip
 from meshwright.quantization.packing import QuantizedFormat, QuantizedMatmul
 
 # bitsandbytes.functional.quantize_4bit(weights, blocksize=64, quant_type="nf4"): codes, absmax, dequantized values.
@@ -48,18 +49,18 @@ def test_records_are_independent_of_where_the_weights_are_cut(name: str):
 
 def test_int8_is_off_by_at_most_half_a_step():
     whole = weights()
-    error = (QuantizedFormat("int8").round_trip(whole) - whole.double()).view(-1, 64).abs().amax(dim=1)
+    error = (round_trip("int8", whole) - whole.double()).view(-1, 64).abs().amax(dim=1)
     steps = whole.view(-1, 64).abs().amax(dim=1) / 127
     assert bool((error <= 0.5001 * steps).all()) and float(error.max()) > 0
 
 
 def test_packed_product_has_the_gradient_of_the_unpacked_weight():
     packing, whole = QuantizedFormat("nf4"), weights()
-    product, records = QuantizedMatmul(packing, 96, 128), packing.pack(whole.flatten())
+    product, records = QuantizedMatmul(packing, (96, 128)), packing.pack(whole.flatten())
     x = torch.randn(3, 5, 128, dtype=torch.float64, requires_grad=True)
     dy = torch.randn(3, 5, 96, dtype=torch.float64)
     y = product(x, records)
     (dx,) = torch.autograd.grad(y, x, dy)
-    dense = packing.round_trip(whole)
+    dense = round_trip("nf4", whole)
     torch.testing.assert_close(y, x @ dense.T)
     torch.testing.assert_close(dx, dy @ dense)

@@ -63,6 +63,20 @@ def test_run_resumes_on_another_layout_and_saves_peft_directory(ranks: LocalRank
     assert found["measured"]["sent_bytes_per_step"] == found["predicted"]["sent_bytes_per_step"]
 
 
+def test_double_quantized_base_is_the_same_on_every_layout(ranks: LocalRanks, tmp_path: Path):
+    """Memory and bytes sent are those predicted, scales of whole matrices included."""
+    config = dataclasses.replace(small(), hidden=192, heads=6, kv_heads=2, head_dim=64, intermediate=128)
+    write_base(tmp_path / "base", config, torch.float32)
+    adapter = {"kind": "lora", "rank": 2, "base": "nf4", "double_quantization": True}
+    settings = changes(tmp_path / "base", adapter=adapter, train_steps=2, checkpoint_every=0)
+    cases.run_without_error(None, tmp_path / "one", "dp1 fp32", **settings)
+    for layout in ("dp2 zero3 fp32", "tp2 fp32"):
+        found = cases.run_without_error(ranks, tmp_path / layout[:3], layout, **settings)[0]["result"]
+        cases.assert_same_steps(tmp_path / layout[:3], tmp_path / "one")
+        assert found["measured"]["state_bytes"] == found["predicted"]["state_bytes"]
+        assert found["measured"]["sent_bytes_per_step"] == found["predicted"]["sent_bytes_per_step"]
+
+
 def test_dropout_drops_the_same_elements_on_every_layout(ranks: LocalRanks, base: Path, tmp_path: Path):
     targets = ["q_proj", "v_proj", "o_proj", "down_proj"]
     dropped = {"kind": "lora", "rank": 2, "targets": targets, "dropout": 0.3}
@@ -85,6 +99,7 @@ def test_dropout_drops_the_same_elements_on_every_layout(ranks: LocalRanks, base
         ({"kind": "lora", "targets": ["lm_head"]}, "output head"),
         ({"kind": "lora", "rank": 13}, "rank 13 is above the width"),
         ({"kind": "loar"}, "lora"),
+        ({"kind": "lora", "base": "int8", "double_quantization": True}, 'scales of base = "nf4"'),
         ({"kind": "dora", "dropout": 0.1}, "DoRA trains without dropout"),
         ({"rank": 4}, "kind"),
     ],

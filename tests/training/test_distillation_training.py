@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
+from meshwright.adapters.merging import write_adapter
 from meshwright.checkpoint.agreement import Agreement
 from meshwright.checkpoint.model_directory import save_huggingface
 from meshwright.comm.local import LocalRanks
@@ -34,7 +35,7 @@ from meshwright.training.on_policy import Sampler, _DenseCache, find_prompts
 from meshwright.training.precision import Arithmetic
 from meshwright.training.task import RunStart
 from meshwright.training.teacher_cache import MANIFEST, TeacherCache
-from tests.adapters.adapter_cases import small, write_base
+from tests.adapters.adapter_cases import adapted, small, write_base
 from tests.training import training_cases as cases
 
 METRICS = ("hard_loss", "divergence", "hidden_loss")
@@ -127,6 +128,28 @@ def test_run_resumes_on_another_layout_with_its_projections(two: LocalRanks, hom
     assert "distillation.projections.1.weight" in held and '"exp_avg"' in held
     state = json.loads((checkpoint / "training/state.json").read_text())
     assert len(state["teacher"]) == 16
+
+
+def test_adapter_from_a_directory_learns_hidden_states(two: LocalRanks, home: Path):
+    """The adapter starts from the directory's values, the projections from the seed, on every layout."""
+    student = dataclasses.replace(small(layers=2), vocabulary=257, max_positions=64, intermediate=36)
+    base = write_base(home / "student", student, torch.float32)
+    model, values = adapted(student, base, targets=("q_proj", "down_proj"), base=str(home / "student"))
+    write_adapter(home / "first", model.config, values)
+    adapter = {"kind": "lora", "rank": 3, "alpha": 5.0, "targets": ["q_proj", "down_proj"], "from": str(home / "first")}
+    more = {"model": {"from": str(home / "student")}, "model_layers": None, "adapter": adapter}
+    run(None, home, "adapted", "dp1", HIDDEN, **more)
+    cases.run(two, home / "adapted again", "dp2 zero3 fp32", 2, **changes(home, HIDDEN, **more))
+    run(two, home, "adapted again", "tp2", HIDDEN, **more)
+    cases.assert_same_steps(home / "adapted again", home / "adapted")
+    checkpoint = home / "adapted again/run/checkpoints/step-000004"
+    tensors = load_file(checkpoint / "adapter_model.safetensors")
+    assert tensors.keys() == values.keys()
+    first, none = cases.metrics(home / "adapted")[0], home / "without from"
+    run(None, home, none.name, "dp1", HIDDEN, **(more | {"adapter": {**adapter, "from": None}}))
+    assert first["hidden_loss"] > 0 and first["hard_loss"] != cases.metrics(none)[0]["hard_loss"]
+    distance = torch.cat([(tensors[name] - values[name]).flatten() for name in values]).norm()
+    assert 0 < distance < 0.5 * torch.cat([value.flatten() for value in values.values()]).norm()
 
 
 def test_changed_teacher_is_refused_on_resume(home: Path):

@@ -20,16 +20,22 @@ SOME = [
     ("llama-3-8b", "lora", ("all-linear",), "dp2 tp2 zero3"),  # two key-value heads, shared by no ranks
     ("gpt2", "dora", ("c_attn", "c_proj"), "tp2 pp2 mb2 ac:full"),
     ("deepseek-v2-lite", "lora", ("all-linear",), "tp2"),  # latent attention
+    ("mixtral-8x7b-v0.1", "lora", ("w1", "w2", "w3", "q_proj"), "dp2 ep2 zero3"),  # routed experts
 ]
 MORE = [
     ("qwen3-0.6b", "rslora", ("q_proj",), "pp2:zb-v mb4"), ("qwen3-0.6b", "lora", ("all-linear",), "tp4:nosp"),
     ("qwen3-0.6b", "lora", ("all-linear",), "cp2:ulysses tp2"), ("llama-3-8b", "lora", ("v_proj",), "dp4 zero3 hs2"),
     ("qwen1.5-moe-a2.7b", "lora", ("all-linear",), "dp2 ep2 zero3"),
     ("deepseek-v2", "dora", ("all-linear",), "tp2 zero3"),
+    ("qwen1.5-moe-a2.7b", "rslora", ("*.experts.*.down_proj", "*.experts.*.up_proj"), "tp2 pp2 mb2"),
+    ("mixtral-8x7b-v0.1", "lora", ("w1", "w2", "w3"), "pp2:zb-v mb4 ac:full"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("packed", "layout"), [("nf4", "dp2 tp2 zero3"), *exhaustive(("int8", "tp2 pp2 mb2"))])
+@pytest.mark.parametrize(
+    ("packed", "layout"),
+    [("nf4-double", "dp2 tp2 zero3"), *exhaustive(("nf4", "dp2 tp2 zero3"), ("int8", "tp2 pp2 mb2"))],
+)
 def test_adapter_on_packed_base_matches_unpacked_weights_on_one(packed, layout):
     adapter = AdapterConfig("dora", 3, 6.0, ("all-linear",), packed=packed)
     document = run_verification(layout, model=dataclasses.replace(preset("llama-3-8b"), adapter=adapter))

@@ -11,6 +11,7 @@ from torch import nn
 
 from meshwright.adapters.dora import WeightDecomposed
 from meshwright.adapters.dropout import Dropout, TokenKeys
+from meshwright.adapters.experts import ExpertLowRank, attach_to_experts
 from meshwright.adapters.low_rank import LowRank, Rows
 from meshwright.layout import Layout
 from meshwright.model.axis_operations import TensorOperations
@@ -67,7 +68,7 @@ def _attach_low_rank(
     for parameter in table.tensors:
         layer = parameter.name.removesuffix(".weight")
         if (packed := parameter.entries[0].packed) and layer in modules:
-            modules[layer].packed = QuantizedMatmul(QuantizedFormat(packed), *parameter.local_shape(layout))
+            modules[layer].packed = QuantizedMatmul(QuantizedFormat(packed), parameter.local_shape(layout))
     for name, first in tensors.items():
         layer, _, part = name.rpartition(".adapter.")
         if part != "a" or not isinstance(modules.get(layer), Linear):  # of another pipeline stage
@@ -75,12 +76,18 @@ def _attach_low_rank(
         second, weight = tensors[f"{layer}.adapter.b"], tensors[f"{layer}.weight"]
         rows, inputs = list(_list_rows(weight, second, layout)), first.local_shape(layout)[1]
         settings = rows, inputs, adapter.rank, adapter.scale
-        if adapter.kind == "dora":
+        if weight.entries[0].expert is not None:
+            experts, _, part = layer.rpartition(".")
+            held = modules[experts].held
+            of_one = rows[: len(rows) // held]  # rows of the first expert
+            made = ExpertLowRank(of_one, held, inputs, adapter.rank, adapter.scale, **options)
+            attach_to_experts(modules[experts], part, made)
+        elif adapter.kind == "dora":
             sums = tensor if weight.entries[0].split.get("tp") == 1 else None
             modules[layer].adapter = WeightDecomposed(*settings, sums, **options)
         else:
             modules[layer].adapter = LowRank(*settings, **options)
-        if adapter.dropout:
+        if adapter.dropout and weight.entries[0].expert is None:
             features = _list_features(table, first.entries[0], layout, tensor.rank if tensor else 0)
             modules[layer].adapter.dropout = Dropout(adapter.dropout, layer, features, tokens)
 
@@ -100,6 +107,8 @@ def _list_rows(weight: ModelParameter, second: ModelParameter, layout: Layout) -
     stacked matrices B; layout: parallel layout."""
     adapted = {each.name: each for each in second.entries}
     for entry in weight.entries:
+        if entry.ep_rank(layout) not in (None, 0):  # the same rows on every rank
+            continue
         found = adapted.get(f"{PEFT_PREFIX}{entry.name.removesuffix('.weight')}.{ADAPTER_PARTS['b']}")
         if found is not None:
             yield Rows(weight.local_offset(entry, layout), found.local_shape(layout)[0])
@@ -127,9 +136,9 @@ def make_initial_values(
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Context manager in which the adapters of `model` are switched off. The model then computes what its base model
-    computes, the reference policy of preference training."""
-    found = [module for module in model.modules() if isinstance(module, LowRank)]
+    """Context manager in which the adapters of `model` are switched off, so that it computes what its base model does:
+    the reference policy of preference training."""
+    found = [module for module in model.modules() if isinstance(module, LowRank | ExpertLowRank)]
     for module in found:
         module.enabled = False
     try:

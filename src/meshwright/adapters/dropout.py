@@ -88,6 +88,11 @@ class Dropout:
         bits ^= (bits >> 16) & 0xFFFF
         return bits >= self._threshold
 
+    def apply(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return `x` [B, C, X] after dropout by `mask` [B, C, X]."""
+        # A product with the mask would first convert the mask to the dtype of x.
+        return x.masked_fill(~mask, 0.0).mul_(self.scale)
+
     def product(self, x: torch.Tensor, a_RX: torch.Tensor) -> torch.Tensor:
         """Return the product of the input after dropout and Aᵀ, [B, C, R]. x: the layer's input [B, C, X]; a_RX: A."""
         assert self.tokens.keys_BC is not None and x.shape[:-1] == self.tokens.keys_BC.shape, x.shape

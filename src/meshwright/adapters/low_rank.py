@@ -60,9 +60,10 @@ class LowRank(nn.Module):
         `layer`: the base layer. Where W is frozen, one autograd function adds the adapter's product to x Wᵀ in place,
         without a copy."""
         fused = type(self) is LowRank and self.enabled and not torch.compiler.is_compiling()
-        if not fused or layer.weight.requires_grad or (self.dropout is not None and self.dropout.active):
+        if not fused or layer.weight.requires_grad:
             return self(x, layer.base_product(x), layer)  # type: ignore[no-any-return]
-        return _AdaptedProduct.apply(x, layer.weight, self.a, self.b, self, layer.packed)  # type: ignore[no-untyped-call, no-any-return]
+        keys_BC = self.dropout.tokens.keys_BC if self.dropout is not None and self.dropout.active else None
+        return _AdaptedProduct.apply(x, layer.weight, self.a, self.b, keys_BC, (self, layer.packed))  # type: ignore[no-untyped-call, no-any-return]
 
     def product(self, x: torch.Tensor, outputs: int) -> torch.Tensor:
         """Return s x Aᵀ Bᵀ, the adapter's contribution to the layer's output, [..., Y], for the layer's input `x` [...,
@@ -91,14 +92,18 @@ class _AdaptedProduct(torch.autograd.Function):
         weight: torch.Tensor,
         a: torch.Tensor,
         b: torch.Tensor,
-        adapter: LowRank,
-        packed: QuantizedMatmul | None,
+        keys_BC: torch.Tensor | None,
+        layer: tuple[LowRank, QuantizedMatmul | None],
     ) -> torch.Tensor:
-        """Return x (W + s B A)ᵀ, [..., Y]. weight: W, or its quantized records, which `packed` dequantizes (None: not
-        quantized); a, b: stacked matrices A and B of `adapter`. context: autograd context."""
-        low = F.linear(x, a)
+        """Return x (W + s B A)ᵀ, [..., Y]. weight: W, or its quantized records; a, b: stacked matrices A and B;
+        keys_BC: random keys of the tokens, from which the mask of the adapter's dropout follows (None: nothing is
+        dropped); layer: the adapter, and the product that dequantizes W (None: not quantized). context: autograd
+        context."""
+        adapter, packed = layer
+        dropout = adapter.dropout
+        low = F.linear(x if keys_BC is None or dropout is None else dropout.apply(x, dropout.mask(keys_BC)), a)
         y = F.linear(x, weight if packed is None else packed.unpack(weight, x.dtype))
-        context.save_for_backward(x, weight, a, b, low)
+        context.save_for_backward(x, weight, a, b, low, keys_BC)
         context.adapter, context.packed = adapter, packed
         out, low, y = torch.empty_like(y), low.flatten(0, -2), y.flatten(0, -2)
         flat, end = out.view(y.shape), 0
@@ -112,9 +117,9 @@ class _AdaptedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of x, a and b (None for the other inputs), given `dy`, the gradient of the output.
-        context: autograd context."""
-        x, weight, a, b, low = context.saved_tensors
+        """Return the gradients of x, a and b (None for the other inputs), given `dy`, that of the output. context:
+        autograd context."""
+        x, weight, a, b, low, keys_BC = context.saved_tensors
         adapter, dx, shape = context.adapter, None, x.shape
         dy, low = dy.flatten(0, -2), low.flatten(0, -2)
         d_low, d_b = torch.empty_like(low), torch.empty_like(b)
@@ -125,8 +130,13 @@ class _AdaptedProduct(torch.autograd.Function):
             torch.mm(part.T, low_R, out=d_b_YR)
         d_low *= adapter.scale
         d_b *= adapter.scale
-        d_a = d_low.T @ x.flatten(0, -2)
+        dropout = None if keys_BC is None else adapter.dropout
+        mask = x.new_empty(0) if dropout is None else dropout.mask(keys_BC)
+        d_a = d_low.T @ (x if dropout is None else dropout.apply(x, mask)).flatten(0, -2)
         if context.needs_input_grad[0]:
             dx = dy @ (weight if context.packed is None else context.packed.unpack(weight, dy.dtype))
-            dx = torch.addmm(dx, d_low, a, out=dx).view(shape)
+            if dropout is None:
+                dx = torch.addmm(dx, d_low, a, out=dx).view(shape)
+            else:
+                dx = dx.view(shape).add_((d_low @ a).view(shape).masked_fill_(~mask, 0.0).mul_(dropout.scale))
         return dx, None, d_a, d_b, None, None

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +19,13 @@ from meshwright.adapters.peft_directory import open_adapter, with_adapter_of
 from meshwright.errors import UserError, error_reason
 from meshwright.model.checkpoint_files import CheckpointFiles
 from meshwright.model.huggingface import match_entries, read_entry
-from meshwright.quantization.packing import QuantizedFormat
+from meshwright.quantization.formats import round_trip
 from meshwright.spec.adapter_config import RECORD_BYTES, AdapterConfig
 from meshwright.spec.adapter_entries import ADAPTER_PARTS, PEFT_PREFIX, find_adaptable_entries
-from meshwright.spec.adapter_json import ADAPTER_CONFIG, ADAPTER_FILE, adapter_to_peft
+from meshwright.spec.adapter_json import ADAPTER_CONFIG, ADAPTER_FILE, adapter_to_peft, find_base_directory
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_from_path
+from meshwright.spec.parameter_entries import ParameterEntry
 from meshwright.spec.parameters import parameter_table
 from meshwright.toml import parse_toml
 from meshwright.untrusted import read_json
@@ -171,12 +172,13 @@ def rewrite_model(
 
 def find_format(directory: Path) -> str | None:
     """Return the format in which the base model's weights were quantized when the adapter in the checkpoint `directory`
-    was trained, "nf4" or "int8", as its recipe says; None: not quantized, or the directory is no checkpoint of a run.
+    was trained, such as "nf4", as its recipe says; None: not quantized, or the directory is no checkpoint of a run.
     """
     try:
         state = read_json(directory / "training" / "state.json")
-        base = parse_toml(state["recipe"], "recipe")["adapter"]["base"]
-    except (OSError, ValueError, KeyError, TypeError, UserError):
+        adapter = parse_toml(state["recipe"], "recipe")["adapter"]
+        base = f"{adapter['base']}-double" if adapter.get("double_quantization") else adapter["base"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError):
         return None
     return base if base in RECORD_BYTES else None
 
@@ -185,7 +187,7 @@ def merge_adapter(directory: Path, base: Path, target: Path, packed: str | None 
     """Write the base model in `base`, with the adapter in `directory` merged into it, to `target`; return the JSON
     document of `meshwright adapter merge`.
 
-    packed: format in which the base weights were quantized in training ("nf4", "int8"; None: not quantized); the
+    packed: format in which the base weights were quantized in training, such as "nf4" (None: not quantized); the
     adapter is then merged into the dequantized weights, because it was trained on those. Of the document's keys,
     "rounding" is the relative error of the merged weights due to rounding to the files' dtype, "quantization" that of
     the base weights due to quantization.
@@ -200,7 +202,7 @@ def merge_adapter(directory: Path, base: Path, target: Path, packed: str | None 
         started = weight
         if packed is not None:
             turned = name in adapter.transposed
-            started = QuantizedFormat(packed).round_trip(weight.T.contiguous() if turned else weight)
+            started = round_trip(packed, weight.T.contiguous() if turned else weight)
             started = started.T if turned else started
             lost.add(started, weight)
         merged = adapter.merge(name, started)
@@ -213,32 +215,51 @@ def merge_adapter(directory: Path, base: Path, target: Path, packed: str | None 
     return document | ({"quantization": lost.value} if packed is not None else {})
 
 
-def unmerge_adapter(directory: Path, merged: Path, target: Path) -> dict[str, Any]:
+def unmerge_adapter(directory: Path, merged: Path, target: Path, packed: str | None = None) -> dict[str, Any]:
     """Subtract an adapter from the weights into which it was merged, W - s B A, and write the model to `target`; return
     the JSON document of `meshwright adapter unmerge`. directory: PEFT directory of the adapter; merged: Hugging Face
-    directory of the merged model. Raises `UserError` for DoRA, whose base norms are lost."""
+    directory of the merged model. Raises `UserError` for DoRA, whose base norms are lost.
+
+    packed: format in which the base weights were quantized in training, such as "nf4" (None: not quantized). The
+    weights are then those of the dequantized base, because the adapter was merged into these. The document has the
+    format ("quantized") and, if the base model is where the adapter names it, the relative error of the restored
+    weights to those of the base ("quantization"; else null).
+    """
     _, adapter = open_model_adapter(directory, merged)
     if adapter.settings.kind == "dora":
         raise UserError(f"{directory}: a merged DoRA adapter cannot be removed: the norms of the base are not stored")
+
+    before = find_base_directory(directory) if packed is not None else None
+    original = None if before is None else CheckpointFiles(before)
+    lost = _RelativeError()
 
     def change(name: str, weight: torch.Tensor) -> torch.Tensor:
         """Return the tensor `name` of the base model, given the merged model's `weight`."""
         if name not in adapter.names:
             return weight
-        return (weight.double() - adapter.product(name)).to(weight.dtype)
+        restored = weight.double() - adapter.product(name)
+        if original is not None and name in original.names and original.shape(name) == tuple(weight.shape):
+            lost.add(restored, original.read(name))
+        return restored.to(weight.dtype)
 
     rewrite_model(merged, target, change)
-    return {"directory": str(target), "layers": len(adapter.names)}
+    document = {"directory": str(target), "layers": len(adapter.names)}
+    if packed is None:
+        return document
+    return document | {"quantized": packed, "quantization": lost.value if original is not None else None}
 
 
-def extract_adapter(tuned: Path, base: Path, target: Path, *, rank: int) -> dict[str, Any]:
-    """Compute a LoRA adapter of rank `rank` from a fine-tuned model and write it to the PEFT directory `target`. For
-    each linear layer it is the truncated singular value decomposition of the difference between the checkpoints `tuned`
-    and `base`, the closest matrix of this rank (Eckart & Young 1936).
+def extract_adapter(
+    tuned: Path, base: Path, target: Path, *, rank: int, progress: Callable[[int, int], None] = lambda done, total: None
+) -> dict[str, Any]:
+    """Compute a LoRA adapter of rank `rank` from a fine-tuned model: the truncated singular value decomposition of each
+    linear layer's difference between the checkpoints `tuned` and `base`, the closest matrix of this rank (Eckart &
+    Young 1936). Write it to the PEFT directory `target`.
 
-    Return the JSON document of `meshwright adapter extract`. Two of its keys: "kept": fraction of the differences'
-    squared norm that the adapter reproduces; "not_extracted": names of the tensors that differ but to which no adapter
-    can be added."""
+    Return the JSON document of `meshwright adapter extract`; of its keys "kept" is the share of the differences'
+    squared norm that the adapter has, "not_extracted" the tensors that differ and take no adapter. progress: called
+    after each tensor with (tensors done, number of all tensors).
+    """
     config = config_from_path(base)
     if config_from_path(tuned) != config:
         raise UserError(f"{tuned}: its config.json describes another model than that of {base}")
@@ -248,7 +269,8 @@ def extract_adapter(tuned: Path, base: Path, target: Path, *, rank: int) -> dict
     modules = {entry.name: module for module, entry in find_adaptable_entries(table.entries).items()}
     factors, rest = dict[str, tuple[torch.Tensor, torch.Tensor]](), []
     kept = whole = 0.0
-    for entry in table.entries:
+    for number, entry in enumerate(table.entries):
+        progress(number, len(table.entries))
         after, before = (read_entry(files, entry, each) for files, each in zip(both, names, strict=True))
         if torch.equal(after, before):
             continue
@@ -262,6 +284,8 @@ def extract_adapter(tuned: Path, base: Path, target: Path, *, rank: int) -> dict
         root = values[:rank].sqrt()
         factors[modules[entry.name]] = root[:, None] * right[:rank], left[:, :rank] * root
         whole, kept = whole + float(values.square().sum()), kept + float(values[:rank].square().sum())
+    progress(len(table.entries), len(table.entries))
+    factors |= _pad_experts(table.entries, modules, factors, rank)
     if not factors:
         raise UserError(f"{tuned}: no linear layer differs from {base}: there is nothing to extract")
     adapter = AdapterConfig("lora", rank, float(rank), tuple(factors), str(base.resolve()))
@@ -272,6 +296,24 @@ def extract_adapter(tuned: Path, base: Path, target: Path, *, rank: int) -> dict
     }
     write_adapter(target, dataclasses.replace(config, adapter=adapter), tensors)
     return {"directory": str(target), "layers": len(factors), "kept": kept / whole, "not_extracted": rest}
+
+
+def _pad_experts(
+    entries: Sequence[ParameterEntry],
+    modules: dict[str, str],
+    factors: dict[str, tuple[torch.Tensor, torch.Tensor]],
+    rank: int,
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Return {module name: (A, B), all zeros} of routed experts that equal those of the base while others of their
+    layer do not: all experts of a layer have an adapter. entries: parameter entries of the model; modules: name of an
+    entry -> module name; factors: module name -> (A, B) of the extracted adapter; rank: of the adapter."""
+    experts = [(entry, modules[entry.name]) for entry in entries if entry.expert and entry.name in modules]
+    adapted = {(entry.tensor, module.rpartition(".")[2]) for entry, module in experts if module in factors}
+    return {
+        module: (torch.zeros(rank, entry.model_shape[1]), torch.zeros(entry.model_shape[0], rank))
+        for entry, module in experts
+        if module not in factors and (entry.tensor, module.rpartition(".")[2]) in adapted
+    }
 
 
 def write_adapter(target: Path, config: ModelConfig, tensors: dict[str, torch.Tensor]) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import click
 
 from meshwright.cli import plumbing
-from meshwright.cli.plumbing import json_option, result_printer
+from meshwright.cli.plumbing import json_option, print_progress, result_printer
+
+PROGRESS_SECONDS = 5.0  # between lines of progress where standard error is no terminal
 
 base_option = click.option(
     "--base", type=click.Path(path_type=Path), help="Base model.  [default: the one that adapter_config.json names]"
@@ -33,7 +38,7 @@ def command() -> None:
 @base_option
 @click.option(
     "--quantized",
-    type=click.Choice(["no", "nf4", "int8"]),
+    type=click.Choice(["no", "nf4", "nf4-double", "int8"]),
     help="Format of the base in training.  [default: that of the run, for a PEFT directory no]",
 )
 @json_option
@@ -67,18 +72,25 @@ def merge(adapter: str, output: Path, base: Path | None, quantized: str | None, 
 @json_option
 def unmerge(adapter: str, merged: Path, output: Path, as_json: bool) -> None:
     """Remove ADAPTER from the model MERGED, into which it was merged, and write the base model to OUTPUT. The weights
-    are restored up to the rounding of the merge.
+    are restored up to the rounding of the merge; those of an adapter that was trained on a packed base are those of
+    the dequantized base.
 
     \f
     adapter: run directory, checkpoint or PEFT directory. merged: Hugging Face directory. output: directory to write,
     which must not exist. as_json: print JSON.
     """
-    from meshwright.adapters.merging import unmerge_adapter
+    from meshwright.adapters.merging import find_format, unmerge_adapter
     from meshwright.checkpoint import find_checkpoint
 
     with result_printer(as_json) as answer:
-        document = unmerge_adapter(find_checkpoint(adapter), merged, output)
-        answer(document, f"removed the adapter from {document['layers']} layers: {output}")
+        directory = find_checkpoint(adapter)
+        document = unmerge_adapter(directory, merged, output, find_format(directory))
+        lost = ""
+        if "quantized" in document:
+            error = document["quantization"]
+            by = "" if error is None else f", a relative error of {error:.1e}"
+            lost = f"; they are those of the dequantized {document['quantized']} base: what packing it lost is lost{by}"
+        answer(document, f"removed the adapter from {document['layers']} layers: {output}{lost}")
 
 
 @plumbing.command("extract", "meshwright adapter extract tuned base adapter --rank 16")
@@ -99,10 +111,28 @@ def extract(tuned: Path, base: Path, output: Path, rank: int, as_json: bool) -> 
     from meshwright.checkpoint import find_checkpoint
 
     with result_printer(as_json) as answer:
-        document = extract_adapter(find_checkpoint(tuned), find_checkpoint(base), output, rank=rank)
+        both = find_checkpoint(tuned), find_checkpoint(base)
+        document = extract_adapter(*both, output, rank=rank, progress=_make_progress())
         left = len(document["not_extracted"])
         rest = f"; {left} tensors that differ take no adapter: {document['not_extracted'][0]} ..." if left else ""
         answer(document, f"{document['layers']} layers, {document['kept']:.2%} of their squared difference kept{rest}")
+
+
+def _make_progress() -> Callable[[int, int], None]:
+    """Return a function that reports (tensors done, number of all tensors) on standard error: on one line of a
+    terminal, else by a line every few seconds."""
+    last = time.monotonic()
+
+    def report(done: int, total: int) -> None:
+        """Report the progress. done, total: numbers of tensors."""
+        nonlocal last
+        text = f"extracting: {done}/{total} tensors"
+        print_progress(text, done == total)
+        if not sys.stderr.isatty() and time.monotonic() - last > PROGRESS_SECONDS:
+            last = time.monotonic()
+            print(text, file=sys.stderr, flush=True)
+
+    return report
 
 
 for each in (merge, unmerge, extract):

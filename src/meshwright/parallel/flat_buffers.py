@@ -17,7 +17,7 @@ from torch import nn
 
 from meshwright.layout import Layout
 from meshwright.model.initialise import ReadSlice
-from meshwright.quantization.packing import UnquantizedFormat, get_weight_format
+from meshwright.quantization.formats import UnquantizedFormat, get_weight_format
 from meshwright.spec.parameter_entries import BufferKind, count_reused_buffers, padded_numel
 from meshwright.spec.parameters import ModelParameter, ParameterEntry, ParameterTable
 
@@ -136,7 +136,8 @@ class FlatLayout:
 
     `name`: name of the buffer; `tensors`: the model's parameters in it (such as fused qkv); `slices`: the slices of
     parameter entries (checkpoint tensors) in it, which do not cover padding of the vocabulary. `padded`: number of
-    elements of the buffer; the first `numel` are parameters, and the first `decay_numel` of these have weight decay."""
+    elements of the buffer; the first `numel` are parameters, and the first `decay_numel` of these have weight decay.
+    `storage_format`: format of the elements: unpacked or, for frozen weights, quantized in blocks (NF4 or int8)."""
 
     name: str
     tensors: tuple[PlacedTensor, ...]
@@ -144,6 +145,7 @@ class FlatLayout:
     decay_numel: int
     numel: int
     padded: int
+    storage_format: UnquantizedFormat
 
     @property
     def trainable(self) -> bool:
@@ -157,12 +159,6 @@ class FlatLayout:
         rates = {placed.tensor.entries[0].rate for placed in self.tensors if placed.tensor.decay}
         assert len(rates) < 2, f"{self.name}: matrices with different learning rates {rates}"
         return rates.pop() if rates else 1.0
-
-    @property
-    def storage_format(self) -> UnquantizedFormat:
-        """Storage format of the buffer's elements: unpacked or, for frozen weights, quantized in blocks (NF4 or
-        int8)."""
-        return get_weight_format(self.tensors[0].tensor.entries[0].packed if self.tensors else None)
 
     def slices_within(self, low: int, high: int) -> Iterator[tuple[EntrySlice, int, int]]:
         """Yield (slice, first, last) for each slice of a parameter entry (checkpoint tensor) that overlaps the elements
@@ -209,7 +205,7 @@ class FlatLayout:
                 parameter = nn.Parameter(torch.empty(0, dtype=buffer.dtype, device=buffer.device), self.trainable)
                 module.register_parameter(leaf, parameter)
             # The same object otherwise: a tied layer or an LSTM's list of weights may refer to it too.
-            parameter.data = self.storage_format.view(view, before.shape)
+            parameter.data = self.storage_format.bind(module, placed.offset, view, before.shape)
             bound.append(parameter)
         return bound
 
@@ -220,10 +216,11 @@ class FlatLayout:
         `read_slice`: function (entry, first, last, columns) -> values that reads a slice of a parameter entry
         (checkpoint tensor)."""
         form, count = self.storage_format, self.storage_format.count
+        form.measure(read_slice, shard.device)
         for part, first, last in self.slices_within(start, start + form.count_elements(shard.numel())):
             shift = part.begin - part.offset
             values = read_slice(part.entry, first + shift, last + shift, part.columns)
-            shard[count(first - start) : count(last - start)].copy_(form.pack(values))
+            shard[count(first - start) : count(last - start)].copy_(form.pack(values, first))
 
     def fill_from_model(self, shard: torch.Tensor, start: int, model: nn.Module) -> None:
         """Write the current values of the parameters of `model` (before `bind`) into the 1-D `shard` of the flat
@@ -266,7 +263,8 @@ def make_flat_layout(
     numel = sum(placed.numel for placed in tensors)
     decay_numel = sum(placed.numel for placed in tensors if placed.tensor.decay)
     padded = padded_numel(numel, shards if buffer != "packed" else 2 * shards)  # shards of whole blocks
-    return FlatLayout(buffer_name(name, buffer), tuple(tensors), tuple(slices), decay_numel, numel, padded)
+    form = get_weight_format(tensors[0].tensor.entries[0].packed if tensors else None, slices)
+    return FlatLayout(buffer_name(name, buffer), tuple(tensors), tuple(slices), decay_numel, numel, padded, form)
 
 
 def _list_entry_slices(

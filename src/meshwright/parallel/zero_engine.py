@@ -248,7 +248,7 @@ class ZeroEngine:
         parameters share memory), "gradients", and "gradient_buffers" (idle buffers of the pool)."""
         units = self._units.values()
         kinds: dict[str, Iterable[torch.Tensor]] = {
-            "parameters": [tensor for unit in units for tensor in (unit.parameters, unit.parameter_shard)],
+            "parameters": [t for u in units for t in (u.parameters, u.parameter_shard, *u.flat.storage_format.scales)],
             "masters": [unit.master for unit in units],
             "gradients": [unit.gradient for unit in units],
             "gradient_buffers": self._pool.idle(),

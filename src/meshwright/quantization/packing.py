@@ -1,15 +1,15 @@
 """Weights quantized in blocks of 64 elements: NF4 (Dettmers et al. 2023, arXiv:2305.14314, section 3) and int8.
 
 A block is stored as one record of bytes: the codes of its elements, then its scale, the largest absolute value, as
-float32. Records are independent, so that a buffer may be cut at any block.
+float32. Records are independent, so that a buffer may be cut at any block. `double_quantization` has the format whose
+scales are quantized too.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -40,11 +40,18 @@ def _build_nf4_pairs(device: torch.device) -> torch.Tensor:
     return torch.stack([values.repeat_interleave(16), values.repeat(16)], dim=1).view(torch.int64).flatten()
 
 
+ReadEntry = Callable[[Any, int, int, None], torch.Tensor]
+"""Function (entry, start, stop, None) -> weights [stop - start] of the elements [start, stop) of a parameter entry (one
+tensor of a checkpoint), flattened as the model stores it."""
+
+
 class UnquantizedFormat:
     """Storage format of a flat weight buffer whose items are the weights themselves, one item per weight. Base class of
-    `QuantizedFormat`, whose items are bytes. dtype: dtype of the buffer; None: the dtype of the weights."""
+    `QuantizedFormat`, whose items are bytes. Attributes: `dtype`: dtype of the buffer; None: the dtype of the weights.
+    `scales`: tensors beside the buffer that dequantization needs."""
 
     dtype: torch.dtype | None = None
+    scales: tuple[torch.Tensor, ...] = ()
 
     def count(self, elements: int) -> int:
         """Return the number of buffer items that store `elements` weights: here the same number."""
@@ -54,14 +61,25 @@ class UnquantizedFormat:
         """Return the number of weights that `items` buffer items store: here the same number."""
         return items
 
-    def pack(self, values: torch.Tensor) -> torch.Tensor:
-        """Convert weights `values` [n] to buffer items [n]. Here they are the same, and `values` itself is returned."""
+    def measure(self, read_slice: ReadEntry, device: torch.device) -> None:
+        """Compute `scales` on `device`, before the buffer is filled, from the weights that `read_slice` returns: none
+        here."""
+
+    def pack(self, values: torch.Tensor, start: int = 0) -> torch.Tensor:
+        """Convert weights `values` [n] to buffer items: `values` itself. `start`: number of weights in the buffer
+        before them."""
         return values
 
-    def unpack(self, items: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Convert buffer items [n] to weights [n]. Here they are the same, and `items` itself is returned. dtype:
-        ignored; a quantized format dequantizes to it."""
+    def unpack(self, items: torch.Tensor, dtype: torch.dtype, start: int = 0) -> torch.Tensor:
+        """Convert buffer items [n] to weights [n]: `items` itself. `dtype`: ignored here; a quantized format
+        dequantizes to it. `start`: number of weights in the buffer before them."""
         return items
+
+    def bind(self, layer: Any, start: int, items: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """Return the data of the parameter of `layer` whose buffer items are `items` [n]: a view in the shape `shape`,
+        or records, in which case the layer's product dequantizes them from now on. `start`: number of weights in the
+        buffer before the parameter."""
+        return self.view(items, shape)
 
     def view(self, items: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """Return buffer items [n] as a view of shape `shape`, which has n elements."""
@@ -71,19 +89,14 @@ class UnquantizedFormat:
 UNPACKED = UnquantizedFormat()
 
 
-def get_weight_format(name: str | None) -> UnquantizedFormat:
-    """Return the storage format of a flat weight buffer. name: quantization of the weights, "nf4" or "int8"; None: not
-    quantized."""
-    return UNPACKED if name is None else QuantizedFormat(name)
-
-
-@dataclass(frozen=True)
 class QuantizedFormat(UnquantizedFormat):
-    """Storage format of weights that are quantized in blocks of 64 elements. The buffer items are bytes (uint8); a
-    block is one record, its codes followed by its float32 scale. name: "nf4" or "int8"."""
+    """Storage format of weights quantized in blocks of 64 elements; the buffer items are bytes (uint8). name: "nf4" or
+    "int8"; "nf4-double" is that of the subclass `DoubleQuantized`."""
 
-    name: str
-    dtype: ClassVar[torch.dtype] = torch.uint8  # type: ignore[misc]
+    dtype = torch.uint8
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     @property
     def record_bytes(self) -> int:
@@ -105,60 +118,71 @@ class QuantizedFormat(UnquantizedFormat):
         `shape`."""
         return items
 
-    def pack(self, values: torch.Tensor) -> torch.Tensor:
-        """Quantize the weights `values` [n], n a multiple of 64; return one record (codes and scale) per 64 weights, as
-        flat uint8 [n / 64 x record bytes]. NF4 codes and scales equal those of bitsandbytes bit for bit."""
+    def bind(self, layer: Any, start: int, items: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """Make the product of the linear layer `layer` dequantize its weight by this format; return the weight's
+        records `items`. `start`: number of weights in the buffer before it; `shape`: ignored."""
+        layer.packed = QuantizedMatmul(self, layer.packed.shape, start)
+        return items
+
+    def pack(self, values: torch.Tensor, start: int = 0) -> torch.Tensor:
+        """Quantize weights `values` [n], n a multiple of 64; return their records, uint8 [n / 64 x record bytes]. The
+        codes and scales of NF4 are those of bitsandbytes, bit for bit. `start`: number of weights in the buffer before
+        them."""
         blocks = values.reshape(-1, BLOCK).float()
         largest = blocks.abs().amax(dim=1)
         scaled = (blocks * (1.0 / largest.clamp(min=1e-38))[:, None]).clamp(-1, 1)
-        if self.name == "nf4":
+        if self.name != "int8":
             code = torch.bucketize(scaled, _build_nf4_tables(values.device)[1], out_int32=True).to(torch.uint8)
             codes = (code[:, ::2] << 4) | code[:, 1::2]
         else:
             codes = (scaled * 127).round().to(torch.int8).view(torch.uint8)
-        return torch.cat([codes, largest[:, None].view(torch.uint8)], dim=1).flatten()
+        return torch.cat([codes, self._store_scales(largest, start // BLOCK)], dim=1).flatten()
 
-    def unpack(self, records: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Dequantize `records` (as `pack` returns them) to weights [n] in `dtype`; the arithmetic is in float32, as in
-        bitsandbytes."""
-        records = records.view(-1, self.record_bytes)
+    def _store_scales(self, scales: torch.Tensor, first: int) -> torch.Tensor:
+        """Return the bytes that records hold of `scales` [blocks], the largest absolute values of blocks: uint8
+        [blocks, bytes]. `first`: index in the buffer of the first block."""
+        return scales[:, None].view(torch.uint8)
+
+    def _load_scales(self, stored: torch.Tensor, first: int) -> torch.Tensor:
+        """Return the scales, float32 [blocks, 1], of which records hold the bytes `stored` [blocks, bytes]. `first`:
+        index in the buffer of the first block."""
+        return stored.contiguous().view(torch.float32)
+
+    def unpack(self, records: torch.Tensor, dtype: torch.dtype, start: int = 0) -> torch.Tensor:
+        """Dequantize `records`, uint8 [n / 64 x record bytes], to weights [n] in `dtype`, computed in float32 as by
+        bitsandbytes. `start`: number of weights in the buffer before them."""
+        records, block = records.view(-1, self.record_bytes), start // BLOCK
         at_once = UNPACKED_AT_ONCE.get(records.device.type, len(records))
         if len(records) <= at_once or torch.compiler.is_compiling():
-            return self._unpack(records, dtype).flatten()
+            return self._unpack(records, dtype, block).flatten()
         values = torch.empty(len(records), BLOCK, dtype=dtype, device=records.device)
-        for start in range(0, len(records), at_once):
-            part = slice(start, start + at_once)
-            values[part] = self._unpack(records[part], dtype)
+        for first in range(0, len(records), at_once):
+            part = slice(first, first + at_once)
+            values[part] = self._unpack(records[part], dtype, block + first)
         return values.flatten()
 
-    def _unpack(self, records: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Dequantize `records` [blocks, record bytes], uint8; return the weights [blocks, 64] in `dtype`."""
-        codes, largest = records[:, :-4], records[:, -4:].contiguous().view(torch.float32)
-        if self.name == "nf4":
+    def _unpack(self, records: torch.Tensor, dtype: torch.dtype, first: int) -> torch.Tensor:
+        """Dequantize `records` [blocks, record bytes], uint8; return the weights [blocks, 64] in `dtype`. `first`:
+        index in the buffer of the first block."""
+        width = BLOCK if self.name == "int8" else BLOCK // 2
+        codes, largest = records[:, :width], self._load_scales(records[:, width:], first)
+        if self.name != "int8":
             pairs = _build_nf4_pairs(records.device).index_select(0, codes.reshape(-1).int())
             return pairs.view(torch.float32).view(-1, BLOCK).mul_(largest).to(dtype)
         return codes.contiguous().view(torch.int8).float().div_(127).mul_(largest).to(dtype)
 
-    def round_trip(self, values: torch.Tensor) -> torch.Tensor:
-        """Quantize and dequantize `values` [...], whose number of elements is a multiple of 64; return the result in
-        float64, same shape. The difference from `values` is the rounding error of the format."""
-        return self.unpack(self.pack(values.reshape(-1)), torch.float32).double().view(values.shape)
-
 
 class QuantizedMatmul:
-    """Product x Wᵀ of a linear layer whose frozen weight W [outputs, inputs] is quantized (QLoRA). W is dequantized for
-    the forward pass and again in backward.
+    """Function that computes the product x Wᵀ of a linear layer whose frozen weight W [outputs, inputs] is quantized
+    (QLoRA); W is dequantized for the product, and again in backward. `packing`: storage format of the buffer that holds
+    W; `shape`: shape of W on this rank, [outputs, inputs]; `start`: number of weights in the buffer before W."""
 
-    packing: storage format of W. outputs, inputs: shape of W on this rank.
-    """
-
-    def __init__(self, packing: QuantizedFormat, outputs: int, inputs: int) -> None:
-        self.packing, self.shape = packing, (outputs, inputs)
+    def __init__(self, packing: QuantizedFormat, shape: tuple[int, ...], start: int = 0) -> None:
+        self.storage_format, self.shape, self.start = packing, shape, start
 
     def unpack(self, records: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Dequantize the weight from `records`, its quantized bytes (flat uint8); return W [outputs, inputs] in
-        `dtype`."""
-        return self.packing.unpack(records, dtype).view(self.shape)
+        """Dequantize the weight from its `records`, flat uint8; return W [outputs, inputs] in `dtype`."""
+        return self.storage_format.unpack(records, dtype, self.start).view(self.shape)
 
     def __call__(self, x: torch.Tensor, records: torch.Tensor) -> torch.Tensor:
         """Return x Wᵀ [..., outputs] for `x` [..., inputs]. records: the quantized bytes of W, flat uint8."""

@@ -23,6 +23,7 @@ class AdapterRecipe(Table):
         dropout: Probability with which an element of the adapter's input is set to 0.
         base: Number format of the frozen linear layers: "bf16" is that of the run's parameters, "nf4" (QLoRA) and
             "int8" pack them in blocks of 64.
+        double_quantization: Quantize the scales of NF4 to 8 bits too.
         targets: Linear layers, by full name, last parts of the name, pattern with * ? or [], or "all-linear".
         from_path: PEFT directory whose adapter values are the initial ones; None: A random, B zero.
     """
@@ -32,6 +33,7 @@ class AdapterRecipe(Table):
     alpha: Positive | None = None  # default: 2 x rank
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     base: Annotated[str, named("base", ADAPTER_BASES)] = "bf16"
+    double_quantization: bool = False
     targets: Annotated[list[Name], Field(min_length=1)] = ["all-linear"]
     from_path: Name | None = Field(default=None, alias="from")  # a PEFT directory
 
@@ -42,6 +44,8 @@ class AdapterRecipe(Table):
             for name, field in type(self).model_fields.items():
                 if getattr(self, name) != field.default:
                     raise ValueError(f'{field.alias or name} is set without kind: give kind = "lora" (or rslora, dora)')
+        if self.double_quantization and self.base != "nf4":
+            raise ValueError(f'double_quantization quantizes the scales of base = "nf4", not of "{self.base}"')
         if self.dropout and self.kind == "dora":
             raise ValueError(f"dropout {self.dropout:g}: DoRA trains without dropout; set 0, or kind lora or rslora")
         return self

@@ -10,8 +10,16 @@ AdapterKind = Literal["lora", "rslora", "dora"]
 ALL_LINEAR = "all-linear"
 BLOCK = 64
 """Elements of a block of packed weights."""
-RECORD_BYTES = {"nf4": BLOCK // 2 + 4, "int8": BLOCK + 4}
-"""Bytes of a packed block: its codes and a float32 scale."""
+GROUP = 256
+"""Blocks whose scales are quantized together under double quantization."""
+RECORD_BYTES = {"nf4": BLOCK // 2 + 4, "nf4-double": BLOCK // 2 + 1, "int8": BLOCK + 4}
+"""Bytes of a packed block: its codes and a scale, float32 or (double quantization) one byte."""
+
+
+def scale_bytes(elements: int) -> int:
+    """Return the bytes beside the blocks of a matrix of `elements` weights under double quantization: a float32 scale
+    for each group of 256 blocks, and the mean of the blocks' scales."""
+    return 4 * (1 - (-elements // (BLOCK * GROUP)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +38,8 @@ class AdapterConfig:
         base: Directory or hub name of the base model, as adapters record it.
         random_b: B starts from random values instead of zeros, so that every gradient of the first step differs from 0;
             for verification.
-        packed: Format in which the frozen linear layers are held (QLoRA, Dettmers et al. 2023, arXiv:2305.14314); None:
-            the dtype of the parameters.
+        packed: Format in which the frozen linear layers are held (QLoRA, Dettmers et al. 2023, arXiv:2305.14314),
+            "nf4-double" with quantized scales; None: the dtype of the parameters.
         dropout: Probability with which an element of an adapted layer's input is 0 for the adapter, in training.
     """
 
@@ -41,7 +49,7 @@ class AdapterConfig:
     targets: tuple[str, ...] = (ALL_LINEAR,)
     base: str = ""
     random_b: bool = False
-    packed: Literal["nf4", "int8"] | None = None
+    packed: Literal["nf4", "nf4-double", "int8"] | None = None
     dropout: float = 0.0
 
     @property

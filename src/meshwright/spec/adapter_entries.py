@@ -9,7 +9,7 @@ replicated matrix has partial gradients over tp in both cases, since each rank s
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -28,44 +28,67 @@ _ADAPTABLE = tuple(
     f".{layer}.weight"
     for layer in (
         *("attention.qkv", "attention.query_up", "attention.latent_up", "attention.output"),
-        *("mlp.up", "mlp.down", "mlp.shared.up", "mlp.shared.down"),
+        *("mlp.up", "mlp.down", "mlp.shared.up", "mlp.shared.down", "mlp.experts.up", "mlp.experts.down"),
     )
 )
 
 
 def find_adaptable_entries(entries: Sequence[ParameterEntry]) -> dict[str, ParameterEntry]:
-    """Return {Hugging Face module name: parameter entry of its weight} of the linear layers among `entries` that can
-    have an adapter: those of attention, dense MLPs and shared experts."""
+    """Return {Hugging Face module name: parameter entry of its weight} of the linear layers that can have an adapter:
+    those of attention, dense MLPs, shared experts, and routed experts that checkpoints store one by one."""
     return {
         entry.name.removesuffix(".weight"): entry
         for entry in entries
-        if entry.tensor.endswith(_ADAPTABLE) and entry.expert is None
+        if entry.tensor.endswith(_ADAPTABLE) and not entry.stacked
     }
 
 
 def matches(module: str, target: str) -> bool:
     """Return True if `target` selects the linear layer with the Hugging Face name `module`. target: as PEFT writes it:
-    a full module name, its last parts ("q_proj"), a pattern with * ? or [], or "all-linear"."""
+    a full module name, its last parts ("q_proj"), a pattern with * ? or [], or "all-linear", which leaves out routed
+    experts (`_selects`)."""
     if any(character in target for character in "*?["):
         return fnmatchcase(module, target)
     return target in (ALL_LINEAR, module) or module.endswith(f".{target}")
 
 
+def _selects(target: str, module: str, entry: ParameterEntry) -> bool:
+    """Return True if `target` selects the linear layer `module` whose weight is `entry`. "all-linear" selects no routed
+    experts, whose adapters would be larger than those of all other layers."""
+    return matches(module, target) and not (target == ALL_LINEAR and entry.expert is not None)
+
+
 def target_modules(entries: Sequence[ParameterEntry], targets: Sequence[str]) -> dict[str, ParameterEntry]:
     """Return {module name: entry of its weight} of the linear layers that `targets` select, in the order of `entries`.
-    Raises `UserError` with the nearest names for a target that selects none."""
+    Raises `UserError` with the nearest names for a target that selects none, and if routed experts of a layer differ in
+    their adapted matrices."""
     known = find_adaptable_entries(entries)
     for target in targets:
         if not any(matches(module, target) for module in known):
             inside = {entry.name.removesuffix(".weight") for entry in entries if len(entry.shape) == 2}
             if any(matches(module, target) for module in inside):
                 raise UserError(
-                    f'adapter.targets: "{target}" is an embedding, an output head, a router or a routed expert, which '
-                    "take no adapter; linear layers of attention, dense MLPs and shared experts do"
+                    f'adapter.targets: "{target}" is an embedding, an output head, a router or a routed expert that is '
+                    "stored with others in one tensor, which take no adapter; linear layers of attention, dense MLPs, "
+                    "shared experts and experts of separate tensors do"
                 )
             names = dict.fromkeys(module.rpartition(".")[2] for module in known)
             raise UserError(f"adapter.targets: {unknown('linear layer', target, (*names, ALL_LINEAR))}")
-    return {module: entry for module, entry in known.items() if any(matches(module, target) for target in targets)}
+    found = {m: entry for m, entry in known.items() if any(_selects(target, m, entry) for target in targets)}
+    _check_experts(known, found)
+    return found
+
+
+def _check_experts(known: Mapping[str, ParameterEntry], found: Mapping[str, ParameterEntry]) -> None:
+    """Raise `UserError` unless all routed experts of a layer have the same adapted matrices. known: module name ->
+    entry of all linear layers; found: of those with an adapter."""
+    adapted = {(entry.tensor, module.rpartition(".")[2]) for module, entry in found.items() if entry.expert}
+    for module, entry in known.items() if adapted else ():
+        if entry.expert and module not in found and (entry.tensor, module.rpartition(".")[2]) in adapted:
+            raise UserError(
+                f"adapter.targets: {module} is not selected, but other experts of its layer are; an adapter is of all "
+                "experts of a layer"
+            )
 
 
 def name_adapter_tensor(weight: str, part: str) -> str:
@@ -77,7 +100,8 @@ def name_adapter_tensor(weight: str, part: str) -> str:
 def add_adapter_entries(entries: Sequence[ParameterEntry], adapter: AdapterConfig) -> list[ParameterEntry]:
     """Return the entries of a base model, frozen, followed by those of its adapter. Raises `UserError` if a target
     matches no linear layer, or the rank is above a layer's smaller width."""
-    quantized = {entry.name for entry in find_adaptable_entries(entries).values()} if adapter.packed else set()
+    linear = find_adaptable_entries(entries).values() if adapter.packed else ()
+    quantized = {entry.name for entry in linear if entry.expert is None}
     found = [
         replace(entry, trainable=False, packed=adapter.packed if entry.name in quantized else None) for entry in entries
     ]
@@ -88,6 +112,9 @@ def add_adapter_entries(entries: Sequence[ParameterEntry], adapter: AdapterConfi
                 f'has rows of {entry.model_shape[1]}; use base = "bf16"'
             )
     for module, entry in target_modules(entries, adapter.targets).items():
+        if entry.expert and (adapter.kind == "dora" or adapter.dropout):
+            what = "dropout" if adapter.dropout else "DoRA"
+            raise UserError(f"adapter.targets: {module} is a routed expert, which takes LoRA or rsLoRA without {what}")
         outputs, inputs = entry.model_shape
         if adapter.rank > min(outputs, inputs):
             raise UserError(

@@ -35,17 +35,24 @@ def adapter_to_peft(config: ModelConfig) -> dict[str, Any]:
     entries = parameter_table(dataclasses.replace(config, adapter=None)).entries
     modules = list(target_modules(entries, adapter.targets))
     kinds = sorted({module.rpartition(".")[2] for module in modules})
+    named = kinds if list(target_modules(entries, kinds)) == modules else modules
+    return settings_to_peft(adapter, named) | {"task_type": "CAUSAL_LM", "fan_in_fan_out": config.family == "gpt2"}
+
+
+def settings_to_peft(adapter: AdapterConfig, modules: list[str]) -> dict[str, Any]:
+    """Return the content of `adapter_config.json` for an adapter of any module. modules: names of the adapted linear
+    layers, or last parts of the names."""
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": None,
         "base_model_name_or_path": adapter.base or None,
         "r": adapter.rank,
         "lora_alpha": adapter.alpha,
         "lora_dropout": adapter.dropout,
-        "target_modules": kinds if list(target_modules(entries, kinds)) == modules else modules,
+        "target_modules": modules,
         "use_rslora": adapter.kind == "rslora",
         "use_dora": adapter.kind == "dora",
-        "fan_in_fan_out": config.family == "gpt2",
+        "fan_in_fan_out": False,
         "bias": "none",
         "init_lora_weights": True,
         "inference_mode": True,

@@ -82,18 +82,26 @@ def config_from_recipe(
 def with_adapter(config: ModelConfig, adapter: AdapterRecipe, base: str | None = None) -> ModelConfig:
     """Return the configuration of a base model, `config`, with the adapter of a recipe's ``[adapter]`` table. base:
     directory of the base model. Raises `UserError` for targets and ranks that do not fit the model."""
-    if adapter.kind == "none":
+    found = adapter_settings(adapter, base)
+    if found is None:
         return config
+    config = dataclasses.replace(config, adapter=found)
+    parameter_table(config)  # refuses targets and ranks that do not fit
+    return config
+
+
+def adapter_settings(adapter: AdapterRecipe, base: str | None = None) -> AdapterConfig | None:
+    """Return the settings of a recipe's ``[adapter]`` table (None for kind "none"). base: directory of the base
+    model."""
+    if adapter.kind == "none":
+        return None
     alpha = 2.0 * adapter.rank if adapter.alpha is None else adapter.alpha
-    packed = None if adapter.base == "bf16" else cast(Any, adapter.base)
-    found = AdapterConfig(
+    packed = None if adapter.base == "bf16" else cast(Any, adapter.base + "-double" * adapter.double_quantization)
+    return AdapterConfig(
         cast(AdapterKind, adapter.kind), adapter.rank, alpha, tuple(adapter.targets),
         "" if base is None else os.path.abspath(base), packed=packed,
         dropout=adapter.dropout,
     )  # fmt: skip
-    config = dataclasses.replace(config, adapter=found)
-    parameter_table(config)  # refuses targets and ranks that do not fit
-    return config
 
 
 def _default_config(model: ModelRecipe, sequence: int, vocabulary: int) -> ModelConfig:

@@ -4,6 +4,7 @@ sharded over dp alone. Free of torch; `parallel/module/table.py` derives the ent
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from meshwright.errors import UserError
@@ -62,10 +63,11 @@ def build_module_table(parameters: Sequence[ForeignParameter]) -> ParameterTable
     return ParameterTable(tuple(entry for tensor in tensors for entry in tensor.entries), tuple(tensors), tuple(units))
 
 
-def build_saved_table(table: ParameterTable, kept: Sequence[KeptValue]) -> ParameterTable:
+def build_saved_table(table: ParameterTable, kept: Sequence[KeptValue], exported: bool = True) -> ParameterTable:
     """Build the parameter table for checkpoints: the trained parameters of `table`, followed by the buffers and frozen
-    parameters `kept`."""
+    parameters `kept`. exported: False if these are not part of the model's file, but under training/ alone."""
     entries = [_replicated_entry(each.name, each.shape, REST, decay=False, kept=each.dtype) for each in kept]
+    entries = [replace(each, exported=exported) for each in entries]
     return ParameterTable((*table.entries, *entries), table.tensors, table.units)
 
 

@@ -148,7 +148,7 @@ class ParameterEntry:
     expert: tuple[int, int] | None = None
     stacked: bool = False
     trainable: bool = True
-    packed: Literal["nf4", "int8"] | None = None
+    packed: Literal["nf4", "nf4-double", "int8"] | None = None
     exported: bool = True
     kept: str | None = None
 

@@ -143,7 +143,7 @@ def frozen_slices(engine: ZeroEngine) -> list[TensorSlice]:
     for unit in engine.frozen:
         low, high = unit.start, min(unit.stop, unit.flat.numel)
         low, high = split_evenly(low, max(low, high), unit.replica, unit.replicas)
-        values = unit.flat.storage_format.unpack(unit.master, torch.float32)
+        values = unit.flat.storage_format.unpack(unit.master, torch.float32, unit.start)
         slices += cut_slices(unit.flat, "frozen", values, unit.start, low, high, engine.mesh.tp.rank)
     return slices
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from meshwright.model.initialise import initial_value
-from meshwright.quantization.packing import QuantizedFormat
+from meshwright.quantization.formats import round_trip
 from meshwright.spec.parameters import ParameterTable, parameter_table
 from meshwright.verification.adapted_weights import merge_adapter_weights
 from meshwright.verification.plain_model import count_responses, run_batch, score_responses
@@ -65,7 +65,7 @@ class Reference:
             for value in (initial_value(entry, problem.seed),)
         }
         self.frozen = {
-            entry.name: QuantizedFormat(entry.packed).round_trip(value) if entry.packed else value
+            entry.name: round_trip(entry.packed, value) if entry.packed else value
             for entry in self.table.entries
             if not entry.trainable
             for value in (initial.pop(entry.name),)

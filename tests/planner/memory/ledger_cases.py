@@ -16,6 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+from meshwright.adapters.dropout import sample_keys
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.model.documents import Documents
@@ -100,6 +101,8 @@ def _measure(step: Step) -> Measured:
         if step.pairs:
             ids = torch.arange(step.sequence).expand(rows, -1) // (step.sequence // 2)
             documents = dataclasses.replace(Documents.from_ids(ids), pairs=Pairs.from_ids(ids))
+        if step.config.adapter and step.config.adapter.dropout:
+            documents = dataclasses.replace(documents, samples_B=sample_keys(1, torch.arange(rows)))
         micro_batches.append(shard_sequences(*parts, documents, mesh))
     del numbers, parts
 

@@ -29,10 +29,17 @@ MIXTURE = dataclasses.replace(
 MANY_COPIES = dataclasses.replace(
     MIXTURE, intermediate=32, expert_intermediate=32, hidden=256, experts_per_token=4
 )  # dispatched tokens need more memory than activations of experts
-LORA, QLORA, DORA = (
+LORA, QLORA, DOUBLE, DORA = (
     dataclasses.replace(SMALL_HEAD, adapter=AdapterConfig(rank=4, **settings))  # type: ignore[arg-type]
-    for settings in ({}, {"packed": "nf4"}, {"kind": "dora", "targets": ("q_proj", "down_proj")})
+    for settings in (
+        {},
+        {"packed": "nf4"},
+        {"packed": "nf4-double"},
+        {"kind": "dora", "targets": ("q_proj", "down_proj")},
+    )
 )
+ROUTED_LORA = dataclasses.replace(MIXTURE, adapter=AdapterConfig(rank=4, targets=("w1", "w2", "w3")))
+DROPPED = dataclasses.replace(SMALL_HEAD, intermediate=1024, adapter=AdapterConfig(rank=4, dropout=0.1))
 SHARED = dataclasses.replace(preset("qwen2-moe-tiny"), vocabulary=256, experts=4, expert_intermediate=512)
 
 
@@ -46,8 +53,10 @@ SHARED = dataclasses.replace(preset("qwen2-moe-tiny"), vocabulary=256, experts=4
         Step(SMALL_HEAD, "dp1", 4, 256, dtype="bfloat16", starts=((0, 128),) * 4),
         Step(SMALL_HEAD, "dp1", 4, 256, starts=UNEQUAL), Step(WINDOWED, "dp1", 4, 256, starts=UNEQUAL),
         Step(LORA, "dp1", 4, 128), Step(QLORA, "mb2", 4, 128, dtype="bfloat16"), Step(DORA, "ac:full", 4, 128),
+        Step(ROUTED_LORA, "dp1", 4, 128),
+        Step(DROPPED, "dp1", 4, 64), Step(DROPPED, "ac:full", 4, 64, dtype="bfloat16"),
         Step(dataclasses.replace(LORA, vocabulary=2048), "dp1", 4, 128),
-        Step(dataclasses.replace(QLORA, hidden=256, intermediate=1024, head_dim=32), "dp1", 4, 32),  # wide weights
+        Step(dataclasses.replace(DOUBLE, hidden=256, intermediate=1024, head_dim=32), "dp1", 4, 32),  # wide weights
         Step(SMALL_HEAD, "dp1", 4, 256, pairs=True), Step(preset("gemma2-tiny"), "dp1", 4, 256, dtype="bfloat16"),
     ],
     ids=lambda step: f"{step.config.family} "

@@ -78,7 +78,8 @@ ADAPTERS: dict[str, list[dict[str, Any]]] = {
     "llama-tiny": [{"kind": "dora"}, {"packed": "nf4"}, {"targets": ("q_proj", "v_proj")}, {"targets": ("down_proj",)}],
     "qwen3-tiny": [{"targets": ("layers.1.mlp.up_proj", "*layers.2.*")}],
     "gpt2-tiny": [{}],
-    "qwen2-moe-tiny": [{}, {"targets": ("q_proj",)}],
+    "qwen2-moe-tiny": [{}, {"targets": ("q_proj",)}, {"targets": ("*.experts.*.up_proj", "*.experts.*.down_proj")}],
+    "mixtral-tiny": [{"targets": ("w1", "w2", "w3")}],
 }
 
 

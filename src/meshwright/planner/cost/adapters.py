@@ -34,15 +34,29 @@ def adapt_operators(
     another pipeline stage precedes it.
     """
     differentiable = kind is None or arrives or bool(kind.adapted)
+    beside = arrives  # the gradient of the mixture's input is computed; the shared expert reads it after the others
     for operator in operators:
         adapted = next((one for one in kind.adapted if one.layer == operator.name), None) if kind else None
-        found = _freeze_operator(batch, operator, adapted, arrives)
+        shared = operator.name.startswith("mlp.shared")
+        beside = arrives if operator.name == "mlp.router" else beside
+        found = _freeze_operator(batch, operator, adapted, beside if shared else arrives)
+        if operator.name == "mlp.combine" and arrives and not beside:
+            found = found._replace(saved=_select_saved_by_combine(batch, found.saved))
         if operator.name == "mlp.router" and kind and any(one.layer == "mlp.shared.up" for one in kind.adapted):
             # The input that the shared expert's adapter reads.
             read = tuple(one for one in operator.saved if one.name == "mlp.input")
             found = found._replace(saved=(*read, *found.saved))
         yield found if differentiable else found._replace(kept=())
+        beside = beside or (shared and adapted is not None)
         arrives = arrives or adapted is not None
+
+
+def _select_saved_by_combine(batch: MicroBatch, saved: tuple[SavedTensor, ...]) -> tuple[SavedTensor, ...]:
+    """Return the tensors that the combination of the experts' outputs saves if neither the router nor the experts'
+    input has a gradient. saved: those that it saves if both have."""
+    order = (one for one in saved if one.name == "mlp.experts.order")
+    chosen = batch.routed_tokens, batch.config.experts_per_token
+    return (*order, *(() if batch.config.routed_input else (SavedTensor("mlp.router.weights", chosen, "x"),)))
 
 
 def _freeze_operator(batch: MicroBatch, operator: Operator, adapted: Adapted | None, input_gradient: bool) -> Operator:
@@ -100,19 +114,31 @@ def _add_adapter(
     assert batch.config.adapter and product.shape
     rank, dora = batch.config.adapter.rank, batch.config.adapter.kind == "dora"
     rows, outputs, inputs = product.shape
-    matrices, name = len(adapted.shares), f"{operator.name}.adapter"
-    first = linear_kernels(batch, f"{name}.a", LinearShape(rows, matrices * rank, inputs))
+    matrices, name, count = len(adapted.shares), f"{operator.name}.adapter", product.count
+    routed = ".experts." in operator.name
+    first = linear_kernels(batch, f"{name}.a", LinearShape(rows, matrices * rank, inputs, count))
     found = [one for one in first if input_gradient or one.phase != "input"]
     parts, written = [], 0.0
     for number, share in enumerate(adapted.shares):
         width = outputs * share
-        found += linear_kernels(batch, f"{name}.b", LinearShape(rows, width, rank))
+        found += linear_kernels(batch, f"{name}.b", LinearShape(rows, width, rank, count))
         parts.append(SavedTensor(f"{name}.product.{number}", (rows, width), "x"))
         written = written + width
-    found += elementwise_kernels(batch, f"{name}.scale", rows * matrices * rank, "scaled")
-    found += elementwise_kernels(batch, f"{name}.sum", rows * outputs, "adapted")
+    found += elementwise_kernels(batch, f"{name}.scale", rows * count * matrices * rank, "scaled")
+    found += elementwise_kernels(batch, f"{name}.sum", rows * count * outputs, "adapted")
+    if batch.config.adapter.dropout:
+        dropped = elementwise_kernels(batch, f"{name}.dropout", rows * inputs, "adapter_dropout")
+        found += [one for one in dropped if input_gradient or one.phase != "input"]
     saved, parameters = [SavedTensor(f"{name}.low", (rows, matrices * rank), "x")], matrices * rank * inputs
-    parameters = parameters + rank * written
+    parameters = (parameters + rank * written) * count
+    kept = saved[:1]
+    if routed:  # of the copies that this rank's experts compute
+        copies = operator.kept[0].shape[0]
+        kept = saved = [SavedTensor(f"{name}.low", (copies, matrices * rank), "x")]
+        kept = kept + [
+            SavedTensor(f"{name}.product.{number}", (copies, outputs * share), "x")
+            for number, share in enumerate(adapted.shares)
+        ]
     if dora:
         norms = (
             LinearShape(written, rank, inputs),
@@ -130,10 +156,11 @@ def _add_adapter(
             parts.append(SavedTensor(f"{name}.norms.{number}.aa", (rank, rank), "x"))
             parts += [SavedTensor(f"{name}.norms.{number}.{of}", (outputs * share, rank), "x") for of in ("wa", "baa")]
         parameters = parameters + written
+    owned = "expert_parameters" if routed and batch.expert_parallel else "parameters"
     return operator._replace(
         operations=(*operator.operations, *found), saved=(*operator.saved, *saved),
-        kept=(*operator.kept, *saved[:1], *(parts if dora else ())), parameters=parameters,
-    )  # fmt: skip
+        kept=(*operator.kept, *kept, *(parts if dora else ())),
+    )._replace(**{owned: parameters})  # fmt: skip
 
 
 @lru_cache(maxsize=64)

@@ -78,8 +78,12 @@ def _adapted_layers(config: ModelConfig) -> dict[int, tuple[Adapted, ...]]:
         module, _, part = name.rpartition(".adapter.")
         if part == "b" and module.startswith("layers."):
             _, layer, operator = module.split(".", 2)
-            outputs = sum(entry.model_shape[0] for entry in tensors[f"{module}.weight"].entries)
-            shares = tuple(entry.model_shape[0] / outputs for entry in second.entries)
+            whole, adapted = (  # of one of the experts
+                [entry for entry in tensor.entries if entry.expert is None or entry.expert[0] == 0]
+                for tensor in (tensors[f"{module}.weight"], second)
+            )
+            outputs = sum(entry.model_shape[0] for entry in whole)
+            shares = tuple(entry.model_shape[0] / outputs for entry in adapted)
             found[int(layer)] = (*found.get(int(layer), ()), Adapted(operator, shares))
     return found
 

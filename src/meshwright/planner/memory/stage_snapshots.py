@@ -139,9 +139,14 @@ class StageSnapshots:
             for one in temporaries.unpacked_weight(at, self._layer[unit]):  # what follows it is not saved yet
                 saved = sum(each.bytes for each in self._saved_of.get(unit, []) if ".mlp." in each.name)
                 yield one._replace(bytes=max(0, one.bytes - saved))
+            yield from temporaries.adapter_masks(at, self._layer[unit])
             if at.config.has_experts(self._layer[unit]):  # what is sent, what comes back, and that times weights
                 copies = at.copies * at.config.hidden * at.itemsize
                 yield activation(f"{unit} copies of tokens", (2 + at.expert_parallel) * copies)
+                saved = self._saved_of.get(unit, [])
+                yield from temporaries.unadapted_experts(
+                    at, self._layer[unit], saved, (2 + at.expert_parallel) * copies
+                )
 
     def backward(self, split: bool = False, state: BackwardState = FIRST_AND_LAST) -> Iterator[Snapshot]:
         """Yield the memory snapshots of one micro-batch's backward in order. split: True if it computes only input
@@ -257,6 +262,11 @@ class StageSnapshots:
             else:
                 extra = activation("gradient of up's output", (1 + split) * columns)
                 yield ".mlp", [*around, extra, workspace("weight gradient", product)]
+            if config.adapter and config.adapter.dropout:
+                yield ".mlp.down.dropout", [gradient, *temporaries.adapter_masks(at, number, "mlp.down")]
+                used = self._freed([f"{unit}.mlp.{each}" for each in ("up.output", "activation", "down.")])
+                both = activation("gradient of up's output", columns * (2 if config.gated else 1))
+                yield ".mlp.up.dropout", [gradient, both, *used, *temporaries.adapter_masks(at, number, "mlp.up")]
             if config.adapter and config.adapter.packed:
                 yield ".mlp.down.unpack", [gradient, *temporaries.unpacked_weight(at, number, "mlp.down", columns)]
                 used = self._freed([f"{unit}.mlp.{each}" for each in ("up.output", "activation", "down.")])

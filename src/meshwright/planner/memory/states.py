@@ -14,7 +14,7 @@ from meshwright.layout import Layout
 from meshwright.names import OPTIMIZERS, unknown
 from meshwright.planner.cost.data_calls import AXES_OF
 from meshwright.planner.cost.micro_batch import ITEM_BYTES
-from meshwright.spec.adapter_config import BLOCK, RECORD_BYTES
+from meshwright.spec.adapter_config import BLOCK, RECORD_BYTES, scale_bytes
 from meshwright.spec.parameter_entries import TRAINED_BUFFERS, BufferKind, count_reused_buffers, padded_numel
 from meshwright.spec.parameters import ParameterTable
 
@@ -34,6 +34,7 @@ class Flat(NamedTuple):
         shards: Number of ranks over which ZeRO shards it.
         zero: ZeRO stage; 0 on a single rank.
         packed: Quantized format of frozen weights, such as "nf4"; None if not quantized.
+        scales: Bytes of double quantization beside the buffer.
     """
 
     unit: str
@@ -43,6 +44,7 @@ class Flat(NamedTuple):
     shards: int
     zero: int
     packed: str | None = None
+    scales: int = 0
 
     @property
     def held(self) -> int:
@@ -102,10 +104,18 @@ def flats_of(table: ParameterTable, layout: Layout, units: Sequence[str]) -> lis
                     padded_numel(numel, (shards if zero else 1) * (1 + (part == "packed"))),
                     shards if zero else 1,
                     zero,
-                    table.unit_tensors(unit, layout, part)[0].entries[0].packed,
+                    packed := table.unit_tensors(unit, layout, part)[0].entries[0].packed,
+                    _count_scale_bytes(table, layout, unit) if packed == "nf4-double" else 0,
                 )
             )
     return found
+
+
+def _count_scale_bytes(table: ParameterTable, layout: Layout, unit: str) -> int:
+    """Return the bytes of the scales of double quantization that any rank holds beside the packed buffer of an FSDP
+    unit: those of whole matrices."""
+    tensors = table.unit_tensors(unit, layout, "packed")
+    return sum(scale_bytes(entry.numel) for tensor in tensors for entry in tensor.entries)
 
 
 def shard_count(layout: Layout, part: BufferKind) -> int:
@@ -120,7 +130,7 @@ def list_states(flats: Sequence[Flat], parameter_dtype: str, master_dtype: str, 
     narrow, wide = ITEM_BYTES[parameter_dtype], ITEM_BYTES[master_dtype]
     for flat in flats:
         here = flat.padded // (flat.shards if flat.zero == 3 else 1)
-        size = flat.held_bytes(here, narrow)
+        size = flat.held_bytes(here, narrow) + flat.scales
         yield State("parameters", f"{flat.name}.parameters", here, flat.packed or parameter_dtype, size)
         if not flat.trainable:
             continue

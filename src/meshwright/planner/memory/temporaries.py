@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from meshwright.planner.cost.adapters import PACKED
 from meshwright.planner.cost.blocks import layer_operators
-from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch
+from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Number, layer_kind
 from meshwright.planner.memory.attention_tiles import Heads, InputStrides, backward_bytes
 from meshwright.planner.memory.snapshot import NamedSnapshot, Saved, Temporary, activation, message, workspace
 from meshwright.spec.adapter_config import BLOCK
@@ -229,6 +229,35 @@ def unpacked_weight(batch: MicroBatch, layer: int, name: str = "", result: int =
     most = max(sizes, default=0)
     once = min(most, UNPACKED_AT_ONCE[batch.device] * BLOCK)
     return [workspace("unpacked weight", int(most * batch.itemsize + max(result, 6 * once)))]
+
+
+MASK_BYTES = 12
+"""Bytes of each element while the mask of an adapter's dropout is computed: three int32 numbers."""
+
+
+def adapter_masks(batch: MicroBatch, layer: int, name: str = "") -> list[Temporary]:
+    """Return the temporaries of the largest dropout mask of a layer's adapters; nothing without dropout. name:
+    beginning of the names of the adapted products."""
+    if batch.config.adapter is None or not batch.config.adapter.dropout:
+        return []
+    found = (
+        one for each in layer_operators(batch, layer) for one in each.operations if one.name.endswith(".adapter.a")
+    )
+    sizes = [one.shape[0] * one.shape[2] for one in found if one.shape and one.name.startswith(name)]
+    return [workspace("dropout masks of adapters", int(MASK_BYTES * max(sizes, default=0)))]
+
+
+def unadapted_experts(batch: MicroBatch, layer: int, saved: Sequence[Saved], copies: Number) -> list[Temporary]:
+    """Return the output of the experts' gate and up projections to which the product of an adapter is added, and that
+    product, beyond what the layer saves later; nothing without such an adapter. saved: saved activations of the layer;
+    copies: bytes of its token copies that are not saved."""
+    adapted = next((one for one in layer_kind(batch.config, layer).adapted if one.layer == "mlp.experts.up"), None)
+    if adapted is None:
+        return []
+    later = (".experts.activation", ".experts.down.input", ".experts.down.adapter.low", ".experts.output")
+    output = sum(each.bytes for each in saved if each.name.endswith(".experts.up.output"))
+    after = sum(each.bytes for each in saved if each.name.endswith(later) or ".mlp.shared." in each.name)
+    return [workspace("experts before their adapter", max(0, int(output * (1 + max(adapted.shares)) - after - copies)))]
 
 
 # --- both ends of the model

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
+from meshwright.adapters.modules import adapt_module, load_module_adapter
 from meshwright.checkpoint.agreement import Agreement
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.parallel.module.table import ModuleDescription, check_trainable, describe_module
+from meshwright.spec.adapter_entries import PEFT_PREFIX
+from meshwright.spec.adapter_json import settings_to_peft
+from meshwright.spec.config_from_recipe import adapter_settings
+from meshwright.spec.parameters import ParameterTable
 from meshwright.training.module.data import derive_seed, seed_generators
 from meshwright.training.module.module_task import ModuleTask, parameter_dtype
 from meshwright.training.module.recipe import ModuleRecipe
@@ -22,12 +29,35 @@ def build_task(spec: ModuleSpec, recipe: ModuleRecipe, mesh: Mesh) -> ModuleTask
     arguments of `fit` (module, loss, data); recipe: settings of the run; mesh: device mesh of this rank."""
     layout = recipe.parsed_layout
     module = _build_module(spec, recipe.run.seed, layout, torch.device(mesh.device))
+    adapter = adapter_settings(recipe.adapter)
+    modules = [] if adapter is None else adapt_module(module, adapter)
+    if recipe.adapter.from_path is not None:
+        load_module_adapter(module, recipe.adapter.from_path, adapter)
     derived = describe_module(module, spec.units, spec.decays)
+    if adapter is not None:
+        derived = _name_as_peft(derived, module)
     _check_same_module(derived, mesh)
     broadcast_values(module, mesh)
     if layout.precision is None and parameter_dtype(module, layout) == torch.float32:
         layout = Layout.parse(f"{layout} fp32")
-    return ModuleTask(spec, recipe, layout, mesh, module, derived)
+    task = ModuleTask(spec, recipe, layout, mesh, module, derived)
+    task.adapter = None if adapter is None else settings_to_peft(adapter, modules)
+    return task
+
+
+def _name_as_peft(derived: ModuleDescription, module: nn.Module) -> ModuleDescription:
+    """Return the description of a module with an adapter, whose checkpoints are PEFT directories: tensors have PEFT's
+    names, and buffers are saved beside the adapter, frozen parameters not at all. module: the module
+    itself."""
+    table = derived.table
+    tensors = tuple(
+        replace(each, entries=tuple(replace(entry, name=f"{PEFT_PREFIX}{entry.name}") for entry in each.entries))
+        for each in table.tensors
+    )
+    entries = tuple(entry for tensor in tensors for entry in tensor.entries)
+    frozen = {name for name, _ in module.named_parameters()}
+    kept = tuple(each for each in derived.kept if each.name not in frozen)
+    return replace(derived, table=ParameterTable(entries, tensors, table.units), kept=kept)
 
 
 def _build_module(spec: ModuleSpec, seed: int, layout: Layout, device: torch.device) -> nn.Module:

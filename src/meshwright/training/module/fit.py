@@ -10,6 +10,7 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
+from meshwright.adapters.modules import load_module_adapter
 from meshwright.checkpoint import find_checkpoint
 from meshwright.errors import UserError
 from meshwright.launcher import rendezvous
@@ -17,6 +18,7 @@ from meshwright.launcher.recipe_checks import check_profile_and_trackers
 from meshwright.model.checkpoint_files import CheckpointFiles
 from meshwright.names import check_options
 from meshwright.recipe import format_overrides
+from meshwright.spec.adapter_json import ADAPTER_CONFIG
 from meshwright.spec.foreign import refuse_for_module
 from meshwright.training import script, worker
 from meshwright.training.module.data import Samples
@@ -44,8 +46,8 @@ def fit(
             from rank 0's values. Parameters with `requires_grad` are trained.
         loss: `loss(module, batch)`, a scalar tensor: the mean over the batch's items.
         data: A map-style data set: anything with a length and integer indexing.
-        recipe: The tables `layout`, `[run]`, `[train]`, `[checkpoint]` and `[collectives]` of a recipe, or a file of
-            them. The default of `run.name` is the name of the script.
+        recipe: The tables `layout`, `[run]`, `[train]`, `[adapter]`, `[checkpoint]` and `[collectives]` of a recipe,
+            or a file of them. The default of `run.name` is the name of the script.
         overrides: Values of recipe keys by dotted name, `{"train.steps": 20}`, or texts as on the command line.
         trust: Allow a recipe's file to run code that it names, such as a tracker's class.
         show_progress: Print a line for each logged step.
@@ -101,11 +103,14 @@ def fit(
 
 
 def load(module: nn.Module, path: str | Path) -> nn.Module:
-    """Copy a checkpoint's values into a module of the same structure, in place, and return the module.
-
-    path: a checkpoint, or a run directory, whose newest checkpoint is taken. `UserError` names the first tensor that
-    does not fit."""
-    files = CheckpointFiles(find_checkpoint(path))
+    """Copy a checkpoint's values into a module of the same structure, in place, and return the module. path: a
+    checkpoint, or a run directory, whose newest checkpoint is taken. Of a PEFT directory the adapter is added to the
+    module. `UserError` names the first tensor that does not fit."""
+    directory = find_checkpoint(path)
+    if (directory / ADAPTER_CONFIG).is_file():
+        load_module_adapter(module, directory)
+        return module
+    files = CheckpointFiles(directory)
     state = module.state_dict(keep_vars=True)
     shared: dict[int, list[str]] = {}
     for name, value in state.items():

@@ -45,6 +45,9 @@ class ModuleTask:
     device; its trained parameters become views of flat buffers. derived: parameter table and FSDP units of the module,
     from `parallel.module.table.describe_module`."""
 
+    adapter: dict[str, Any] | None = None
+    """Content of PEFT's `adapter_config.json` if an adapter is trained; None: the module itself is."""
+
     def __init__(
         self,
         spec: ModuleSpec,
@@ -74,7 +77,7 @@ class ModuleTask:
         self.values = UntrainedTensors(module, mesh)
         self.passes = ModulePasses(module, spec, self.parallel, seed)
         named = dict(module.named_parameters())
-        unit_of = {id(named[entry.name]): entry.unit for entry in derived.table.entries}
+        unit_of = {id(named[entry.tensor]): entry.unit for entry in derived.table.entries}
         self.passes.prefetcher.attach(derived.units, unit_of)
         share = BatchShare(train.batch, mesh.dp.size, mesh.dp.rank, layout.micro_batches)
         self.samples = TrainingSamples(spec.data, seed, share, spec.collate, spec.workers)
@@ -166,9 +169,10 @@ class ModuleTask:
         return {"data_samples": len(self.spec.data)}
 
     def buffer_slices(self, owned: bool) -> list[TensorSlice]:
-        """Return buffers and frozen parameters as checkpoint slices. owned: True for only those that this rank writes
-        (all on rank 0, none elsewhere); False for all."""
-        return self.values.slices(owned)
+        """Return buffers, and without an adapter frozen parameters, as checkpoint slices. owned: True for only those
+        that this rank writes (all on rank 0, none elsewhere); False for all."""
+        kept = {each.name for each in self.derived.kept}
+        return [each for each in self.values.slices(owned) if each.name in kept]
 
     def buffer_bytes(self) -> dict[str, int]:
         """Return {"buffers": bytes of all buffers and frozen parameters on this rank}."""

@@ -15,16 +15,18 @@ from meshwright.toml import parse_toml, read_toml
 
 
 class ModuleRecipe(Recipe):
-    """Recipe (settings) of a run that trains a user's module: layout, [run], [train], [collectives] and [checkpoint].
-    It has no [model] and [data], which the script provides."""
+    """Recipe (settings) of a run that trains a user's module: layout, [run], [train], [adapter], [collectives] and
+    [checkpoint]. It has no [model] and [data], which the script provides."""
 
     model: None = None  # type: ignore[assignment]
     data: None = None  # type: ignore[assignment]
 
     @model_validator(mode="after")
     def _check_tables(self) -> Self:
-        """Validate the recipe: reject [train] keys that only Meshwright's own models support (compile, other
-        objectives). Return the recipe."""
+        """Validate the recipe: reject keys that only Meshwright's own models support (compile, other objectives, packed
+        bases of adapters). Return the recipe."""
+        if self.adapter.base != "bf16":
+            raise ValueError(f'adapter.base "{self.adapter.base}" packs built-in models; here the base stays as it is')
         if self.train.compile:
             raise ValueError("train.compile is for built-in models; call module.compile() in build")
         if self.train.objective not in (None, "next-token"):

@@ -19,12 +19,14 @@ from meshwright.model.checkpoint_files import CheckpointFiles
 from meshwright.monitoring.comparison import Prediction
 from meshwright.monitoring.resuming import check_resume_differences
 from meshwright.monitoring.run_directory import RunDirectory
+from meshwright.spec.adapter_json import ADAPTER_CONFIG, ADAPTER_FILE
 from meshwright.spec.foreign import build_saved_table
 from meshwright.spec.parameters import ParameterTable
 from meshwright.training.deterministic import deterministic
 from meshwright.training.loop import Run, make_save_options
 from meshwright.training.module.building import build_task
 from meshwright.training.module.data import check_samples
+from meshwright.training.module.module_task import ModuleTask
 from meshwright.training.module.recipe import ModuleRecipe, parse_module_recipe
 from meshwright.training.module.spec import ModuleSpec
 from meshwright.training.trainer import Trainer
@@ -58,9 +60,7 @@ class ModuleRun(Run):
         self.journal.memory.start()
         task = build_task(spec, recipe, mesh)
         self.trainer = Trainer(task)
-        table = build_saved_table(task.derived.table, task.derived.kept)
-        files = {"config.json": _make_config_json(task.module)}
-        contents = CheckpointContents(table, files, lambda path: _check_checkpoint_tensors(table, path))
+        contents = _make_contents(task)
         options = make_save_options(recipe)
         self.checkpointer = Checkpointer(run_directory.checkpoints, mesh, contents, options, self.journal.log)
         loaded = self.checkpointer.load_newest(self.trainer.slices(owned=False))
@@ -75,6 +75,19 @@ class ModuleRun(Run):
         only training has shown which buffers change and are synchronized."""
         self.journal.prediction = self._predict()
         return super()._make_result()
+
+
+def _make_contents(task: ModuleTask) -> CheckpointContents:
+    """Return the parameter table, small files and check of a module's checkpoints; with an adapter they are PEFT
+    directories, whose buffers are under training/ alone."""
+    adapter = task.adapter
+    table = build_saved_table(task.derived.table, task.derived.kept, exported=adapter is None)
+    name = ADAPTER_FILE if adapter is not None else None
+    files = {"config.json": _make_config_json(task.module)}
+    if adapter is not None:
+        files = {ADAPTER_CONFIG: to_json_bytes(adapter)}
+    stem = "model" if name is None else name.split(".")[0]
+    return CheckpointContents(table, files, lambda path: _check_checkpoint_tensors(table, path, name), stem)
 
 
 def check_module_resume(recipe: ModuleRecipe, samples: int) -> None:
@@ -94,11 +107,11 @@ def check_module_resume(recipe: ModuleRecipe, samples: int) -> None:
         )
 
 
-def _check_checkpoint_tensors(table: ParameterTable, path: Path) -> None:
+def _check_checkpoint_tensors(table: ParameterTable, path: Path, name: str | None) -> None:
     """Raise `UserError` naming the first tensor whose name or shape in the checkpoint at `path` differs from the
-    module's. table: the module's parameters."""
-    files = CheckpointFiles(path)
-    wanted = {entry.name: entry.shape for entry in table.entries}
+    module's. table: the module's parameters. name: name of the file of tensors; None: that of models."""
+    files = CheckpointFiles(path) if name is None else CheckpointFiles(path, name)
+    wanted = {entry.name: entry.shape for entry in table.entries if entry.exported}
     for name in sorted(wanted.keys() | files.names):
         there = files.shape(name) if name in files.names else None
         if there != wanted.get(name):

@@ -1,0 +1,179 @@
+"""NF4 weights whose scales are quantized too: double quantization (Dettmers et al. 2023, arXiv:2305.14314, section 3).
+
+The scales of all blocks of a matrix, minus their mean, are quantized to 8 bits in groups of 256 blocks. A record holds
+the codes of its block and that of its scale; the mean, and the largest absolute value of each group, are float32
+numbers beside the records. They are those of the whole matrix as the checkpoint stores it, so that a rank that has any
+blocks of it dequantizes what one device does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from meshwright.quantization.packing import QuantizedFormat, ReadEntry
+from meshwright.spec.adapter_config import BLOCK, GROUP
+
+NAME = "nf4-double"
+
+
+@functools.cache
+def _scale_tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the 256 levels of bitsandbytes' dynamic 8-bit format (Dettmers 2015, arXiv:1511.04561: a sign, a decimal
+    exponent in unary, and a fraction of the remaining bits), [256], and the midpoints between them, [255]; float32, on
+    `device`."""
+    levels = [0.0, 1.0]
+    for exponent in range(7):
+        edges = torch.linspace(0.1, 1, 2**exponent + 1, dtype=torch.float32)
+        positive = 10 ** (exponent - 6) * ((edges[:-1] + edges[1:]) / 2)
+        levels += [*positive.tolist(), *(-positive).tolist()]
+    table = torch.tensor(sorted(levels), dtype=torch.float32, device=device)
+    return table, (table[:-1] + table[1:]) / 2
+
+
+class Matrix(Protocol):
+    """Interface of a matrix of a checkpoint: its name, number of elements, and shape [output, input]."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def numel(self) -> int: ...
+    @property
+    def model_shape(self) -> tuple[int, ...]: ...
+
+
+class ColumnRange(Protocol):
+    """Interface of a range [start, stop) of the columns of a matrix that has `total` columns."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+    @property
+    def total(self) -> int: ...
+
+
+class BufferSlice(Protocol):
+    """Interface of a slice of a matrix in a flat buffer: the buffer elements [offset, offset + numel) are the elements
+    [begin, begin + numel) of the flattened `entry`; `columns`: `begin` counts only the elements of these columns (None:
+    all)."""
+
+    @property
+    def entry(self) -> Matrix: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def numel(self) -> int: ...
+    @property
+    def begin(self) -> int: ...
+    @property
+    def columns(self) -> ColumnRange | None: ...
+
+
+class _Region(NamedTuple):
+    """Blocks [first, stop) of a buffer, which are blocks of one matrix.
+
+    begin: index of the first among the blocks of the matrix, or of its columns that the buffer has; columns: first
+    block, number of blocks in the buffer and in the matrix of each row; base: index in the scales of the matrix's mean,
+    which its groups follow."""
+
+    first: int
+    stop: int
+    begin: int
+    columns: tuple[int, int, int]
+    base: int
+
+    def group_indices(self, first: int, stop: int, device: torch.device) -> torch.Tensor:
+        """Return the index among the scales of the group of each buffer block in [first, stop): int32."""
+        shift, (start, width, total) = self.begin - self.first, self.columns
+        blocks = torch.arange(first + shift, stop + shift, dtype=torch.int32, device=device)
+        if width != total:
+            blocks = blocks // width * total + start + blocks % width
+        return blocks // GROUP + (self.base + 1)
+
+
+class DoubleQuantized(QuantizedFormat):
+    """Storage format of NF4 weights with quantized scales. slices: the slices of matrices (parameter entries) that the
+    buffer holds; blocks of the buffer in no slice are padding, and dequantize to 0.
+
+    Attribute `scales`: one float32 tensor: for each matrix the mean of its scales and the largest absolute
+    difference from the mean in each group of 256 blocks."""
+
+    def __init__(self, slices: Sequence[BufferSlice]) -> None:
+        super().__init__(NAME)
+        bases, size = dict[str, int](), 0
+        self._regions, self._entries = list[_Region](), dict[str, Matrix]()
+        for each in slices:
+            entry, first = each.entry, each.offset // BLOCK
+            if entry.name not in bases:
+                bases[entry.name], size = size, size + 1 + count_groups(entry.numel)
+                self._entries[entry.name] = entry
+            row = entry.model_shape[-1] // BLOCK
+            columns = (0, row, row)
+            if each.columns is not None:
+                columns = (each.columns.start // BLOCK, (each.columns.stop - each.columns.start) // BLOCK, row)
+            stop = first + each.numel // BLOCK
+            self._regions.append(_Region(first, stop, each.begin // BLOCK, columns, bases[entry.name]))
+        self._regions.sort()
+        self.scales = (torch.zeros(size, dtype=torch.float32),)
+        self._incomplete = torch.zeros(size, dtype=torch.bool)
+        for name, entry in self._entries.items():
+            self._incomplete[bases[name] + count_groups(entry.numel)] = entry.numel % (BLOCK * GROUP) != 0
+
+    def measure(self, read_slice: ReadEntry, device: torch.device) -> None:
+        """Compute `scales` on `device` from whole matrices, which `read_slice` reads: their mean and their groups'
+        largest values do not depend on the layout."""
+        parts = [measure_scales(read_slice(entry, 0, entry.numel, None)).cpu() for entry in self._entries.values()]
+        self.scales = (torch.cat(parts).to(device),)
+
+    def _overlaps(self, first: int, stop: int) -> Iterator[tuple[_Region, int, int]]:
+        """Yield (region, low, high) for each region that overlaps the buffer blocks [first, stop), in ascending order;
+        the overlap is [low, high)."""
+        for region in self._regions:
+            low, high = max(first, region.first), min(stop, region.stop)
+            if low < high:
+                yield region, low, high
+
+    def _store_scales(self, scales: torch.Tensor, first: int) -> torch.Tensor:
+        """Return the 8-bit codes of `scales` [blocks], the largest absolute values of blocks: uint8 [blocks, 1], those
+        of bitsandbytes' PyTorch implementation, bit for bit. `first`: index in the buffer of the first block."""
+        known, incomplete = self.scales[0].to(scales.device), self._incomplete.to(scales.device)
+        bounds = _scale_tables(scales.device)[1]
+        codes = torch.zeros(len(scales), dtype=torch.uint8, device=scales.device)
+        for region, low, high in self._overlaps(first, first + len(scales)):
+            part, groups = slice(low - first, high - first), region.group_indices(low, high, scales.device)
+            centred, largest = scales[part] - known[region.base], known[groups].clamp(min=1e-38)
+            # bitsandbytes divides in an incomplete group, and multiplies by the reciprocal in others.
+            scaled = torch.where(incomplete[groups], centred / largest, centred * (1.0 / largest)).clamp(-1, 1)
+            codes[part] = torch.bucketize(scaled, bounds, out_int32=True).to(torch.uint8)
+        return codes[:, None]
+
+    def _load_scales(self, stored: torch.Tensor, first: int) -> torch.Tensor:
+        """Return the scales, float32 [blocks, 1], of which records hold the codes `stored` [blocks, 1]. `first`: index
+        in the buffer of the first block."""
+        known, end = self.scales[0], first
+        scales = _scale_tables(stored.device)[0].index_select(0, stored.flatten().int())
+        for region, low, high in self._overlaps(first, first + len(stored)):
+            if low > end:
+                scales[end - first : low - first] = 0.0
+            part, end = scales[low - first : high - first], high
+            part.mul_(known.index_select(0, region.group_indices(low, high, stored.device))).add_(known[region.base])
+        scales[end - first :] = 0.0
+        return scales[:, None]
+
+
+def count_groups(elements: int) -> int:
+    """Return the number of groups of 256 blocks of a matrix of `elements` weights; the last may have fewer."""
+    return -(-elements // (BLOCK * GROUP))
+
+
+def measure_scales(values: torch.Tensor) -> torch.Tensor:
+    """Return the mean of the scales of a matrix's blocks, then the largest absolute difference from it in each group of
+    256 blocks: float32 [1 + groups]. values: the flattened matrix."""
+    largest = torch.linalg.vector_norm(values.reshape(-1, BLOCK), torch.inf, dim=1).float()
+    mean = largest.mean()
+    centred = torch.nn.functional.pad((largest - mean).abs(), (0, -len(largest) % GROUP))
+    return torch.cat([mean[None], centred.view(-1, GROUP).amax(dim=1)])
