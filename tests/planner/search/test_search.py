@@ -167,6 +167,15 @@ def test_total_communication_is_at_least_what_is_exposed(layout: str):
     assert slower.communication_seconds > 2 * one.communication_seconds
 
 
+def test_total_communication_of_zero_stages_follows_their_bytes():
+    """Stages 1 and 2 send the same calls in a step of one micro-batch: 6 bytes a parameter; stage 3 sends 8."""
+    one, two, three = (
+        plan("llama-3-8b", "8xh100-sxm", f"dp8 zero{stage} ac:full", sequence=4096, batch=8).best.communication_seconds
+        for stage in (1, 2, 3)
+    )
+    assert one == pytest.approx(two) and 1.3 < three / one < 1.37
+
+
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_simulator_and_closed_forms_agree_on_the_best(name: str):
     differences = searched(name).differences[:FINAL]

@@ -204,8 +204,9 @@ class StepPredictor:
         once = of.gradient_seconds(zero, self.groups, ranks, np.zeros(()), overlaps=False)[:, 0]
         if zero < 2:
             return float(once.max())
-        gather, scatter = of.zero_calls(zero, self.groups, of.rank_dense, of.rank_expert)
-        return float((once + layout.micro_batches / of.replicas * (2 * gather + scatter)[0]).max())
+        layers = of.of_rank @ of.layers  # a call each, as in the exposed time: latency counts for every one of them
+        gather, scatter = of.zero_calls(zero, self.groups, of.rank_dense / layers, of.rank_expert / layers)
+        return float((once + layout.micro_batches / of.replicas * layers * (2 * gather + scatter)[0]).max())
 
 
 def pipeline_durations(problem: Problem, layout: Layout, step_factors: Floats) -> tuple[PipelineProgram, Durations]:
