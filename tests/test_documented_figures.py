@@ -1,0 +1,198 @@
+"""Figures that plan.md and benchmarks.md copy from `bench/results` are those of the results."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.planner.cost.rates import constants
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PLAN, BENCHMARKS = ((REPOSITORY / "docs" / f"{name}.md").read_text() for name in ("plan", "benchmarks"))
+MOST_TYPICAL = 0.15
+"""Error of a source's median rate above which plan.md gives the range of skills."""
+
+SOURCES = {
+    "llm-foundry on 8 to 64 A100-40 (ZeRO-3)": "llm-foundry@8c8dd48",
+    "Megatron-LM, 22B to 1T parameters (Korthikanti et al. 2022)": "Reducing Activation Recomputation",
+    "Megatron-LM, 1.7B to 1T (Narayanan et al. 2021)": "Megatron-LM SC21",
+    "zero-bubble pipelines (Qi et al. 2023)": "Zero Bubble PP",
+    "NeMo on Megatron-Core, 8 to 2,048 H100, 8B to 405B, bf16 (NVIDIA/dgxc-benchmarking)": (
+        "^NVIDIA/dgxc.*(llama|nemotron|gpt3).*BF16"
+    ),
+    "the same in fp8": "^NVIDIA/dgxc.*(llama|nemotron|gpt3).*FP8",
+    "the same of Grok-1, a mixture, bf16 and fp8": "grok1",
+    "NeMo 24.07, fp8, H100": r"performance_summary.md \(24.07\)",
+    "NeMo 25.02 and 25.04, fp8, B200 and GB200": "nemo-framework performance summary 25.0",
+    "Megatron-Bridge, fp8 (two in bf16), H100 to GB300, 18 of them mixtures": "Megatron-Bridge",
+    "torchtitan, A100": "torchtitan.*A100",
+    "torchtitan, H100 of 500 W and H200, bf16 and fp8": "torchtitan.*(H100$|h100|h200)",
+    "llm-foundry, A100-80": "llm-foundry@061f2c7.*A100",
+    "llm-foundry, H100, bf16 and fp8": "llm-foundry@061f2c7.*H100",
+    "nanotron, 1B to 80B on 8 to 256 H100, 126 layouts (ultra-scale playbook)": "nanotron",
+    "FSDP of fms-fsdp, Automodel, TinyLlama": "fms-fsdp|Automodel|TinyLlama",
+    "Megatron-DeepSpeed: BLOOM, MT-NLG 530B, GPT-NeoX-20B": "tr11-176B|Megatron-Turing|NeoX",
+    "MaxText, Llama 2 70B on 64 to 2,048 H100, bf16 and fp8 (recomputation is not published)": "MaxText",
+    "PaxML, 5B and 175B on 16 to 2,048 H100 and A100": "PaxML",
+    "NeMo, sequences of 4,096 to 1,048,576 tokens, fp8, H100": "long_sequence",
+    "NeMo, fine-tuning, fp8, H100": "finetuning",
+    "Llama 3 405B on 8,192 and 16,384 H100, ZeRO-2 (arXiv:2407.21783, table 4)": "^Llama 3 ",
+    "NeMo 26.02 on B200": "NeMo 26.02",
+}
+"""Row of plan.md's table of accuracy: regular expression of its sources in `plan_accuracy.json`."""
+
+
+def load_result(name: str) -> dict[str, Any]:
+    """Return the document `bench/results/NAME.json`."""
+    found: dict[str, Any] = json.loads((REPOSITORY / "bench" / "results" / f"{name}.json").read_text())
+    return found
+
+
+def load_sources() -> dict[str, dict[str, Any]]:
+    """Return the sources of published step times in `plan_accuracy.json` by name."""
+    accuracy = load_result("plan_accuracy")
+    found: dict[str, dict[str, Any]] = accuracy["sources"] | accuracy["published"]["sources"]
+    return found
+
+
+def cells(page: str, name: str) -> list[str]:
+    """Return the cells of the one table row of a page whose first cell is `name`, without the first."""
+    [row] = [line for line in page.splitlines() if line.startswith(f"| {name} |")]
+    return [cell.strip() for cell in row.strip("|").split("|")][1:]
+
+
+def number_text(value: int) -> str:
+    """Return a number from 0 to 12 as a word."""
+    words = "zero one two three four five six seven eight nine ten eleven twelve"
+    return words.split()[value]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_accuracy_of_sources(name: str):
+    chosen = [one for source, one in load_sources().items() if re.search(SOURCES[name], source)]
+    runs = sum(one["runs"] for one in chosen)
+
+    def mean(key: str) -> float:
+        return sum(one["runs"] * one[key] for one in chosen) / runs
+
+    shares = [f"{mean(key):.0%}" for key in ("bounds_hold", "held_out_bounds_hold")]
+    assert cells(PLAN, name) == [str(runs), f"{mean('mean_error'):.1%}", f"{mean('bias'):+.1%}", *shares]
+
+
+def test_every_source_is_in_one_row():
+    for source in load_sources():
+        assert len([name for name, pattern in SOURCES.items() if re.search(pattern, source)]) == 1, source
+
+
+def test_accuracy_of_all_runs():
+    accuracy = load_result("plan_accuracy")
+    together, held_back = accuracy["together"], accuracy["held_back"]
+    sentence = f"Over all {together['runs']} runs, the mean over sources is {together['mean_error_of_sources']:.1%}"
+    assert sentence in PLAN
+    assert f"Of all {together['runs']} runs, {together['bounds_hold']:.0%} are within the printed bounds" in PLAN
+    name = "**step time; sources held back, which no rate was fitted to or chosen by**"
+    shares = [f"{held_back[key]:.0%}" for key in ("bounds_hold", "held_out_bounds_hold")]
+    assert cells(PLAN, name) == [str(held_back["runs"]), f"{held_back['mean_error']:.1%}", "", *shares]
+
+
+def test_skill_against_median_rates():
+    """Skill: 1 - error / error of a prediction at the source's median rate."""
+    sources = load_sources().values()
+    spread = [one for one in sources if one["null_error"] > MOST_TYPICAL and one["runs"] > 2]
+    low, high = (round(100 * end(one["skill"] for one in spread)) for end in (min, max))
+    assert f"error is {low} to {high}% smaller" in PLAN
+    worse = [one for one in sources if (one["skill"] or 0) < 0]
+    text = f"{len(worse)} of the {len(sources)} sources ({sum(one['runs'] for one in worse)} runs)"
+    assert text in PLAN
+
+
+def test_sweeps_of_layouts():
+    sweeps = load_result("plan_accuracy")["sweeps"]
+    slower = sorted(one["longer"] for one in sweeps if one["longer"] > 0)
+    assert (
+        f"Of {number_text(len(sweeps))} sweeps in which {min(one['layouts'] for one in sweeps)} to "
+        f"{max(one['layouts'] for one in sweeps)} layouts" in PLAN
+    )
+    assert f"the fastest in {number_text(len(sweeps) - len(slower))}," in PLAN
+    assert (
+        f"up to {slower[-2]:.1%} longer in {number_text(len(slower) - 1)}, and {slower[-1]:.1%} longer in one" in PLAN
+    )
+    larger = [one["rank_correlation"] for one in sweeps if one["layouts"] >= 6]
+    text = f"Rank correlations of the {number_text(len(larger))} with 6 layouts or more are {min(larger):.2f} to"
+    assert f"{text} {max(larger):.2f}" in PLAN
+
+
+def test_accuracy_in_the_benchmarks():
+    chosen = [cells(PLAN, name)[1] for name in list(SOURCES)[:2]]
+    skills = [
+        next(one["skill"] for source, one in load_sources().items() if re.search(SOURCES[name], source))
+        for name in list(SOURCES)[:2]
+    ]
+    figures = "; ".join(
+        f"{'mean error ' * (not place)}{error}, skill {skill:.2f}"
+        for place, (error, skill) in enumerate(zip(chosen, skills, strict=True))
+    )
+    [row] = [
+        line for line in BENCHMARKS.splitlines() if line.startswith("| predicted against published step times, 78")
+    ]
+    assert row.endswith(f"| {figures} |")
+
+
+def test_durations_of_searches():
+    result = load_result("plan_search")
+    searches = list(result["searches"].values())
+    seconds = ", ".join(f"{one['search_seconds']:.2f} s" for one in searches)
+    least, most = (round(end(one["priced_per_second"] for one in searches), -3) for end in (min, max))
+    layouts = f"{least:,} to {most:,} layouts evaluated per second"
+    command = f"a `plan` of one layout {result['command_with_a_layout_seconds']:.2f} s"
+    [row] = [line for line in BENCHMARKS.splitlines() if line.startswith("| searches on one core")]
+    assert row.endswith(f"| {seconds}; {layouts}; {command} |")
+
+
+def test_predicted_steps_on_one_machine():
+    result = load_result("plan_this_machine")["layouts"]
+    for one in result:
+        figures = [f"{one[key]:.3f} s" for key in ("predicted_seconds", "measured_seconds")]
+        assert cells(BENCHMARKS, f"`{one['layout']}`") == [*figures, f"{one['error']:.1%}"]
+    errors = [one["error"] for one in result]
+    mean, bias = sum(map(abs, errors)) / len(errors), sum(errors) / len(errors)
+    raw = [one["error_as_it_was"] for one in result]
+    [row] = [line for line in PLAN.splitlines() if line.startswith("| **step time on this machine, after a probe**")]
+    assert f"| {len(result)} | {mean:.1%} | {bias:+.1%} |" in row
+    assert f"unscaled {-max(raw):.0%} to {-min(raw):.0%} too short" in row
+    longer = [one["measured_as_it_was"] / one["measured_seconds"] for one in result]
+    assert f"the steps themselves took {min(longer):.2f} to {max(longer):.2f} times as long" in BENCHMARKS
+
+
+def test_stalls_and_waits_on_one_gpu():
+    result = load_result("gpu_one_gpu")
+    [saved] = result["saving"].values()
+    [row] = [line for line in BENCHMARKS.splitlines() if line.startswith("| time for which a background save of 2.6")]
+    assert row.endswith(f"| {saved['first_stall_seconds']:.1f} s, {1000 * saved['stall_seconds']:.0f} ms |")
+    after = [sum(places.values()) for places in result["host waits"].values()]
+    [row] = [line for line in BENCHMARKS.splitlines() if line.startswith("| places where the host waits for the GPU")]
+    assert row.endswith(f"; {' and '.join(map(str, after))} |")
+
+
+def test_bounds_after_a_probe():
+    runs = load_result("gpu_plan")["runs"].values()
+    ratio = {(one["layout"], one["compiled"]): one["seconds"] / one["seconds_by_probe"] for one in runs}
+    low, high = (constants()["band"][end] for end in ("low", "high"))
+    assert f"the bounds are {low} and {high} times the predicted time" in PLAN.replace("\n", " ")
+    within = sum(low < one < high for one in ratio.values())
+    assert (
+        f"Of the {number_text(len(ratio))} steps on one H100 after a probe, {number_text(within)} were within" in PLAN
+    )
+    assert f"eager `mb4` took {ratio['mb4 bf16', False]:.2f} times" in PLAN
+    assert f"compiled `ac:selective` {ratio['ac:selective bf16', True]:.2f} times" in PLAN
+    assert f"eager `ac:selective`, which took {ratio['ac:selective bf16', False]:.2f} times" in PLAN
+    unscaled = [
+        one["measured_as_it_was"] / one["predicted_seconds"] for one in load_result("plan_this_machine")["layouts"]
+    ]
+    within = sum(low < one < high for one in unscaled)
+    assert f"{number_text(within)} of {number_text(len(unscaled))} layouts were within them unscaled" in PLAN
+    assert f"the demo's took {max(unscaled):.2f} times" in PLAN
