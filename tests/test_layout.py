@@ -107,6 +107,8 @@ def test_the_canonical_print_orders_parts_and_drops_defaults(written: str, print
     [
         ("dp2 zro1", "zero1"),
         ("ddp4", "dp4"),
+        ("dp2 fsdp", "zero3"),
+        ("fsdp8", "dp8 zero3"),
         ("DP4", "dp4"),
         ("bf15", "bf16"),
         ("offlod:cpu", "offload:"),

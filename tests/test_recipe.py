@@ -12,7 +12,7 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.recipe import Recipe, load_recipe, load_recipe_text
+from meshwright.recipe import SCHEMA, Recipe, load_recipe, load_recipe_text
 from tests import processor_time
 
 
@@ -74,6 +74,10 @@ def test_overrides_are_toml_or_bare_words_and_last_wins(tiny_recipe: Path):
     assert (recipe.data.clean.minimum_characters, recipe.data.tokenizer) == (3, "a=b.json")
 
 
+def test_other_programs_names_stand_for_keys_that_exist():
+    assert set(SCHEMA.elsewhere.values()) <= set(SCHEMA.keys)
+
+
 @pytest.mark.parametrize(
     ("written", "nearest"),
     [
@@ -82,6 +86,9 @@ def test_overrides_are_toml_or_bare_words_and_last_wins(tiny_recipe: Path):
         ("train.sequence=3", "data.sequence"),  # the right key in the wrong table
         ("train.lr=3", "train.learning_rate"),  # another program's name
         ("model.n_layer=3", "model.layers"),
+        ("model.num_query_groups=2", "model.kv_heads"),
+        ("model.kv_channels=2", "model.head_dim"),  # not the most similar key, kv_heads
+        ("train.micro_batch_size=2", "layout"),
         ("trian.steps=3", "train"),
         ("data.clean.minimum_chars=3", "data.clean.minimum_characters"),
         ("data.claen.minimum_characters=3", "data.clean"),

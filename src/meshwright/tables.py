@@ -196,12 +196,10 @@ class Schema(Generic[Root]):
         the value of the unknown key is a table."""
         table, _, name = key.rpartition(".")
         inside = [known.rpartition(".")[2] for known in self.keys if known.rpartition(".")[0] == table]
-        suggestion = nearest(name, inside)
-        if suggestion and table:
-            suggestion = f"{table}.{suggestion}"
-        if not suggestion:  # the right name in the wrong table, or another program's name
-            anywhere = (known for known in self.keys if known.rpartition(".")[2] == name)
-            suggestion = next(anywhere, self.elsewhere.get(name))
+        anywhere = (known for known in self.keys if known.rpartition(".")[2] == name)
+        suggestion = self.elsewhere.get(name) or next(anywhere, None)  # another program's name, or in the wrong table
+        if not suggestion and (close := nearest(name, inside)):
+            suggestion = f"{table}.{close}" if table else close
         what = "table" if is_table else "key"
         if suggestion:
             return f"unknown {what}; did you mean {suggestion}?"

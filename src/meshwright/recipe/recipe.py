@@ -17,6 +17,7 @@ from meshwright.names import OBJECTIVES_OF_RECORDS
 from meshwright.recipe.adapter import AdapterRecipe
 from meshwright.recipe.data import DataRecipe
 from meshwright.recipe.distill import DistillRecipe
+from meshwright.recipe.other_names import OTHER_NAMES
 from meshwright.recipe.tables import (
     CheckpointRecipe,
     CollectivesRecipe,
@@ -341,38 +342,4 @@ def load_recipe_text(text: str, where: str, *, trust: bool = False) -> Recipe:
     return recipe
 
 
-SCHEMA = Schema(
-    Recipe,
-    elsewhere={
-        "batch_size": "train.batch",
-        "d_model": "model.hidden",
-        "dtype": "layout",
-        "eps": "train.epsilon",
-        "lora_alpha": "adapter.alpha",
-        "lora_dropout": "adapter.dropout",
-        "lora_r": "adapter.rank",
-        "lora_rank": "adapter.rank",
-        "target_modules": "adapter.targets",
-        "grad_clip": "train.clip",
-        "hidden_size": "model.hidden",
-        "intermediate_size": "model.intermediate",
-        "label_smoothing": "train.preference_smoothing",
-        "lr": "train.learning_rate",
-        "max_grad_norm": "train.clip",
-        "max_steps": "train.steps",
-        "min_lr": "train.minimum_learning_rate",
-        "n_embd": "model.hidden",
-        "n_head": "model.heads",
-        "n_layer": "model.layers",
-        "num_attention_heads": "model.heads",
-        "num_hidden_layers": "model.layers",
-        "num_key_value_heads": "model.kv_heads",
-        "output_dir": "run.directory",
-        "precision": "layout",
-        "save_every": "checkpoint.every",
-        "seq_len": "data.sequence",
-        "tie_word_embeddings": "model.tied",
-        "vocab_size": "data.vocabulary",
-        "warmup_steps": "train.warmup",
-    },
-)
+SCHEMA = Schema(Recipe, elsewhere=OTHER_NAMES)
