@@ -77,8 +77,8 @@ def command(
 
     MODEL is a preset, a Hugging Face directory, a config.json or a recipe; KEY=VALUE overrides one field of the recipe;
     adapter.KEY=VALUE adds an adapter to other models.
-    Memory is that of the fullest rank. Each time has a lower and an upper bound, wide enough apart to include the times
-    of the published runs that the planner is tested on. With --serve, predict the memory of a server instead.
+    Memory is that of the fullest rank. Each time has a lower and an upper bound, between which most published runs are
+    that the planner is tested with (docs/plan.md: "Bounds"). With --serve, predict the memory of a server instead.
 
     \f
     names: MODEL, then overrides; if `calibrate`, run directories. cluster: device count and kind, a cluster file, or

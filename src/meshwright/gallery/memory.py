@@ -185,11 +185,13 @@ def explain_inference_memory_7b(writer: ExampleWriter) -> None:
 def explain_inference_memory_175b(writer: ExampleWriter) -> None:
     """Compute a worked example and append it to `writer`: memory of GPT-3 175B's weights and KV cache for serving, and
     the number of 80 GB GPUs."""
-    _show_serving(writer, "gpt3-175b", 2048, 16)
+    token = _show_serving(writer, "gpt3-175b", 2048, 16)
     weights = 175e9 * 2
+    total = parameter_table(preset("gpt3-175b")).numel * 2 + 16 * 2048 * token
     writer.text(
         f"175 billion × 2 bytes = {weights / 1e9:g} GB = {weights / GIB:.0f} GiB: {ceil(weights / 80e9)} GPUs of "
-        "80 GB, 8 in practice: the ranks of tp divide 96 heads evenly, and the KV cache needs its share."
+        "80 GB for the weights alone. The ranks of tp must divide the 96 heads, as 6 and 8 do; with the KV cache of 16 "
+        f"such sequences {format_size(total)} exceed the 480 GB of 6: 8 GPUs."
     )
     four = parameter_table(preset("gpt3-175b")).numel / 2
     writer.text(f"In 4 bits the weights are {format_size(four)}: two GPUs of 80 GB.")

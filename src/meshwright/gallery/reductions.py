@@ -97,7 +97,7 @@ def explain_ring_tree_crossover(writer: ExampleWriter) -> None:
             writer.result("tree at the crossover, s", seconds[1])
     writer.table("Both programs, simulated:", ("vector", "ring", "tree", "faster"), rows)
     writer.text(
-        "Rabenseifner, 2 log₂ n α + 2 (n−1)/n S β, is never slower than both; for short vectors butterfly halves the "
+        "Rabenseifner, 2 log₂ n α + 2 (n−1)/n S β, is never slower than either; for short vectors butterfly halves the "
         "rounds. `auto` ranks all algorithms."
     )
     writer.result("crossover, bytes", size)
