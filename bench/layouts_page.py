@@ -35,11 +35,11 @@ def page(result: dict[str, Any]) -> str:
         f"The largest error is {worst:.1e}; the tolerance is {result['tolerance']:.0e}.",
         _models(result),
         "- **error**: the largest relative error of any gradient, update, loss or norm against one device, in float64, "
-        "as in `meshwright verify`, on sequences of several documents, after one step of SGD; `verify` makes up to four "
-        "steps, of AdamW, too, in which rounding errors grow.\n"
-        "- **sent**: bytes that a rank sends in a step, as `comm/` records them, in float32; maximum over ranks. `zero3` "
-        "sends less than 1.5 times as much as `zero1`: the embedding, whose lookup backward does not repeat, and the "
-        "head, which stays gathered from its forward to its backward, are gathered once.\n"
+        "as in `meshwright verify`, on sequences of several documents, after one step of SGD; `verify` also makes four "
+        "steps of AdamW, in which rounding errors grow.\n"
+        "- **sent**: bytes that a rank sends in a step, as `comm/` records them, in float32; maximum over ranks. "
+        "`zero3` sends less than 1.5 times as much as `zero1`: the embedding, whose lookup backward does not repeat, "
+        "and the head, which stays gathered from its forward to its backward, are gathered once.\n"
         "- **peak**: peak memory of a rank in a step of the trainer (float32, AdamW): growth of its resident "
         "set since before the trainer was created. **state**: persistent memory between steps (parameters, "
         "gradients, optimizer state). Maximum over ranks.\n"
