@@ -139,20 +139,31 @@ def test_torchrun_gives_the_same_losses(whole, place):
     assert losses(place) == losses(whole[0])
 
 
+CLASSIFIER = REPOSITORY / "examples" / "bert_classifier.py"
+
+
+def parse_accuracies(output: str) -> list[float]:
+    """The classifier's accuracy and that of the most frequent class, in percent."""
+    return [float(part.partition("%")[0]) for part in output.split(": ")[-2:]]
+
+
 @pytest.mark.slow
+def test_example_classifier_prints_accuracies(place):
+    few = ("train.steps=8", "train.batch=8", "train.warmup=2", "train.validation_sequences=50")
+    code, output, errors = outcome(place, *MESHWRIGHT, "run", "--ranks", 2, CLASSIFIER, *few, "checkpoint.every=8")
+    assert code == 0 and all(0 <= share <= 100 for share in parse_accuracies(output)), errors
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "starter",
-    [
-        pytest.param((*MESHWRIGHT, "run", "--ranks", 2), id="our launcher"),
-        pytest.param((*TORCHRUN, "--standalone", "--nproc-per-node", 2), id="torchrun", marks=pytest.mark.exhaustive),
-    ],
+    [(*MESHWRIGHT, "run", "--ranks", 2), (*TORCHRUN, "--standalone", "--nproc-per-node", 2)],
+    ids=["our launcher", "torchrun"],
 )
 def test_example_classifier_beats_majority_class(starter, place):
-    script = REPOSITORY / "examples" / "bert_classifier.py"
     faster = ("train.steps=160", "train.batch=32", "train.learning_rate=15e-4", "train.validation_sequences=500")
     once = ("train.validate_every=160", "checkpoint.every=160")
-    start = outcome if starter[:2] == MESHWRIGHT else executed
-    code, output, errors = start(place, *starter, script, *faster, *once)
+    code, output, errors = executed(place, *starter, CLASSIFIER, *faster, *once)
     assert code == 0, errors
-    accuracy, most = (float(part.partition("%")[0]) for part in output.split(": ")[-2:])
+    accuracy, most = parse_accuracies(output)
     assert accuracy > most + 10, output

@@ -1,5 +1,4 @@
-"""Memory snapshots of a stage's forward and backward at which memory may peak, computed in closed form from when
-autograd frees tensors."""
+"""Memory snapshots of a stage's forward and backward at which memory may peak, in closed form."""
 
 from __future__ import annotations
 
@@ -88,21 +87,19 @@ class StageSnapshots:
         return self._unit.get(_unit_of(saved), -1)
 
     def _by_unit(self, saved: Sequence[Saved]) -> list[int]:
-        """Return the sum of the saved bytes of each FSDP unit, in order, and last of activations that belong to no
-        unit."""
+        """Return the saved bytes of each FSDP unit, in order, and at the end those that belong to no unit."""
         found = [0] * (len(self.units) + 1)
         for each in saved:
             found[self._saving_unit(each)] += each.bytes
         return found
 
     def _saved_at(self, unit_index: int, backward: bool) -> list[Saved]:
-        """Return the saved activations that are allocated during the forward (or, if `backward`, the backward) of the
-        unit with index `unit_index`, a layer, the embedding or the head."""
+        """Return the saved activations that are allocated in the forward (or with `backward` the backward) of a unit."""
         return [
             each
-            for each in self.saved
+            for each in self.saved  # activations of the loss are freed at the end of the whole backward
             if self._saving_unit(each) < unit_index + backward or (backward and _is_saved_by_loss(each))
-        ]  # what the loss keeps stays until the whole backward is over
+        ]
 
     def _snapshot(
         self, name: str, saved: int, tensors: Sequence[Temporary], unit_index: int, backward: bool
