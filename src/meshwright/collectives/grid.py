@@ -98,15 +98,16 @@ def resolve_ranks_per_node(algorithm: str, ranks: int, ranks_per_node: int | Non
 def list_axis_phases(
     grid: Integers, order: Iterable[int], first: int = 0, count: int = 1
 ) -> list[tuple[Integers, Integers, int]]:
-    """Return the phases of a reduce-scatter over a grid of ranks, one per axis. An all-gather runs the same phases in
-    reverse order.
+    """Return the phases of a reduce-scatter over a grid of ranks, one per axis: in each phase, every line of ranks
+    along the axis divides the block that these ranks hold (consecutive slots, the buffers for one chunk each) among
+    them. An all-gather runs the same phases in reverse order.
 
-    Each phase is a tuple (ranks, own, count). ranks: [..., n], the ranks of every line of the grid along the phase's
-    axis. own: [..., n], for each of these ranks, the first slot (buffer for one chunk) of the block that the rank holds
-    after the phase. count: number of slots in such a block.
+    Each phase is a tuple (ranks, own, count). ranks: [..., n], the ranks of every line along the axis. own: [..., n],
+    first slot of the smaller block that each of these ranks holds after the phase. count: number of slots in such a
+    block.
 
     grid: [X, Y ...], rank at each point. order: axis numbers in order of the phases. first: first slot of the vector.
-    The argument `count`: number of slots in the block that each rank has in the end.
+    The argument `count`: number of slots in the block that each rank holds after the last phase.
     """
     coordinate, own, size = np.indices(grid.shape), np.full(grid.shape, first), grid.size * count
     result = []

@@ -84,9 +84,9 @@ def format_seconds(value: float) -> str:
 
 
 def _format_scaled(value: float, units: dict[str, Decimal]) -> str:
-    """Return `value` as text in the largest unit that is not greater than the value, with three significant digits; a
-    number of 1,000 to a million units is written with all digits before the decimal point. units: unit name -> factor,
-    ascending, such as {"ms": 0.001, "s": 1}."""
+    """Return `value` as text in the largest unit that is not greater than the value, with three significant digits, or
+    as an integer such as `1,234` if it is from 1,000 to a million units. units: unit name -> factor, ascending, such as
+    {"ms": 0.001, "s": 1}."""
     unit, factor = [pair for place, pair in enumerate(units.items()) if place == 0 or abs(value) >= pair[1]][-1]
     scaled = value / float(factor)
     return f"{scaled:,.0f} {unit}" if 1000 <= abs(scaled) < 1e6 else f"{scaled:.3g} {unit}"
