@@ -156,7 +156,8 @@ def _parse_columns(value: object, dialect: str, where: str) -> dict[str, Integer
     """Return column name -> array [steps] from the JSON object `value`; words such as `send` become the numbers of
     `Kind`.
 
-    dialect: `collective` or `pipeline`. where: prefix of errors. Raises `UserError` for missing or invalid columns.
+    dialect: kind of program, `collective` or `pipeline`. where: prefix of errors. Raises `UserError` for missing or
+    invalid columns.
     """
     table = _require_object(value, where)
     names = _COLUMNS[dialect]

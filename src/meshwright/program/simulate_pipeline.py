@@ -37,7 +37,7 @@ class PipelineTiming:
 
     @cached_property
     def _computing(self) -> Integers:
-        """Indices of the steps that compute or update weights: all steps except sends and receives."""
+        """Indices of the compute steps and updates (optimizer steps), which are all steps except sends and receives."""
         return np.flatnonzero(self.program.steps.kind <= Kind.UPDATE)
 
     @cached_property
@@ -58,7 +58,8 @@ class PipelineTiming:
 
     @cached_property
     def busy(self) -> Floats:
-        """Total time that each rank computes or updates weights, in the unit of the durations, indexed by rank."""
+        """Total time of the compute steps and updates (optimizer steps) of each rank, in the unit of the durations,
+        indexed by rank."""
         rank, start, end = self._groups
         return np.bincount(rank, end - start, self.program.ranks).astype(np.float64)
 
