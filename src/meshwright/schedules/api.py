@@ -60,7 +60,7 @@ def schedule(
 
     Args:
         name: A schedule such as `"1f1b"`, `"auto"` (a search), or `"@FILE"`.
-        stages: Pipeline ranks; None for a file, which has its own number.
+        stages: Number of pipeline ranks, each with `chunks` stages; None for a file, which has its own number.
         micro_batches: Micro-batches of a training step, over both directions of a bidirectional schedule; None for a
             file.
         chunks: Stages per rank; None for the schedule's default.

@@ -74,9 +74,9 @@ class SearchResult:
         candidates: All candidates, first those within the memory limits, then the others, each by increasing makespan
             (total time).
         refused: Named schedule -> reason why it does not accept these sizes.
-        lower_bound: Bound below which no schedule with the searched placements and memory limits can have its makespan;
-            None if the bound does not hold for some candidates: those with two replicas, or with steps that take less
-            time overlapped than one after the other.
+        lower_bound: Lower bound of the makespan of any schedule with the searched placements and memory limits. None if
+            a candidate may be below it, as candidates may that have two replicas, or steps that overlap in less time
+            than they take one after the other.
     """
 
     program: PipelineProgram
@@ -271,8 +271,8 @@ def _list_named_schedules(counts: tuple[int, ...], weight_copies: int) -> Iterat
 
 
 def _list_placements(ranks: int, counts: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield (name of the placement for its candidates, [stages] with the rank of each stage) for each placement of
-    stages on ranks that the search tries. counts: numbers of stages per rank to try."""
+    """Yield each placement of stages on ranks that the search tries, as (name for its candidates such as "search, V";
+    rank of each stage, [stages]). counts: numbers of stages per rank to try."""
     for count in counts:
         yield f"search, {count} chunk{'s' if count > 1 else ''}", place_cyclically(ranks, count)
         if count == 2 and ranks > 1:

@@ -47,8 +47,8 @@ def interleaved_zero_bubble(ranks: int, micro_batches: int, chunks: int = 2) -> 
     """Generate the interleaved ZB-H1 pipeline schedule, with `chunks` stages per rank and split backwards.
 
     PyTorch's `ScheduleInterleavedZeroBubble`, after Qi et al. 2024, arXiv 2401.10241. Any number of ranks and
-    micro-batches. Costs, for p ranks, m micro-batches, v chunks, and F, B, I and W the times of a rank's forward, full
-    backward, input gradient and weight gradient over all its chunks:
+    micro-batches. Costs, for p ranks, m micro-batches, v chunks, and F, I and W the times of a rank's forward, input
+    gradient and weight gradient over all its chunks:
     - bubble: (p - 1)(F + I - W) / v, for m >= p
     - peak activations: if p divides m, p micro-batches on every rank; with rounds of g > p, g - (g - p) / v
     - weight copies: 1
@@ -81,8 +81,8 @@ def looped_bfs(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProgr
     the weights of one chunk at a time: sharded weights are all-gathered once per chunk and pass, not once per round of
     micro-batches.
 
-    Any number of ranks and micro-batches. Costs, for p ranks, m micro-batches, v chunks, and F, B, I and W the times of
-    a rank's forward, full backward, input gradient and weight gradient over all its chunks:
+    Any number of ranks and micro-batches. Costs, for p ranks, m micro-batches, v chunks, and F and B the times of a
+    rank's forward and full backward over all its chunks:
     - bubble: (p - 1)(F + B) / v, for m >= p
     - peak activations: m micro-batches on every rank
     - weight copies: 1

@@ -142,14 +142,14 @@ class Problem:
 
     @cached_property
     def lower_bound(self) -> float:
-        """Lower bound of the makespan (total time) over all orders within the memory limits: the largest, over all
-        ranks, of two bounds.
+        """Lower bound of the makespan (total time) over all orders within the memory limits: the largest of two bounds
+        for each rank.
 
-        By time, the sum of: the rank's idle time before its first input gradient (its first micro-batch must arrive,
-        and its memory limits the forwards that can run until then); its forwards and input gradients; and the longer of
-        its weight gradients and the time that earlier stages need after its last input gradient. By memory: the time
-        until the first micro-batch arrives, plus the memory-time product of all micro-batches' activations divided by
-        the rank's memory limit.
+        The first is a sum of times: the rank's idle time before its first input gradient (its first micro-batch must
+        arrive, and its memory limits how many forwards can run until then); its forwards and input gradients; and the
+        longer of its weight gradients and the time that earlier stages need after its last input gradient. The second
+        follows from memory: the time until the first micro-batch arrives, plus the memory-time product of all
+        micro-batches' activations divided by the rank's memory limit.
         """
         s, m, t = self.stages, self.micro_batches, self.duration
         comes, after = [0.0] * s, [t[2 * s]] + [0.0] * (s - 1)

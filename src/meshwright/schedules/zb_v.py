@@ -19,7 +19,8 @@ def zb_v(ranks: int, micro_batches: int) -> PipelineProgram:
     - weight copies: 1
     - transfers: twice those of 1F1B, as every micro-batch runs down the ranks and up again
 
-    With fewer than 2 x ranks - 1 micro-batches, the order is the same without the steps of the missing ones.
+    With fewer than 2 x ranks - 1 micro-batches, the order is that for 2 x ranks - 1 without the steps of the missing
+    micro-batches.
     """
     program = Builder("zb-v", ranks, micro_batches, (place_in_v_shape(ranks),))
     all_micro_batches = range(micro_batches)
