@@ -88,7 +88,8 @@ class Chooser:
         network: Network that the programs run on.
         root: Source or destination rank.
         reduce_bytes_per_second: Rate of local reductions (default: infinite).
-        requested: Options given by the user, which take precedence over those that fit the network.
+        requested: Options given by the user, which take precedence over those that the network suggests (such as its
+            ranks per node).
         _simulators: (algorithm, options) -> simulator.
         _refused: Algorithm -> reason why it does not accept the number of ranks.
         _settings: Algorithm -> its options on this network.

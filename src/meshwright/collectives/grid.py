@@ -38,8 +38,8 @@ def resolve_sides(
 ) -> tuple[int, ...]:
     """Return the sides of the grid of a torus or mesh algorithm, such as (4, 4) for 16 ranks.
 
-    what: name of the algorithm, for errors. dims: the sides, if given. dimensions: number of sides; without `dims` they
-    are made as equal as possible. Without `dims` and `dimensions` the grid is one line, (ranks,).
+    what: name of the algorithm, for error messages. dims: the sides, if given. dimensions: number of sides; without
+    `dims` they are made as equal as possible. Without `dims` and `dimensions` the grid is one line, (ranks,).
     Raises UserError if the product of `dims` is not `ranks`, or if no `dimensions` sides of at least 2 have this
     product.
     """
@@ -85,7 +85,7 @@ def resolve_ranks_per_node(algorithm: str, ranks: int, ranks_per_node: int | Non
     """Return the number of ranks per node of a hierarchical algorithm on `ranks` ranks in all.
 
     That is `ranks_per_node` if given, else the largest divisor of `ranks` up to its square root. algorithm: name, for
-    errors. Raises UserError if `ranks_per_node` does not divide `ranks`.
+    error messages. Raises UserError if `ranks_per_node` does not divide `ranks`.
     """
     if ranks_per_node is None:
         return max(size for size in range(1, math.isqrt(ranks) + 1) if ranks % size == 0)

@@ -2,8 +2,8 @@
 
 S. Kumar, N. Jouppi, Highly available data parallel ML training on mesh networks, arXiv 2011.03605.
 dims: sides X, Y ..., ranks in row-major order; dimensions: number of sides, if the name has it (2d-mesh); without
-    either, one line. The sum of a block arrives at its owner from both ends of a line, which takes as long as a ring in
-    one direction, twice as long as one in both.
+either, one line. The sum of a block arrives at its owner from both ends of a line, which takes as long as a ring in one
+direction, twice as long as one in both.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Pairwise exchange: one partner in each round; all-pairs: messages to all other ranks in one round.
 
 Pairwise: R. Thakur, R. Rabenseifner, W. Gropp, Optimization of collective communication operations in MPICH, IJHPCA
-    19(1), 2005. All-pairs: M. Cowan et al., MSCCLang, ASPLOS 2023.
+19(1), 2005. All-pairs: M. Cowan et al., MSCCLang, ASPLOS 2023.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ BYTES_PER_SECOND = {
 
 def parse_bytes(text: str, where: str = "bytes") -> int:
     """Parse a size such as `4096`, `64MiB` (2^20 bytes each) or `1GB` (10^9) and return the bytes. where: prefix of
-    errors.
+    error messages.
 
     Raises UserError for invalid text.
     """
@@ -31,7 +31,7 @@ def parse_bytes(text: str, where: str = "bytes") -> int:
 
 
 def parse_seconds(text: str, where: str = "latency") -> float:
-    """Parse a time such as `5us`, `0.1ms` or `0s` and return the seconds. where: prefix of errors.
+    """Parse a time such as `5us`, `0.1ms` or `0s` and return the seconds. where: prefix of error messages.
 
     Raises UserError for invalid text.
     """
@@ -41,7 +41,7 @@ def parse_seconds(text: str, where: str = "latency") -> float:
 def parse_rate(text: str, where: str = "bandwidth") -> float:
     """Parse a rate above 0 such as `25GB/s` (bytes) or `100Mbit/s` (bits) and return the bytes per second.
 
-    where: prefix of errors. Raises UserError for invalid text.
+    where: prefix of error messages. Raises UserError for invalid text.
     """
     value = _parse_quantity(text, BYTES_PER_SECOND, where, "a rate such as 25GB/s or 100Mbit/s")
     if value == 0:
@@ -57,8 +57,9 @@ def is_rate(text: str) -> bool:
 def _parse_quantity(text: str, units: dict[str, Decimal], where: str, right: str) -> float:
     """Parse a number with a unit, such as `64MiB`; return the number multiplied by the unit's factor.
 
-    units: unit name -> factor, such as {"MiB": 2**20}. where: prefix of errors. right: description of valid text, for
-    errors. Raises UserError for text that is not a number with one of these units, and for numbers from 1e300 on.
+    units: unit name -> factor, such as {"MiB": 2**20}. where: prefix of error messages. right: description of valid
+    text, for error messages. Raises UserError for text that is not a number with one of these units, and for numbers
+    from 1e300 on.
     """
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]{1,3})?\s*([^0-9\s.]*)", text.strip())
     unit = found[3] if found else ""
