@@ -29,7 +29,7 @@ class Cell:
         label: Text such as `a0+b0` (chunk 0, summed over ranks a and b), empty for an empty slot.
         origins: Ranks whose data are summed in the slot.
         whole: True if the slot holds the operation's final result for its chunk.
-        fresh: True if the slot was written since the previous frame.
+        fresh: True if the slot was written since the previous frame (snapshot to draw).
     """
 
     label: str  # empty where the slot holds nothing

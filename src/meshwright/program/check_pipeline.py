@@ -178,8 +178,8 @@ def _check_micro_batches(program: PipelineProgram) -> None:
             raise program.make_error(find_first(kinds, bad)[3], reason)
 
     def refuse_missing(bad: Mask, kind: Kind) -> None:
-        """Raise `ProgramError` if `bad` has a True entry; the message says that the rank of that stage has no step of
-        kind `kind` for that micro-batch.
+        """Raise `ProgramError` if `bad` has a True entry; the message says, for the first one, that the rank of the
+        stage has no step of kind `kind` for the micro-batch.
 
         bad: mask [replicas, stages, micro-batches].
         """

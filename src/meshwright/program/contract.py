@@ -116,8 +116,8 @@ def build_initial_memory(program: CollectiveProgram) -> SymbolicMemory:
 class RequiredSlots:
     """Slot contents that an operation requires at its end, as columns with one entry per slot (buffer for one chunk).
 
-    rank, slot: rank, and slot number on it. chunk: chunk of the vector that the slot must hold. origin: rank whose
-    contribution it must be, or `ALL` (-1) for the sum over all ranks.
+    rank, slot: rank, and slot number on it. chunk: chunk of the vector that the slot must hold. origin: rank whose data
+    the slot must hold, or `ALL` (-1) for the sum over all ranks.
     """
 
     rank: Integers

@@ -83,8 +83,8 @@ class Durations:
             and several replicas. A number, or a list by rank, is divided by the stages per rank; a list by stage is
             kept.
 
-            name: field name, for errors. value: one number, one per rank, or one per stage. Raises UserError for
-            another length.
+            name: field name, for error messages. value: one number, one per rank, or one per stage. Raises UserError
+            for another length.
             """
             array = np.asarray(value, np.float64)
             if array.ndim == 0:

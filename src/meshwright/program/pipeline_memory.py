@@ -59,7 +59,8 @@ def count_weight_copies(program: PipelineProgram) -> Floats:
     A synchronous schedule has one version of each replica's stages. In an asynchronous one (PipeDream), each update
     (optimizer step) makes a new version. A forward uses the newest version and its backward the same one, so a replaced
     version is kept until the last backward that uses it. If a rank computes a gradient of the next update before an
-    update (PipeDream-2BW), it needs a second buffer from that gradient on; the new version is counted from then on.
+    update (PipeDream-2BW), it needs a second buffer, in which the new version then arises; the new version is therefore
+    counted from that gradient on.
     """
     s = program.steps
     held = np.bincount(np.asarray(program.placement).ravel(), minlength=program.ranks) / program.chunks
