@@ -52,7 +52,7 @@ class Candidate:
     Attributes:
         name: Named schedule such as "1f1b", or kind of search.
         program: The schedule.
-        makespan: Total time, in the unit of the durations.
+        makespan: Total time, in the unit of the step durations.
         peak: [ranks], peak of saved activations; 1.0 is one micro-batch on all stages of the rank.
         fits: True if all peaks are within the memory limits.
     """
@@ -87,7 +87,7 @@ class SearchResult:
 
     @property
     def makespan(self) -> float:
-        """Makespan (total time) of the winning program, in the unit of the durations."""
+        """Makespan (total time) of the winning program, in the unit of the step durations."""
         return self.winner.makespan
 
     @property

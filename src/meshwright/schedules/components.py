@@ -95,9 +95,8 @@ class ComponentDurations:
 
     @property
     def overlapped(self) -> float:
-        """Time of an overlapped forward and backward (F&B), in the unit of the durations: the sum over four pairs of
-        components that run at the same time (attention with combine, dispatch with MLP ...), each as long as the longer
-        of the two."""
+        """Time of an overlapped forward and backward (F&B), in the unit of all fields: the sum over four pairs of components that
+        run at the same time (attention with combine, dispatch with MLP ...), each as long as the longer of the two."""
         forward, backward = self.tabulate()[:2]
         return float(np.maximum(forward, backward[::-1]).sum())
 
@@ -120,7 +119,7 @@ class ComponentDurations:
 @dataclass(frozen=True, eq=False)
 class ComponentTiming:
     """Simulated times of a pipeline schedule whose steps are split into layer components (attention, dispatch, MLP,
-    combine), in the unit of the durations.
+    combine), in the unit of the component durations.
 
     Attributes:
         timing: Result of the simulation, in which all steps of a group (that run together on a rank) start and end
