@@ -104,8 +104,8 @@ def compute_closed_form_seconds(
     none.
 
     operation: such as "all-reduce". total_bytes: size of the full vector. segments, groups (ranks per node), dims
-    (sides of the grid): options. Formulas of hierarchical algorithms use the links inside nodes and those between
-    nodes, all others only the latter.
+    (sides of the grid): options. Formulas of hierarchical algorithms use the links inside and between nodes, all other
+    formulas only the links between nodes.
     """
     form = CLOSED_FORMS.get(operation, {}).get(algorithm)
     if form is None:
@@ -136,7 +136,7 @@ def _make_bidirectional_ring_form(phases: int) -> Form:
 
 def _make_all_pairs_form(phases: int) -> Form:
     """Return the closed form (function from `CostInputs` to seconds) of an algorithm with `phases` rounds. In each
-    round every rank sends 1/n of the vector to each of the n - 1 others, spread over its ports."""
+    round every rank sends 1/n of the vector to each of the n - 1 others, spread over its ports (network links)."""
     return lambda c: phases * c.link.time_concurrent([c.share] * math.ceil((c.ranks - 1) / c.ports))
 
 

@@ -141,8 +141,8 @@ def _generate_by_name(algorithm: str, operation: str, sizes: dict[str, int], mai
 
 @cache
 def _generate_programs(operation: str, algorithm: str, ranks: int) -> NamedProgram:
-    """Generate and verify the program of an algorithm for `ranks` ranks; for "auto", those of all algorithms that
-    accept this number of ranks.
+    """Generate and verify the program of an algorithm for `ranks` ranks; for "auto", the programs of all algorithms
+    that accept this number of ranks.
 
     operation: such as "all-reduce". Raises UserError if the named algorithm does not accept the number of ranks.
     """
