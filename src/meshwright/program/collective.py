@@ -141,7 +141,7 @@ class CollectiveProgram(StepProgram):
 
     @property
     def first_scratch(self) -> int:
-        """Index of the first scratch slot (temporary buffer), after those of data and output."""
+        """Index of the first scratch slot (temporary buffer), after the data slots and the output slots."""
         return self.output + self.chunks
 
     @property

@@ -34,7 +34,8 @@ class SlotMoves:
         read_level, write_level: Dependency level at which the source is read and the target is written; a reduction is
             written only when all transfers of its group (steps that a rank posts together) have ended.
         reduces: True if the move adds to the target instead of overwriting it.
-        turn: Number of earlier reductions of the same group into the same target, so that they are applied one by one.
+        turn: Number of earlier reductions of the same group into the same target; reductions into one target are
+            applied in the order of this number.
     """
 
     read_level: Integers  # level of the read

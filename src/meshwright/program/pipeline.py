@@ -179,8 +179,8 @@ def find_placement_error(placement: Sequence[Sequence[int]], ranks: int, first: 
     stage must be on an existing rank, all replicas (copies of the model) must have equally many stages, and all ranks
     must hold equally many stages of each replica.
 
-    placement: [replica][stage], rank of each stage. ranks: number of ranks. first: replica at which to start, because
-    those before it have been checked.
+    placement: [replica][stage], rank of each stage. ranks: number of ranks. first: replica at which to start, if
+    earlier replicas have been checked already.
     """
     for replica in range(first, len(placement)):
         homes = placement[replica]

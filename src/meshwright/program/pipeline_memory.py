@@ -14,8 +14,9 @@ from meshwright.program.pipeline import Kind, PipelineProgram
 
 
 def find_activation_lifetimes(flow: Dataflow) -> tuple[Integers, Integers]:
-    """Return the steps at whose start saved activations are allocated and the steps at whose end they are freed, as two
-    arrays of step indices. Entry i of the two arrays need not concern the same activation.
+    """Return the events that change the number of saved activations, as two arrays of step indices: the steps at whose
+    start an activation is allocated, and the steps at whose end one is freed. Entry i of the two arrays need not
+    concern the same activation.
 
     flow: data flow of the schedule. An activation lives from the start of its forward to the end of its weight gradient
     (or full backward).

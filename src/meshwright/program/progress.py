@@ -71,7 +71,7 @@ def find_transfers(
 
     flow: data flow of the schedule. kind: SEND_FORWARD to find the sending steps, RECEIVE_FORWARD to find the receiving
     ones, both for activations and gradients. what: [values], OUTPUT (activation) or GRADIENT. replica, stage,
-    micro_batch: [values], those of the sending (or receiving) step.
+    micro_batch: [values], fields of the sending (or receiving) step.
     """
     program, s = flow.program, flow.program.steps
     steps = np.flatnonzero((s.kind == kind) | (s.kind == kind + 2))
@@ -105,9 +105,9 @@ def run_groups(
     arrived.
 
     wait: values read across ranks. duration: [groups], time that each group occupies its rank. delay: [values of wait],
-    time of each message, in the same unit.
-    Returns (start time of every group, end time of every group, group indices in dependency order), the times in the
-    same unit. Raises ProgramError with the cycle for a deadlock.
+    time of each message, in the unit of `duration`.
+    Returns (start time of every group, end time of every group, group indices in dependency order), with times in that
+    unit. Raises ProgramError with the cycle for a deadlock.
     """
     s = program.steps
     groups = len(s.group_rank)
