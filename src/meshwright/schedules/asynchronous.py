@@ -21,7 +21,7 @@ def pipedream(ranks: int, micro_batches: int) -> PipelineProgram:
     - bubble: none once the pipeline is full
     - peak activations: p - r micro-batches on rank r
     - weight copies: p - r on rank r
-    - transfers: those of 1F1B
+    - transfers: as many as 1F1B
     """
     return generate_1f1b("pipedream", ranks, micro_batches, update_each=True)
 
@@ -40,7 +40,7 @@ def pipedream_2bw(ranks: int, micro_batches: int) -> PipelineProgram:
     - bubble: none once the pipeline is full
     - peak activations: p - r micro-batches on rank r
     - weight copies: 2
-    - transfers: those of 1F1B
+    - transfers: as many as 1F1B
     """
     if micro_batches < ranks:
         raise UserError(

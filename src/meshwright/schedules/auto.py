@@ -73,7 +73,7 @@ class SearchResult:
         winner: The best candidate.
         candidates: All candidates, first those within the memory limits, then the others, each by increasing makespan
             (total time).
-        refused: Named schedule -> reason why it does not accept these sizes.
+        refused: Named schedule -> reason why it does not accept the numbers of ranks and micro-batches.
         lower_bound: Lower bound of the makespan of any schedule with the searched placements and memory limits. None if
             a candidate may be below it, as candidates may that have two replicas, or steps that overlap in less time
             than they take one after the other.
@@ -183,7 +183,7 @@ def _choose_winner(candidates: list[Candidate], refused: dict[str, str], bound: 
 
     Among candidates of equal makespan the smallest peak memory decides, then a named schedule wins. candidates:
     simulated schedules, at least one within the limits. refused: named schedule -> reason why it does not accept the
-    sizes. bound: lower bound of the makespan, None if unknown.
+    numbers of ranks and micro-batches. bound: lower bound of the makespan, None if unknown.
     """
     fitting = [one for one in candidates if one.fits]
     least = min(one.makespan for one in fitting)

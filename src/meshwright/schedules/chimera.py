@@ -27,7 +27,7 @@ def chimera(ranks: int, micro_batches: int, forward_doubling: bool = False) -> P
     - peak activations: D/2 + 1 micro-batches on the outer ranks to D on the inner ones; with forward doubling 3D/2 + 1
       to 2D
     - weight copies: 2
-    - transfers: those of 1F1B
+    - transfers: as many as 1F1B
     """
     if ranks < 2 or ranks % 2:
         raise UserError(f"chimera on {ranks} ranks: the number of ranks must be even")

@@ -41,7 +41,7 @@ def with_components(program: PipelineProgram) -> PipelineProgram:
         forward     attention   dispatch   MLP        combine
         backward    combine     MLP        dispatch   attention
 
-    A component of a stage with several layers stands for those of all its layers. Steps that are split already,
+    If a stage has several layers, one step stands for the component in all of them. Steps that are split already,
     transfers and updates are unchanged.
     """
     s = program.steps
@@ -95,8 +95,9 @@ class ComponentDurations:
 
     @property
     def overlapped(self) -> float:
-        """Time of an overlapped forward and backward (F&B), in the unit of all fields: the sum over four pairs of components that
-        run at the same time (attention with combine, dispatch with MLP ...), each as long as the longer of the two."""
+        """Time of an overlapped forward and backward (F&B), in the unit of all fields: the sum over four pairs of
+        components that run at the same time (attention with combine, dispatch with MLP ...), each as long as the longer
+        of the two."""
         forward, backward = self.tabulate()[:2]
         return float(np.maximum(forward, backward[::-1]).sum())
 

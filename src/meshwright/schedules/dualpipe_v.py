@@ -23,7 +23,7 @@ def dualpipe_v(ranks: int, micro_batches: int) -> PipelineProgram:
     of the forward is sent before the backward runs
     - peak activations: p + 1 in units of a stage, or ranks + 1/2 micro-batches
     - weight copies: 1
-    - transfers: twice those of 1F1B
+    - transfers: twice as many as 1F1B
     """
     if micro_batches < 2 * ranks:
         raise UserError(

@@ -17,7 +17,7 @@ def zb_v(ranks: int, micro_batches: int) -> PipelineProgram:
     - bubble: (ranks - 1) / 2 before a rank's first forward, none after it
     - peak activations: `ranks` micro-batches on every rank, no more than 1F1B
     - weight copies: 1
-    - transfers: twice those of 1F1B, as every micro-batch runs down the ranks and up again
+    - transfers: twice as many as 1F1B, as every micro-batch runs down the ranks and up again
 
     With fewer than 2 x ranks - 1 micro-batches, the order is that for 2 x ranks - 1 without the steps of the missing
     micro-batches.

@@ -17,7 +17,7 @@ def zb_h1(ranks: int, micro_batches: int) -> PipelineProgram:
     - bubble: (p - 1)(F + I - W), for m >= p
     - peak activations: min(m, p) micro-batches on every rank
     - weight copies: 1
-    - transfers: those of 1F1B
+    - transfers: as many as 1F1B
     """
     return _generate_zero_bubble("zb-h1", ranks, micro_batches, ahead=1)
 
@@ -34,7 +34,7 @@ def zb_h2(ranks: int, micro_batches: int) -> PipelineProgram:
     - bubble: (p - 1)(F + I - 2W) on rank 0, for m >= 2p - 1
     - peak activations: min(m, 2p - 1) micro-batches on every rank
     - weight copies: 1
-    - transfers: those of 1F1B
+    - transfers: as many as 1F1B
     """
     return _generate_zero_bubble("zb-h2", ranks, micro_batches, ahead=2)
 
