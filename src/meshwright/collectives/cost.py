@@ -141,8 +141,8 @@ def _make_all_pairs_form(phases: int) -> Form:
 
 
 def _compute_linear_gather_seconds(c: CostInputs) -> float:
-    """Compute the seconds of a gather in which all ranks send to the root at once, spread over its ports. c: ranks,
-    vector size and links."""
+    """Compute the seconds of a gather in which all ranks send to the root at once, spread over its ports (network
+    links). c: ranks, vector size and links."""
     return c.link.time_rounds(1, (c.ranks - 1) / c.ports * c.share)
 
 
