@@ -23,8 +23,8 @@ Reals: TypeAlias = NDArray[np.float64]
 class ProgramError(CheckFailed):
     """Error for a program that is incorrect or would deadlock; its message names rank, step and reason.
 
-    rank, group: rank of the step, and number of its group (steps that run together) on that rank. step: text of the
-    step. reason: what is wrong.
+    rank, group: rank of the incorrect step, and number of its group (steps that run together) on that rank. step: text
+    of the step. reason: what is wrong.
     """
 
     def __init__(self, rank: int, group: int, step: str, reason: str) -> None:

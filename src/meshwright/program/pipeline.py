@@ -217,8 +217,8 @@ class RankBuilder:
     the rank has only one stage of that replica (copy of the model; bidirectional schedules have two, others one).
 
     rank: number of the rank. stages: [replica], stages on this rank. rows: appended steps, as (group, kind, stage,
-    replica, micro-batch, component). Steps of one group run overlapped. The component is a part of the layers, 0 for a
-    whole step.
+    replica, micro-batch, component). Steps of one group run overlapped. The component is a `Component` (part of the
+    layers that the step computes), 0 for a whole step.
     """
 
     rank: int

@@ -125,8 +125,8 @@ class PipelineTiming:
     @cached_property
     def steady_bubble_fraction(self) -> float:
         """Bubble fraction while the pipeline is full: fraction of the time in which a rank idles during the middle
-        third of its backwards, averaged over ranks. Warm-up and cool-down are excluded if there are at least about 3
-        times as many micro-batches as ranks."""
+        third of its backwards, averaged over ranks. This third contains no warm-up or cool-down if there are at least
+        about 3 times as many micro-batches as ranks."""
         s, c = self.program.steps, self._computing
         shares = []
         for rank in range(self.program.ranks):
