@@ -181,9 +181,9 @@ def _choose_winner(candidates: list[Candidate], refused: dict[str, str], bound: 
     """Choose the candidate with the smallest makespan among those within the memory limits; return it with all
     candidates as the search result.
 
-    Among candidates of equal makespan the smallest peak memory decides, then a named schedule wins. candidates:
-    simulated schedules, at least one within the limits. refused: named schedule -> reason why it does not accept the
-    numbers of ranks and micro-batches. bound: lower bound of the makespan, None if unknown.
+    Of candidates with equal makespan, the one with the smallest peak memory wins; of candidates equal in both, a named
+    schedule. candidates: simulated schedules, at least one within the limits. refused: named schedule -> reason why it
+    does not accept the numbers of ranks and micro-batches. bound: lower bound of the makespan, None if unknown.
     """
     fitting = [one for one in candidates if one.fits]
     least = min(one.makespan for one in fitting)
@@ -355,8 +355,8 @@ def _try_greedy(problem: Problem, trials: int) -> list[TimedOrders]:
 
 def _try_patterns(problem: Problem, trials: int) -> list[TimedOrders]:
     """Build up to `trials` candidate schedules in which a fixed pattern of tasks repeats for each micro-batch, one
-    period later; return (makespan, task orders of all ranks) of each that fits into memory. A task is one pass on one
-    stage.
+    period (fixed time) after the one before; return (makespan, task orders of all ranks) of each that fits into memory.
+    A task is one pass on one stage.
 
     problem: placement, task durations and memory limits. The period grows from the shortest possible one; later trials
     also delay tasks at random (fixed seed).
