@@ -24,7 +24,8 @@ from meshwright.program.order import Integers
 
 
 def list_tree_levels(n: int) -> list[tuple[Integers, Integers]]:
-    """Return the edges of a binomial tree over positions 0 to n - 1 with root 0, level by level from the root down.
+    """Return the edges of a binomial tree over positions 0 to n - 1 with root 0, in levels: level i has the edges that
+    a broadcast from the root uses in round i.
 
     Each level is a pair of arrays (parents, children) with one entry per edge.
     """
@@ -101,8 +102,8 @@ def broadcast(ranks: int, root: int = 0, segments: int = 1) -> CollectiveProgram
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (L = log2 n,
     rounded up): with one segment, L rounds; the root sends L S bytes; time L (alpha + S beta).
 
-    segments: k parts of the vector, sent as a pipeline: L + k - 1 rounds with messages of S/k bytes. This is faster
-    only if a rank can send to several others at once.
+    segments: number k of parts in which the vector is sent, as a pipeline: L + k - 1 rounds with messages of S/k bytes.
+    This is faster only if a rank can send to several others at once.
     """
     program = Builder("broadcast", "binomial-tree", ranks, segments, root)
     everyone = np.arange(ranks)
@@ -117,7 +118,8 @@ def reduce(ranks: int, root: int = 0, segments: int = 1) -> CollectiveProgram:
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (L = log2 n,
     rounded up): with one segment, L rounds; S bytes sent per rank; time L (alpha + S beta).
 
-    segments: k parts of the vector, reduced as a pipeline: L + k - 1 rounds with messages of S/k bytes.
+    segments: number k of parts in which the vector is reduced, as a pipeline: L + k - 1 rounds with messages of S/k
+    bytes.
     """
     program = Builder("reduce", "binomial-tree", ranks, segments, root)
     everyone = np.arange(ranks)
@@ -134,8 +136,8 @@ def all_reduce(ranks: int, segments: int = 1) -> CollectiveProgram:
     rounded up): with one segment, 2L rounds; rank 0 sends L S bytes, the others between S and L S; time 2L (alpha + S
     beta).
 
-    segments: k parts of the vector, each broadcast as soon as it is reduced: 2L + k - 1 rounds with messages of S/k
-    bytes.
+    segments: number k of parts of the vector, each of which is broadcast as soon as it is reduced: 2L + k - 1 rounds
+    with messages of S/k bytes.
     """
     program = Builder("all-reduce", "binomial-tree", ranks, segments)
     everyone = np.arange(ranks)

@@ -55,8 +55,8 @@ def _compute_latency_bound(operation: str, network: Network, root: int) -> float
 
 @dataclass(frozen=True)
 class _Traffic:
-    """Least traffic between blocks of ranks (such as nodes) that an operation requires. All values are multiples of the
-    vector's bytes.
+    """Least traffic between blocks of ranks (such as nodes) that a collective operation requires. All values are
+    multiples of the vector's bytes.
 
     out, into: [blocks], traffic that must leave and enter each block. total: traffic between all blocks together.
     """

@@ -88,7 +88,8 @@ class Chooser:
         network: Network that the programs run on.
         root: Source or destination rank.
         reduce_bytes_per_second: Rate of local reductions (default: infinite).
-        requested: Options given by the user, which take precedence over those that fit the network.
+        requested: Options given by the user, which take precedence over those that the network suggests (such as its
+            ranks per node).
         _simulators: (algorithm, options) -> simulator.
         _refused: Algorithm -> reason why it does not accept the number of ranks.
         _settings: Algorithm -> its options on this network.
@@ -150,8 +151,8 @@ class Chooser:
         None if it does not accept the network's number of ranks.
 
         A pipelined algorithm is simulated with k segments, the number for which its formula gives the lowest time.
-        Because the formula may be off, k/2 and 2k segments are tried too if the time with k segments is at most `near`
-        seconds (0: never).
+        Because the formula may be off, k/2 and 2k segments are simulated too, but only if the time with k segments is
+        at most `near` seconds (0: never): a much slower algorithm cannot win.
         """
         first, *others = self._list_settings(algorithm, total_bytes)
         best = self._simulate_candidate(algorithm, first, total_bytes)
@@ -201,8 +202,8 @@ class Chooser:
         """Return the options of an algorithm to try for a vector of `total_bytes` bytes. The first entry has the lowest
         time by the algorithm's formula.
 
-        For a pipelined algorithm without a requested number of segments: the best power of two k, then k/2 and 2k
-        segments. For any other algorithm: a single entry.
+        For a pipelined algorithm without a requested number of segments: the power of two k with the lowest time, then
+        k/2 and 2k segments, because the formula may be off. For any other algorithm: a single entry.
         """
         settings = self._settings[algorithm]
         if "segments" not in list_options(self.operation, algorithm) or settings.segments is not None:

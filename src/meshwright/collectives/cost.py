@@ -45,7 +45,7 @@ class Tier:
 class CostInputs:
     """Inputs of a closed form (formula of an algorithm's time): ranks, vector size, links and options.
 
-    size: bytes of the vector. link, inner: links between and inside nodes (or leaf switches), equal in a uniform
+    size: bytes of the vector. link, inner: links between nodes (or leaf switches) and inside them, equal in a uniform
     network. segments, groups (ranks per node), dims (sides of the grid): the algorithm's options. cables: True if
     cables join neighbouring ranks, False if switches do. ports: number of links that a rank can use at once.
     """
@@ -72,13 +72,13 @@ class CostInputs:
 
     @property
     def core(self) -> int:
-        """Number of core ranks of a recursive algorithm: the largest power of two not greater than the number of
-        ranks."""
+        """Number of ranks that run recursive halving or doubling (core ranks): the largest power of two not greater
+        than the number of ranks."""
         return 1 << (self.ranks.bit_length() - 1)
 
     @property
     def extra(self) -> int:
-        """Number of ranks that are not core ranks of a recursive algorithm: those beyond the largest power of two."""
+        """Number of ranks beyond the largest power of two, which need extra rounds in recursive halving or doubling."""
         return self.ranks - self.core
 
     def get_node_shape(self) -> tuple[int, int]:
@@ -104,8 +104,8 @@ def compute_closed_form_seconds(
     none.
 
     operation: such as "all-reduce". total_bytes: size of the full vector. segments, groups (ranks per node), dims
-    (sides of the grid): options. Formulas of hierarchical algorithms use the links inside nodes and those between
-    nodes, all others only the latter.
+    (sides of the grid): options. Formulas of hierarchical algorithms use the links inside and between nodes, all other
+    formulas only the links between nodes.
     """
     form = CLOSED_FORMS.get(operation, {}).get(algorithm)
     if form is None:
@@ -136,13 +136,13 @@ def _make_bidirectional_ring_form(phases: int) -> Form:
 
 def _make_all_pairs_form(phases: int) -> Form:
     """Return the closed form (function from `CostInputs` to seconds) of an algorithm with `phases` rounds. In each
-    round every rank sends 1/n of the vector to each of the n - 1 others, spread over its ports."""
+    round every rank sends 1/n of the vector to each of the n - 1 others, spread over its ports (network links)."""
     return lambda c: phases * c.link.time_concurrent([c.share] * math.ceil((c.ranks - 1) / c.ports))
 
 
 def _compute_linear_gather_seconds(c: CostInputs) -> float:
-    """Compute the seconds of a gather in which all ranks send to the root at once, spread over its ports. c: ranks,
-    vector size and links."""
+    """Compute the seconds of a gather in which all ranks send to the root at once, spread over its ports (network
+    links). c: ranks, vector size and links."""
     return c.link.time_rounds(1, (c.ranks - 1) / c.ports * c.share)
 
 
@@ -162,9 +162,9 @@ def _compute_rabenseifner_seconds(c: CostInputs) -> float:
 
 
 def _compute_exchange_seconds(c: CostInputs) -> float:
-    """Compute the seconds of the exchanges of recursive halving or doubling. c: ranks, vector size and links. Exchange
-    i moves 2^i shares (1/n of the vector each) between two of the m core ranks, with m the largest power of two up to
-    n; up to twice as many if a core rank also acts for one of the n - m other ranks."""
+    """Compute the seconds of the exchanges of recursive halving or doubling. c: ranks, vector size and links. In
+    exchange i, two of m ranks (m: largest power of two up to n) send each other 2^i shares (1/n of the vector each), or
+    up to 2^(i+1) if some of the m ranks also act for one of the other n - m."""
     distances = [1 << bit for bit in range(c.core.bit_length() - 1)]
     return sum(c.link.time_rounds(1, min(2 * d, d + c.extra) * c.share) for d in distances)
 
@@ -192,16 +192,16 @@ def _compute_bruck_all_to_all_seconds(c: CostInputs) -> float:
 # --- trees and pipelines
 
 
-def _make_binomial_tree_form(rounds_of_tree: int) -> Form:
+def _make_binomial_tree_form(passes: int) -> Form:
     """Return the closed form (function from `CostInputs` to seconds) of a binomial-tree algorithm, pipelined over
-    segments of the vector. rounds_of_tree: number of passes over the tree, 1 for broadcast or reduce, 2 for all-reduce.
+    segments of the vector. passes: how often the data cross the tree, 1 for broadcast or reduce, 2 for all-reduce.
     With a switch, the messages that a rank sends in one round, up to one per level of the tree, share its link."""
 
     def form(c: CostInputs) -> float:
         """Return the seconds of the algorithm for the inputs `c` (ranks, vector size, links, segments)."""
         k = c.segments or 1
         at_once = 1 if c.cables else min(k, c.levels)
-        return c.link.time_rounds(rounds_of_tree * c.levels + k - 1, at_once * c.size / k)
+        return c.link.time_rounds(passes * c.levels + k - 1, at_once * c.size / k)
 
     return form
 
@@ -307,7 +307,7 @@ def _make_mesh_form(phases: int, dimensions: int | None, turns: bool) -> Form:
 
 
 def _compute_axis_bytes(shape: tuple[int, ...], size: float, turns: bool) -> list[list[float]]:
-    """Return the bytes that a rank sends in a reduce-scatter on a grid, one axis after the other: [round][axis].
+    """Return the bytes that a rank sends along each axis in each round of a reduce-scatter on a grid: [round][axis].
 
     shape: sides of the grid. size: bytes of the vector. turns: True if the vector is cut into one part per axis, and
     part i begins with axis i; False if the whole vector begins with axis 0.

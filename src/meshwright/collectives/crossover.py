@@ -75,8 +75,8 @@ class Curves:
         return cls.simulate(chooser, most=most, within=1.1 if inner == outer else 2.5)
 
     def find_fastest(self, index: int) -> str:
-        """Return the name of the algorithm that is the fastest at the vector size `self.sizes[index]`; the first in the
-        library's order if several are equally fast."""
+        """Return the name of the algorithm that is the fastest at the vector size `self.sizes[index]`; of several that
+        are equally fast, the one listed first in the table of algorithms."""
         return _find_fastest({name: seconds[index] for name, seconds in self.seconds.items()})
 
     def find_crossovers(self) -> list[Crossover]:

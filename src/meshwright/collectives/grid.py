@@ -38,8 +38,8 @@ def resolve_sides(
 ) -> tuple[int, ...]:
     """Return the sides of the grid of a torus or mesh algorithm, such as (4, 4) for 16 ranks.
 
-    what: name of the algorithm, for errors. dims: the sides, if given. dimensions: number of sides; without `dims` they
-    are made as equal as possible. Without `dims` and `dimensions` the grid is one line, (ranks,).
+    what: name of the algorithm, for error messages. dims: the sides, if given. dimensions: number of sides; without
+    `dims` they are made as equal as possible. Without `dims` and `dimensions` the grid is one line, (ranks,).
     Raises UserError if the product of `dims` is not `ranks`, or if no `dimensions` sides of at least 2 have this
     product.
     """
@@ -85,7 +85,7 @@ def resolve_ranks_per_node(algorithm: str, ranks: int, ranks_per_node: int | Non
     """Return the number of ranks per node of a hierarchical algorithm on `ranks` ranks in all.
 
     That is `ranks_per_node` if given, else the largest divisor of `ranks` up to its square root. algorithm: name, for
-    errors. Raises UserError if `ranks_per_node` does not divide `ranks`.
+    error messages. Raises UserError if `ranks_per_node` does not divide `ranks`.
     """
     if ranks_per_node is None:
         return max(size for size in range(1, math.isqrt(ranks) + 1) if ranks % size == 0)
@@ -98,15 +98,16 @@ def resolve_ranks_per_node(algorithm: str, ranks: int, ranks_per_node: int | Non
 def list_axis_phases(
     grid: Integers, order: Iterable[int], first: int = 0, count: int = 1
 ) -> list[tuple[Integers, Integers, int]]:
-    """Return the phases of a reduce-scatter over a grid of ranks, one per axis. An all-gather runs the same phases in
-    reverse order.
+    """Return the phases of a reduce-scatter over a grid of ranks, one per axis: in each phase, every line of ranks
+    along the axis divides the block that these ranks hold (consecutive slots, the buffers for one chunk each) among
+    them. An all-gather runs the same phases in reverse order.
 
-    Each phase is a tuple (ranks, own, count). ranks: [..., n], the ranks of every line of the grid along the phase's
-    axis. own: [..., n], for each of these ranks, the first slot (buffer for one chunk) of the block that the rank holds
-    after the phase. count: number of slots in such a block.
+    Each phase is a tuple (ranks, own, count). ranks: [..., n], the ranks of every line along the axis. own: [..., n],
+    first slot of the smaller block that each of these ranks holds after the phase. count: number of slots in such a
+    block.
 
     grid: [X, Y ...], rank at each point. order: axis numbers in order of the phases. first: first slot of the vector.
-    The argument `count`: number of slots in the block that each rank has in the end.
+    The argument `count`: number of slots in the block that each rank holds after the last phase.
     """
     coordinate, own, size = np.indices(grid.shape), np.full(grid.shape, first), grid.size * count
     result = []

@@ -1,7 +1,7 @@
 """Hierarchical algorithms for two tiers of links: k nodes of g consecutive ranks each, with fast links inside a node.
 
 groups: g (default: the largest divisor of n up to its square root). Best for any size if links between nodes are slow;
-    the forms that use all ranks of a node at once are best for large vectors.
+the forms that use all ranks of a node at once are best for large vectors.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def all_to_all(ranks: int, groups: int | None = None) -> CollectiveProgram:
 def _arrange_nodes(operation: str, ranks: int, groups: int | None) -> Integers:
     """Return the ranks of each node: [nodes, ranks per node], consecutive ranks in a node.
 
-    operation: name for errors. groups: ranks per node (None: the largest divisor of `ranks` up to its square root).
-    Raises UserError if `groups` does not divide `ranks`.
+    operation: name for error messages. groups: ranks per node (None: the largest divisor of `ranks` up to its square
+    root). Raises UserError if `groups` does not divide `ranks`.
     """
     return np.arange(ranks).reshape(-1, resolve_ranks_per_node(f"hierarchical {operation}", ranks, groups))

@@ -2,8 +2,8 @@
 
 S. Kumar, N. Jouppi, Highly available data parallel ML training on mesh networks, arXiv 2011.03605.
 dims: sides X, Y ..., ranks in row-major order; dimensions: number of sides, if the name has it (2d-mesh); without
-    either, one line. The sum of a block arrives at its owner from both ends of a line, which takes as long as a ring in
-    one direction, twice as long as one in both.
+either, one line. The sum of a block arrives at its owner from both ends of a line, which takes as long as a ring in one
+direction, twice as long as one in both.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from meshwright.program.order import Integers
 
 
 def add_reduce_scatter_rounds(program: Builder, ranks: Integers, own: Integers, count: int = 1) -> Rounds:
-    """Add a reduce-scatter along lines of ranks to the builder `program`. Each block is summed from both ends of the
-    line towards its owner, the farthest block first. Each iteration of this generator adds the sends of one round, so
-    that several algorithms can be interleaved.
+    """Add a reduce-scatter along lines of ranks to the builder `program`. Each block is summed along the line, from
+    both ends towards the rank that ends with it; a rank sends the block with the farthest destination first. Each
+    iteration of this generator adds the sends of one round, so that several algorithms can be interleaved.
 
     ranks: [..., n], ranks of each line. own: [..., n], first slot (buffer for one chunk) of the block that each rank
     ends with. count: number of consecutive slots in a block.

@@ -67,11 +67,11 @@ def load_named_programs(
     """Load and verify the collective programs that a recipe (job file) selects; return {(axis name, operation such as
     "all_reduce"): program}. Operations that are not in the result use torch.distributed.
 
-    collectives: table of the recipe, with an algorithm, "auto", "native" or "@FILE" for each operation. layout: gives
-    the number of ranks of the data, shard and replica axes; the result has a program for each of these axes whose
-    number of ranks the program accepts. where: function from a key such as `collectives.all_reduce` to the beginning of
-    the error message, such as file and line. Raises UserError if a program does not accept the axis on which its
-    operation moves gradients or parameters in this layout.
+    collectives: table [collectives] of the recipe, with an algorithm, "auto", "native" or "@FILE" for each operation.
+    layout: parallel layout, which gives the number of ranks on each of the mesh axes data, shard and replica; the
+    result has a program for each of these axes whose number of ranks the program accepts. where: function from a key
+    such as `collectives.all_reduce` to the beginning of the error message, such as file and line. Raises UserError if a
+    program does not accept the axis on which its operation moves gradients or parameters in this layout.
     """
     found: dict[tuple[str, str], NamedProgram] = {}
     sizes = {axis: layout.group_size(axis) for axis in AXES}
@@ -141,8 +141,8 @@ def _generate_by_name(algorithm: str, operation: str, sizes: dict[str, int], mai
 
 @cache
 def _generate_programs(operation: str, algorithm: str, ranks: int) -> NamedProgram:
-    """Generate and verify the program of an algorithm for `ranks` ranks; for "auto", those of all algorithms that
-    accept this number of ranks.
+    """Generate and verify the program of an algorithm for `ranks` ranks; for "auto", the programs of all algorithms
+    that accept this number of ranks.
 
     operation: such as "all-reduce". Raises UserError if the named algorithm does not accept the number of ranks.
     """

@@ -241,9 +241,9 @@ def build_spine_leaf(
     """Build a spine-leaf network: `leaves` switches with `ranks_per_leaf` ranks each, joined by `spines` switches.
 
     latency: seconds of a message inside a leaf; across a spine twice that. bandwidth: bytes per second of a rank's
-        port, in each direction. oversubscription: ratio of the bandwidth of a leaf's ranks to that of its cables to the
-        spines, in each direction; these cables are equal, one to each spine. A message to rank t goes through spine
-        number t modulo `spines`.
+    port, in each direction. oversubscription: ratio of the bandwidth of a leaf's ranks to that of its cables to the
+    spines, in each direction; these cables are equal, one to each spine. A message to rank t goes through spine number
+    t modulo `spines`.
     """
     ranks = leaves * ranks_per_leaf
     rank = np.arange(ranks)

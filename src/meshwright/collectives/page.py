@@ -112,8 +112,9 @@ def _make_bands(curves: Curves, crossovers: list[Crossover], colours: dict[str, 
 
 
 def draw_page(report: CollectiveReport, picture: str) -> str:
-    """Return the HTML page of a report. picture: SVG chart of time over vector size to show on the page. If the buffers
-    (one per chunk of the vector and rank) are too many to draw, a note says so."""
+    """Return the HTML page of a report: its numbers, the chart `picture`, and drawings of all ranks' buffers (one per
+    chunk of the vector) after each round, or a note if these are too many to draw. picture: SVG chart of time over
+    vector size."""
     program = report.checked.program
     try:
         subject = f"{program.operation} {program.algorithm}, {program.ranks} ranks"

@@ -1,7 +1,7 @@
 """Pairwise exchange: one partner in each round; all-pairs: messages to all other ranks in one round.
 
 Pairwise: R. Thakur, R. Rabenseifner, W. Gropp, Optimization of collective communication operations in MPICH, IJHPCA
-    19(1), 2005. All-pairs: M. Cowan et al., MSCCLang, ASPLOS 2023.
+19(1), 2005. All-pairs: M. Cowan et al., MSCCLang, ASPLOS 2023.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def all_pairs_all_reduce(ranks: int) -> CollectiveProgram:
 
 
 def all_pairs_reduce_scatter(ranks: int) -> CollectiveProgram:
-    """Generate the program (steps of every rank) of the all-pairs reduce-scatter. Best for small vectors inside a
-    machine.
+    """Generate the program (steps of every rank) of the all-pairs reduce-scatter: every rank sends to all other ranks
+    at once, to each the block that it will own. Best for small vectors inside a machine.
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: 1 round of n-1
     messages; (n-1)/n S bytes sent per rank; time alpha + (n-1)/n S beta.
@@ -103,7 +103,8 @@ def all_pairs_reduce_scatter(ranks: int) -> CollectiveProgram:
 
 
 def all_pairs_all_gather(ranks: int) -> CollectiveProgram:
-    """Generate the program (steps of every rank) of the all-pairs all-gather. Best for small vectors inside a machine.
+    """Generate the program (steps of every rank) of the all-pairs all-gather: every rank sends its block to all other
+    ranks at once. Best for small vectors inside a machine.
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: 1 round of n-1
     messages; (n-1)/n S bytes sent per rank; time alpha + (n-1)/n S beta.

@@ -20,7 +20,7 @@ BYTES_PER_SECOND = {
 
 def parse_bytes(text: str, where: str = "bytes") -> int:
     """Parse a size such as `4096`, `64MiB` (2^20 bytes each) or `1GB` (10^9) and return the bytes. where: prefix of
-    errors.
+    error messages.
 
     Raises UserError for invalid text.
     """
@@ -31,7 +31,7 @@ def parse_bytes(text: str, where: str = "bytes") -> int:
 
 
 def parse_seconds(text: str, where: str = "latency") -> float:
-    """Parse a time such as `5us`, `0.1ms` or `0s` and return the seconds. where: prefix of errors.
+    """Parse a time such as `5us`, `0.1ms` or `0s` and return the seconds. where: prefix of error messages.
 
     Raises UserError for invalid text.
     """
@@ -41,7 +41,7 @@ def parse_seconds(text: str, where: str = "latency") -> float:
 def parse_rate(text: str, where: str = "bandwidth") -> float:
     """Parse a rate above 0 such as `25GB/s` (bytes) or `100Mbit/s` (bits) and return the bytes per second.
 
-    where: prefix of errors. Raises UserError for invalid text.
+    where: prefix of error messages. Raises UserError for invalid text.
     """
     value = _parse_quantity(text, BYTES_PER_SECOND, where, "a rate such as 25GB/s or 100Mbit/s")
     if value == 0:
@@ -57,8 +57,9 @@ def is_rate(text: str) -> bool:
 def _parse_quantity(text: str, units: dict[str, Decimal], where: str, right: str) -> float:
     """Parse a number with a unit, such as `64MiB`; return the number multiplied by the unit's factor.
 
-    units: unit name -> factor, such as {"MiB": 2**20}. where: prefix of errors. right: description of valid text, for
-    errors. Raises UserError for text that is not a number with one of these units, and for numbers from 1e300 on.
+    units: unit name -> factor, such as {"MiB": 2**20}. where: prefix of error messages. right: description of valid
+    text, for error messages. Raises UserError for text that is not a number with one of these units, and for numbers
+    from 1e300 on.
     """
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(e[+-]?[0-9]{1,3})?\s*([^0-9\s.]*)", text.strip())
     unit = found[3] if found else ""
@@ -84,9 +85,9 @@ def format_seconds(value: float) -> str:
 
 
 def _format_scaled(value: float, units: dict[str, Decimal]) -> str:
-    """Return `value` as text in the largest unit that is not greater than the value, with three significant digits; a
-    number of 1,000 to a million units is written with all digits before the decimal point. units: unit name -> factor,
-    ascending, such as {"ms": 0.001, "s": 1}."""
+    """Return `value` as text in the largest unit that is not greater than the value, with three significant digits, or
+    as an integer such as `1,234` if it is from 1,000 to a million units. units: unit name -> factor, ascending, such as
+    {"ms": 0.001, "s": 1}."""
     unit, factor = [pair for place, pair in enumerate(units.items()) if place == 0 or abs(value) >= pair[1]][-1]
     scaled = value / float(factor)
     return f"{scaled:,.0f} {unit}" if 1000 <= abs(scaled) < 1e6 else f"{scaled:.3g} {unit}"

@@ -208,7 +208,7 @@ def _add_extra_share_round(program: Builder, source: Integers, target: Integers)
     to or from the core rank that runs the algorithm on its behalf. This generator yields once, after the round.
 
     source, target: [pairs], sending and receiving ranks: the extra ranks and their core ranks, or the reverse. The
-    share of pair i is slot 2 i (a slot is the buffer for one chunk).
+    share of pair i is slot 2 i (buffer for one chunk), because the i-th extra rank is rank 2 i.
     """
     program.transfer(source, target, 2 * np.arange(source.shape[-1]))
     yield

@@ -41,7 +41,8 @@ class CollectiveReport:
         chooser: Simulator of all algorithms on the network.
         choice: Ranking of the algorithms, for `auto`.
         crossovers: Sizes at which the fastest algorithm changes, None if not computed.
-        measured: Results of a run beside torch.distributed (`comm.measure_program.measure`), empty without one.
+        measured: Times measured in a real run of the program and of torch.distributed's own call, as returned by
+            `comm.measure_program.measure`; empty without such a run.
     """
 
     checked: CheckedCollective

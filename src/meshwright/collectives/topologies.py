@@ -30,7 +30,7 @@ class _TopologySyntax:
     """Syntax of one kind of topology, such as a torus, in text form: settings that may follow its name and shape.
 
     Attributes:
-        example: Valid text.
+        example: Valid text, such as `torus:4x4`, for error messages.
         tiers: Names of classes of links whose latency and bandwidth can be set.
         numbers: Names of settings with a number, such as `spines` for `spines=2`.
         flags: Words without a value, such as `rails`.
@@ -109,8 +109,8 @@ def parse_topology(text: str, ranks: int, latency: float | None = None, bandwidt
 def _parse_settings(text: str, name: str, kind: _TopologySyntax) -> _TopologySettings:
     """Parse the settings in a topology's text, such as `25GB/s,1us`.
 
-    text: text of the whole topology, such as `torus:4x4,25GB/s,1us`. name: name of the topology, for errors. kind:
-    settings that this topology accepts. Raises UserError for an unknown or invalid setting.
+    text: text of the whole topology, such as `torus:4x4,25GB/s,1us`. name: name of the topology, for error messages.
+    kind: settings that this topology accepts. Raises UserError for an unknown or invalid setting.
     """
     settings = _TopologySettings({}, {}, {}, set())
     tier = kind.tiers[0] if len(kind.tiers) == 1 else ""

@@ -3,7 +3,7 @@
 N. Jain, Y. Sabharwal, Optimal bucket algorithms for large MPI collectives on torus interconnects, ICS 2010; on two axes
 also H. Mikami et al., Massively distributed SGD: ImageNet/ResNet-50 training in a flash, arXiv 1811.05233.
 dims: sides X, Y, Z ..., ranks in row-major order; dimensions: number of sides, if the name has it (2d-torus); without
-    either, one ring. Best for large and medium vectors on a torus.
+either, one ring. Best for large and medium vectors on a torus.
 """
 
 from __future__ import annotations

@@ -34,8 +34,9 @@ def linear_axis(
     """Return a linear axis from `low` to `high` with ticks at round numbers.
 
     title: text beside the axis. below, above: space added at the low and the high end, as a fraction of the range
-    `high` - `low`. most: maximum number of intervals between ticks. If `low` equals `high`, fractions are of the
-    absolute value of `high` (at least 1), and `above` counts as 1 if it is 0.
+    `high` - `low`. most: maximum number of intervals between ticks. If `low` equals `high`, the range that fractions
+    refer to is the absolute value of `high`, or 1 if that is less; and `above` = 0 then counts as 1, so that the axis
+    is never empty.
     """
     span = high - low or max(1.0, abs(high))
     low, high = low - below * span, (high if high > low or above else low + span) + above * span

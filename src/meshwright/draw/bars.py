@@ -27,8 +27,8 @@ def draw_stacked_bars(
     rows: (name of the bar, {name of a segment, a coloured part of the bar: its size in data units}). colours: name of a
     segment -> style-sheet colour, such as "blue". show: formats a size as text, for totals and on hover. label:
     description of the picture for screen readers. limit: (size, text) of a vertical line to compare the bars with; None
-    for no line. If the limit is far above the longest bar, a text below the bars names it and the longest bar's
-    percentage of it; no line is drawn.
+    for no line. If the limit is more than `FAR` (8) times the longest bar, no line is drawn; a text below the bars says
+    instead which percentage of the limit the longest bar reaches.
     """
     picture = Picture()
     totals = [sum(parts.values()) for _, parts in rows]
@@ -64,10 +64,10 @@ def draw_stacked_bars(
 
 def draw_grouped_bars(names: Sequence[str], groups: Sequence[tuple[str, str, Sequence[float]]], title: str) -> Markup:
     """Return an SVG chart of vertical bars in clusters: one cluster above each name of `names` on the x axis, with one
-    bar for each entry of `groups`.
+    bar for each series of `groups`.
 
-    groups: (group name, style-sheet colour such as "blue", bar height in data units at each of `names`). title: title
-    of the x axis.
+    groups: series of bars, each (name shown on hover, style-sheet colour such as "blue", height in data units of its
+    bar at each of `names`). title: title of the x axis.
     """
     highest = max((value for _, _, values in groups for value in values), default=0) or 1
     ticks = [(place + 0.5, name) for place, name in enumerate(names)]

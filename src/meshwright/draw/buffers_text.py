@@ -26,8 +26,8 @@ def draw_buffers_text(checked: CheckedCollective) -> str:
 
 
 def _format_arrows(program: CollectiveProgram, frame: Frame) -> list[str]:
-    """Return the sends and local copies of the round that led to the snapshot `frame` as lines of text, wrapped to
-    `_WIDTH` (110) characters."""
+    """Return the sends and local copies of the round after which the snapshot `frame` of the buffers was taken, as
+    lines of text, wrapped to `_WIDTH` (110) characters."""
     words = [_describe_arrow(program, arrow).replace(" ", "\0") for arrow in frame.arrows]
     lines = textwrap.wrap("   ".join(words), _WIDTH, initial_indent="  ", subsequent_indent="  ")
     return [line.replace("\0", " ") for line in lines]
@@ -59,7 +59,8 @@ def _format_cell_table(program: CollectiveProgram, frame: Frame) -> list[str]:
 
 
 def _format_cell(cell: Cell) -> str:
-    """Format `cell`, the content of a slot (buffer for one chunk), as text: `[a0]` if written in this round, else ` a0
-    `; `·` instead of `a0` if the slot is empty."""
+    """Format `cell`, the content of a slot (buffer for one chunk), as text: its label, such as `a0` (rank 0's part of
+    chunk 0), in brackets if the slot was written in this round (`[a0]`), else in spaces (` a0 `); `·` instead of the
+    label if the slot is empty."""
     text = cell.label or "·"
     return f"[{text}]" if cell.fresh else f" {text} "

@@ -115,9 +115,9 @@ class _Chart:
     """Gantt chart under construction; its methods append to the SVG `picture`. A track (a rank) is one row of the
     chart.
 
-    timeline: tracks, steps and levels to draw. spans: the steps that are drawn. width: width of the whole picture in
-    pixels. pitch: pixels from one track's row to the next. left (attribute): x coordinate of time 0 in pixels. plot
-    (attribute): length of the time axis in pixels.
+    timeline: tracks, steps and levels (curves of a quantity such as saved activations) to draw. spans: the steps that
+    are drawn. width: width of the whole picture in pixels. pitch: pixels from one track's row to the next. left
+    (attribute): x coordinate of time 0 in pixels. plot (attribute): length of the time axis in pixels.
     """
 
     def __init__(self, timeline: Timeline, spans: Sequence[Span], width: float, pitch: int) -> None:

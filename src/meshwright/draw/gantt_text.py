@@ -15,7 +15,8 @@ def draw_text(timeline: Timeline, width: int = 100) -> str:
     that lines have at most `width` characters (at least 20 for the chart itself).
 
     A step is drawn as its label, padded with dashes to its duration (F3: forward of micro-batch 3; f3: of the rank's
-    second model chunk; F3': of the second replica). Idle time is blank; overlapping steps have a line each.
+    second model chunk; F3': of the second model replica in a bidirectional schedule). Idle time is blank; overlapping
+    steps have a line each.
     """
     spans = [span for span in timeline.spans if span.end > span.start]
     if not spans:
@@ -55,6 +56,6 @@ def draw_text(timeline: Timeline, width: int = 100) -> str:
 
 
 def _format_label(span: Span) -> str:
-    """Return the label of a step (`span`), with an apostrophe for the second replica of a bidirectional schedule:
-    `F3'`."""
+    """Return the label of a step (`span`), such as `F3`; with an apostrophe (`F3'`) if it is of the second model
+    replica in a bidirectional schedule."""
     return span.label + ("'" if span.mirrored else "")

@@ -25,9 +25,9 @@ STRIP = 20
 class Series:
     """One curve of a line chart: `points` (x, y) joined by a line.
 
-    name: label of the curve. colour: style-sheet colour, such as "blue". kind: line style, "" (default), "thin",
-        "thick", "named" or "dashed"; "thick" and "named" emphasize the name too. dots: True to mark the points; a
-        single point is always marked, as its line is invisible.
+    name: label of the curve. colour: style-sheet colour, such as "blue". kind: line style: "" (default), "thin",
+    "thick", "dashed", or "named" (slightly thick, for the curve that the user asked for); "thick" and "named" make the
+    name bold too. dots: True to mark the points; a single point is always marked, as its line is invisible.
     """
 
     name: str

@@ -31,7 +31,7 @@ def page(title: str, *parts: Content, narrow: bool = False) -> str:
 
 
 def _box_picture(part: Content) -> Content:
-    """Wrap `part` in an HTML box that scrolls horizontally on a narrow screen if it is an SVG picture; return other
+    """Wrap `part`, if it is an SVG picture, in an HTML box that scrolls horizontally on a narrow screen; return other
     content unchanged."""
     return element("div", part, class_="chart") if isinstance(part, Markup) and part.startswith("<svg") else part
 

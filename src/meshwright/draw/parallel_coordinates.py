@@ -16,8 +16,9 @@ PITCH = 150.0  # pixels between two axes
 
 @dataclass(frozen=True)
 class Item:
-    """One line of the picture. values: value on each axis; None if the item has none, and the line skips the axis.
-    colour: style-sheet colour. title: text on hover. kind: line style, "thin" or "thick"."""
+    """One line (one data point) of a parallel-coordinates plot. values: value on each axis; None if the point has none,
+    and the line skips that axis. colour: style-sheet colour. title: text on hover. kind: line style, "thin" or
+    "thick"."""
 
     values: Sequence[float | None]
     colour: str
@@ -26,9 +27,11 @@ class Item:
 
 
 def draw_parallel_coordinates(axes: Sequence[tuple[str, Axis]], items: Sequence[Item], label: str) -> Markup:
-    """Return an SVG picture of `items`, drawn in their order, across `axes`, each with its name above it.
+    """Return a parallel-coordinates plot as SVG: parallel vertical axes, across which each of `items` is drawn as a
+    line.
 
-    label: description of the picture for screen readers.
+    axes: (name above the axis, axis). items: lines, later ones drawn over earlier ones. label: description of the
+    picture for screen readers.
     """
     picture = Picture()
     left = 20 + max(text_width(axes[0][0]) / 2, *(text_width(words) for _, words in axes[0][1].ticks))

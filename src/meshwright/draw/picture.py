@@ -20,7 +20,7 @@ class Picture:
 
     def add(self, name: str, /, *, title: str = "", **attributes: str | float | None) -> None:
         """Append a shape to the picture: the SVG element `name` with these attributes. title: text shown on hover.
-        attributes: as for `markup.element` (`class_` stands for class, an underscore for a hyphen)."""
+        attributes: SVG attributes of the element (`class_` stands for class, an underscore for a hyphen)."""
         self.parts.append(element(name, element("title", title) if title else None, **attributes))
 
     def text(self, x: float, y: float, words: str, anchor: str | None = None, **attributes: str | float | None) -> None:

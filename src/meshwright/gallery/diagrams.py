@@ -112,8 +112,8 @@ def draw_tensor_sequence() -> Markup:
 
 
 def draw_layout_axes() -> Markup:
-    """Return an SVG with one grid of all ranks for each axis (tp, cp, dp, pp) of the layout "dp2 tp2 cp2 pp2"; ranks of
-    one process group of the axis have the same colour."""
+    """Return an SVG with one grid of all ranks for each axis (tp, cp, dp, pp) of the parallel layout "dp2 tp2 cp2 pp2"
+    on 16 ranks; ranks of one process group of the axis have the same colour."""
     layout = Layout.parse("dp2 tp2 cp2 pp2")
     meanings = {
         "tp": "split a layer's matrices", "cp": "split a sequence", "dp": "split the batch", "pp": "split the layers",

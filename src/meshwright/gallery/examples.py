@@ -13,15 +13,15 @@ from meshwright.names import unknown
 
 @dataclass(frozen=True)
 class Example:
-    """Definition of a worked example, before it is computed.
+    """Definition of a worked example: a published number or formula, and the function that recomputes it step by step.
 
     Attributes:
         title: Heading.
-        published: The number or formula as papers print it.
+        published: The number or formula that is recomputed, as papers print it.
         source: Paper and section.
         run: Function that computes the example and appends its steps and results to an `ExampleWriter`.
-        commands: Command lines that show more.
-        files: Source files that compute it, relative to the package.
+        commands: `meshwright` command lines that show more on the subject.
+        files: Source files with Meshwright's own code for the same computation, relative to the package.
         mistake: Frequent error in texts, and what is right; empty if none is known.
     """
 

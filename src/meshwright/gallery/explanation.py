@@ -101,8 +101,8 @@ class Explanation:
         steps: `Text`, `Table` and `Figure` records in the order of the computation.
         results: Computed numbers: name with unit -> value, unrounded.
         mistake: Frequent error in texts, and what is right; empty if none is known.
-        commands: Command lines that show more; may be empty.
-        source_files: Source files that compute it, relative to the package.
+        commands: `meshwright` command lines that show more on the subject; may be empty.
+        source_files: Source files with Meshwright's own code for the same computation, relative to the package.
     """
 
     name: str

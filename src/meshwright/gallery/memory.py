@@ -110,7 +110,7 @@ def explain_training_memory_7b(writer: ExampleWriter) -> None:
 
 def explain_training_memory_175b(writer: ExampleWriter) -> None:
     """Compute a worked example and append it to `writer`: memory for training GPT-3 175B, by formula and by the planner
-    for one rank under layouts with tp8 pp8."""
+    for one rank under layouts with tensor parallelism over 8 and pipeline parallelism over 8 ranks."""
     config = preset("gpt3-175b")
     total = _show_states(writer, config, "gpt3-175b")
     writer.text(f"{total / 1e9:,.0f} GB on GPUs of 80 GB: at least {ceil(total / 80e9)}, for the states alone.")

@@ -9,9 +9,9 @@ from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import PRESETS, preset
 
 
-def _count_by_block(model: str) -> Counter[str]:
-    """Count the parameters of a preset (`model`, such as "gpt3-175b") by kind of tensor; return {kind: parameters
-    summed over all layers}.
+def _count_by_tensor_kind(model: str) -> Counter[str]:
+    """Count the parameters of a preset (`model`, such as "gpt3-175b") by kind of tensor; return {kind: number of
+    parameters, summed over all layers}.
 
     A kind is the tensor's name without layer number, such as "self_attn.q_proj"; biases of a matrix have their own
     kind.
@@ -27,7 +27,7 @@ def _count_by_block(model: str) -> Counter[str]:
 
 def explain_gpt3_parameters(writer: ExampleWriter) -> None:
     """Compute a worked example and append it to `writer`: parameters of GPT-3 175B, tensor by tensor."""
-    config, found = preset("gpt3-175b"), _count_by_block("gpt3-175b")
+    config, found = preset("gpt3-175b"), _count_by_tensor_kind("gpt3-175b")
     h, layers, vocabulary = config.hidden, config.layers, config.vocabulary
     writer.text(
         f"h = {h:,}, L = {layers}, vocabulary V = {vocabulary:,}, {config.max_positions:,} positions; the output "
@@ -54,7 +54,7 @@ def explain_gpt3_parameters(writer: ExampleWriter) -> None:
 def explain_llama_parameters(writer: ExampleWriter) -> None:
     """Compute a worked example and append it to `writer`: parameters of Llama-3-8B and Llama-2-7B, tensor by tensor."""
     for model in ("llama-3-8b", "llama-2-7b"):
-        config, found = preset(model), _count_by_block(model)
+        config, found = preset(model), _count_by_tensor_kind(model)
         kv = config.kv_heads * config.head_dim
         writer.text(
             f"{model}: h = {config.hidden:,}, L = {config.layers}, {config.heads} heads of {config.head_dim}, "

@@ -74,7 +74,8 @@ def explain_row_parallel_linear(writer: ExampleWriter) -> None:
 
 
 def _make_operand_table() -> tuple[tuple[str, str], list[tuple[str, str]]]:
-    """Return (column names, rows) of a table of the example's activations X and weights W, the module constants."""
+    """Return (column names, rows) of a table of the activations X and weights W (constants of this module) of the
+    worked examples on linear layers."""
     rows = [(format_vector(X[at]) if at < len(X) else "", format_vector(row)) for at, row in enumerate(W)]
     return ("rows of X", "rows of W"), rows
 

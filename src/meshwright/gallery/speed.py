@@ -12,7 +12,8 @@ DAY = 86400.0
 
 
 def explain_training_days_gpt3(writer: ExampleWriter) -> None:
-    """Compute a worked example and append it to `writer`: FLOPs of GPT-3's training, and its days on 1,024 GPUs."""
+    """Compute a worked example and append it to `writer`: FLOPs of GPT-3's training, and the days that it takes on
+    1,024 GPUs."""
     tokens, parameters, config = 300e9, 175e9, preset("gpt3-175b")
     rough = 6 * parameters * tokens
     exact = training_flops_per_token(config, 2048) * tokens
@@ -44,8 +45,8 @@ def explain_training_days_gpt3(writer: ExampleWriter) -> None:
 
 
 def explain_training_days_llama(writer: ExampleWriter) -> None:
-    """Compute a worked example and append it to `writer`: days of Llama 65B's training from its published tokens per
-    second, and the model FLOPs utilisation of Llama-2-7B's training."""
+    """Compute a worked example and append it to `writer`: days that Llama 65B's training takes at its published tokens
+    per second, and the model FLOPs utilisation of Llama-2-7B's training."""
     days = 1.4e12 / (380 * 2048) / DAY
     writer.text(f"65B: 1.4·10¹² tokens / (380 tokens/s · 2,048 GPUs) = {days:.1f} days.")
     peak = peak_flops("a100-80", "bf16")

@@ -29,7 +29,7 @@ class Cell:
         label: Text such as `a0+b0` (chunk 0, summed over ranks a and b), empty for an empty slot.
         origins: Ranks whose data are summed in the slot.
         whole: True if the slot holds the operation's final result for its chunk.
-        fresh: True if the slot was written since the previous frame.
+        fresh: True if the slot was written since the previous frame (snapshot to draw).
     """
 
     label: str  # empty where the slot holds nothing
@@ -128,12 +128,11 @@ def build_frames(checked: CheckedCollective) -> list[Frame]:
 
 
 def _align_levels_with_rounds(checked: CheckedCollective) -> tuple[PostingOrder, int]:
-    """Renumber the dependency levels of a collective program for drawing, so that all transfers of one round have the
-    same level. Return (posting order with the new levels, number of levels per round).
+    """Renumber the dependency levels of a collective program so that one level is one drawing: all transfers of a round
+    get the same level, and the local copies and reductions before them the levels just below it. Return (posting order
+    with the new levels, number of levels per round).
 
-    checked: verified program with its dependency levels (a step depends only on steps of lower levels). The last level
-    of a round has its transfers; the levels before it have the local copies and reductions that precede these
-    transfers.
+    checked: verified program with its dependency levels (a step depends only on steps of lower levels).
     """
     s, rounds = checked.program.steps, checked.order.rounds
     is_local = np.zeros(len(s.group_rank), np.bool_)

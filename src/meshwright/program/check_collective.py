@@ -129,8 +129,8 @@ def _match_steps(program: CollectiveProgram) -> CheckedCollective:
     """Match each send with its receive, and compute an order in which all groups (steps that a rank posts together) can
     be posted.
 
-    Returns the program with both, not yet verified further. Raises `ProgramError` for a send or receive without a
-    counterpart, different slot counts (numbers of chunks) at both ends, and a deadlock.
+    Returns the program with its matched transfers and this order; nothing else is verified yet. Raises `ProgramError`
+    for a send or receive without a counterpart, different slot counts (numbers of chunks) at both ends, and a deadlock.
     """
     s = program.steps
     matched = MatchedCollective.from_program(program)

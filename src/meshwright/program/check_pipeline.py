@@ -41,7 +41,8 @@ class CheckedPipeline:
 
     sends, receives: [transfers], step indices of explicit sends and their receives (empty if the schedule has none).
     order: [groups], indices of the groups (steps that a rank runs together) in dependency order. peak_activations:
-    [ranks], peak of saved activations; 1.0 is one micro-batch on all of the rank's stages of one replica.
+    [ranks], peak of saved activations; 1.0 is one micro-batch on all stages that the rank has of one replica (copy of
+    the model).
     """
 
     program: PipelineProgram
@@ -56,7 +57,7 @@ def check_pipeline(program: PipelineProgram) -> CheckedPipeline:
     return it with its matched transfers.
 
     Raises `ProgramError` (rank, step, reason) at the first violation. The first stage must have input-gradient steps
-    too; an executor may skip their computation.
+    like all others; an executor may skip their computation, as nothing reads the gradient of the input data.
     """
     _check_placement(program)
     _check_steps(program)
@@ -177,8 +178,8 @@ def _check_micro_batches(program: PipelineProgram) -> None:
             raise program.make_error(find_first(kinds, bad)[3], reason)
 
     def refuse_missing(bad: Mask, kind: Kind) -> None:
-        """Raise `ProgramError` if `bad` has a True entry; the message says that the rank of that stage has no step of
-        kind `kind` for that micro-batch.
+        """Raise `ProgramError` if `bad` has a True entry; the message says, for the first one, that the rank of the
+        stage has no step of kind `kind` for the micro-batch.
 
         bad: mask [replicas, stages, micro-batches].
         """
@@ -219,8 +220,8 @@ def _check_unique(program: PipelineProgram, steps: Integers, number: Integers, v
     """Raise `ProgramError` if two steps do the same work, such as sending the same value; the error names the later
     one.
 
-    steps: step indices. number: [steps], number that identifies the work of each step. verb: participle for the error
-    message, such as `sent`.
+    steps: step indices. number: [steps], number that is equal for steps that do the same work. verb: participle for the
+    error message, such as `sent`.
     """
     order = np.argsort(number, kind="stable")
     again = np.flatnonzero(number[order][1:] == number[order][:-1])

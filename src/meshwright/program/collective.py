@@ -30,7 +30,7 @@ class Kind(IntEnum):
     Steps form groups: a rank posts the steps of a group together and waits for all of them before the next group. A
     group has either local steps or transfers. Each step reads slot values from before the group; writes become visible
     after it. A slot that a receive or a copy writes may be used by no other step of the group. Several reductions may
-    target one slot, which sends of the group may read; they send the value from before the group.
+    target one slot, and sends of the group may read that slot; they send its value from before the group.
     The order of steps within a group decides only which messages match (between two ranks, the n-th send with the n-th
     receive) and the rounding order of reductions into one slot.
     """
@@ -141,7 +141,7 @@ class CollectiveProgram(StepProgram):
 
     @property
     def first_scratch(self) -> int:
-        """Index of the first scratch slot (temporary buffer), after those of data and output."""
+        """Index of the first scratch slot (temporary buffer), after the data slots and the output slots."""
         return self.output + self.chunks
 
     @property

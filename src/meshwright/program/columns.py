@@ -16,7 +16,7 @@ class StepColumns:
     """Steps of a program as columns [steps], sorted by rank and, on each rank, in execution order.
 
     rank: rank that runs the step. group: number of the step's group, from 0 on each rank; the steps of a group run
-        together. kind: operation of the step, a `Kind` of collective or pipeline programs.
+    together. kind: operation of the step, a `Kind` of collective or pipeline programs.
     """
 
     rank: Integers

@@ -18,7 +18,7 @@ def find_read_value(program: PipelineProgram, at: int) -> Value | None:
     """Return the value (activation or gradient) that a compute step reads from another stage, or None if it reads none.
 
     at: index of the step in the program. A value is (OUTPUT = 0 for an activation or GRADIENT = 1, replica, stage that
-        produces it, micro-batch).
+    produces it, micro-batch).
     """
     s = program.steps
     return compute_read_value(
@@ -30,7 +30,7 @@ def find_carried_value(program: PipelineProgram, at: int) -> Value:
     """Return the value (activation or gradient) that a send or receive step transfers.
 
     at: index of the step in the program. A value is (OUTPUT = 0 for an activation or GRADIENT = 1, replica, stage that
-        produces it, micro-batch).
+    produces it, micro-batch).
     """
     s = program.steps
     return compute_carried_value(*(int(column[at]) for column in (s.kind, s.stage, s.replica, s.micro_batch)))
@@ -40,7 +40,7 @@ def compute_read_value(last: int, kind: int, stage: int, replica: int, micro_bat
     """Return the value (activation or gradient) that a compute step reads from another stage, or None if it reads none.
 
     last: index of the pipeline's last stage. kind, stage, replica, micro_batch: fields of the step. A value is (OUTPUT
-        = 0 for an activation or GRADIENT = 1, replica, stage that produces it, micro-batch).
+    = 0 for an activation or GRADIENT = 1, replica, stage that produces it, micro-batch).
     """
     if kind == _FORWARD:
         return (OUTPUT, replica, stage - 1, micro_batch) if stage > 0 else None
@@ -64,13 +64,13 @@ _TO_NEXT_STAGE = frozenset((int(Kind.SEND_FORWARD), int(Kind.RECEIVE_BACKWARD)))
 
 
 def find_consumed_sends(program: PipelineProgram, rank: int) -> dict[int, list[Value]]:
-    """Return the points at which a rank can free send buffers without waiting for the sends, so that activations are
-    kept no longer than necessary: {index of a compute step: values whose send buffers are free once the input of this
-    step has arrived}.
+    """Return the points at which a rank can free the buffers of activations and gradients that it has sent, without
+    waiting for the sends: {index of a compute step of the rank: values whose send buffers can be freed once the input
+    of this step has arrived}.
 
-    A message from a neighbour shows that the neighbour has run all of its earlier steps, and so has already read the
-    tensors that those steps received from `rank`. A value is (OUTPUT or GRADIENT, replica, stage that produces it,
-    micro-batch); each value is listed once. program: the pipeline schedule.
+    An input that arrives from another rank shows that this rank has run all of its steps before the send, and so has
+    received the values that these steps read from `rank`. A value is (OUTPUT or GRADIENT, replica, stage that produces
+    it, micro-batch); each value is listed once. program: the pipeline schedule.
     """
     last, placement = program.stages - 1, program.placement
     mine = list_rank_steps(program, rank)
@@ -100,8 +100,8 @@ def find_consumed_sends(program: PipelineProgram, rank: int) -> dict[int, list[V
 
 
 def _find_peer(placement: Placement, kind: int, stage: int, replica: int, micro_batch: int) -> int:
-    """Return the rank at the other end of a send or receive step. kind, stage, replica: fields of the step
-    (micro_batch, its last field, does not matter).
+    """Return the rank at the other end of a send or receive step. kind, stage, replica, micro_batch: fields of the step
+    (micro_batch does not affect the result).
 
     placement: rank of each stage, indexed by replica, then by stage.
     """

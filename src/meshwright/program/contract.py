@@ -45,11 +45,12 @@ def check_header(operation: str, ranks: int, chunks: int, root: int, scratch: in
 
 @dataclass
 class SymbolicMemory:
-    """Symbolic contents of the slots (buffers of one chunk each) of all ranks.
+    """Contents of the slots (buffers of one chunk each) of all ranks in a symbolic execution: instead of numbers, which
+    chunk a slot holds and the contributions of which ranks it sums.
 
     chunk: [ranks, slots], number of the vector's chunk in each slot; -1 for an empty slot.
     origins: [ranks, slots, ceil(ranks / 64)], set of ranks whose contributions are summed in the slot, one bit per
-        rank.
+    rank.
     """
 
     chunk: NDArray[np.int32]
@@ -87,8 +88,8 @@ def find_receiver(ranks: int, root: int) -> int:
 
 
 def build_initial_memory(program: CollectiveProgram) -> SymbolicMemory:
-    """Return the symbolic contents of all slots (buffers for one chunk) before the first step: the input that the
-    program's operation assumes on each rank.
+    """Return the symbolic contents (chunk number and contributing ranks) of all slots (buffers for one chunk) before
+    the first step: the input that the program's operation assumes on each rank.
 
     For a barrier, slot 0 of each rank collects the set of ranks from which signals have come, directly or through
     others.
@@ -115,8 +116,8 @@ def build_initial_memory(program: CollectiveProgram) -> SymbolicMemory:
 class RequiredSlots:
     """Slot contents that an operation requires at its end, as columns with one entry per slot (buffer for one chunk).
 
-    rank, slot: rank, and slot number on it. chunk: chunk of the vector that the slot must hold. origin: rank whose
-    contribution it must be, or `ALL` (-1) for the sum over all ranks.
+    rank, slot: rank, and slot number on it. chunk: chunk of the vector that the slot must hold. origin: rank whose data
+    the slot must hold, or `ALL` (-1) for the sum over all ranks.
     """
 
     rank: Integers

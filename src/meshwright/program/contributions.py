@@ -34,7 +34,8 @@ class SlotMoves:
         read_level, write_level: Dependency level at which the source is read and the target is written; a reduction is
             written only when all transfers of its group (steps that a rank posts together) have ended.
         reduces: True if the move adds to the target instead of overwriting it.
-        turn: Number of earlier reductions of the same group into the same target, so that they are applied one by one.
+        turn: Number of earlier reductions of the same group into the same target; reductions into one target are
+            applied in the order of this number.
     """
 
     read_level: Integers  # level of the read
@@ -189,11 +190,10 @@ class ContributionTracker:
         return chunk, self._sets[moves.source]
 
     def _apply_copies(self, moves: SlotMoves) -> tuple[SlotMoves, Chunks, Sets]:
-        """Read the source slots (buffers for one chunk) of all moves, and perform the moves that overwrite their target
-        slot in `memory`.
+        """Perform, in `memory`, those of `moves` that overwrite their target slot (buffer for one chunk).
 
-        Returns three values for the other moves, which are reductions not yet applied: the moves, the chunk numbers
-        [moves] and the sets of contributing ranks [moves, 64-bit words] that they have read.
+        Returns the other moves, which are reductions still to be applied, with what they read from their source slots:
+        (moves, chunk numbers [moves], sets of contributing ranks [moves, 64-bit words]).
         """
         chunk, sets = self._read_slots(moves)
         reduces = int(np.searchsorted(moves.reduces, True))  # overwriting moves come first
@@ -219,8 +219,8 @@ class ContributionTracker:
         target.
 
         chunk: [moves], chunk numbers read. sets: [moves, 64-bit words], sets of contributing ranks read. Raises
-        `ProgramError` for an empty target, one with another chunk, or one that already has a contribution (unless the
-        operation is a barrier).
+        `ProgramError` for an empty target, one with another chunk, or one that already has a contribution of the same
+        rank (allowed for a barrier).
         """
         present, held = self._chunk[moves.target], self._sets[moves.target]
         if self.program.operation != "barrier":  # a repeated signal is harmless

@@ -61,12 +61,13 @@ class Dataflow:
     def compute_value_index(
         self, what: Integers | int, replica: Integers, stage: Integers, micro_batch: Integers
     ) -> Integers:
-        """Return the index of a value in arrays over all values, such as `last_step`. A value is the output or gradient
-        of one micro-batch in one stage of one replica (copy of the model); its index is row-major over (what, replica,
-        stage, micro_batch).
+        """Return the index of a value in arrays over all values, such as `last_step`. A value is the output, input
+        gradient or weight gradient of one micro-batch in one stage of one replica (copy of the model); its index is
+        row-major over (what, replica, stage, micro_batch).
 
-        what: OUTPUT (0), GRADIENT (1) or WEIGHTS (2). replica, stage, micro_batch: where and for which micro-batch the
-        value is produced. Arguments are broadcast against each other; the result has their shape.
+        what: OUTPUT (0), GRADIENT (1: input gradient) or WEIGHTS (2: weight gradient). replica, stage, micro_batch:
+        where and for which micro-batch the value is produced. Arguments are broadcast against each other; the result
+        has their shape.
         """
         p = self.program
         return ((what * p.replicas + replica) * p.stages + stage) * p.micro_batches + micro_batch
@@ -75,7 +76,7 @@ class Dataflow:
         """Return the index, in arrays over all values such as `last_step`, of one value for each step: the value of
         kind `what` with the step's replica, stage and micro-batch.
 
-        what: OUTPUT (0), GRADIENT (1) or WEIGHTS (2). steps: step indices.
+        what: OUTPUT (0), GRADIENT (1: input gradient) or WEIGHTS (2: weight gradient). steps: step indices.
         """
         s = self.program.steps
         return self.compute_value_index(what, s.replica[steps], s.stage[steps], s.micro_batch[steps])

@@ -67,9 +67,9 @@ class Durations:
     def split(self, shape: PipelineProgram | tuple[int, int]) -> Durations:
         """Convert durations by rank, for all stages (model chunks) of a rank together, to durations by stage.
 
-        shape: the program, or (ranks, chunks per rank) for cyclic placement. A field of `self` that is one number, or
-        one per rank, is divided by the chunks per rank. A field with one number per stage is kept, also if ranks and
-        stages are equally many. `transfer` is kept too. Raises UserError for a list of another length.
+        shape: the program, or (ranks, chunks per rank) if stage s is on rank s modulo ranks. A field of `self` that is
+        one number, or one per rank, is divided by the chunks per rank. A field with one number per stage is kept, also
+        if ranks and stages are equally many. `transfer` is kept too. Raises UserError for a list of another length.
         """
         if isinstance(shape, tuple):
             ranks, chunks = shape
@@ -83,8 +83,8 @@ class Durations:
             and several replicas. A number, or a list by rank, is divided by the stages per rank; a list by stage is
             kept.
 
-            name: field name, for errors. value: one number, one per rank, or one per stage. Raises UserError for
-            another length.
+            name: field name, for error messages. value: one number, one per rank, or one per stage. Raises UserError
+            for another length.
             """
             array = np.asarray(value, np.float64)
             if array.ndim == 0:

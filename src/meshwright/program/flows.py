@@ -23,8 +23,8 @@ def compute_fair_rates(flow: Integers, link: Integers, flows: int, bandwidth: Fl
     one hop. flows: number of flows. bandwidth: [all links], bytes per second.
 
     Progressive filling: a link's share is its remaining bandwidth, divided by the number of its flows that have no rate
-    yet. Each iteration takes the links whose share is the lowest on the routes of all of their flows, and sets the rate
-    of these flows to this share.
+    yet. Each iteration finds the links that are the bottleneck (lowest share of all links on the route) of every flow
+    over them, and sets the rate of these flows to this share.
     """
     links, link = np.unique(link, return_inverse=True)
     left = bandwidth[links]

@@ -98,7 +98,8 @@ def _build_collective(header: Mapping[str, Any], columns: dict[str, Integers], w
     """Build a collective program from the header and step columns of its JSON form; raises `UserError` for invalid
     values.
 
-    header: keys such as `operation` and `ranks`. columns: column name -> array [steps]. where: prefix of errors.
+    header: keys such as `operation` and `ranks`. columns: column name -> array [steps]. where: prefix of error
+    messages.
     """
     values = dict(header)
     algorithm = values.pop("algorithm")
@@ -116,7 +117,7 @@ def _build_pipeline(header: Mapping[str, Any], columns: dict[str, Integers], whe
     """Build a pipeline program from the header and step columns of its JSON form; raises `UserError` for invalid
     values.
 
-    header: keys such as `name` and `placement`. columns: column name -> array [steps]. where: prefix of errors.
+    header: keys such as `name` and `placement`. columns: column name -> array [steps]. where: prefix of error messages.
     """
     name, ranks, micro_batches = header["name"], header["ranks"], header["micro_batches"]
     for key, number in (("ranks", ranks), ("micro_batches", micro_batches)):
@@ -156,7 +157,8 @@ def _parse_columns(value: object, dialect: str, where: str) -> dict[str, Integer
     """Return column name -> array [steps] from the JSON object `value`; words such as `send` become the numbers of
     `Kind`.
 
-    dialect: `collective` or `pipeline`. where: prefix of errors. Raises `UserError` for missing or invalid columns.
+    dialect: kind of program, `collective` or `pipeline`. where: prefix of error messages. Raises `UserError` for
+    missing or invalid columns.
     """
     table = _require_object(value, where)
     names = _COLUMNS[dialect]

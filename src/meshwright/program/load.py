@@ -26,7 +26,8 @@ def load_program(path: str | Path, dialect: Literal["pipeline"]) -> PipelineProg
 
 
 def load_program(path: str | Path, dialect: Literal["collective", "pipeline"]) -> CollectiveProgram | PipelineProgram:
-    """Read a collective program or a pipeline schedule, as `dialect` says, from a file in text or JSON form.
+    """Read a collective program (if `dialect` is "collective") or a pipeline schedule ("pipeline") from a file in text
+    or JSON form.
 
     path: a leading `@`, as on the command line, is ignored. Raises `UserError` with the file's name and, where known,
     the line.

@@ -99,9 +99,9 @@ class _WaveOrder(NamedTuple):
         before: [groups], position in `order` of the previous group on the same rank.
         needs: Several arrays [groups] of positions in `order`: a group waits for the groups on other ranks at needs[0],
             needs[1] ...
-        crossings: Like `needs`, index in `RemoteReads` of the read that causes each wait. The entry g of `before`,
-            `needs` and `crossings` belongs to group order[g]. If a group has no such predecessor, its position is
-            `len(order)` and its read -1.
+        crossings: Several arrays [groups], one for each of `needs`: index in `RemoteReads` of the read (of a value from
+            another rank) that causes the wait. Entry g of `before`, `needs` and `crossings` concerns the group
+            order[g]; without such a predecessor the position is `len(order)`, the read -1.
     """
 
     order: Integers

@@ -23,8 +23,8 @@ Reals: TypeAlias = NDArray[np.float64]
 class ProgramError(CheckFailed):
     """Error for a program that is incorrect or would deadlock; its message names rank, step and reason.
 
-    rank, group: rank of the step, and number of its group (steps that run together) on that rank. step: text of the
-    step. reason: what is wrong.
+    rank, group: rank of the incorrect step, and number of its group (steps that run together) on that rank. step: text
+    of the step. reason: what is wrong.
     """
 
     def __init__(self, rank: int, group: int, step: str, reason: str) -> None:
@@ -45,7 +45,7 @@ def match_transfers(rank: Integers, peer: Integers, is_send: Mask, is_receive: M
     """Match the k-th send from rank a to rank b with the k-th receive of rank b from rank a, for all pairs of ranks.
 
     rank: [steps], rank of each step, ascending. peer: [steps], rank at the other end. is_send, is_receive: [steps],
-        masks of sends and receives.
+    masks of sends and receives.
     Returns (step indices of all sends, step indices of their receives), in the order of the sends. Raises
     `UnmatchedTransfer`.
     """
@@ -72,9 +72,10 @@ def match_transfers(rank: Integers, peer: Integers, is_send: Mask, is_receive: M
 class PostingOrder:
     """Order in which the groups (steps that a rank posts together) of a program can be posted.
 
-    level: [groups], length of the longest chain of groups that must be posted before each group; a group depends only
-    on groups of lower levels. rounds: [groups], largest number of transfers in such a chain. depth: number of transfers
-    in the longest chain of the program, which is its number of rounds.
+    level: [groups], number of groups in the longest chain of groups that must be posted, one after the other, before
+    each group; a group depends only on groups of lower levels. rounds: [groups], largest number of transfers in such a
+    chain before each group. depth: largest number of transfers in any such chain of the program, which is its number
+    of rounds.
     """
 
     level: Integers
@@ -95,7 +96,7 @@ def find_posting_order(rank: Integers, group_a: Integers, group_b: Integers) -> 
     synchronous.
 
     rank: [groups], rank of each group; groups are numbered rank by rank, in posting order. group_a, group_b:
-        [transfers], group indices of the two ends of each transfer. Raises `Deadlock` with the cycle.
+    [transfers], group indices of the two ends of each transfer. Raises `Deadlock` with the cycle.
     """
     count = len(rank)
     has_transfer = np.zeros(count, np.bool_)

@@ -179,8 +179,8 @@ def find_placement_error(placement: Sequence[Sequence[int]], ranks: int, first: 
     stage must be on an existing rank, all replicas (copies of the model) must have equally many stages, and all ranks
     must hold equally many stages of each replica.
 
-    placement: [replica][stage], rank of each stage. ranks: number of ranks. first: replica at which to start, because
-    those before it have been checked.
+    placement: [replica][stage], rank of each stage. ranks: number of ranks. first: replica at which to start, if
+    earlier replicas have been checked already.
     """
     for replica in range(first, len(placement)):
         homes = placement[replica]
@@ -217,8 +217,8 @@ class RankBuilder:
     the rank has only one stage of that replica (copy of the model; bidirectional schedules have two, others one).
 
     rank: number of the rank. stages: [replica], stages on this rank. rows: appended steps, as (group, kind, stage,
-    replica, micro-batch, component). Steps of one group run overlapped. The component is a part of the layers, 0 for a
-    whole step.
+    replica, micro-batch, component). Steps of one group run overlapped. The component is a `Component` (part of the
+    layers that the step computes), 0 for a whole step.
     """
 
     rank: int

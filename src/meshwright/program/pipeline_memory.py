@@ -14,8 +14,9 @@ from meshwright.program.pipeline import Kind, PipelineProgram
 
 
 def find_activation_lifetimes(flow: Dataflow) -> tuple[Integers, Integers]:
-    """Return the steps at whose start saved activations are allocated and the steps at whose end they are freed, as two
-    arrays of step indices. Entry i of the two arrays need not concern the same activation.
+    """Return the events that change the number of saved activations, as two arrays of step indices: the steps at whose
+    start an activation is allocated, and the steps at whose end one is freed. Entry i of the two arrays need not
+    concern the same activation.
 
     flow: data flow of the schedule. An activation lives from the start of its forward to the end of its weight gradient
     (or full backward).
@@ -58,9 +59,9 @@ def count_weight_copies(program: PipelineProgram) -> Floats:
 
     A synchronous schedule has one version of each replica's stages. In an asynchronous one (PipeDream), each update
     (optimizer step) makes a new version. A forward uses the newest version and its backward the same one, so a replaced
-    version is kept until the last backward that uses it. If a gradient that belongs to the next update is computed
-    before an update, the gradients of both updates are accumulated in separate buffers; the new version is then counted
-    from that gradient on (the second buffer of PipeDream-2BW).
+    version is kept until the last backward that uses it. If a rank computes a gradient of the next update before an
+    update (PipeDream-2BW), it needs a second buffer, in which the new version then arises; the new version is therefore
+    counted from that gradient on.
     """
     s = program.steps
     held = np.bincount(np.asarray(program.placement).ravel(), minlength=program.ranks) / program.chunks

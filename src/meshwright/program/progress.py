@@ -33,7 +33,7 @@ def find_remote_reads(flow: Dataflow) -> RemoteReads:
     """Return all values that a step reads from another rank, with the steps that produce, send and receive them.
 
     flow: data flow of the program. Raises ProgramError if a value is never produced, sent or received, or if a step
-        runs before a step of its own rank that produces its input.
+    runs before a step of its own rank that produces its input.
     """
     program, needs, s = flow.program, flow.reads, flow.program.steps
     missing = np.flatnonzero(needs.maker < 0)
@@ -71,7 +71,7 @@ def find_transfers(
 
     flow: data flow of the schedule. kind: SEND_FORWARD to find the sending steps, RECEIVE_FORWARD to find the receiving
     ones, both for activations and gradients. what: [values], OUTPUT (activation) or GRADIENT. replica, stage,
-    micro_batch: [values], those of the sending (or receiving) step.
+    micro_batch: [values], fields of the sending (or receiving) step.
     """
     program, s = flow.program, flow.program.steps
     steps = np.flatnonzero((s.kind == kind) | (s.kind == kind + 2))
@@ -105,9 +105,9 @@ def run_groups(
     arrived.
 
     wait: values read across ranks. duration: [groups], time that each group occupies its rank. delay: [values of wait],
-    time of each message, in the same unit.
-    Returns (start time of every group, end time of every group, group indices in dependency order), the times in the
-    same unit. Raises ProgramError with the cycle for a deadlock.
+    time of each message, in the unit of `duration`.
+    Returns (start time of every group, end time of every group, group indices in dependency order), with times in that
+    unit. Raises ProgramError with the cycle for a deadlock.
     """
     s = program.steps
     groups = len(s.group_rank)

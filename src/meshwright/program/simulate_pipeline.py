@@ -20,7 +20,7 @@ __all__ = ["Durations", "PipelineTiming", "simulate_pipeline"]
 
 @dataclass(frozen=True, eq=False)
 class PipelineTiming:
-    """Result of the simulation of a pipeline schedule; times are in the unit of the durations.
+    """Result of the simulation of a pipeline schedule; times are in the unit of the step durations.
 
     Attributes:
         program: The schedule.
@@ -37,12 +37,12 @@ class PipelineTiming:
 
     @cached_property
     def _computing(self) -> Integers:
-        """Indices of the steps that compute or update weights: all steps except sends and receives."""
+        """Indices of the compute steps and updates (optimizer steps), which are all steps except sends and receives."""
         return np.flatnonzero(self.program.steps.kind <= Kind.UPDATE)
 
     @cached_property
     def makespan(self) -> float:
-        """Time from the first start to the last end of a compute or update step over all ranks, in the unit of the
+        """Time from the first start to the last end of a compute or update step over all ranks, in the unit of the step
         durations."""
         c = self._computing
         return float(self.end[c].max() - self.start[c].min()) if len(c) else 0.0
@@ -58,14 +58,15 @@ class PipelineTiming:
 
     @cached_property
     def busy(self) -> Floats:
-        """Total time that each rank computes or updates weights, in the unit of the durations, indexed by rank."""
+        """Total time of the compute steps and updates (optimizer steps) of each rank, in the unit of the step
+        durations, indexed by rank."""
         rank, start, end = self._groups
         return np.bincount(rank, end - start, self.program.ranks).astype(np.float64)
 
     @cached_property
     def idle(self) -> Floats:
-        """Idle time of each rank between its own first and last compute step, in the unit of the durations, indexed by
-        rank."""
+        """Idle time of each rank between its own first and last compute step, in the unit of the step durations,
+        indexed by rank."""
         rank, start, end = self._groups
         first, last = np.full(self.program.ranks, np.inf), np.full(self.program.ranks, -np.inf)
         np.minimum.at(first, rank, start)
@@ -124,8 +125,8 @@ class PipelineTiming:
     @cached_property
     def steady_bubble_fraction(self) -> float:
         """Bubble fraction while the pipeline is full: fraction of the time in which a rank idles during the middle
-        third of its backwards, averaged over ranks. Warm-up and cool-down are excluded if there are at least about 3
-        times as many micro-batches as ranks."""
+        third of its backwards, averaged over ranks. This third contains no warm-up or cool-down if there are at least
+        about 3 times as many micro-batches as ranks."""
         s, c = self.program.steps, self._computing
         shares = []
         for rank in range(self.program.ranks):

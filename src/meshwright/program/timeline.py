@@ -95,11 +95,11 @@ class SimulatedTimes(Protocol):
 
     @property
     def start(self) -> Reals:
-        """Start time of each step of the program: [steps], in the unit of the durations."""
+        """Start time of each step of the program: [steps], in the time unit of the simulation."""
 
     @property
     def end(self) -> Reals:
-        """End time of each step of the program: [steps], in the unit of the durations."""
+        """End time of each step of the program: [steps], in the time unit of the simulation."""
 
 
 def build_pipeline_timeline(

@@ -11,7 +11,7 @@ def build_chrome_trace(
     timeline: Timeline, *, process: int = 0, first_thread: int = 0, start: float = 0.0
 ) -> dict[str, Any]:
     """Return a timeline as a JSON object in Chrome's trace event format: tracks as threads, spans as slices, transfers
-    as flow arrows, levels as counters.
+    as flow arrows, levels (curves of a quantity such as saved activations) as counters.
 
     One time unit of the timeline is shown as a second. process, first_thread: process number, and thread number of the
     first track, to combine several timelines. start: microseconds at which the timeline's time 0 lies.

@@ -16,16 +16,16 @@ class StepDurations(TypedDict, total=False):
     """Durations of the passes and transfers of one micro-batch in a pipeline, in any unit of time.
 
     A field is one number: the time on all stages of a rank together, equal on all ranks; or a list [ranks] of such
-    times; or a list [stages] with the time of each stage. The length of a list tells which it is; with one stage per
-    rank both mean the same.
+    times; or a list [stages] with the time of each stage. The length of a list decides whether it is by rank or by
+    stage.
 
     Attributes:
         forward: Time of the forward pass; 1 unless given.
         input_gradient: Time of the input-gradient pass (B); 1 unless given.
         weight_gradient: Time of the weight-gradient pass (W); 1 unless given.
         transfer: Time of a message from a stage to the next: one number, or one per stage boundary; 0 unless given.
-        overlapped: Time of a forward and a backward together, where a schedule overlaps them; the sum of both unless
-            given.
+        overlapped: Time of a forward and a backward together, where a schedule overlaps them; the sum of their times
+            unless given.
     """
 
     forward: float | Sequence[float]
@@ -60,7 +60,7 @@ def schedule(
 
     Args:
         name: A schedule such as `"1f1b"`, `"auto"` (a search), or `"@FILE"`.
-        stages: Pipeline ranks; None for a file, which has its own number.
+        stages: Number of pipeline ranks, each with `chunks` stages; None for a file, which has its own number.
         micro_batches: Micro-batches of a training step, over both directions of a bidirectional schedule; None for a
             file.
         chunks: Stages per rank; None for the schedule's default.

@@ -15,32 +15,32 @@ def pipedream(ranks: int, micro_batches: int) -> PipelineProgram:
     """Generate the PipeDream pipeline schedule: 1F1B with an optimizer step after each backward, on stashed weights.
 
     Narayanan et al., SOSP 2019, sections 3.2 and 3.3; first in Harlap et al. 2018, arXiv 1806.03377. A backward uses
-    the weights of its forward, which are stashed until then; gradients on rank r are p - 1 - r updates stale.
+    the weights of its forward, which are stashed until then; gradients on rank r of p are p - 1 - r updates stale.
 
     Any number of ranks and micro-batches. Costs, for p ranks:
     - bubble: none once the pipeline is full
     - peak activations: p - r micro-batches on rank r
     - weight copies: p - r on rank r
-    - transfers: those of 1F1B
+    - transfers: as many as 1F1B
     """
     return generate_1f1b("pipedream", ranks, micro_batches, update_each=True)
 
 
 def pipedream_2bw(ranks: int, micro_batches: int) -> PipelineProgram:
     """Generate the PipeDream-2BW pipeline schedule: double-buffered weights, an optimizer step for each batch of at
-    least p micro-batches.
+    least `ranks` micro-batches.
 
     Narayanan et al. 2021, arXiv 2006.09503, section 3.1, figure 2. All ranks run a batch with one version of the
     weights, which contains the gradients of all batches up to the one before last: gradients are one update stale. A
-    new version is complete with the last gradient of its batch and stays in the second buffer until it is used; a
-    rank's update step, just before its first forward with the new version, switches to it.
+    new version is complete with the last gradient of its batch, but stays in the second buffer until the rank's update
+    step switches to it, just before the first forward that uses it.
 
     Needs at least `ranks` micro-batches (`UserError`); they are split into as many near-equal batches of at least
     `ranks` as possible. Costs, for p ranks:
     - bubble: none once the pipeline is full
     - peak activations: p - r micro-batches on rank r
     - weight copies: 2
-    - transfers: those of 1F1B
+    - transfers: as many as 1F1B
     """
     if micro_batches < ranks:
         raise UserError(

@@ -52,7 +52,7 @@ class Candidate:
     Attributes:
         name: Named schedule such as "1f1b", or kind of search.
         program: The schedule.
-        makespan: Total time, in the unit of the durations.
+        makespan: Total time, in the unit of the step durations.
         peak: [ranks], peak of saved activations; 1.0 is one micro-batch on all stages of the rank.
         fits: True if all peaks are within the memory limits.
     """
@@ -73,10 +73,10 @@ class SearchResult:
         winner: The best candidate.
         candidates: All candidates, first those within the memory limits, then the others, each by increasing makespan
             (total time).
-        refused: Named schedule -> reason why it does not accept these sizes.
-        lower_bound: Bound below which no schedule with the searched placements and memory limits can have its makespan;
-            None if the bound does not hold for some candidates: those with two replicas, or with steps that take less
-            time overlapped than one after the other.
+        refused: Named schedule -> reason why it does not accept the numbers of ranks and micro-batches.
+        lower_bound: Lower bound of the makespan of any schedule with the searched placements and memory limits. None if
+            a candidate may be below it, as candidates may that have two replicas, or steps that overlap in less time
+            than they take one after the other.
     """
 
     program: PipelineProgram
@@ -87,7 +87,7 @@ class SearchResult:
 
     @property
     def makespan(self) -> float:
-        """Makespan (total time) of the winning program, in the unit of the durations."""
+        """Makespan (total time) of the winning program, in the unit of the step durations."""
         return self.winner.makespan
 
     @property
@@ -181,9 +181,9 @@ def _choose_winner(candidates: list[Candidate], refused: dict[str, str], bound: 
     """Choose the candidate with the smallest makespan among those within the memory limits; return it with all
     candidates as the search result.
 
-    Among candidates of equal makespan the smallest peak memory decides, then a named schedule wins. candidates:
-    simulated schedules, at least one within the limits. refused: named schedule -> reason why it does not accept the
-    sizes. bound: lower bound of the makespan, None if unknown.
+    Of candidates with equal makespan, the one with the smallest peak memory wins; of candidates equal in both, a named
+    schedule. candidates: simulated schedules, at least one within the limits. refused: named schedule -> reason why it
+    does not accept the numbers of ranks and micro-batches. bound: lower bound of the makespan, None if unknown.
     """
     fitting = [one for one in candidates if one.fits]
     least = min(one.makespan for one in fitting)
@@ -271,8 +271,8 @@ def _list_named_schedules(counts: tuple[int, ...], weight_copies: int) -> Iterat
 
 
 def _list_placements(ranks: int, counts: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield (name of the placement for its candidates, [stages] with the rank of each stage) for each placement of
-    stages on ranks that the search tries. counts: numbers of stages per rank to try."""
+    """Yield each placement of stages on ranks that the search tries, as (name for its candidates such as "search, V";
+    rank of each stage, [stages]). counts: numbers of stages per rank to try."""
     for count in counts:
         yield f"search, {count} chunk{'s' if count > 1 else ''}", place_cyclically(ranks, count)
         if count == 2 and ranks > 1:
@@ -355,8 +355,8 @@ def _try_greedy(problem: Problem, trials: int) -> list[TimedOrders]:
 
 def _try_patterns(problem: Problem, trials: int) -> list[TimedOrders]:
     """Build up to `trials` candidate schedules in which a fixed pattern of tasks repeats for each micro-batch, one
-    period later; return (makespan, task orders of all ranks) of each that fits into memory. A task is one pass on one
-    stage.
+    period (fixed time) after the one before; return (makespan, task orders of all ranks) of each that fits into memory.
+    A task is one pass on one stage.
 
     problem: placement, task durations and memory limits. The period grows from the shortest possible one; later trials
     also delay tasks at random (fixed seed).

@@ -41,7 +41,7 @@ def with_components(program: PipelineProgram) -> PipelineProgram:
         forward     attention   dispatch   MLP        combine
         backward    combine     MLP        dispatch   attention
 
-    A component of a stage with several layers stands for those of all its layers. Steps that are split already,
+    If a stage has several layers, one step stands for the component in all of them. Steps that are split already,
     transfers and updates are unchanged.
     """
     s = program.steps
@@ -95,7 +95,7 @@ class ComponentDurations:
 
     @property
     def overlapped(self) -> float:
-        """Time of an overlapped forward and backward (F&B), in the unit of the durations: the sum over four pairs of
+        """Time of an overlapped forward and backward (F&B), in the unit of all fields: the sum over four pairs of
         components that run at the same time (attention with combine, dispatch with MLP ...), each as long as the longer
         of the two."""
         forward, backward = self.tabulate()[:2]
@@ -120,7 +120,7 @@ class ComponentDurations:
 @dataclass(frozen=True, eq=False)
 class ComponentTiming:
     """Simulated times of a pipeline schedule whose steps are split into layer components (attention, dispatch, MLP,
-    combine), in the unit of the durations.
+    combine), in the unit of the component durations.
 
     Attributes:
         timing: Result of the simulation, in which all steps of a group (that run together on a rank) start and end

@@ -11,16 +11,16 @@ from meshwright.schedules.phrases import Chunk, PhraseWriter
 def dualpipe(ranks: int, micro_batches: int) -> PipelineProgram:
     """Generate the DualPipe schedule: two pipelines in opposite directions, with overlapped forwards and backwards.
 
-    DeepSeek-V3 report, arXiv 2412.19437, section 3.2.1, figure 5; steps 1 to 8 as its code numbers them. Replica 0 runs
-    down the ranks with the first half of the micro-batches, replica 1 up with the second half; rank r has stage r of
-    one and stage ranks-1-r of the other. Ranks must be even, micro-batches even and at least 2 x ranks (`UserError`).
+    DeepSeek-V3 report, arXiv 2412.19437, section 3.2.1, figure 5. Replica 0 runs down the ranks with the first half of
+    the micro-batches, replica 1 up with the second half; rank r has stage r of replica 0 and stage ranks-1-r of replica
+    1. Ranks must be even, micro-batches even and at least 2 x ranks (`UserError`).
 
     Costs (table 2 of the report; F, B: forward and full backward of a rank's stage; W: the weight-gradient part of B;
     F&B: an overlapped forward and backward):
     - bubble: (ranks/2 - 1) (F&B + B - 3W), exact if forward = input gradient >= W
     - peak activations: ranks + 1 micro-batches
     - weight copies: 2
-    - transfers: those of 1F1B
+    - transfers: as many as 1F1B
     """
     if ranks < 2 or ranks % 2:
         raise UserError(f"dualpipe on {ranks} ranks: the number of ranks must be even")
@@ -44,13 +44,14 @@ def write_dual_order(rank: RankBuilder, chunks: list[Chunk], half: int) -> None:
     """Append one rank's steps under DualPipe or DualPipeV (DeepSeek-V3 report, section 3.2.1) to `rank`, the builder of
     the rank's steps.
 
-    chunks: the rank's two stages with their micro-batches, the one with the lower stage number first; this number is
-    also the rank's distance from the nearer end of the pipeline. half: distance from an end to the middle of the
-    pipeline, in ranks: half of the ranks under DualPipe; all ranks under DualPipeV, where the last rank holds the two
-    middle stages.
+    The order depends on how far the rank is from the middle of the pipeline. chunks: the rank's two stages with their
+    micro-batches, the lower stage number first; a rank whose lower stage number is d is the d-th from an end of the
+    pipeline, counted from 0. half: number of ranks from an end to the middle: half of the ranks under DualPipe; all
+    ranks under DualPipeV, where the last rank holds the two middle stages.
     """
     depth, to_the_middle = chunks[0].stage, half - chunks[0].stage - 1
     order = PhraseWriter(rank, chunks)
+    # Numbers: steps of the schedule in DeepSeek's published code.
     order.write("F0", 2 * to_the_middle)  # 1
     order.write("F0 F1", depth + 1)  # 2
     order.write("I1 W F1", to_the_middle)  # 3

@@ -12,17 +12,18 @@ def dualpipe_v(ranks: int, micro_batches: int) -> PipelineProgram:
     """Generate the DualPipeV schedule: DualPipe folded in half, so that one copy of the weights suffices.
 
     Sea AI Lab: "DualPipe could be better without the Dual", 2025; second form in the DualPipe repository. The stages
-        run down the ranks and up again; the first rank has the first and the last. A rank's order is DualPipe's on
-        twice the ranks, with all micro-batches instead of each direction's half. Needs at least 2 x ranks micro-batches
-        (`UserError`).
+    run down the ranks and up again; the first rank has the first and the last stage. A rank's order is DualPipe's on
+    twice the ranks, with all micro-batches instead of each direction's half. Needs at least 2 x ranks micro-batches
+    (`UserError`).
 
     Costs, with p = 2 x ranks stages (F, B: forward and full backward of one stage, half a rank's share; W: the
     weight-gradient part of B; F&B: an overlapped forward and backward):
-    - bubble: (p/2 - 1) (F&B + B - 3W), exact if forward = input gradient >= W. If overlap gains nothing and all three
-    take 1 on a rank, that is ranks - 1, or half of it if the forward of a pair is sent before its backward
+    - bubble: (p/2 - 1) (F&B + B - 3W), exact if forward = input gradient >= W. If overlap gains nothing, and forward,
+    input gradient and W take 1 each on a rank, that is ranks - 1; or half of it if, in an overlapped pair, the output
+    of the forward is sent before the backward runs
     - peak activations: p + 1 in units of a stage, or ranks + 1/2 micro-batches
     - weight copies: 1
-    - transfers: twice those of 1F1B
+    - transfers: twice as many as 1F1B
     """
     if micro_batches < 2 * ranks:
         raise UserError(

@@ -16,11 +16,11 @@ def gems(ranks: int, micro_batches: int) -> PipelineProgram:
     micro-batches must be even (`UserError`).
 
     Costs, for N micro-batches and D ranks:
-    - bubble: a ratio of about (D-1) / (D+1/2) if a backward takes two forwards (Li, Hoefler, arXiv 2107.06925, table
-    2), (D-1) / (D+1) if it takes one
+    - bubble: a ratio of about (D-1) / (D+1/2) if a backward takes as long as two forwards (Li, Hoefler, arXiv
+    2107.06925, table 2), (D-1) / (D+1) if it takes as long as one
     - peak activations: 1 micro-batch
     - weight copies: 2
-    - transfers: those of 1F1B
+    - transfers: as many as 1F1B
     """
     if micro_batches < 2 or micro_batches % 2:
         raise UserError(

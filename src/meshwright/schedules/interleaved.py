@@ -27,7 +27,7 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProg
     - peak activations: if p divides m, p + (p - 1 - 2r) / v micro-batches on rank r (at most m); if the first round
     has g > p micro-batches, g - (g + 1 - 2p) / v on rank 0
     - weight copies: 1
-    - transfers: v times those of 1F1B
+    - transfers: v times as many as 1F1B
     """
     program = Builder("interleaved", ranks, micro_batches, (place_cyclically(ranks, chunks),))
     taken = split_into_rounds(ranks, micro_batches)
@@ -47,12 +47,12 @@ def interleaved_zero_bubble(ranks: int, micro_batches: int, chunks: int = 2) -> 
     """Generate the interleaved ZB-H1 pipeline schedule, with `chunks` stages per rank and split backwards.
 
     PyTorch's `ScheduleInterleavedZeroBubble`, after Qi et al. 2024, arXiv 2401.10241. Any number of ranks and
-    micro-batches. Costs, for p ranks, m micro-batches, v chunks, and F, B, I and W the times of a rank's forward, full
-    backward, input gradient and weight gradient over all its chunks:
+    micro-batches. Costs, for p ranks, m micro-batches, v chunks, and F, I and W the times of a rank's forward, input
+    gradient and weight gradient over all its chunks:
     - bubble: (p - 1)(F + I - W) / v, for m >= p
     - peak activations: if p divides m, p micro-batches on every rank; with rounds of g > p, g - (g - p) / v
     - weight copies: 1
-    - transfers: v times those of 1F1B
+    - transfers: v times as many as 1F1B
     """
     program = Builder("interleaved-zb", ranks, micro_batches, (place_cyclically(ranks, chunks),))
     taken = split_into_rounds(ranks, micro_batches)
@@ -81,12 +81,12 @@ def looped_bfs(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProgr
     the weights of one chunk at a time: sharded weights are all-gathered once per chunk and pass, not once per round of
     micro-batches.
 
-    Any number of ranks and micro-batches. Costs, for p ranks, m micro-batches, v chunks, and F, B, I and W the times of
-    a rank's forward, full backward, input gradient and weight gradient over all its chunks:
+    Any number of ranks and micro-batches. Costs, for p ranks, m micro-batches, v chunks, and F and B the times of a
+    rank's forward and full backward over all its chunks:
     - bubble: (p - 1)(F + B) / v, for m >= p
     - peak activations: m micro-batches on every rank
     - weight copies: 1
-    - transfers: v times those of GPipe
+    - transfers: v times as many as GPipe
     """
     program = Builder("looped-bfs", ranks, micro_batches, (place_cyclically(ranks, chunks),))
     for rank in program.ranks:

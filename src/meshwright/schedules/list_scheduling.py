@@ -110,10 +110,10 @@ def schedule_greedily(problem: Problem, greed: GreedyParameters) -> tuple[float,
     """Build task orders by greedy list scheduling; return (makespan, task numbers of each rank in order). A task is one
     pass on one stage.
 
-    problem: placement, task durations and memory limits. greed: parameters of the rule. Input gradients run as they
-    arrive, forwards as memory allows, weight gradients in idle intervals or when memory is full. Never deadlocks: a
-    forward is admitted only if the oldest micro-batch on the rank can still pass through all of the rank's stages
-    (banker's algorithm).
+    problem: placement, task durations and memory limits. greed: parameters of the rule that picks the next task of a
+    free rank. Input gradients run as they arrive, forwards as memory allows, weight gradients in idle intervals or when
+    memory is full. Never deadlocks: a forward is admitted only if the oldest micro-batch on the rank can still pass
+    through all of the rank's stages (banker's algorithm).
     """
     s, m, duration = problem.stages, problem.micro_batches, problem.duration
     state = PartialOrders(problem, [[] for _ in range(3 * s)] + [[0.0] * m], [0] * problem.ranks)
@@ -173,8 +173,8 @@ def reorder_out_of_order(
 
     problem: placement, task durations and memory limits. orders: for each rank, its task numbers in execution order.
     window: number of next tasks of which one may run ahead, if the memory limit still holds for all tasks that it
-    overtakes. patience: fraction of a task's duration that must pass, if it runs ahead, before the input of an
-    overtaken task arrives (1: it delays no overtaken task; 0: any delay is accepted).
+    overtakes. patience: a task runs ahead only if the inputs of all overtaken tasks arrive no sooner than after this
+    fraction of its duration (1: no overtaken task is delayed; 0: any delay is accepted).
     """
     s, duration = problem.stages, problem.duration
     state = PartialOrders(problem, [[] for _ in range(3 * s)] + [[0.0] * problem.micro_batches], [0] * problem.ranks)

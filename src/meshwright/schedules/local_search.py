@@ -94,9 +94,9 @@ def improve_orders(problem: Problem, orders: list[Order], runs: int) -> tuple[fl
 
 
 def _draw_move(problem: Problem, orders: list[Order], blocks: list[Block], draw: Random) -> tuple[int, Order | None]:
-    """Draw a random move of one task (a pass on one stage) within its block of the critical path, or to just before or
-    behind the block; return (rank, new feasible order of that rank). The order is None if ten draws in a row give no
-    feasible new order.
+    """Draw a random move of one task (a pass on one stage) in a block of the critical path: by one position, or to the
+    start or the end of the block or a few positions beyond it; return (rank, new feasible order of that rank). The
+    order is None if ten draws in a row give no feasible new order.
 
     problem: placement and memory limits. orders: for each rank, its task numbers in execution order. blocks: (rank,
     first position, last position) of consecutive tasks on the critical path. draw: random-number generator.

@@ -85,7 +85,8 @@ class Problem:
 
     @property
     def size(self) -> int:
-        """Number of task runs on all ranks together: 3 passes x stages x micro-batches."""
+        """Number of task runs (one pass of one micro-batch on one stage) on all ranks together: 3 passes x stages x
+        micro-batches."""
         return 3 * self.stages * self.micro_batches
 
     @cached_property
@@ -134,7 +135,7 @@ class Problem:
     def activation_lifetime(self) -> tuple[float, ...]:
         """Lower bound of the memory-time product of one micro-batch on each rank: its saved activations times the time
         for which they are saved, summed over the rank's stages. Indexed by rank; the unit is the saved activations of
-        one stage times the unit of the durations."""
+        one stage times the unit of the step durations."""
         s, t = self.stages, self.duration
         return tuple(
             sum(t[x] + self.turnaround[x] + t[s + x] + t[2 * s + x] for x in held) for held in self.stages_by_rank
@@ -142,14 +143,14 @@ class Problem:
 
     @cached_property
     def lower_bound(self) -> float:
-        """Lower bound of the makespan (total time) over all orders within the memory limits: the largest, over all
-        ranks, of two bounds.
+        """Lower bound of the makespan (total time) over all orders within the memory limits: the largest of two bounds
+        for each rank.
 
-        By time, the sum of: the rank's idle time before its first input gradient (its first micro-batch must arrive,
-        and its memory limits the forwards that can run until then); its forwards and input gradients; and the longer of
-        its weight gradients and the time that earlier stages need after its last input gradient. By memory: the time
-        until the first micro-batch arrives, plus the memory-time product of all micro-batches' activations divided by
-        the rank's memory limit.
+        The first is a sum of times: the rank's idle time before its first input gradient (its first micro-batch must
+        arrive, and its memory limits how many forwards can run until then); its forwards and input gradients; and the
+        longer of its weight gradients and the time that earlier stages need after its last input gradient. The second
+        follows from memory: the time until the first micro-batch arrives, plus the memory-time product of all
+        micro-batches' activations divided by the rank's memory limit.
         """
         s, m, t = self.stages, self.micro_batches, self.duration
         comes, after = [0.0] * s, [t[2 * s]] + [0.0] * (s - 1)
@@ -169,7 +170,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class TaskTimes:
-    """End times of all task runs under given task orders, in the unit of the durations. A task is one pass on one
+    """End times of all task runs under given task orders, in the unit of the step durations. A task is one pass on one
     stage.
 
     makespan: total time, infinite for a deadlock. by_task: for each task, the times at which it ends

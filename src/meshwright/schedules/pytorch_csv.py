@@ -39,8 +39,8 @@ def from_csv(text: str, where: str = "schedule") -> PipelineProgram:
     """Parse a PyTorch schedule CSV (one row of actions such as `2F5` per rank) into a pipeline schedule. Empty cells
     and cells about sharded parameters are ignored.
 
-    where: prefix of errors; its file name becomes the schedule's name. The number of stages follows from the highest
-    stage number, the number of micro-batches from the stage with the most forwards; `check_pipeline` finds
+    where: prefix of error messages; its file name becomes the schedule's name. The number of stages follows from the
+    highest stage number, the number of micro-batches from the stage with the most forwards; `check_pipeline` finds
     inconsistencies. Raises UserError with row and cell for invalid text.
     """
     try:
@@ -83,7 +83,7 @@ def _add_step(rank: RankBuilder, step: Step) -> None:
 
 def _parse_cell(cell: str, where: str) -> list[Step]:
     """Parse a CSV cell such as `2F5` into steps (kind, stage, micro-batch): one, several that overlap, or none. where:
-    row and cell, as prefix of errors."""
+    row and cell, as prefix of error messages."""
     cell = cell.strip()
     if overlap := OVERLAP.fullmatch(cell):
         return [step for part in overlap[1].split(";") for step in _parse_cell(part, where)]
@@ -101,7 +101,7 @@ def _find_placement(computing: list[tuple[int, Step]], ranks: int, where: str) -
     equally many.
 
     computing: (rank, step) of all compute steps, where a step is (kind, stage, micro-batch). ranks: number of ranks.
-    where: prefix of errors.
+    where: prefix of error messages.
     """
     home: dict[int, int] = {}
     for rank, (_, stage, _) in computing:

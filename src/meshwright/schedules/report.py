@@ -166,8 +166,8 @@ def schedule(
     divided equally among them; or one number per stage. memory: limit on a rank's saved activations, in units of the
     activations of one micro-batch on all stages of the rank (None: no limit); used by `auto` only.
     parts: times of attention, dispatch, MLP and combine in a forward on all stages of a rank, instead of `durations`;
-    the input gradient takes the same times, the weight gradient those of attention and MLP. Steps are then split into
-    these components and simulated with two streams per rank. None: steps are not split.
+    the input gradient takes the same times; the weight gradient has only attention and MLP, which take the same times.
+    Steps are then split into these components and simulated with two streams per rank. None: steps are not split.
     Raises UserError for unknown names and invalid numbers, ProgramError for an incorrect program.
     """
     found, cut = None, None

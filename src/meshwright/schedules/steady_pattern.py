@@ -11,8 +11,8 @@ from meshwright.schedules.orders import Order, Problem
 
 
 def compute_shortest_period(problem: Problem) -> float:
-    """Return a lower bound of the time per micro-batch while the pipeline is full, in the unit of the durations. It is
-    the larger of two times: the work of the busiest rank on one micro-batch; and the memory-time product of one
+    """Return a lower bound of the time per micro-batch while the pipeline is full, in the unit of the step durations.
+    It is the larger of two times: the work of the busiest rank on one micro-batch; and the memory-time product of one
     micro-batch's activations divided by the memory limit, on the rank where this quotient is largest.
 
     problem: placement of stages, task durations and memory limits.

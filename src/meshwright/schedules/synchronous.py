@@ -36,7 +36,7 @@ def one_f_one_b(ranks: int, micro_batches: int) -> PipelineProgram:
     - bubble: (p - 1)(F + B), as GPipe
     - peak activations: min(m, p - r) micro-batches on rank r
     - weight copies: 1
-    - transfers: those of GPipe
+    - transfers: as many as GPipe
     """
     return generate_1f1b("1f1b", ranks, micro_batches)
 

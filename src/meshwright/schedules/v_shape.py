@@ -36,7 +36,7 @@ def v_half(ranks: int, micro_batches: int) -> PipelineProgram:
     W + 2I >= 2F and W + 2F >= 2I
     - peak activations: (ranks + 2) // 2 micro-batches
     - weight copies: 1
-    - transfers: twice those of 1F1B
+    - transfers: twice as many as 1F1B
     """
     wait = 3 if ranks % 2 == 0 else 0
     block = [
@@ -58,7 +58,7 @@ def v_min(ranks: int, micro_batches: int) -> PipelineProgram:
     1F1B's is 3 x ranks - 3. With other times there may be a bubble while the pipeline is full too
     - peak activations: (ranks + 4) // 3 micro-batches
     - weight copies: 1
-    - transfers: twice those of 1F1B
+    - transfers: twice as many as 1F1B
     """
     wait = 2 if ranks % 3 == 0 else 0
     block = [

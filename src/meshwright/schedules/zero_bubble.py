@@ -17,7 +17,7 @@ def zb_h1(ranks: int, micro_batches: int) -> PipelineProgram:
     - bubble: (p - 1)(F + I - W), for m >= p
     - peak activations: min(m, p) micro-batches on every rank
     - weight copies: 1
-    - transfers: those of 1F1B
+    - transfers: as many as 1F1B
     """
     return _generate_zero_bubble("zb-h1", ranks, micro_batches, ahead=1)
 
@@ -26,15 +26,15 @@ def zb_h2(ranks: int, micro_batches: int) -> PipelineProgram:
     """Generate the ZB-H2 pipeline schedule: no bubble for equal times, at twice the memory of 1F1B.
 
     Qi et al. 2024, arXiv 2401.10241, section 2.2, figure 3 bottom. Rank r starts and ends r forwards after rank 0, so a
-    single step still lasts m(F + I + W) + (p - 1)F: the bubble vanishes over many steps, when ranks do not synchronize
-    between them.
+    single training step still lasts m(F + I + W) + (p - 1)F: the bubble vanishes only over many training steps without
+    synchronization of the ranks between them.
 
     Any number of ranks and micro-batches. Costs, for p ranks, m micro-batches, and F, I and W the times of a rank's
     forward, input gradient and weight gradient:
     - bubble: (p - 1)(F + I - 2W) on rank 0, for m >= 2p - 1
     - peak activations: min(m, 2p - 1) micro-batches on every rank
     - weight copies: 1
-    - transfers: those of 1F1B
+    - transfers: as many as 1F1B
     """
     return _generate_zero_bubble("zb-h2", ranks, micro_batches, ahead=2)
 
@@ -42,9 +42,10 @@ def zb_h2(ranks: int, micro_batches: int) -> PipelineProgram:
 def _generate_zero_bubble(name: str, ranks: int, micro_batches: int, ahead: int) -> PipelineProgram:
     """Generate the zero-bubble pipeline schedule called `name`, ZB-H1 (ahead=1) or ZB-H2 (ahead=2).
 
-    ahead: factor of two counts that together are equal on all ranks, so that all hold equally many activations: rank r
-    of p runs ahead x (p - 1 - r) warm-up forwards, and its weight gradients lag ahead x r micro-batches behind its
-    input gradients. Once a rank has no forwards left, it runs one weight gradient after each input gradient.
+    ahead: factor by which ranks run forwards ahead: rank r of p runs ahead x (p - 1 - r) warm-up forwards, and its
+    weight gradients lag ahead x r micro-batches behind its input gradients. The sum of both counts, and so the number
+    of saved activations, is the same on all ranks. Once a rank has no forwards left, it runs one weight gradient after
+    each input gradient.
     """
     program = Builder(name, ranks, micro_batches, (place_cyclically(ranks),))
     for rank in program.ranks:
