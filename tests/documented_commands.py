@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-EXACT = ("schedule", "collective")  # commands
+EXACT = ("plan", "explain", "schedule", "collective")  # commands
+EXACT_SCRIPTS = ("examples/plan.py", "examples/programs.py")
+MEASURED = ("--run", "this")  # arguments with which they measure this machine, or read its measurements
 _NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
+_FIGURE = re.compile(r"\d+(?:\.\d+)?")
 _UNITS = {"s": r"(?:ns|µs|ms|s|min)", "B": r"(?:bytes|B|KiB|MiB|GiB)"}
 
 
@@ -36,8 +39,11 @@ class Command:
 
     @property
     def exact(self) -> bool:
-        """True if numbers are compared too: the output depends only on the command."""
-        return self.words[:2] in [["meshwright", name] for name in EXACT]
+        """True if numbers are compared too: the output depends only on the command. A time that is measured, such as
+        that of the planner's search, is left out on the page: "in ..."."""
+        kind, name = [*self.words, "", ""][:2]
+        known = {"meshwright": EXACT, "python": EXACT_SCRIPTS}.get(kind, ())
+        return name in known and not set(MEASURED) & set(self.words)
 
 
 def read_page(page: Path) -> list[File | Command]:
@@ -84,3 +90,13 @@ def find_difference(shown: Sequence[str], printed: Sequence[str], exact: bool = 
             return f"shown: {expected}\nprinted: {printed[:40]}"
         at, anywhere = fits[0] + 1, False
     return None if anywhere or at == len(lines) or not shown else f"printed, not shown: {lines[at]}"
+
+
+def find_seconds_not_shown(text: str) -> list[str]:
+    """Return the figures in s or ms, such as "0.25 s", that the prose of a page quotes and no block of it contains.
+    text: Markdown. Tables and sections of a measured run are not prose of this kind."""
+    blocks = re.compile(r"^```.*?^```$", re.M | re.S)
+    shown = set(_FIGURE.findall("\n".join(blocks.findall(text))))
+    prose = re.sub(r"^\|.*$", "", blocks.sub("", text), flags=re.M)
+    quoted = re.finditer(r"(?<![\w.,])(\d+(?:\.\d+)?) (?:s|ms)\b", prose)
+    return [match[0] for match in quoted if match[1] not in shown]

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from meshwright.layout import Layout
-from tests.documented_commands import Command, File, find_difference, read_page
+from tests.documented_commands import Command, File, find_difference, find_seconds_not_shown, read_page
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCS = REPOSITORY / "docs"
 PAGES = [REPOSITORY / "README.md", DOCS / "tutorial.md", *sorted((DOCS / "learn").glob("*.md"))]
-QUICK = {"plan", "schedule", "collective", "launch", "verify"}
+QUICK = {"plan", "explain", "schedule", "collective", "launch", "verify"}
 NOT_RUN = ("make test", ".venv/bin/python -m pytest", "pip install")  # they start this test again, or load packages
 SAMPLED = ("meshwright generate", "curl", "python examples/generate.py")  # texts depend on the machine's arithmetic
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -124,3 +124,34 @@ def test_comparison_finds_lines_that_differ_in_more_than_numbers(printed: str, f
 def test_exact_comparison_finds_numbers_that_differ():
     assert find_difference(["makespan 33"], ["makespan   33"], exact=True) is None
     assert find_difference(["makespan 33"], ["makespan 34"], exact=True)
+    assert find_difference(["...", "33 of 4 ..."], ["round 1", "34 of 40"], exact=True)
+
+
+@pytest.mark.parametrize(
+    ("line", "exact"),
+    [
+        ("meshwright plan gpt2 --cluster 8xa100-40", True),
+        ("meshwright plan gpt2 --cluster this", False),
+        ("meshwright collective all-reduce ring --ranks 4 --bytes 16", True),
+        ("meshwright collective all-reduce ring --ranks 4 --bytes 16 --run", False),
+        ("meshwright train tiny.toml", False),
+        ("python examples/plan.py", True),
+        ("python examples/train.py mine.txt", False),
+    ],
+)
+def test_numbers_of_commands_that_measure_nothing_are_compared(line: str, exact: bool):
+    assert Command(line).exact is exact
+
+
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.stem)
+def test_seconds_in_the_prose_of_a_page_are_those_of_its_output(page: Path):
+    """Of predictions: the tutorial's other sections show measured runs."""
+    text = page.read_text()
+    if page.stem == "tutorial":
+        text = text[text.index("\n## 5.") : text.index("\n## 6.")]
+    assert find_seconds_not_shown(text) == []
+
+
+def test_seconds_that_a_page_does_not_show_are_found():
+    text = "It takes 0.25 s, 12 ms more than 3 s.\n\n```console\n$ run\n0.25 s  12.5\n```\n\n| 9 s |\n"
+    assert find_seconds_not_shown(text) == ["12 ms", "3 s"]

@@ -68,12 +68,17 @@ def test_verify_example_proves_a_layout(run_example, monkeypatch: pytest.MonkeyP
     from meshwright.verification import cases
 
     every = cases.CaseBuilder.make_default_cases
-    monkeypatch.setattr(
-        cases.CaseBuilder, "make_default_cases", lambda builder: every(builder)[:1]
-    )  # the others take longer
+    counts: list[int] = []
+
+    def make_one_case(builder: cases.CaseBuilder) -> list[cases.Case]:  # the others take longer
+        counts.append(len(every(builder)))
+        return every(builder)[:1]
+
+    monkeypatch.setattr(cases.CaseBuilder, "make_default_cases", make_one_case)
     # Two ranks instead of eight.
     printed = run_example("verify.py", "dp2 zero1").replace("dp2 zero1", "dp2 zero1 tp2").splitlines()
     assert find_difference(SHOWN["examples/verify.py"], printed) is None
+    assert f" {counts[0]} cases, passed: True" in SHOWN["examples/verify.py"][0]
 
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "examples").glob("*.py")), ids=lambda path: path.name)

@@ -121,6 +121,11 @@ def test_unknown_part_error_names_nearest_part(text: str, nearest: str):
     assert f'did you mean "{nearest}"?' in refusal(text)
 
 
+def test_unknown_part_error_lists_what_runs():
+    known = "dpN, zeroN, hsN, tpN, cpN, ppN, mbN, epN, ac:, fp32, tf32, bf16, fp16; fp8 in plans alone"
+    assert refusal("dp2 wide") == f'layout "dp2 wide": unknown part "wide" (known: {known})'
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

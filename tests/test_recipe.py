@@ -111,9 +111,16 @@ def test_a_typo_in_a_key_names_the_nearest_key(tiny_recipe: Path, written: str, 
 
 def test_mistyped_key_is_reported_before_missing_key(tiny_recipe: Path):
     tiny_recipe.write_text(tiny_recipe.read_text().replace("steps =", "stpes ="))
-    assert refusal(tiny_recipe) == (
-        f"{tiny_recipe}: train.stpes: unknown key; did you mean train.steps? (and 1 more key to fix)"
-    )
+    assert refusal(tiny_recipe) == f"{tiny_recipe}: train.stpes: unknown key; did you mean train.steps?"
+
+
+def test_missing_key_counts_as_a_mistake_unless_a_mistyped_one_stands_for_it(tiny_recipe: Path):
+    text = tiny_recipe.read_text()
+    tiny_recipe.write_text(text.replace("[train]", "[trian]"))
+    assert refusal(tiny_recipe) == f"{tiny_recipe}: trian: unknown table; did you mean train?"
+    (batch,) = [line for line in text.splitlines() if line.startswith("batch =")]
+    tiny_recipe.write_text(text.replace("steps =", "stpes =").replace(batch, ""))
+    assert refusal(tiny_recipe).endswith("did you mean train.steps? (and 1 more key to fix)")
 
 
 def test_mistake_is_located_in_override_or_file(tiny_recipe: Path):

@@ -396,5 +396,6 @@ def _describe_unknown_part(part: str, name: str, number: str) -> str:
     close = close or nearest(part, PRECISIONS) or nearest(part, parts)
     if close is None and (word := nearest(name, [*_FIELD_BY_PART, *_FIELD_BY_WORD])):
         close = f"{word}{number}"
-    known = ", ".join([*(f"{word}N" for word in _FIELD_BY_PART), *flags, *PRECISIONS])
-    return f'unknown part "{part}"' + (f'; did you mean "{close}"?' if close else "") + f" (known: {known})"
+    suggestion = f'; did you mean "{close}"?' if close else ""
+    known = ", ".join([*(f"{word}N" for word in _FIELD_BY_PART), "ac:", *PRECISIONS[:-1]]) + "; fp8 in plans alone"
+    return f'unknown part "{part}"{suggestion} (known: {known})'

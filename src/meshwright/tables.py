@@ -121,7 +121,9 @@ class Schema(Generic[Root]):
         # A mistyped key is also reported as missing: prefer the message about the typo.
         problem = min(problems, key=lambda problem: problem["type"] != "extra_forbidden")
         key = self._find_key(problem)
-        others = len({self._find_key(problem) for problem in problems} - {key})
+        mistyped = {self._find_key(problem) for problem in problems if problem["type"] == "extra_forbidden"}
+        meant = {self._suggest_key(name) for name in mistyped}  # missing only because of the typo
+        others = len({self._find_key(problem) for problem in problems} - {key} - meant)
         more = f" (and {others} more key{'s' if others > 1 else ''} to fix)" if others else ""
         raise UserError(": ".join(part for part in (where(key), *self._describe_problem(key, problem)) if part) + more)
 
@@ -194,16 +196,23 @@ class Schema(Generic[Root]):
     def _describe_unknown_key(self, key: str, is_table: bool) -> str:
         """Return the error message for an unknown dotted key, with the key that was probably meant. is_table: True if
         the value of the unknown key is a table."""
-        table, _, name = key.rpartition(".")
-        inside = [known.rpartition(".")[2] for known in self.keys if known.rpartition(".")[0] == table]
-        anywhere = (known for known in self.keys if known.rpartition(".")[2] == name)
-        suggestion = self.elsewhere.get(name) or next(anywhere, None)  # another program's name, or in the wrong table
-        if not suggestion and (close := nearest(name, inside)):
-            suggestion = f"{table}.{close}" if table else close
         what = "table" if is_table else "key"
-        if suggestion:
+        if suggestion := self._suggest_key(key):
             return f"unknown {what}; did you mean {suggestion}?"
-        return f"unknown {what} (known here: {', '.join(inside)})"
+        return f"unknown {what} (known here: {', '.join(self._list_names(key.rpartition('.')[0]))})"
+
+    def _list_names(self, table: str) -> list[str]:
+        """List the names of the keys in the table with the dotted key `table`; of the root for ""."""
+        return [known.rpartition(".")[2] for known in self.keys if known.rpartition(".")[0] == table]
+
+    def _suggest_key(self, key: str) -> str | None:
+        """Return the dotted key that was probably meant by the unknown dotted key `key`; None if none is similar."""
+        table, _, name = key.rpartition(".")
+        anywhere = (known for known in self.keys if known.rpartition(".")[2] == name)
+        if suggestion := self.elsewhere.get(name) or next(anywhere, None):  # its name in another program, or place
+            return suggestion
+        similar = nearest(name, self._list_names(table))
+        return f"{table}.{similar}" if table and similar else similar
 
 
 def is_table(kind: Any) -> TypeGuard[type[BaseModel]]:

@@ -125,7 +125,22 @@ def test_missing_or_mistyped_recipe_is_one_error_line(recipe, tmp_path, command_
     outcome = command_line("train", recipe)
     assert outcome.code == 2
     line = f"meshwright: error: {recipe}: train.learning_rat: unknown key; did you mean train.learning_rate?"
-    assert outcome.errors.startswith(line) and outcome.errors.count("\n") == 1
+    assert outcome.errors == f"{line}\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "advice"),
+    [
+        ("--layout", '; write layout=VALUE, such as "layout=dp2 zero1"'),
+        ("--train.learning-rate", "; write train.learning_rate=VALUE"),
+        ("--restart", "; did you mean --restarts?"),
+        ("--data", ""),  # a table has no value
+    ],
+)
+def test_recipe_key_written_as_an_option_is_shown_as_an_override(recipe, option, advice, command_line, nothing_starts):
+    outcome = command_line("train", recipe, option, "1")
+    line = f"train: unknown option {option}{advice} (meshwright train --help shows an example)"
+    assert (outcome.code, outcome.errors) == (2, f"meshwright: error: {line}\n")
 
 
 def test_help_explains_stop_and_resume(command_line):

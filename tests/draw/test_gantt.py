@@ -97,7 +97,7 @@ def test_legend_names_every_colour_once_and_the_strip(timeline: Timeline):
             if "small" in word.get("class", "")
         ]
 
-    kinds = ["forward, chunk 1", "forward, chunk 2", "backward or input gradient", "weight gradient"]
+    kinds = ["forward, chunk 1", "forward, chunk 2", "backward B or input gradient I", "weight gradient"]
     assert legend(timeline) == [*kinds, "activations"]
     both = [Span(0, at, at + 1.0, "all-to-all", "F0d", "dispatch", mirrored=at > 0) for at in (0.0, 1.0)]
     assert legend(Timeline("both ways", ("rank 0",), both)) == ["all-to-all"]

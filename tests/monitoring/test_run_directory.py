@@ -30,6 +30,35 @@ def test_second_run_gets_name_of_process_in_directory(tmp_path):
         pass
 
 
+def test_start_that_fails_leaves_no_new_directory(tmp_path):
+    def fail(place, file=None):
+        with pytest.raises(UserError, match="wrong"), RunDirectory(place) as directory:
+            if file:
+                (directory.path / file).touch()
+            raise UserError("wrong")
+
+    fail(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    fail(tmp_path)  # one that existed
+    fail(tmp_path / "used", "ranks.json")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "used"]
+    assert sorted(path.name for path in (tmp_path / "used").iterdir()) == [".lock", "ranks.json"]
+
+
+def test_start_that_waited_for_a_removed_lock_file_locks_the_directory(tmp_path, monkeypatch):
+    """It has opened the lock file that a start which fails then removes, together with the directory."""
+    failing, waiting = RunDirectory(tmp_path / "run"), RunDirectory(tmp_path / "run")
+    failing.__enter__()
+    lapse = threading.Timer(0.1, failing.__exit__, (None, None, None))
+    lapse.start()
+    waiting.lock()
+    lapse.join()
+    monkeypatch.setattr(directory_lock, "PATIENCE_SECONDS", 0.0)
+    with pytest.raises(UserError, match=f"is in use by process {os.getpid()}"):
+        RunDirectory(tmp_path / "run").lock()
+    waiting.unlock()
+
+
 def test_killed_run_leaves_no_lock_behind(tmp_path):
     code = (
         "import sys, time; from meshwright.monitoring.run_directory import RunDirectory; "

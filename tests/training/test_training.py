@@ -240,6 +240,7 @@ def test_restarted_finished_run_is_reported_and_unchanged(home, two):
         "nothing to do: step-000006 has all 4 steps of train.steps, and 2 more; increase train.steps to continue"
     ]
     on_two = cases.run(two, place, "dp2 fp32", train_validate_every=3)[0]
+    assert on_two["said"] == [f"{again['said'][0]} (layout dp2 fp32 is not used: these steps ran with fp32)"]
     for later in (again, fewer, on_two):  # nothing is measured again
         assert later["result"] == first["result"]
     assert {name: (place / "run" / name).read_bytes() for name in cases.LEFT} == left

@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,34 +31,54 @@ class DirectoryLock:
 
     path: an existing directory. what: its name in errors, such as "run directory". advice: alternative to waiting, for
     the error. Raises `UserError` if another process holds the lock or the directory is not writable. The lock file
-    stays in the directory; the process id in it serves error messages only.
+    stays in the directory unless `discard` removes it; the process id in it serves error messages only.
     """
 
     def __init__(self, path: Path, what: str, advice: str) -> None:
+        self.path, self.what, self.advice = path, what, advice
+        self.descriptor = self._take()
+        while os.fstat(self.descriptor).st_nlink == 0:  # `discard` removed the file while this process waited for it
+            os.close(self.descriptor)
+            self.descriptor = self._take()
+
+    def _take(self) -> int:
+        """Create, open and lock the lock file; return its file descriptor. Raises `UserError`."""
+        path, what = self.path, self.what
         try:
-            self.descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            path.mkdir(exist_ok=True)
+            descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise UserError(f"{what} {path} cannot be written: {error_reason(error)}") from None
         failed = "locked"
         try:
-            if not _try_lock(self.descriptor):
-                user = _read_holder(self.descriptor)
-                raise UserError(f"{what} {path} is in use by {user}; wait until that run has ended, {advice}")
+            if not _try_lock(descriptor):
+                user = _read_holder(descriptor)
+                raise UserError(f"{what} {path} is in use by {user}; wait until that run has ended, {self.advice}")
             failed = "written"  # fails on a full disk
             holder = {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-            os.ftruncate(self.descriptor, 0)
-            os.pwrite(self.descriptor, json.dumps(holder).encode(), 0)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(holder).encode(), 0)
         except OSError as error:
-            os.close(self.descriptor)
+            os.close(descriptor)
             advice = "; its file system has to support flock" if failed == "locked" else ""
             raise UserError(f"{what} {path} cannot be {failed}: {error_reason(error)}{advice}") from None
         except UserError:
-            os.close(self.descriptor)
+            os.close(descriptor)
             raise
+        return descriptor
 
     def release(self) -> None:
         """Release the lock, so that another run can use the directory. Must be called only once."""
         os.close(self.descriptor)
+
+    def discard(self) -> None:
+        """Remove the directory if it holds nothing but the lock file, and release the lock. Must be called only once,
+        instead of `release`."""
+        with suppress(OSError):
+            if os.listdir(self.path) == [LOCK]:
+                os.unlink(self.path / LOCK)
+                os.rmdir(self.path)
+        self.release()
 
 
 def _try_lock(descriptor: int) -> bool:

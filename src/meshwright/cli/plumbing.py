@@ -138,7 +138,11 @@ def format_usage_error(error: click.UsageError) -> str:
     if isinstance(error, click.NoSuchOption):
         options = [name for parameter in error.ctx.command.params for name in parameter.opts] if error.ctx else []
         close = nearest(error.option_name, [*options, "--help"])
-        reason = f"unknown option {error.option_name}" + (f"; did you mean {close}?" if close else "")
+        reason = f"unknown option {error.option_name}"
+        if key := _find_override_key(error):
+            reason += f"; write {key}=VALUE" + ', such as "layout=dp2 zero1"' * (key == "layout")
+        elif close:
+            reason += f"; did you mean {close}?"
     elif isinstance(error, click.MissingParameter) and error.param is not None:
         reason = f"{_format_parameter_name(error.param)} is missing" + _format_help_suffix(error.param)
     elif isinstance(error, click.BadOptionUsage) and error.ctx and error.message.endswith("requires an argument."):
@@ -149,6 +153,18 @@ def format_usage_error(error: click.UsageError) -> str:
     path = error.ctx.command_path if error.ctx else "meshwright"
     where = path.removeprefix("meshwright").strip()
     return f"{f'{where}: ' if where else ''}{reason} ({path} --help shows an example)"
+
+
+def _find_override_key(error: click.NoSuchOption) -> str | None:
+    """Return the dotted recipe key that the user wrote as an unknown option (`--layout`, `--train.steps`), if the
+    command takes KEY=VALUE overrides; None otherwise."""
+    from meshwright.recipe.recipe import SCHEMA
+    from meshwright.tables import is_table
+
+    if error.ctx is None or all(parameter.name != "overrides" for parameter in error.ctx.command.params):
+        return None
+    name = error.option_name.lstrip("-").replace("-", "_")
+    return name if name in SCHEMA.keys and not is_table(SCHEMA.keys[name].annotation) else None
 
 
 def _format_parameter_name(parameter: click.Parameter) -> str:

@@ -148,8 +148,8 @@ class _Chart:
 
     def _list_legend_entries(self, level_name: str) -> list[tuple[str, dict[str, str]]]:
         """Return the legend's entries as (text, SVG attributes of the colour sample). Each colour of steps has one
-        entry, which names all kinds of steps of that colour. The quantity that strips below the rows show has an entry,
-        too.
+        entry, which names all kinds of steps of that colour; several kinds with the first letters of their labels. The
+        quantity that strips below the rows show has an entry, too.
 
         level_name: name of that quantity, such as "activations"; empty if there are no strips.
         """
@@ -163,8 +163,13 @@ class _Chart:
             if len(chunks) > 1:
                 words += f", chunk {chunks.index(shade) + 1}"
             entries.setdefault((_choose_colour(seen[kind, shade, mirrored])[0], words), []).append(kind)
-        named = [(" or ".join(kinds) + words, {"style": f"fill:{fill}"}) for (fill, words), kinds in entries.items()]
-        return named + [(level_name, {"class_": "level"})] * bool(level_name)
+        letters = {span.kind: span.label[:1].upper() for span in self.spans}
+        named = [
+            (" or ".join(f"{kind} {letters[kind]}" if len(kinds) > 1 else kind for kind in kinds) + words, fill)
+            for (fill, words), kinds in entries.items()
+        ]
+        steps = [(words, {"style": f"fill:{fill}"}) for words, fill in named]
+        return steps + [(level_name, {"class_": "level"})] * bool(level_name)
 
     def draw_row(self, track: int, name: str, height: int) -> None:
         """Draw the background of one row and its name. track: index of the row. name: text at the left, empty for none.

@@ -35,7 +35,12 @@ def draw_zero_memory() -> Markup:
     """Return an SVG of Figure 1 of the ZeRO paper: bytes of model states (parameters, gradients, optimizer states) per
     rank, for 7.5 billion parameters on 64 ranks under ZeRO 0 to 3."""
     names = ("data parallel, zero0", "zero1", "zero2", "zero3")
-    rows = [(name, compute_zero_bytes(7.5e9, 64, level)) for level, name in enumerate(names)]
+    states = [compute_zero_bytes(7.5e9, 64, level) for level in range(len(names))]
+    # The bars of sharded states are too narrow to be compared: the sizes of the parts stand before them.
+    rows = [
+        (f"{name}: {' + '.join(f'{size / 1e9:.3g}' for size in sizes.values())}", sizes)
+        for name, sizes in zip(names, states, strict=True)
+    ]
     bars = draw_stacked_bars(rows, STATE_COLOURS, lambda size: f"{size / 1e9:.1f} GB", "model states on a rank")
     legend = Picture()
     swatches = {"parameters": "2 bytes each", "gradients": "2 bytes each",

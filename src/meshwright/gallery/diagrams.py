@@ -106,9 +106,15 @@ def draw_tensor_sequence() -> Markup:
         picture.text(x + wide + 12, _TOP + 5 * 64 + 26, "s → s/t tokens,", class_="dim small")
         picture.text(x + wide + 12, _TOP + 5 * 64 + 40, "partial sums added", class_="dim small")
     bottom = _TOP + 7 * 64 + 32
-    said = "All-gather and reduce-scatter move the bytes of the all-reduce that they replace"
-    picture.text(14, bottom, f"{said}: 2(t − 1)/t of b·s·h elements a half, each way.", class_="dim")
-    return picture.svg(980, bottom + 14, "transformer layer under tensor and sequence parallelism", alone=True)
+    said = (
+        "An all-gather and a reduce-scatter together move the bytes of the all-reduce that they replace: 2(t − 1)/t of"
+    )
+    picture.text(14, bottom, said, class_="dim")
+    said = (
+        "b·s·h elements per rank in each half (attention, MLP) of the layer, in the forward and again in the backward."
+    )
+    picture.text(14, bottom + 17, said, class_="dim")
+    return picture.svg(980, bottom + 31, "transformer layer under tensor and sequence parallelism", alone=True)
 
 
 def draw_layout_axes() -> Markup:

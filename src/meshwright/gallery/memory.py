@@ -87,7 +87,7 @@ def explain_zero_memory(writer: ExampleWriter) -> None:
         "Meshwright sums gradients in fp32: 2 + 4 + 12 = 18 bytes a parameter, and "
         + ", ".join(f"{size:.1f}" for size in wide)
         + " GB here. Communication: ZeRO 1 and 2 as data parallelism "
-        "(2 Ψ a step), ZeRO 3 half as much again."
+        "(2 Ψ a step of one micro-batch), ZeRO 3 half as much again."
     )
 
 

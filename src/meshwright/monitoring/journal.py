@@ -13,6 +13,7 @@ from meshwright.checkpoint import Checkpointer
 from meshwright.comm.mesh import Mesh
 from meshwright.emulation.scheduler import is_emulated_rank
 from meshwright.errors import Terminated, UserError, error_reason
+from meshwright.layout import Layout
 from meshwright.monitoring.comparison import Prediction, StepTimes, collect_measured_memory, format_comparison
 from meshwright.monitoring.memory import release_freed_memory
 from meshwright.monitoring.metrics import MetricsFile, SlowRankWatch, read_metrics
@@ -96,7 +97,7 @@ class Journal:
         if resumed_from and done < steps:
             self.log(f"resumed from {resumed_from}: {done} of {steps} steps are done")
         elif resumed_from:
-            self.log_already_done(resumed_from, done)
+            self.log_already_done(resumed_from, done, layout)
         if self.leader:
             self.directory.write_recipe(_with_threads(recipe, threads).to_toml())
             try:
@@ -118,12 +119,16 @@ class Journal:
         self.progress.begin(done)
         self.memory.begin()
 
-    def log_already_done(self, checkpoint: str, done: int) -> None:
+    def log_already_done(
+        self, checkpoint: str, done: int, layout: Layout | str, state: Mapping[str, Any] | None = None
+    ) -> None:
         """Log that the run has no steps left. checkpoint: name of the newest checkpoint; done: its number of steps, at
-        least `train.steps`."""
+        least `train.steps`; layout: of this start, which is not used; state: the checkpoint's `state.json`."""
         steps = self.recipe.train.steps
         more = f" of train.steps, and {done - steps} more" if done > steps else ""
-        self.log(f"nothing to do: {checkpoint} has all {steps} steps{more}; increase train.steps to continue")
+        earlier = str(layout if state is None else state.get("layout", layout))
+        unused = f" (layout {layout} is not used: these steps ran with {earlier})" if earlier != str(layout) else ""
+        self.log(f"nothing to do: {checkpoint} has all {steps} steps{more}; increase train.steps to continue{unused}")
 
     def __enter__(self) -> Journal:
         """Return the journal."""

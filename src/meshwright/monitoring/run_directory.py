@@ -34,6 +34,7 @@ class RunDirectory:
     def __init__(self, path: Path | str) -> None:
         """Refer to the directory at `path`, which need not exist yet."""
         self.path = Path(path)
+        self._is_new = False
         self._lock: DirectoryLock | None = None
 
     @property
@@ -54,6 +55,7 @@ class RunDirectory:
     def create(self) -> None:
         """Create the directory. `UserError` if its path is a file or it cannot be written."""
         try:
+            self._is_new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             blocker = next(path for path in (self.path, *self.path.parents) if path.exists())
@@ -93,7 +95,10 @@ class RunDirectory:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Unlock the directory."""
+        """Unlock the directory, and remove it if it is new and still empty: the start has failed."""
+        if self._is_new and self._lock is not None:
+            self._lock.discard()
+            self._lock = None
         self.unlock()
 
     def write_ranks(self, processes: Sequence[int]) -> None:

@@ -206,7 +206,7 @@ class Run:
         result = self.journal.read_earlier_result(self.trainer.steps_done, self.checkpointer)
         if not self.agreement.all_true(result is not None or self.mesh.rank != 0):
             return None
-        self.journal.log_already_done(self.resumed_from, self.trainer.steps_done)
+        self.journal.log_already_done(self.resumed_from, self.trainer.steps_done, self.trainer.layout, self.saved_state)
         return result or {}
 
     def _prepare_first_step(self) -> None:

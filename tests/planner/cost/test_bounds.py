@@ -94,10 +94,27 @@ def test_plan_says_what_its_bounds_are_from():
     far = plan(
         "llama-3-8b", "65536xh100-sxm", "dp65536 zero1", sequence=8192, batch=65536, engine="megatron-core"
     ).best.document()
-    assert far["bounds"]["engine_published"] and "65,536 devices" in far["bounds"]["outside"][0]
-    assert any("bounds are wider: 65,536 devices" in line for line in far["warnings"])
+    (outside,) = far["bounds"]["outside"]
+    assert outside == "no published run (dense, Hopper, 16 or 32 bits) has as many devices as 65,536 (most: 16,384)"
+    assert far["bounds"]["engine_published"]
+    assert f"{outside}, so the range of the step time is wider" in far["warnings"]
     near = plan("llama-3-8b", "8xh100-sxm", "dp8 zero3", **case, engine="megatron-core").best.document()
     assert far["step_seconds_high"] / far["step_seconds_low"] > near["step_seconds_high"] / near["step_seconds_low"]
+
+
+def test_plan_warns_of_a_short_step_only_if_its_bounds_are_wider():
+    """The measured steps of the default engine span more than the published ones, so a step slightly shorter than all
+    published ones has the same factors as a longer one."""
+    longer, shorter = (
+        plan("llama-3-8b", "8xh100-sxm", layout, sequence=8192, batch=1).best.document()
+        for layout in ("tp8:nosp", "tp8")
+    )
+    assert shorter["bounds"]["outside"] and not longer["bounds"]["outside"]
+    for bound in ("step_seconds_low", "step_seconds_high"):
+        assert shorter[bound] / shorter["step_seconds"] == pytest.approx(longer[bound] / longer["step_seconds"])
+    assert "warnings" not in shorter and "warnings" not in longer
+    far = plan("gpt2", "8xa100-40", "dp8", sequence=1024, batch=64).best
+    assert far.time.low / far.time.seconds < 0.869 and "has a step as short as 0.0743 s" in far.warnings[0]
 
 
 def test_bounds_grow_steadily_with_distance():

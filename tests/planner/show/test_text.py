@@ -82,3 +82,13 @@ def test_times_are_printed_with_bounds():
     time = one.time
     bounds = seconds_text(one.problem, one.layout, time.seconds)
     assert bounds == f"{time.seconds:.3g} s ({time.low:.3g} to {time.high:.3g})"
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"), [(1, "; 1 sequence of 99 tokens on"), (2, "; 2 sequences of 99 tokens on")]
+)
+def test_first_line_counts_sequences(batch: int, words: str):
+    text = run(
+        "plan", "gpt2", "--cluster", "1xh100-sxm", "--sequence", "99", "--batch", str(batch), "--layout", "dp1"
+    )  # fmt: skip
+    assert words in text.splitlines()[0]

@@ -29,7 +29,12 @@ from meshwright.planner.problem import Problem
 LIMITS = {"devices": 1, "sequence": 1, "context": 1, "seconds": -1}
 """Properties whose largest (1) or smallest (-1) value among a kind's runs limits the bounds: devices, tokens of a
 sequence, devices that share a sequence (cp), step seconds."""
-_UNITS = {"devices": "devices", "sequence": "tokens a sequence", "context": "devices a sequence", "seconds": "s a step"}
+_OUTSIDE = {
+    "devices": "has as many devices as {} (most: {})",
+    "sequence": "has sequences as long as {} tokens (longest: {})",
+    "context": "splits a sequence over as many devices as {} (most: {})",
+    "seconds": "has a step as short as {} s (shortest: {} s)",
+}
 
 
 class StepProperties(NamedTuple):
@@ -121,7 +126,8 @@ class Bounds:
     Attributes:
         low, high: Factors on the predicted seconds.
         kind: Published runs from which the factors are; None on CPUs and on machines measured by `meshwright probe`.
-        outside: Lines of text, one for each property of the step that lies outside these runs and widens the factors.
+        outside: Lines of text, one for each property of the step that lies outside these runs.
+        widened: True if the factors are wider for that; False also if the engine's further runs span the wider factors.
         engine_published: True if any published run used the step's engine.
         engine_runs: Number of further runs of the engine, measured in this project, whose ratios the factors include.
     """
@@ -130,6 +136,7 @@ class Bounds:
     high: float
     kind: RunKind | None = None
     outside: tuple[str, ...] = ()
+    widened: bool = False
     engine_published: bool = False
     engine_runs: int = 0
 
@@ -174,12 +181,13 @@ class BoundsTable:
             value, limit = getattr(step, name), kind.limits[name]
             if sign * value > sign * limit:
                 wider += self.widen * abs(math.log2(value / limit))
-                most = "most" if sign > 0 else "least"
-                outside.append(f"{_number(value)} {_UNITS[name]}; published runs have {_number(limit)} at {most}")
-        low, high = (factor**wider for factor in (kind.low, kind.high))
-        own = self.own.get(step.engine, EngineRuns(low, high, 0))
-        low, high = min(low, own.low), max(high, own.high)
-        return Bounds(low, high, kind, tuple(outside), step.engine in self.engines, own.runs)
+                what = _OUTSIDE[name].format(_number(value), _number(limit))
+                outside.append(f"no published run ({kind.name}) {what}")
+        own = self.own.get(step.engine, EngineRuns(1.0, 1.0, 0))
+        known = (min(kind.low, own.low), max(kind.high, own.high))
+        low, high = min(kind.low**wider, own.low), max(kind.high**wider, own.high)
+        widened = (low, high) != known
+        return Bounds(low, high, kind, tuple(outside), widened, step.engine in self.engines, own.runs)
 
 
 def _number(value: float) -> str:

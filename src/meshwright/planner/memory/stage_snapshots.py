@@ -94,7 +94,7 @@ class StageSnapshots:
         return found
 
     def _saved_at(self, unit_index: int, backward: bool) -> list[Saved]:
-        """Return the saved activations that are allocated in the forward (or with `backward` the backward) of a unit."""
+        """Return the saved activations allocated in the forward (or, if `backward`, the backward) of a unit."""
         return [
             each
             for each in self.saved  # activations of the loss are freed at the end of the whole backward

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 
 from meshwright.layout import Layout
+from meshwright.names import PRECISIONS
 from meshwright.planner.search.estimate import Estimate
 
 _PARTS = (
@@ -30,7 +31,7 @@ _PARTS = (
         "all activations except the results of matrix products and collectives recomputed in backward",
     ),
     (r"ac:full", "ac:full", "all activations of blocks recomputed in backward"),
-    (r"(bf16|fp16|fp8|fp32|tf32)", "bf16 ...", "precision of matrix products"),
+    *((name, name, "precision of matrix products") for name in PRECISIONS),
 )
 
 

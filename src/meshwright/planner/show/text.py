@@ -41,8 +41,9 @@ def headline(problem: Problem, model: str) -> str:
     reserved = f", {Unit.of(problem.reserve).format(problem.reserve)} of it reserved" if problem.reserve else ""
     calibrated = "" if cluster.calibration is None else f"; {cluster.calibration.line}"
     return (
-        f"{model}: {_count(sizes['parameters'])} parameters{active}; {problem.batch:,} sequences of "
-        f"{problem.sequence:,} tokens on {cluster.name} ({cluster.devices:,} devices, "
+        f"{model}: {_count(sizes['parameters'])} parameters{active}; "
+        f"{problem.batch:,} sequence{'s' * (problem.batch > 1)} of {problem.sequence:,} tokens on "
+        f"{cluster.name} ({cluster.devices:,} devices, "
         f"{cluster.device.memory_bytes / GIB:.1f} GiB each{reserved}); {problem.engine.name}{compiled}, "
         f"{problem.precision}{calibrated}"
     )
