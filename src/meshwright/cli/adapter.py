@@ -48,9 +48,10 @@ def merge(adapter: str, output: Path, base: Path | None, quantized: str | None, 
     ADAPTER is a run directory, a checkpoint or a PEFT directory.
 
     \f
-    output: directory to write, which must not exist. base: directory of the base model; None: as the adapter names it.
-    quantized: "nf4", "int8" or "no", number format of the base model's weights while the adapter was trained; the
-    adapter is merged into the dequantized weights. None: as the adapter's run states. as_json: print JSON.
+    output: directory to write, which must not exist. base: directory of the base model; None: the one that the
+    adapter's configuration names. quantized: "nf4", "int8" or "no", number format of the base model's weights while the
+    adapter was trained; the adapter is merged into the dequantized weights. None: the format that the adapter's run
+    directory states. as_json: print JSON.
     """
     from meshwright.adapters.merging import find_base, find_format, merge_adapter
     from meshwright.checkpoint import find_checkpoint
@@ -104,8 +105,8 @@ def extract(tuned: Path, base: Path, output: Path, rank: int, as_json: bool) -> 
     OUTPUT: the truncated singular value decomposition of each linear layer's difference.
 
     \f
-    tuned, base: Hugging Face directories of one architecture. output: directory to write, which must not exist. rank:
-    rank of the adapter. as_json: print JSON.
+    tuned, base: Hugging Face directories of two models with the same architecture. output: directory to write, which
+    must not exist. rank: rank of the adapter. as_json: print JSON.
     """
     from meshwright.adapters.merging import extract_adapter
     from meshwright.checkpoint import find_checkpoint

@@ -95,12 +95,12 @@ def command(
 
     \f
     ranks: number of ranks, None for a program file. total_bytes: size of the full vector. topology: kind of network.
-    root: root rank of a broadcast, reduce, scatter or gather. reduction: such as "sum". latency: seconds for each link.
-    bandwidth: bytes per second for each link and direction. reduce_rate: bytes per second that a rank reduces, None if
-    reduction takes no time. segments: number of pieces into which a pipelined algorithm divides the vector. groups:
-    ranks per node. dims: side lengths of the grid of ranks. run: also execute the program on local processes. svg,
-    html, trace, program_file: files to write, None for none. text: print the buffers after each round. as_json: print
-    the report as JSON.
+    root: root rank of a broadcast, reduce, scatter or gather. reduction: such as "sum". latency: latency of each link
+    in seconds. bandwidth: bytes per second for each link and direction. reduce_rate: bytes per second that a rank
+    reduces, None if reduction takes no time. segments: number of pieces into which a pipelined algorithm divides the
+    vector. groups: ranks per node. dims: side lengths of the grid of ranks. run: also execute the program on local
+    processes. svg, html, trace, program_file: files to write, None for none. text: also print each rank's buffers after
+    each round of messages. as_json: print the report as JSON.
     """
     printed = is_standard_output(program_file, "--program", as_json)
     with result_printer(as_json) as answer:

@@ -61,7 +61,8 @@ def prepare(recipe: str, overrides: tuple[str, ...], as_json: bool) -> None:
 @json_option
 def show(recipe: str, overrides: tuple[str, ...], rows: int, html: Path | None, as_json: bool) -> None:
     """Show counts of documents, tokens and dropped documents by rule, and samples as training reads them, one of them
-    with a document boundary. For records, also show turns and tokens by role and which tokens are trained on.
+    with a document boundary. For instruction or chat records, also show turns and tokens by role and which tokens are
+    trained on.
 
     Data that are not prepared yet are prepared first.
 
@@ -153,9 +154,9 @@ def tokenizer(recipe: str, overrides: tuple[str, ...], text: str | None, html: P
 @overrides_argument
 @json_option
 def teacher(recipe: str, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Run the teacher of RECIPE's distillation over all its data, and cache the teacher's distill.top_k most probable
-    tokens at each position; distillation then reads these instead of running the teacher. If the cache exists already,
-    check it byte for byte.
+    """Run the teacher model of RECIPE's distillation over all training data, and cache its most probable tokens at each
+    position (as many as the recipe's distill.top_k); distillation then reads these instead of running the teacher. If
+    the cache exists already, check it byte for byte.
 
     If it was killed, the same command continues where it stopped.
 
@@ -200,7 +201,8 @@ def _load_prepared(recipe: str, overrides: Iterable[str], check: bool) -> tuple[
 
 
 def _make_summary_tables(summary: Mapping[str, Any]) -> Any:
-    """Format `PreparedData.summary` as rich tables: splits, sources, dropped and masked text, vocabulary."""
+    """Format `summary`, the facts about prepared data in `PreparedData.summary`, as rich tables: sizes by split and by
+    source, documents dropped and passages masked by cleaning, vocabulary size."""
     from rich.console import Group
 
     from meshwright.data.prepared import format_packing_report
@@ -238,9 +240,9 @@ def _make_summary_tables(summary: Mapping[str, Any]) -> Any:
 
 
 def _make_source_table(summary: Mapping[str, Any]) -> list[Any]:
-    """Format the data sources as a rich table with size, share of the samples and epochs of each. Return [table, ""]
-    (with an empty line after it), or an empty list if there is only one source. summary: result of
-    `PreparedData.summary`."""
+    """Format the data sources as a rich table with, for each source, its size, its share of the training samples and
+    how many times the run reads it (epochs). Return [table, ""] (with an empty line after it), or an empty list if
+    there is only one source. summary: facts about prepared data, from `PreparedData.summary`."""
     if len(summary["sources"]) == 1:
         return []
     epochs = f"epochs in {summary['planned_samples']:,} samples"

@@ -94,12 +94,12 @@ def balance(files: tuple[Path, ...], by: str | None, target: str | None, html: P
     """Count labelled records by speech act (assertive, directive ...) and refusals, and report how many records each
     act lacks.
 
-    Each FILE is reported separately. An act lacks records if its fraction of the records is below the target.
+    Each FILE is reported separately. An act lacks records if its share of the records is below its target share.
 
     \f
-    files: JSON Lines files of labelled records. by: key of the records by whose values they are grouped further.
-    target: wanted weights, ACT=WEIGHT separated by commas, None for equal shares. html: page to write, None for none.
-    as_json: print JSON.
+    files: JSON Lines files of labelled records. by: key of the records, such as "topic"; records are then also reported
+    separately for each of its values. target: wanted weight of each act as "ACT=WEIGHT,ACT=WEIGHT", None for equal
+    shares. html: page to write, None for none. as_json: print JSON.
     """
     from meshwright.data.records.exchanges import iterate_records
     from meshwright.synthesis.balance import measure_balance, parse_target
@@ -207,11 +207,11 @@ def vary(
     If the command was killed, the same command continues and repeats no answered request.
 
     \f
-    seeds: JSON Lines file of seed instructions. method: "self-instruct" (new tasks) or "evol-instruct" (harder
-    ones). count, instances: for Self-Instruct, number of new tasks and of examples of each task. rounds: for
-    Evol-Instruct, number of rewrites of each instruction. temperature, max_tokens: sampling settings (temperature None:
-    the method's). output: file to write. as_json: print JSON. served: the options for requests to the model,
-    by parameter name.
+    seeds: JSON Lines file of seed instructions. method: "self-instruct" (new tasks) or "evol-instruct" (harder ones).
+    count, instances: for Self-Instruct, number of new tasks and of examples of each task. rounds: for Evol-Instruct,
+    number of rewrites of each instruction. temperature, max_tokens: sampling settings (temperature None: the method's
+    default). output: file to write. as_json: print JSON. served: the options for requests to the model, by parameter
+    name.
     """
     from meshwright.data.records.exchanges import read_records, write_records
     from meshwright.synthesis.endpoint import Sampling
@@ -269,8 +269,8 @@ def _make_summary_table(summary: Mapping[str, Any]) -> Any:
 
 
 def _make_balance_table(name: str, group: Mapping[str, Any]) -> Any:
-    """Format one group of records of the balance report as rich text: counts and shares by speech act, and refusals.
-    name: name of the group, such as its file; group: its entry in the report."""
+    """Format the balance report of one group of labelled records (such as one file) as rich text: counts and shares by
+    speech act, and refusals. name: name of the group; group: its entry in the report."""
     from rich.console import Group
     from rich.text import Text
 

@@ -48,9 +48,9 @@ def command(
 
     \f
     data: a recipe (its validation split), or text (path or glob). overrides: KEY=VALUE for that recipe. sequence:
-    tokens of context, None for the recipe's or the model's. xz: also compress the text with `xz -9`, for comparison.
-    device: "auto", "cpu" or "cuda". layout: evaluate on local ranks with this layout, such as "tp2 pp2", None for one
-    process. as_json: print JSON.
+    length in tokens of the sequences that are evaluated; None: the recipe's, or for text the model's maximum length.
+    xz: also compress the text with `xz -9`, for comparison. device: "auto", "cpu" or "cuda". layout: evaluate on local
+    ranks with this layout, such as "tp2 pp2", None for one process. as_json: print JSON.
     """
     from meshwright.evaluation.api import evaluate
 

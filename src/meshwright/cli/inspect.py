@@ -41,15 +41,14 @@ def command(
     as_json: bool,
 ) -> None:  # fmt: skip
     """Show what PATH contains: a run directory (its newest complete checkpoint), a checkpoint, a Hugging Face
-    directory, or one file of it. Tensors are read one at a time and in blocks. Tensors that differ only in the numbers
-    of layers and experts share a line, unless --tensors or --name asks for each.
+    directory, or one file of it. Tensors are read one at a time and in blocks, which needs little memory. Tensors that
+    differ only in the numbers of layers and experts share a line, unless --tensors or --name asks for each.
 
     \f
-    names: globs of tensor names to show, empty for all. every: a line for each tensor. layout: also show the layers
-    and bytes that each rank of this layout would hold. sequence: tokens per sequence, for which the layout's pipeline
-    stages are balanced.
-    values: number of first values of each tensor to show. statistics: read all values (else the headers only). as_json:
-    print JSON.
+    names: globs of tensor names to show, empty for all. every: a line for each tensor. layout: also show the layers and
+    bytes that each rank of this layout would hold. sequence: tokens per sequence, for which the layout's pipeline
+    stages are balanced. values: number of first values of each tensor to show. statistics: read all values (else the
+    headers only). as_json: print JSON.
     """
     from meshwright.inspection.report import inspect_model
 

@@ -44,7 +44,7 @@ def command(
     overrides: KEY=VALUE for fields of the recipe. kind: "torchrun" or "slurm", by which the ranks are started. nodes,
     devices_per_node: None to derive them from the layout. restarts: maximum number of restarts after a lost rank.
     cpus_per_device: CPU cores of each rank. time: SLURM time limit, such as "24:00:00". sbatch: more options for
-    sbatch. trust: the recipe may run code that it names. as_json: print JSON.
+    sbatch. trust: True to allow the recipe to import and run Python code that it names. as_json: print JSON.
     """
     from meshwright.errors import UserError
     from meshwright.launcher.launch_script import Resources, build_launch_script

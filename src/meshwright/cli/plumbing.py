@@ -33,17 +33,18 @@ def _check_device(context: click.Context, option: click.Parameter, name: str) ->
 
 
 def _check_device_without_layout(context: click.Context, option: click.Parameter, name: str) -> str:
-    """Return the device name given as --device, in commands whose --layout runs on CPU ranks. Raises `BadParameter` if
-    the name is unknown, or an error if it asks for a GPU and --layout is given. A click callback; context, option: as
-    click passes them."""
+    """Return the device name given as --device; raise `BadParameter` for an unknown name, and an error for a GPU
+    together with --layout. Used in commands whose --layout always runs on CPU ranks. A click callback; context, option:
+    as click passes them."""
     _check_device(context, option, name)
     _refuse_gpu_with_layout(context, option, name)
     return name
 
 
 def _refuse_gpu_with_layout(context: click.Context, option: click.Parameter, value: Any) -> Any:
-    """Return the `value` of --device or --layout, in commands whose --layout runs on CPU ranks. Raises an error if
-    --layout is given and --device asks for a GPU. A click callback; context, option: as click passes them."""
+    """Return `value`, the value of --device or --layout, unchanged; raise an error if --layout is given and --device
+    asks for a GPU. Used in commands whose --layout always runs on CPU ranks. A click callback; context, option: as
+    click passes them."""
     from meshwright.launcher.device import refuse_device_of_layout
 
     given = {**context.params, str(option.name): value}
@@ -79,8 +80,8 @@ def command(name: str, *examples: str, group: bool = False) -> Callable[[Callabl
 
 
 class FiniteRange(click.FloatRange):
-    """Option type: a finite number in a range. `click.FloatRange` accepts "nan", which compares false with any limit,
-    and "inf"."""
+    """Type of options whose value is a finite number in a range. Unlike `click.FloatRange`, it refuses "inf" and "nan",
+    which is never outside a range because it compares false with any limit."""
 
     def convert(self, value: Any, option: click.Parameter | None, context: click.Context | None) -> Any:
         """Convert `value`, the text of the option, to a float. Raises `click.BadParameter`, also for "nan" and "inf".
@@ -231,8 +232,8 @@ class ResultPrinter(Protocol):
 
     def __call__(self, document: Mapping[str, Any], text: str = "", alone: str | None = None) -> None:
         """Print the result of a command; called once. document: result as JSON, printed with --json. text: result for
-        people, printed otherwise. alone: content of a file that the user wants on standard output, such as a program;
-        `text` is then printed on standard error. None: there is no such content."""
+        people, printed otherwise. alone: content of an output file that the user directed to standard output with `-`;
+        it is printed there alone, and `text` on standard error. None: no file was directed there."""
 
 
 @contextmanager

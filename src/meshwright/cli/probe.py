@@ -29,7 +29,7 @@ from meshwright.errors import UserError
 )  # fmt: skip
 @json_option
 def command(ranks: int | None, device: str, output: Path | None, directory: Path, as_json: bool) -> None:
-    """Measure this machine, compare its ranks, and write its cluster file.
+    """Measure this machine's speed, and write the results to its cluster file, which `plan` and `train` read.
 
     Measures matrix products, memory, copies, collectives, disk and start-up, in a minute or two. A rank or node that is
     slower than the others is reported. Started by torchrun or SLURM, it measures all hosts together.

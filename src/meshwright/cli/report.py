@@ -62,12 +62,12 @@ def command(
 
 
 def _find_samples(run: Path, given: Path | None, count: int | None, prompts: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return the text samples of a run as documents of `generate --json`: the one in the file `given`, else the one in
-    the run's sample.json, else `count` samples that the newest checkpoint generates now. The list is empty if `count`
-    is 0, if there is no checkpoint, or, with a warning, if generation fails.
+    """Return texts that the run's model has generated, as documents of `generate --json`: the one in the file `given`,
+    else the one in the run's sample.json, else `count` texts that the newest checkpoint generates now. The list is
+    empty if `count` is 0, if there is no checkpoint, or, with a warning, if generation fails.
 
-    count: None for the default number. prompts: texts to continue instead of those from the data. With `count` or
-    `prompts`, sample.json is ignored.
+    count: None for the default number. prompts: texts to continue, in place of beginnings of validation documents. If
+    `count` or `prompts` is given, sample.json is not read.
     """
     from meshwright.errors import UserError, out_of_memory_message
     from meshwright.monitoring.run_directory import CHECKPOINTS
@@ -101,8 +101,8 @@ def _find_document(given: Path | None, own: Path | None, command: str) -> dict[s
     """Read the JSON document that `meshwright COMMAND --json` printed into a file; return None if there is no such
     file.
 
-    given: file that the user named; `UserError` if it is missing or contains something else. own: file in the run
-    directory, read if `given` is None; if it contains something else, a warning is printed and None returned. command:
+    given: file that the user named; `UserError` if it is missing or not such a document. own: file in the run
+    directory, read if `given` is None; if it is not such a document, a warning is printed and None returned. command:
     the COMMAND, "evaluate" or "generate".
     """
     from meshwright.errors import UserError

@@ -16,8 +16,8 @@ _TRAINED, _SPECIAL = "bold green", "magenta"
 
 
 def make_role_table(marks: Mapping[str, Any]) -> Any:
-    """Format the numbers of turns, tokens and trained tokens of each role in chat data as a rich table. marks: result
-    of `count_tokens_by_role`."""
+    """Format the numbers of turns, tokens and tokens that are trained on (loss mask) of each role in chat data as a
+    rich table. marks: these numbers, as `count_tokens_by_role` returns them."""
     from rich.console import Group
     from rich.text import Text
 
@@ -30,8 +30,8 @@ def make_role_table(marks: Mapping[str, Any]) -> Any:
 
 
 def make_sample_table(row: Mapping[str, Any]) -> Any:
-    """Format one training sample as a rich table: the text of each document next to its token positions. row: entry of
-    `describe_samples`."""
+    """Format one training sample as a rich table: for each document packed into it, the range of its token positions
+    and its text. row: the sample's entry in the result of `describe_samples`."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

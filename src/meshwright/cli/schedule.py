@@ -90,19 +90,19 @@ def command(
     """Check a pipeline SCHEDULE (a name, or @FILE), simulate its timing, and draw it.
 
     Durations are per rank and micro-batch, in any unit; a rank with several model chunks divides them among these.
-    Reported are the bubble, and each rank's peak of saved activations (in micro-batches), weight copies and messages.
-    Exit code 1 if the schedule's program (list of steps of each rank) is not valid; an error line names rank, step and
-    reason.
+    Reported are the bubble and, for each rank, the peak of saved activations (in micro-batches), the copies of its
+    weights and the messages that it sends. Exit code 1 if the schedule's program (list of steps of each rank) is not
+    valid; an error line names rank, step and reason.
 
     \f
-    schedule: name or @FILE. stages: pipeline ranks. microbatches: per step. chunks: model chunks per rank. The last
-    three are None for a program file. forward, input_gradient, weight_gradient: durations of the passes, one number or
-    one for each rank or stage. overlapped: duration of a forward and a backward that a schedule overlaps; None: their
-    sum. transfer: duration of a message to the next stage, one number or one for each stage boundary. parts: durations
-    of attention, dispatch, MLP and combine in a forward, in place of the durations of the passes. layers: number of
-    layers of the model, to show which rank holds which. memory: for schedule auto, maximum saved activations of a rank
-    in micro-batches. svg, html, trace, program_file: files to write, None for none. text: print the chart as text.
-    as_json: print the report as JSON.
+    schedule: name or @FILE. stages: number of pipeline ranks; microbatches: number per step; chunks: number of model
+    chunks per rank (all three None for a program file). forward, input_gradient, weight_gradient: durations of the
+    passes, one number or one for each rank or stage. overlapped: duration of a forward and a backward that a schedule
+    overlaps; None: their sum. transfer: duration of a message to the next stage, one number or one for each stage
+    boundary. parts: durations of attention, dispatch, MLP and combine in a forward, in place of the durations of the
+    passes. layers: number of layers of the model, to show which rank holds which. memory: for schedule auto, maximum
+    saved activations of a rank in micro-batches. svg, html, trace, program_file: files to write, None for none. text:
+    print the chart as text. as_json: print the report as JSON.
     """
     _require_counts(schedule, stages, microbatches)
     printed = is_standard_output(program_file, "--program", as_json)

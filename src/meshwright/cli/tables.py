@@ -33,8 +33,8 @@ def make_fact_table() -> Table:
 
 class FittedTable:
     """Rich renderable that prints `table` without those of its optional columns for which the console is too narrow, so
-    that names are not folded to a few characters per line. optional: headers of columns that are left out together,
-    least important first."""
+    that names are not folded to a few characters per line. optional: groups of columns, each a set of headers; a group
+    is left out as a whole, beginning with the first group."""
 
     def __init__(self, table: Table, optional: Sequence[Collection[str]]) -> None:
         """Wrap `table`; arguments: see the class."""

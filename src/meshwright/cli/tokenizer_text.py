@@ -12,8 +12,8 @@ _ROWS = 10
 
 
 def make_report_tables(report: Mapping[str, Any]) -> Any:
-    """Format a report on a tokenizer as rich tables: sizes by source, use of the vocabulary, most frequent and longest
-    tokens. report: dict from `measure_tokenizer`."""
+    """Format a report on a tokenizer as rich tables: bytes and tokens of each data source, use of the vocabulary, most
+    frequent and longest tokens. report: dict from `measure_tokenizer`."""
     from rich.console import Group
     from rich.table import Table
 

@@ -40,7 +40,8 @@ def command(recipe: str, overrides: tuple[str, ...], restarts: int, no_probe: bo
 
     \f
     overrides: KEY=VALUE for fields of the recipe. restarts: maximum number of restarts after a lost rank. no_probe:
-    skip the hardware measurement. trust: the recipe may run code that it names. as_json: print JSON.
+    skip the hardware measurement. trust: True to allow the recipe to import and run Python code that it names. as_json:
+    print JSON.
     """
     from meshwright.launcher.rendezvous import is_started_by_others
     from meshwright.training.api import reports_result, train

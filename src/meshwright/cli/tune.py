@@ -30,14 +30,15 @@ def command(
 ) -> None:
     """Search the recipe keys of [tune.space] for the lowest validation loss.
 
-    Each trial is a training run. Start the command several times, on one host or several, with the same directory to
-    share the study. Stopped by SIGTERM or Ctrl-C, it saves the running trial; the same command continues it.
+    Each trial is a training run with one set of values; all trials together are the study. Start the command several
+    times, on one host or several, with the same directory, and the processes share the study's trials. Stopped by
+    SIGTERM or Ctrl-C, it saves the running trial; the same command continues it.
 
     \f
-    recipe: path of the recipe. overrides: KEY=VALUE for fields of it. directory: directory of the study; None: the run
-    directory's name followed by "-tune". check_widths: instead of a search, train at these multiples of the width, such
-    as "1,2,4", to check the size of activations (µP's coordinate check); None: search. trust: the recipe may run code
-    that it names. as_json: print JSON.
+    recipe: path of the recipe. overrides: KEY=VALUE for fields of it. directory: directory of the study; None: the
+    recipe's run directory with "-tune" appended to the name. check_widths: instead of a search, train at these
+    multiples of the width, such as "1,2,4", to check the size of activations (µP's coordinate check); None: search.
+    trust: True to allow the recipe to import and run Python code that it names. as_json: print JSON.
     """
     from meshwright.tuning.api import tune
 

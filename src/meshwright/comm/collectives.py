@@ -26,7 +26,8 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, site: str, op: str = "sum", asy
     """Replace `tensor` on every rank by its elementwise sum (op="max": its maximum) over the ranks of the mesh axis
     `axis`. Return a handle to wait on (already complete, unless `async_op`).
 
-    site: label of the call in records, such as "data.gradients". async_op: return before completion."""
+    site: label of the call in traces, byte counts and errors, such as "data.gradients". async_op: return before
+    completion."""
     sent = 2 * tensor.nbytes * (axis.size - 1) // axis.size
     call = _record_call("all_reduce", axis, site, tensor.nbytes, sent, tensor if op == "sum" else None)
     if call is None:
@@ -44,7 +45,8 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis, site:
 
     The slice of rank r is source[r * n : (r + 1) * n], n = output.numel(). The caller must not modify `source` until
     the handle has been waited for; the call itself may overwrite it, except this rank's slice. On an axis of size 1
-    `output` is a copy of `source`. site: label of the call in records. async_op: return before completion."""
+    `output` is a copy of `source`. site: label of the call in traces, byte counts and errors. async_op: return before
+    completion."""
     n = output.numel()
     assert source.numel() == n * axis.size, (site, source.numel(), n, axis.size)
     sent = source.nbytes * (axis.size - 1) // axis.size
@@ -60,8 +62,8 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str
     """Write the concatenation of the `source` of the ranks of `axis`, in rank order, to `output`; return a handle to
     wait on.
 
-    `source` may be a view of this rank's own slice of `output`. site: label of the call in records. async_op: return
-    before completion."""
+    `source` may be a view of this rank's own slice of `output`. site: label of the call in traces, byte counts and
+    errors. async_op: return before completion."""
     n = source.numel()
     assert output.numel() == n * axis.size, (site, output.numel(), n, axis.size)
     parts = output.view(axis.size, n)
@@ -83,7 +85,7 @@ def broadcast(tensor: torch.Tensor, axis: Axis, site: str, source: int = 0, asyn
     """Overwrite `tensor` on every rank with the `tensor` of the rank at index `source` of the axis; return a handle to
     wait on.
 
-    site: label of the call in records. async_op: return before completion.
+    site: label of the call in traces, byte counts and errors. async_op: return before completion.
     """
     call = _record_call("broadcast", axis, site, tensor.nbytes, tensor.nbytes if axis.rank == source else 0)
     if call is None:
@@ -106,8 +108,8 @@ def all_to_all(
     """Send part i of `source` to rank i of the axis, and receive the part from rank i as part i of `output`; parts are
     consecutive rows (dim 0). Return a handle to wait on.
 
-    source_sizes, output_sizes: number of rows of each part (None: equal parts). site: label of the call in records.
-    async_op: return before completion."""
+    source_sizes, output_sizes: number of rows of each part (None: equal parts). site: label of the call in traces, byte
+    counts and errors. async_op: return before completion."""
     if axis.trivial:
         _copy_unless_shared(output, source)
         return DONE
@@ -168,8 +170,8 @@ def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, as
     """Shift tensors around the ring of `axis`: send `source` to the next rank, and receive into `output` the `source`
     of the previous rank. Return a handle to wait on.
 
-    On an axis of size 1 `output` is a copy of `source`. site: label of the call in records. async_op: return before
-    completion.
+    On an axis of size 1 `output` is a copy of `source`. site: label of the call in traces, byte counts and errors.
+    async_op: return before completion.
     """
     if axis.trivial:
         _copy_unless_shared(output, source)
@@ -186,7 +188,7 @@ def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, as
 def all_gather_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> None:
     """Write the `source` of the ranks of `axis`, concatenated along dim 0, to `output`; rank i has sizes[i] rows.
 
-    site: label of the call in records. Returns when `output` is complete."""
+    site: label of the call in traces, byte counts and errors. Returns when `output` is complete."""
     mine = output.split(sizes)[axis.rank]
     if axis.trivial:
         _copy_unless_shared(mine, source)
@@ -204,8 +206,8 @@ def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, 
     """Write to `output` this rank's rows (dim 0) of the sum of `source` over the ranks of `axis`; rank i gets sizes[i]
     rows.
 
-    The ranks' contributions are added in rank order. site: label of the call in records. Returns when `output` is
-    complete."""
+    The ranks' contributions are added in rank order. site: label of the call in traces, byte counts and errors. Returns
+    when `output` is complete."""
     mine = source.split(sizes)[axis.rank]
     call = _record_call("reduce_scatter", axis, site, source.nbytes, source.nbytes - mine.nbytes)
     if call is None:
@@ -217,7 +219,7 @@ def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, 
 
 def barrier(axis: Axis, site: str) -> None:
     """Block until every rank of the axis has made this call; on CUDA the host also waits for its current stream. site:
-    label of the call in records."""
+    label of the call in traces, byte counts and errors."""
     call = _record_call("barrier", axis, site, 0, 0)
     if call is None:
         return
@@ -247,9 +249,9 @@ def _host_timeout(axis: Axis, tensor: torch.Tensor) -> timedelta | None:
 
 def _name_message(message: Message, axis: Axis, index: int) -> tuple[str, str]:
     """Return two texts for the error message about a point-to-point message that was not delivered: which rank waits
-    for which, and the message's site, name and axis.
+    for which, and which message it is: label (`site`), name and axis.
 
-    index: number of the message among those between these two ranks."""
+    index: number of the message among those between these two ranks, which the text states."""
     peer = axis.ranks[message.peer]
     waits = f"had nothing from rank {peer}" if message.is_receive else f"had no reader for what it sends to rank {peer}"
     return (
@@ -260,8 +262,8 @@ def _name_message(message: Message, axis: Axis, index: int) -> tuple[str, str]:
 
 @dataclass(slots=True)
 class _RecordedCall:
-    """Collective call that is counted in the call records. The object itself is the function that a `Handle` calls to
-    describe the call in an error message.
+    """Collective call that has been counted in the byte counts (`Mesh.record`). The object is also callable: a `Handle`
+    calls it to describe the call in an error message.
 
     operation: such as "all_reduce". axis: mesh axis of the call. site: label of the call. payload: bytes of the whole
     vector. fault: fault to inject at this call (None: none). index: number of this call among those of its process
@@ -294,8 +296,9 @@ class _RecordedCall:
 def _record_call(
     operation: str, axis: Axis, site: str, payload: int, sent: int, vector: torch.Tensor | None = None
 ) -> _RecordedCall | None:
-    """Count a collective call in the records and look up the fault to inject at it. Return the recorded call; None if
-    the caller must not communicate: on an axis of one rank (not counted), or if the injected fault is "skip".
+    """Count a collective call and its bytes in `Mesh.record`, and look up the fault to inject at it (for tests). Return
+    the recorded call; None if the caller must not communicate: on an axis of one rank (not counted), or if the injected
+    fault is "skip".
 
     operation: such as "all_reduce". axis: mesh axis of the call. site: label of the call. payload: bytes of the whole
     vector. sent: bytes that this rank sends in the backend's algorithm. vector: the whole vector, if a collective
@@ -335,11 +338,12 @@ def _post_call(
     then: Callable[[], Any] | None = None,
     uneven: bool = False,
 ) -> Handle:
-    """Post a collective call and record it in the flight recorder; return the handle to wait on.
+    """Post a collective call and record it in the flight recorder (the process's ring of recent calls); return the
+    handle to wait on.
 
     post: function that posts the transfers. call: record of the call. output: the result tensor, which an injected
-    fault corrupts at completion. then: callback at completion, before that corruption (None: none). async_op: True:
-    return before completion. uneven: True if dim 0 of `output` differs between ranks.
+    fault, if there is one, corrupts at completion. then: callback at completion, before an injected fault (None: none).
+    async_op: True: return before completion. uneven: True if dim 0 of `output` differs between ranks.
     """
     axis, fault, calls = call.axis, call.fault, call.axis.communicator.calls
     shape = ("...", *output.shape[1:]) if uneven else output.shape  # the recorded shape must be equal on all ranks

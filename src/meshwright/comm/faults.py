@@ -91,12 +91,14 @@ class Faults(Generic[AxisType]):
         return dataclasses.replace(fault, kind=_REMEMBER) if fault.kind == "stale" else None
 
     def redirect(self, fault: Fault | None, axis: AxisType, ordered: bool = True) -> tuple[AxisType, bool]:
-        """Apply the fault "wrong group" (a call runs over other ranks) to a call over `axis`. Return (axis over which
-        to make the call, shift). Under this fault the returned axis has other ranks or, if no other axis was injected,
-        shift is True: the caller must shift the ranks' data cyclically by one rank. Under any other `fault`, or None,
-        return (`axis`, False).
+        """Return (axis over which to make a call, shift): (`axis`, False) unless `fault` is of the kind "wrong group",
+        which makes the call run over wrong ranks. Under this fault return (axis over the wrong ranks, False) if
+        `inject` was given such an axis, else (`axis`, True): the caller then imitates the fault and shifts the ranks'
+        data cyclically by one rank.
 
-        ordered: True if the call's result depends on the order of ranks."""
+        ordered: False if the call's result does not depend on the order of ranks; shift is then False, since it would
+        change nothing.
+        """
         if fault is None or fault.kind != "wrong group" or fault.axis != axis.name:
             return axis, False
         if self.other is None and not ordered:

@@ -20,8 +20,8 @@ class Handle:
 
     works: torch.distributed work handles of the call's transfers. describe: function that returns two texts for an
     error message: which rank waits for which, and in which call. timeout: limit of one wait (None: the backend's).
-    communicator: owner of the flight recorder that has recorded the call under the number `call`; None: the call is not
-    recorded."""
+    communicator: owner of the flight recorder (ring of recent calls), in which the call has the number `call`; None:
+    the call is not recorded."""
 
     __slots__ = ("_call", "_communicator", "_describe", "_error", "_finishers", "_timeout", "_works")
 

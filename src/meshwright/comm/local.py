@@ -119,8 +119,7 @@ class LocalRanks:
         return self._collect_results(function, self.timeout if timeout is None else timeout)
 
     def calls(self) -> Snapshot:
-        """Return a snapshot of the flight recorder of every rank of the pool: the last collective calls of each
-        rank."""
+        """Return a snapshot of the pool's flight recorders, each with the last collective calls of one rank."""
         return Snapshot.take(self._rings)
 
     def _collect_results(self, function: str, timeout: float) -> list[Any]:
@@ -214,10 +213,10 @@ class LocalRanks:
 class _PoolSettings:
     """Settings shared by all rank processes of one pool.
 
-    directory: path of the directory with the pool's socket, the store of torch.distributed and the call records. key:
-    authentication key of the socket. world_size: number of ranks. threads: torch threads of a rank. timeout: time limit
-    of torch.distributed in seconds. backend: backend of torch.distributed. path, cwd: `sys.path` and working directory
-    that each process sets."""
+    directory: path of the directory with the pool's socket, the store of torch.distributed and the flight recorders
+    (each rank's last collective calls). key: authentication key of the socket. world_size: number of ranks. threads:
+    torch threads of a rank. timeout: time limit of torch.distributed in seconds. backend: backend of torch.distributed.
+    path, cwd: `sys.path` and working directory that each process sets."""
 
     directory: str
     key: bytes

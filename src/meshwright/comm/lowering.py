@@ -23,9 +23,9 @@ class Message(NamedTuple):
     chunk of the vector).
 
     number: index among the rank's messages. peer: the other rank. slot: first slot sent or received. size: number of
-    slots, 0 for a signal without data. staging: first slot of the staging buffer into which a message is received that
-    is then reduced into its slots; -1 for all other messages. step: index of the first program step that the message
-    carries out."""
+    slots, 0 for a signal without data. staging: for a received message whose data are then reduced into the slots, the
+    first slot of the staging buffer that receives it; -1 for all other messages. step: index of the first program step
+    that the message carries out."""
 
     number: int
     peer: int
@@ -75,9 +75,9 @@ class Group:
     """Group of messages in a rank's schedule that are posted together, with the waits and local work before and after
     them. The fields are lists of actions, executed in this order; a slot is the buffer of one chunk.
 
-    before: waits for earlier sends from slots into which this group receives. receives, sends: messages to post. ahead:
-    receives of the next group, posted one group early. after: waits for received messages and earlier sends, local
-    copies and reductions."""
+    before: waits until earlier sends have read the slots into which this group receives. receives, sends: messages to
+    post. ahead: receives of the next group, posted one group early. after: waits for received messages and earlier
+    sends, local copies and reductions."""
 
     before: list[AwaitSend] = field(default_factory=list)
     receives: list[Message] = field(default_factory=list)
@@ -138,8 +138,8 @@ def lower(checked: CheckedCollective, rank: int, merge: bool = True) -> RankProg
 
 
 class _TransferEnd(NamedTuple):
-    """Sending or receiving end, on one rank, of one transfer of the program. A message carries one or several
-    transfers.
+    """One rank's end (sending or receiving) of one transfer, a pair of a send and a receive step of the program. A
+    message carries one or several transfers.
 
     step: index of the send or receive step. slot, size: first slot and number of slots. outgoing: True for a send.
     reduces: True if the receiver reduces the data into its slots, False if the data overwrite them. offset: position of
@@ -202,12 +202,13 @@ def _find_region(program: CollectiveProgram, slot: Integers) -> Integers:
 
 
 def _schedule_arrivals(groups: list[Group], arriving: list[list[_TransferEnd]]) -> int:
-    """Add to each group the waits for its received messages, and after each wait the reductions of the message into its
-    slots. Messages to be reduced are received into a staging buffer; return the number of slots of this buffer (a slot
-    holds one chunk).
+    """Add to each group of messages the waits for those that it receives, and after each wait the reductions of the
+    message into the vector's slots (buffers of one chunk each). Messages to be reduced are received into a staging
+    buffer; return the number of slots of this buffer.
 
-    groups: schedule, changed in place. arriving: for each group, the received transfers. Reductions run in step order.
-    Even and odd groups have separate staging slots, because two consecutive groups may be in flight."""
+    groups: schedule of a rank, changed in place. arriving: for each group, the received transfers. Reductions run in
+    the order of the program's steps. Even and odd groups have separate staging slots, because two consecutive groups
+    may be in flight."""
     sizes = [sum(part.size for part in parts if part.reduces) for parts in arriving]
     base = max(sizes[::2], default=0)
     for number, (group, parts) in enumerate(zip(groups, arriving, strict=True)):

@@ -213,8 +213,8 @@ def find_defined_slice(executable: Executable, numel: int) -> slice:
 
 
 def _find_receiver(executable: Executable) -> int:
-    """Return the destination rank of a send-receive (`executable`: the prepared program): the last rank, or rank 0 if
-    the last one is the root."""
+    """Return the rank that receives the vector in the operation "send-receive", in which the root sends it to one other
+    rank: the last rank, or rank 0 if the last one is the root. executable: the prepared program."""
     last = executable.program.ranks - 1
     return last if executable.program.root != last else 0
 

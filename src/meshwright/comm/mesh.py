@@ -46,7 +46,8 @@ SETTLING_SECONDS = 10.0
 
 
 class Communicator:
-    """Communication state of one process, shared by its mesh axes: call records, flight recorder, injected fault.
+    """Communication state of one process, shared by its mesh axes: byte counts of calls, flight recorder (ring of
+    recent calls), injected fault.
 
     device: device of the tensors that are communicated. timeout_seconds: limit of one wait. programs: (axis name,
     operation) -> collective program to run in place of the backend's own call."""
@@ -76,8 +77,8 @@ class Communicator:
         """Context manager around an operation that all `ranks` make together, such as the creation of a process group;
         records the operation as one call in the flight recorder.
 
-        site, operation, axis, dtype, shape: values recorded for the call, as for a collective call. A RuntimeError
-        inside the context becomes RankLost.
+        site, operation, axis, dtype, shape: values to record: label of the call, name of the operation, name of the
+        mesh axis, dtype and shape of the tensor, if there is one. A RuntimeError inside the context becomes RankLost.
         """
         number = self.calls.post(self.calls.register_group(ranks), site, operation, axis, 0, dtype, shape)
         self.calls.wait(number)

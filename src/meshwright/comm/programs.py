@@ -38,8 +38,8 @@ Memory = Callable[[int, int], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """Part of a vector, on which the whole collective program runs independently of other parts, so that segments can
-    run concurrently.
+    """Part of a vector on which one whole run of the collective program takes place. The segments of a vector are
+    independent, so that they can run concurrently.
 
     plan: schedule of this rank. n: number of elements of a slot (the buffer of one chunk of the segment). data, output:
     functions (first slot, number of slots) -> memory of these slots, for the vector and for a separate output (None: in
@@ -156,8 +156,8 @@ class Executable:
             self._divide_by_ranks(vector)
 
     def _run_segments(self, segments: list[_Segment]) -> None:
-        """Run the program on each segment of the vector. On gloo the segments are dealt to up to `SEGMENTS_IN_FLIGHT`
-        lanes (lists of segments), which run concurrently."""
+        """Run the program on each segment of the vector. On gloo the segments are distributed over at most
+        `SEGMENTS_IN_FLIGHT` lanes (lists of segments), which run concurrently."""
         if self.batched:
             for segment in segments:
                 self._run_in_batches(segment)
@@ -290,8 +290,8 @@ class Executable:
     # --- memory
 
     def _make_segment(self, vector: torch.Tensor, start: int, n: int) -> _Segment:
-        """Return the segment of `vector` that starts at element `start` and has chunks of `n` elements. For operations
-        in which ranks own no slice of the vector, such as broadcast. If the segment extends beyond the end of the
+        """Return the segment of `vector` that starts at element `start` and has chunks of `n` elements. Used for
+        operations in which ranks own no slice of the vector, such as broadcast. If it extends beyond the end of the
         vector, it uses a padded copy, which is copied back after the run."""
         length = n * self.program.chunks
         part = vector[start : start + length]

@@ -30,8 +30,9 @@ class TimedCall:
 
 
 class CallTimer:
-    """Wrapper of a call recorder that also stores the times of each collective call; all calls are forwarded to
-    `calls`, the wrapped recorder. Attribute `timed`: the calls so far with their times, in posting order."""
+    """Wrapper of a process's flight recorder `calls` (ring of recent collective calls) that also stores the times of
+    each call; its methods are forwarded to `calls`. Attribute `timed`: the calls so far with their times, in posting
+    order."""
 
     def __init__(self, calls: CallWriter) -> None:
         self._calls = calls

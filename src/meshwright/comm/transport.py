@@ -27,7 +27,8 @@ class Message:
     """One end of a point-to-point transfer over a mesh axis.
 
     is_receive: True: `tensor` is received from the rank at index `peer` of the axis; False: it is sent there. site:
-    label of the call in records. name: label of the message in error reports, such as "2RECV_F3".
+    label of the call in traces, byte counts and errors. name: label of the message in error reports, such as
+    "2RECV_F3".
     """
 
     tensor: torch.Tensor

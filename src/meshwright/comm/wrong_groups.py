@@ -23,17 +23,17 @@ def list_axis_groups(layout: Layout, name: str) -> list[tuple[int, ...]]:
 
 
 def make_wrong_groups(layout: Layout, name: str, equal: bool, alike: Sequence[Hashable]) -> list[tuple[int, ...]]:
-    """Return wrong process groups for the mesh axis `name` of a layout, for the injected fault "wrong group" (the
-    axis's collective calls run over other ranks). A wrong group is a tuple of global ranks, with the size of the right
-    groups but other members. A right group for which there is no wrong one is left out of the list, which may be empty.
+    """Return wrong process groups for the mesh axis `name` of a layout. A test that injects the fault "wrong group"
+    makes the axis's collective calls over these. A wrong group is a tuple of global ranks, with the size of the axis's
+    right groups but other members. Ranks for which there is no wrong group are in none; the list may be empty.
 
-    A wrong group consists of consecutive ranks; if the right groups are consecutive, it consists of ranks that have the
-    same index in their right groups.
+    A wrong group consists of consecutive ranks; but if the right groups are consecutive ranks, of ranks with the same
+    index in their right groups.
 
     alike: [ranks], for each rank a value that describes which calls it makes. Only ranks with equal values are put into
     one group and, unless the axis spans pipeline stages, only ranks of one stage; otherwise some ranks would wait for
-    calls that others never make. equal: True if wrong groups must have the size of the right ones; False: a single
-    right group of more than two ranks is cut into two halves."""
+    calls that others never make. equal: False: where there is only one right group, cut it into two halves if it has
+    more than two ranks; True: wrong groups always have the size of the right ones."""
     across = name == "world" or name.startswith("pp")
     classes: dict[Hashable, list[tuple[int, ...]]] = {}
     for ranks in list_axis_groups(layout, name):

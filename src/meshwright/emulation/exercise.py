@@ -21,7 +21,8 @@ Result = torch.Tensor | tuple[torch.Tensor, Any]
 
 @dataclass(frozen=True, slots=True)
 class WrongTensor:
-    """Mismatch between a tensor that an exercise's `distributed()` returns and the same tensor of its `one_device()`.
+    """Mismatch found by `run --check`, between a tensor that a script's function `distributed()` returns on the ranks
+    and the tensor of the same name that its function `one_device()` returns.
 
     Attributes:
         name: Its key in the returned dictionary.
@@ -43,8 +44,8 @@ class WrongTensor:
 
 @dataclass(frozen=True, slots=True)
 class ExerciseResult:
-    """Result of checking an exercise script: the tensors that its `distributed()` returns on all ranks, compared with
-    those of its `one_device()`.
+    """Result of `run --check`: comparison of the tensors that a script's function `distributed()` returns on all ranks
+    with those that its function `one_device()` returns.
 
     wrong: tensors that differ, in the order in which one_device() returns them. compared: number of tensors. worst:
     largest relative error ‖a-b‖ / ‖b‖ of any tensor on any rank.
@@ -61,8 +62,9 @@ class ExerciseResult:
 
 
 def get_function(namespace: Mapping[str, Any], name: str, script: str) -> Callable[[], Mapping[str, Any]]:
-    """Return the function called `name` that an exercise script defines. namespace: global variables of the script.
-    script: its path, for the error message. Raises UserError if there is no such function."""
+    """Return the function called `name`, "distributed" or "one_device", of a script that is checked with `run --check`.
+    namespace: global variables of the script. script: its path, for the error message. Raises UserError if there is no
+    such function."""
     function = namespace.get(name)
     if not callable(function):
         raise UserError(
@@ -73,8 +75,9 @@ def get_function(namespace: Mapping[str, Any], name: str, script: str) -> Callab
 
 
 def compare_ranks(truth: Mapping[str, torch.Tensor], ranks: Sequence[Mapping[str, Result]]) -> ExerciseResult:
-    """Compare an exercise's results on all ranks with those on one device. A tensor is wrong if its relative error
-    ‖a-b‖ / ‖b‖ exceeds 1e-10 (`TOLERANCE`), or if no rank returns some of its elements.
+    """Compare the results that a script's `distributed()` returned on all ranks with those of its `one_device()`. A
+    tensor is wrong if its relative error ‖a-b‖ / ‖b‖ exceeds 1e-10 (`TOLERANCE`), or if no rank returns some of its
+    elements.
 
     truth: results of `one_device()`: name -> tensor, in the order of computation. ranks: results of `distributed()` by
     rank: name -> the whole tensor, or (part, index) where part holds the elements `tensor[index]` of the whole tensor.
@@ -111,7 +114,8 @@ def compare_ranks(truth: Mapping[str, torch.Tensor], ranks: Sequence[Mapping[str
 
 
 def _check_returned(prefix: str, returned: Any, truth: Mapping[str, torch.Tensor] | None) -> None:
-    """Raise UserError unless `returned`, the result of an exercise's function, is a dictionary {name: tensor}.
+    """Raise UserError unless `returned`, the result of a script's function `distributed()` or `one_device()`, is a
+    dictionary {name: tensor}.
 
     prefix: beginning of the error message. truth: None if `returned` comes from `one_device()`; else, for
     `distributed()`, the result of `one_device()`. A value of `distributed()` may also be a pair (part, index), where

@@ -37,8 +37,8 @@ class HeldValue:
 
 
 class ModuleLog:
-    """Record of the `torch.nn.Module`s that each rank creates. It holds references to the modules, so that none is
-    freed."""
+    """Record of the `torch.nn.Module`s that each rank creates. It holds references to the modules, so that those that a
+    script drops can still be listed at the end."""
 
     def __init__(self) -> None:
         self._modules: dict[int, dict[int, torch.nn.Module]] = {}
@@ -58,8 +58,8 @@ class ModuleLog:
             self._modules.setdefault(current(), {})[id(module)] = module
 
         def adopt(module: Any, name: str, child: Any) -> None:
-            """Record `module` and its new child module `child` (None: no child) for the running rank, and mark the
-            child as no root. name: ignored.
+            """Record `module` and its new child module `child` (None: no child) for the running rank, and note that the
+            child is not a root. name: ignored.
             """
             add(module)
             if child is not None:
@@ -118,8 +118,8 @@ def compute_checksum(tensor: torch.Tensor) -> str:
 
 
 def format_holdings(holdings: list[HeldValue]) -> str:
-    """Return `holdings` as a text table: one line for each tensor name, with the ranks of each distinct value.
-    Checksums are not shown: they depend on the machine's arithmetic.
+    """Return `holdings`, which state which rank holds which tensor, as a text table: one line for each tensor name,
+    with the ranks that hold each distinct value. Checksums are not shown: they depend on the machine's arithmetic.
     """
     names = list(dict.fromkeys(holding.name for holding in holdings))
     width = max((len(name) for name in names), default=0)

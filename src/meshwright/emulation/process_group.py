@@ -22,10 +22,10 @@ class EmulatedGroup(_ProcessGroup):
     """Process group of one emulated rank, with the interface of a torch.distributed backend: methods take the arguments
     that torch.distributed passes, and return handles.
 
-    matcher: matches the calls of all ranks. key: identifies the group on all its ranks: (number of default groups that
-    the rank has created so far, name of the group). rank: index of this rank in the group. ranks: global ranks of the
-    group. A collective call is complete when all ranks have made it, a send when it is received. Reductions add in the
-    order of gloo's ring all-reduce.
+    matcher: matches the calls of all ranks. key: identifies the group on all its ranks: (how many times the rank had
+    called `init_process_group`, name of the group), since names repeat after each call. rank: index of this rank in the
+    group. ranks: global ranks of the group. A collective call is complete when all ranks have made it, a send when it
+    is received. Reductions add in the order of gloo's ring all-reduce.
     """
 
     def __init__(self, matcher: CallMatcher, key: GroupKey, rank: int, ranks: tuple[int, ...]) -> None:
@@ -234,8 +234,8 @@ class EmulatedGroup(_ProcessGroup):
         """Split the contiguous tensor `whole` into n equal slices, one per rank of the group; return flattened views of
         them.
 
-        part: required number of elements of a slice, that of the call's other tensor. operation: name of the collective
-        for the error. Raises ValueError if `whole` does not have n times `part` elements.
+        part: number of elements that each slice must have, as many as the call's other tensor. operation: name of the
+        collective for the error. Raises ValueError if `whole` does not have n times `part` elements.
         """
         if whole.numel() != part * len(self.ranks):
             raise ValueError(f"{operation}: {whole.numel()} elements are not {len(self.ranks)} ranks x {part}")

@@ -150,8 +150,8 @@ def _environment() -> Any:
 
 
 def _is_below(module: ModuleType, directory: str) -> bool:
-    """Return True if a module was imported from a file below the script's `directory`, and so is the user's own, not
-    one of Python, of an installed package or of meshwright."""
+    """Return True if a module is the user's own: imported from a file below the script's `directory`, and not part of
+    Python, of an installed package or of meshwright."""
     file = getattr(module, "__file__", None) or ""
     python = (path for path in PYTHON if path.startswith(directory))  # excludes one that contains the script
     installed = (

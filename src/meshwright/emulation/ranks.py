@@ -74,7 +74,7 @@ class EmulatedRanks:
 
     @property
     def failure(self) -> Failure | None:
-        """First error of the last run, with its rank and traceback; None if it succeeded."""
+        """First error of the last call of `run` or `run_each`, with its rank and traceback; None if there was none."""
         return self.scheduler.failure
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -157,8 +157,8 @@ class EmulatedRanks:
         return group, store
 
     def _make_event_wait(self) -> Callable[..., bool]:
-        """Return a stand-in for `threading.Event.wait`. A wait with a timeout, as in programs that poll, lets other
-        ranks run."""
+        """Return a stand-in for `threading.Event.wait`. A rank's wait with a timeout, as in programs that poll an
+        event, first lets other ranks run; any other wait is unchanged."""
         wait, scheduler = threading.Event.wait, self.scheduler
 
         def wait_or_yield(event: threading.Event, timeout: float | None = None) -> bool:
@@ -193,8 +193,8 @@ class EmulatedRanks:
         return set_or_ignore
 
     def _leave_uncompiled(self, model: Any = None, **_: Any) -> Any:
-        """Stand-in for `torch.compile`: return the model or function `model` unchanged, or for None (use as a decorator
-        with options) a decorator that does so. The first call prints a message.
+        """Stand-in for `torch.compile`, without compilation: return the model or function `model` unchanged; for None,
+        as in `@torch.compile(mode=...)`, return a decorator that returns its argument. The first call prints a message.
         """
         if not self._uncompiled:
             self._uncompiled = True

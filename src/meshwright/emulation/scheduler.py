@@ -42,7 +42,7 @@ class WaitCondition:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """First error of a run.
+    """First error in one run of a function on emulated ranks.
 
     rank: rank that raised it; None: no single rank (a deadlock). error: the exception. text: its traceback, without the
     frames of the emulation.
@@ -63,8 +63,8 @@ def is_emulated_rank() -> bool:
 
 
 class RankThread:
-    """Thread of one emulated rank. index: the rank. state: the rank's process state, which is loaded into the process
-    while the rank runs."""
+    """Thread of one emulated rank. index: number of the rank. state: the rank's process state, which is loaded into the
+    process while the rank runs."""
 
     def __init__(self, index: int, state: Any) -> None:
         self.index, self.state = index, state
@@ -99,8 +99,8 @@ class Scheduler:
     def run(self, tasks: list[Callable[[], Any]]) -> list[Any]:
         """Run tasks[r]() on rank r for all ranks; return the results, [rank].
 
-        Raises the first error of a rank, or EmulationFailed for a deadlock or if an earlier run was interrupted while a
-        rank computed.
+        Raises the first error of a rank. Raises EmulationFailed for a deadlock, and if an earlier run was interrupted
+        (Ctrl-C) while a rank computed, as the rank's thread may still run.
         """
         if self._abandoned:
             raise EmulationFailed("the ranks were interrupted: create new ones")

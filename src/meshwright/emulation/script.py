@@ -66,7 +66,8 @@ class ScriptReport:
     exercise: ExerciseResult | None = None
 
     def summary(self) -> str:
-        """Return the result of an exercise's check as one line of text; empty if no check was made."""
+        """Return the result of `run --check` (ranks compared with one device) as one line of text; empty without
+        --check."""
         if self.exercise is None:
             return ""
         wrong, compared = self.exercise.wrong, self.exercise.compared
@@ -142,9 +143,9 @@ def run_emulated_script(path: Path, arguments: list[str], ranks: int, options: S
     """Run a script on `ranks` emulated ranks (threads of this process), as torchrun would start it on processes; return
     the report.
 
-    path: the script. arguments: its command-line arguments. options: debugger, printed calls and check of an exercise.
+    path: the script. arguments: its command-line arguments. options: debugger, printed calls and check of the results.
     Raises UserError for an invalid breakpoint, a syntax error in the script, or with `options.check` for a script
-    without the functions of an exercise.
+    without functions `distributed()` and `one_device()`.
     """
     before = None if options.breakpoint is None else parse_breakpoint(options.breakpoint, ranks)
     try:
@@ -199,8 +200,8 @@ def run_emulated_script(path: Path, arguments: list[str], ranks: int, options: S
 
 
 def _check_exercise(emulated: EmulatedRanks, code: CodeType, modules: list[ModuleType], path: Path) -> ExerciseResult:
-    """Run an exercise script's `distributed()` on all ranks, then its `one_device()` on rank 0, both with default dtype
-    float64; return the comparison of their results.
+    """Run the function `distributed()` of a script on all ranks, then its function `one_device()` on rank 0, both with
+    default dtype float64; return the comparison of their results.
 
     emulated: the ranks. code: compiled script. modules: [rank], the module in which the rank executes it. path: path of
     the script, for error messages.

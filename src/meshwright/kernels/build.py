@@ -124,8 +124,8 @@ def build(instruction_set: str, log: Callable[[str], None] = lambda line: None) 
 @contextmanager
 def _lock(path: Path, log: Callable[[str], None]) -> Iterator[None]:
     """Context manager that holds an exclusive lock on the file `path`; the end of the process also unlocks it. On a
-    file system without locks nothing is locked; several processes may then compile, which is safe because each renames
-    complete files. log: called with one line before waiting."""
+    file system without locks nothing is locked, and several processes may compile at a time; this is safe, because each
+    renames only complete files into place. log: called with one line before waiting."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

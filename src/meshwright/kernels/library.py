@@ -106,9 +106,9 @@ class Kernels:
         self._packers, self._padded = None, [np.empty(0, np.uint32)] * self._threads
 
     def _make_padded(self, number: int, shape: tuple[int, int]) -> npt.NDArray[np.uint32]:
-        """Return a uint32 array of zeros of `shape` (rows, columns). `pack` copies rows of a weight into it, padded to
-        whole panels of 16 rows, before it permutes them. number: index of the packing thread; the thread's next call
-        reuses the memory."""
+        """Return a uint32 array of zeros of `shape` (rows, columns), a temporary buffer of `pack`: rows of a weight are
+        copied into it, padded with zeros to whole panels of 16 rows, and then permuted. number: index of the packing
+        thread, whose next call reuses the memory."""
         size = shape[0] * shape[1]
         if len(self._padded[number]) < size:
             self._padded[number] = np.empty(size, np.uint32)

@@ -193,8 +193,8 @@ def _lower_attention(op: Attention) -> Iterator[structures.Op]:
 def _lower_activation(op: Activation, rows: str = "tokens", **fields: Any) -> Iterator[structures.Op]:
     """Yield the ctypes struct of the `Activation` operation `op`.
 
-    rows: meaning of a buffer's rows: "tokens", "outputs" (tokens whose logits are wanted) or "assignments" (pairs of
-    token and expert). fields: further fields of `structures.Op`, such as `routing`.
+    rows: what the buffers have one row for: "tokens" (of the step), "outputs" (tokens whose logits are wanted) or
+    "assignments" (pairs of token and expert). fields: further fields of `structures.Op`, such as `routing`.
     """
     width = op.out.shape[1]
     yield _make_op(

@@ -25,12 +25,12 @@ Rows = Literal["tokens", "outputs"]
 
 
 class StepArrays(Protocol):
-    """Ragged batch of one forward step over S sequences: int32 arrays, C-contiguous. W: number of block tables of a
-    sequence (one for each sliding-window size among the layers); for W = 1 the dimension W may be left out.
+    """Ragged batch of one forward step: T tokens of S sequences, as int32 arrays, C-contiguous. A sequence has W block
+    tables, one for each sliding-window size among the model's layers; for W = 1 the dimension W may be left out.
 
     tokens, positions: [T], token IDs and positions in their sequences. starts: [S + 1]; sequence s has the tokens with
-    the indices starts[s] to starts[s + 1] (exclusive). slots: [W, T], location of the token's key and value in the KV
-    cache of each table's layers: block * 16 + offset. block_tables: [W, S, blocks], KV blocks of each sequence.
+    the indices starts[s] to starts[s + 1] (exclusive). slots: [W, T], for each table the place of each token's key and
+    value in the KV cache: block * 16 + offset in the block. block_tables: [W, S, blocks], KV blocks of each sequence.
     output_rows: [R], indices of the tokens whose logits are wanted. `serving.scheduler.StepBatch` is such a batch."""
 
     tokens: Int32  # [T]
@@ -68,9 +68,10 @@ class LayerCache:
 class Embed:
     """Embedding lookup for T tokens: out[t] = table[id - first], zeros for an ID outside the table.
 
-    out: [T, H]. table: [V, H], float32 or bfloat16 bits, or the packed matrix of a tied head, which is not copied. ids:
-    look up "tokens" (token IDs) or "positions" (learned positions). first: first ID of the table, above 0 for a
-    vocabulary-parallel slice. accumulate: if True, add to the present out[t]."""
+    out: [T, H]. table: embedding table [V, H], float32 or bfloat16 bits; if the output head is tied to the embedding,
+    the head's packed matrix, from which rows are then read. ids: look up "tokens" (token IDs) or "positions" (learned
+    positions). first: first ID of the table, above 0 for a vocabulary-parallel slice. accumulate: if True, add to the
+    present out[t]."""
 
     out: Float32
     table: Array | PackedMatrix

@@ -93,13 +93,13 @@ def attend(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
     PADDED: tl.constexpr, SECTION: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of one tile of queries for one key-value head, in sections of SECTION keys (split-K), and write
-    it to `out` [tokens, query heads, SIZE]. A tile is at most `tile_tokens` consecutive tokens of one sequence.
+    """Compute attention of one tile of queries (at most `tile_tokens` consecutive tokens of one sequence) for one
+    key-value head, and write it to `out` [tokens, query heads, SIZE]. The keys are divided into sections of SECTION
+    keys, which several programs compute in parallel (split-K).
 
     If a tile has several sections, each section's highest score and sum of exp(score - highest) are written to `stats`
-    [rows, 2], and its weighted sum of values to `partial` [rows, SIZE]; there is one row for each (tile, token in the
-    tile, query head, section). The program that finishes last merges the sections in order (log-sum-exp merge), so that
-    the bits do not depend on which program that is.
+    [rows, 2], and its weighted sum of values to `partial` [rows, SIZE]; one row for each (tile, token in the tile,
+    query head, section). The program that finishes last merges the sections in a fixed order (log-sum-exp merge).
 
     Grid: (tiles, KV_HEADS, P); program p of P computes every P-th section. qkv: [tokens, width]. keys, values: KV cache
     [slots, KV_HEADS, SIZE]. positions: int32 [tokens]. tiles: int32 [3, number of tiles], rows `stride` elements apart:

@@ -11,9 +11,9 @@ from meshwright.parallel.tensor import TensorParallel
 
 
 def axis_operations(mesh: Mesh) -> AxisOperations:
-    """Build the operations object that this rank's model is constructed with: the communication of tensor, context and
-    expert parallelism, and activation checkpointing, as `mesh.layout` selects them. Data and pipeline parallelism need
-    no operations inside the model (`parallel/zero_engine.py`, `parallel/pipeline.py`)."""
+    """Build the object through which this rank's model communicates, by tensor, context and expert parallelism, and
+    recomputes activations, as `mesh.layout` selects. Data and pipeline parallelism act from outside the model
+    (`parallel/zero_engine.py`, `parallel/pipeline.py`)."""
     layout = mesh.layout
     return AxisOperations(
         tensor=TensorParallel(mesh.tp, layout.tensor_sequence_parallel),

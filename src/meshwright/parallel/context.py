@@ -94,10 +94,9 @@ class RingAttention(ContextParallel):
     def make_attention_mask(
         self, documents: Documents, tokens: int, window: int | None, device: torch.device, form: MaskForm = "boolean"
     ) -> VarlenMask | torch.Tensor | None:
-        """Return the attention mask for the argument `visible` of `attend`. With flash attention (`form` "varlen") it
-        is a `VarlenMask` of this rank's chunks; otherwise the index, in the sequence, of the first key to which each
-        query on this rank attends, [B or 1, C], on the CPU (None: 0). It is computed on the host, which does not wait
-        for `device`.
+        """Return the attention mask to pass to `attend` as `visible`. For flash attention (`form` "varlen") it is a
+        `VarlenMask` of this rank's chunks. Otherwise it is an integer tensor [B or 1, C] on the CPU: for each query on
+        this rank, the index in the unsharded sequence of the first key to which it attends; None if that is 0 for all.
 
         `documents`: boundaries in packed sequences; `tokens`: C, tokens of each sequence on this rank; `window`:
         sliding window in tokens (None: none); `form`: mask format of the attention kernel."""
@@ -141,7 +140,7 @@ class UlyssesAttention(ContextParallel):
         """Return the causal attention [B, N, C, D] of this rank's queries `q_BNSD` to the keys `k_BKSD` and values
         `v_BKSD` of all cp ranks; each rank passes those of its C tokens of every sequence. One all-to-all gives each
         rank unsharded sequences of N / cp heads, a second one restores token slices. With more ranks than key-value
-        heads, several ranks get copies of a head.
+        heads, several ranks get copies of the same key-value head.
 
         `visible`: attention mask from `make_attention_mask`; `scores`: scale and softcap of the attention scores."""
         axis, copies = self.axis, max(1, self.size // k_BKSD.shape[1])
@@ -281,8 +280,8 @@ def _attend_by_flash(
     """Compute ring attention by flash kernels, without autograd; `q_BNCD`, `k_BKCD`, `v_BKCD` and results are those of
     `_compute_ring_attention`.
 
-    `tensors`: tensors of a `VarlenMask`; `numbers`: [its window, scale of the scores]; `key`: string that identifies
-    the cp axis; `sinks`: attention-sink score of each query head."""
+    `tensors`: tensors of the `VarlenMask` (document boundaries); `numbers`: [sliding window of the mask, scale of the
+    scores]; `key`: string that identifies the cp axis; `sinks`: attention-sink score of each query head."""
     attend_span = partial(ring_spans.attend_by_flash, _rebuild_varlen_mask(tensors, numbers), numbers[1])
     return _compute_ring_attention(q_BNCD, k_BKCD, v_BKCD, key, attend_span, sinks)
 

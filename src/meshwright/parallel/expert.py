@@ -35,8 +35,9 @@ class Routes(NamedTuple):
     """Numbers of token copies that one expert-parallel dispatch moves (a token has one copy for each of its experts).
 
     `sent`, `received`: copies that this rank sends to, and receives from, each rank of ep (expert parallelism).
-    `shared`: copies that each rank of etp (expert tensor parallelism) has received from its ep ranks. `counts_GPL[g, p,
-    l]`: copies for local expert l that rank g of etp has received from rank p of ep."""
+    `shared`: copies that each rank of etp (expert tensor parallelism) has received over ep; the etp ranks then
+    all-gather them. `counts_GPL[g, p, l]`: copies for local expert l that rank g of etp has received from rank p of ep.
+    """
 
     sent: list[int]
     received: list[int]
@@ -88,11 +89,11 @@ class AllToAllTokenDispatcher:
         return all_to_all_rows(y_RH, self.ep, "experts.combine", routes.received, routes.sent)
 
     def _agree_on_routes(self, ends_E: torch.Tensor) -> Routes:
-        """Exchange the numbers of token copies and return them as `Routes`: over ep, how many copies go to each
-        expert; over etp, how many copies each rank has received.
+        """Exchange, before a dispatch, the numbers of token copies and return them as `Routes`: among the ep ranks, how
+        many copies each sends to each expert; then among the etp ranks, how many copies each has received.
 
-        `ends_E`: exclusive end index of each expert's copies on this rank. Raises RanksDisagree if a checksum is
-        wrong."""
+        `ends_E`: exclusive end index of each expert's copies on this rank. Raises RanksDisagree if a checksum is wrong.
+        """
         counts_PL = ends_E.long().diff(prepend=ends_E.new_zeros(1)).view(self.ep.size, -1)
         arriving_PL, wrong_P = self._share_counts(counts_PL, self.ep)
         counts_GX, wrong_G = self._share_counts(arriving_PL.reshape(1, -1).expand(self.etp.size, -1), self.etp)
@@ -127,6 +128,7 @@ class AllToAllTokenDispatcher:
 
 
 def read_on_host(*vectors: torch.Tensor) -> list[list[int]]:
-    """Return the numbers of integer `vectors` in one copy: the only wait of the host for the device in a dispatch."""
+    """Return the numbers in the integer `vectors` as lists. All are copied to the host at once, so that a dispatch
+    makes the host wait for the device only once."""
     numbers = iter(torch.cat(vectors).tolist())
     return [list(islice(numbers, len(each))) for each in vectors]

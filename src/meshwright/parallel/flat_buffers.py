@@ -45,13 +45,13 @@ def select_columns(values: torch.Tensor, columns: Columns | None) -> torch.Tenso
 
 
 def make_slice_reader(value_of: Callable[[ParameterEntry], torch.Tensor]) -> ReadSlice:
-    """Return a function that reads a slice of a parameter entry (one tensor of a checkpoint), given `value_of`, which
-    returns an entry's unsharded value in its shape on disk (before any transposition).
+    """Return a function that reads a slice of a parameter entry (one tensor of a checkpoint). value_of: function that
+    returns the unsharded value of an entry in its shape on disk, which may be the transpose of the model's.
 
     The returned function, (entry, start, stop, columns) -> 1-D tensor, returns the elements [start, stop) of the
-    flattened entry. columns: (first, end, width), to count only the elements in the columns [first, end) of a matrix
-    of `width` columns; None: all. The last value is cached, so that consecutive slices of one entry call `value_of`
-    once."""
+    flattened entry. columns: (first, end, width): flatten only the columns [first, end) of the entry, a matrix of
+    `width` columns; None: all columns. The last value is cached, so that consecutive slices of one entry call
+    `value_of` once."""
     known: dict[str, torch.Tensor] = {}  # the last entry's value, flattened
 
     def read_slice(entry: ParameterEntry, start: int, stop: int, columns: tuple[int, int, int] | None) -> torch.Tensor:
@@ -74,8 +74,8 @@ class TensorSlice:
 
     `kind`: quantity in `tensor`: "master" (weights) or an optimizer state such as "exp_avg"; `name`: name of the entry.
     `start`, `stop`: element range [start, stop) of the flattened entry, row-major as the model stores it, [output,
-    input] (the checkpoint file may hold the transpose). `columns`: the range counts only the elements of these matrix
-    columns (None: all columns)."""
+    input] (the checkpoint file may hold the transpose). `columns`: only these columns of the matrix are flattened and
+    counted by the range (None: all columns)."""
 
     kind: str
     name: str
@@ -103,9 +103,9 @@ class EntrySlice:
     """Slice of a parameter entry (one tensor of a checkpoint) in a flat buffer: the buffer elements [offset, offset +
     numel) are the elements [begin, begin + numel) of the flattened `entry`.
 
-    `columns`: `begin` counts only the elements of these matrix columns (None: all columns). `copies`: number of
-    neighbouring tp ranks that hold the same slice. `partial`: True if each of these ranks computes only a partial
-    gradient of the slice, so that their gradients must be summed."""
+    `columns`: only these columns of the matrix are flattened and counted by `begin` (None: all columns). `copies`:
+    number of neighbouring tp ranks that hold the same slice. `partial`: True if each of these ranks computes only a
+    partial gradient of the slice, so that their gradients must be summed."""
 
     entry: ParameterEntry
     offset: int
@@ -154,8 +154,8 @@ class FlatLayout:
 
     @property
     def rate_factor(self) -> float:
-        """Factor on the learning rate of the first `decay_numel` elements of the buffer, which are matrices (µP;
-        otherwise 1)."""
+        """Factor by which µP scales the learning rate of the buffer's matrices, which are its first `decay_numel`
+        elements; 1 without µP."""
         rates = {placed.tensor.entries[0].rate for placed in self.tensors if placed.tensor.decay}
         assert len(rates) < 2, f"{self.name}: matrices with different learning rates {rates}"
         return rates.pop() if rates else 1.0
@@ -169,9 +169,10 @@ class FlatLayout:
                 yield part, first, last
 
     def ranges_by_copies(self, low: int, high: int) -> list[tuple[int, int, int]]:
-        """Divide the buffer elements [low, high) into ranges whose elements are held by the same number of tp ranks.
-        Return (first, last, copies) for each range [first, last), where `copies` is that number. Padding and the
-        routers' load-balancing biases, which do not count in gradient norms, are left out."""
+        """Divide the buffer elements [low, high) into ranges whose elements are held by the same number of tp ranks, so
+        that a gradient norm can count each element once. Return (first, last, copies) for each range [first, last),
+        where `copies` is that number. Elements that do not count in gradient norms are left out: padding, and the
+        routers' load-balancing biases."""
         ranges: list[tuple[int, int, int]] = []
         for part, first, last in self.slices_within(low, high):
             if part.entry.balances:
@@ -294,11 +295,12 @@ def _list_entry_slices(
 def cut_slices(
     flat: FlatLayout, kind: str, values: torch.Tensor, start: int, low: int, high: int, position: int | None = None
 ) -> list[TensorSlice]:
-    """Return the checkpoint slices of the elements [low, high) of the flat buffer with layout `flat`, one for each
-    parameter entry (checkpoint tensor) in that range, as views of the 1-D `values`. `kind`: label of the quantity in
-    `values` ("master", "exp_avg", ...); `start`: index in the buffer of the first element of `values`; `position`:
-    index of this rank on tp: of elements that several tp ranks hold, each rank gets an equal part; None: this rank gets
-    all elements."""
+    """Return the elements [low, high) of a flat buffer as slices of checkpoint tensors: one `TensorSlice` for each
+    parameter entry (checkpoint tensor) in that range, each a view of the 1-D `values`.
+
+    `flat`: layout of the buffer; `values`: consecutive elements of the buffer from its element `start` on; `kind`: name
+    of the quantity in `values` ("master", "exp_avg", ...); `position`: index of this rank on tp, if elements that
+    several tp ranks hold are to be divided equally among these; None: this rank gets them all."""
     slices = []
     for part, first, last in flat.slices_within(low, high):
         if position is not None:
@@ -317,9 +319,9 @@ def split_evenly(start: int, stop: int, index: int, shares: int) -> tuple[int, i
 
 
 class GradientBufferPool:
-    """Pool of 1-D buffers for unsharded gradients, which are in use only during backward passes (ZeRO-2 and 3). A
-    buffer that is released is reused for the next of several consecutive FSDP units of equal sizes (layers); other
-    buffers (an embedding's) are freed.
+    """Pool of 1-D buffers for unsharded gradients, which are in use only during backward passes (ZeRO-2 and 3).
+    Consecutive FSDP units of equal sizes, such as layers, take turns with a few buffers of that size, which the pool
+    keeps; a buffer of any other size, such as an embedding's, is freed on release.
 
     `sizes`: for each FSDP unit, in forward order, the numbers of elements of its buffers; `device`, `dtype`: of the
     buffers."""

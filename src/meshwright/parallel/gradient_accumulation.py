@@ -25,9 +25,10 @@ class BackwardPass:
     `order`: names of the FSDP units whose gradients are incomplete, in backward order; `missing`: unit name -> indices
     of its parameters that have no gradient yet.
 
-    `held`: (parameter, gradient) pairs that are stored instead of accumulated, while a split pass computes input
-    gradients and while it is paused; otherwise None. `early`: after the pass is resumed, the pairs of `held` that are
-    still to be added to the buffers: unit name -> pairs."""
+    A split pass computes its input gradients, pauses, and computes its weight gradients after it is resumed. `held`:
+    until the resumption of a split pass, the (parameter, gradient) pairs that are stored instead of added to the
+    gradient buffers; otherwise None. `early`: after the resumption, those of these pairs that are still to be added:
+    unit name -> pairs."""
 
     order: list[str]
     missing: dict[str, set[int]]
@@ -131,8 +132,9 @@ class GradientAccumulator:
         self._running = None
 
     def skip(self, units: Iterable[str]) -> None:
-        """Declare that the FSDP units named `units` get no further gradients in the running pass. They count as
-        complete; each is reduced as soon as the units before it in the pass's fixed (backward) order are complete."""
+        """Declare that the FSDP units named `units` get no further gradients in the running backward pass, and so are
+        complete. As units are reduced in a fixed order (backward order), each is reduced when all units before it are
+        complete."""
         running = self._running
         assert running is not None
         for name in units:
@@ -140,8 +142,8 @@ class GradientAccumulator:
         self._end_units(running)
 
     def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Add a parameter's gradient (of the parameter's shape) to the buffer of its FSDP unit. In the first half of a
-        split pass the gradient is only stored until `pause`."""
+        """Add a parameter's gradient (of the parameter's shape) to the buffer of its FSDP unit. While a split pass
+        computes its input gradients, the gradient is stored, and added later."""
         running = self._running
         assert running is not None, "a gradient outside of a backward pass"
         if running.held is not None:
@@ -158,7 +160,7 @@ class GradientAccumulator:
     def accumulate_product(self, parameter: nn.Parameter, dy_NY: torch.Tensor, x_NX: torch.Tensor) -> None:
         """Add dyᵀ x, the gradient of the weight `parameter` [Y, X], to the buffer of its FSDP unit, for output gradient
         `dy_NY` and input `x_NX` of N tokens. Where dtypes agree, the matrix product itself accumulates into the buffer.
-        In the first half of a split pass the gradient is only stored until `pause`."""
+        While a split pass computes its input gradients, the gradient is stored, and added later."""
         running = self._running
         assert running is not None, "a gradient outside of a backward pass"
         unit = self._units[self._place[parameter][0]]

@@ -88,8 +88,8 @@ class _Step:
     `kind`: forward, backward, B or W pass. `key`: indices (stage, replica (model copy), micro-batch). `reads`:
     activation or gradient of another stage that the step needs; `produces`: the one that it computes for another stage;
     each as (output or gradient, replica, stage, micro-batch); None: none. `acknowledges`: values that this rank sent
-    earlier and on which `reads` depends: once `reads` has arrived, their receivers have used them, so that their memory
-    can be released."""
+    earlier and from which `reads` was computed elsewhere: when `reads` arrives, these sends are known to be complete,
+    and the values' memory can be released."""
 
     kind: Kind
     key: Key

@@ -69,10 +69,10 @@ class ActivationCheckpointing(Recompute):
     ) -> Function:
         """Return a replacement for `function`, the forward of a transformer block or of a part of the block, that saves
         the results of some of its operators and recomputes the others in backward. This is done for the kind
-        "selective", and for "none" with compilation; under "full", `wrap_block` checkpoints the whole block instead.
+        "selective", and for "none" with compilation; otherwise the function is only compiled, if asked for.
 
-        compile_options: keyword arguments of torch.compile; None: do not compile. around: function that wraps the
-        compiled function.
+        compile_options: keyword arguments of torch.compile; None: do not compile. around: function that gets the
+        compiled function and returns the one to use in its place; not called without compilation.
         """
         if self.kind == "selective":
             function = _checkpoint_saving(function, MATRIX_PRODUCTS | SUMS)
@@ -121,7 +121,7 @@ _stored = threading.local()
 
 
 def _run_with_stored_results(function: Function, results: list[Any], *arguments: Any) -> Any:
-    """Call the checkpointed `function(*arguments)`, in forward or in its recomputation in backward.
+    """Call `function(*arguments)`, in forward or when activation checkpointing recomputes it in backward.
 
     `results`: list in which calls of `compute_once` inside the function store their results in forward, and find them
     when it is recomputed."""

@@ -32,9 +32,9 @@ def list_held_chunks(rank: int, ranks: int) -> tuple[int, int]:
 
 
 def list_spans(rank: int, source: int, ranks: int, tokens: int) -> list[Span]:
-    """List the blocks of causal attention between the queries of cp rank `rank` and the KV block of rank `source`: one
-    `Span` (slice of queries, slice of keys) for each pair of a query chunk and a key chunk, of two each, that the
-    causal mask does not hide.
+    """List the parts of causal attention between the queries of cp rank `rank` and the KV block of rank `source`. Each
+    rank holds two chunks of a sequence; the result has one `Span` (slice of queries, slice of keys) for each of the
+    four pairs of a query chunk and a key chunk, without pairs that the causal mask hides.
 
     `ranks`: size of cp; `tokens`: number of tokens of a sequence on each rank."""
     chunk = tokens // 2
@@ -89,8 +89,8 @@ def merge_attention(out: torch.Tensor, log_sum: torch.Tensor, more: torch.Tensor
 def attend_by_tiles(
     first_BC: torch.Tensor | None, settings: ScoreSettings, q_BKGCD: torch.Tensor, block: torch.Tensor, span: Span
 ) -> Iterator[Result]:
-    """Compute the attention of `span` (a slice of queries over a slice of keys) by tiles; yield partial results to
-    merge.
+    """Compute the attention of `span` (a slice of queries over a slice of keys) by tiles; yield partial results
+    (outputs with log-sum-exps), which `merge_attention` can merge.
 
     `first_BC`: index of the first key to which each query attends (None: 0), on the CPU; `settings`: scale and softcap
     of the scores; `q_BKGCD`: this rank's queries; `block`: keys and values, [2, B, K, C, D]."""
@@ -196,7 +196,7 @@ def attend_by_flash(
     mask: VarlenMask, scale: float, q_BKGCD: torch.Tensor, block: torch.Tensor, span: Span
 ) -> Iterator[Result]:
     """Compute the attention of `span` (a slice of queries over a slice of keys) by flash kernels; yield partial results
-    to merge.
+    (outputs with log-sum-exps), which `merge_attention` can merge.
 
     `mask`: document boundaries and sliding window; `scale`: factor of the scores; `q_BKGCD`: this rank's queries;
     `block`: keys and values, [2, B, K, C, D]."""

@@ -26,10 +26,10 @@ Objective = Callable[[int, torch.Tensor], torch.Tensor]
 class BackwardOrder(NamedTuple):
     """Order of this rank's backwards relative to its forwards in the pipeline program.
 
-    `at_once`: the forwards, as (stage, replica (model copy), micro-batch), that are immediately followed by their own
-    backward; such a forward may compute the gradient of the output head together with the loss, as this saves the
-    recomputation of logits. `queue`: queue in which split backward passes defer their weight-gradient computations;
-    None if only forwards run."""
+    `at_once`: the forwards, as (stage, replica (model copy), micro-batch), whose own backward is this rank's next step.
+    The last stage can then compute the gradient of the output head together with the loss, so that backward need not
+    recompute the logits. `queue`: queue in which split backward passes defer their weight-gradient computations; None
+    if only forwards run."""
 
     at_once: Collection[Key] = ()
     queue: WeightGradients | None = None
@@ -39,8 +39,8 @@ _FORWARD_ONLY = BackwardOrder()
 
 
 class StageCompute:
-    """Executor of the forwards and backwards of a rank's pipeline stages during one step or evaluation (implements
-    `parallel.pipeline.Compute`).
+    """Executor of the forwards and backwards of a rank's pipeline stages during one training step or one evaluation. It
+    implements `parallel.pipeline.Compute`.
 
     `model`: modules of the rank's stages; `engine`: ZeRO engine that owns their parameters; `micro_batches`: all
     micro-batches of this rank; `targets`: number by which the summed loss is divided; `order`: which forwards are
@@ -167,8 +167,9 @@ class _SavedForward(NamedTuple):
 
 
 class _OutputRoot(torch.autograd.Function):
-    """Autograd function that gives backward a root in place of the stage's output, whose memory can then be freed once
-    it is sent. The root is an empty tensor; `_set_output_gradient` sets the gradient with which its backward starts."""
+    """Autograd function that replaces a stage's output, as the tensor from which backward starts, by an empty tensor.
+    The output's memory can thus be freed once the output is sent. `_set_output_gradient` sets the gradient of the
+    output with which backward starts."""
 
     @staticmethod
     def forward(context: Any, out: torch.Tensor) -> torch.Tensor:
@@ -179,14 +180,15 @@ class _OutputRoot(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, *empty: torch.Tensor) -> Any:
-        """Return the output gradient set by `_set_output_gradient`. `empty`: gradient of the empty root; ignored."""
+        """Return the gradient of the stage's output, which `_set_output_gradient` has set. context: autograd context.
+        `empty`: gradient of the empty tensor; ignored."""
         gradient, context.gradient = context.gradient, None
         return gradient
 
 
 def _set_output_gradient(root: torch.Tensor, d_out: torch.Tensor) -> torch.Tensor:
-    """Set the stage's output gradient `d_out` on `root`, the result of `_OutputRoot`; return the empty tensor to pass
-    to autograd as the gradient of `root`."""
+    """Store `d_out`, the gradient of a stage's output, for the backward of `root`, the empty tensor by which
+    `_OutputRoot` replaced the output. Return the (empty) gradient of `root` to pass to autograd."""
     exit_: Any = root.grad_fn
     exit_.gradient = d_out
     return torch.empty_like(root)

@@ -29,9 +29,9 @@ class ForwardBackward:
     """Runner of the forwards and backwards of a step, or of an evaluation, on this rank, in the order of a pipeline
     program; the optimizer step is not included.
 
-    `model`: the rank's stages; `engine`: ZeRO engine that owns their parameters. `fused_accumulation_min_numel`:
-    smallest number of elements of a weight whose gradient the matrix product itself adds to the accumulation buffer.
-    `preference`: loss of preference pairs; None: next-token loss."""
+    `model`: the rank's stages; `engine`: ZeRO engine that owns their parameters. `fused_accumulation_min_numel`: for
+    weights with at least so many elements, the matrix product that computes the gradient also adds it to the gradient
+    buffer (fused gradient accumulation). `preference`: loss of preference pairs; None: next-token loss."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class ForwardBackward:
         self.watched: Callable[[Compute], Compute] | None = None
         """Wrapper of the compute steps of a training step while a profile is taken."""
         self._pipeline = Pipeline(program, engine.mesh.pp)
-        self._passes, at_once, split = _count_passes(program, engine.mesh.pp.rank)
+        self._passes, at_once, split = _analyse_compute_steps(program, engine.mesh.pp.rank)
         queue = WeightGradients(engine.gradients)
         self._order = BackwardOrder(at_once, queue)
         if split:
@@ -162,16 +162,16 @@ def _sum_over_data(counts: Iterable[torch.Tensor], mesh: Mesh, copies: int = 1) 
 
 def loss_share(loss: torch.Tensor, mesh: Mesh, of_pairs: bool = False) -> torch.Tensor:
     """Return this rank's share of the loss of a step: `loss`, the loss of its micro-batches, divided by the number of
-    ranks of `mesh` that compute the same value. The shares of all ranks sum to the loss. Ranks along tp compute the
-    same loss and, for a preference loss (`of_pairs`), ranks along cp too."""
+    ranks of `mesh` that compute the same value. The sum of all ranks' shares is the loss of the step. Ranks along tp
+    compute the same loss and, for a preference loss (`of_pairs`), ranks along cp too."""
     return loss / (mesh.tp.size * (mesh.cp.size if of_pairs else 1))
 
 
-def _count_passes(program: PipelineProgram, rank: int) -> tuple[dict[int, int], frozenset[Key], bool]:
-    """Analyse the order of compute steps of `program` on the pipeline rank `rank`. Return three values: {stage: number
-    of backward passes through it}; the forwards, as (stage, replica (model copy), micro-batch), that are immediately
-    followed by their own backward; True if any backward is split into B (input-gradient) and W (weight-gradient)
-    passes."""
+def _analyse_compute_steps(program: PipelineProgram, rank: int) -> tuple[dict[int, int], frozenset[Key], bool]:
+    """Analyse the compute steps of the pipeline program `program` on the pipeline rank `rank`. Return three values:
+    {stage: number of backward passes through it}; the forwards, as (stage, replica (model copy), micro-batch), that are
+    immediately followed by their own backward; True if any backward is split into B (input-gradient) and W
+    (weight-gradient) passes."""
     s = program.steps
     here = [at for at in s.of_rank(rank) if s.kind[at] in COMPUTING]
     passes: Counter[int] = Counter()

@@ -61,8 +61,8 @@ class TensorParallel(TensorOperations):
         return reduce_from(x, self.axis, site)
 
     def average(self, x: torch.Tensor, site: str) -> torch.Tensor:
-        """Return the mean of `x` (any shape) over the tp ranks; backward returns the mean of their gradients. `site`:
-        label of the calls in traces."""
+        """Return the mean of `x` (any shape) over the tp ranks; backward returns the mean of the ranks' gradients.
+        `site`: label of the calls in traces."""
         return reduce_from(copy_to(x / self.size, self.axis, site), self.axis, site)
 
     def gather(self, x: torch.Tensor, site: str, dim: int) -> torch.Tensor:
@@ -87,11 +87,11 @@ class TensorParallel(TensorOperations):
 
 
 class PartialGradients:
-    """Partial gradients of one rank, which must still be summed over tp (mesh axis of `mesh`): those of parameters that
-    all tp ranks hold but apply only to their own tokens or heads. They are views of the gradient shards of the FSDP
-    `units`, at the same positions on all ranks of a tp group.
+    """Partial gradients of one rank: those of parameters that several tp ranks hold, but each applies only to its own
+    tokens or heads, so that the ranks' gradients must be summed. They are stored as views of the gradient shards of the
+    FSDP `units`.
 
-    `table`: parameter table of the model."""
+    `table`: parameter table of the model; `mesh`: device mesh of this rank."""
 
     def __init__(self, units: Iterable[FsdpUnit], table: ParameterTable, mesh: Mesh) -> None:
         views: dict[int, list[torch.Tensor]] = {}

@@ -65,8 +65,8 @@ class ShardingAxes:
     """Mesh axes over which an FSDP unit is sharded and its gradient summed.
 
     `data`: ranks over which the gradient is summed; `shard`: ranks over which ZeRO shards the unit; `replica`: ranks
-    that hold the same shard (hybrid sharding). `tied`: pipeline ranks that all hold the unit (a tied embedding, or a
-    model copy of a bidirectional schedule); None if only one rank does."""
+    that hold the same shard (hybrid sharding). `tied`: pipeline ranks that all hold the unit, because its embedding is
+    tied to the output head or a bidirectional schedule has two copies of the model; None if only one rank does."""
 
     data: Axis
     shard: Axis
@@ -88,8 +88,10 @@ class FsdpUnit:
                         the dtypes agree.
     trainable           False: the parameters are frozen, without gradient; `master` is `parameter_shard`.
     gradient            gradient summed over ranks and micro-batches, [start, stop), in the dtype of `master`.
-    unsharded_gradient  gradient before its reduction; None where it exists only in the backward pass (ZeRO-2, 3).
-    replicas, replica   number of ranks at the same index on tp that hold this shard; this rank's index among them.
+    unsharded_gradient  gradient before its reduction over ranks; None under ZeRO-2 and 3, where it exists only in
+                        the backward pass.
+    replicas, replica   number of ranks that hold the same shard (among those with the same tp index), and this rank's
+                        index among them.
     decay_numel         number of elements at the beginning of the shard to which weight decay applies.
     rate_factor         factor on the learning rate of these elements.
     balancing           index ranges (start, stop) in the shard of router biases; the gradient of such a bias is its
@@ -266,8 +268,8 @@ class GradientReducer:
         """Finish a completed reduction: add its `output` to the unit's gradient shard and release the unsharded
         `buffer`.
 
-        `last`: True for the unit's last reduction of the step, after which the all-reduce over replicas starts (hybrid
-        sharding)."""
+        `last`: True for the unit's last reduction of the step; under hybrid sharding, the all-reduce of the shard over
+        the ranks that hold the same shard then starts."""
         if unit.zero >= 2:
             self._pool.release(buffer)
         if output is not unit.gradient:

@@ -30,11 +30,14 @@ class ZeroEngine:
     """Owner of a model's parameters, master weights and gradients on one rank; it makes the collective calls of data
     parallelism and ZeRO.
 
-    A step: `begin_step`; for each micro-batch and stage of this rank a forward with `units=prefetchers[stage.index]`
-    and a backward pass between `start_pass` and `end_pass` (parallel/stage_compute.py); `finish`; the optimizer updates
-    the master weights of `shards`; `all_gather_parameters`. The model's parameters become views of flat buffers. Never
-    load values into the model: load them into the master weights (`master_slices(owned=False)`, then
-    `all_gather_parameters`).
+    A training step calls `begin_step`; then for each micro-batch and stage of this rank the forward, with
+    `units=prefetchers[stage.index]`, and the backward pass, between `start_pass` and `end_pass`
+    (parallel/stage_compute.py); then `finish`. The optimizer updates the master weights of `shards`, and
+    `all_gather_parameters` ends the step.
+
+    The model's parameters become views of flat buffers, which each step overwrites with the master weights. Values must
+    therefore be loaded into the master weights (`master_slices(owned=False)`, then `all_gather_parameters`), never into
+    the model.
 
     table: the model's parameter table. mesh: device mesh of this rank, whose layout gives the ZeRO stage. seed:
     initialises the parameters; None: keep the values that the model has (not on the meta device). parameter_dtype:
@@ -109,11 +112,11 @@ class ZeroEngine:
         return {name: axes[places] for name, places in holders.items()}
 
     def _build_unit(self, name: str, buffer: BufferKind, tied: Axis | None) -> FsdpUnit:
-        """Build the FSDP unit `name` for the parameters of one flat buffer.
+        """Build the `FsdpUnit` of one flat buffer of the FSDP unit `name`.
 
-        `buffer`: which one: "dense" (trained parameters), "experts" (routed experts, which are sharded over other
-        ranks), "frozen" ... `tied`: mesh axis over all pipeline ranks that hold a copy of the unit, such as a tied
-        embedding; None if this pipeline rank alone holds the unit."""
+        `buffer`: kind of the parameters in it: "dense" (trained), "experts" (routed experts, which are sharded over
+        other ranks), "frozen" ... `tied`: mesh axis over all pipeline ranks that hold a copy of the unit, such as a
+        tied embedding; None if this pipeline rank alone holds the unit."""
         mesh = self.mesh
         if buffer in EXPERT_BUFFERS:
             axes = ShardingAxes(mesh.expert_data, mesh.expert_shard, mesh.expert_replica, tied)
@@ -216,8 +219,8 @@ class ZeroEngine:
         return self.slices_like("master", [shard.master for shard in self.shards], owned)
 
     def slices_like(self, kind: str, tensors: Sequence[torch.Tensor], owned: bool) -> list[TensorSlice]:
-        """Return an optimizer state as slices of parameter entries (checkpoint tensors), with the same element ranges
-        as the slices that `master_slices` returns.
+        """Return one kind of optimizer state, such as Adam's first moment, as slices of parameter entries (checkpoint
+        tensors), with the element ranges of the slices that `master_slices` returns.
 
         `kind`: label of the slices, such as "exp_avg". `tensors`: one 1-D tensor for each unit in `shards`, as long as
         the unit's master weights. `owned`: True for the slices that this rank writes to a checkpoint, False for all
@@ -245,7 +248,8 @@ class ZeroEngine:
 
     def memory(self) -> dict[str, int]:
         """Return the bytes that this rank holds now, by kind: "parameters", "masters" (0 if master weights and
-        parameters share memory), "gradients", and "gradient_buffers" (idle buffers of the pool)."""
+        parameters share memory), "gradients", and "gradient_buffers" (buffers for unsharded gradients that are
+        allocated but not in use)."""
         units = self._units.values()
         kinds: dict[str, Iterable[torch.Tensor]] = {
             "parameters": [t for u in units for t in (u.parameters, u.parameter_shard, *u.flat.storage_format.scales)],

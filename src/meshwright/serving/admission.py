@@ -24,12 +24,14 @@ Row = Sequence[int]
 
 
 class AdmissionState:
-    """State of the banker's algorithm (deadlock avoidance) for a pool of KV blocks. It limits how many blocks each of N
-    running sequences, ordered from the oldest to the youngest, may allocate, so that all of them can finish.
+    """State of the banker's algorithm (deadlock avoidance) for a pool of KV blocks that N running sequences share. It
+    limits how many blocks each sequence may allocate now, so that all can finish one after the other, from the oldest
+    to the youngest.
 
-    For sequence i, slack_i = available + (sum of owned_j over older j) - need_i. owned_j: blocks that become available
-    when sequence j finishes. need_i: maximum number of blocks that sequence i may still need. The state is safe if no
-    slack is negative: each sequence can then finish once all older ones have finished.
+    The slack of sequence i is available + (sum of owned_j over older sequences j) - need_i. owned_j: blocks that become
+    available when sequence j and all older ones have finished. need_i: maximum number of blocks that sequence i may
+    still need. The state is safe if no slack is negative: each sequence then gets its blocks, at the latest when all
+    older ones have finished.
 
     available: KV blocks that can be allocated now. tables: number W of block tables of each sequence. remaining [N]:
     blocks that each sequence may still allocate in each of its tables. most [N, W]: maximum number of blocks that each
@@ -76,7 +78,7 @@ class AdmissionState:
         most [W]: maximum number of KV blocks that the new sequence holds at a time in each block table. remaining:
         blocks that the new sequence may allocate in each table, besides those of its cached prefix. cached [W]: in each
         table, number of blocks of the cached prefix that no running sequence holds. shared: {(index of a running
-        sequence, table): number of blocks of the cached prefix whose youngest holder was that running sequence}.
+        sequence, table): number of blocks of the cached prefix of which that sequence is the youngest holder so far}.
         """
         owned, prefix = self._owned.copy(), list(cached)
         for (index, table), count in shared.items():

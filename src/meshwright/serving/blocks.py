@@ -86,8 +86,9 @@ class BlockPool:
 
     def allocate(self, holder: int, table: int = 0) -> int:
         """Allocate a KV block for a block table of a sequence, and return the block's index. If no block is free, a
-        cached one is evicted, of whichever table. holder: age of the sequence (its admission number, larger for younger
-        sequences). table: number of the block table. At least one block must be available."""
+        cached one is evicted, which may have belonged to another block table. holder: age of the sequence (its
+        admission number, larger for younger sequences). table: number of the block table. At least one block must be
+        available."""
         if self._free:
             block = self._free.pop()
         else:
@@ -103,7 +104,7 @@ class BlockPool:
 
     def find(self, hashes: Sequence[bytes], windows: Sequence[int | None] = (None,)) -> tuple[int, list[list[int]]]:
         """Find the longest prefix of a sequence whose KV blocks the prefix cache has. Return (number of blocks in the
-        prefix, block indices). The block indices are one list for each block table: the prefix's last blocks, those
+        prefix, indices of the blocks): the indices as one list for each block table, of those blocks only that are
         inside the sliding window of the token after the prefix.
 
         hashes: hash of each block of the sequence, in order (see `HashChain`). windows: sliding window of each block
@@ -150,8 +151,8 @@ class BlockPool:
         if its hash is in the prefix cache (by `register`), else free. holder: age of the sequence (its admission
         number).
 
-        A sequence releases its last block first: beginnings of prompts, which more requests share, then stay cached
-        longer.
+        Callers release the blocks of a sequence from its last to its first: beginnings of prompts, which more requests
+        share, then stay cached longer.
         """
         holders, table = self._holders[block], self._tables[block]
         if holders[-1] == holder:

@@ -76,10 +76,11 @@ class DeviceRow:
     value that is not in `figures` or `ranked` is read from a copy of the row in host memory, which is made at most
     once.
 
-    logits_RV: logits of all output rows, float32. row: index of this row. draw: sampling inputs with which the figures
-    were computed. figures: [7], this row of the result of `device_operations.summarize_logits` (most likely token, its
-    logit, softmax denominators, drawn token ...). ranked: (values float32 [K], token IDs int64 [K]) of the K highest
-    logits, in descending order, equal ones by token ID; K may be 0."""
+    logits_RV: logits of all output rows, float32. row: index of this row. draw: sampling inputs, such as the
+    temperature, with which the GPU computed the figures. figures: [7], summary of the row by
+    `device_operations.summarize_logits` (most likely token, its logit, softmax denominators, drawn token ...). ranked:
+    (values float32 [K], token IDs int64 [K]) of the K highest logits, in descending order, equal ones by token ID; K
+    may be 0."""
 
     def __init__(
         self, logits_RV: torch.Tensor, row: int, draw: Draw, figures: Sequence[float],
@@ -141,7 +142,7 @@ class DeviceRow:
 
     def token_at(self, rank: int, values: Logits) -> int:
         """Return the ID of the token at index `rank` (0: the most likely) when tokens are sorted by descending logit,
-        equal logits by ascending ID. values: the highest logits in descending order, more than `rank` of them."""
+        equal logits by ascending ID. values: result of `highest_logits` for more than `rank` logits."""
         return int(self._tokens[rank]) if rank < self._certain else self._host_row().token_at(rank, values)
 
     def _host_row(self) -> HostRow:

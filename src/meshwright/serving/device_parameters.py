@@ -12,9 +12,10 @@ from meshwright.spec.config import ModelConfig
 
 
 def prepare_parameters(model: Transformer, config: ModelConfig) -> None:
-    """Convert the parameters of `model` in place for the GPU kernels: norm weights w to the factor that multiplies (1 +
-    w for norms whose weight is centred at 1), the final norm also divided by the logit divisor, in float32; query and
-    key features in the order of half-rotations (`find_half_rotation_order`)."""
+    """Convert the parameters of `model` in place to what the GPU kernels expect. Norm weights: the factor by which the
+    normalized values are multiplied; norms that multiply by 1 + weight get the 1 added, and the final norm is divided
+    by the model's logit divisor, in float32. Queries and keys: features in the order of half-rotations
+    (`find_half_rotation_order`)."""
     for module in model.modules():
         if isinstance(module, RMSNorm) and module.centre:
             module.weight, module.centre = torch.nn.Parameter(module.factors(), requires_grad=False), 0.0

@@ -105,9 +105,9 @@ class DeviceRunner:
             self._warm_up()
 
     def memory(self) -> dict[str, int]:
-        """Return {kind: bytes}: on the device `weights`, `kv` and `workspace` (buffers, and the extra KV block of
-        padding tokens); on the host `pinned` (buffers of a step's numbers). Memory that steps, graphs and sampling take
-        from the caching allocators is not counted."""
+        """Return {kind: bytes}: on the device `weights`, `kv` and `workspace` (buffers, and the extra KV block that
+        padding tokens write to); on the host `pinned` (buffers from which batches are copied). Memory that steps,
+        graphs and sampling take from the caching allocators is not counted."""
         tables = [self._numbers, self._tables, *self._scratch, self._draws]
         tables += [table for pair in self._rotations.values() if pair for table in pair]
         padding = sum(each.nbytes for pair in self._cache for each in pair) // (self._limits.blocks + 1)
@@ -122,10 +122,10 @@ class DeviceRunner:
         self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None, after: DeviceLogits | None = None
     ) -> StepOutput:
         """Compute this rank's pipeline stage for a batch of T tokens. The last stage returns the logits of the output
-        rows (tokens whose logits are wanted) as `DeviceLogits` on the GPU, for which the host has not waited. Any other
-        stage returns its hidden states [T, H]. A result is valid until the next call, or if passed to that call as
-        `after`, until the one after it. hidden: the previous stage's hidden states [T, H]; None on the first stage.
-        after: result of the previous call, if this batch continues with the tokens that the GPU samples from it."""
+        rows (tokens whose logits are wanted) as `DeviceLogits`, which the GPU may still be computing. Any other stage
+        returns its hidden states [T, H]. hidden: the previous stage's hidden states [T, H]; None on the first stage.
+        after: result of the previous call, if this batch's input is the tokens that the GPU samples from it. A result
+        is valid until the next call; if passed to it as `after`, until the call after that."""
         tokens, rows, sequences = len(batch.tokens), len(batch.output_rows), len(batch.context)
         decoding = tokens == rows == sequences
         size = next(each for each in self._sizes if each >= tokens) if decoding else tokens
@@ -329,7 +329,7 @@ class DeviceRunner:
         return delta_TH if scale == 1 else delta_TH * scale
 
     def _uses_gemv(self, x: torch.Tensor) -> bool:
-        """Return True if the kernel `gemv` multiplies `x` [T, X] by parameters: T = 1, batch invariance not needed."""
+        """Return True if the kernel `gemv` multiplies `x` [T, X] by parameters: for T = 1, unless batch-invariant."""
         return len(x) == 1 and not self._invariant
 
     def _add_norm(self, norm: Any, x_TH: torch.Tensor, delta_TH: torch.Tensor | None) -> torch.Tensor:

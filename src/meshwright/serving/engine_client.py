@@ -18,8 +18,8 @@ class Refusal:
     retry.
 
     Attributes:
-        reason: The limit that is reached, as a label of the metrics: `"requests"` or `"tokens"` that wait, `"seconds"`
-            of predicted wait, or `"connections"`; or the state in which no request is accepted: `"starting"`,
+        reason: Label for the metrics: the limit that is reached, `"requests"` or `"tokens"` (of waiting requests),
+            `"seconds"` (predicted wait) or `"connections"`; or the state in which no request is accepted, `"starting"`,
             `"recovering"`, `"draining"` or `"failed"`.
         retry_after_seconds: Predicted time until a request of this size would be queued."""
 
@@ -57,7 +57,8 @@ class EngineClient(Protocol):
 
     def admit(self, requests: Sequence[Request], ticket: Ticket) -> Refusal | None:
         """Check whether the queue has room for all of `requests`; return None if so, else the refusal. This call queues
-        nothing: the caller then submits the requests without an await in between.
+        nothing; the caller must `submit` the requests before its next await, as other requests could take the room
+        meanwhile.
 
         ticket: identity of the HTTP request, by which its retry is recognised. With empty `requests`, the result is the
         refusal that even the shortest request with this ticket would get, or None.

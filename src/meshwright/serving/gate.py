@@ -35,9 +35,9 @@ class HttpSettings:
         body_bytes: Maximum number of bytes of one request body.
         all_body_bytes: Maximum number of bytes of all bodies that are being read or parsed at a time.
         body_seconds: Maximum seconds from the first to the last byte of a body.
-        stream_bytes: Maximum number of bytes of unsent events per choice of a streamed response, beyond the socket's
-            own buffers.
-        drain_seconds: Maximum seconds from the last token until a client has read its stream.
+        stream_bytes: Maximum number of bytes of a streamed response that wait to be sent, per choice (answer) in it and
+            in addition to the socket's own buffers.
+        drain_seconds: Maximum seconds that a client may take, after the last token, to read the rest of its stream.
         connections: Maximum number of connections served at once, if the limit on open files allows it; each takes some
             10 KB.
     """
@@ -108,8 +108,9 @@ class BodyReader:
         self._bytes = 0  # of all bodies now in memory
 
     def is_large(self, request: Request) -> bool:
-        """Return True if a request's Content-Length is above `LINE_BYTES` (256 KiB) or missing. Raises ApiError (413)
-        if it is invalid or above `HttpSettings.body_bytes`."""
+        """Return True if a request's body may be larger than `LINE_BYTES` (256 KiB): its Content-Length is above it or
+        missing. The engine's queue is checked before such a body is read. Raises ApiError (413) if the length is
+        invalid or above `HttpSettings.body_bytes`."""
         size = request.headers.get("content-length")
         if size is not None and not (size.isdecimal() and len(size) <= 12 and int(size) <= self._settings.body_bytes):
             raise self._make_too_large_error()

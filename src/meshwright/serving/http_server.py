@@ -148,7 +148,7 @@ class _LimitedProtocol(HttpToolsProtocol):
         self.write_deadline = time.monotonic() + KEEP_ALIVE_SECONDS
 
     def resume_writing(self) -> None:
-        """Lift the deadline of `pause_writing`; called by asyncio when the client has read most of what was sent."""
+        """Remove the client's deadline for reading; called by asyncio when it has read most of what was sent."""
         super().resume_writing()
         self.write_deadline = math.inf
 
@@ -275,7 +275,7 @@ class _Server(uvicorn.Server):
         self._accepted, self._refused = _Connections(), _Connections()
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        """Return a context manager that does nothing, in place of uvicorn's signal handlers."""
+        """Return a context manager that sets no signal handlers, unlike uvicorn's: `serve_http` handles signals."""
         return nullcontext()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

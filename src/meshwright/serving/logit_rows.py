@@ -24,9 +24,10 @@ class Draw(NamedTuple):
         temperature: Divisor of the logits; 0: no token is drawn.
         uniform: Random number in [0, 1): quantile of the softmax at which a token is drawn.
         target: Token ID whose log-probability is wanted (the prompt's next token); 0 if none is.
-        ranked: Number of most likely tokens (top-k) that sampling may read; 0: the most likely one alone.
-        decides: True if a token is sampled and no option but the temperature changes the logits. If `ranked` is 0, the
-            GPU can then sample the token itself.
+        ranked: Number of most likely tokens whose logits the host may read, such as k of top-k sampling; 0: only the
+            most likely one.
+        decides: True if a token is sampled and no bias, penalty or minimum length changes its logits. The GPU then
+            samples the token itself if `ranked` is 0.
     """
 
     temperature: float = 0.0
@@ -74,7 +75,7 @@ class LogitRow(Protocol):
 
     def token_at(self, rank: int, values: Logits) -> int:
         """Return the ID of the token at index `rank` (0: the most likely) when tokens are sorted by descending logit,
-        equal logits by ascending ID. values: the highest logits in descending order, more than `rank` of them."""
+        equal logits by ascending ID. values: result of `highest_logits` for more than `rank` logits."""
 
 
 StepOutput = npt.NDArray[np.float32] | Iterable[LogitRow]
@@ -126,7 +127,7 @@ class HostRow:
 
     def token_at(self, rank: int, values: Logits) -> int:
         """Return the ID of the token at index `rank` (0: the most likely) when tokens are sorted by descending logit,
-        equal logits by ascending ID. values: the highest logits in descending order, more than `rank` of them."""
+        equal logits by ascending ID. values: result of `highest_logits` for more than `rank` logits."""
         value = values[rank]
         return int(np.flatnonzero(self._logits == value)[rank - int((values > value).sum())])
 

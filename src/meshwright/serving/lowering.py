@@ -66,7 +66,8 @@ class Lowering:
         states: Hidden states [T, H], input and output of the stage; T: the token budget of a step.
         logits: Logits [R, V / P] of this rank's vocabulary slice, P tensor-parallel ranks; None unless this is the last
             stage.
-        nbytes: {kind: bytes}: `weights` (tables, norms, biases), `packed` (matrices), `workspace`, `kv`, `logits`.
+        nbytes: {kind: bytes}: `weights` (embeddings, norms, biases), `packed` (weight matrices), `workspace`, `kv`
+            (cache), `logits`.
     """
 
     def __init__(self, kernels: Kernels, weights: RankWeights, mesh: Mesh, dtype: str, limits: StepLimits) -> None:
@@ -109,8 +110,9 @@ class Lowering:
         kernels.end_packing()
 
     def _make_cache(self, kv_heads: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Allocate the arrays (keys, values) for the KV blocks of one layer of each block table. Layers of different
-        tables can share them, as each block belongs to one table. kv_heads: key-value heads of this rank."""
+        """Allocate one pair of KV-cache arrays (keys, values). It serves one layer of each block table: layers with
+        different tables can share arrays, because a KV block belongs to only one table. kv_heads: key-value heads of
+        this rank."""
         dtype, size = np.float32 if self._dtype == "float32" else np.uint16, self.config.head_dim
         keys, values = (
             self._kernels.allocate(shape, dtype)

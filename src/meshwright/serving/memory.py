@@ -34,8 +34,8 @@ DEFAULT_POOL = 4 * 2**30
 class StepSettings(NamedTuple):
     """Maximum size of one step of the engine (one forward pass of the batch), and what computes it on a CPU.
 
-    tokens: maximum number of tokens of a step. sequences: maximum number of sequences of a step. compiled: True: the
-    compiled kernels, if they support the dtype; False: plain torch."""
+    tokens: maximum number of tokens of a step. sequences: maximum number of sequences of a step. compiled: True: a CPU
+    computes it by the compiled kernels, if they support the dtype; False: by plain torch."""
 
     tokens: int = 512
     sequences: int = 64
@@ -123,8 +123,8 @@ def plan_memory(
 
 def make_step_limits(ledger: ServingLedger, resident: bool = True) -> StepLimits:
     """Convert the predicted memory of `plan_memory` (its ledger) to `StepLimits`, the sizes for which ranks allocate
-    their buffers and KV pool. resident: True to make the whole KV pool resident at the start, False: page by page as it
-    is used."""
+    their buffers and KV pool. resident: True to give the whole KV pool physical memory at the start; False: page by
+    page as it is used."""
     sizes = ledger.sizes
     return StepLimits(
         ledger.blocks, sizes.token_budget, sizes.max_sequences, sizes.max_length, sizes.logit_rows, resident

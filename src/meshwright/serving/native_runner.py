@@ -41,8 +41,8 @@ class NativeRunner:
             self._memory["communication"] = self._gathered.nbytes
 
     def memory(self) -> dict[str, int]:
-        """Return {kind: bytes}: `weights` (tables, norms, biases), `packed` (matrices), `workspace`, `kv` (cache),
-        `logits`, and on tensor-parallel ranks `communication`."""
+        """Return {kind: bytes}: `weights` (embeddings, norms, biases), `packed` (weight matrices), `workspace`, `kv`
+        (cache), `logits`, and on tensor-parallel ranks `communication`."""
         return dict(self._memory)
 
     def run(self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:

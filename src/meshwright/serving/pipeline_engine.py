@@ -46,12 +46,14 @@ Group = tuple[tuple[Kind, int], ...]
 
 
 def derive_steady_state(stages: int, stage: int) -> tuple[Group, ...]:
-    """Return what one pipeline rank does in each slot (one call of `PipelineEngine.step`) once all `stages` stages are
-    busy: the steady state of the 1F1B schedule. stage: index of the rank's stage.
+    """Return the actions of one pipeline rank in each slot (call of `PipelineEngine.step`) while all `stages` stages
+    are busy. They are the steady state of the training schedule 1F1B, with the return of a batch's sampled tokens in
+    place of its backward. stage: index of the rank's stage.
 
-    The result is a tuple of groups in order; the actions of a group are started together. An action is (kind, offset)
-    and is applied to the batch that was scheduled in slot (present slot + offset). Kinds are FORWARD (compute the
-    batch), BACKWARD (record its sampled tokens), and sends and receives of hidden states or tokens.
+    The result is a tuple of groups in order; a group is a tuple of actions that are started together. An action is
+    (kind, offset): it is applied to the batch that was scheduled in slot number (present slot + offset). Kinds are
+    FORWARD (compute the batch), BACKWARD (record its sampled tokens), and sends and receives of hidden states or
+    tokens.
     """
     program = with_transfers(one_f_one_b(stages, 6 * stages))
     check_pipeline(program)
@@ -135,9 +137,9 @@ class PipelineEngine(Engine):
             self._hidden[number] = torch.from_numpy(found.copy())  # as the runner's next call overwrites it
 
     def _record_results(self, number: int, batch: StepBatch) -> list[Output]:
-        """Record the sampled tokens of `batch` in this stage's scheduler; return the batch's outputs. Every stage but
-        the last first receives the tokens from the next stage. number: slot (call of `step`) in which the batch was
-        scheduled."""
+        """Record the sampled tokens of `batch` in this stage's scheduler; return the batch's outputs. The last stage
+        has sampled these tokens itself; any other stage first receives them from the next stage. number: slot (call of
+        `step`) in which the batch was scheduled."""
         if self._stage < self._stages - 1 and len(batch.output_rows):
             self._results[number] = self._receive_results(number)
         results = self._results.get(number, [])
@@ -186,8 +188,8 @@ class PipelineEngine(Engine):
 
 
 def _encode_results(results: Sequence[TokenResult]) -> list[torch.Tensor]:
-    """Encode the sampled tokens `results` for sending, as one or two uint8 tensors: the first of fixed size, the second
-    with the rest of longer data."""
+    """Encode the sampled tokens `results` as uint8 tensors to send: one of a fixed size, which the receiver knows, and
+    if the data do not fit into it, a second one with the rest."""
     content = to_json(results)
     data = (len(content).to_bytes(8, "little") + content).ljust(_FIRST_BYTES, b"\0")
     parts = data[:_FIRST_BYTES], data[_FIRST_BYTES:]

@@ -99,10 +99,10 @@ class Prompts:
 
     @cached_property
     def _special_parser(self) -> tuple[Tokenizer, dict[str, str], re.Pattern[str]]:
-        """Tuple (tokenizer, names, pattern) for texts whose special tokens are to be parsed. tokenizer: a copy in which
-        each special token has a random name, so that no text spells the token by accident. names: {special token: its
-        random name}. pattern: regular expression that finds special tokens in a text, the longest first. The caller
-        replaces each found token by its random name, then tokenizes the text."""
+        """Tuple (tokenizer, names, pattern) by which `encode` parses special tokens in a text. It replaces each special
+        token that `pattern` finds by the token's random name in `names`, {special token: random name}, and then
+        tokenizes the text by `tokenizer`. This copy of the tokenizer knows special tokens by their random names only,
+        so that no text spells one by accident. pattern: regular expression that tries longer special tokens first."""
         encoder, names = make_template_encoder(self.tokenizer, self._special)
         longest_first = sorted(names, key=lambda token: (-len(token), token))
         return encoder, names, re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

@@ -107,8 +107,8 @@ class Replica:
         last_message: Time of its last message, in seconds of `time.monotonic`.
         sent: Number of requests sent to it that `report` does not include yet.
         report: Figures of its last step, from `Engine.report`.
-        totals: Figures summed since the server's start. Those that `report` also counts (`COUNTERS`) are summed over
-            earlier starts of the ranks only; `stats` adds the count of the present start.
+        totals: {name: figure summed since the server's start}. A figure that `report` also counts (`COUNTERS`), such as
+            prefix-cache hits, is summed here over earlier starts of the ranks only; `stats` adds the present count.
         cached_hashes: Hashes of KV blocks that its prefix cache probably holds, the least recently used first (keys;
             values None).
         step_times: Predictor of step times.
@@ -178,21 +178,22 @@ class Replica:
 
     @property
     def free_sequences(self) -> int:
-        """Number of further sequences that the replica could start at once: those below its maximum in its last report
-        (0 if requests wait in its queue), minus waiting requests and requests sent since. May be negative."""
+        """Number of further sequences that the replica could start at once: its maximum minus those that ran at its
+        last report (0 if requests wait in its queue), minus the waiting requests and those sent since then. May be
+        negative."""
         running, waiting = self.report.get("running", 0) + self.report.get("paused", 0), self.report.get("waiting", 0)
         return (0 if waiting else self.max_sequences - running) - waiting - self.sent
 
     @property
     def pending_tokens(self) -> int:
         """Estimated number of tokens that the replica computes before the first token of a new request: the prompts of
-        all requests without a token yet, and `BLOCK_TOKENS` for each request that already generates. Used to balance
-        load over replicas."""
+        all requests without a generated token, and for each that already generates a flat `BLOCK_TOKENS`. Used to
+        balance load over replicas."""
         return sum(BLOCK_TOKENS if each.tokens else len(each.request.tokens) for each in self.streams.values())
 
     def predict_wait(self, count: int) -> float:
         """Return the predicted seconds until the first `count` requests of the replica's queue have been admitted. If
-        the queue has fewer requests, the wait is extrapolated in proportion."""
+        the queue has fewer requests, the predicted wait of its last one is scaled in proportion to `count`."""
         now = time.monotonic()
         if now - self._predicted > PREDICTION_SECONDS:
             running = [self._estimate_work_left(each) for each in self.streams.values() if each.tokens]
@@ -219,8 +220,9 @@ class Replica:
         """Return the time limit of the present step in seconds, above which the replica counts as hanging: the largest
         of three times. (1) `seconds`, doubled for each time that the replica hung since its last completed step, at
         most `MOST_DOUBLINGS` times. (2) Ten times the predicted time of the longest step that the unfinished requests
-        may need. (3) The predicted time of that step's tokens computed one by one, since predictions learnt from short
-        steps are poor for long ones. budget: maximum number of tokens of a step."""
+        may need. (3) The predicted time of as many one-token steps as that step has tokens, since the model of step
+        times, learnt from short steps, may predict too little for long ones. budget: maximum number of tokens of a
+        step."""
         lengths = [len(each.request.tokens) + len(each.tokens) for each in self.streams.values()]
         tokens, longest = min(budget, sum(lengths)), max(lengths, default=0)
         predicted = self.step_times.predict(tokens, tokens * longest)

@@ -118,7 +118,7 @@ class Replicas:
         asked = sum(len(request.tokens) for request in requests)
 
         def prompts() -> Iterator[int]:
-            """Iterate over the prompt tokens of the queued requests."""
+            """Iterate over the numbers of prompt tokens of the queued requests."""
             return (len(stream.request.tokens) for stream in self._streams.values() if not stream.tokens)
 
         def predict(count: int) -> float:
@@ -214,8 +214,8 @@ class Replicas:
 
     async def _supervise(self, replica: Replica) -> None:
         """Start a replica's ranks, and restart them whenever they end, until the engine has failed. Mark the engine as
-        failed if the ranks end during the server's start, with a UserError, or `LOSSES_OF_REPLICA` times in a row; the
-        count begins anew if the replica generated a token or was ready for `STEADY_SECONDS`."""
+        failed if ranks end during the server's start or because of a UserError, or end `LOSSES_OF_REPLICA` times in a
+        row; the count begins anew if the replica generated a token or was ready for `STEADY_SECONDS`."""
         losses = 0
         while True:
             error = await self._run_once(replica)
@@ -271,8 +271,8 @@ class Replicas:
                 self._dispatch(stream)
 
     async def _watch_steps(self) -> None:
-        """Loop that marks a replica as lost if it has requests but reported no step for some time: the plan's
-        `step_seconds`, or the longer limit `Replica.limit_step` of a replica whose steps take long."""
+        """Loop that marks a replica as lost if it has requests but has reported no step for longer than its limit
+        `Replica.limit_step`, which is at least the plan's `step_seconds`."""
         seconds, budget = self.plan.step_seconds, self.plan.limits.token_budget
         while True:
             await asyncio.sleep(min(LOOK_SECONDS, seconds / 4))

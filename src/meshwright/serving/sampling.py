@@ -44,9 +44,10 @@ class Sampling:
         max_tokens: Maximum number of tokens of the answer; 0 computes the prompt alone.
         stop_tokens: Token IDs that end the answer; the last result is then that token. A request with `ignore_eos`
             leaves the model's end tokens out.
-        logprobs: Number of most likely tokens reported beside each token of the answer; 0: that token's
-            log-probability alone; None: no log-probabilities.
-        prompt_logprobs: The same for the tokens of the prompt.
+        logprobs: Number of most likely tokens reported beside each token of the answer; 0: that token's log-probability
+            alone; None: no log-probabilities.
+        prompt_logprobs: Number of most likely tokens reported beside each token of the prompt; 0 and None as for
+            `logprobs`.
     """
 
     temperature: float = 0.0
@@ -162,9 +163,9 @@ def sample(
 
 
 def prepare_draw(sampling: Sampling, *, choice: int = 0, position: int = 0) -> Draw:
-    """Return the inputs (`Draw`) with which a GPU samples the token at `position` of an answer (0: its first), or
-    summarizes its logits for `sample`, which must get the same arguments. choice: index among several answers to the
-    prompt."""
+    """Return the sampling inputs (`Draw`) of the token at `position` of an answer (0: its first). With them a GPU
+    samples the token itself, or summarizes the logits for a later call of `sample` with the same arguments. choice:
+    index among several answers to the prompt."""
     ranked = 0 if sampling.logprobs is None else sampling.logprobs
     adjusted = _is_adjusted(sampling, position)  # then all logits are read
     if adjusted or sampling.temperature < GREEDY_TEMPERATURE:

@@ -41,12 +41,12 @@ class StepBatch:
     Attributes:
         tokens: Token IDs [T].
         positions: Position of each token in its sequence [T].
-        slots: For each block table, the slot of the KV cache into which a token's key and value are written in the
-            table's layers [W, T]: block * 16 + offset.
+        slots: For each block table, the slot of the KV cache into which each token's key and value are written [W, T]:
+            block * 16 + offset in the block.
         starts: Index of each sequence's first token [S + 1]; starts[S] = T.
         context: Number of each sequence's tokens in the KV cache after this step [S].
-        block_tables: Block tables [W, S, B]: entry [w, s, b] is the index of the KV block with the positions 16 b to
-            16 b + 15 of sequence s in table w. Entries past the context or before the window are 0, not to be read.
+        block_tables: Block tables [W, S, B]: entry [w, s, b] is the index of sequence s's KV block number b (16
+            positions each) in table w. Entries past the context or before the window are 0, not to be read.
         output_rows: Ascending indices (0 to T - 1) of the tokens whose logits are wanted [R]; may be empty.
         sequences: The scheduler's state of each sequence [S].
         group: Index of the pipeline group to which all of them belong; 0 without a pipeline.
@@ -154,8 +154,8 @@ class Scheduler:
         return self._build_batch(picked, group) if picked else None
 
     def schedule_following(self, batch: StepBatch) -> StepBatch | None:
-        """Return the decode step that follows `batch`, before the results of `batch` are known. Its token IDs, which
-        `batch` will sample, are 0. Return None unless all sequences of `batch` decode and can continue, and nothing
+        """Return the decode step that follows `batch`, before the results of `batch` are known; its token IDs are 0
+        until `batch` has sampled them. Return None unless all sequences of `batch` decode and can continue, and nothing
         else can run."""
         going = [each for each in batch.sequences if each.answered + 1 < each.request.sampling.max_tokens]
         decoding = len(going) == len(self._admitted) == len(batch.tokens) == len(batch.output_rows)
@@ -199,7 +199,7 @@ class Scheduler:
         }  # fmt: skip
 
     def _get_admission_state(self) -> AdmissionState:
-        """Return the admission state of the admitted sequences, which is computed at its first use in each step."""
+        """Return the `AdmissionState` (deadlock avoidance) of all admitted sequences, computed once per step."""
         if self._state is None:
             for place, sequence in enumerate(self._admitted):
                 sequence.place = place
@@ -250,8 +250,8 @@ class Scheduler:
 
     def _will_find_more(self, sequence: Sequence, found: int) -> bool:
         """Return True if a waiting sequence should be admitted later, because an admitted sequence is about to compute
-        the KV block after the waiting one's cached prefix. The prefix cache will then have that block, too. found:
-        number of blocks of the cached prefix."""
+        the KV block that follows the waiting one's cached prefix: the prefix cache will soon have that block, too.
+        found: number of blocks of the cached prefix."""
         if sequence.scores_prompt or found >= (len(sequence.tokens) - 1) // BLOCK_TOKENS:
             return False
         wanted = sequence.chain.hashes[found]
@@ -279,8 +279,8 @@ class Scheduler:
         self._totals.update(prefix_queries=len(sequence.tokens), prefix_hits=sequence.computed)
 
     def _allocate(self, sequence: Sequence, wanted: int) -> int:
-        """Allocate KV blocks for the next `wanted` tokens of a sequence, as many as the admission state allows. Return
-        the number of tokens that fit; if it is 0, the sequence pauses."""
+        """Allocate KV blocks for the next `wanted` tokens of a sequence, as many as `AdmissionState` allows (deadlock
+        avoidance). Return the number of tokens that fit; if it is 0, the sequence pauses."""
         room = sequence.blocks * BLOCK_TOKENS - sequence.computed
         if room < wanted:
             state = self._get_admission_state()

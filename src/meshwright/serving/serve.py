@@ -68,8 +68,8 @@ class ServeOptions(TypedDict, total=False):
         queue_requests: Maximum number of requests that wait; default 512.
         queue_seconds: Maximum predicted seconds that a request waits; default 120.
         threads: Kernel threads of each rank; default: the machine's cores divided by its ranks.
-        step_seconds: Maximum seconds of a step, above which the replica counts as lost; default 60. Ten times a step's
-            predicted time, if that is longer.
+        step_seconds: Maximum seconds of a step, above which the replica counts as lost; default 60. For steps with a
+            long predicted time the maximum is ten times that time.
         drain_seconds: Maximum seconds that unfinished requests get after a signal; default 60.
     """
 

@@ -26,8 +26,8 @@ class Work(NamedTuple):
 
 
 class StepTimes:
-    """Model of the time of a step, learnt online: seconds = a + b * tokens + c * keys, with a, b, c >= 0. It predicts 0
-    until the first step is observed.
+    """Model of the time of a step, learnt online: seconds = a + b * tokens + c * keys, with a, b, c >= 0, for a step of
+    `tokens` tokens that attend to `keys` keys in all. It predicts 0 until the first step is observed.
 
     Recursive least squares of relative errors with exponential forgetting; coordinate descent keeps the coefficients
     non-negative. An outlier (a step that the machine interrupted) counts little; a lasting change is learnt within some
@@ -74,10 +74,10 @@ class StepTimes:
     ) -> list[float]:
         """Return the predicted seconds until each request of `waiting` is admitted, in their order.
 
-        The prediction assumes that each running sequence decodes one token per round, and that when one ends, the next
-        request is admitted and its prompt computed. running, waiting: remaining work of the requests. max_sequences:
-        maximum number of sequences that run at a time. groups: number of steps in a round, each of which computes an
-        equal part of the sequences (the stages of a pipeline).
+        The prediction assumes that each running sequence decodes one token in every `groups` steps, and that when one
+        ends, the next request is admitted and its prompt computed. running, waiting: remaining work of the requests.
+        max_sequences: maximum number of sequences that run at a time. groups: number of groups (pipeline stages) among
+        which the sequences are divided; a step computes one group.
         """
         seconds, step, keys = 0.0, 0, 0
         ends: list[tuple[int, int]] = []  # heap of (step of the end, keys of a step of this sequence)

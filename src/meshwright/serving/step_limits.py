@@ -16,7 +16,7 @@ class StepLimits:
         max_length: Maximum number of tokens of a sequence.
         logit_rows: Maximum number of rows of logits of a step, if more than `max_sequences`; 0 (default):
             `max_sequences`.
-        resident: True: the whole KV pool becomes resident when it is allocated; False: page by page as it is used.
+        resident: True: the whole KV pool gets physical memory when it is allocated; False: page by page as it is used.
     """
 
     blocks: int

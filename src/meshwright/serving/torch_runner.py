@@ -26,8 +26,9 @@ from meshwright.spec.config import ModelConfig
 
 
 class OrderedTensorParallel(TensorParallel):
-    """Tensor-parallel operations over the axis tp of `mesh` whose all-reduce adds the ranks' partial results in rank
-    order, so that the result does not depend on the tensor's size; without sequence parallelism and gradients."""
+    """Tensor-parallel operations over the axis tp of `mesh`, for inference: without sequence parallelism and gradients.
+    Their all-reduce adds the ranks' partial results in rank order. A backend's order may depend on the tensor's size,
+    and a token's result would then depend on the size of the batch."""
 
     def __init__(self, mesh: Mesh) -> None:
         """Use the tp axis of `mesh`."""
@@ -48,13 +49,15 @@ class OrderedTensorParallel(TensorParallel):
 
 class PagedCache:
     """Paged KV cache (blocks of `BLOCK_TOKENS` tokens) of a pipeline stage's layers in plain torch, for a ragged batch
-    of sequences. Layers of different block tables share tensors, as each block belongs to one table.
+    of sequences. Layers with different block tables (one per sliding window) share tensors, because a KV block belongs
+    to only one table.
 
     Attention is computed token by token, so that a token's result does not depend on which others are in the batch. The
     attribute `length` of the model's cache interface stays 0, since callers always pass positions. config:
-    configuration of the model. tables: its block tables. layers: indices of the stage's layers. blocks: number of KV
-    blocks. kv_heads: key-value heads of this rank. dtype: dtype of keys and values. With latent attention the cache
-    holds one latent vector and rotary key per token, which all heads and tp ranks share, in place of keys and values.
+    configuration of the model. tables: block table of each of its layers. layers: indices of the stage's layers.
+    blocks: number of KV blocks. kv_heads: key-value heads of this rank. dtype: dtype of keys and values. With latent
+    attention the cache holds one latent vector and rotary key per token, which all heads and tp ranks share, in place
+    of keys and values.
 
     Attributes:
         pairs: Tensors [2, slots, K, D] of keys and values (latent attention: [1, slots, 1, C] of latent vectors), each

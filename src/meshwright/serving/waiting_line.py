@@ -79,13 +79,13 @@ class _Place:
         number: Order in the line: lower numbers come first.
         requests: Number of the engine's requests (choices) that the HTTP request makes.
         tokens: Number of prompt tokens of these requests together.
-        due: Time at which the client's retry is expected, in seconds of the line's clock; from then on the request is
-            not held back for other places.
+        due: Time at which the client's retry is expected, in seconds of the line's clock; from then on a retry is not
+            refused in favour of other places.
         expires: Time at which the place is given up if the client has not retried.
         watched: Earliest time for which a check of the place is scheduled.
-        returned: True if the client has retried when due, but this retry is not yet included in the average
-            `WaitingLine.returning`. It is included at the time at which the client would have been late, so that
-            clients that return are not counted earlier than those that do not.
+        returned: True if the client has retried when due, but is not yet counted in `WaitingLine.returning`, the
+            average share of clients that retry. It is counted at the time at which it would have been late, as clients
+            that do not retry are.
     """
 
     key: bytes
@@ -100,7 +100,8 @@ class _Place:
 
 class WaitingLine:
     """Admission of HTTP requests to the engine's queue within its limits. A refused request gets a place in the waiting
-    line, so that clients that retry are admitted in the order of their first refusals. clock: returns seconds.
+    line, so that clients that retry are admitted in the order of their first refusals. clock: function that returns the
+    time in seconds.
 
     Attributes:
         returning: Moving average of the share of clients that retry when due; 1 at first.
@@ -173,9 +174,9 @@ class WaitingLine:
         return Refusal(reason, min(wait, LONGEST_SECONDS))
 
     def _find_limit(self, queue: QueueForecast, ahead: float) -> tuple[str, float]:
-        """Return (name of the limit in `QueueLimits` that the queue would exceed, predicted seconds until it no longer
-        would); ("", 0.0) if it would exceed none. queue: state of the queue with the new request. ahead: expected
-        number of requests in the waiting line that come before the new request."""
+        """Return (name of the limit in `QueueLimits` that the queue would exceed with a new request, predicted seconds
+        until it no longer would); ("", 0.0) if it would exceed none. queue: state of the queue with the new request.
+        ahead: expected number of engine requests of clients in the waiting line that come before it."""
         if queue.waiting <= 0:
             return "", 0.0
         over = math.ceil(queue.waiting + ahead) - self._limits.requests
@@ -191,19 +192,19 @@ class WaitingLine:
         return ("seconds", seconds) if seconds > 0 else ("", 0.0)
 
     def _count_expected_before(self, place: _Place | None) -> float:
-        """Return the expected number of retries of refused requests whose place is before `place` (None: of all in the
-        line).
+        """Return the expected number of engine requests of clients that are before `place` in the line and will retry
+        (None: of all clients in the line).
 
-        The result is the number of these requests times the average share of clients that retry. Since the average
-        adapts slowly, the result is at least 1 / `GUARD` of the limit on waiting requests, or the number of these
-        requests if that is smaller.
+        It is the number of requests of all clients before `place`, times the average share of clients that retry. Since
+        this average adapts slowly, at least 1 / `GUARD` of the limit on waiting requests is returned, or the number of
+        all these requests if that is smaller.
         """
         count = len(self._numbers) if place is None else bisect_left(self._numbers, place.number)
         return max(self.returning * count, min(count, self._limits.requests // GUARD))
 
     def _set_expected(self, place: _Place, expected: bool) -> None:
         """Record that the client of `place` is expected to retry (`expected`), or no longer is. While a retry is
-        expected, new requests are refused if they would fill the queue before it."""
+        expected, new requests are refused if they would take its room in the queue."""
         if (place in self._expected) is not expected:
             at = bisect_left(self._numbers, place.number)
             if expected:
@@ -215,8 +216,8 @@ class WaitingLine:
 
     def _run_due_checks(self, now: float) -> None:
         """Run the checks of places that are scheduled up to the time `now`, in seconds of the line's clock. A check
-        updates `returning`, lets new requests pass if the place's client is late, and removes a place that has
-        expired."""
+        updates the average `returning` by whether the place's client has retried in time; if the client is late, new
+        requests may pass it from then on; when the place has expired, the check removes it."""
         while self._ends and self._ends[0][0] <= now:
             when, _, place = heapq.heappop(self._ends)
             if place.returned:

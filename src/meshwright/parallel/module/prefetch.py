@@ -31,7 +31,7 @@ HELD_SITE = "module.units"
 
 class ModulePrefetcher:
     """ZeRO-3 prefetcher for the FSDP units of a user-defined module: it all-gathers, prefetches and reshards them.
-    `units`: their names in declaration order; `needs`: unit name -> list of its flat buffers (always one).
+    `units`: their names in declaration order; `needs`: unit name -> list that contains the unit's only flat buffer.
 
     Attribute `held`: names of the units that stay unsharded from the start of forward to the end of backward. The first
     passes detect these units: their parameters are used outside of the unit's submodule, or the submodule is called
@@ -120,8 +120,9 @@ class ModulePrefetcher:
             self._units[name].reshard()
 
     def on_reduce(self, name: str) -> None:
-        """Callback of `GradientAccumulator` before the gradients of FSDP unit `name` are reduced: start the all-gather
-        of the next unit in backward first, so that all ranks issue their calls in the same order."""
+        """Callback of `GradientAccumulator`, called just before it starts the reduction of FSDP unit `name`'s
+        gradients: start the all-gather of the unit that follows in backward, so that all ranks issue these two
+        collective calls in the same order."""
         if self._backward:
             self._start_all_gathers_through(self._next_unit(name))
 
@@ -200,8 +201,8 @@ class ModulePrefetcher:
 
     def _agree_on_held(self, axis: Axis) -> bool:
         """Add to `self.held`, on all ranks, the FSDP units that any rank has marked to stay unsharded during whole
-        passes; reshard all units. Return True if any rank entered a unit in this pass, so that the marks are final.
-        Collective over `axis`."""
+        passes; reshard all units. Return True if any rank ran the submodule of a unit in this pass; if none did, uses
+        could not be detected, and the next pass must agree again. Collective over `axis`."""
         found = [*(int(name in self._found) for name in self._order), len(self._entered)]
         flags = torch.tensor(found, device=next(iter(self._units.values())).parameters.device)
         all_reduce(flags, axis, HELD_SITE)

@@ -136,7 +136,8 @@ class OpenAIFormatter(AnswerFormatter):
         raise NotImplementedError
 
     def describe_logprobs(self, tokens: Sequence[PlacedToken], count: int) -> dict[str, Any]:
-        """Return the `logprobs` object of a choice for `tokens`. count: most likely alternatives per token."""
+        """Return the `logprobs` object of a choice for `tokens`. count: number of most likely alternatives to report
+        for each token."""
         raise NotImplementedError
 
     def _describe(self, choice: Choice, piece: Piece, whole: bool) -> dict[str, Any]:
