@@ -390,12 +390,11 @@ def _parse_options(part: str, name: str, options: str | None) -> dict[str, objec
 
 def _describe_unknown_part(part: str, name: str, number: str) -> str:
     """Return the error text for an unknown part of a layout, with the one probably meant. name, number: of the part."""
-    flags = [f"{word}:" for word in _FIELD_BY_WORD]
-    parts = [*(f"{word}{number}" for word in _FIELD_BY_PART), *flags]
+    parts = [*(f"{word}{number}" for word in _FIELD_BY_PART), *(f"{word}:" for word in _FIELD_BY_WORD)]
     close = {"fsdp": f"dp{number} zero3" if number else "zero3", "ddp": f"dp{number}"}.get(name.lower())
     close = close or nearest(part, PRECISIONS) or nearest(part, parts)
     if close is None and (word := nearest(name, [*_FIELD_BY_PART, *_FIELD_BY_WORD])):
         close = f"{word}{number}"
-    suggestion = f'; did you mean "{close}"?' if close else ""
     known = ", ".join([*(f"{word}N" for word in _FIELD_BY_PART), "ac:", *PRECISIONS[:-1]]) + "; fp8 in plans alone"
+    suggestion = f'; did you mean "{close}"?' if close else ""
     return f'unknown part "{part}"{suggestion} (known: {known})'

@@ -45,8 +45,8 @@ class Agreement:
         return sender, received.rstrip(b"\0").decode(errors="replace")
 
     def broadcast_from_largest(self, size: int, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Broadcast the `values` of the rank that passes the largest `size` (not negative; in a tie the lowest such
-        rank); return them on every rank, with the number of that rank added under the key "rank".
+        """Broadcast the `values` of the rank with the largest `size` (such as its peak memory; not negative; in a tie
+        the lowest such rank). Return them on every rank, with the number of that rank added under the key "rank".
 
         values: at most 2048 bytes as JSON."""
         rank = self._mesh.rank

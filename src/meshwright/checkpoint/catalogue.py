@@ -70,8 +70,8 @@ def parse_step(name: str) -> int | None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Load `training/state.json` of the checkpoint directory `path` and return it as a dict. Raises `UserError` if it
-    cannot be read."""
+    """Load `training/state.json`, the state of the training loop (step, layout, recipe and more, by name), from the
+    checkpoint directory `path`; return it as a dict. Raises `UserError` if it cannot be read."""
     try:
         state = read_json(path / STATE, "checkpoint_bytes")
     except (OSError, ValueError) as error:
@@ -82,8 +82,8 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def open_checkpoint(path: Path) -> tuple[CheckpointPath, Manifest]:
-    """Open the checkpoint directory `path`; return (checkpoint, manifest). All file sizes and the hashes of small files
-    are verified, the hashes of tensor files are not. Raises `DamagedCheckpoint`."""
+    """Open the checkpoint directory `path`; return (checkpoint, manifest). Verify the size of every file, and the
+    hashes of all files but the large ones with tensors (.safetensors). Raises `DamagedCheckpoint`."""
     manifest = read_manifest(path)
     if manifest.step != parse_step(path.name) and parse_step(path.name) is not None:
         raise DamagedCheckpoint(f"its manifest is that of step {manifest.step}")
@@ -92,16 +92,16 @@ def open_checkpoint(path: Path) -> tuple[CheckpointPath, Manifest]:
 
 
 def open_model(path: Path) -> CheckpointPath:
-    """Open the checkpoint directory `path` to load the model without the optimizer state: the hash of every file
-    outside training/ is verified. Raises `DamagedCheckpoint`."""
+    """Open the checkpoint directory `path` to load only the model: verify the hash of every file except those in its
+    subdirectory training/ (master weights, optimizer state). Raises `DamagedCheckpoint`."""
     checkpoint, manifest = open_checkpoint(path)
     check_contents(path, manifest, (name for name in manifest.files if not name.startswith("training/")))
     return checkpoint
 
 
 def _open_unverified(path: Path) -> CheckpointPath:
-    """Open the checkpoint directory `path` without verifying the hashes of tensor files; all file sizes and the hashes
-    of small files are verified. Raises `DamagedCheckpoint`."""
+    """Open the checkpoint directory `path` without verifying the hashes of tensor files (.safetensors); the size of
+    every file and all other hashes are verified. Raises `DamagedCheckpoint`."""
     return open_checkpoint(path)[0]
 
 
@@ -154,8 +154,8 @@ def find_checkpoint(
     config.json or adapter_config.json; the newest intact checkpoint if it is a run directory or its checkpoints/.
 
     check_hashes: verify every byte of a checkpoint's model and tokenizer, not only file sizes. log: called with one
-    line for each damaged checkpoint that is newer. Raises `UserError` if there is no checkpoint, or if `path` itself is
-    a damaged one.
+    line for each damaged checkpoint that is newer than the one found. Raises `UserError` if there is no checkpoint, or
+    if `path` itself is a damaged one.
     """
     path, open_it = Path(path), open_model if check_hashes else _open_unverified
     if not path.is_dir():
@@ -226,9 +226,10 @@ def move_into_place(partial: Path, final: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove the files of interrupted saves from `directory`: hidden directories of unfinished, replaced or deleted
-    checkpoints, and the file in which rank 0 records how saves ended. A checkpoint that an interrupted save had moved
-    away is restored. Must be called only while no rank saves."""
+    """Remove what interrupted saves and deletions have left in `directory`: hidden directories with an incomplete
+    checkpoint, or with an old one that was being replaced or deleted, and the file in which rank 0 records how saves
+    ended. An old checkpoint whose replacement was not put in its place is restored. Must be called only while no rank
+    saves."""
     for path in directory.glob(".step-*.replaced"):
         final = directory / path.name[1 : -len(".replaced")]
         if not final.exists():

@@ -59,8 +59,8 @@ class CheckpointContents:
     """Model description and small files that all checkpoints of a run have in common.
 
     table: the model's parameter table (name, shape ... of each tensor). small_files: file name -> content of
-    configuration and tokenizer files. check: function that raises `UserError` if a checkpoint directory holds another
-    model. stem: name of the model files without ".safetensors".
+    configuration and tokenizer files. check: function that takes a checkpoint directory and raises `UserError` if the
+    model in it differs from the run's. stem: name of the model files without ".safetensors".
     """
 
     table: ParameterTable
@@ -121,8 +121,8 @@ class Checkpointer:
     # --- saving
 
     def reserve(self, slices: Sequence[TensorSlice]) -> None:
-        """Allocate the host memory of snapshots before the first `save`, so that the save does not delay training.
-        slices: the master weights and optimizer state that this rank saves."""
+        """Allocate host memory for the copies of the training state from which checkpoints are written, so that the
+        first `save` does not delay training. slices: the master weights and optimizer state that this rank saves."""
         self._buffers.reserve(slices)
 
     def save(
@@ -253,9 +253,9 @@ class Checkpointer:
     # --- the start
 
     def _prepare_directory(self) -> int:
-        """Lock the directory and remove files of interrupted saves (on rank 0), and check that all ranks see the
-        directory. Return a random number, equal on all ranks, that identifies this run's saves. Collective; raises
-        `UserError` on all ranks if a rank fails."""
+        """Lock the checkpoint directory and remove files of interrupted saves (on rank 0), and check that it is on a
+        filesystem shared by all ranks. Return a random number, equal on all ranks, that begins the ids of this run's
+        saves. Collective; raises `UserError` on all ranks if a rank fails."""
         rank, agreement = self._mesh.rank, self._agreement
         token, problem = secrets.randbits(48), None
         if rank == 0:
@@ -289,8 +289,8 @@ class Checkpointer:
         return token
 
     def _wait_for_file(self, marker: Path) -> bool:
-        """Wait until this rank sees the file `marker`, which rank 0 writes. Return True if it appears, False after
-        `_SHARED_SECONDS` without it."""
+        """Wait until this rank sees the file `marker`, which rank 0 writes to test that the ranks share a filesystem.
+        Return True if it appears, False after `_SHARED_SECONDS` without it."""
         deadline = time.monotonic() + _SHARED_SECONDS
         while not marker.exists():
             if time.monotonic() > deadline:
@@ -314,8 +314,8 @@ def _lock_directory(directory: Path) -> DirectoryLock:
 
 
 def make_model_contents(config: ModelConfig, options: SaveOptions) -> CheckpointContents:
-    """Return the parameter table, small files and model check for checkpoints of a model with the architecture
-    `config`. With an adapter they are those of PEFT directories, which hold the adapter alone.
+    """Return the parameter table, small files and model check of all checkpoints of a model with the architecture
+    `config`. If the model has an adapter, its checkpoints are PEFT directories, which hold the adapter's weights alone.
 
     options: settings of the saves."""
     if config.adapter is not None:
@@ -360,8 +360,8 @@ def _check_config(config: ModelConfig, path: Path) -> None:
 def make_small_files(
     config: ModelConfig, dtype: str, tokenizer_directory: Path | None, tokenizer_files: Sequence[str] = TOKENIZER_FILES
 ) -> dict[str, bytes]:
-    """Return the files of a Hugging Face directory besides the weights, as file name -> content: those of the model
-    configuration `config`, and the tokenizer's.
+    """Return the files of a Hugging Face directory besides the weights, as file name -> content: config.json for the
+    model configuration `config`, generation_config.json unless it is an encoder, and the tokenizer's files.
 
     dtype: dtype of the exported weights. tokenizer_directory: directory of the tokenizer files; None: no tokenizer.
     tokenizer_files: names of the files to copy from there; missing ones are left out."""

@@ -40,11 +40,12 @@ _THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class _BlockTask:
-    """Task to read and verify one block of a file, and to copy elements from it.
+    """Task to read one block of a checkpoint file, verify its hash, and copy elements from it into the tensors to be
+    loaded.
 
-    file: file name. block: number of the block, from 0, of `BLOCK_BYTES` each. copies: elements to copy, tuples
-    (planned read that contains them, index of the first within the read, number of elements, byte in the block at which
-    they begin); empty if the block is only verified.
+    file: file name. block: number of the block, from 0, of `BLOCK_BYTES` each. copies: one tuple for each run of
+    elements to copy: (planned read that contains the run, index of its first element within the read, number of
+    elements, byte of the block at which they begin); empty if the block is only verified.
     """
 
     file: str
@@ -53,8 +54,9 @@ class _BlockTask:
 
 
 def load_slices(path: Path, slices: Sequence[TensorSlice], rank: int, ranks: int) -> None:
-    """Load the checkpoint in the directory `path` into the tensors of `slices`; verify the hash of every block that is
-    read. Blocks of the exported model files, which no slice needs, are verified too, divided among all ranks.
+    """Load the training state in the checkpoint directory `path` into the tensors of `slices`; verify the hash of every
+    block that is read. The blocks of the exported model files, which are not loaded, are verified too, each by one of
+    the ranks.
 
     rank, ranks: number of this rank, and number of ranks. Raises `DamagedCheckpoint` (the tensors may then be partly
     overwritten), and `UserError` if the checkpoint lacks an optimizer state that a slice wants, such as "momentum".

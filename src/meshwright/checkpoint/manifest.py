@@ -140,8 +140,8 @@ def verify_checkpoint(path: Path | str) -> list[str]:
 
 
 def _find_damage(path: Path, name: str, record: FileRecord, *, whole: bool) -> str | None:
-    """Compare size and block hashes of the file `name` in the checkpoint directory `path` with its record. Return the
-    first difference as one line of text; None if there is none.
+    """Compare the file `name` in the checkpoint directory `path` with `record`, its expected size and block hashes.
+    Return the first difference as one line of text; None if there is none.
 
     whole: True to compare the hash of the whole file too."""
     try:
@@ -246,5 +246,6 @@ def _hash_whole(path: Path) -> str:
 
 
 def _hash_content(content: Any) -> str:
-    """Return the hex SHA-256 of the manifest's content (JSON value without the key that stores this hash)."""
+    """Return the hex SHA-256 of the content of a manifest (list of a checkpoint's files): a JSON value, without the key
+    under which this hash is stored."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -41,11 +41,11 @@ class ModelFile:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Position of an exported tensor in the model files.
+    """Position of an exported parameter in the model files.
 
-    file: file name. offset: byte of the file at which its elements begin. entry: parameter entry that describes the
-    tensor (name, shape). An entry of one expert may lie inside a tensor of the file that stacks those of all
-    experts."""
+    file: file name. offset: byte of the file at which the parameter's elements begin. entry: row of the parameter table
+    that describes it (name, shape). A parameter of one expert may be a part of a larger tensor in the file, in which
+    those of all experts are stacked."""
 
     file: str
     offset: int
@@ -91,7 +91,7 @@ def make_safetensors_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]])
 def plan_model_files(
     table: ParameterTable, dtype: str, shard_bytes: int = SHARD_BYTES, stem: str = "model"
 ) -> ModelFiles:
-    """Plan the safetensors files that hold the exported parameter entries of `table`.
+    """Plan the safetensors files that hold the exported parameters of a model. table: its parameter table.
 
     dtype: dtype of trained parameters on disk ("float32", "bfloat16"); buffers and frozen parameters of a user's module
     keep their own dtype. shard_bytes: maximum tensor bytes per file; a larger tensor gets a file of its own. stem: name
@@ -138,12 +138,12 @@ def split_disk_runs(
     """Split a slice of an exported tensor into runs of elements that are contiguous on disk. Yield (index of the run's
     first element in the tensor on disk, values of the run).
 
-    entry: parameter entry of the tensor, which gives its shape on disk. values: the slice: elements [start, start +
-    len(values)) of the flattened tensor; a matrix is flattened row-major as [outputs, inputs]. columns: range of
-    inputs; only these columns of the matrix are flattened; None: all.
+    entry: row of the parameter table that describes the tensor, with its shape on disk. values: the slice: elements
+    [start, start + len(values)) of the flattened tensor; a matrix is flattened row-major as [outputs, inputs]. columns:
+    range of inputs; only these columns of the matrix are flattened; None: all.
 
-    The slice is one run; with `columns` it is one run per row. A matrix that is stored transposed has one run per row
-    on disk, unless the slice is the whole matrix."""
+    There is one run if `columns` is None, else one for each row. For a matrix stored transposed ([inputs, outputs])
+    there is one run for each input, or a single run if the slice holds all elements."""
     stop = start + len(values)
     if not entry.transposed:
         if columns is None:

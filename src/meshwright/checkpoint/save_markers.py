@@ -32,21 +32,21 @@ class SaveMarkers:
         self.partial, self.attempt, self.rank, self.ranks, self.outcomes = partial, attempt, rank, ranks, outcomes
 
     def begin(self) -> None:
-        """Write the marker file which shows that the hidden directory exists, so that the other ranks may write into
-        it. Only rank 0 calls this."""
+        """Write the marker file which shows that the hidden directory of the unfinished checkpoint exists, so that the
+        other ranks may write into it. Only rank 0 calls this."""
         replace_file(self.partial / _BEGIN, self.attempt.encode(), sync=False)
 
     def begun_ranks(self) -> set[int]:
-        """Return {0} if rank 0 has called `begin` for this save, else an empty set. (A set of ranks, like the result of
-        `ranks_with`, because `Save` waits for ranks in this way.) Never raises."""
+        """Return {0} if rank 0 has called `begin` for this save, else an empty set. Never raises. The result is a set
+        of ranks, like that of `ranks_with`, so that `Save` can poll both in the same way."""
         try:
             return {0} if (self.partial / _BEGIN).read_text() == self.attempt else set()
         except OSError:
             return set()
 
     def marker_name(self, what: str) -> str:
-        """Return the file name of this rank's marker, such as ".written-3" on rank 3. what: "written", "hashed" or
-        "failed"."""
+        """Return the name of the marker file that this rank writes for an event of the save, such as ".written-3" on
+        rank 3. what: the event, "written", "hashed" or "failed"."""
         return f".{what}-{self.rank}"
 
     def mark(self, what: str, content: Any) -> None:
@@ -65,8 +65,8 @@ class SaveMarkers:
         return {int(name.removeprefix(prefix)) for name in names if name.removeprefix(prefix).isdecimal()}
 
     def fail(self, line: str) -> None:
-        """Write this rank's failure marker with the reason `line`. Never raises, since the directory may be gone or the
-        disk full."""
+        """Write the marker file that reports to the other ranks that the save failed on this rank. line: the reason.
+        Never raises, since the checkpoint's hidden directory may be gone or the disk full."""
         marker = self.partial / self.marker_name("failed")
         with suppress(OSError):
             replace_file(marker, line.encode(), sync=False)
@@ -74,8 +74,8 @@ class SaveMarkers:
             marker.touch()  # an empty file may still fit on a full disk
 
     def find_failure(self) -> tuple[int, str] | None:
-        """Return (rank, reason) of the lowest other rank that wrote a failure marker; None if there is none. The reason
-        may be empty. Never raises."""
+        """Return (rank, reason) of the lowest other rank that has reported a failure by a marker file; None if none
+        has. The reason is empty if the rank's disk was full. Never raises."""
         with suppress(OSError):  # the directory is deleted, or not yet created
             if failed := self.ranks_with("failed") - {self.rank}:
                 return min(failed), (self.partial / f".failed-{min(failed)}").read_text()

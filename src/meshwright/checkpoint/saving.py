@@ -45,12 +45,12 @@ _CAST_ELEMENTS = 4 * 2**20
 
 
 class SaveFailed(Exception):
-    """Error: the save failed on this rank. The message is for the user."""
+    """Error: a checkpoint save failed on this rank. The message, for the user, gives the reason."""
 
 
 class SaveCancelled(Exception):
-    """Error: the save was cancelled on this rank, by the failure of another rank or by the training loop. The message
-    says which."""
+    """Error: a checkpoint save was cancelled on this rank, because it failed on another rank or the training loop
+    cancelled it. The message says which."""
 
 
 class Save:
@@ -113,8 +113,8 @@ class Save:
         self._wait_for(self.markers.begun_ranks, {0}, "created the directory")
 
     def _write(self) -> None:
-        """Write this rank's slices of the training state and of the exported model files, then a marker file that says
-        so, and wait until all ranks have written theirs."""
+        """Write this rank's slices of the training state and of the exported model files, then the marker file
+        "written"; wait until all ranks have written theirs."""
         self.snapshot.wait()
         own = self._write_slices()
         self._write_model()
@@ -187,8 +187,8 @@ class Save:
             write_file(self.partial / name, data)
 
     def _hash(self) -> None:
-        """Hash this rank's slice file and the part of the model files assigned to it, and write the hashes to a marker
-        file. Rank 0 then waits for all ranks."""
+        """Hash the file of slices that this rank has written, and the share of the model files assigned to this rank;
+        write the hashes to a marker file. Rank 0 then waits until all ranks have done so."""
         target = self.target
         records: dict[str, Any] = {}
         own = hash_file(self.partial / slice_file_name(target.rank, target.ranks), self._check_cancelled)
@@ -201,8 +201,8 @@ class Save:
             self._wait_for(lambda: self.markers.ranks_with("hashed"), set(range(target.ranks)), "hashed its part")
 
     def _finish(self) -> None:
-        """Write index and manifest, rename the hidden directory to its final name, and delete old checkpoints (rank 0),
-        or wait until that is done (other ranks)."""
+        """Complete the checkpoint. Rank 0 writes the index of all slices and the manifest (hashes of all files),
+        renames the hidden directory to its final name and deletes old checkpoints; the other ranks wait for it."""
         target = self.target
         if target.rank:
             self._wait_for_outcome()
@@ -294,7 +294,7 @@ class Save:
             raise SaveCancelled(f"checkpoint of step {self.step} aborted by the training loop")
 
     def _find_other_failure(self) -> str | None:
-        """Return the reason why this save failed on another rank, or None if no other rank has failed."""
+        """Return the reason why this save failed on another rank; None if it has not failed on another rank."""
         if failure := self.markers.find_failure():
             rank, why = failure
             return why or self._format_unexplained(rank)
@@ -302,8 +302,8 @@ class Save:
         return None if outcome in (None, "done") else outcome
 
     def _wait_for_reason(self) -> str:
-        """Wait up to about 2 s for the reason of failure that rank 0 records once it has removed the directory; return
-        the reason."""
+        """Wait up to about 2 s until rank 0, which first removes the unfinished checkpoint, records why the save
+        failed; return the reason."""
         for _ in range(100):
             if (outcome := self.markers.read_outcome()) is not None:
                 return outcome
@@ -313,8 +313,9 @@ class Save:
     # --- failure
 
     def _clean_up(self, line: str) -> None:
-        """Remove the files of the failed save. Rank 0 removes the whole unfinished checkpoint and records the failure
-        `line`; another rank removes its slice file and writes a failure marker with `line`."""
+        """Remove the files of this failed save and publish the reason, `line`. Rank 0 removes the whole unfinished
+        checkpoint and records `line` as the save's outcome; another rank removes its file of slices and writes `line`
+        to a marker file."""
         if self.target.rank:
             with suppress(
                 OSError

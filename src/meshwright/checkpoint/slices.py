@@ -76,11 +76,11 @@ class MatrixRange:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRead:
-    """Planned read from a file to fill a part of one destination slice.
+    """Planned read of consecutive elements of a checkpoint file, to fill all or a part of one slice that is loaded.
 
     offset: byte of the file at which the read begins. code: safetensors dtype of the elements, such as "F32".
-    destination: index of the slice to fill. source: matrix range that is read. wanted: matrix range that the slice
-    holds. Elements that are in both ranges are copied.
+    destination: index of the slice to fill. source: range of the matrix that the read covers. wanted: range of the
+    matrix that the slice holds. Elements that are in both ranges are copied.
     """
 
     offset: int
@@ -102,7 +102,7 @@ class PlannedRead:
 
 
 def slice_file_name(rank: int, ranks: int) -> str:
-    """Return the file name of the slices of rank `rank` of `ranks`, such as
+    """Return the name of the file with the slices of the training state that rank `rank` of `ranks` saves, such as
     "training/rank-00001-of-00004.safetensors"."""
     return f"training/rank-{rank:05d}-of-{ranks:05d}.safetensors"
 
@@ -119,7 +119,8 @@ def slice_tensor_name(kind: str, name: str, start: int, stop: int, columns: Colu
 
 
 def serialize_index(slices: Iterable[StoredSlice]) -> bytes:
-    """Serialize the index of a checkpoint's training state to JSON. slices: locations of all ranks' slices."""
+    """Serialize to JSON the index of a checkpoint's training state, which lists where each slice is stored. slices:
+    locations of all ranks' slices."""
     files: dict[str, list[Any]] = {}
     for part in slices:
         entry = [part.kind, part.name, part.start, part.stop, part.code, part.offset, *(part.columns or ())]
@@ -129,8 +130,8 @@ def serialize_index(slices: Iterable[StoredSlice]) -> bytes:
 
 
 def read_index(path: Path) -> list[StoredSlice]:
-    """Load the index of the training state in the checkpoint directory `path`; return the locations of all slices.
-    Raises `DamagedCheckpoint`."""
+    """Load the index of the training state in the checkpoint directory `path`, which lists where each slice is stored;
+    return the locations of all slices. Raises `DamagedCheckpoint`."""
     try:
         files = read_json(path / INDEX, "checkpoint_bytes")["files"]
         return [_parse_slice(file, *row) for file, rows in files.items() for row in rows]
@@ -141,7 +142,7 @@ def read_index(path: Path) -> list[StoredSlice]:
 def _parse_slice(
     file: str, kind: str, name: str, start: int, stop: int, code: str, offset: int, *columns: int
 ) -> StoredSlice:
-    """Build a `StoredSlice` from one entry of the JSON index.
+    """Build a `StoredSlice` from one entry of the JSON index that lists where each slice is stored.
 
     columns: empty, or (first column, end column (exclusive), number of columns of the matrix); the other arguments,
     `file` to `offset`, are the fields of that class. Raises `ValueError` for invalid values."""
@@ -198,10 +199,10 @@ def check_coverage(table: ParameterTable, slices: Iterable[StoredSlice]) -> None
 def plan_reads(
     slices: Sequence[StoredSlice], wanted: Sequence[tuple[str, str, int, int, Columns | None]]
 ) -> dict[str, list[PlannedRead]]:
-    """Plan the reads from files that fetch the wanted elements; return file name -> reads.
+    """Plan the reads that load slices of the training state from a checkpoint's files; return file name -> reads.
 
-    slices: what the files hold. wanted: for each destination, the slice to fill: (kind, name, start, stop, columns),
-    with the meanings of `StoredSlice`. Raises `DamagedCheckpoint` if an element is in no file.
+    slices: locations of the stored slices. wanted: each slice to load, as (kind, name, start, stop, columns) with the
+    meanings of `StoredSlice`. Raises `DamagedCheckpoint` if a wanted element is in no file.
     """
     by_entry: dict[tuple[str, str], dict[Columns | None, list[StoredSlice]]] = {}
     for part in sorted(slices, key=lambda part: part.start):
@@ -247,9 +248,9 @@ def intersect_ranges(a: MatrixRange, b: MatrixRange) -> list[tuple[int, int, int
 
 
 def _align_columns(a: Columns | None, b: Columns | None) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return (first column, width) for each of two column ranges, `a` and `b`, of one matrix (None: all columns), as
-    arguments of `MatrixRange`. For equal ranges return (0, 1) twice: element i of one range then is element i of the
-    other, so both can be treated as a matrix with a single column."""
+    """Return (first column, width), arguments of `MatrixRange`, for each of the column ranges `a` and `b` of one matrix
+    (None: all columns). If the two are equal, return (0, 1) for both: the element at index i is then the same in both,
+    so that the flattened elements can be treated as a matrix with a single column."""
     if a == b:
         return (0, 1), (0, 1)
     total = (a or b or Columns(0, 1, 1)).total

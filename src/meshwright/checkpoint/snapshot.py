@@ -24,7 +24,7 @@ class Snapshot:
     ready: torch.cuda.Event | None
 
     def wait(self) -> None:
-        """Wait until the device-to-host copies are complete."""
+        """Wait until the copies of this snapshot from the GPU to host memory are complete."""
         if self.ready is not None:
             self.ready.synchronize()
 

@@ -76,7 +76,7 @@ class Call:
         payload_bytes: Bytes of the call's data on this rank.
         form: Dtype and shape of the call's data, such as "float32[128, 64]".
         place: File, line and function of the code that makes the call.
-        posted: Time at which the rank entered the call; all messages posted as one group have the same time.
+        posted: Time at which the rank entered the call; equal for all messages of one NCCL group call.
         waited: Time at which the process began to wait for the call's completion; None before.
         done: Time of completion; None before.
     """

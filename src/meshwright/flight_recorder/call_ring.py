@@ -45,8 +45,8 @@ _INTERNAL = tuple(os.path.join(_PACKAGE, name) + os.sep for name in ("comm", "fl
 
 
 def _compute_records_offset(groups: int) -> int:
-    """Return the byte offset of the call records in a ring buffer file. They follow the header and `groups` counters,
-    one for each registered group."""
+    """Return the byte offset of the call records in a ring buffer file, which follow the header and `groups` call
+    counters (one for each group of ranks that make the same calls)."""
     return _COUNTS + 8 * groups
 
 
@@ -130,8 +130,8 @@ class CallWriter:
         return self._number
 
     def _add_name(self, text: str) -> int:
-        """Store a text (call site, group, code location or shape) in the text area of the file. Return the number by
-        which call records refer to it; 0, the empty text, if the area is full."""
+        """Store a text (call site, group, code location or shape) in the area for texts at the end of the ring buffer
+        file. Return the number by which call records refer to it; 0, the empty text, if the area is full."""
         if (known := self._numbers.get(text)) is not None:
             return known
         data = text.encode()[:60_000]
@@ -146,8 +146,8 @@ class CallWriter:
         return number
 
     def _add_form(self, dtype: Any, shape: Any) -> int:
-        """Store dtype and shape as one text, such as "float32[128, 64]", in the text area of the file. Return the
-        number by which call records refer to it; 0 if the space for such texts is full."""
+        """Store dtype and shape as one text, such as "float32[128, 64]", in the ring buffer file. Return the number by
+        which call records refer to it; 0 if the space for such texts is full."""
         text = f"form\t{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
         if self._form_bytes + len(text) + _NAME.size > FORM_BYTES:
             self._form_bytes = FORM_BYTES  # permanently: else shapes with shorter text would still be stored
@@ -230,13 +230,14 @@ class CallWriter:
         self._words[_GAVE_UP] = 1
 
     def read(self) -> RankCalls:
-        """Return the calls of this process that are in the ring buffer, read as another process would read them."""
+        """Return the calls that this process has recorded in its ring buffer, parsed from the bytes that other
+        processes read."""
         return _parse_ring(bytes(self._memory))
 
     def _find_place(self) -> int:
         """Find the line of the program that makes the current call: the innermost stack frame outside comm/,
-        flight_recorder/ and torch. Store file, line and function as text in the file; return the number of the text, 0
-        if there is no such frame or no space."""
+        flight_recorder/ and torch. Store file, line and function as text in the ring buffer file; return the number of
+        the text, 0 if there is no such frame or no space."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             code = id(frame.f_code)

@@ -25,8 +25,9 @@ class Event(Protocol):
 
 
 class DeviceCalls:
-    """Wrapper of the call recorder `calls` for calls on a GPU, where the host's wait for a call returns before the call
-    is complete. It records when the GPU has completed each call, and which call the GPU is running.
+    """Wrapper of `calls`, the recorder of this process's collective calls, for calls on a GPU, where the host's wait
+    for a call returns before the call is complete. It records when the GPU has completed each call, and finds a call
+    that the GPU runs for too long.
 
     make_event: function that makes a device event. seconds: time limit of one call, from when the GPU begins it.
     overdue: function called at most once, in the thread that runs `watch`, with the number of the first call that
@@ -85,5 +86,5 @@ class DeviceCalls:
                 return
 
     def close(self) -> None:
-        """End the watch, so that a device that is being shut down is not queried."""
+        """End `watch`, so that a device that is being shut down is not queried."""
         self._closed.set()

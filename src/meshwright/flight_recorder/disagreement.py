@@ -193,12 +193,12 @@ class _Divergence:
         self, assumed: list[_Signature], allowed: Container[_Signature] | None = None
     ) -> _Signature | None:
         """Predict the signature (operation, site, dtype and shape) of the group's next call. Training repeats its calls
-        in every step, so the longest earlier run of calls that equals the most recent calls is found, and the call
-        after that run is the prediction.
+        in every step, so the longest series of latest calls that also occurs earlier is found, and the call that
+        followed it there is the prediction.
 
-        assumed: signatures of calls assumed to follow those before the divergence; they are the most recent calls.
-        allowed: signatures that may be predicted; None: all. Return None if there is no such run, or if equally long
-        runs were followed by different calls.
+        assumed: signatures of calls assumed to follow those before the divergence; they are the latest calls. allowed:
+        signatures that may be predicted; None: all. Return None if no series occurs earlier, or if equally long ones
+        were followed by different calls.
         """
         history = [*self._list_common_calls(), *assumed]
         best, follower = 0, None

@@ -88,8 +88,9 @@ def read_device_memory() -> HostMemory:
 
 
 def refuse_device_of_layout(device: str, layout: object, prefix: str = "") -> None:
-    """Raise `UserError` if device "cuda" is combined with a `layout` (not None), whose local ranks compute on the CPU.
-    prefix: put before the option names "device" and "layout" in the message, such as "--"."""
+    """Raise `UserError` if a user requests the device "cuda" together with a layout (`layout` is not None), because the
+    local ranks of a layout compute on the CPU. prefix: text before the option names "device" and "layout" in the
+    message, such as "--"."""
     if layout is not None and device == "cuda":
         raise UserError(
             f"{prefix}layout with {prefix}device cuda: the ranks of a layout compute on the CPU; leave one of them out"

@@ -105,8 +105,8 @@ class HostCalls:
         return verdict
 
     def close(self) -> None:
-        """End the recording after a run without errors: remove this rank's recorder file, and the directory of the
-        host's recorder files once it is empty."""
+        """End the recording of collective calls after a run without errors: remove this rank's recorder file, and the
+        directory of the host's recorder files once it is empty."""
         with suppress(OSError):
             self._own_file.unlink()
             self._path.rmdir()  # succeeds for the last rank

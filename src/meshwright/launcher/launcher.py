@@ -37,7 +37,7 @@ TERMINATE_SECONDS = 2.0  # between SIGTERM and SIGKILL for remaining ranks
 
 
 class RankFault(Exception):
-    """Raised for an internal error in a rank; the text holds that rank's traceback."""
+    """Error: a rank ended with an internal error; the text holds that rank's traceback."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,8 @@ class _Attempt:
                 self._end_all()
 
     def _start(self, number: int, method: str) -> StartedRank:
-        """Start the process of rank `number`; return its record. method: rendezvous URL."""
+        """Start the process of rank `number`; return its `StartedRank` (process, pipe and memory files). method:
+        rendezvous URL."""
         spec = self.spec
         description = {**spec.description, "method": method, "directory": str(spec.directory)}
         threads = spec.threads or choose_threads(spec.ranks)
@@ -301,9 +302,9 @@ class _Attempt:
         """Describe in one sentence which rank was lost and why. died: ranks that ended without a report. reported:
         ranks that reported an error.
 
-        The sentence is about the first of `died`. If no rank died, or if NCCL aborted that rank because another one was
-        suspended or made a wrong call, the sentence is about the rank at fault according to the recorded collective
-        calls. If the calls show no such rank, the sentence is the first reported error.
+        The sentence is about the first of `died`, unless NCCL aborted it because another rank was suspended or made a
+        wrong call. In that case, or if no rank died, it is about the rank at fault according to the recorded collective
+        calls. If these show no such rank, the sentence is the first reported error.
         """
         verdict = self.snapshot.verdict if self.snapshot is not None else None
         # NCCL's watchdog aborts the ranks that wait for a suspended one.

@@ -23,8 +23,8 @@ from meshwright.terminal import print_message
 
 
 def run_rank(work: Callable[[dict[str, Any], Place], dict[str, Any]]) -> None:
-    """Run one rank: read the launcher's description (JSON) from standard input, call `work(description, place)`, and
-    write the result or error as JSON to the report pipe.
+    """Run one rank: read its description (JSON: what the rank is to do) from standard input, call `work(description,
+    place)`, and write the result or error as JSON to the report pipe.
 
     place: rank, world size and rendezvous. The launcher keeps standard input open: when it dies, this process is
     killed.

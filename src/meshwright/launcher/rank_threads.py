@@ -59,10 +59,10 @@ def resolve_threads(recipe: Recipe, default: int, state: dict[str, Any] | None) 
 
 
 def format_thread_change(before: int | None, now: int | None) -> str | None:
-    """Return a line for the user that results may differ in their last bits, if the thread count changed from `before`
-    (in the checkpoint) to `now`; None if not.
+    """Return a line for the user that results may differ in their last bits, if the number of threads per rank changed
+    from `before` (in the checkpoint) to `now`; None if not.
 
-    before, now: None if unknown or without effect on the device; the result is then None.
+    before, now: None if unknown, or on a GPU, where the number has no effect; the result is then None.
     """
     if before is None or now is None or before == now:
         return None
@@ -83,8 +83,9 @@ def is_same_layout(layout: Layout, saved: object) -> bool:
 
 
 def compute_layer_flops(recipe: Recipe, layout: Layout | None = None) -> float | None:
-    """Return the FLOPs that one rank computes for an average layer, forward and backward of one micro-batch: those of
-    the whole model, LM head included, divided by its number of layers and by tp x cp. None for a user's own module.
+    """Return the FLOPs that one rank computes for an average layer, forward and backward of one micro-batch; None for a
+    user's own module. They are the FLOPs of the whole model, LM head included, divided by its number of layers and by
+    the degrees of tensor and context parallelism.
 
     layout: layout of the ranks; None: the recipe's.
     """

@@ -21,7 +21,8 @@ def check_recipe(recipe: Recipe) -> None:
     """Raise `UserError` with the first reason why the recipe's model cannot train with its layout, batch, sequence
     length and tokenizer.
 
-    Runs before data are prepared: a tokenizer still to be trained counts with its smallest possible vocabulary.
+    Called before data are prepared: for a tokenizer that is yet to be trained, the smallest possible vocabulary is
+    assumed.
     """
     recipe.parsed_layout.check_implemented()
     if recipe.base_directory is not None:  # before its tokenizer is read, so that a damaged directory is reported

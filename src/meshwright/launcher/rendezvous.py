@@ -192,7 +192,8 @@ def initialise_process_group(place: Place, store: Store, device: str, timeout_se
 
     place: rank and world size. store: key-value store at which the ranks meet. timeout_seconds: time limit of the
     rendezvous and of every collective call. Raises `UserError` if the rendezvous fails or exceeds this limit;
-    `RankLost` if Meshwright's launcher started the ranks and they meet at a file.
+    `RankLost` if the ranks were to meet at a file made by Meshwright's launcher, since then only the loss of a rank
+    explains it.
     """
     import torch.distributed as dist
 
@@ -213,7 +214,8 @@ def initialise_process_group(place: Place, store: Store, device: str, timeout_se
 
 @contextmanager
 def _convert_rendezvous_errors(place: Place, timeout_seconds: float) -> Iterator[None]:
-    """Context manager that turns every exception of torch's rendezvous into a `UserError` or `RankLost` of one line.
+    """Context manager that turns every exception of torch's rendezvous into an exception with a message of one line:
+    `RankLost` if the ranks of Meshwright's launcher meet at a file, else `UserError`.
 
     place: this rank and its rendezvous. timeout_seconds: limit of the rendezvous, for the message.
     """
@@ -336,13 +338,13 @@ def _connect_store(place: Place, timeout: timedelta) -> Store:
 
 
 def _isolate_store_keys(store: Store, place: Place, timeout_seconds: float) -> Store:
-    """Return a view of torchrun's key-value store under a random key prefix, which is the same on all ranks and new
-    each time that the ranks are started. Without it, a restarted rank could read keys of ranks that were killed.
-    Collective: every rank calls it.
+    """Return a view of torchrun's key-value store that puts a random prefix before every key. The prefix is the same on
+    all ranks and new each time that they are started. Without it, a restarted rank could read keys of ranks that were
+    killed. Collective: every rank calls it.
 
-    place: this rank. Rank 0 chooses the prefix, and sends it to each other rank under a random key that the other rank
-    has chosen. (torchrun's restart counter cannot be the prefix: the counters of hosts may differ.) `RuntimeError` if a
-    rank does not join within `timeout_seconds`.
+    place: this rank's number and the number of ranks. Rank 0 chooses the prefix, and sends it to each other rank under
+    a random key that the other rank has chosen. (torchrun's restart counter cannot be the prefix: the counters of hosts
+    may differ.) `RuntimeError` if a rank does not join within `timeout_seconds`.
     """
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
@@ -373,8 +375,9 @@ _held: list[int] = []  # descriptors that stay open as long as the process
 
 
 def _remove_stale_file(path: str) -> None:
-    """Remove the rendezvous file at `path` that killed ranks have left behind, unless it is in use. The file is in use
-    if another process holds a lock on PATH.lock; this process holds a shared lock on it until it ends."""
+    """Remove the rendezvous file at `path` that killed ranks have left behind, unless another process uses it, which it
+    shows by a lock on the file PATH.lock. Then take a shared lock on PATH.lock, which this process holds until it
+    ends."""
     descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     with suppress(BlockingIOError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

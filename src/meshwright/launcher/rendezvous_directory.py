@@ -20,8 +20,8 @@ UNLOCKED_SECONDS = 60.0
 
 @contextmanager
 def rendezvous_directory() -> Iterator[Path]:
-    """Context manager that creates a locked temporary directory for the file-store rendezvous and yields its path;
-    removed on exit, or by the next launcher if this one is killed."""
+    """Context manager that creates a locked temporary directory for the file through which the ranks of this machine
+    find each other, and yields its path; removed on exit, or by the next launcher if this one is killed."""
     _remove_abandoned(Path(tempfile.gettempdir()))
     fresh = Path(tempfile.mkdtemp(prefix=UNLOCKED_PREFIX))
     lock = os.open(fresh, os.O_RDONLY | os.O_CLOEXEC)

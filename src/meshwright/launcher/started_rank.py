@@ -86,7 +86,7 @@ class StartedRank:
         return [line.strip() for line in lines if line.lstrip().startswith("File ")]
 
     def close(self) -> None:
-        """Close all file descriptors of this record, after the rank has ended."""
+        """Close the rank's pipes and the file descriptors of its memory files, after the rank has ended."""
         for descriptor in (self.calls, self.stack, self.pipe):
             if descriptor >= 0:
                 os.close(descriptor)

@@ -28,7 +28,8 @@ class StepClock:
         """Called with the name of each mark ("" for `start`) while a profile is recorded."""
 
     def start(self) -> None:
-        """Begin to time a step: discard the marks of the previous one (on CUDA, of the one before that)."""
+        """Begin to time a step: discard the marks of the previous step. On CUDA these are kept, since their times are
+        read during this step, and the marks of the step before the previous one are discarded."""
         self._previous, self._marks = self._marks, []
         self.mark("")
 
@@ -69,7 +70,8 @@ class StepClock:
         return self._marks[-1][2] - self._marks[0][2]
 
     def _take_time(self) -> float | torch.cuda.Event:
-        """Return the time of a mark: seconds of the host clock, or a CUDA event recorded on the current stream."""
+        """Return the present time, which marks the end of a phase: seconds of the host clock, or on CUDA an event
+        recorded on the current stream."""
         if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)

@@ -41,8 +41,8 @@ class Prediction:
     """Predicted memory, step time and traffic of one rank; None for values that could not be predicted.
 
     Attributes:
-        memory: Bytes of tensors at the memory peak by category ("parameters" ...); the key "peak" is the sum of all
-            others except "framework" and "unexplained".
+        memory: Bytes of tensors at the memory peak by category ("parameters" ...), and their sum, "peak". Not in the
+            sum: "framework" (CUDA context or interpreter and libraries), "unexplained" (excess of earlier runs).
         time: Seconds of a step by phase.
         sent_by_axis: Bytes sent in a step by mesh axis.
         machine: The hardware profile (measured machine speeds).
@@ -167,8 +167,9 @@ class StepTimes:
 
     def to_json_dict(self, device: torch.device) -> dict[str, Any]:
         """Return the measured duration of a step for the result document: "step_seconds" (median), "seconds_by_part"
-        ({phase: seconds}), "seconds_by_kind" ({"working": seconds, "waiting": seconds}) and "waiting_seconds". device:
-        device of this rank. On CUDA the last two are None; if no step is stored, all are."""
+        ({phase: seconds}), "seconds_by_kind" ({"working": seconds, "waiting": seconds}) and "waiting_seconds". On CUDA
+        "seconds_by_kind" and "waiting_seconds" are None; before any step is stored, all values are None. device: device
+        of this rank."""
         step = self.median_step()
         if step is None:
             return dict.fromkeys(("step_seconds", "seconds_by_part", "seconds_by_kind", "waiting_seconds"))
@@ -208,7 +209,8 @@ def collect_measured_memory(
     the allocator on CUDA and of the process on a CPU.
 
     states: bytes by kind, from `Trainer.memory`. memory: meter of the peaks. prediction: entry `predicted` of the
-    result document. The bytes that earlier runs' errors have added to the prediction do not count as predicted.
+    result document. A correction in it (bytes by which earlier runs exceeded their predictions) is left out of the
+    predicted peak.
     """
     found: dict[str, Any] = {}
     for kind, size in states.items():

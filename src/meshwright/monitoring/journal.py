@@ -281,8 +281,8 @@ class Journal:
         """Return the result document (JSON dict) of the run: outcome, predicted and measured values, checkpoint paths.
 
         end: final step, bytes of model states and predicted traffic. checkpointer: knows the newest and best
-        checkpoint. fullest: "rank" and "memory_bytes" (both peaks) of the rank with the largest peak. If this process
-        had no steps left, the outcome is read from `metrics.jsonl`.
+        checkpoint. fullest: "rank" and "memory_bytes" (measured peaks of allocator and process) of the rank with the
+        largest peak. If this process had no steps left, the outcome is read from `metrics.jsonl`.
         """
         predicted = {} if self.prediction is None else self.prediction.to_json_dict()
         measured = {

@@ -16,8 +16,9 @@ class MetricsTail:
         self._path, self._offset = path, 0
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the new complete lines as dicts. If the file became shorter, as a resumed run removes the lines of
-        steps after its checkpoint, it is read from the beginning."""
+        """Return the lines added since the last read as dicts; an incomplete last line is left for the next read. If
+        the file has become shorter, because a resumed run removed the lines of steps after its checkpoint, read it from
+        the beginning."""
         try:
             with self._path.open("rb") as file:
                 if file.seek(0, 2) < self._offset:

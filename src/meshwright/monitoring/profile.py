@@ -77,8 +77,9 @@ class Profile:
         return self._recording is not None
 
     def after_step(self, trainer: ProfiledTrainer, ending: bool) -> bool:
-        """Record the end of a step if it is profiled, and write the trace after the last one. Return True if the step
-        was recorded. trainer: trainer of this rank. ending: True if the run ends after this step."""
+        """Record the end of a step if it is profiled, and write the trace after the last profiled step or at the end of
+        the run. Return True if the step was recorded. trainer: trainer of this rank. ending: True if the run ends after
+        this step."""
         if self._recording is None:
             return False
         self._recording.step_done()
@@ -213,9 +214,9 @@ class _ProfileRecording:
 
 
 class _NamedCompute:
-    """Wrapper of `compute`, the object that runs forward and backward of this rank's pipeline stages. Each pass runs
-    inside a context manager that records its time. around: function (kind of pass, stage, replica, micro-batch) -> that
-    context manager."""
+    """Wrapper of `compute`, the object that runs forward and backward passes of this rank's pipeline stages. Each pass
+    runs inside a context manager that records its time. around: function (kind of pass, stage, replica (model copy),
+    micro-batch) -> that context manager."""
 
     def __init__(self, compute: Compute, around: Callable[[Kind, int, int, int], AbstractContextManager[None]]) -> None:
         """Wrap `compute`; arguments: see the class."""

@@ -54,7 +54,7 @@ class RankSteps:
     calls: Sequence[TimedCall]
 
     def table(self) -> dict[str, Any]:
-        """Return the recording as a dict of JSON types, the inverse of `from_table`."""
+        """Return this recording of a rank as a dict of JSON types, from which `from_table` builds it again."""
         return {
             "rank": self.rank,
             "zero": self.zero,
@@ -118,8 +118,9 @@ def merge_rank_traces(
     """Build the Chrome trace document of all ranks, in which each rank is a process.
 
     parts: for each rank the dict of `RankSteps.table`, with its GPU events under "kernels". program: the pipeline
-    schedule; if it has several ranks, the trace also shows a simulation of it with the recorded median durations, from
-    the first forward of the last step on. pipeline_ranks: global rank -> pipeline rank.
+    schedule. If it has several ranks, the trace also shows a simulation of the schedule with the recorded median
+    durations; it begins at the first forward pass of the last recorded step. pipeline_ranks: global rank -> pipeline
+    rank.
     """
     ranks = [RankSteps.from_table(part) for part in parts]
     events: Events = []
@@ -196,8 +197,8 @@ def _simulate_events(ranks: Sequence[RankSteps], program: PipelineProgram, pipel
 
 
 class _ThreadNumbers:
-    """Thread numbers of one rank in a Chrome trace, assigned in the order in which threads are first named. rank:
-    global rank. first: offset of the first number within the block of `THREADS` numbers that belong to the rank."""
+    """Thread numbers of one rank in a Chrome trace, assigned in the order in which threads are first named. Each rank
+    has `THREADS` numbers. rank: global rank. first: how many of the rank's numbers are left free for other threads."""
 
     def __init__(self, rank: int, first: int) -> None:
         """Start without threads; arguments: see the class."""

@@ -88,7 +88,7 @@ class Progress:
             print("  ".join([self._format_position(), *figures, *self._format_times()]), file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Remove the bar and restore the terminal."""
+        """Remove the progress bar and restore the terminal."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -206,7 +206,8 @@ def _format_mfu(result: dict[str, Any]) -> str:
 
 
 def _list_evaluation_rows(evaluation: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the contents of `evaluation`, a document of `evaluate`, as pairs of texts (name, value)."""
+    """Return the contents of `evaluation`, the result of `evaluate` (loss, perplexity ...), as pairs of texts (name,
+    value)."""
     rows = [
         ("loss", f"{evaluation['loss']:.4f} nats per token"),
         ("perplexity", f"{evaluation['perplexity']:.2f}"),

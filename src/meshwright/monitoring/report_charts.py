@@ -80,7 +80,8 @@ def draw_runs(runs: Mapping[str, Lines]) -> Iterator[Markup]:
 
 
 def _get_loss_unit(work: str) -> str:
-    """Return the unit of the loss. work: unit of throughput, "tokens" or "samples"."""
+    """Return the unit of the loss for the axis of a chart: "nats per token", or "loss" for a user's own module. work:
+    unit of throughput, "tokens" or "samples"."""
     return "nats per token" if work == "tokens" else "loss"
 
 

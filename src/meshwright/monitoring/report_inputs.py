@@ -39,7 +39,8 @@ class _StepLine(_Document):
 
 
 class _FullestRank(_Document):
-    """Schema (pydantic) of the entry on the rank with the largest peak memory."""
+    """Schema (pydantic) of the entry `fullest_rank` of a result document: the number of the rank with the largest peak
+    memory, and its bytes by category."""
 
     rank: _Whole
     memory_bytes: dict[str, _Number | None] | None = None
@@ -141,12 +142,13 @@ def read_result(path: Path) -> dict[str, Any]:
 
 
 def check_evaluation(document: Mapping[str, Any]) -> None:
-    """Raise `UserError` if a document is not what `evaluate` returns."""
+    """Raise `UserError` if `document` is not a valid result of `evaluate` (loss, perplexity ...)."""
     _validate(_Evaluation, document, "the evaluation")
 
 
 def check_sample(document: Mapping[str, Any]) -> None:
-    """Raise `UserError` if a document is not what `generate --json` prints."""
+    """Raise `UserError` if `document` is not a valid sample (prompt and generated text) as `generate --json` prints
+    it."""
     _validate(_Sample, document, "the sample")
 
 

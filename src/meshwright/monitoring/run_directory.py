@@ -155,8 +155,8 @@ class RunDirectory:
         return None
 
     def _replace_file(self, name: str, content: bytes) -> None:
-        """Replace the file `name` of the directory atomically by one with the bytes `content`. `UserError` if it cannot
-        be written."""
+        """Replace the file `name` of the run directory atomically by one with the bytes `content`. `UserError` if it
+        cannot be written."""
         try:
             replace_file(self.path / name, content, sync=False)
         except OSError as error:

@@ -15,8 +15,8 @@ STEPS = 3
 
 
 class StepMemory:
-    """Meter of this process's memory: its peak so far, and its growth from the base (`start`) to the peak of the first
-    steps. It counts allocated bytes on CUDA and resident bytes on a CPU. device: device of this rank.
+    """Meter of this process's memory: its peak so far, and its growth from the call of `start` to the peak of the first
+    training steps. It counts allocated bytes on CUDA and resident bytes on a CPU. device: device of this rank.
 
     On a CPU the kernel's peak counter is reset before the first step (Linux, proc(5)), to exclude loading; if it cannot
     be reset, `growth_in_first_steps` stays None.
@@ -35,13 +35,13 @@ class StepMemory:
         self._left = 0
 
     def start(self) -> None:
-        """Record the current memory as the base of the growth. Called before the trainer is constructed."""
+        """Record the current memory, from which growth is measured. Called before the trainer is constructed."""
         self._before = _read_current_bytes(self.device)
         self.resident_before = resident_bytes()
 
     @contextmanager
     def exclude_allocations(self) -> Iterator[None]:
-        """Context manager: memory allocated inside it does not count as growth."""
+        """Context manager inside which allocations do not count as memory growth of the first training steps."""
         before = _read_current_bytes(self.device)
         yield
         after = _read_current_bytes(self.device)
@@ -49,15 +49,15 @@ class StepMemory:
             self._before += after - before
 
     def begin(self) -> None:
-        """Start measuring the growth in the first steps: reset the peak memory counter. Called just before the first
-        step."""
+        """Start measuring the memory growth in the first training steps: reset the peak memory counter. Called just
+        before the first step."""
         self._earlier = peak_memory_bytes(self.device)
         self._earlier_resident = peak_resident_bytes() or 0
         self._left = STEPS if self._before is not None and _reset_peak(self.device) else 0
 
     def step_done(self) -> None:
-        """Update `growth_in_first_steps` after one of the first `STEPS` (3) steps; do nothing after later steps. Called
-        after each step, before other allocations."""
+        """Update `growth_in_first_steps` (bytes) after one of the first `STEPS` (3) steps; do nothing after later
+        steps. Called after each step, before other allocations."""
         if self._left:
             self._left -= 1
             assert self._before is not None
@@ -65,7 +65,7 @@ class StepMemory:
             self.growth_in_first_steps = max(self.growth_in_first_steps or 0, growth)
 
     def stop(self) -> None:
-        """Stop measuring the growth; later allocations do not belong to training steps."""
+        """Stop measuring the memory growth in the first training steps; later allocations do not belong to steps."""
         self._left = 0
 
     def peak_bytes(self) -> int:

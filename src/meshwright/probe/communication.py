@@ -22,8 +22,8 @@ _SITE = "probe"
 
 
 def make_axes(mesh: Mesh) -> list[tuple[str, Axis]]:
-    """Create the process groups whose collectives are timed; return (scope, axis) for each. All ranks must call this
-    function.
+    """Create the process groups whose collectives are timed; return (scope, axis) for each kind of group. All ranks
+    must call this function.
 
     Scope "inside": groups of consecutive ranks of a host, one axis for each group size that divides the number of ranks
     per host; "across": groups of one rank of each host; "world": all ranks. mesh: from `probe.rank.make_probe_mesh`.
@@ -40,8 +40,8 @@ def make_axes(mesh: Mesh) -> list[tuple[str, Axis]]:
 def time_collective(
     mesh: Mesh, axis: Axis, operation: str, size: int, seconds: float
 ) -> tuple[list[float], list[float]]:
-    """Time a collective on a float32 vector, in `BATCHES` batches of calls. Return (seconds per call, seconds per call
-    that this rank waited for a CPU core), each a list with one value per batch. The second is contained in the first.
+    """Time a collective on a float32 vector, in `BATCHES` batches of calls. Return (seconds per call, the part of them
+    in which this rank waited for a CPU core), each a list with one value per batch.
 
     operation: one of `OPERATIONS`, such as "all-reduce"; for "send-receive" the time of one message is returned. size:
     bytes of the full (unsharded) vector. seconds: time budget. All ranks call this with equal arguments, and all groups
@@ -80,12 +80,12 @@ def choose_precision(mesh: Mesh) -> str:
 
 
 def compute_slowest_median(by_rank: list[list[float]], waits: list[list[float]]) -> float:
-    """Return the duration of a collective in seconds: in each batch that of the slowest rank, then the median over
+    """Return the duration of a collective in seconds: in each batch the time of the slowest rank, then the median over
     batches.
 
     by_rank: seconds per call, [rank][batch]. waits: the part of these seconds in which the rank waited for a CPU core,
-    [rank][batch]. If the waits of a batch, summed over ranks, exceed half of the slowest rank's time, they are
-    subtracted from it (at most 90% of it).
+    [rank][batch]. If the sum of a batch's waits over all ranks exceeds half of the slowest rank's time, this sum, but
+    at most 90% of the time, is subtracted from the time.
     """
     found = []
     for times, waited in zip(zip(*by_rank, strict=True), zip(*waits, strict=True), strict=True):

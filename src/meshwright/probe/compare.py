@@ -39,8 +39,8 @@ class SlowRank:
 def find_slow(what: str, seconds: Sequence[Sequence[float]], hosts: Sequence[str]) -> list[SlowRank]:
     """Find the hosts and ranks that need more than `THRESHOLD` times the time of the others.
 
-    what: kind of measurement, "products" or "memory". seconds: duration of each measurement point, [rank][point].
-    hosts: host name of each rank.
+    what: kind of measurement, "products" or "memory". seconds: duration of each measurement (a matrix product or memory
+    pass of one size), [rank][measurement]. hosts: host name of each rank.
     """
     names = list(dict.fromkeys(hosts))
     of_host = [[rank for rank, host in enumerate(hosts) if host == name] for name in names]
@@ -64,8 +64,8 @@ def compute_ratios(seconds: Sequence[Sequence[float]]) -> list[float]:
     """Compute how much slower each of n ranks (or hosts) is than the others; return ratios [n], about 1 for usual
     speed.
 
-    seconds: duration of each measurement point, [rank][point]. A ratio is the rank's time divided by the median of the
-    others' times, as the median over the points; 1 if n is 1.
+    seconds: duration of each measurement (a matrix product or memory pass of one size), [rank][measurement]. The ratio
+    of a rank is the median, over all measurements, of its time divided by the median time of the others; 1 if n is 1.
     """
     if len(seconds) < 2:
         return [1.0] * len(seconds)

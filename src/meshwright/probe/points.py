@@ -233,7 +233,7 @@ def time_call(call: Callable[[], Any], device: torch.device, seconds: float, col
     of which repeats the call between two synchronizations with `device`. A call that takes longer than `seconds` is
     timed once, after one warm-up call.
 
-    cold: True: if the warm-up call takes longer than `LONG` times `seconds`, return its time, since the extra work of a
+    cold: True to return the time of the warm-up call if it exceeds `LONG` times `seconds`, since the extra work of a
     first call is then negligible.
     """
     first = _time_batch(call, device, 1)  # warm-up: chooses kernels and packs weights

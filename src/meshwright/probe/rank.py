@@ -192,8 +192,9 @@ def _time_comparison(mesh: Mesh, plan: MeasurementPlan) -> dict[str, list[list[f
     """Time matrix products and memory passes on all ranks of `mesh`, to find slow ranks. Return {"products": times,
     "memory": times}, with times in seconds, [rank][measurement]; {} if `plan.compare_seconds` is 0.
 
-    All points are timed in short rounds, repeated for `plan.compare_seconds`: in one long measurement of each point,
-    ranks would differ because a shared machine slows one after another for half a second at a time.
+    A round times each product and pass once, briefly; rounds are repeated for `plan.compare_seconds`. In one long
+    measurement of each, ranks would differ because a shared machine slows one after another for half a second at a
+    time.
     """
     if not plan.compare_seconds:
         return {}

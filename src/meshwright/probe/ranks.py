@@ -164,9 +164,9 @@ class _GuardedSteps:
     measurements are kept. A rank that fails ends its process, which releases the other ranks from their collective
     calls.
 
-    measure: function that measures the steps. start: this rank. store: key-value store of the process group, None for a
-    single rank. Attribute `failed`: {"rank", "line" (error text), "at" (Unix time)} of the first failure, None without
-    one.
+    measure: function that measures the steps. start: this rank's number, and the number of ranks. store: key-value
+    store of the process group, None for a single rank. Attribute `failed`: {"rank", "line" (error text), "at" (Unix
+    time)} of the first failure, None without one.
     """
 
     def __init__(
@@ -216,8 +216,9 @@ def _make_plan(kind: str, overrides: dict[str, Any]) -> MeasurementPlan:
 
 
 def _count_host_ranks(start: Place, store: Any) -> int:
-    """Return the number of ranks on each host. All ranks must call this function. start: this rank. store: key-value
-    store of all ranks. Raises `UserError` unless all hosts have equally many ranks, with consecutive numbers."""
+    """Return the number of ranks on each host. All ranks must call this function. start: this rank's number, and the
+    number of ranks. store: key-value store of all ranks. Raises `UserError` unless all hosts have equally many ranks,
+    with consecutive numbers."""
     store.set(f"meshwright/host/{start.rank}", socket.gethostname())
     hosts = [name.decode() for name in store.multi_get([f"meshwright/host/{rank}" for rank in range(start.ranks)])]
     size = hosts.count(hosts[0])

@@ -57,8 +57,8 @@ def measure_reference_steps(
 
 
 class _ReferenceRun:
-    """Reference model (a small transformer for calibration) under one layout, ready to train on random data. layout:
-    layout on all ranks. world: mesh of all ranks."""
+    """Reference model (a small transformer for calibration) under one parallel layout, ready to train on random data.
+    layout: the layout, which uses all ranks. world: mesh of all ranks."""
 
     def __init__(self, layout: Layout, world: Mesh) -> None:
         self.layout = layout

@@ -54,8 +54,8 @@ class Stopwatch:
         return passed, max(0.0, min(waited - (self._helper_seconds() - self._helped), 0.9 * passed))
 
     def _helper_seconds(self) -> float:
-        """Return the CPU seconds used so far by this process's threads other than the calling one, such as
-        communication threads, whose work is not a disturbance; 0 if several threads compute."""
+        """Return the CPU seconds used so far by all threads of this process but the calling one, such as communication
+        threads; a wait for a core that they use is no disturbance by other programs. 0 if several threads compute."""
         return time.process_time() - time.thread_time() if self._threads == 1 else 0.0
 
     def seconds(self) -> float:

@@ -52,7 +52,7 @@ class AdapterRecipe(Table):
 
 
 class _OneTable(Table):
-    """Recipe that has only the table [adapter]."""
+    """Schema of a recipe that has only the table [adapter], by which `read_adapter` validates this table alone."""
 
     adapter: AdapterRecipe = AdapterRecipe()
 

@@ -70,8 +70,8 @@ class CleanRecipe(Table):
         sentence_duplicates: Remove spans of three sentences that occur before in the corpus.
         encoding: Text encoding of the source files.
         required_keys: {key that every record must have: type of its value}.
-        languages: ISO 639-1 codes to keep (empty: all), identified with a probability of together at least
-            minimum_language_probability, less for short texts.
+        languages: ISO 639-1 codes; a document is kept if it is in one of them with a probability of at least
+            minimum_language_probability (less for short texts); empty: all languages are kept.
         heuristics: Published rule sets that a document must pass, such as "c4" or "gopher-quality".
         heuristics_like: Source of the rules' thresholds and words: "papers", or "datatrove" for that library's
             defaults.
@@ -131,7 +131,7 @@ class DataRecipe(Table):
     Attributes:
         source: "stdlib", a path, URL or glob, or a list of them; `sources` replaces it for mixtures.
         format: Format of the files, such as "text" or "jsonl"; "auto": determined by their names.
-        extractor: Library for the main texts of WARC pages.
+        extractor: Library that extracts the main text of each web page in a WARC file.
         text_key: JSON key or Parquet column of the text.
         tokenizer: Kind to be trained, such as "bpe", a tokenizer.json or a Hugging Face directory.
         vocabulary: Maximum tokens of a tokenizer trained here.

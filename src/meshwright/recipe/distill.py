@@ -23,8 +23,8 @@ class DistillRecipe(Table):
         mixing: Weight of the cross-entropy of the text; temperature² times the divergence has the rest, 1 - mixing.
         hidden: Also match hidden states, of the pairs of layers [student's, teacher's] in layer_map (empty: spread
             evenly), through learned projections, with hidden_weight.
-        top_k: 0: the teacher runs beside the student; else the number of most probable tokens that `meshwright data
-            teacher` has cached.
+        top_k: 0: the teacher runs in the training steps; else its logits are read from the cache that `meshwright data
+            teacher` wrote, of this number of most probable tokens.
         on_policy: Fraction of the steps in which the student continues the sequences itself, after on_policy_prompt
             tokens (None: half of a sequence), sampled at on_policy_temperature.
         layout: Distribution of the teacher over the run's ranks: "same" (tp, pp, cp and ep of the run; sharded under

@@ -70,8 +70,8 @@ class Dimension:
         return self.choices or (self.low, self.high)
 
     def is_active(self, values: Mapping[str, Any]) -> bool:
-        """Return True if all conditions of `when` are met, so that a trial has a value of this key. values: {key:
-        value} that the trial has for the dimensions before this one."""
+        """Return True if all conditions of `when` are met, so that a trial has a value of this key. values: values of
+        the trial by key, for the searched keys listed before this one."""
         return all(key in values and values[key] in allowed for key, allowed in self.when)
 
 
@@ -229,5 +229,5 @@ def check_searched_keys(dimensions: Sequence[Dimension], schema: Schema[Any]) ->
 
 
 def _is_whole(number: float) -> bool:
-    """Return True if a number of a TOML file was written as an integer."""
+    """Return True if `number`, read from a TOML file, was written as an integer (10, not 10.0)."""
     return isinstance(number, int)

@@ -86,15 +86,15 @@ class CaseBuilder:
         ]
 
     def make_sgd_problem(self, layers: int = 5) -> Problem:
-        """Return a problem of three steps of plain SGD on short sequences. layers: minimum number of layers of the
-        model."""
+        """Return a training problem of three steps of plain SGD on short sequences. layers: minimum number of layers of
+        the model."""
         config = self._scale_down(layers)
         sequence = choose_sequence_length(self.layout)
         problem = Problem(config, self._choose_batch(), self.dtype, sequence, preference=self.preference)
         return self._check_runnable(self._add_teacher(problem))
 
     def make_update_problem(self, ranks: int = 1, layers: int = 5) -> Problem:
-        """Return a problem of four optimizer steps with weight decay and gradient clipping. Step 1 (from 0) is
+        """Return a training problem of four optimizer steps with weight decay and gradient clipping. Step 1 (from 0) is
         non-finite and skipped; training is resumed from a checkpoint after two and after three steps.
 
         In float64 the optimizer is AdamW with a dynamic loss scale. In float32 it is SGD, because AdamW's updates of
@@ -107,15 +107,15 @@ class CaseBuilder:
         return dataclasses.replace(plain, batch=batch, training=training, steps=4, nan_step=1, resumed_at=(2, 3))
 
     def make_long_sequence_problem(self) -> Problem:
-        """Return a problem of one SGD step on sequences that span several attention tiles. Under ring attention the
-        slice of each rank is longer than a tile."""
+        """Return a training problem of one SGD step on sequences that span several tiles of the attention computation.
+        Under ring attention the part of a sequence on each rank is longer than a tile."""
         ring = self.layout.cp > 1 and self.layout.cp_method == "ring"
         wanted = 2 * self.layout.cp * (TILE_QUERIES + 9) if ring else 2 * TILE_QUERIES + 45
         return self._make_one_step_problem(wanted, self._scale_down(2))
 
     def make_loss_chunk_problem(self) -> Problem:
-        """Return a `Problem` (model, data, optimizer) of one training step. Its vocabulary is so large that the loss of
-        a micro-batch is computed in several chunks."""
+        """Return a training problem of one step whose vocabulary is so large that the loss of a micro-batch is computed
+        in several chunks."""
         tokens = 4 * TILE_QUERIES + 45
         vocabulary = CHUNK_LOGITS["cpu"] // tokens + 11
         config = dataclasses.replace(self._scale_down(1), vocabulary=vocabulary * self.layout.tp)
@@ -123,33 +123,34 @@ class CaseBuilder:
         return dataclasses.replace(problem, batch=self.layout.dp * self.layout.micro_batches)
 
     def make_dtype_problem(self) -> Problem:
-        """Return a problem of two SGD steps whose parameters have half the width of their master weights. It detects
-        parameters that were not rounded from the master weights after an update."""
+        """Return a training problem of two SGD steps with parameters of half the width of their master weights. It
+        detects parameters that were not set to the rounded master weights after an update."""
         narrow = {"float64": "float32", "float32": "bfloat16"}[self.dtype]
         plain = dataclasses.replace(self.make_sgd_problem(2), training=SGD, steps=2)
         return dataclasses.replace(plain, dtype=narrow, master_dtype=self.dtype)
 
     def make_late_case(self) -> Case:
-        """Return a case of two SGD steps that exposes reads of a buffer during a collective call. Each call completes
-        only when it is waited for; until then its buffers hold NaN."""
+        """Return the verification case "late completion": two SGD steps in which every collective call completes only
+        when it is waited for. Until then its buffers hold NaN, which exposes reads of a buffer during the call."""
         plain = dataclasses.replace(self.make_sgd_problem(2), training=SGD, steps=2, late_completion=True)
         return Case("late completion", plain)
 
     def make_bf16_case(self) -> Case:
-        """Return a case of three SGD steps with bf16 parameters and float32 master weights, as in bf16 training."""
+        """Return the verification case "bf16": three SGD steps with bf16 parameters and float32 master weights, as in
+        bf16 training."""
         return Case(
             "bf16", dataclasses.replace(self.make_sgd_problem(), dtype="bfloat16", master_dtype="float32", training=SGD)
         )
 
     def make_compiled_case(self, backend: str) -> Case:
-        """Return a case of one training step and a validation in which layers, final norm and loss run under
-        torch.compile. backend: backend of torch.compile, "aot_eager" or "inductor". The model has two layers, or with
-        pipeline parallelism one more than there are stages."""
+        """Return a verification case of one training step and a validation in which layers, final norm and loss run
+        under torch.compile. backend: backend of torch.compile, "aot_eager" or "inductor". The model has two layers, or
+        with pipeline parallelism one more than there are stages."""
         problem = dataclasses.replace(self.make_sgd_problem(2), training=SGD, steps=1, compile_backend=backend)
         return Case(f"compiled by {backend}", problem)
 
     def _make_one_step_problem(self, tokens: int, config: ModelConfig) -> Problem:
-        """Return a problem of one SGD step of the model `config` on sequences of at least `tokens` tokens."""
+        """Return a training problem of one SGD step of the model `config` on sequences of at least `tokens` tokens."""
         sequence = choose_sequence_length(self.layout, tokens)
         window = None if config.sliding_window is None else TILE_QUERIES + 9
         config = dataclasses.replace(config, max_positions=2 * sequence, sliding_window=window)
@@ -157,7 +158,8 @@ class CaseBuilder:
         return self._check_runnable(self._add_teacher(problem))
 
     def _add_teacher(self, problem: Problem) -> Problem:
-        """Return `problem` with a scaled-down teacher, and projections to its hidden states, if there is a teacher."""
+        """Return `problem` with distillation from a scaled-down teacher; unchanged if the builder has no teacher. If
+        hidden states are to be matched, the model gets projections to the teacher's hidden size."""
         if self.teaching is None:
             return problem
 
@@ -185,8 +187,8 @@ class CaseBuilder:
         return share * math.ceil(8 / share) if self.batch % share else self.batch
 
     def _check_runnable(self, problem: Problem) -> Problem:
-        """Return `problem` unchanged. Raises `UserError` if the layout cannot run its model, batch size or sequence
-        length."""
+        """Return the training problem `problem` unchanged. Raises `UserError` if the builder's layout cannot run its
+        model, batch size or sequence length."""
         refuse(self.layout, problem.config, problem.batch, problem.sequence, self.layout.world_size)
         return problem
 

@@ -24,8 +24,8 @@ BF16_MIXTURE_TOLERANCE = 0.5  # rounding changes the routing of tokens between t
 
 
 def choose_tolerance(problem: Problem) -> float:
-    """Return the largest relative error at which a problem passes. It depends on the parameter dtype and, in bf16, on
-    whether the model has experts."""
+    """Return the largest relative error at which a layout's results on a training problem count as correct. It depends
+    on the parameter dtype and, in bf16, on whether the model has experts."""
     mixture = problem.dtype == "bfloat16" and problem.config.experts > 0
     return BF16_MIXTURE_TOLERANCE if mixture else TOLERANCES[problem.dtype]
 
@@ -101,8 +101,9 @@ class _LayoutComparison:
             yield from self._compare_end()
 
     def _compare_counters(self, steps: int) -> Iterator[Difference]:
-        """Yield a difference (description, None) for each checkpoint counter, such as the number of samples, that
-        differs from the reference after `steps` steps. None: a counter belongs to no single step."""
+        """Yield a difference (description, None) for each counter in the checkpoint state, such as the number of
+        samples, that differs from the reference after `steps` steps. None is in place of the step, since no single step
+        is at fault."""
         for name, right in self.reference.expect_counters(steps).items():
             found = (result.counters[steps][name] for result in self.results)
             if (wrong := next((value for value in found if value != right), None)) is not None:
@@ -133,8 +134,9 @@ class _LayoutComparison:
             yield f"step {step + 1}: the loss scale is not {reference.scales[step]:g}", step
 
     def _compare_weights(self, step: int) -> Iterator[Difference]:
-        """Yield the differences (description, None) of the master weights after step `step` (from 0). Compared are
-        their change since the start of the run, and the copies of the same weights on several ranks."""
+        """Yield the differences (description, None) of the master weights after step `step` (from 0): where their
+        change since the start of the run differs from that of the reference, or the copies of a weight on several ranks
+        from each other."""
         reference, problem = self.reference, self.reference.problem
         start, end = reference.weights[0], reference.weights[step + 1]
         copies = _assemble_copies(self.layout, [result.steps[step].weights for result in self.results], reference)
@@ -224,9 +226,10 @@ def list_copy_groups(layout: Layout, part: BufferKind = "dense") -> list[tuple[i
     """Return groups of global ranks, each of which together holds at least one full copy of the gradients and master
     weights.
 
-    A group consists of one ZeRO sharding group (without ZeRO: one rank), the tp groups of its ranks (for experts: the
-    blocks of ep x etp consecutive ranks that contain them), and the pp groups of all these ranks. layout: layout of the
-    run. part: kind of flat buffer: "dense", or "experts" (routed experts under expert parallelism).
+    A group begins with the ranks over which ZeRO shards a parameter (without ZeRO: one rank). It is extended by the tp
+    groups of these ranks (for experts: by the blocks of ep x etp consecutive ranks that contain them), then by the pp
+    groups of all ranks so far. layout: layout of the run. part: kind of flat buffer: "dense", or "experts" (routed
+    experts under expert parallelism).
     """
     everyone = range(layout.world_size)
     block = layout.ep * layout.etp
@@ -264,9 +267,9 @@ def _assemble_copies_of(
     copy, with NaN for elements that no rank holds.
 
     layout: layout of the run. slices: [rank][slice]. reference: gives the shapes. part: "dense", or "experts" (routed
-    experts under expert parallelism). Each group of ranks from `list_copy_groups` gives one copy for each pp rank and,
-    for dense parameters, each tp rank. Where several ranks of a group hold the same elements, those of the rank with
-    these pp and tp coordinates are taken.
+    experts under expert parallelism). A group of ranks from `list_copy_groups` can hold several copies of an element,
+    on different pp and tp ranks. It therefore gives one assembled copy for each pp rank (and each tp rank, for dense
+    parameters), in which the elements on that rank have precedence.
     """
     names = [entry.name for entry in reference.table.entries if entry.buffer_kind(layout) == part]
     if not names:
@@ -303,13 +306,13 @@ def _compute_relative_error(value: float, truth: float) -> float:
 
 
 def _find_unequal(copies: Sequence[ParameterValues]) -> str | None:
-    """Return the name of the first parameter that is not bitwise equal in all full copies; None if every parameter
-    is."""
+    """Return the name of the first parameter whose values differ between full copies of the parameters; None if all
+    copies are equal."""
     first, *others = copies
-    return next((name for name in first for copy in others if not _bitwise_equal(first[name], copy[name])), None)
+    return next((name for name in first for copy in others if not _equal_or_non_finite(first[name], copy[name])), None)
 
 
-def _bitwise_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _equal_or_non_finite(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return True if the tensors a and b have equal values, or if `a` contains non-finite values, which another
     comparison reports."""
     return torch.equal(a, b) or not bool(a.isfinite().all())

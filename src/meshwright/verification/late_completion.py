@@ -26,9 +26,9 @@ Delivery = tuple[torch.Tensor, torch.Tensor]
 
 
 class LateCompletion:
-    """Replacement of the functions of `comm/transport.py` in one process: every collective call completes as late as
-    possible, when it is waited for. This exposes code that reads or writes a buffer during a call. faults: one line for
-    each buffer that was touched during its call, and for each call that was not waited for."""
+    """Replacement of the functions of `comm/transport.py`, which start collective calls, in one process: every call
+    completes as late as possible, when it is waited for. This exposes code that reads or writes a buffer during a call.
+    faults: one line for each buffer that was touched during its call, and for each call that was not waited for."""
 
     def __init__(self) -> None:
         """Store the original functions; no call is in flight."""
@@ -47,7 +47,7 @@ class LateCompletion:
 
     def all_reduce(self, tensor: torch.Tensor, axis: Axis, op: str) -> Posted:
         """Start an all-reduce over the mesh axis `axis` on a copy of `tensor`; until the call is waited for, `tensor`
-        holds NaN, which exposes early reads. op: reduction, as in `comm/transport.py`."""
+        holds NaN, which exposes early reads. op: reduction, "sum" or "max"."""
         copy = tensor.clone()
         return self._post(partial(self._originals["all_reduce"], copy, axis, op), [(tensor, copy)])
 
@@ -70,7 +70,7 @@ class LateCompletion:
 
     def reduce_scatter(self, output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
         """Start a reduce-scatter of `source` over the mesh axis `axis` on copies; `output` holds NaN until the call is
-        waited for. The other ranks' slices of `source` are overwritten, as collective programs do."""
+        waited for. The other ranks' slices of `source` are overwritten, as some algorithms of collectives do."""
         copy, sent, parts = torch.empty_like(output), source.clone(), source.view(axis.size, -1)
         others = [parts[at] for at in range(axis.size) if at != axis.rank]
         post = partial(self._originals["reduce_scatter"], copy, sent, axis)
@@ -132,8 +132,8 @@ class LateCompletion:
         self, post: Callable[[], Posted], results: Sequence[Delivery], sent: Sequence[torch.Tensor] = (),
         overwritten: Sequence[torch.Tensor] = (), name: str | None = None,
     ) -> Posted:  # fmt: skip
-        """Start a call on copies of its buffers and poison its result buffers. Return (work handles, function that
-        checks the buffers and delivers the results, called by the wait).
+        """Start a call on copies of its buffers and fill its result buffers with a poison value (NaN). Return (work
+        handles, function that checks the buffers and delivers the results, called by the wait).
 
         post: function that starts the call. results: the call's result buffers with their copies. sent: buffers that
         must not change in flight. overwritten: buffers whose content is undefined afterwards. name: name of the call in

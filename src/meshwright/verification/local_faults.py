@@ -41,7 +41,8 @@ class FaultCounter:
         return bool(changed)
 
     def seen_before(self, thing: object) -> bool:
-        """Return True if an earlier call of this method on this counter got the same object `thing` (by identity)."""
+        """Return True if an earlier call of this method got the same object `thing` (by identity). A fault uses this to
+        act from the second use of an object on."""
         met = any(each is thing for each in self._met)
         self._met.append(thing)
         return met
@@ -132,8 +133,8 @@ def _clip_locally(trainer: Trainer, verdict: Any, right: float) -> float:
 
 
 def _make_decay_fault(by: int) -> FaultyFunction:
-    """Return a buggy stand-in for `FsdpUnit.__init__` with which weight decay applies to `by` elements too many of the
-    unit's shard (by < 0: too few)."""
+    """Return a buggy stand-in for `FsdpUnit.__init__` (flat buffers of parameters that are sharded together), with
+    which weight decay applies to `by` elements too many of this rank's shard (by < 0: too few)."""
 
     def wrong(counter: FaultCounter, original: FaultyFunction, self: FsdpUnit, *arguments: Any) -> None:
         """Build an FSDP unit by `original`, then move the weight-decay range of its shard. `counter` counts each
@@ -317,9 +318,9 @@ def _see_next_token(
 
 
 def _drop_key(counter: FaultCounter, original: FaultyFunction, span: Any, triangle: torch.Tensor, first_RS: Any) -> Any:
-    """Buggy stand-in for `cut_span` (`original`), which splits attention into tiles and gives each its mask: every tile
-    of queries except the first of the sequence lacks its first key. `counter` counts the changed tiles. span, triangle,
-    first_RS: passed on to `original`."""
+    """Buggy stand-in for `cut_span` (`original`), which splits attention into tiles and gives each its mask: every
+    tile, except those with the sequence's first queries, omits the first of its keys. `counter` counts the changed
+    tiles. span, triangle, first_RS: passed on to `original`."""
     found = []
     for tile in original(span, triangle, first_RS):
         keys, mask = tile.keys, tile.mask
@@ -333,8 +334,8 @@ def _drop_key(counter: FaultCounter, original: FaultyFunction, span: Any, triang
 
 def _drop_kv_block(counter: FaultCounter, original: FaultyFunction, *arguments: Any) -> Any:
     """Buggy stand-in for `list_spans` (`original`), which lists the pairs (query chunk, key chunk) that a step of ring
-    attention computes. In steps on another rank's KV block, it leaves out the last of several pairs. `counter` counts
-    the omitted pairs."""
+    attention computes. If the step is on another rank's KV block and has several pairs, the last one is left out.
+    `counter` counts the omitted pairs."""
     found = original(*arguments)
     return found[:-1] if counter.record_if(len(found) > 1 and arguments[0] != arguments[1]) else found
 

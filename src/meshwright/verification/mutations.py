@@ -106,9 +106,9 @@ class _FaultRuns:
 
     def run_collective_faults(self, before: set[tuple[str, ...]]) -> Iterator[tuple[Fault, Comparison]]:
         """Train with each fault that can be planted in a collective call, one at a time: first for one step, then, if
-        this does not reveal the fault, for all steps of the problem. Yield (fault, comparison with the single-device
-        run) for every fault that altered a value on some rank. before: keys (`_make_fault_key`) of faults to leave
-        out."""
+        this does not reveal the fault, for all steps of the training problem. Yield (fault, comparison with the
+        single-device run) for every fault that altered a value on some rank. before: keys (`_make_fault_key`) of faults
+        to leave out."""
         problem = self.maker.make_sgd_problem(layers=3)
         (healthy,) = self._run_with_faults(problem, [None])
         short = dataclasses.replace(problem, steps=1)
@@ -142,8 +142,8 @@ class _FaultRuns:
                 self.planted |= {(fault.name,) for fault in found}
 
     def _compare_effective(self, problem: Problem, faults: Sequence[AnyFault]) -> dict[AnyFault, Comparison]:
-        """Train the problem once with each fault; return {fault: comparison with the single-device run} for the faults
-        that altered a value on some rank."""
+        """Train on `problem` (model, data, optimizer) once with each fault; return {fault: comparison with the
+        single-device run} for the faults that altered a value on some rank."""
         return {
             fault: compare(self.reference(problem), results, self.maker.layout)
             for fault, results in zip(faults, self._run_with_faults(problem, faults), strict=True)
@@ -151,7 +151,8 @@ class _FaultRuns:
         }
 
     def _run_with_faults(self, problem: Problem, faults: Sequence[Fault | LocalFault | None]) -> list[list[RankResult]]:
-        """Train the problem once with each fault (None: without fault); return the results, [fault][rank]."""
+        """Train on `problem` (model, data, optimizer) once with each fault (None: without fault); return the results,
+        [fault][rank]."""
         with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as directory:
             layout = str(self.maker.layout)
             of_ranks = self.ranks.run(
@@ -174,8 +175,8 @@ def _make_fault_key(fault: Fault) -> tuple[str, ...]:
 
 def _merge_calls(tables: Iterable[list[dict[str, Any]]]) -> dict[tuple[str, str], dict[str, Any]]:
     """Merge the ranks' records of collective calls; return {(site, operation): record}. The record is that of the rank
-    with the most such calls, since ranks of other pipeline stages may make none. tables: list of records of each rank.
-    """
+    with the most such calls, since ranks of other pipeline stages may make none. tables: for each rank, its list of
+    records ("site", "operation", "calls" ...)."""
     most: dict[tuple[str, str], dict[str, Any]] = {}
     for call in chain.from_iterable(tables):
         key = call["site"], call["operation"]
@@ -209,9 +210,9 @@ def list_possible_faults(layout: Layout, results: Sequence[RankResult]) -> list[
 
 
 def _get_call_signature(result: RankResult, site: str, operation: str) -> tuple[tuple[int, int], ...]:
-    """Return the calls that a rank made at one call site with one operation, as tuples (number of calls, payload
-    bytes). A fault may move ranks between groups only if they have equal signatures; otherwise a call would wait
-    forever for its partner. result: the rank's results."""
+    """Return the number and size of a rank's calls at one call site with one operation, as tuples (number of calls,
+    payload bytes). A fault may move ranks to another process group only if these are equal on them; otherwise a call
+    would wait forever for its partner. result: the rank's results."""
     return tuple(
         (call["calls"], call["payload_bytes"])
         for call in result.calls

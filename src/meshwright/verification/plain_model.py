@@ -108,8 +108,9 @@ def sum_by_response(chosen_BS: torch.Tensor, batch: Batch) -> list[list[torch.Te
 
 
 def score_responses(config: ModelConfig, weights: Weights, batch: Batch) -> list[list[float]]:
-    """Return log p / p_ref in nats of each response of each sequence of a batch, [B][responses], without gradients.
-    config: the model. weights: float64 tensors by the training engine's names."""
+    """Return log p / p_ref in nats of each response of each sequence of a batch, [B][responses], without gradients: p
+    is the model's probability of the response, p_ref the reference policy's. config: the model. weights: float64
+    tensors by the training engine's names."""
     assert batch.reference is not None
     tokens_BS, targets_BS = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
     with torch.no_grad():
@@ -129,11 +130,11 @@ def apply_softcap(x: torch.Tensor, limit: float | None) -> torch.Tensor:
 
 
 class _Forward:
-    """Forward pass of a reference transformer on one batch. Suffixes of tensor names are their shape: batch, sequence,
-    hidden size, heads, head size, experts. config: the model. weights: float64 tensors by the training engine's names.
-    ids_BS: document number of each token. Attributes: `balance_losses`: load-balancing loss [B] of each mixture of
-    experts; `excess_loads`: router-bias name -> [E], each expert's number of tokens minus the mean; `outputs`: output
-    [B, S, H] of each layer."""
+    """Forward pass of a reference transformer on one batch. Tensor names end with their dims: B batch, S sequence, H
+    hidden size, N heads, D head size, E experts. config: the model. weights: float64 tensors by the training engine's
+    names. ids_BS: document number of each token. Attributes: `balance_losses`: load-balancing loss [B] of each mixture
+    of experts; `excess_loads`: router-bias name -> [E], each expert's number of tokens minus the mean; `outputs`:
+    output [B, S, H] of each layer."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ids_BS: torch.Tensor) -> None:
         """Compute attention visibility and position ids from the document numbers."""
@@ -277,8 +278,9 @@ class _Forward:
         return x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt()
 
     def rotate(self, x_BSND: torch.Tensor, layer: int) -> torch.Tensor:
-        """Apply RoPE to the queries or keys `x_BSND` of the layer with index `layer`: of the R rotated features, i is
-        paired with i + R / 2, or neighbours are paired. A pair is a complex number, multiplied by e^(i angle)."""
+        """Apply RoPE to the queries or keys `x_BSND` of the layer with index `layer`: feature f of the R rotated
+        features is paired with feature f + R / 2 or, in interleaved models, with its neighbour. Each pair is rotated by
+        its angle (multiplied, as a complex number, by e^(i angle))."""
         rotation = self.config.layer_rotation(layer)
         assert rotation is not None
         frequencies = compute_inverse_frequencies(rotation, torch.float64)

@@ -114,7 +114,8 @@ class Problem:
 
     @property
     def records(self) -> str:
-        """Kind of records of the problem's loss, as in a recipe: "text", "preference" or "unpaired"."""
+        """Kind of data records that the loss of this training problem needs, as in a recipe: "text", "preference" or
+        "unpaired"."""
         objective = None if self.preference is None else self.preference.objective
         return next((kind for kind, names in OBJECTIVES_OF_RECORDS.items() if objective in names), "text")
 
@@ -124,7 +125,7 @@ class Problem:
         return 2 * self.batch + 3
 
     def make_recipe(self, layout: Layout) -> Recipe:
-        """Return the recipe of a training run of the problem on `layout`. Its [model] table and data source are
+        """Return the recipe of a training run of this problem on `layout`. Its [model] table and data source are
         placeholders: the trainer gets the model configuration and the data as separate arguments."""
         training = {key: value for key, value in dataclasses.asdict(self.training).items() if "loss_scale" not in key}
         preference: dict[str, Any] = {}

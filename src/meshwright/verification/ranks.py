@@ -98,7 +98,7 @@ def _unpickle_result(data: bytes) -> RankResult:
 class StepRange:
     """Range of training steps [first, stop), from 0. first: if it is not 0, the run begins by loading the checkpoint
     saved after this number of steps. stop: number of steps after which a checkpoint is saved and the run ends; None:
-    the run continues to the last step and saves none there."""
+    the run continues to the last step and saves no checkpoint at its end."""
 
     first: int = 0
     stop: int | None = None
@@ -283,7 +283,8 @@ def _require_compiled_graphs(backend: str, rank: int) -> Iterator[None]:
 
 @contextmanager
 def _inject_nan(model: Transformer) -> Iterator[None]:
-    """Context manager in which the output of the model's first layer on this rank is NaN."""
+    """Context manager that makes training steps non-finite: the output of the model's first layer on this rank is
+    NaN."""
     block = next(block for block in model.layers if block is not None)
     hook = block.register_forward_hook(lambda module, inputs, output: (output[0] * math.nan, output[1]))
     try:

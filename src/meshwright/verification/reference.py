@@ -26,7 +26,7 @@ SCORES_AT_ONCE = 1 << 23  # maximum number of attention scores and logits of one
 
 @dataclass
 class Reference:
-    """Expected results of a problem. The constructor computes them by training on one device.
+    """Expected results of a training problem. The constructor computes them by training on one device.
 
     Attributes:
         losses, norms: Loss and gradient norm of every step.
@@ -189,8 +189,9 @@ class Reference:
         return max(1, sum((int(ids.max()) + 1) // 2 for ids in batch.document_ids))
 
     def _estimate_kl(self, weights: ParameterValues, batch: Batch) -> Batch:
-        """Return the batch with KTO's estimate of the KL divergence, the mean of log p / p_ref over its mismatched
-        responses, at least 0 (arXiv:2402.01306, section 4.1); unchanged for other losses. weights: master weights."""
+        """Return the batch with KTO's estimate of the KL divergence: the mean of log p / p_ref (model, reference
+        policy) over the responses of `batch.mismatched`, at least 0 (arXiv:2402.01306, section 4.1). For losses that
+        need no such estimate return it unchanged. weights: master weights."""
         if batch.mismatched is None:
             return batch
         tensors = self._build_engine_tensors(self._make_leaves(weights))
@@ -213,8 +214,9 @@ class Reference:
         return {name: values.to(getattr(torch, self.problem.dtype)) for name, values in weights.items()}
 
     def _make_leaves(self, weights: ParameterValues) -> dict[str, torch.Tensor]:
-        """Return the values of all parameters, rounded to the dtype of the parameters, as new float64 tensors by
-        name. weights: master weights of the trained ones."""
+        """Return the values of all parameters, frozen ones included, as new float64 tensors by name, rounded to the
+        parameter dtype. Gradients can be computed for them (leaves of the autograd graph). weights: master weights of
+        the trained parameters."""
         return {
             name: values.double().clone() for name, values in self.round_to_parameters(self.frozen | weights).items()
         }

@@ -29,7 +29,8 @@ class Batch:
     document that holds each token): int64 [B, S]. reference: for preference training, the reference policy's
     log-probability of each response in nats, float64 [B, 2 x MOST_PAIRS]; else None. undesirable: for single labelled
     responses (KTO), True where a response is undesirable, bool [B, 2 x MOST_PAIRS]. kl: KTO's estimate of the KL
-    divergence in nats, computed from `mismatched`, the same prompts with other responses; None before."""
+    divergence in nats, None before it is computed. mismatched: sequences from which it is computed: other random ones,
+    in place of prompts with responses to other prompts."""
 
     tokens: NDArray[np.int64]
     targets: NDArray[np.int64]
@@ -50,8 +51,8 @@ class Batch:
 def make_sequences(problem: Problem, numbers: Sequence[int], mismatched: bool = False) -> Batch:
     """Generate the sequences with the given numbers as a batch. A sequence depends only on the problem's seed and its
     own number. The training split has the numbers from 0 on, the validation split those after them. problem: gives
-    seed, sequence length, vocabulary and loss. mismatched: True for other random responses, as many in each sequence,
-    from which KTO estimates the KL divergence."""
+    seed, sequence length, vocabulary and loss. mismatched: True for other random sequences with as many responses, from
+    which KTO estimates the KL divergence."""
     if problem.preference is None:
         made = [_make_sequence(problem, number) for number in numbers]
     else:
@@ -68,7 +69,7 @@ def make_sequences(problem: Problem, numbers: Sequence[int], mismatched: bool = 
 
 def _make_sequence(problem: Problem, number: int) -> tuple[NDArray[Any], ...]:
     """Generate sequence number `number` for next-token training; return (tokens [S], targets [S], document numbers [S],
-    empty array). `_make_pairs` returns log-probabilities in place of the empty array.
+    empty array). The empty array replaces the log-probabilities that `_make_pairs` returns for preference training.
 
     The sequence is random but depends only on the problem's seed and `number`. The number of documents and the share of
     ignored targets (-100) vary with `number`; in every eighth sequence all targets are ignored.
@@ -93,7 +94,8 @@ def _make_pairs(problem: Problem, number: int, mismatched: bool = False) -> tupl
     """Generate sequence number `number` for preference training; return (tokens [S], targets [S], document numbers [S],
     reference log-probabilities in nats [2 x MOST_PAIRS]). It has zero to two pairs of a preferred and a rejected
     response (or twice as many single responses). Each response is a document that begins with a prompt. Prompt tokens,
-    the last token of a document and padding have target -100. mismatched: True for other random responses (KTO)."""
+    the last token of a document and padding have target -100. mismatched: True for another random sequence with as many
+    responses (KTO)."""
     random = np.random.default_rng([problem.seed, number, *[1] * mismatched])
     sequence, pairs = problem.sequence, _count_pairs(number)
     tokens = random.integers(0, problem.config.vocabulary, sequence + 1)
@@ -119,8 +121,8 @@ def _count_pairs(number: int) -> int:
 
 class SyntheticSplit:
     """Data split of generated sequences, with the interface of `PackedDataset`. first: number of its first sequence,
-    counted over both splits of the problem's data. sequences: number of sequences. is_mismatched: True for the split of
-    mismatched responses, from which KTO estimates the KL divergence."""
+    counted over both splits of the problem's data. sequences: number of sequences. is_mismatched: True for other random
+    sequences in their place, from which KTO estimates the KL divergence."""
 
     def __init__(self, problem: Problem, first: int, sequences: int, is_mismatched: bool = False) -> None:
         """Define the split; sequences are generated when read. Arguments: see the class."""
@@ -129,7 +131,7 @@ class SyntheticSplit:
 
     @property
     def mismatched(self) -> SyntheticSplit:
-        """The split with the same number of sequences and mismatched responses (KTO)."""
+        """The split of as many other random sequences, from which KTO estimates the KL divergence."""
         return SyntheticSplit(self.problem, self.first, self.sequences, is_mismatched=True)
 
     def read_batch(self, numbers: ArrayLike, *, padded: bool = False) -> TokenBatch:

@@ -49,7 +49,8 @@ class Teaching:
         return dataclasses.replace(self, loss=loss, teacher=teacher)
 
     def add_projections(self, student: ModelConfig) -> ModelConfig:
-        """Return the configuration of the student with its projections to the teacher's hidden states."""
+        """Return the configuration of the student with linear projections of its hidden states to the teacher's hidden
+        size, for the layers that are compared."""
         pairs = tuple((layer, self.teacher.hidden) for layer, _ in self.loss.layer_map)
         return dataclasses.replace(student, projections=pairs)
 
@@ -88,7 +89,7 @@ class Taught(NamedTuple):
 
 
 def make_teaching(recipe: Recipe) -> Teaching | None:
-    """Return the distillation that a recipe describes; None without a teacher."""
+    """Return the settings of the distillation that a recipe describes; None if it names no teacher."""
     teacher = read_teacher_config(recipe)
     loss = make_distillation(recipe, layers=1 << 20 if recipe.distill.layer_map else 1)
     if teacher is None or loss is None:
@@ -111,8 +112,9 @@ def compute_distillation_loss(
 def compute_hidden_loss(
     loss: DistillationLoss, weights: Weights, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]
 ) -> torch.Tensor | float:
-    """Return the loss of hidden states of each token [B, S]; 0 if no layers are compared. weights: parameters of the
-    student, with its projections. ours, theirs: outputs [B, S, H] of all layers of the student and of the teacher."""
+    """Return for each token [B, S] the loss between hidden states of student and teacher; 0 if no layers are compared.
+    weights: parameters of the student, with projections of its hidden states to the teacher's size. ours, theirs:
+    outputs [B, S, H] of all layers of the student and of the teacher."""
     total: torch.Tensor | float = 0.0
     for student, teacher in loss.layer_map:
         difference = ours[student] @ weights[f"projections.{student}.weight"].T - theirs[teacher]
