@@ -51,8 +51,8 @@ class ExpertLowRank(nn.Module):
 
 
 class _Sum(torch.autograd.Function):
-    """Autograd function that adds the products of adapters to the outputs of the routed experts, one adapted matrix
-    after another."""
+    """Autograd function that adds the low-rank terms scaling · B A x of the adapters to the outputs of the routed
+    experts; one of the matrices that form the layer (such as gate and up) after another, to need less memory."""
 
     @staticmethod
     def forward(
@@ -114,6 +114,7 @@ def _multiply(x_NX: torch.Tensor, layer: Linear, ends_E: torch.Tensor, first: in
 
 
 def attach_to_experts(module: Experts, layer: str, adapter: ExpertLowRank) -> None:
-    """Add the adapters of a linear layer, "up" or "down", to the routed experts `module`."""
+    """Attach `adapter`, a low-rank pair for each expert, to the linear layer `layer` ("up" or "down") of the routed
+    experts `module`."""
     module.__class__ = AdaptedExperts
     getattr(module, layer).adapter = adapter

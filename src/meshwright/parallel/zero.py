@@ -93,7 +93,7 @@ class FsdpUnit:
     replicas, replica   number of ranks that hold the same shard (among those with the same tp index), and this rank's
                         index among them.
     decay_numel         number of elements at the beginning of the shard to which weight decay applies.
-    rate_factor         factor on the learning rate of these elements.
+    rate_factor         factor on the learning rate of all elements of the shard.
     balancing           index ranges (start, stop) in the shard of router biases; the gradient of such a bias is its
                         expert's load minus the mean load.
     """

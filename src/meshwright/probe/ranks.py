@@ -160,11 +160,11 @@ def _measure(start: Place, description: dict[str, Any], started_by_others: bool 
 
 
 class _GuardedSteps:
-    """Callable that runs the reference training steps and catches their errors, so that the results of earlier
-    measurements are kept. A rank that fails ends its process, which releases the other ranks from their collective
-    calls.
+    """Callable that runs the short training steps which the probe times, and catches their errors, so that the results
+    of earlier measurements are kept. A rank that fails ends its process, which releases the other ranks from their
+    collective calls.
 
-    measure: function that measures the steps. start: this rank's number, and the number of ranks. store: key-value
+    measure: function that times the steps. start: this rank's number, and the number of ranks. store: key-value
     store of the process group, None for a single rank. Attribute `failed`: {"rank", "line" (error text), "at" (Unix
     time)} of the first failure, None without one.
     """

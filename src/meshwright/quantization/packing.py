@@ -62,8 +62,8 @@ class UnquantizedFormat:
         return items
 
     def measure(self, read_slice: ReadEntry, device: torch.device) -> None:
-        """Compute `scales` on `device`, before the buffer is filled, from the weights that `read_slice` returns: none
-        here."""
+        """Do nothing, as this format has no scales. Formats with scales of whole matrices compute `scales` here on
+        `device`, before the buffer is filled, from the weights that `read_slice` returns."""
 
     def pack(self, values: torch.Tensor, start: int = 0) -> torch.Tensor:
         """Convert weights `values` [n] to buffer items: `values` itself. `start`: number of weights in the buffer

@@ -15,9 +15,9 @@ from meshwright.schedules.report import schedule as report_schedule
 class StepDurations(TypedDict, total=False):
     """Durations of the passes and transfers of one micro-batch in a pipeline, in any unit of time.
 
-    A field is one number: the time on all stages of a rank together, equal on all ranks; or a list [ranks] of such
-    times; or a list [stages] with the time of each stage. The length of a list decides whether it is by rank or by
-    stage.
+    Any field may be omitted. Each but `transfer` is one number: the time on all stages of a rank together, equal on all
+    ranks; or a list [ranks] of such times; or a list [stages] with the time of each stage. The length of a list decides
+    whether it is by rank or by stage.
 
     Attributes:
         forward: Time of the forward pass; 1 unless given.

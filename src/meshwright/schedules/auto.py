@@ -237,11 +237,11 @@ def _tabulate_durations(
 
 
 def _check_memory(ranks: int, memory: ArrayLike | None) -> tuple[float, ...]:
-    """Return the memory limit of each rank in micro-batches on all its stages, indexed by rank; infinite for
-    memory=None.
+    """Check the memory limits and return one for each rank, indexed by rank; infinite for memory=None. Unit: the
+    activations that one micro-batch needs on all stages of the rank.
 
-    memory: one number or one per rank. Raises UserError for a limit below 1: a rank holds all its activations of a
-    micro-batch before its backward.
+    memory: one limit for all ranks, or one per rank. Raises UserError for a limit below 1: a rank holds all its
+    activations of a micro-batch before its backward.
     """
     array = np.asarray(inf if memory is None else memory, np.float64)
     if array.shape not in ((), (1,), (ranks,)):

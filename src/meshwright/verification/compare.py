@@ -291,7 +291,8 @@ def _find_worst_errors(
     copies: Iterable[ParameterValues], truth: ParameterValues, rounding_norms: dict[str, float] | None = None
 ) -> dict[str, float]:
     """Return {parameter: largest relative error over several full copies of the parameters}. truth: expected values.
-    rounding_norms: {parameter: norm of the tolerated rounding error}; None: no rounding error is tolerated."""
+    rounding_norms: {parameter: norm of the tolerated rounding error}, subtracted from the norm of the difference; None:
+    nothing is subtracted."""
     errors = dict.fromkeys(truth, 0.0)
     for copy in copies:
         for name, error in compute_relative_errors(copy, truth, rounding_norms).items():

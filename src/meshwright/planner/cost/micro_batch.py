@@ -326,7 +326,8 @@ class MicroBatch:
     @property
     def ring_documents(self) -> int:
         """Largest number of document parts in one chunk of a sequence under ring attention (each cp rank holds two
-        chunks); variable-length attention is called with so many. If unknown, the smallest possible number."""
+        chunks): the number of sequences that a call of variable-length attention is given. If the document lengths are
+        unknown, the smallest possible number: one part for each sequence."""
         if self.starts is None:
             return pad_document_count(self.rows)
         chunk = self.tokens // 2
