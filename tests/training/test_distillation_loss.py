@@ -10,6 +10,7 @@ import torch
 
 from meshwright.model.axis_operations import SINGLE_DEVICE
 from meshwright.model.loss import OutputHead, linear_cross_entropy
+from meshwright.training import teacher_targets
 from meshwright.training.distillation_loss import DistillationLoss
 from meshwright.training.teacher_targets import TeacherTargets, top_log_probabilities
 
@@ -21,12 +22,13 @@ def draw(*shape: int) -> torch.Tensor:
 
 
 def expected(loss: DistillationLoss, logits: torch.Tensor, wanted: torch.Tensor, targets: torch.Tensor, k: int) -> Any:
-    """Return the summed loss by its definition, on whole distributions or on the teacher's `k` most probable tokens."""
+    """Return the summed loss by its definition, on whole distributions or on the teacher's `k` most probable tokens.
+    The divergence is that of the token IDs of the teacher, `wanted`, which may be fewer than those of the student."""
     total = logits.new_zeros(())
     for row, target in enumerate(targets.tolist()):
         if target < 0:
             continue
-        p, q = (torch.softmax(each[row] / loss.temperature, dim=0) for each in (wanted, logits))
+        p, q = (torch.softmax(each[row] / loss.temperature, dim=0) for each in (wanted, logits[:, : wanted.shape[1]]))
         if k:
             top = p.argsort(descending=True)[:k]
             p, q = (torch.cat([each[top], 1 - each[top].sum(dim=0, keepdim=True)]) for each in (p, q))
@@ -50,11 +52,11 @@ LOSSES = [
 ]
 
 
-@pytest.mark.parametrize("k", [0, 6])
+@pytest.mark.parametrize("k, common", [(0, None), (6, None), (0, 25), (6, 25)])
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.divergence)
 def test_loss_and_gradients_equal_their_definition(
-    loss: DistillationLoss, softcap: float, k: int, monkeypatch: pytest.MonkeyPatch
+    loss: DistillationLoss, softcap: float, k: int, common: int | None, monkeypatch: pytest.MonkeyPatch
 ):
     torch.manual_seed(3)
     monkeypatch.setattr("meshwright.model.loss.loss_chunks", lambda tokens, *_: [5, 5, 3])
@@ -64,12 +66,15 @@ def test_loss_and_gradients_equal_their_definition(
     targets[::4] = -100
     cap = (lambda x: softcap * torch.tanh(x / softcap)) if softcap else (lambda x: x)
     leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    wanted = expected(loss, cap(leaves[0] @ leaves[1].T), cap(states @ teacher.T), targets, k)
+    wanted = expected(loss, cap(leaves[0] @ leaves[1].T), cap(states @ teacher[:common].T), targets, k)
     (3 * wanted).backward()
     metric_sums = torch.zeros(3, dtype=torch.float64)
     found = TeacherTargets(loss, metric_sums, states, OutputHead(teacher, SINGLE_DEVICE.tensor, softcap=softcap))
+    found.vocabulary = common
     if k:
-        found.top_ids_TK, found.top_log_p_TO = top_log_probabilities(states, teacher, softcap, loss.temperature, k)
+        found.top_ids_TK, found.top_log_p_TO = top_log_probabilities(
+            states, teacher[:common], softcap, loss.temperature, k
+        )
     for keep in (True, False):
         metric_sums.zero_()
         ours = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
@@ -96,6 +101,27 @@ def test_all_tokens_in_the_cache_give_the_loss_of_the_running_teacher():
         for each in (running, stored)
     ]
     torch.testing.assert_close(values[0], values[1], rtol=1e-12, atol=0)
+
+
+def test_cached_logits_of_a_teacher_are_computed_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch):
+    torch.manual_seed(6)
+    states, weight, chunks = draw(TOKENS, TEACHER), draw(VOCABULARY, TEACHER), list[int]()
+    multiply = torch.Tensor.__matmul__
+    monkeypatch.setattr("meshwright.training.teacher_targets.loss_chunks", lambda tokens, *_: [5, 5, 3])
+    monkeypatch.setitem(teacher_targets._WIDE_LOGITS, "cpu", 2 * VOCABULARY)
+    monkeypatch.setattr(
+        torch.Tensor,
+        "__matmul__",
+        lambda a, b: chunks.append(len(a)) or multiply(a, b),  # type: ignore[func-returns-value]
+    )
+    ids, values = top_log_probabilities(states, weight, 1.5, 0.7, 4)
+    monkeypatch.undo()
+    assert chunks == [5, 5, 3]
+    p = torch.softmax(1.5 * torch.tanh(states @ weight.T / 1.5) / 0.7, dim=1)
+    best = p.topk(4, dim=1)
+    assert torch.equal(ids, best.indices)
+    together = torch.cat([best.values, 1 - best.values.sum(dim=1, keepdim=True)], dim=1)
+    torch.testing.assert_close(values.exp(), together, rtol=1e-12, atol=1e-14)
 
 
 def test_small_rest_of_a_certain_student_is_exact_in_float32():

@@ -6,12 +6,14 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from meshwright.adapters.merging import write_adapter
@@ -20,21 +22,26 @@ from meshwright.checkpoint.model_directory import save_huggingface
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.data import prepare
+from meshwright.data.files import hash_file
 from meshwright.data.tokenizers.tokenizer import find_tokenizer
 from meshwright.errors import UserError
 from meshwright.launcher.recipe_checks import check_recipe, check_teacher_tokenizer
 from meshwright.layout import Layout
+from meshwright.model.documents import Documents
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
 from meshwright.planner.cost.teacher import make_teacher_work
+from meshwright.recipe import Recipe
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
+from meshwright.training.distillation import Distillation
+from meshwright.training.distillation_loss import DistillationLoss
 from meshwright.training.language_model import LanguageModelTask
 from meshwright.training.loop import resolve_model_config
 from meshwright.training.on_policy import Sampler, _DenseCache, find_prompts
 from meshwright.training.precision import Arithmetic
 from meshwright.training.task import RunStart
-from meshwright.training.teacher_cache import MANIFEST, TeacherCache
+from meshwright.training.teacher_cache import MANIFEST, TeacherCache, hash_teacher
 from tests.adapters.adapter_cases import adapted, small, write_base
 from tests.training import training_cases as cases
 
@@ -198,6 +205,27 @@ def test_cache_holds_what_transformers_computes_and_continues(home: Path):
     assert write_cache(home)["computed"] == 0
 
 
+def test_file_of_a_cache_is_compared_with_its_checksum_at_its_first_read(home: Path, monkeypatch: pytest.MonkeyPatch):
+    directory = Path(write_cache(home)["directory"])
+    recipe = cases.recipe(home / "alone", "dp1", **changes(home, CACHED))
+    data = prepare(recipe.data, recipe.run.seed)
+    hashed: list[str] = []
+    monkeypatch.setattr("meshwright.data.files.hash_file", lambda path: hashed.append(path.name) or hash_file(path))  # type: ignore[func-returns-value]
+    cache = TeacherCache(recipe, data)
+    cache.open()
+    assert hashed == []
+    for row in (3, 4, 3):
+        cache.read("train", np.array([row]))
+    assert sorted(hashed) == ["train-00000-ids.npy", "train-00000-log-probabilities.npy"]
+    monkeypatch.undo()
+    path = directory / "train-00000-log-probabilities.npy"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 64]))
+    (outcome,) = cases.run(None, home / "damaged contents", "dp1 fp32", **changes(home, CACHED))
+    path.write_bytes(whole)
+    assert f"distill.top_k: {path} is damaged" in outcome["error"] and "\n" not in outcome["error"]
+
+
 def test_missing_and_stale_caches_are_refused_in_one_line(home: Path):
     write_cache(home)
     for distill, differs in (({"top_k": 8}, "top_k"), (CACHED | {"temperature": 1.0}, "temperature")):
@@ -271,6 +299,105 @@ def test_teacher_of_another_vocabulary_or_tokenizer_is_refused(home: Path):
         check_teacher_tokenizer(recipe, data)
 
 
+def make_padded_teacher(home: Path, rows: int) -> Path:
+    """Return a teacher with a tokenizer whose embedding and output head have `rows` rows, of which the tokenizer knows
+    257."""
+    place = home / f"padded to {rows}"
+    if not place.exists():
+        shutil.copytree(home / "teacher", place)
+        recipe = cases.recipe(home / "refused", "dp1", **changes(home, {}))
+        for path in prepare(recipe.data, recipe.run.seed).tokenizer_directory.iterdir():
+            shutil.copy(path, place)
+        tensors = load_file(place / "model.safetensors")
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            more = torch.full((rows - 257, tensors[name].shape[1]), 3.0)
+            tensors[name] = torch.cat([tensors[name], more])
+        save_file(tensors, place / "model.safetensors", {"format": "pt"})
+        config = json.loads((place / "config.json").read_text())
+        (place / "config.json").write_text(json.dumps(config | {"vocab_size": rows}))
+    return place
+
+
+def test_padding_of_the_teachers_vocabulary_changes_nothing(two: LocalRanks, home: Path):
+    small, padded = ({"teacher": str(make_padded_teacher(home, rows))} for rows in (257, 320))
+    run(None, home, "no padding", "dp1", small, train_steps=2)
+    run(two, home, "padding tp2", "tp2", padded, train_steps=2)
+    cases.assert_same_steps(home / "padding tp2", home / "no padding")
+    for ours, theirs in zip(figures(home / "padding tp2"), figures(home / "no padding"), strict=True):
+        assert ours == [None if value is None else pytest.approx(value, rel=1e-4) for value in theirs]
+    cached = []
+    for distill in (small, padded):
+        recipe = cases.recipe(home / "alone", "dp1", **changes(home, CACHED | distill))
+        data = prepare(recipe.data, recipe.run.seed)
+        cache = TeacherCache(recipe, data)
+        cache.write(lambda line: None)
+        cache.open()
+        cached.append(cache.read("validation", np.arange(4)))
+    for of_small, of_padded in zip(*cached, strict=True):
+        np.testing.assert_array_equal(of_small, of_padded)
+
+
+def test_padding_of_the_students_vocabulary_is_not_compared(two: LocalRanks, home: Path):
+    distill = {"teacher": str(make_padded_teacher(home, 257))}
+    run(None, home, "wider", "dp1", distill, train_steps=2, model_vocabulary=272)
+    run(two, home, "wider tp2", "tp2", distill, train_steps=2, model_vocabulary=272)
+    cases.assert_same_steps(home / "wider tp2", home / "wider")
+    lines: list[str] = []
+    task, _, model = make_task(home, distill, lines, model_vocabulary=272)
+    assert "teacher: 257 token IDs, the model 272; the first 257 are compared" in lines
+    ((tokens, targets, _),) = given = task.load_step(0)
+    task.forward_backward(given, 1)
+    teacher = LlamaForCausalLM.from_pretrained(home / "teacher", dtype=torch.float64)
+    mask = Documents.from_ids(task.tokens.read_batch(task.samples_of_step(0)).document_ids).starts_BS
+    total = 0.0
+    for row, labels in enumerate(targets):
+        starts = torch.zeros(32, dtype=torch.int64) if mask is None else mask[row]
+        for start in starts.unique().tolist():
+            at = starts == start
+            with torch.no_grad():
+                p, q = ((each(tokens[row][None, at]).logits[0, :, :257] / 2.0).softmax(-1) for each in (teacher, model))
+            m = 0.5 * (p + q)
+            both = 0.5 * (p * (p / m).log() + q * (q / m).log()).sum(-1)
+            total += float((both * (labels[at] >= 0)).sum())
+    # The norms of transformers are in float32.
+    assert float(task.objective.metric_sums[1]) == pytest.approx(total, rel=1e-6)
+
+
+def identify(recipe: Recipe, layout: str, held: str) -> tuple[int, str]:
+    """Return how often this rank hashed the teacher's files, and the checksum of a teacher held on a layout by
+    `distill.layout`. A rank calls it."""
+    text = recipe.distill.model_copy(update={"layout": held})
+    recipe = recipe.model_copy(update={"distill": text, "layout": layout})
+    mesh, count = Mesh.create(Layout.parse(layout)), 0
+    data = prepare(recipe.data, recipe.run.seed)
+    config = resolve_model_config(recipe, data)
+    parallel = SimpleNamespace(parameter_dtype=torch.float32)
+    policy: Any = SimpleNamespace(mesh=mesh, config=config, layout=mesh.layout, data=data, parallel=parallel)
+
+    def counted(directory: str) -> str:
+        nonlocal count
+        count += 1
+        return hash_teacher(directory)
+
+    with mock.patch("meshwright.training.distillation.hash_teacher", counted):
+        objective = Distillation(recipe, DistillationLoss())
+        objective.prepare(policy, RunStart(Path(), Agreement(mesh), None, lambda line: None))
+    mesh.close()
+    return count, objective.state()["teacher"]
+
+
+def test_checksum_of_a_teacher_does_not_depend_on_its_layout_and_one_rank_hashes_files(two: LocalRanks, home: Path):
+    recipe = cases.recipe(home / "alone", "dp1", **changes(home, {}))
+    cases_ = [("dp2", "zero3"), ("dp2", "same"), ("tp2", "same"), ("tp2", "zero3 tp1"), ("tp2", "replicated tp1"),
+              ("pp2 mb2", "same")]  # fmt: skip
+    found = {sha256 for layout, held in cases_ for (_, sha256) in two.run(identify, recipe, layout, held)}
+    assert len(found) == 1
+    write_cache(home)
+    cached = cases.recipe(home / "alone", "dp1", **changes(home, CACHED))
+    (first, known), (second, received) = two.run(identify, cached, "dp2", "same")
+    assert (first, second) == (1, 0) and known == received
+
+
 def test_on_policy_step_trains_on_samples_of_the_current_student(home: Path):
     """Replays the first step by transformers: same uniform numbers, whole prefixes instead of a cache."""
     distill = {"on_policy": 1.0, "on_policy_prompt": 20, "on_policy_temperature": 0.8}
@@ -334,7 +461,7 @@ def test_teacher_layers_are_counted_by_those_of_the_student(home: Path):
     for given, held in ((HIDDEN, 2), ({"hidden": True}, 2), ({"hidden": True, "layer_map": [[0, 1], [1, 1]]}, 1)):
         recipe = cases.recipe(home / "alone", "dp1", **changes(home, given))
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"layers": None})})
-        work = make_teacher_work(recipe, 2)
+        work = make_teacher_work(recipe, small())
         assert work is not None and work.projected == held
 
 
@@ -348,13 +475,14 @@ def test_logits_of_sampling_are_those_of_whole_sequences(name: str):
     torch.testing.assert_close(torch.cat(parts, dim=1), model.logits(tokens), rtol=0, atol=1e-10)
 
 
-def make_task(home: Path, distill: dict[str, Any]) -> Any:
-    """Return a task in float64 with its teacher, its recipe and the student of its initial values in transformers."""
-    recipe = cases.recipe(home / "task", "dp1", **changes(home, distill, train_batch=4))
+def make_task(home: Path, distill: dict[str, Any], lines: list[str] | None = None, **more: Any) -> Any:
+    """Return a task in float64 with its teacher, its recipe and the student of its initial values in transformers.
+    lines: list to which logged lines are added."""
+    recipe = cases.recipe(home / "task", "dp1", **changes(home, distill, train_batch=4, **more))
     data = prepare(recipe.data, recipe.run.seed)
     config, mesh = resolve_model_config(recipe, data), Mesh.single()
     task = LanguageModelTask(recipe, Layout(), config, data, mesh, arithmetic=Arithmetic(torch.float64, torch.float64))
-    task.prepare(RunStart(home, Agreement(mesh), None, lambda line: None))
+    task.prepare(RunStart(home, Agreement(mesh), None, (lines if lines is not None else []).append))
     save_huggingface(task.model, home / "student", tokenizer_from=home / "teacher")
     return task, recipe, LlamaForCausalLM.from_pretrained(home / "student", dtype=torch.float64)
 

@@ -44,13 +44,13 @@ def check_vocabulary(recipe: Recipe, tokens: int) -> None:
 
 def check_teacher_tokenizer(recipe: Recipe, data: PreparedData) -> None:
     """Raise `UserError` if the recipe has a teacher for distillation whose tokenizer differs from that of the data or
-    whose vocabulary size differs from the model's. If the teacher's directory lacks tokenizer.json, only the sizes are
-    compared."""
+    whose vocabulary size differs from the model's by more than padding. If the teacher's directory lacks
+    tokenizer.json, only the sizes are compared, and they must be equal."""
     if recipe.distill.teacher is None:
         return
-    student = config_from_recipe(recipe.model, recipe.data.sequence, data.vocabulary, recipe.adapter)
-    check_vocabularies(recipe, student.vocabulary)
+    student = config_from_recipe(recipe.model, recipe.data.sequence, data.vocabulary, recipe.adapter).vocabulary
     if not Path(recipe.distill.teacher, FILES[0]).is_file():
+        check_vocabularies(recipe, student, None)
         return
     found = find_tokenizer(recipe.distill.teacher)
     assert found is not None, "a path"
@@ -62,6 +62,7 @@ def check_teacher_tokenizer(recipe: Recipe, data: PreparedData) -> None:
             f"{token[:40]!r} is {theirs.get(token, 'unknown')} there and {ours.get(token, 'unknown')} here; set "
             f'data.tokenizer = "{recipe.distill.teacher}"'
         )
+    check_vocabularies(recipe, student, data.vocabulary)
 
 
 def check_memory(recipe: Recipe, machine_bytes: int) -> None:

@@ -35,6 +35,7 @@ RESUMABLE = (
     "train.slow_rank_factor",
     "train.profile",
     "train.profile_ranks",
+    "distill.layout",  # how the teacher is sharded, as `layout` for the model
     "collectives",
     "checkpoint",
     "track",

@@ -79,9 +79,8 @@ class StageCompute:
         if self.engine.mesh.pp.size > 1:
             self.mark("pipeline")  # the phase of waiting for another stage
         stage = self._stages[key[0]]
-        if (
-            self.model.token_keys is not None and kind != Kind.WEIGHT_GRADIENT
-        ):  # backward recomputes with the same masks
+        # Backward recomputes with the same masks.
+        if self.model.token_keys is not None and kind != Kind.WEIGHT_GRADIENT:
             self.model.token_keys.set(self._micro_batches[key[2]][2], self._micro_batches[key[2]][0].shape[1])
         if kind == Kind.FORWARD:
             out = self._forward(key, stage, x)
@@ -117,6 +116,8 @@ class StageCompute:
             x = x.detach()
             if torch.is_grad_enabled():
                 x.requires_grad_()
+        if stage.last and (teacher := self._micro_batches[micro_batch][2].teacher) is not None:
+            teacher.fill()
         out, balance = self.model.run_stage(stage, x, *self._micro_batches[micro_batch], units, at_once)
         if stage.last:
             if self._objective is not None:

@@ -105,13 +105,28 @@ def check_teacher(recipe: Recipe, student: ModelConfig, layout: Layout) -> None:
         raise UserError(f"distill.teacher on the run's ranks: {error}") from None
 
 
-def check_vocabularies(recipe: Recipe, student: int) -> None:
-    """Raise `UserError` unless the teacher has as many token IDs as the trained model. student: number of token IDs of
-    that model."""
+def check_vocabularies(recipe: Recipe, student: int, tokens: int | None) -> None:
+    """Raise `UserError` unless the distributions of the teacher and of the trained model can be compared: both have the
+    same number of token IDs, or both have at least those of their common tokenizer, and the further ones of either are
+    padding.
+
+    student: number of token IDs of the trained model. tokens: number of token IDs of the tokenizer if it is known to be
+    the teacher's too, else None."""
     teacher = read_teacher_config(recipe)
-    if teacher is not None and teacher.vocabulary != student:
+    if teacher is None:
+        return
+    common = min(teacher.vocabulary, student)
+    if teacher.vocabulary != student and (tokens is None or common < tokens):
         raise UserError(
             f"{recipe.where('distill.teacher')}: distill.teacher has a vocabulary of {teacher.vocabulary:,} token IDs "
             f"and the model one of {student:,}: their distributions cannot be compared; use the teacher's tokenizer "
             f"and model.vocabulary = {teacher.vocabulary}"
         )
+    if recipe.distill.top_k >= common:
+        raise UserError(f"distill.top_k {recipe.distill.top_k} is not below the {common:,} token IDs of the model")
+
+
+def fit_vocabulary(teacher: ModelConfig, student: int) -> ModelConfig:
+    """Return the configuration of a teacher with as many token IDs as the trained model, `student`: padding of the
+    vocabulary is cut off or added, so that both shard the vocabulary alike."""
+    return dataclasses.replace(teacher, vocabulary=student)

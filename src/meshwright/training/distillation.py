@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from meshwright.checkpoint.agreement import Agreement
+from meshwright.comm.mesh import Axis
 from meshwright.errors import UserError
 from meshwright.launcher.recipe_checks import check_teacher_tokenizer
 from meshwright.monitoring.records import Metrics
@@ -19,7 +22,7 @@ from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.planner.cost.teacher import TeacherWork, make_teacher_work
 from meshwright.recipe import Recipe
 from meshwright.spec.config_json import config_from_path
-from meshwright.spec.distillation import check_teacher
+from meshwright.spec.distillation import check_teacher, fit_vocabulary
 from meshwright.spec.policy import DISTILLATION_METRICS
 from meshwright.training.distillation_loss import DistillationLoss
 from meshwright.training.objective import NextToken, Policy
@@ -27,7 +30,7 @@ from meshwright.training.on_policy import Sampler, find_prompts, is_on_policy_st
 from meshwright.training.reference import compute_weights_checksum, frozen_slices
 from meshwright.training.task import RunStart
 from meshwright.training.teacher import Teacher
-from meshwright.training.teacher_cache import TeacherCache
+from meshwright.training.teacher_cache import TeacherCache, hash_teacher
 from meshwright.training.teacher_targets import TeacherTargets
 
 METRICS = ("hard_loss", "divergence", "hidden_loss")
@@ -51,6 +54,8 @@ class Distillation(NextToken):
         self.teacher: Teacher | None = None
         self.cache: TeacherCache | None = None
         self.teacher_work: TeacherWork | None = None
+        self.vocabulary: int | None = None
+        """Number of token IDs that are compared if teacher and student do not have equally many; else None."""
         self._checksum = ""
         self.metric_sums = torch.zeros(DISTILLATION_METRICS, dtype=torch.float64)
 
@@ -59,29 +64,20 @@ class Distillation(NextToken):
         resumed state and log. If this fails on any rank, every rank raises `UserError`. Collective."""
         given = self.recipe.distill
         assert given.teacher is not None
-        self.teacher_work = make_teacher_work(self.recipe, policy.config.layers)
+        self.teacher_work = make_teacher_work(self.recipe, policy.config)
         check_teacher_tokenizer(self.recipe, policy.data)
         check_teacher(self.recipe, policy.config, policy.layout)
-        teacher, problem = None, None
-        if not given.top_k:
-            dtype = policy.parallel.parameter_dtype if given.dtype is None else getattr(torch, given.dtype)
-            config, layers = config_from_path(given.teacher), [teacher for _, teacher in self.loss.layer_map]
-            teacher = Teacher(config, policy.mesh, (given.layout, self.recipe.data.sequence), dtype, layers)
-        try:
-            if teacher is None:
-                self.cache = TeacherCache(self.recipe, policy.data)
-                self.cache.open()
-            else:
-                teacher.load(Path(given.teacher))
-        except UserError as error:
-            problem = str(error)
-        if (first := start.agreement.broadcast_first_text(problem)) is not None:
-            raise UserError(first[1])
-        self.teacher = teacher
-        if self.cache is not None:
-            self._checksum = self.cache.sha256
-        elif teacher is not None:
-            self._checksum = compute_weights_checksum(frozen_slices(teacher.engine), teacher.mesh)
+        stored, student = config_from_path(given.teacher).vocabulary, policy.config.vocabulary
+        if stored != student:
+            self.vocabulary = min(stored, student)
+            start.log(
+                f"teacher: {stored:,} token IDs, the model {student:,}; the first {self.vocabulary:,} are compared"
+            )
+        if given.top_k:
+            self._open_cache(policy, start.agreement)
+        else:
+            self._load_teacher(policy, start.agreement, Path(given.teacher))
+        teacher = self.teacher
         if start.saved is not None and start.saved.get("teacher", self._checksum) != self._checksum:
             raise UserError(
                 f"{self.recipe.where('distill.teacher')}: distill.teacher has changed since this run began; restore "
@@ -92,11 +88,51 @@ class Distillation(NextToken):
         else:
             start.log(f"teacher: {given.top_k} most probable tokens from {self.cache and self.cache.directory}")
 
+    def _open_cache(self, policy: Policy, agreement: Agreement) -> None:
+        """Open the cache of the teacher's most probable tokens. Rank 0 alone reads and hashes the teacher's files, by
+        which the cache is found. policy: the student; agreement: exchanges texts between ranks. Raises `UserError` on
+        every rank if it fails on any. Collective."""
+        digest, problem = None, None
+        if policy.mesh.rank == 0:
+            try:
+                digest = hash_teacher(str(self.recipe.distill.teacher))
+            except UserError as error:
+                problem = str(error)
+        _raise_first(problem, agreement)
+        found = agreement.broadcast_first_text(digest)
+        assert found is not None, "rank 0 has hashed them or raised"
+        try:
+            self.cache = TeacherCache(self.recipe, policy.data, found[1])
+            self.cache.open()
+            self._checksum = self.cache.sha256
+        except UserError as error:
+            problem = str(error)
+        _raise_first(problem, agreement)
+
+    def _load_teacher(self, policy: Policy, agreement: Agreement, directory: Path) -> None:
+        """Load the teacher from a Hugging Face directory and compute the checksum of its weights. policy: the student;
+        agreement: exchanges texts between ranks. Raises `UserError` on every rank if it fails on any. Collective."""
+        given, layers, problem = self.recipe.distill, [layer for _, layer in self.loss.layer_map], None
+        dtype = policy.parallel.parameter_dtype if given.dtype is None else getattr(torch, given.dtype)
+        config = fit_vocabulary(config_from_path(directory), policy.config.vocabulary)
+        teacher = Teacher(config, policy.mesh, (given.layout, self.recipe.data.sequence), dtype, layers)
+        try:
+            teacher.load(directory)
+        except UserError as error:
+            problem = str(error)
+        _raise_first(problem, agreement)
+        # If the teacher is not sharded over tp, each rank along tp holds all of its slices.
+        counted = teacher.mesh.tp.size == policy.mesh.tp.size or policy.mesh.tp.rank == 0
+        self._checksum = compute_weights_checksum(frozen_slices(teacher.engine) if counted else (), teacher.mesh)
+        self.teacher = teacher
+
     def complete(
         self, policy: Policy, micro_batches: Sequence[MicroBatch], rows: Sequence[NDArray[np.int64]], step: int | None
     ) -> list[MicroBatch]:
         """Return this rank's `micro_batches` with the teacher's targets added (those whose last pipeline stage is on
-        this rank). In an on-policy step their sequences are first replaced by the student's samples.
+        this rank). In an on-policy step their sequences are first replaced by the student's samples. Without pipeline
+        parallelism the teacher runs on a micro-batch just before the student does, so that the states of one
+        micro-batch are in memory; with it, the teacher runs here, through all stages.
 
         policy: the student. rows: indices of the sequences of each micro-batch, in the training split; step: index of
         the step. step None: validation, with indices in the validation split. Collective."""
@@ -104,38 +140,30 @@ class Distillation(NextToken):
         metric_sums = self.metric_sums = torch.zeros(
             DISTILLATION_METRICS, dtype=torch.float64, device=policy.mesh.device
         )
-        if self.cache is not None:
-            split = "validation" if step is None else "train"
-            return [self._read_cache(self.cache, *each, split) for each in zip(micro_batches, rows, strict=True)]
-        given = self.recipe.distill
+        given, one_stage = self.recipe.distill, policy.mesh.pp.size == 1
         if step is not None and is_on_policy_step(given.on_policy, self.recipe.run.seed, step):
             micro_batches = self._sample(policy, micro_batches, rows, step)
-        assert self.teacher is not None, "`prepare` has loaded it"
-        found = self.teacher.run(micro_batches)
         model.layer_outputs = dict.fromkeys(student for student, _ in self.loss.layer_map)
-        completed = list(micro_batches)
-        for number, states in found.items():
-            tokens_BS, targets_BS, documents = micro_batches[number]
-            targets = TeacherTargets(self.loss, metric_sums, states.states_TH, layers=states.layers)
-            targets.head = self.teacher.output_head(policy.mesh.tp)
-            completed[number] = tokens_BS, targets_BS, dataclasses.replace(documents, teacher=targets)
-        return completed
-
-    def _read_cache(
-        self, cache: TeacherCache, micro_batch: MicroBatch, rows: NDArray[np.int64], split: str
-    ) -> MicroBatch:
-        """Return `micro_batch` with the teacher's most probable tokens, read from `cache`, added as targets.
-
-        rows: indices of its sequences in the split `split` ("train" or "validation"). Under context parallelism only
-        the tokens of this rank's slice of the sequences are added."""
-        tokens_BS, targets_BS, documents = micro_batch
-        parts = [torch.from_numpy(part).to(tokens_BS.device) for part in cache.read(split, rows)]
-        if documents.indices_C is not None:
-            parts = [part[:, documents.indices_C] for part in parts]
-        ids_TK, top_log_p_TO = (part.flatten(0, 1) for part in parts)
-        assert self.metric_sums is not None, "`complete` has set them"
-        targets = TeacherTargets(self.loss, self.metric_sums, top_ids_TK=ids_TK, top_log_p_TO=top_log_p_TO)
-        return tokens_BS, targets_BS, dataclasses.replace(documents, teacher=targets)
+        made = [TeacherTargets(self.loss, metric_sums, vocabulary=self.vocabulary) for _ in micro_batches]
+        if self.cache is not None or one_stage:
+            split = "validation" if step is None else "train"
+            for number, targets in enumerate(made):
+                if self.cache is not None:
+                    work = partial(_read_cache, self.cache, micro_batches[number], rows[number], split)
+                else:
+                    assert self.teacher is not None, "`prepare` has loaded it"
+                    work = partial(_run_teacher, self.teacher, micro_batches[number], policy.mesh.tp)
+                targets.source, targets.frees = work, one_stage
+        else:
+            assert self.teacher is not None, "`prepare` has loaded it"
+            for number, states in self.teacher.run(micro_batches).items():
+                targets = made[number]
+                targets.states_TH, targets.layers = states.states_TH, states.layers
+                targets.head = self.teacher.output_head(policy.mesh.tp)
+        return [
+            (tokens, labels, dataclasses.replace(documents, teacher=targets))
+            for (tokens, labels, documents), targets in zip(micro_batches, made, strict=True)
+        ]
 
     def _sample(
         self, policy: Policy, micro_batches: Sequence[MicroBatch], rows: Sequence[NDArray[np.int64]], step: int
@@ -171,3 +199,32 @@ class Distillation(NextToken):
         states, per target token. means: the metric sums divided by the number of target tokens."""
         named = dict(zip(self.metric_names, means, strict=False))
         return Metrics(named, f"  hard {means[0]:.3f}  divergence {means[1]:.4f}")
+
+
+def _run_teacher(teacher: Teacher, micro_batch: MicroBatch, student: Axis, targets: TeacherTargets) -> None:
+    """Set the states of `targets` to those that the running teacher computes for `micro_batch`. student: mesh axis tp
+    of the run. Collective."""
+    found = teacher.run([micro_batch])[0]
+    targets.states_TH, targets.layers = found.states_TH, found.layers
+    targets.head = teacher.output_head(student)
+
+
+def _read_cache(
+    cache: TeacherCache, micro_batch: MicroBatch, rows: NDArray[np.int64], split: str, targets: TeacherTargets
+) -> None:
+    """Set the most probable tokens of `targets` to those that `cache` has for `micro_batch`.
+
+    rows: indices of its sequences in the split `split` ("train" or "validation"). Under context parallelism only the
+    tokens of this rank's slice of the sequences are read. Raises `UserError` if a file of the cache is damaged."""
+    tokens_BS, _, documents = micro_batch
+    parts = [torch.from_numpy(part).to(tokens_BS.device) for part in cache.read(split, rows)]
+    if documents.indices_C is not None:
+        parts = [part[:, documents.indices_C] for part in parts]
+    targets.top_ids_TK, targets.top_log_p_TO = (part.flatten(0, 1) for part in parts)
+
+
+def _raise_first(problem: str | None, agreement: Agreement) -> None:
+    """Raise `UserError` on every rank with the message of the lowest rank that has one. problem: this rank's message,
+    None without. agreement: exchanges texts between ranks. Collective."""
+    if (first := agreement.broadcast_first_text(problem)) is not None:
+        raise UserError(first[1])

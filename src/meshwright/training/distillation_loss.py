@@ -43,10 +43,10 @@ class DistillationLoss:
         student's logits / T is a - q Σ a, in which that constant cancels.
 
         log_p, log_q: log-probabilities (natural logarithms) of the outcomes under teacher and student, [..., O]."""
-        q = log_q.exp()
         if self.divergence == "forward_kl":
             p = log_p.exp()
             return p * (log_p - log_q), -p
+        q = log_q.exp()
         if self.divergence == "reverse_kl":
             both = q * (log_q - log_p)
             return both, both

@@ -26,7 +26,9 @@ from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.program.pipeline import Kind
 from meshwright.spec.config import ModelConfig
+from meshwright.spec.config_json import config_from_path
 from meshwright.spec.distillation import make_teacher_layout
+from meshwright.spec.parameter_entries import ParameterEntry
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.partition import Partition
 from meshwright.spec.stage_times import program_for
@@ -35,10 +37,11 @@ from meshwright.spec.stage_times import program_for
 class Teacher:
     """Frozen teacher model of distillation on one rank, which runs forward passes only.
 
-    config: architecture of the teacher. mesh: device mesh of the run. layout_and_sequence: (value of `distill.layout`,
-    which says how the teacher is sharded; number of tokens of a sequence). dtype: dtype of the parameters. layers:
-    indices of the layers whose outputs are returned. seed: seed of random parameters; None: `load` reads the
-    parameters. Raises `UserError` if the teacher cannot run on the layout. Collective."""
+    config: architecture of the teacher, with the student's number of token IDs (`spec.distillation.fit_vocabulary`).
+    mesh: device mesh of the run. layout_and_sequence: (value of `distill.layout`, which says how the teacher is
+    sharded; number of tokens of a sequence). dtype: dtype of the parameters. layers: indices of the layers whose
+    outputs are returned. seed: seed of random parameters; None: `load` reads the parameters. Raises `UserError` if the
+    teacher cannot run on the layout. Collective."""
 
     def __init__(
         self,
@@ -62,11 +65,21 @@ class Teacher:
         self._pipeline = Pipeline(program, mesh.pp)
 
     def load(self, directory: Path) -> None:
-        """Load the teacher's weights from a Hugging Face directory. `UserError` if they are damaged or of another
+        """Load the teacher's weights from a Hugging Face directory. Rows of embedding and output head are cut off, or
+        zeros added, until they have the vocabulary of `config`. `UserError` if the weights are damaged or of another
         model."""
-        files = CheckpointFiles(directory)
-        names = match_entries(files, self.engine.table, self.config)
-        self.engine.load(make_slice_reader(lambda entry: read_entry(files, entry, names)))
+        files, stored = CheckpointFiles(directory), config_from_path(directory)
+        names = match_entries(files, parameter_table(stored), stored)
+
+        def read(entry: ParameterEntry) -> torch.Tensor:
+            """Return the value of a parameter entry, with as many rows as the entry."""
+            value = read_entry(files, entry, names)
+            rows, wanted = value.shape[0], entry.disk_shape[0]
+            if rows == wanted:
+                return value
+            return torch.cat([value[:wanted], value.new_zeros(max(0, wanted - rows), *value.shape[1:])])
+
+        self.engine.load(make_slice_reader(read))
 
     @torch.no_grad()
     def run(self, micro_batches: Sequence[MicroBatch]) -> dict[int, TeacherStates]:

@@ -27,6 +27,8 @@ from meshwright.model.checkpoint_files import CheckpointFiles
 from meshwright.model.documents import Documents
 from meshwright.model.huggingface import load_huggingface
 from meshwright.recipe import Recipe
+from meshwright.spec.config_from_recipe import config_from_recipe
+from meshwright.spec.config_json import config_from_path
 from meshwright.training.teacher_targets import top_log_probabilities
 
 ROWS = 256
@@ -40,29 +42,33 @@ COMMAND = "`meshwright data teacher RECIPE` writes it"
 class TeacherCache:
     """Cache on disk of the teacher's most probable next tokens, for every token of the prepared `data`.
 
-    recipe: settings, which name the teacher. Attributes: `identity`: JSON object of everything that the content depends
-    on (data, teacher, temperature ...); `directory`: directory of the files."""
+    recipe: settings, which name the teacher. teacher_sha256: result of `hash_teacher`; None: compute it. Attributes:
+    `identity`: JSON object of everything that the content depends on (data, teacher, temperature ...); `directory`:
+    directory of the files."""
 
-    def __init__(self, recipe: Recipe, data: PreparedData) -> None:
-        """Compute the identity, which includes the hashes of the teacher's files. Raises `UserError` if these are
+    def __init__(self, recipe: Recipe, data: PreparedData, teacher_sha256: str | None = None) -> None:
+        """Compute the identity, which includes the hash of the teacher's files. Raises `UserError` if these are
         damaged."""
         self._recipe, self._data = recipe, data
         assert recipe.distill.teacher is not None
-        files = CheckpointFiles(recipe.distill.teacher)
-        paths = sorted({files.file(name) for name in files.names} | {files.directory / "config.json"})
-        digest = hashlib.sha256(to_canonical_json([[path.name, hash_file(path)] for path in paths]))
+        teacher = config_from_path(recipe.distill.teacher).vocabulary
+        student = config_from_recipe(recipe.model, recipe.data.sequence, data.vocabulary, recipe.adapter).vocabulary
+        self._vocabulary = min(teacher, student)
         self.identity: dict[str, Any] = {
             "format": FORMAT,
             "data": data.sha256,
             "sequence": data.sequence,
             "document_mask": data.document_mask,
-            "teacher": digest.hexdigest(),
+            "teacher": teacher_sha256 or hash_teacher(recipe.distill.teacher),
             "temperature": recipe.distill.temperature,
             "top_k": recipe.distill.top_k,
         }
+        if self._vocabulary < teacher:  # the rest of the teacher's token IDs is padding
+            self.identity["vocabulary"] = self._vocabulary
         parent = data.directory.parent / "teachers"
         self.directory = parent / hashlib.sha256(to_canonical_json(self.identity)).hexdigest()[:32]
         self._maps: dict[Path, NDArray[Any]] = {}
+        self._checked: set[Path] = set()
         self._manifest: Mapping[str, Any] = {}
 
     def write(self, log: Callable[[str], None]) -> dict[str, Any]:
@@ -115,12 +121,13 @@ class TeacherCache:
     def read(self, split: str, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Return the teacher's K most probable next tokens for the sequences with the indices `rows` [B] of a split:
         token IDs [B, S, K], and log-probabilities [B, S, K + 1], of these tokens and, last, of all other tokens
-        together. An index beyond the last sequence (padding) reads the last sequence."""
+        together. An index beyond the last sequence (padding) reads the last sequence. The first read of a file compares
+        its checksum with the manifest's; raises `UserError` if they differ."""
         last = self._data.split(split).sequences - 1
         found = []
         for row in np.minimum(rows, last).tolist():
-            names = _file_names(split, row // ROWS)
-            found.append([self._map(self.directory / name)[row % ROWS] for name in names])
+            paths = [self.directory / name for name in _file_names(split, row // ROWS)]
+            found.append([self._map_checked(path)[row % ROWS] for path in paths])
         ids, values = (np.stack(part) for part in zip(*found, strict=True))
         return ids.astype(np.int64), values
 
@@ -128,6 +135,15 @@ class TeacherCache:
     def sha256(self) -> str:
         """SHA-256 checksum of the cache's manifest, which has the checksums of all files; stored in `state.json`."""
         return hashlib.sha256(to_canonical_json(self._manifest)).hexdigest()
+
+    def _map_checked(self, path: Path) -> NDArray[Any]:
+        """Return the array in the file `path` as `_map` does, after a comparison with its checksum in the manifest,
+        once for each file. Raises `UserError` if they differ."""
+        if path not in self._checked:
+            if (damage := find_damage(path, self._manifest["files"][path.name], True)) is not None:
+                raise UserError(f"distill.top_k: {path} {damage}; {COMMAND} again")
+            self._checked.add(path)
+        return self._map(path)
 
     def _map(self, path: Path) -> NDArray[Any]:
         """Return the array in the .npy file `path`, memory-mapped; a file that is already mapped is reused."""
@@ -202,11 +218,24 @@ class TeacherCache:
             documents = Documents.from_ids(batch.document_ids).to(device)
             states_SH = model.hidden(torch.from_numpy(batch.tokens).to(device), documents)[0]
             cap = model.config.logit_softcap or 0.0
-            found = top_log_probabilities(states_SH, model.head_weight, cap, given.temperature, given.top_k)
+            weight_VH = model.head_weight[: self._vocabulary]
+            found = top_log_probabilities(states_SH, weight_VH, cap, given.temperature, given.top_k)
             ids.append(found[0].cpu().numpy().astype(self._data.tokenizer.dtype))
             values.append(found[1].cpu().numpy().astype(np.float32))
         self._maps.clear()
         return np.stack(ids), np.stack(values)
+
+
+def hash_teacher(directory: str) -> str:
+    """Return the SHA-256 of the names and contents of a teacher's files, its weights and config.json, in the Hugging
+    Face directory `directory`. Raises `UserError` if they cannot be read."""
+    files = CheckpointFiles(directory)
+    paths = sorted({files.file(name) for name in files.names} | {files.directory / "config.json"})
+    try:
+        digests = [[path.name, hash_file(path)] for path in paths]
+    except OSError as error:
+        raise UserError(f"distill.teacher: {directory} cannot be read: {error_reason(error)}") from None
+    return hashlib.sha256(to_canonical_json(digests)).hexdigest()
 
 
 def _file_names(split: str, shard: int) -> tuple[str, str]:

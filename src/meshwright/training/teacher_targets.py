@@ -9,6 +9,7 @@ Shapes: T tokens, C tokens of a chunk, V vocabulary (of this rank), K most proba
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +19,14 @@ from torch.nn import functional as F
 from meshwright.model.axis_operations import TensorOperations
 from meshwright.model.loss import IGNORED, Chunk, OutputHead, cap_logits_
 from meshwright.model.precision import at_least_float32
+from meshwright.spec.chunks import loss_chunks
 from meshwright.training.distillation_loss import DistillationLoss
 
 SITES = ("distill.maximum", "distill.sum", "distill.divergence")
 TOP_K_SITE = "distill.top_k"
 HIDDEN_SITE = "distill.hidden"
+_WIDE_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 25}
+"""Logits that are converted to float64 at a time, by device."""
 _SMALLEST = -87.0  # log of the smallest probability of "all other tokens": of float32
 
 
@@ -30,15 +34,19 @@ _SMALLEST = -87.0  # log of the smallest probability of "all other tokens": of f
 class TeacherTargets:
     """Targets that the teacher of a distillation sets for one micro-batch on this rank.
 
-    loss: settings of the distillation loss. metric_sums: float64 [3], sums over target tokens of the cross-entropy, the
-    divergence and the squared difference of hidden states; every forward pass adds to them. layers: {index of a
+    loss: settings of the distillation loss. vocabulary: number of token IDs that teacher and student have in common,
+    whose distributions are compared; None: all. metric_sums: float64 [3], sums over target tokens of the cross-entropy,
+    the divergence and the squared difference of hidden states; every forward pass adds to them. layers: {index of a
     teacher's layer: its output [B, S, H]} (with sequence parallelism this tp rank's slice of the tokens), compared with
     the student's hidden states.
 
     With a running teacher: states_TH: the teacher's final hidden states; head: the part of its output head for this
     rank's vocabulary slice. With cached targets instead: top_ids_TK: the teacher's K most probable tokens (int64);
     top_log_p_TO: log-probabilities of O = K + 1 outcomes, these K tokens and, last, all other tokens together, at the
-    loss's temperature."""
+    loss's temperature.
+
+    source: function that sets these attributes, called by `fill` just before the student's forward pass; None: they are
+    given. frees: True to release them after the loss, because backward does not need them: its pass follows at once."""
 
     loss: DistillationLoss
     metric_sums: torch.Tensor
@@ -47,6 +55,15 @@ class TeacherTargets:
     top_ids_TK: torch.Tensor | None = None
     top_log_p_TO: torch.Tensor | None = None
     layers: dict[int, torch.Tensor] = field(default_factory=dict)
+    vocabulary: int | None = None
+    source: Callable[[TeacherTargets], None] | None = None
+    frees: bool = False
+
+    def fill(self) -> None:
+        """Compute or read the teacher's states with `source` if they are not here yet. Collective for a running
+        teacher."""
+        if self.source is not None and self.states_TH is None and self.top_ids_TK is None:
+            self.source(self)
 
     def make_chunk(self, *arguments: Any) -> Chunk:
         """Build the object that computes the distillation loss of one chunk of tokens. arguments: those of the
@@ -55,20 +72,25 @@ class TeacherTargets:
 
     def compute_hidden_loss(self, model: Any, targets_BS: torch.Tensor) -> torch.Tensor | float:
         """Return the loss that compares hidden states of student and teacher, times its weight and summed over target
-        tokens (scalar); 0 if no layers are compared.
+        tokens (scalar); 0 if no layers are compared. This is the last use of the teacher's states in a forward pass:
+        they are released if `frees` is True.
 
         model: the student after its forward pass, whose attribute `layer_outputs` has the outputs of the compared
         layers. targets_BS: target token IDs; -100 for ignored tokens."""
+        layers = self.layers
+        if self.frees:
+            self.states_TH = self.head = self.top_ids_TK = self.top_log_p_TO = None
+            self.layers = {}
         pairs, tensor = self.loss.layer_map, model.axes.tensor
         if not pairs:
             return 0.0
         if tensor.sequence_parallel:
             targets_BS = targets_BS.chunk(tensor.size, dim=1)[tensor.rank]
         counted_BS = targets_BS != IGNORED
-        total = torch.zeros((), dtype=at_least_float32(self.layers[pairs[0][1]].dtype), device=targets_BS.device)
+        total = torch.zeros((), dtype=at_least_float32(layers[pairs[0][1]].dtype), device=targets_BS.device)
         for student, teacher in pairs:
             x_BSH, model.layer_outputs[student] = model.layer_outputs[student], None
-            wanted_BSH = self.layers[teacher]
+            wanted_BSH = layers[teacher]
             if wanted_BSH.shape[1] > x_BSH.shape[1]:  # the teacher is not sharded over tp
                 wanted_BSH = wanted_BSH.chunk(tensor.size, dim=1)[tensor.rank]
             wide = at_least_float32(x_BSH.dtype)
@@ -127,7 +149,14 @@ class _DistillationChunk(Chunk):
     def _scale_logits(self, part: slice) -> torch.Tensor:
         """Return the student's logits divided by the temperature, [P, V], in float32 or float64, for the P tokens of
         the chunk in the slice `part`."""
-        return self._logits_CV[part].to(self._counted_C.dtype) / self._loss.temperature
+        return self._mask_padding(self._logits_CV[part].to(self._counted_C.dtype) / self._loss.temperature)
+
+    def _mask_padding(self, scaled_PV: torch.Tensor) -> torch.Tensor:
+        """Set the logits of token IDs that student and teacher do not both have to the lowest finite number, which
+        gives them a probability of 0, in place. Return `scaled_PV`, logits / T over this rank's vocabulary slice."""
+        if (vocabulary := self._teacher.vocabulary) is not None:
+            scaled_PV[:, max(0, vocabulary - self._head.first_token) :] = torch.finfo(scaled_PV.dtype).min
+        return scaled_PV
 
     def differentiate(self, factors_C: torch.Tensor | None = None) -> torch.Tensor:
         """Overwrite the chunk's logits with the gradients of the loss with respect to them, and return them, [C, V].
@@ -135,16 +164,19 @@ class _DistillationChunk(Chunk):
         factors_C = torch.ones_like(self._counted_C) if factors_C is None else factors_C
         # T² times the derivative 1 / T of logits / T.
         soft_C = (1 - self._loss.mixing) * self._loss.temperature * self._counted_C * factors_C
-        pieces = []
-        for part in self._token_slices():
-            piece = self._divergence_gradient(part) * soft_C[part, None]
-            if self._softcap:
-                piece *= 1 - (self._logits_CV[part].to(piece.dtype) / self._softcap).square()
-            pieces.append(piece.to(self._logits_CV.dtype))
+        pieces = [self._scaled_gradient(part, soft_C) for part in self._token_slices()]
         super().differentiate(factors_C * self._loss.mixing)
         for part, piece in zip(self._token_slices(), pieces, strict=True):
             self._logits_CV[part] += piece
         return self._logits_CV
+
+    def _scaled_gradient(self, part: slice, factors_C: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the divergence with respect to the student's logits times T, [P, V], in the dtype of
+        the logits, for the P tokens of the chunk in the slice `part`. factors_C: factor on each token of the chunk."""
+        piece = self._divergence_gradient(part) * factors_C[part, None]
+        if self._softcap:
+            piece *= 1 - (self._logits_CV[part].to(piece.dtype) / self._softcap).square()
+        return piece.to(self._logits_CV.dtype)
 
 
 class LogitChunk(_DistillationChunk):
@@ -163,8 +195,12 @@ class LogitChunk(_DistillationChunk):
         """Return the log-probabilities (of teacher, of student) over this rank's vocabulary slice, [P, V] each, for the
         P tokens of the chunk in the slice `part`."""
         _, _, log_q_sum_C, log_p_sum_C, *_ = self.known
-        wanted = self._wanted_CV[part].to(self._counted_C.dtype) / self._loss.temperature
-        return wanted - log_p_sum_C[part, None], self._scale_logits(part) - log_q_sum_C[part, None]
+        return self._scale_wanted(part) - log_p_sum_C[part, None], self._scale_logits(part) - log_q_sum_C[part, None]
+
+    def _scale_wanted(self, part: slice) -> torch.Tensor:
+        """Return the teacher's logits divided by the temperature, [P, V], in float32 or float64, for the P tokens of
+        the chunk in the slice `part`."""
+        return self._mask_padding(self._wanted_CV[part].to(self._counted_C.dtype) / self._loss.temperature)
 
     def _all_reduce_divergence(self, tensor: TensorOperations) -> list[torch.Tensor]:
         """Set `_divergence_C`, the divergence over the whole vocabulary, by all-reduces over tp (`tensor`: its
@@ -173,7 +209,7 @@ class LogitChunk(_DistillationChunk):
         parts = [
             torch.stack([
                 torch.logsumexp(self._scale_logits(part), dim=1),
-                torch.logsumexp(self._wanted_CV[part].to(self._counted_C.dtype) / self._loss.temperature, dim=1),
+                torch.logsumexp(self._scale_wanted(part), dim=1),
             ])
             for part in self._token_slices()
         ]  # fmt: skip
@@ -181,8 +217,8 @@ class LogitChunk(_DistillationChunk):
         self.known = [*self.known[:2], *sums_2C]
         totals = []
         for part in self._token_slices():
-            terms = self._loss.terms(*self._log_probabilities(part))
-            totals.append(torch.stack([each.sum(dim=1) for each in terms]))
+            # Without a name that would keep the terms of a slice while those of the next one are computed.
+            totals.append(torch.stack([each.sum(dim=1) for each in self._loss.terms(*self._log_probabilities(part))]))
         totals_2C = torch.cat(totals, dim=1)
         tensor.all_reduce(totals_2C, SITES[2])
         self._divergence_C, weight_C = totals_2C
@@ -270,15 +306,25 @@ def top_log_probabilities(
     states_TH: torch.Tensor, weight_VH: torch.Tensor, softcap: float, temperature: float, top_k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return, for each of T tokens, the K most probable next tokens: their IDs [T, K] (int64), and log-probabilities
-    [T, K + 1], of these tokens and, last, of all other tokens together.
+    [T, K + 1] (float64), of these tokens and, last, of all other tokens together. The logits are computed chunk by
+    chunk of tokens and, in float64, of fewer tokens at a time.
 
     states_TH: input of the output head. weight_VH: the head's unsharded weight. softcap: cap of the logits, 0 for none.
     temperature: divisor of the logits. top_k: K."""
-    logits = states_TH @ weight_VH.T
-    if softcap:
-        logits = cap_logits_(logits, softcap)
-    log_p_TV = F.log_softmax(logits.double() / temperature, dim=1)
-    values_TK, ids_TK = log_p_TV.topk(top_k, dim=1)
-    others = log_p_TV.scatter(1, ids_TK, float("-inf"))
-    rest_T1 = torch.logsumexp(others, dim=1, keepdim=True).clamp(min=_SMALLEST)
-    return ids_TK, torch.cat([values_TK, rest_T1], dim=1)
+    tokens, vocabulary = len(states_TH), len(weight_VH)
+    ids_TK = torch.empty(tokens, top_k, dtype=torch.int64, device=states_TH.device)
+    log_p_TO = torch.empty(tokens, top_k + 1, dtype=torch.float64, device=states_TH.device)
+    start = 0
+    for chunk in loss_chunks(tokens, vocabulary, states_TH.device.type):
+        logits_CV = states_TH[start : start + chunk] @ weight_VH.T
+        if softcap:
+            cap_logits_(logits_CV, softcap)
+        at_once = max(1, _WIDE_LOGITS[states_TH.device.type] // vocabulary)
+        for first in range(0, chunk, at_once):
+            log_p_PV = F.log_softmax(logits_CV[first : first + at_once].double() / temperature, dim=1)
+            here = slice(start + first, start + first + len(log_p_PV))
+            log_p_TO[here, :-1], ids_TK[here] = log_p_PV.topk(top_k, dim=1)
+            others_PV = log_p_PV.scatter_(1, ids_TK[here], float("-inf"))
+            log_p_TO[here, -1] = torch.logsumexp(others_PV, dim=1).clamp(min=_SMALLEST)
+        start += chunk
+    return ids_TK, log_p_TO

@@ -9,9 +9,11 @@ import os
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -26,11 +28,15 @@ from meshwright.parallel.expert import AllToAllTokenDispatcher
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.step import ForwardBackward, count_pairs, count_targets
 from meshwright.planner.cost.micro_batch import Routed
+from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.planner.memory.ledger import Ledger, ledger
 from meshwright.recipe import TrainRecipe
 from meshwright.spec.config import ModelConfig
+from meshwright.training.distillation import Distillation
+from meshwright.training.distillation_loss import DistillationLoss
 from meshwright.training.optimizer import Optimizer
 from meshwright.training.preference_loss import Preference
+from meshwright.training.teacher import Teacher
 from tests.packed_documents import documents_from_starts
 
 WATCHED = 5
@@ -54,6 +60,7 @@ class Step(NamedTuple):
     starts: tuple[tuple[int, ...], ...] | None = None
     """Where documents begin in the rows of each micro-batch; None: every row is one."""
     known_documents: bool = True  # True if the ledger is given their boundaries
+    teacher: TeacherWork | None = None  # of distillation
 
 
 class Measured(NamedTuple):
@@ -105,13 +112,27 @@ def _measure(step: Step) -> Measured:
             documents = dataclasses.replace(documents, samples_B=sample_keys(1, torch.arange(rows)))
         micro_batches.append(shard_sequences(*parts, documents, mesh))
     del numbers, parts
+    teacher = None
+    if step.teacher is not None:
+        given = step.teacher.held, step.sequence
+        teacher = Teacher(step.teacher.config, mesh, given, dtype, range(step.teacher.projected), seed=1)
+        model.layer_outputs = dict.fromkeys(range(step.teacher.projected))
+        loss = DistillationLoss(
+            step.teacher.divergence, layer_map=tuple((layer, layer) for layer in range(step.teacher.projected))
+        )
+        recipe: Any = SimpleNamespace(distill=None)
+        objective, policy = Distillation(recipe, loss), cast(Any, SimpleNamespace(model=model, mesh=mesh))
+        objective.teacher = teacher
+        rows_of = [np.zeros(rows, np.int64)] * len(micro_batches)
 
     def once() -> None:
+        given = micro_batches if teacher is None else objective.complete(policy, micro_batches, rows_of, None)
         if step.pairs:
             terms = count_pairs([documents.pairs for _, _, documents in micro_batches], mesh)
         else:
             terms = count_targets((targets for _, targets, _ in micro_batches), mesh)
-        passes.train(micro_batches, terms)
+        passes.train(given, terms)
+        del given
         optimizer.step(1e-3)
         engine.all_gather_parameters()
         engine.zero_gradients()
@@ -154,7 +175,7 @@ def _measure(step: Step) -> Measured:
         return ledger(
             step.config, layout, batch=step.batch, sequence=step.sequence, optimizer=kind, parameter_dtype=step.dtype,
             rank=mesh.rank, routed=came, documents=known if step.known_documents else bool(known), pairs=step.pairs,
-            compile=step.compiled,
+            compile=step.compiled, teacher=step.teacher,
         )  # fmt: skip
 
     # A thread of gloo lets go of a message that has arrived when it next runs: the lowest is what the step needs.
@@ -170,6 +191,8 @@ def check_states(found: Measured) -> None:
     predicted = {"parameters": 0, "masters": 0, "gradients": 0, "gradient_buffers": 0, "optimizer": 0}
     for item in found.predicted.items:
         kind = item.name.rpartition(".")[2]
+        if item.name.startswith("teacher."):
+            continue
         if item.name.startswith("gradient_buffer."):
             predicted["gradient_buffers"] += item.bytes
         elif item.first == "start" and item.category in ("parameters", "gradients"):

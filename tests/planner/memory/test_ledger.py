@@ -10,6 +10,7 @@ from meshwright.comm.local import LocalRanks
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.api import plan
+from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.planner.memory import states
 from meshwright.planner.memory.ledger import CATEGORIES, Ledger, ledger
 from meshwright.spec.adapter_config import AdapterConfig
@@ -57,10 +58,16 @@ SHARED = dataclasses.replace(preset("qwen2-moe-tiny"), vocabulary=256, experts=4
         Step(DROPPED, "dp1", 4, 64), Step(DROPPED, "ac:full", 4, 64, dtype="bfloat16"),
         Step(dataclasses.replace(LORA, vocabulary=2048), "dp1", 4, 128),
         Step(dataclasses.replace(DOUBLE, hidden=256, intermediate=1024, head_dim=32), "dp1", 4, 32),  # wide weights
+        Step(LLAMA, "dp1", 4, 128, dtype="bfloat16", teacher=TeacherWork(LLAMA)),
+        Step(LLAMA, "mb2", 8, 384, teacher=TeacherWork(LLAMA, divergence="jsd")),
+        Step(SMALL_HEAD, "mb4", 16, 256, teacher=TeacherWork(SMALL_HEAD)),  # states of one micro-batch of the four
+        Step(SMALL_HEAD, "mb2", 8, 256, teacher=TeacherWork(dataclasses.replace(SMALL_HEAD, hidden=512, head_dim=64,
+                                                                                intermediate=2048))),
         Step(SMALL_HEAD, "dp1", 4, 256, pairs=True), Step(preset("gemma2-tiny"), "dp1", 4, 256, dtype="bfloat16"),
     ],
     ids=lambda step: f"{step.config.family} "
     f"{'adapter ' * bool(step.config.adapter)}{step.layout} {step.dtype} {step.optimizer} {step.sequence}"
+    f"{' teacher' * (step.teacher is not None)}"
     f"{' pairs' * step.pairs}{' documents' * (step.starts is not None)}",
 )  # fmt: skip
 def test_peak_of_step_matches_allocator(step: Step) -> None:

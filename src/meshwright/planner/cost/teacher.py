@@ -8,7 +8,7 @@ from meshwright.layout import Layout
 from meshwright.planner.cost.flops import forward_flops_per_token, training_flops_per_token
 from meshwright.recipe import Recipe
 from meshwright.spec.config import ModelConfig
-from meshwright.spec.distillation import map_layers, read_teacher_config
+from meshwright.spec.distillation import fit_vocabulary, map_layers, read_teacher_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +16,12 @@ class TeacherWork:
     """Sizes of the teacher model in a distillation step.
 
     Attributes:
-        config: The teacher's model config.
+        config: The teacher's model config, with the student's number of token IDs.
         held: Value of the recipe's `distill.layout`, such as "same": how the teacher is sharded.
         item_bytes: Bytes of an element of its parameters; 0: as the student's.
         top_k: Number of cached logits per token if its outputs are read from a cache; 0 if it runs in every step.
         projected: Number of its layers whose outputs are compared with the student's.
+        divergence: Divergence of the loss, such as "forward_kl".
     """
 
     config: ModelConfig
@@ -28,6 +29,7 @@ class TeacherWork:
     item_bytes: int = 0
     top_k: int = 0
     projected: int = 0
+    divergence: str = "forward_kl"
 
     def forward_flops_per_token(self, sequence: int) -> float:
         """Return the FLOPs of the teacher's forward for one token; 0 if its outputs are cached. sequence: tokens that
@@ -49,12 +51,14 @@ class TeacherWork:
         return [("distill.maximum", 2), ("distill.sum", 2), ("distill.divergence", 2)]
 
 
-def make_teacher_work(recipe: Recipe, layers: int) -> TeacherWork | None:
-    """Return the sizes of the teacher that a recipe names; None without one. layers: number of the student's layers.
-    Raises `UserError` if the teacher's configuration cannot be read."""
+def make_teacher_work(recipe: Recipe, student: ModelConfig) -> TeacherWork | None:
+    """Return the sizes of the teacher that a recipe names; None without one. student: configuration of the trained
+    model. Raises `UserError` if the teacher's configuration cannot be read."""
     config, given = read_teacher_config(recipe), recipe.distill
     if config is None:
         return None
     size = {None: 0, "float64": 8, "float32": 4}.get(given.dtype, 2)
-    projected = len({teacher for _, teacher in map_layers(recipe, layers)})
-    return TeacherWork(config, given.layout, size, given.top_k, projected)
+    projected = len({teacher for _, teacher in map_layers(recipe, student.layers)})
+    return TeacherWork(
+        fit_vocabulary(config, student.vocabulary), given.layout, size, given.top_k, projected, given.loss
+    )

@@ -20,7 +20,7 @@ from meshwright.planner.memory.saved import position_tables, saved_activations
 from meshwright.planner.memory.snapshot import BackwardState, Buffers, Reduction, Snapshot
 from meshwright.planner.memory.stage_snapshots import StageSnapshots
 from meshwright.planner.memory.states import flats_of, gradient_buffers, list_states
-from meshwright.planner.memory.teacher import list_teacher_tensors
+from meshwright.planner.memory.teacher import add_teacher, list_teacher_tensors
 from meshwright.program.consumed_sends import (
     Row,
     Value,
@@ -330,6 +330,8 @@ class _StepReplay:
                 candidates = snapshots.weight_gradients(state)
             else:
                 candidates = snapshots.backward(kind == _INPUT_GRADIENT, state)
+            if self.teacher is not None and snapshots.stage.last:
+                candidates = add_teacher(self.teacher, self.batch, candidates, kind == _FORWARD, self.compiled)
             snapshot = max(candidates, key=lambda snapshot: snapshot.bytes)
             leaves = before
             if kind == _FORWARD:

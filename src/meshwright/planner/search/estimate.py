@@ -189,7 +189,7 @@ def problem_of(
     chosen = options.get("precision") or default_precision(where)
     where.peak(chosen)
     pairs = recipe is not None and recipe.objective not in ("next-token", "distillation")
-    teacher = None if recipe is None else make_teacher_work(recipe, config.layers)
+    teacher = None if recipe is None else make_teacher_work(recipe, config)
     process: tuple[tuple[str, int], ...] = ()
     if where.kind == "cpu" and where.measured is not None:
         process = find_process_items(chosen, where.device.name, where.measured.threads, compile)
