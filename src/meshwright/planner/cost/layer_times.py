@@ -79,15 +79,15 @@ class LayerTimes:
     """Predicted seconds of one micro-batch on one rank in a layer of each kind, in the embedding and in the head, under
     many candidate layouts.
 
-    Dimensions of the arrays: candidates; kinds of layers; phases (forward; input gradients with recompute; weight
-    gradients); parts (compute; exposed communication of tp, cp, ep and dp).
+    Dimensions of the arrays: kinds of layers; phases (forward; input gradients with recompute; weight gradients); parts
+    (compute; exposed communication of tp, cp, ep and dp); candidates.
 
     Attributes:
         kinds: Kinds of layers.
-        layer: Seconds of a layer of each kind [candidates, kinds, phases, parts].
-        first: Seconds of the embedding [candidates, phases, parts].
-        last: Seconds of final norm, head and loss [candidates, 2, phases, parts]; second dimension: the head's
-            gradients are computed in the backward (0) or already in the forward (1).
+        layer: Seconds of a layer of each kind [kinds, phases, parts, candidates].
+        first: Seconds of the embedding [phases, parts, candidates].
+        last: Seconds of final norm, head and loss [2, phases, parts, candidates]; first dimension: the head's gradients
+            are computed in the backward (0) or already in the forward (1).
         parameters: Numbers of parameters of a rank [6, candidates], read by `parameter_counts`.
     """
 
@@ -101,15 +101,15 @@ class LayerTimes:
         self.rates = Rates.of(problem.cluster, problem.precision, problem.engine.fusion)
         self.examples = layer_examples(problem.config)
         self.kinds = list(self.examples)
-        number, shape = len(self.candidates), (len(PHASES), len(MICRO_BATCH_PARTS))
-        self.layer = np.zeros((number, len(self.kinds), *shape))
-        self.first, self.last = np.zeros((number, *shape)), np.zeros((number, 2, *shape))
-        self.parameters = np.zeros((6, number))  # of a dense layer, a mixture: (dense, experts) each; embedding; head
+        shape = len(PHASES), len(MICRO_BATCH_PARTS), len(self.candidates)
+        self.layer = np.zeros((len(self.kinds), *shape))
+        self.first, self.last = np.zeros(shape), np.zeros((2, *shape))
+        self.parameters = np.zeros((6, len(self.candidates)))  # of a dense layer, a mixture: (dense, experts) each; embedding; head
         self._index()
         for which in group_by_structure(problem.config, self.candidates):
             self._price(which)
         for each in (self.layer, self.first, self.last):
-            each *= step_factors
+            each *= step_factors[:, None]
 
     def _index(self) -> None:
         """Store the sizes of the candidates' axes as arrays [candidates]."""
@@ -132,18 +132,18 @@ class LayerTimes:
         found = object.__new__(LayerTimes)
         found.__dict__.update(self.__dict__, candidates=[self.candidates[index]])
         at = slice(index, index + 1)
-        found.layer, found.first, found.last = self.layer[at], self.first[at], self.last[at]
-        found.parameters = self.parameters[:, at]
+        found.layer, found.first, found.last, found.parameters = (
+            each[..., at] for each in (self.layer, self.first, self.last, self.parameters)
+        )
         found._index()
         return found
 
     def sum_parts(self) -> LayerTimes:
-        """Return a copy in which the parts (compute and communication) are summed: the last dimension of the arrays is
-        1."""
+        """Return a copy in which the parts (compute and communication) are summed: their dimension has length 1."""
         found = object.__new__(LayerTimes)
         found.__dict__.update(self.__dict__)
         found.layer, found.first, found.last = (
-            each.sum(axis=-1, keepdims=True) for each in (self.layer, self.first, self.last)
+            each.sum(axis=-2, keepdims=True) for each in (self.layer, self.first, self.last)
         )
         return found
 
@@ -195,19 +195,19 @@ class LayerTimes:
         groups = ProcessGroups(self.collectives, [self.meshes[number] for number in numbers], mesh)
         price = _TimeModel(batch, self.rates, groups)
         for number, layer in enumerate(self.examples.values()):
-            self.layer[indices, number] = price.seconds(
+            self.layer[number][..., indices] = price.seconds(
                 layer_operations(batch, layer),
                 timed_calls(layer_operators(batch, layer)),
                 self.problem.engine.host_seconds,
             )
         operators = list(embedding_operators(batch))
-        self.first[indices] = price.seconds(list_kernels(operators), timed_calls(operators))
+        self.first[..., indices] = price.seconds(list_kernels(operators), timed_calls(operators))
         for kept in (False, True):
             operators = list(head_operators(batch, kept or self.problem.engine.name != "meshwright"))
-            self.last[indices, int(kept)] = price.seconds(list_kernels(operators), timed_calls(operators))
+            self.last[int(kept)][..., indices] = price.seconds(list_kernels(operators), timed_calls(operators))
             if batch.config.prediction_layers:
                 again = [*operators, *layer_operators(batch, batch.config.layers)]
-                self.last[indices, int(kept)] += price.seconds(prediction_operations(batch, kept), timed_calls(again))
+                self.last[int(kept)][..., indices] += price.seconds(prediction_operations(batch, kept), timed_calls(again))
         counts = count_parameters(batch)
         for number, each in enumerate((*counts.layer, *counts.mixture, counts.first, counts.last)):
             self.parameters[number, indices] = each
@@ -223,7 +223,7 @@ class _TimeModel(NamedTuple):
 
     def seconds(self, operations: Iterable[Operation], calls: Iterable[PhaseCalls], host: float = 0.0) -> Floats:
         """Return the seconds of compute kernels, and of the communication that they do not hide, as an array
-        [candidates, phases, parts].
+        [phases, parts, candidates].
 
         operations: kernels; calls: collectives; host: seconds that the CPU needs to launch one of either, 0 to ignore
         it.
@@ -276,7 +276,7 @@ class _TimeModel(NamedTuple):
             for phases in (slice(0, 1), slice(1, None)):
                 waited = host * issued[phases].sum(axis=0) - found[phases].sum(axis=(0, 1))
                 found[phases.start, 0] += np.maximum(0.0, waited)
-        return np.moveaxis(found, -1, 0)
+        return found
 
     def sent(self, collective: CollectiveCall) -> Any:
         """Return the bytes of one call of a collective; if the engine sends a token only once to each node (not once to
