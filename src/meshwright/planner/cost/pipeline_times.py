@@ -10,7 +10,7 @@ import numpy as np
 
 from meshwright.planner.cost.adapters import frozen_bytes_per_trained
 from meshwright.planner.cost.engines import Engine
-from meshwright.planner.cost.layer_times import LayerTimes, layer_kinds
+from meshwright.planner.cost.layer_times import LayerTimes
 from meshwright.planner.cost.operators import Collective
 from meshwright.planner.cost.process_groups import Array, ProcessGroups
 from meshwright.program.durations import Floats
@@ -125,8 +125,9 @@ class PipelineTimes:
         self.replicas = sum(map(len, places)) // len(stages)
         numbers: dict[object, int] = {}
         self.examples, self.which = list[Stage](), []
-        for stage in stages:
-            key = frozenset(layer_kinds(config, stage).items()), stage.first, stage.last
+        counts_of = layer_times.layer_counts(stages)
+        for stage, kinds in zip(stages, counts_of.tolist(), strict=True):
+            key = *kinds, stage.first, stage.last
             if key not in numbers:
                 numbers[key] = len(numbers)
                 self.examples.append(stage)
@@ -138,11 +139,10 @@ class PipelineTimes:
         self.members = list(equal.values())
         self.counts = np.array([len(each) for each in self.members], dtype=np.float64)
         self.of_rank = np.zeros((len(equal), len(self.examples)))
-        for number, kinds in enumerate(equal):
-            for stage_number, times in kinds:
+        for number, stage_numbers in enumerate(equal):
+            for stage_number, times in stage_numbers:
                 self.of_rank[number, stage_number] = times
-        kinds_of = [layer_kinds(config, each) for each in self.examples]
-        self.of_kind = np.array([[each[kind] for kind in layer_times.kinds] for each in kinds_of], dtype=np.float64)
+        self.of_kind = layer_times.layer_counts(self.examples).astype(np.float64)
         self.layers = self.of_kind.sum(axis=1)
         self.first, self.last = (np.array([getattr(one, end) for one in self.examples]) for end in ("first", "last"))
         counts = layer_times.parameter_counts(index)
@@ -166,7 +166,7 @@ class PipelineTimes:
     def keeps_gradient(self, at_once: bool) -> Array:
         """Return an array of bool [n]: True if the forward of the last stage computes and saves the head's gradients.
         at_once: its backward directly follows its forward."""
-        layers = next(int(number) for number, last in zip(self.layers, self.last, strict=True) if last)
+        layers = int(self.layers[self.last][0])
         return self.layer_times.keeps_gradient(self.index, layers, at_once)
 
     def _unsharded(self, at_once: bool) -> Floats:

@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 
 from meshwright.planner.cost.adapters import frozen_bytes_per_trained
-from meshwright.planner.cost.layer_times import group_by_structure, layer_examples, micro_batch_of
-from meshwright.planner.cost.micro_batch import DTYPES, LayerKind, MicroBatch, Number
+from meshwright.planner.cost.layer_times import group_by_structure, micro_batch_of
+from meshwright.planner.cost.micro_batch import DTYPES, LayerKind, MicroBatch, Number, layer_examples
 from meshwright.planner.memory import compiled_peaks
 from meshwright.planner.memory.compiled_blocks import can_predict_compiled
 from meshwright.planner.memory.published import StateBytes, published_layer
@@ -93,7 +93,7 @@ class ActivationBytes:
         """Return the rows of `_one_sequence` for the engine `meshwright`. stream: bytes of the hidden states of one
         sequence on a rank."""
         compiled, recompute = self.problem.compile, batch.layout.recompute
-        whole = replace(batch, layout=batch.layout.with_(recompute="none"))
+        whole = batch if recompute == "none" else replace(batch, layout=batch.layout.with_(recompute="none"))
 
         def saved(of: MicroBatch, stage: Stage) -> Number:
             """Return the bytes of the activations that a stage saves."""

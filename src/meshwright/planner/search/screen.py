@@ -202,7 +202,9 @@ class _Pipeline:
         self._once: dict[tuple[bool, int, bool, bool], Floats] = {}
         self._states: dict[tuple[int, bool], tuple[Floats, Floats]] = {}
 
-    def seconds(self, pipeline: PipelineCandidate, at_once: bool, zero: int, inside: bool) -> tuple[BusiestRank, Floats]:
+    def seconds(
+        self, pipeline: PipelineCandidate, at_once: bool, zero: int, inside: bool
+    ) -> tuple[BusiestRank, Floats]:
         """Return (seconds of a micro-batch on the busiest rank, seconds that occur once a step [candidates]).
 
         pipeline: schedule of the pipeline; at_once: the last stage's backward directly follows its forward; zero: ZeRO
@@ -292,8 +294,6 @@ def _screen_pipeline(
                 )[0]
             )
         states, layer = costs.states(zero, inside)
-        columns = grid.index, sharding.hybrid, makespans[id(busiest)] + once, (states + activations).max(axis=0) + layer
-        if not chosen.all():
-            at = np.flatnonzero(chosen)
-            columns = tuple(column[at] for column in columns)
-        yield zero, *columns
+        size = (states + activations).max(axis=0) + layer
+        at = np.flatnonzero(chosen)
+        yield zero, grid.index[at], sharding.hybrid[at], (makespans[id(busiest)] + once)[at], size[at]
