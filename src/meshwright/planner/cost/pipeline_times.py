@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshwright.planner.cost.adapters import frozen_bytes_per_trained
+from meshwright.planner.cost.data_calls import AXES_OF
 from meshwright.planner.cost.engines import Engine
 from meshwright.planner.cost.layer_times import LayerTimes
 from meshwright.planner.cost.operators import Collective
@@ -24,9 +25,8 @@ reads the gradient, the scaling reads and writes it: 12); SGD has no moments, or
 NARROW_OPTIMIZER_BYTES = {"adamw": 20.0, "adam": 20.0, "sgd": 12.0, "momentum": 16.0}
 """The same if parameters, gradients and optimizer states are bf16."""
 
-SHARES = (("data", "shard", "replica"), ("expert_data", "expert_shard", "expert_replica"))
-"""Mesh axes of dense and of expert-parallel parameters: those over which gradients are summed, over which ZeRO shards,
-and whose ranks hold the same shard."""
+SHARES = AXES_OF["dense"], AXES_OF["experts"]
+"""Mesh axes of dense and of expert-parallel parameters."""
 
 
 def communicated_zero_stage(zero: int, ranks: int, engine: Engine) -> int:
@@ -77,24 +77,6 @@ def exposed_seconds(calls: Floats, work: Floats, layers: Floats | int, slowdown:
     """
     waited = np.maximum(calls / layers, calls - work * (layers - 1) / layers)
     return waited + slowdown * (calls - np.minimum(calls, waited))
-
-
-def updated_parameters(
-    zero: int, dense: Floats, expert: Floats, shards: Floats | int, expert_shards: Floats | int
-) -> Floats:
-    """Return the number of parameters that a rank's optimizer updates.
-
-    zero: ZeRO stage; dense, expert: numbers of the rank's dense and expert-parallel parameters before sharding; shards,
-    expert_shards: number of ranks over which ZeRO (stage 1 and above) shards the former and the latter.
-    """
-    return dense / shards + expert / expert_shards if zero else dense + expert
-
-
-def update_bytes(optimizer: str, engine: Engine, itemsize: int) -> float:
-    """Return the bytes that the optimizer step reads and writes for each updated parameter. optimizer: such as "adamw";
-    engine: training engine, whose gradient type counts; itemsize: bytes of an element of parameters."""
-    narrow = engine.narrow_states and engine.gradient_bytes == 2 and itemsize == 2
-    return (NARROW_OPTIMIZER_BYTES if narrow else OPTIMIZER_BYTES)[optimizer]
 
 
 class PipelineTimes:
@@ -265,10 +247,11 @@ class PipelineTimes:
         """Return the seconds of the optimizer step on the rank that updates most parameters: [n]. zero: ZeRO stage;
         groups: process groups."""
         layer_times, problem = self.layer_times, self.layer_times.problem
-        most = updated_parameters(zero, self.rank_dense, self.rank_expert, *groups.shards).max(axis=0)
-        return np.asarray(
-            most * update_bytes(problem.optimizer, problem.engine, layer_times.itemsize) / layer_times.rates.memory
-        )
+        shards, expert_shards = groups.shards if zero else (1, 1)
+        updated = (self.rank_dense / shards + self.rank_expert / expert_shards).max(axis=0)
+        narrow = problem.engine.narrow_states and problem.engine.gradient_bytes == layer_times.itemsize == 2
+        moved = (NARROW_OPTIMIZER_BYTES if narrow else OPTIMIZER_BYTES)[problem.optimizer]
+        return np.asarray(updated * moved / layer_times.rates.memory)
 
     def communicated_zero(self, zero: int) -> int:
         """Return the ZeRO stage by which communication is predicted (`communicated_zero_stage`). zero: the layout's
