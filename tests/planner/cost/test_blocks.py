@@ -93,7 +93,7 @@ def test_layouts_priced_together_equal_layouts_priced_alone(name: str) -> None:
     for number, one in enumerate(candidates):
         alone = LayerTimes(problem, [one])
         for part in ("layer", "first", "last"):
-            np.testing.assert_allclose(getattr(alone, part)[0], getattr(together, part)[number], rtol=1e-12)
+            np.testing.assert_allclose(getattr(alone, part)[..., 0], getattr(together, part)[..., number], rtol=1e-12)
         np.testing.assert_array_equal(alone.parameters[:, 0], together.parameters[:, number])
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from meshwright.planner.cost import elementwise
 from meshwright.planner.cost.adapters import adapt_operators
@@ -23,20 +24,31 @@ from meshwright.planner.cost.operators import (
 from meshwright.planner.cost.tensor_parallel import column_parallel_calls, row_parallel_calls
 
 
-def layer_operators(batch: MicroBatch, layer: int, input_gradient: bool = False) -> Iterator[Operator]:
-    """Yield the operators of the transformer layer with index `layer` in forward order. Names of saved tensors are
+def layer_operators(batch: MicroBatch, layer: int, input_gradient: bool = False) -> tuple[Operator, ...]:
+    """Return the operators of the transformer layer with index `layer` in forward order. Names of saved tensors are
     relative to the layer.
 
     input_gradient: True if the gradient of the layer's input is computed even if all earlier parameters are frozen, as
     in every pipeline stage but the first.
     """
     kind = layer_kind(batch.config, layer)
-    found = _unadapted_layer(batch, layer, kind)
-    return (
-        found
-        if batch.config.adapter is None
-        else adapt_operators(batch, found, kind, input_gradient or not kind.begins)
+    key = "layer", layer if layer in batch.routed else kind, input_gradient
+    return _cached(
+        batch, key, lambda: _unadapted_layer(batch, layer, kind), kind=kind, arrives=input_gradient or not kind.begins
     )
+
+
+def _cached(
+    batch: MicroBatch, key: tuple[object, ...], unadapted: Callable[[], Iterable[Operator]], **adapted: Any
+) -> tuple[Operator, ...]:
+    """Return the operators with the key `key` of a micro-batch, computed on the first call. unadapted: returns them as
+    they are without adapter; adapted: further arguments of `adapt_operators`."""
+    if key not in batch.operators:
+        found = unadapted()
+        batch.operators[key] = tuple(
+            found if batch.config.adapter is None else adapt_operators(batch, found, **adapted)
+        )
+    return batch.operators[key]
 
 
 def _unadapted_layer(batch: MicroBatch, layer: int, kind: LayerKind) -> Iterator[Operator]:
@@ -100,14 +112,10 @@ def residual_operators(batch: MicroBatch) -> Iterator[Operator]:
 # --- both ends
 
 
-def embedding_operators(batch: MicroBatch) -> Iterator[Operator]:
-    """Yield the operators of the embedding: lookups of tokens, positions and token types, and the norm after them if
+def embedding_operators(batch: MicroBatch) -> tuple[Operator, ...]:
+    """Return the operators of the embedding: lookups of tokens, positions and token types, and the norm after them if
     the model has one."""
-    return (
-        _unadapted_embedding(batch)
-        if batch.config.adapter is None
-        else adapt_operators(batch, _unadapted_embedding(batch), arrives=False)
-    )
+    return _cached(batch, ("embedding",), lambda: _unadapted_embedding(batch), arrives=False)
 
 
 def _unadapted_embedding(batch: MicroBatch) -> Iterator[Operator]:
@@ -148,17 +156,14 @@ def _unadapted_embedding(batch: MicroBatch) -> Iterator[Operator]:
         )  # fmt: skip
 
 
-def head_operators(batch: MicroBatch, keeps_gradient: bool) -> Iterator[Operator]:
-    """Yield the operators of the final norm, the language-model head (product with the vocabulary matrix) and the loss.
+def head_operators(batch: MicroBatch, keeps_gradient: bool) -> tuple[Operator, ...]:
+    """Return the operators of the final norm, the language-model head (product with the vocabulary matrix) and
+    the loss.
 
     keeps_gradient: True if the forward already computes the gradients of the head's input and weight and saves them;
     else the backward computes the logits a second time.
     """
-    return (
-        _unadapted_head(batch, keeps_gradient)
-        if batch.config.adapter is None
-        else adapt_operators(batch, _unadapted_head(batch, keeps_gradient))
-    )
+    return _cached(batch, ("head", keeps_gradient), lambda: _unadapted_head(batch, keeps_gradient))
 
 
 def _unadapted_head(batch: MicroBatch, keeps_gradient: bool) -> Iterator[Operator]:

@@ -4,13 +4,12 @@ simulator predicts the best ones."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from meshwright.names import BIDIRECTIONAL_SCHEDULES
 from meshwright.program.durations import Floats
-
-__all__ = ["closed_makespan", "in_flight", "stages_by_rank"]
 
 SPLIT_SCHEDULES = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "interleaved-zb", "dualpipe", "dualpipe-v", "auto")
 """Schedules with split backward, whose weight gradients fill the bubbles."""
@@ -30,10 +29,31 @@ def stages_by_rank(schedule: str, ranks: int, chunks: int) -> list[list[int]]:
     return [list(range(rank, ranks * chunks, ranks)) for rank in range(ranks)]
 
 
+class BusiestRank(NamedTuple):
+    """Seconds of one micro-batch on the pipeline rank that computes longest, under several layouts, by phase (forward,
+    input gradient, weight gradient). own: seconds on this rank [3, layouts]; others: sum over all other ranks
+    [3, layouts]; total: seconds of all phases on this rank [layouts]; ranks: number of pipeline ranks."""
+
+    own: Floats
+    others: Floats
+    total: Floats
+    ranks: int
+
+
+def find_busiest_rank(ranks: Floats, counts: Floats) -> BusiestRank:
+    """Return the times of the pipeline rank that computes longest. ranks: seconds of one micro-batch in all stages of a
+    rank [distinct ranks, 3, layouts]; counts: number of pipeline ranks that each distinct rank stands for."""
+    own = ranks[0]
+    if len(counts) > 1:
+        total = ranks[:, 0] + ranks[:, 1] + ranks[:, 2]
+        own = np.take_along_axis(ranks, total.argmax(axis=0)[None, None], 0)[0]
+    others: Floats = np.tensordot(counts, ranks, 1) - own
+    return BusiestRank(own, others, own[0] + own[1] + own[2], int(counts.sum()))
+
+
 def closed_makespan(
-    schedule: str, chunks: int, micro_batches: Floats | int, phases: Floats, counts: Floats, stages: int,
-    transfer: Floats | float,
-) -> tuple[Floats, Floats]:  # fmt: skip
+    schedule: str, chunks: int, micro_batches: Floats | int, busiest: BusiestRank, stages: int, transfer: Floats | float
+) -> tuple[Floats, Floats]:
     """Return (makespan, seconds of it due to messages) of a pipeline schedule in closed form: seconds from the first
     forward to the last backward of a step, for one layout or for an array of layouts.
 
@@ -41,9 +61,7 @@ def closed_makespan(
         schedule: Such as "1f1b".
         chunks: Model chunks (stages) of each pipeline rank.
         micro_batches: Number of micro-batches of a step.
-        phases: Seconds of one micro-batch in all stages of a rank: [3, layouts, kinds] for forward, input gradient and
-            weight gradient; a kind is a set of pipeline ranks with equal stages.
-        counts: Number of pipeline ranks of each kind [kinds].
+        busiest: Seconds of one micro-batch on the busiest rank and on all others.
         stages: Number of stages of the pipeline.
         transfer: Seconds of one message between stages.
 
@@ -54,14 +72,7 @@ def closed_makespan(
     decides if there are fewer micro-batches than ranks. Under GEMS two micro-batches are in flight, and the backwards
     of all follow one another (Li and Hoefler 2021, figure 2).
     """
-    whole = phases[0] + phases[1] + phases[2]
-    if len(counts) == 1:
-        busy = list(phases[..., 0])
-    else:
-        busiest = whole.argmax(axis=-1)[..., None]
-        busy = [np.take_along_axis(times, busiest, -1)[..., 0] for times in phases]
-    most = whole.max(axis=-1)
-    f, b, w = (times @ counts - own for times, own in zip(phases, busy, strict=True))
+    (own_f, _, own_w), (f, b, w), most, ranks = busiest
     none = np.zeros(())
     bubble = {
         "zb-h1": lambda: np.maximum(none, f + b - w),
@@ -76,17 +87,18 @@ def closed_makespan(
     }.get(schedule, lambda: (f + b + w) / chunks)()
     # A message goes each way over each boundary while the pipeline fills and drains; in 1F1B every micro-batch's round
     # trip also carries one each way, because nothing else is there to do meanwhile.
-    ranks = counts.sum()
     messages: Floats = np.asarray(2 * (stages - 1) * transfer, dtype=np.float64)
     if schedule == "1f1b":
         messages = messages + 2 * transfer * (micro_batches - 1) * (ranks - 1) / ranks
     if schedule == "gems":
-        return micro_batches * (b + w + most - busy[0]) + f + busy[0] + messages, messages
-    left = busy[2] if schedule in SPLIT_SCHEDULES else none  # may wait until nobody needs this rank
+        return micro_batches * (b + w + most - own_f) + f + own_f + messages, messages
+    split = schedule in SPLIT_SCHEDULES
+    left = own_w if split else none  # may wait until nobody needs this rank
+    needed = most - left if split else most
     pieces = 2 if schedule in V_SHAPED else chunks
     queue = micro_batches / 2 if schedule in BIDIRECTIONAL_SCHEDULES else micro_batches
-    through = f + b + (none if schedule in SPLIT_SCHEDULES else w) + most - left + (queue - 1) * (most - left) / pieces
-    return np.maximum(micro_batches * most + bubble, through + left / pieces) + messages, messages
+    through = f + b + (none if split else w) + needed + ((queue - 1) * needed + left) / pieces
+    return np.maximum(micro_batches * most + bubble, through) + messages, messages
 
 
 def in_flight(

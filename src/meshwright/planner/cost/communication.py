@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from meshwright.layout import Layout
 from meshwright.planner.cost.blocks import embedding_operators, head_operators, layer_operators
-from meshwright.planner.cost.micro_batch import MicroBatch, Number
+from meshwright.planner.cost.micro_batch import MicroBatch, Number, layer_examples
 from meshwright.planner.cost.operators import CollectiveCall, Operator, Phase
 from meshwright.planner.cost.rates import Group
 from meshwright.planner.hardware.cluster import Cluster
@@ -50,14 +50,13 @@ def group_of(layout: Layout, axis: str, cluster: Cluster) -> Group:
     if axis == "ring":
         whole = group_of(layout, "cp", cluster)
         return Group(2, min(2, whole.in_node)) if whole.nodes == 1 else Group(2, 1)
-    experts, ranks = layout.ep * layout.etp, layout.group_size(axis)
-    stride = {
-        "tp": 1, "cp": layout.tp, "data": layout.tp, "shard": layout.tp,
-        "replica": layout.tp * layout.group_size("shard"), "etp": 1, "ep": layout.etp, "expert_data": experts,
-        "expert_shard": experts, "expert_replica": experts * layout.group_size("expert_shard"),
-    }[axis]  # fmt: skip
+    ranks = layout.group_size(axis)
     if cluster.nodes == 1:
         return Group(ranks, ranks)
+    stride = layout.ep * layout.etp if axis.startswith("expert") else layout.tp
+    stride = {"tp": 1, "etp": 1, "ep": layout.etp}.get(axis, stride)
+    if axis.endswith("replica"):
+        stride *= layout.group_size(axis.replace("replica", "shard"))
     node = cluster.devices_per_node
     # Groups begin at multiples of their span: those that cross a node boundary are the slowest.
     return Group(ranks, max(part for part in _divisors(ranks) if part == 1 or node % (stride * part) == 0))
@@ -90,7 +89,7 @@ class ParameterCounts:
 
     def of_stage(self, config: ModelConfig, stage: Stage) -> tuple[Number, Number]:
         """Return the number of (dense, expert-parallel) parameters that a rank of this pipeline stage holds."""
-        mixtures = sum(config.has_experts(layer) for layer in stage.layers)
+        mixtures = sum(map(config.has_experts, stage.layers)) if config.experts else 0
         plain = len(stage.layers) - mixtures
         ends = self.first * stage.first + self.last * stage.last
         if config.tied_head and not config.encoder and stage.first and stage.last:  # one matrix
@@ -101,7 +100,7 @@ class ParameterCounts:
 def count_parameters(batch: MicroBatch) -> ParameterCounts:
     """Return the number of parameters on this rank, before ZeRO's sharding, of a dense layer, a mixture-of-experts
     layer, the embedding and the head."""
-    layers = {batch.config.has_experts(layer): layer for layer in reversed(range(batch.config.layers))}
+    layers = {kind.mixed: layer for kind, layer in layer_examples(batch.config).items()}
     plain, mixed = (
         _sum_parameters(layer_operators(batch, layers[kind])) if kind in layers else (0.0, 0.0)
         for kind in (False, True)

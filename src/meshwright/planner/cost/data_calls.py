@@ -15,13 +15,10 @@ from meshwright.spec.parameter_entries import TRAINED_BUFFERS, BufferKind, padde
 from meshwright.spec.parameters import ParameterTable
 from meshwright.spec.partition import Partition
 
+_DENSE, _EXPERTS = ("data", "shard", "replica"), ("expert_data", "expert_shard", "expert_replica")
 AXES_OF: dict[BufferKind, tuple[str, str, str]] = {
-    "dense": ("data", "shard", "replica"),
-    "experts": ("expert_data", "expert_shard", "expert_replica"),
-    "frozen": ("data", "shard", "replica"),
-    "frozen_experts": ("expert_data", "expert_shard", "expert_replica"),
-    "packed": ("data", "shard", "replica"),
-}
+    "dense": _DENSE, "experts": _EXPERTS, "frozen": _DENSE, "frozen_experts": _EXPERTS, "packed": _DENSE,
+}  # fmt: skip
 """Mesh axes of a kind of flat parameter buffer: over which gradients are summed, over which ZeRO shards, and over whose
 ranks shards are replicated."""
 

@@ -3,9 +3,8 @@ and the head with its loss, whose sum gives the time of any stage."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +12,7 @@ import numpy as np
 from meshwright.planner.cost.blocks import embedding_operators, head_operators, layer_operators
 from meshwright.planner.cost.communication import ParameterCounts, PhaseCalls, count_parameters, timed_calls
 from meshwright.planner.cost.engines import Engine
-from meshwright.planner.cost.micro_batch import DTYPES, ITEM_BYTES, LayerKind, MicroBatch, layer_kind, structure
+from meshwright.planner.cost.micro_batch import DTYPES, ITEM_BYTES, MicroBatch, layer_examples, layer_kind, structure
 from meshwright.planner.cost.operations import layer_operations, list_kernels, prediction_operations
 from meshwright.planner.cost.operators import CollectiveCall, Operation
 from meshwright.planner.cost.process_groups import Array, ProcessGroups
@@ -36,17 +35,6 @@ _PHASE = {"forward": 0, "recompute": 1, "input": 1, "weight": 2}
 _CORE = ("attention.core", "attention.scores", "attention.softmax", "attention.values", "attention.gradients")
 
 
-def layer_kinds(config: ModelConfig, stage: Stage) -> Counter[LayerKind]:
-    """Return {layer kind: number of layers of this kind} of a pipeline stage."""
-    return Counter(layer_kind(config, layer) for layer in stage.layers)
-
-
-@lru_cache(maxsize=64)
-def layer_examples(config: ModelConfig) -> dict[LayerKind, int]:
-    """Return {layer kind: index of the first layer of this kind} of a model."""
-    return {layer_kind(config, at): at for at in reversed(range(config.layers))}
-
-
 def gradient_bytes(engine: Engine, itemsize: int) -> int:
     """Return the bytes of an element of gradients in reductions between ranks. itemsize: bytes of an element of
     parameters; those of 4 bytes have gradients of 4 bytes."""
@@ -57,8 +45,10 @@ def group_by_structure(config: ModelConfig, candidates: Sequence[StageCandidate]
     """Yield arrays of indices of candidates; the layouts of one array have the same axes larger than 1 and the same
     recompute (`structure`), so that their costs can be computed together."""
     found: dict[tuple[object, ...], list[int]] = {}
+    keys: dict[int, tuple[object, ...]] = {}  # candidates with different rows have the same layout object
     for number, one in enumerate(candidates):
-        found.setdefault(structure(one.layout, config), []).append(number)
+        key = keys.get(id(one.layout)) or keys.setdefault(id(one.layout), structure(one.layout, config))
+        found.setdefault(key, []).append(number)
     yield from map(np.array, found.values())
 
 
@@ -79,15 +69,15 @@ class LayerTimes:
     """Predicted seconds of one micro-batch on one rank in a layer of each kind, in the embedding and in the head, under
     many candidate layouts.
 
-    Dimensions of the arrays: candidates; kinds of layers; phases (forward; input gradients with recompute; weight
-    gradients); parts (compute; exposed communication of tp, cp, ep and dp).
+    Dimensions of the arrays: kinds of layers; phases (forward; input gradients with recompute; weight gradients); parts
+    (compute; exposed communication of tp, cp, ep and dp); candidates.
 
     Attributes:
         kinds: Kinds of layers.
-        layer: Seconds of a layer of each kind [candidates, kinds, phases, parts].
-        first: Seconds of the embedding [candidates, phases, parts].
-        last: Seconds of final norm, head and loss [candidates, 2, phases, parts]; second dimension: the head's
-            gradients are computed in the backward (0) or already in the forward (1).
+        layer: Seconds of a layer of each kind [kinds, phases, parts, candidates].
+        first: Seconds of the embedding [phases, parts, candidates].
+        last: Seconds of final norm, head and loss [2, phases, parts, candidates]; first dimension: the head's gradients
+            are computed in the backward (0) or already in the forward (1).
         parameters: Numbers of parameters of a rank [6, candidates], read by `parameter_counts`.
     """
 
@@ -101,15 +91,19 @@ class LayerTimes:
         self.rates = Rates.of(problem.cluster, problem.precision, problem.engine.fusion)
         self.examples = layer_examples(problem.config)
         self.kinds = list(self.examples)
-        number, shape = len(self.candidates), (len(PHASES), len(MICRO_BATCH_PARTS))
-        self.layer = np.zeros((number, len(self.kinds), *shape))
-        self.first, self.last = np.zeros((number, *shape)), np.zeros((number, 2, *shape))
-        self.parameters = np.zeros((6, number))  # of a dense layer, a mixture: (dense, experts) each; embedding; head
+        of_layer = [layer_kind(problem.config, layer) for layer in range(problem.config.layers)]
+        equal = np.array([[each == kind for kind in self.kinds] for each in of_layer], dtype=np.int64)
+        self._kinds_before = np.concatenate([np.zeros((1, len(self.kinds)), dtype=np.int64), equal.cumsum(axis=0)])
+        shape = len(PHASES), len(MICRO_BATCH_PARTS), len(self.candidates)
+        self.layer = np.zeros((len(self.kinds), *shape))
+        self.first, self.last = np.zeros(shape), np.zeros((2, *shape))
+        # Of a dense layer and of a mixture, each (dense, experts); of the embedding; of the head.
+        self.parameters = np.zeros((6, len(self.candidates)))
         self._index()
         for which in group_by_structure(problem.config, self.candidates):
             self._price(which)
         for each in (self.layer, self.first, self.last):
-            each *= step_factors
+            each *= step_factors[:, None]
 
     def _index(self) -> None:
         """Store the sizes of the candidates' axes as arrays [candidates]."""
@@ -132,18 +126,18 @@ class LayerTimes:
         found = object.__new__(LayerTimes)
         found.__dict__.update(self.__dict__, candidates=[self.candidates[index]])
         at = slice(index, index + 1)
-        found.layer, found.first, found.last = self.layer[at], self.first[at], self.last[at]
-        found.parameters = self.parameters[:, at]
+        found.layer, found.first, found.last, found.parameters = (
+            each[..., at] for each in (self.layer, self.first, self.last, self.parameters)
+        )
         found._index()
         return found
 
     def sum_parts(self) -> LayerTimes:
-        """Return a copy in which the parts (compute and communication) are summed: the last dimension of the arrays is
-        1."""
+        """Return a copy in which the parts (compute and communication) are summed: their dimension has length 1."""
         found = object.__new__(LayerTimes)
         found.__dict__.update(self.__dict__)
         found.layer, found.first, found.last = (
-            each.sum(axis=-1, keepdims=True) for each in (self.layer, self.first, self.last)
+            each.sum(axis=-2, keepdims=True) for each in (self.layer, self.first, self.last)
         )
         return found
 
@@ -161,6 +155,11 @@ class LayerTimes:
     def gradient_bytes(self) -> int:
         """Bytes of an element of gradients in reductions between ranks."""
         return gradient_bytes(self.problem.engine, self.itemsize)
+
+    def layer_counts(self, stages: Sequence[Stage]) -> Array:
+        """Return the numbers of layers of each kind in pipeline stages: [stages, kinds]."""
+        start, stop = np.array([(stage.layers.start, stage.layers.stop) for stage in stages]).T
+        return np.asarray(self._kinds_before[stop] - self._kinds_before[start])
 
     def parameter_counts(self, index: Array) -> ParameterCounts:
         """Return the numbers of parameters on a rank under the candidates with the indices `index` (array)."""
@@ -195,19 +194,21 @@ class LayerTimes:
         groups = ProcessGroups(self.collectives, [self.meshes[number] for number in numbers], mesh)
         price = _TimeModel(batch, self.rates, groups)
         for number, layer in enumerate(self.examples.values()):
-            self.layer[indices, number] = price.seconds(
+            self.layer[number][..., indices] = price.seconds(
                 layer_operations(batch, layer),
                 timed_calls(layer_operators(batch, layer)),
                 self.problem.engine.host_seconds,
             )
-        operators = list(embedding_operators(batch))
-        self.first[indices] = price.seconds(list_kernels(operators), timed_calls(operators))
+        operators = embedding_operators(batch)
+        self.first[..., indices] = price.seconds(list_kernels(operators), timed_calls(operators))
         for kept in (False, True):
-            operators = list(head_operators(batch, kept or self.problem.engine.name != "meshwright"))
-            self.last[indices, int(kept)] = price.seconds(list_kernels(operators), timed_calls(operators))
+            operators = head_operators(batch, kept or self.problem.engine.name != "meshwright")
+            self.last[int(kept)][..., indices] = price.seconds(list_kernels(operators), timed_calls(operators))
             if batch.config.prediction_layers:
                 again = [*operators, *layer_operators(batch, batch.config.layers)]
-                self.last[indices, int(kept)] += price.seconds(prediction_operations(batch, kept), timed_calls(again))
+                self.last[int(kept)][..., indices] += price.seconds(
+                    prediction_operations(batch, kept), timed_calls(again)
+                )
         counts = count_parameters(batch)
         for number, each in enumerate((*counts.layer, *counts.mixture, counts.first, counts.last)):
             self.parameters[number, indices] = each
@@ -223,7 +224,7 @@ class _TimeModel(NamedTuple):
 
     def seconds(self, operations: Iterable[Operation], calls: Iterable[PhaseCalls], host: float = 0.0) -> Floats:
         """Return the seconds of compute kernels, and of the communication that they do not hide, as an array
-        [candidates, phases, parts].
+        [phases, parts, candidates].
 
         operations: kernels; calls: collectives; host: seconds that the CPU needs to launch one of either, 0 to ignore
         it.
@@ -276,7 +277,7 @@ class _TimeModel(NamedTuple):
             for phases in (slice(0, 1), slice(1, None)):
                 waited = host * issued[phases].sum(axis=0) - found[phases].sum(axis=(0, 1))
                 found[phases.start, 0] += np.maximum(0.0, waited)
-        return np.moveaxis(found, -1, 0)
+        return found
 
     def sent(self, collective: CollectiveCall) -> Any:
         """Return the bytes of one call of a collective; if the engine sends a token only once to each node (not once to

@@ -70,6 +70,12 @@ def layer_kind(config: ModelConfig, layer: int) -> LayerKind:
 
 
 @lru_cache(maxsize=64)
+def layer_examples(config: ModelConfig) -> dict[LayerKind, int]:
+    """Return {layer kind: index of the first layer of this kind} of a model."""
+    return {layer_kind(config, at): at for at in reversed(range(config.layers))}
+
+
+@lru_cache(maxsize=64)
 def _adapted_layers(config: ModelConfig) -> dict[int, tuple[Adapted, ...]]:
     """Return {layer index: its linear layers with an adapter}."""
     tensors = {tensor.name: tensor for tensor in parameter_table(config).tensors}
@@ -118,6 +124,7 @@ class MicroBatch:
         starts: For each sequence, the token positions at which documents begin; None if unknown.
         responses: Most responses with preferences (DPO, KTO) in a sequence; 0 for next-token training.
         routed: Token copies by index of the layer with experts; layers that are missing have equal load on all ranks.
+        operators: Cache of the operators' lists, filled by `blocks`.
     """
 
     config: ModelConfig
@@ -138,6 +145,7 @@ class MicroBatch:
     starts: Starts | None = None
     responses: int = 0
     routed: Mapping[int, Routed] = field(default_factory=dict, hash=False)
+    operators: dict[Any, tuple[Any, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(

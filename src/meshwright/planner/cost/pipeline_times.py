@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshwright.planner.cost.adapters import frozen_bytes_per_trained
+from meshwright.planner.cost.data_calls import AXES_OF
 from meshwright.planner.cost.engines import Engine
-from meshwright.planner.cost.layer_times import LayerTimes, layer_kinds
+from meshwright.planner.cost.layer_times import LayerTimes
 from meshwright.planner.cost.operators import Collective
 from meshwright.planner.cost.process_groups import Array, ProcessGroups
 from meshwright.program.durations import Floats
@@ -24,9 +25,8 @@ reads the gradient, the scaling reads and writes it: 12); SGD has no moments, or
 NARROW_OPTIMIZER_BYTES = {"adamw": 20.0, "adam": 20.0, "sgd": 12.0, "momentum": 16.0}
 """The same if parameters, gradients and optimizer states are bf16."""
 
-SHARES = (("data", "shard", "replica"), ("expert_data", "expert_shard", "expert_replica"))
-"""Mesh axes of dense and of expert-parallel parameters: those over which gradients are summed, over which ZeRO shards,
-and whose ranks hold the same shard."""
+SHARES = AXES_OF["dense"], AXES_OF["experts"]
+"""Mesh axes of dense and of expert-parallel parameters."""
 
 
 def communicated_zero_stage(zero: int, ranks: int, engine: Engine) -> int:
@@ -79,31 +79,13 @@ def exposed_seconds(calls: Floats, work: Floats, layers: Floats | int, slowdown:
     return waited + slowdown * (calls - np.minimum(calls, waited))
 
 
-def updated_parameters(
-    zero: int, dense: Floats, expert: Floats, shards: Floats | int, expert_shards: Floats | int
-) -> Floats:
-    """Return the number of parameters that a rank's optimizer updates.
-
-    zero: ZeRO stage; dense, expert: numbers of the rank's dense and expert-parallel parameters before sharding; shards,
-    expert_shards: number of ranks over which ZeRO (stage 1 and above) shards the former and the latter.
-    """
-    return dense / shards + expert / expert_shards if zero else dense + expert
-
-
-def update_bytes(optimizer: str, engine: Engine, itemsize: int) -> float:
-    """Return the bytes that the optimizer step reads and writes for each updated parameter. optimizer: such as "adamw";
-    engine: training engine, whose gradient type counts; itemsize: bytes of an element of parameters."""
-    narrow = engine.narrow_states and engine.gradient_bytes == 2 and itemsize == 2
-    return (NARROW_OPTIMIZER_BYTES if narrow else OPTIMIZER_BYTES)[optimizer]
-
-
 class PipelineTimes:
     """Predictor of the seconds of a training step on each pipeline rank, under candidate layouts with the same pipeline
     stages.
 
     Stages with the same kinds of layers, and ranks with the same stages, are computed once ("distinct"). Dimensions:
-    candidates [n], distinct stages [s], distinct ranks [r], phases (forward, input gradients, weight gradients), parts
-    [p] (compute and communication, or 1 if summed).
+    distinct stages [s], distinct ranks [r], phases (forward, input gradients, weight gradients), parts [p] (compute and
+    communication, or 1 if summed), candidates [n].
 
     Attributes:
         layer_times: Times of layers, embedding and head.
@@ -113,7 +95,7 @@ class PipelineTimes:
         of_rank: Number of stages of each distinct kind on each distinct rank [r, s].
         members: Pipeline ranks that each distinct rank stands for.
         replicas: Copies of the model that the ranks together hold: 2 under bidirectional schedules.
-        dense, expert: Numbers of dense and expert-parallel parameters of each distinct stage [n, s].
+        dense, expert: Numbers of dense and expert-parallel parameters of each distinct stage [s, n].
     """
 
     def __init__(
@@ -125,8 +107,9 @@ class PipelineTimes:
         self.replicas = sum(map(len, places)) // len(stages)
         numbers: dict[object, int] = {}
         self.examples, self.which = list[Stage](), []
-        for stage in stages:
-            key = frozenset(layer_kinds(config, stage).items()), stage.first, stage.last
+        counts_of = layer_times.layer_counts(stages)
+        for stage, kinds in zip(stages, counts_of.tolist(), strict=True):
+            key = *kinds, stage.first, stage.last
             if key not in numbers:
                 numbers[key] = len(numbers)
                 self.examples.append(stage)
@@ -138,24 +121,24 @@ class PipelineTimes:
         self.members = list(equal.values())
         self.counts = np.array([len(each) for each in self.members], dtype=np.float64)
         self.of_rank = np.zeros((len(equal), len(self.examples)))
-        for number, kinds in enumerate(equal):
-            for stage_number, times in kinds:
+        for number, stage_numbers in enumerate(equal):
+            for stage_number, times in stage_numbers:
                 self.of_rank[number, stage_number] = times
-        kinds_of = [layer_kinds(config, each) for each in self.examples]
-        self.of_kind = np.array([[each[kind] for kind in layer_times.kinds] for each in kinds_of])
+        self.of_kind = layer_times.layer_counts(self.examples).astype(np.float64)
         self.layers = self.of_kind.sum(axis=1)
         self.first, self.last = (np.array([getattr(one, end) for one in self.examples]) for end in ("first", "last"))
         counts = layer_times.parameter_counts(index)
         sizes = [counts.of_stage(config, stage) for stage in self.examples]
         self.dense, self.expert = (
-            np.stack([np.broadcast_to(each[part], len(index)) for each in sizes], axis=1) for part in (0, 1)
+            np.stack([np.broadcast_to(each[part], len(index)) for each in sizes]) for part in (0, 1)
         )
-        self.rank_dense, self.rank_expert = self.dense @ self.of_rank.T, self.expert @ self.of_rank.T
+        self.rank_dense, self.rank_expert = self.of_rank @ self.dense, self.of_rank @ self.expert
         self._times: dict[tuple[bool, int, int], Floats] = {}
+        self._calls: dict[tuple[int, int], tuple[Floats, Floats]] = {}
 
     def stage_seconds(self, at_once: bool, zero: int, groups: ProcessGroups) -> Floats:
         """Return the seconds of a micro-batch in each distinct stage, including exposed communication of ZeRO-2 and 3:
-        [n, s, phases, p]. at_once: the last stage's backward directly follows its forward; zero: ZeRO stage; groups:
+        [s, phases, p, n]. at_once: the last stage's backward directly follows its forward; zero: ZeRO stage; groups:
         process groups."""
         key = (at_once, zero, id(groups)) if zero >= 2 else (at_once, 0, 0)
         if key not in self._times:
@@ -165,36 +148,36 @@ class PipelineTimes:
     def keeps_gradient(self, at_once: bool) -> Array:
         """Return an array of bool [n]: True if the forward of the last stage computes and saves the head's gradients.
         at_once: its backward directly follows its forward."""
-        layers = next(int(number) for number, last in zip(self.layers, self.last, strict=True) if last)
+        layers = int(self.layers[self.last][0])
         return self.layer_times.keeps_gradient(self.index, layers, at_once)
 
     def _unsharded(self, at_once: bool) -> Floats:
         """Return `stage_seconds` without communication of ZeRO-2 and 3. at_once: the last stage's backward directly
         follows its forward."""
         layer_times, index = self.layer_times, self.index
-        found: Floats = np.einsum("nkhp,sk->nshp", layer_times.layer[index], self.of_kind)
-        found[:, self.first] += layer_times.first[index][:, None]
-        kept = self.keeps_gradient(at_once)
-        found[:, self.last] += layer_times.last[index, kept.astype(np.int64)][:, None]
+        found: Floats = np.tensordot(self.of_kind, layer_times.layer[..., index], 1)
+        found[self.first] += layer_times.first[..., index]
+        computed_later, kept = layer_times.last[..., index]
+        found[self.last] += np.where(self.keeps_gradient(at_once), kept, computed_later)
         return found
 
     def _sharded(self, at_once: bool, zero: int, groups: ProcessGroups) -> Floats:
         """Return `stage_seconds` (same arguments) with the exposed communication of ZeRO-2 and 3 added to the last part
         ("data")."""
         found = self.stage_seconds(at_once, 0, groups).copy()
-        gather, scatter = self.zero_calls(zero, groups, self.dense / self.layers, self.expert / self.layers)
-        forward, *back = np.moveaxis(add_parts(found), -1, 0)
-        slowdown = groups.gradient_slowdown(True)[:, None]
-        waits = exposed_zero_seconds(gather, scatter, self.layers, forward, back[0] + back[1], slowdown)
-        found[:, :, 0, -1] += waits[0]
-        found[:, :, 1, -1] += waits[1]
+        layers = self.layers[:, None]
+        gather, scatter = self.zero_calls(zero, groups, self.dense / layers, self.expert / layers)
+        forward, input_gradient, weight_gradient = np.moveaxis(add_parts(found), 1, 0)
+        back, slowdown = input_gradient + weight_gradient, groups.gradient_slowdown(True)
+        waits = exposed_zero_seconds(gather, scatter, layers, forward, back, slowdown)
+        found[:, :2, -1] += np.stack(waits, axis=1)
         return found
 
     def zero_calls(self, zero: int, groups: ProcessGroups, dense: Floats, expert: Floats) -> tuple[Floats, Floats]:
         """Return the seconds of the (all-gathers, reduce-scatters) of a micro-batch under ZeRO-2 and 3. zero: ZeRO
-        stage; groups: process groups; dense, expert: numbers of dense and of expert-parallel parameters [n, ...]."""
-        gather, scatter = np.zeros(dense.T.shape), np.zeros(dense.T.shape)
-        for numel, (_, axis, _) in zip((dense.T, expert.T), SHARES, strict=True):
+        stage; groups: process groups; dense, expert: numbers of dense and of expert-parallel parameters [..., n]."""
+        gather, scatter = np.zeros(dense.shape), np.zeros(dense.shape)
+        for numel, (_, axis, _) in zip((dense, expert), SHARES, strict=True):
             if numel.any():
                 scatter = scatter + groups.seconds("reduce-scatter", axis, numel * self.layer_times.gradient_bytes)
                 if zero == 3:
@@ -202,12 +185,12 @@ class PipelineTimes:
                         self.layer_times.problem.config, self.layer_times.dtype
                     )
                     gather = gather + groups.seconds("all-gather", axis, numel * size)
-        return gather.T, scatter.T
+        return gather, scatter
 
     def rank_seconds(self, times: Floats) -> Floats:
-        """Return the seconds of a micro-batch on each distinct rank, summed over its stages: [n, r, phases, p]. times:
+        """Return the seconds of a micro-batch on each distinct rank, summed over its stages: [r, phases, p, n]. times:
         seconds in each distinct stage, from `stage_seconds`."""
-        found: Floats = np.einsum("nshp,rs->nrhp", times, self.of_rank)
+        found: Floats = np.tensordot(self.of_rank, times, 1)
         return found
 
     def gradient_seconds(
@@ -220,10 +203,25 @@ class PipelineTimes:
         of micro-batches that can overlap the communication; overlaps: False to return all seconds of communication, as
         if nothing overlapped it.
         """
+        engine, layers = self.layer_times.problem.engine, (self.of_rank @ self.layers)[:, None]
+        if (zero, id(groups)) not in self._calls:
+            self._calls[zero, id(groups)] = self._gradient_calls(zero, groups, layers)
+        sums, gathers = self._calls[zero, id(groups)]
+        if not (overlaps and engine.overlaps_data):
+            return sums + gathers
+        busy = add_parts(ranks)
+        forward, backward = (passes * each.max(axis=0) for each in (busy[:, 0], busy[:, 1] + busy[:, 2]))
+        slowdown = groups.gradient_slowdown(zero > 0)
+        waits = exposed_seconds(sums, backward, layers, slowdown)
+        return waits + (exposed_seconds(gathers, forward, layers, slowdown) if engine.overlaps_gathers else gathers)
+
+    def _gradient_calls(self, zero: int, groups: ProcessGroups, layers: Floats) -> tuple[Floats, Floats]:
+        """Return the seconds, once a step, of (gradient reductions, all-gathers of updated parameters) on each distinct
+        rank [r, n], overlapped or not. zero: ZeRO stage; groups: process groups; layers: number of a rank's layers
+        [r, 1]."""
         layer_times, engine = self.layer_times, self.layer_times.problem.engine
         sums = gathers = np.zeros((1, 1))
-        numbers = (self.rank_dense.T, groups.shards[0]), (self.rank_expert.T, groups.shards[1])
-        layers = (self.of_rank @ self.layers)[:, None]
+        numbers = (self.rank_dense, groups.shards[0]), (self.rank_expert, groups.shards[1])
 
         def spend(operation: Collective, axis: str, size: Floats) -> Floats:
             """Return the seconds of a collective in messages of the engine's bucket size, or of one layer each."""
@@ -243,22 +241,17 @@ class PipelineTimes:
                 sums = sums + spend("all-reduce", replicas, size / shards)
             if zero in (1, 2):
                 gathers = gathers + spend("all-gather", axis, numel * layer_times.itemsize)
-        if not (overlaps and engine.overlaps_data):
-            return sums + gathers
-        busy = add_parts(ranks)
-        forward, backward = (passes * each.max(axis=1) for each in (busy[..., 0], busy[..., 1] + busy[..., 2]))
-        slowdown = groups.gradient_slowdown(zero > 0)
-        waits = exposed_seconds(sums, backward, layers, slowdown)
-        return waits + (exposed_seconds(gathers, forward, layers, slowdown) if engine.overlaps_gathers else gathers)
+        return sums, gathers
 
     def optimizer_seconds(self, zero: int, groups: ProcessGroups) -> Floats:
         """Return the seconds of the optimizer step on the rank that updates most parameters: [n]. zero: ZeRO stage;
         groups: process groups."""
         layer_times, problem = self.layer_times, self.layer_times.problem
-        most = updated_parameters(zero, self.rank_dense.T, self.rank_expert.T, *groups.shards).max(axis=0)
-        return np.asarray(
-            most * update_bytes(problem.optimizer, problem.engine, layer_times.itemsize) / layer_times.rates.memory
-        )
+        shards, expert_shards = groups.shards if zero else (1, 1)
+        updated = (self.rank_dense / shards + self.rank_expert / expert_shards).max(axis=0)
+        narrow = problem.engine.narrow_states and problem.engine.gradient_bytes == layer_times.itemsize == 2
+        moved = (NARROW_OPTIMIZER_BYTES if narrow else OPTIMIZER_BYTES)[problem.optimizer]
+        return np.asarray(updated * moved / layer_times.rates.memory)
 
     def communicated_zero(self, zero: int) -> int:
         """Return the ZeRO stage by which communication is predicted (`communicated_zero_stage`). zero: the layout's
@@ -267,6 +260,6 @@ class PipelineTimes:
 
 
 def add_parts(times: Floats) -> Floats:
-    """Return `times`, seconds [..., parts], summed over the last dimension."""
-    found: Floats = times[..., 0] if times.shape[-1] == 1 else times.sum(axis=-1)
+    """Return `times`, seconds [..., parts, candidates], summed over the parts."""
+    found: Floats = times[..., 0, :] if times.shape[-2] == 1 else times.sum(axis=-2)
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -29,29 +29,38 @@ class ProcessGroups:
         self.collectives, self.layouts = collectives, layouts
         self.which = np.arange(len(layouts)) if which is None else which
         self._costs: dict[tuple[str, str], Cost | CostByLayout] = {}
-        self._groups: dict[str, list[Group]] = {}
+        self._groups: dict[str, tuple[list[Group], Array]] = {}
         self._slowdown: dict[bool, Floats] = {}
 
-    def groups(self, axis: str) -> list[Group]:
-        """Return the process group of an axis such as "data" under each distinct layout (`group_of`)."""
+    def groups(self, axis: str) -> tuple[list[Group], Array]:
+        """Return (distinct process groups of an axis such as "data", index of each candidate's [candidates])."""
         if axis not in self._groups:
-            self._groups[axis] = [group_of(layout, axis, self.collectives.cluster) for layout in self.layouts]
+            numbers: dict[Group, int] = {}
+            of = [group_of(layout, axis, self.collectives.cluster) for layout in self.layouts]
+            index = np.array([numbers.setdefault(group, len(numbers)) for group in of], dtype=np.int64)
+            self._groups[axis] = list(numbers), index[self.which]
         return self._groups[axis]
+
+    def _by_group(self, axis: str, get: Callable[[Group], float]) -> Floats:
+        """Return get(process group of an axis) for each candidate: [candidates]."""
+        groups, which = self.groups(axis)
+        return np.array([get(group) for group in groups], dtype=np.float64)[which]
 
     def ranks(self, axis: str) -> Floats:
         """Return the number of ranks in a process group of an axis such as "data": [candidates]."""
-        return np.array([group.ranks for group in self.groups(axis)], dtype=np.float64)[self.which]
+        return self._by_group(axis, lambda group: group.ranks)
 
     def seconds(self, operation: Collective, axis: str, size: Floats) -> Floats:
         """Return the seconds of a collective over an axis: [..., candidates]. operation: such as "all-reduce"; axis:
         such as "data"; size: bytes of the full vector."""
         if (operation, axis) not in self._costs:
-            costs = [self.collectives.cost(operation, group) for group in self.groups(axis)]
+            groups, which = self.groups(axis)
+            costs = [self.collectives.cost(operation, group) for group in groups]
             if all(isinstance(each, Cost) for each in costs):
                 parts = (np.array([getattr(each, name) for each in costs]) for name in ("start", "byte", "root"))
-                self._costs[operation, axis] = Cost(*(part[self.which] for part in parts))
+                self._costs[operation, axis] = Cost(*(part[which] for part in parts))
             else:
-                self._costs[operation, axis] = CostByLayout(costs, self.which)
+                self._costs[operation, axis] = CostByLayout(costs, which)
         return self._costs[operation, axis].seconds_at(size)
 
     def distinct_places(self, axis: str, chosen: int, groups: tuple[int, int] = (1, 1)) -> Floats:
@@ -61,14 +70,14 @@ class ProcessGroups:
         axis: axis of the process group; groups: (groups chosen per token, number of groups) for group-limited routing,
         which restricts a token's experts to a few groups; a group is a whole number of nodes if there are enough.
         """
-        places = np.array([group.nodes if group.nodes > 1 else group.ranks for group in self.groups(axis)])[self.which]
+        places = self._by_group(axis, lambda group: group.nodes if group.nodes > 1 else group.ranks)
         places = np.where(places % groups[1] == 0, places * groups[0] / groups[1], places)
         return np.asarray(places / chosen * (1 - (1 - 1 / places) ** chosen))
 
     def overlap_slowdown(self, axis: str) -> Floats:
         """Return the seconds by which computation slows for each second of communication over an axis that overlaps it:
         [candidates]."""
-        return np.array([self.collectives.overlap_slowdown(group) for group in self.groups(axis)])[self.which]
+        return self._by_group(axis, self.collectives.overlap_slowdown)
 
     @cached_property
     def shards(self) -> tuple[Floats, Floats]:

@@ -13,9 +13,9 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.cost import engines
 from meshwright.planner.cost.bounds import Bounds, StepProperties, bound_seconds
-from meshwright.planner.cost.bubbles import closed_makespan, stages_by_rank
+from meshwright.planner.cost.bubbles import closed_makespan, find_busiest_rank, stages_by_rank
 from meshwright.planner.cost.layer_times import MICRO_BATCH_PARTS, UNCORRECTED, LayerTimes
-from meshwright.planner.cost.pipeline_times import OPTIMIZER_BYTES, PipelineTimes, overlapping_passes
+from meshwright.planner.cost.pipeline_times import OPTIMIZER_BYTES, PipelineTimes, add_parts, overlapping_passes
 from meshwright.planner.cost.process_groups import ProcessGroups
 from meshwright.planner.cost.rates import straggler_terms
 from meshwright.planner.hardware.cluster import Cluster
@@ -133,7 +133,7 @@ class StepPredictor:
         zero = of.communicated_zero(layout.zero)
         times = of.stage_seconds(followed_at_once(layout), zero, groups)
         ranks = of.rank_seconds(times)
-        totals = layout.micro_batches / of.replicas * ranks[0]
+        totals = layout.micro_batches / of.replicas * ranks[..., 0]
         busiest = totals.sum(axis=(1, 2)).argmax()
         breakdown = dict(zip(MICRO_BATCH_PARTS, totals[busiest].sum(axis=0).tolist(), strict=True))
         if problem.teacher is not None:
@@ -164,24 +164,18 @@ class StepPredictor:
 
     def durations(self, pipeline: PipelineTimes, times: Floats, factor: float = 1.0) -> Durations:
         """Return the seconds, multiplied by `factor`, of forward, input-gradient and weight-gradient passes in each
-        stage, and of messages. pipeline: times of the pipeline; times: seconds in each distinct stage [1, s, phases,
-        p]."""
-        forward, back, weight = factor * times[0].sum(axis=-1)[pipeline.which].T
+        stage, and of messages. pipeline: times of the pipeline; times: seconds in each distinct stage [s, phases, p,
+        1]."""
+        forward, back, weight = factor * times[..., 0].sum(axis=-1)[pipeline.which].T
         return Durations(forward, back, weight, factor * self.transfer() if self.layout.pp > 1 else 0.0)
 
     def _closed(self, pipeline: PipelineTimes, ranks: Floats) -> tuple[float, float]:
         """Return (makespan, seconds of it due to messages) of the pipeline schedule in closed form. pipeline: times of
-        the pipeline; ranks: seconds of a micro-batch on each distinct rank [1, r, phases, p]."""
+        the pipeline; ranks: seconds of a micro-batch on each distinct rank [r, phases, p, 1]."""
         layout = self.layout
-        phases = np.moveaxis(ranks.sum(axis=-1), -1, 0) / pipeline.replicas
+        busiest = find_busiest_rank(add_parts(ranks) / pipeline.replicas, pipeline.counts)
         found, messages = closed_makespan(
-            layout.schedule,
-            layout.chunks,
-            layout.micro_batches,
-            phases,
-            pipeline.counts,
-            pipeline.count,
-            self.transfer(),
+            layout.schedule, layout.chunks, layout.micro_batches, busiest, pipeline.count, self.transfer()
         )
         return float(found[0]), float(messages)
 
@@ -200,13 +194,13 @@ class StepPredictor:
         included."""
         of, layout = self.pipeline(None), self.layout
         zero = of.communicated_zero(layout.zero)
-        ranks = np.zeros((1, len(of.members), 3, 1))
+        ranks = np.zeros((len(of.members), 3, 1, 1))
         once = of.gradient_seconds(zero, self.groups, ranks, np.zeros(()), overlaps=False)[:, 0]
         if zero < 2:
             return float(once.max())
-        layers = of.of_rank @ of.layers  # a call each, as in the exposed time: latency counts for every one of them
+        layers = (of.of_rank @ of.layers)[:, None]  # a call each, as in the exposed time: each has its latency
         gather, scatter = of.zero_calls(zero, self.groups, of.rank_dense / layers, of.rank_expert / layers)
-        return float((once + layout.micro_batches / of.replicas * layers * (2 * gather + scatter)[0]).max())
+        return float((once + layout.micro_batches / of.replicas * (layers * (2 * gather + scatter))[:, 0]).max())
 
 
 def pipeline_durations(problem: Problem, layout: Layout, step_factors: Floats) -> tuple[PipelineProgram, Durations]:

@@ -206,16 +206,13 @@ class _StepTraffic(DataCalls):
                     gathered.subtract(self.table.needed_by(units[-1]))
             if kind in COMPUTING:
                 before = (stage, of) if kind == Kind.FORWARD else None
+        record = RECORD_BYTES.get(str(self.config.adapter and self.config.adapter.packed), 0)
         for unit, times in gathered.items():
             for part in self.table.unit_buffers(unit, self.layout):
                 if self.zero_stage(part):
-                    numel = self.buffer_numel(unit, part)
-                    size = self.work.parameter_bytes
+                    numel, size = self.buffer_numel(unit, part), self.work.parameter_bytes
                     if part == "packed":
-                        numel, size = (
-                            numel // BLOCK * RECORD_BYTES[str(self.config.adapter and self.config.adapter.packed)],
-                            1,
-                        )
+                        numel, size = numel // BLOCK * record, 1
                     self.count_zero_collective("data.parameters", "all_gather", part, numel, size, times)
 
     def count_partial_gradients(self, units: Counter[str]) -> None:

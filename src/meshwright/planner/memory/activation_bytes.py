@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 
 from meshwright.planner.cost.adapters import frozen_bytes_per_trained
-from meshwright.planner.cost.layer_times import group_by_structure, layer_examples, micro_batch_of
-from meshwright.planner.cost.micro_batch import DTYPES, LayerKind, MicroBatch, Number
+from meshwright.planner.cost.layer_times import group_by_structure, micro_batch_of
+from meshwright.planner.cost.micro_batch import DTYPES, LayerKind, MicroBatch, Number, layer_examples
 from meshwright.planner.memory import compiled_peaks
 from meshwright.planner.memory.compiled_blocks import can_predict_compiled
 from meshwright.planner.memory.published import StateBytes, published_layer
@@ -32,9 +32,9 @@ class ActivationBytes:
     """Bytes of the activations that a rank saves of one micro-batch under candidate layouts, in closed form.
 
     Attributes:
-        layer: Bytes of a layer of each kind [candidates, kinds].
+        layer: Bytes of a layer of each kind [kinds, candidates].
         queued_layer: Bytes of a layer of each kind whose input gradients are done and whose weight gradients are queued
-            (split backward) [candidates, kinds].
+            (split backward) [kinds, candidates].
         first: Bytes that only the first stage saves, outside its layers [candidates].
         last: Bytes that only the last stage saves, outside its layers [candidates].
         head: Bytes of the gradient of the head's weight, saved for each micro-batch whose backward does not directly
@@ -50,13 +50,13 @@ class ActivationBytes:
         which = np.array([distinct.setdefault(one.layout, len(distinct)) for one in candidates])
         layouts = [StageCandidate(layout, 1) for layout in distinct]  # type: ignore[arg-type]
         rows = np.array([one.rows for one in candidates])
-        one = np.zeros((len(layouts), 2 * len(kinds) + 3))
+        one = np.zeros((2 * len(kinds) + 3, len(layouts)))
         as_arrays = not (self.ours and problem.compile)
         for group in group_by_structure(problem.config, layouts) if as_arrays else np.arange(len(layouts))[:, None]:
-            one[group] = self._one_sequence([layouts[at] for at in group.tolist()])
-        found = one[which] * rows[:, None]
-        self.layer, self.queued_layer = found[:, : len(kinds)], found[:, len(kinds) : -3]
-        self.first, self.last, passing = found[:, -3:].T
+            one[:, group] = self._one_sequence([layouts[at] for at in group.tolist()])
+        found = one[:, which] * rows
+        self.layer, self.queued_layer = found[: len(kinds)], found[len(kinds) : -3]
+        self.first, self.last, passing = found[-3:]
         sizes = [(one.rows, one.layout.tp, one.layout.cp) for one in candidates]
         losses = {size: self._loss(*size) for size in dict.fromkeys(sizes)}
         self.head, logits = np.array([losses[size] for size in sizes]).T
@@ -64,8 +64,8 @@ class ActivationBytes:
         self.passing = passing + logits if self.ours else np.maximum(passing, logits)
 
     def _one_sequence(self, layouts: Sequence[StageCandidate]) -> Floats:
-        """Return the bytes of a micro-batch of one sequence, under layouts that are equal in `structure`: [layouts,
-        columns]. Columns: a layer of each kind, a queued layer of each kind, first, last, temporaries."""
+        """Return the bytes of a micro-batch of one sequence, under layouts that are equal in `structure`: [rows,
+        layouts]. Rows: a layer of each kind, a queued layer of each kind, first, last, temporaries."""
         problem = self.problem
         batch = micro_batch_of(
             problem, layouts, device=problem.cluster.kind, masked=problem.documents > 1, rows=1, responses=0
@@ -76,10 +76,10 @@ class ActivationBytes:
         stream = batch.tokens * problem.config.hidden * self.itemsize
         stream = stream / (batch.tp if batch.layout.tensor_sequence_parallel else 1)
         columns = self._ours(batch, stream) if self.ours else self._published(batch, stream)
-        return np.stack([np.broadcast_to(each, len(layouts)) for each in columns], axis=1).astype(np.float64)
+        return np.stack([np.broadcast_to(each, len(layouts)) for each in columns]).astype(np.float64)
 
     def _published(self, batch: MicroBatch, stream: Number) -> list[Number]:
-        """Return the columns of `_one_sequence` for an engine other than `meshwright`, from its published closed form.
+        """Return the rows of `_one_sequence` for an engine other than `meshwright`, from its published closed form.
         stream: bytes of the hidden states of one sequence on a rank."""
         unrecomputed = replace(batch, layout=batch.layout.with_(recompute="none"))
         saved, again = (
@@ -90,10 +90,10 @@ class ActivationBytes:
         return [*saved, *saved, 0.0, stream, recomputed + 2 * stream]
 
     def _ours(self, batch: MicroBatch, stream: Number) -> list[Number]:
-        """Return the columns of `_one_sequence` for the engine `meshwright`. stream: bytes of the hidden states of one
+        """Return the rows of `_one_sequence` for the engine `meshwright`. stream: bytes of the hidden states of one
         sequence on a rank."""
         compiled, recompute = self.problem.compile, batch.layout.recompute
-        whole = replace(batch, layout=batch.layout.with_(recompute="none"))
+        whole = batch if recompute == "none" else replace(batch, layout=batch.layout.with_(recompute="none"))
 
         def saved(of: MicroBatch, stage: Stage) -> Number:
             """Return the bytes of the activations that a stage saves."""

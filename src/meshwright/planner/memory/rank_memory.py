@@ -219,9 +219,5 @@ def _make_item(category: str, name: str, size: float) -> Item:
 @lru_cache(maxsize=64)
 def fullest_rank(problem: Problem, layout: Layout) -> RankMemory:
     """Return the memory of the pipeline rank with the highest peak."""
-    return max((memory_of(problem, layout, rank) for rank in distinct_ranks(problem, layout)), key=_size)
-
-
-def _size(rank: RankMemory) -> int:
-    """Return a rank's total bytes on the device, for sorting."""
-    return rank.device_bytes
+    ranks = (memory_of(problem, layout, rank) for rank in distinct_ranks(problem, layout))
+    return max(ranks, key=lambda rank: rank.device_bytes)

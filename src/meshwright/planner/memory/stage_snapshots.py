@@ -172,12 +172,8 @@ class StageSnapshots:
                 queue += self._queue_of(unit)
             left -= self.of_unit[place] - (self.of_loss if unit == "head" else 0)
         if split:  # units without products are complete: until now their gradients were held beside the sums
-            ends = [
-                each
-                for place in range(len(self.units))
-                if not self._has_queued_gradients(place)
-                for each in self._unsharded_gradients(place)
-            ]
+            complete = (place for place, unit in enumerate(self.units) if unit not in self._layer)
+            ends = [each for place in complete for each in self._unsharded_gradients(place)]
             waiting = activation("queue of weight gradients", queue)
             yield self._snapshot("input gradients", left, (waiting, *ends, *self.in_flight(state.before)), -1, True)
 
@@ -317,11 +313,6 @@ class StageSnapshots:
         """Return True if a unit such as "layers.3" is a layer whose experts are expert-parallel."""
         return self.batch.expert_parallel and unit in self._layer and self.batch.config.has_experts(self._layer[unit])
 
-    def _has_queued_gradients(self, unit_index: int) -> bool:
-        """Return True if the unit with index `unit_index` is a layer, whose gradients are complete only after the
-        weight-gradient pass."""
-        return self.units[unit_index] in self._layer
-
     # --- parameters and gradients
 
     def _gathered(self, unit_index: int, step: int) -> list[Temporary]:
@@ -378,9 +369,12 @@ class StageSnapshots:
 
     def started_reductions(self, state: BackwardState, weights: bool | None = None) -> list[Reduction]:
         """Return the gradient reductions that a backward starts. state: state when it begins; weights: True for its
-        weight-gradient pass, False for its input-gradient pass, None for an unsplit backward."""
-        places = (at for at in range(len(self.units)) if weights is None or self._has_queued_gradients(at) == weights)
-        return self._list_reductions(places, state)
+        weight-gradient pass, which completes the gradients of layers, False for its input-gradient pass, None for an
+        unsplit backward."""
+        units = enumerate(self.units)
+        return self._list_reductions(
+            (at for at, unit in units if weights is None or (unit in self._layer) == weights), state
+        )
 
     def _list_reductions(self, places: Iterable[int], state: BackwardState) -> list[Reduction]:
         """Return, in order, the gradient reductions that a backward starts for the units with the indices `places`.

@@ -92,22 +92,14 @@ def flats_of(table: ParameterTable, layout: Layout, units: Sequence[str]) -> lis
     found = []
     for unit in units:
         for part in table.unit_buffers(unit, layout):
-            shards = shard_count(layout, part)
+            shards = layout.group_size(AXES_OF[part][1])
             # Nothing of frozen parameters is updated: they are sharded by ZeRO-3 alone.
             zero = layout.zero if shards > 1 and (part in TRAINED_BUFFERS or layout.zero == 3) else 0
-            numel = table.unit_numel(unit, layout, part)
-            found.append(
-                Flat(
-                    unit,
-                    part,
-                    numel,
-                    padded_numel(numel, (shards if zero else 1) * (1 + (part == "packed"))),
-                    shards if zero else 1,
-                    zero,
-                    packed := table.unit_tensors(unit, layout, part)[0].entries[0].packed,
-                    _count_scale_bytes(table, layout, unit) if packed == "nf4-double" else 0,
-                )
-            )
+            shards = shards if zero else 1
+            numel, packed = table.unit_numel(unit, layout, part), table.unit_tensors(unit, layout, part)[0]
+            padded, form = padded_numel(numel, shards * (1 + (part == "packed"))), packed.entries[0].packed
+            scales = _count_scale_bytes(table, layout, unit) if form == "nf4-double" else 0
+            found.append(Flat(unit, part, numel, padded, shards, zero, form, scales))
     return found
 
 
@@ -116,11 +108,6 @@ def _count_scale_bytes(table: ParameterTable, layout: Layout, unit: str) -> int:
     unit: those of whole matrices."""
     tensors = table.unit_tensors(unit, layout, "packed")
     return sum(scale_bytes(entry.numel) for tensor in tensors for entry in tensor.entries)
-
-
-def shard_count(layout: Layout, part: BufferKind) -> int:
-    """Return the number of ranks over which ZeRO shards parameters. part: kind of the flat buffer."""
-    return layout.group_size(AXES_OF[part][1])
 
 
 def list_states(flats: Sequence[Flat], parameter_dtype: str, master_dtype: str, optimizer: str) -> Iterator[State]:

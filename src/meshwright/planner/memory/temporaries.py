@@ -115,10 +115,7 @@ def flash_backward(batch: MicroBatch, heads: int, kv_heads: int, length: int, do
     """
     size = batch.config.head_dim
     lines = heads * (batch.rows * length + 128 * documents if documents else batch.rows * (-(-length // 128) * 128))
-    found = {
-        "result times its gradient": lines * 4,
-        "upcast gradient of queries": lines * (-(-size // 32) * 32) * 4,
-    }
+    found = {"result times its gradient": lines * 4, "upcast gradient of queries": lines * (-(-size // 32) * 32) * 4}
     if kv_heads < heads:
         found["gradients of keys and values of every query head"] = 4 * batch.rows * length * heads * size
     return found

@@ -244,43 +244,32 @@ def _warnings(problem: Problem, layout: Layout, memory: RankMemory) -> list[str]
         except UserError as error:
             if not config.planning_only:
                 found.append(f"meshwright train refuses it: {error}")
-    outside = [
-        what
-        for what, there in (
-            *((axis, getattr(layout, axis) > 1 and axis not in engine.axes) for axis in ("tp", "cp", "pp", "ep")),
-            (f"zero{layout.zero}", layout.zero not in engine.zero),
-            (
-                layout.schedule,
-                layout.pp > 1 and layout.schedule not in engine.schedules and engine.name != "meshwright",
-            ),
-        )
-        if there
-    ]
+    ours, on_cpu = engine.name == "meshwright", problem.cluster.kind == "cpu"
+    outside = [axis for axis in ("tp", "cp", "pp", "ep") if getattr(layout, axis) > 1 and axis not in engine.axes]
+    outside += [f"zero{layout.zero}"] if layout.zero not in engine.zero else []
+    outside += [layout.schedule] if layout.pp > 1 and not ours and layout.schedule not in engine.schedules else []
     if outside:
         found.append(f"{engine.name} is not known to have {' and '.join(outside)}; priced as if it had")
-    if config.prediction_layers:
-        found.append("multi-token prediction: its parameters and time are priced, not its activations")
-    if config.latent is not None and (problem.compile or engine.name not in ("meshwright", "hai-llm")):
-        found.append("latent attention: kernels and memory are those of this engine's uncompiled blocks")
-    if config.attention_sinks and problem.compile:
-        found.append("attention sinks and clamped SwiGLU: memory is that of compiled blocks without them")
-    if config.head == "masked":
-        found.append(f"assumed that {MASKED_SHARE:.0%} of the tokens are masked: the head computes only these")
-    if problem.assumed is not None:
-        found.append(problem.assumed)
-    if problem.sequence > config.max_positions:
-        found.append(f"sequence {problem.sequence} is longer than the model's {config.max_positions} positions")
-    if problem.precision == "fp8" and not engine.eight_bit_activations:
-        found.append("memory is that of bf16: fp8 copies and fp8 saved activations are not priced")
-    if problem.documents > 1 and problem.cluster.kind == "cpu" and engine.name == "meshwright":
-        found.append("memory is the maximum over all document boundaries within sequences")
-    if problem.cluster.kind == "cpu" and not problem.process:
-        found.append("memory is that of tensors alone: that of a process was not measured on this machine")
-    if problem.compile and not memory.compiled:
-        found.append("memory is that of uncompiled blocks")
-    elif problem.compile and (line := version_warning()):
-        found.append(line)
-    return found
+    other_latent = config.latent is not None and (problem.compile or engine.name not in ("meshwright", "hai-llm"))
+    length, positions, several = problem.sequence, config.max_positions, problem.documents > 1
+    lines = (
+        (config.prediction_layers, "multi-token prediction: its parameters and time are priced, not its activations"),
+        (other_latent, "latent attention: kernels and memory are those of this engine's uncompiled blocks"),
+        (config.attention_sinks and problem.compile,
+         "attention sinks and clamped SwiGLU: memory is that of compiled blocks without them"),
+        (config.head == "masked",
+         f"assumed that {MASKED_SHARE:.0%} of the tokens are masked: the head computes only these"),
+        (problem.assumed, problem.assumed),
+        (length > positions, f"sequence {length} is longer than the model's {positions} positions"),
+        (problem.precision == "fp8" and not engine.eight_bit_activations,
+         "memory is that of bf16: fp8 copies and fp8 saved activations are not priced"),
+        (several and on_cpu and ours, "memory is the maximum over all document boundaries within sequences"),
+        (on_cpu and not problem.process,
+         "memory is that of tensors alone: that of a process was not measured on this machine"),
+        (problem.compile and not memory.compiled, "memory is that of uncompiled blocks"),
+        (line := problem.compile and memory.compiled and version_warning(), line),
+    )  # fmt: skip
+    return [*found, *(str(line) for occurs, line in lines if occurs)]
 
 
 def model_document(config: ModelConfig) -> dict[str, int]:

@@ -10,9 +10,9 @@ import numpy as np
 
 from meshwright.layout import LEAST_MICRO_BATCHES, Layout
 from meshwright.names import BIDIRECTIONAL_SCHEDULES, RECOMPUTE
-from meshwright.planner.cost.bubbles import closed_makespan, in_flight, stages_by_rank
+from meshwright.planner.cost.bubbles import BusiestRank, closed_makespan, find_busiest_rank, in_flight, stages_by_rank
 from meshwright.planner.cost.layer_times import LayerTimes
-from meshwright.planner.cost.pipeline_times import PipelineTimes, overlapping_passes
+from meshwright.planner.cost.pipeline_times import PipelineTimes, add_parts, overlapping_passes
 from meshwright.planner.cost.process_groups import Array, ProcessGroups
 from meshwright.planner.cost.rates import straggler_terms
 from meshwright.planner.cost.reference_step import measured_step_factors
@@ -97,27 +97,31 @@ def screen(problem: Problem) -> ScreenedLayouts:
     factors = measured_step_factors(problem.cluster, problem.precision, problem.engine)
     layer_times = LayerTimes(problem, every, factors)
     summed, memory = layer_times.sum_parts(), ActivationBytes(problem, every, layer_times.kinds)
-    blocks: list[tuple[Array, ...]] = []
+    blocks: list[tuple[Array, ...]] = [tuple(np.zeros(0) for _ in range(4))]
+    pipes, zeros, lengths = [0], [0], [0]
     found = list(pipeline_candidates(problem))
-    numbers = {pipe: number for number, pipe in enumerate(found)}
     for ranks in dict.fromkeys(pipe.ranks for pipe in found):
         grid = _FittingCandidates(summed, ranks)
         pipelines: dict[tuple[Any, ...], _Pipeline] = {}
-        for pipe in (pipe for pipe in found if pipe.ranks == ranks):
+        for number, pipe in enumerate(found):
+            if pipe.ranks != ranks:
+                continue
             places = stages_by_rank(pipe.schedule, ranks, pipe.chunks)
             key = pipe.chunks, tuple(map(tuple, places))
             if key not in pipelines:
                 pipelines[key] = _Pipeline(grid, memory, pipe, places)
-            for columns in _screen_pipeline(pipelines[key], pipe):
-                blocks.append((*columns, np.full(len(columns[0]), numbers[pipe])))
-    if not blocks:
-        blocks = [tuple(np.zeros(0) for _ in range(6))]
-    candidate, zero, hybrid, seconds, size, pipe_column = (
-        np.concatenate(column) for column in zip(*blocks, strict=True)
+            for zero, *columns in _screen_pipeline(pipelines[key], pipe):
+                blocks.append(tuple(columns))
+                pipes.append(number)
+                zeros.append(zero)
+                lengths.append(len(columns[0]))
+    candidate, hybrid, seconds, size = (
+        np.concatenate(column) for column in zip(*blocks[len(blocks) > 1 :], strict=True)
     )
     factor, once = straggler_terms(problem.cluster)
     seconds = (factor * seconds + once) * problem.cluster.time_factor
-    return ScreenedLayouts(every, layer_times, found, candidate, pipe_column, zero, hybrid, seconds, size)
+    pipe_column, zero_column = (np.repeat(np.array(each), lengths) for each in (pipes, zeros))
+    return ScreenedLayouts(every, layer_times, found, candidate, pipe_column, zero_column, hybrid, seconds, size)
 
 
 class _Sharding(NamedTuple):
@@ -142,7 +146,8 @@ class _FittingCandidates:
         micro, rest = np.divmod(problem.batch, dp * layer_times.rows)
         fits &= (rest == 0) & (micro > 0) & ((layer_times.tp * layer_times.cp * dp) % layer_times.experts == 0)
         self.index = np.flatnonzero(fits)
-        self.dp, self.micro, self.data = dp[self.index], micro[self.index], (dp * layer_times.cp)[self.index]
+        self.dp, self.micro = dp[self.index], micro[self.index].astype(np.float64)
+        self.data = self.dp * layer_times.cp[self.index]
         self.sharding = {inside: self._sharding(inside) for inside in (False, True)}
         whole = ProcessGroups(layer_times.collectives, [Layout(dp=problem.cluster.devices)] * len(self.index))
         self.transfer = whole.seconds("send", "pp", layer_times.message_bytes(self.index))  # any layout has all devices
@@ -188,54 +193,61 @@ class _Pipeline:
         stages = problem.engine.stages(problem.config, pipeline.ranks * pipeline.chunks, problem.sequence)
         self.of = of = PipelineTimes(grid.layer_times, grid.index, stages, places)
         index = grid.index
-        ends = np.outer(memory.first[index], of.first) + np.outer(memory.last[index], of.last)
-        # [candidates, ranks] of a micro-batch that waits for its backward, and of one whose weight gradients are left.
-        self.saved = (memory.layer[index] @ of.of_kind.T + ends) @ of.of_rank.T
-        self.queued = memory.queued_layer[index] @ of.of_kind.T @ of.of_rank.T
-        self._seconds: dict[tuple[bool, int, bool, bool], tuple[Floats, Floats]] = {}
+        ends = np.outer(of.first, memory.first[index]) + np.outer(of.last, memory.last[index])
+        # [ranks, candidates] of a micro-batch that waits for its backward, and of one whose weight gradients are left.
+        self.saved = of.of_rank @ (of.of_kind @ memory.layer[:, index] + ends)
+        self.queued = of.of_rank @ (of.of_kind @ memory.queued_layer[:, index])
+        self.passing = memory.passing[index]
+        self._ranks: dict[tuple[bool, int, bool], tuple[Floats, BusiestRank]] = {}
+        self._once: dict[tuple[bool, int, bool, bool], Floats] = {}
         self._states: dict[tuple[int, bool], tuple[Floats, Floats]] = {}
 
-    def seconds(self, pipeline: PipelineCandidate, at_once: bool, zero: int, inside: bool) -> tuple[Floats, Floats]:
-        """Return (seconds of a micro-batch on each distinct rank [phases, candidates, ranks], seconds that occur once a
-        step [candidates]).
+    def seconds(
+        self, pipeline: PipelineCandidate, at_once: bool, zero: int, inside: bool
+    ) -> tuple[BusiestRank, Floats]:
+        """Return (seconds of a micro-batch on the busiest rank, seconds that occur once a step [candidates]).
 
         pipeline: schedule of the pipeline; at_once: the last stage's backward directly follows its forward; zero: ZeRO
         stage; inside: True for sharding groups within nodes.
         """
-        key = at_once, zero, inside, pipeline.schedule == "interleaved"
-        if key not in self._seconds:
-            of, groups = self.of, self.grid.sharding[inside].groups
+        of, groups = self.of, self.grid.sharding[inside].groups
+        key = (at_once, zero, inside) if zero >= 2 else (at_once, 0, False)
+        if key not in self._ranks:
             ranks = of.rank_seconds(of.stage_seconds(at_once, zero, groups))
+            self._ranks[key] = ranks, find_busiest_rank(add_parts(ranks) / of.replicas, of.counts)
+        ranks, busiest = self._ranks[key]
+        once = at_once, zero, inside, pipeline.schedule == "interleaved"
+        if once not in self._once:
             passes = overlapping_passes(pipeline.schedule, pipeline.ranks, self.grid.micro)
-            once = of.gradient_seconds(zero, groups, ranks, passes).max(axis=0) + of.optimizer_seconds(zero, groups)
-            self._seconds[key] = np.moveaxis(ranks[..., 0], -1, 0), once
-        return self._seconds[key]
+            communicating = of.gradient_seconds(zero, groups, ranks, passes).max(axis=0)
+            self._once[once] = communicating + of.optimizer_seconds(zero, groups)
+        return busiest, self._once[once]
 
     def states(self, zero: int, inside: bool) -> tuple[Floats, Floats]:
-        """Return (bytes of model states on each distinct rank [candidates, ranks], bytes of a layer that ZeRO-2 and 3
+        """Return (bytes of model states on each distinct rank [ranks, candidates], bytes of a layer that ZeRO-2 and 3
         temporarily gather and reduce [candidates]). zero: ZeRO stage; inside: True for sharding groups within nodes."""
         if (zero, inside) not in self._states:
             of, problem = self.of, self.grid.layer_times.problem
-            shards, expert_shards = (each[:, None] for each in self.grid.sharding[inside].groups.shards)
+            shards, expert_shards = self.grid.sharding[inside].groups.shards
             dense, expert = of.rank_dense, of.rank_expert
             if problem.config.tied_head and of.count > 1:  # a rank with both ends has their matrix once
                 both = (of.of_rank @ of.first) * (of.of_rank @ of.last)
                 matrix = problem.config.vocabulary * problem.config.hidden / self.grid.layer_times.tp[self.grid.index]
-                dense = dense - np.outer(matrix, both / of.replicas**2)
+                dense = dense - np.outer(both / of.replicas**2, matrix)
             stay = state_sizes(problem, zero, dense, shards) + state_sizes(problem, zero, expert, expert_shards)
-            layer, itemsize = np.zeros(len(stay)), self.grid.layer_times.itemsize
+            layer, itemsize = np.zeros(stay.shape[1]), self.grid.layer_times.itemsize
             if of.communicated_zero(zero) < zero:  # held until the pipeline ends
                 gathered = itemsize if zero == 3 else 0
                 stay = stay + (dense + expert) * (gathered + state_bytes_per_parameter(problem).gradients)
             elif zero >= 2:
-                largest = ((of.dense + of.expert) / of.layers).max(axis=1)
+                largest = ((of.dense + of.expert) / of.layers[:, None]).max(axis=0)
                 layer = largest * (3 * self.grid.layer_times.gradient_bytes + (2 * itemsize if zero == 3 else 0))
             self._states[zero, inside] = stay, layer
         return self._states[zero, inside]
 
     def activations(self, pipeline: PipelineCandidate, at_once: bool) -> Floats:
         """Return the bytes of saved activations of all micro-batches in flight at the peak of each distinct rank
-        [candidates, ranks]. pipeline: schedule of the pipeline; at_once: the last stage's backward directly follows its
+        [ranks, candidates]. pipeline: schedule of the pipeline; at_once: the last stage's backward directly follows its
         forward."""
         of, grid = self.of, self.grid
         found = np.zeros(self.saved.shape)
@@ -247,14 +259,17 @@ class _Pipeline:
             head: Floats | float = 0.0  # gradient of the head's weight
             if not at_once and of.of_rank[number] @ of.last:
                 head = np.where(of.keeps_gradient(at_once), self.memory.head[grid.index], 0.0)
-            peaks = waiting * (self.saved[:, number] + head) - head + queued * self.queued[:, number]
-            found[:, number] = peaks.max(axis=(0, 1))
+            peaks = waiting * (self.saved[number] + head) - head + queued * self.queued[number]
+            found[number] = peaks.max(axis=(0, 1))
         return found / of.replicas
 
 
-def _screen_pipeline(costs: _Pipeline, pipeline: PipelineCandidate) -> Iterator[tuple[Array, ...]]:
-    """Yield, for each ZeRO setting, arrays with one entry per layout: candidate index, ZeRO stage, ranks of a sharding
-    group, seconds of a step, bytes at the memory peak. costs: predicted times and memory of the pipeline's ranks."""
+def _screen_pipeline(
+    costs: _Pipeline, pipeline: PipelineCandidate
+) -> Iterator[tuple[int, Array, Array, Floats, Floats]]:
+    """Yield, for each ZeRO setting, its ZeRO stage and arrays with one entry per layout: candidate index, ranks of a
+    sharding group, seconds of a step, bytes at the memory peak. costs: predicted times and memory of the pipeline's
+    ranks."""
     grid = costs.grid
     fits = grid.micro >= LEAST_MICRO_BATCHES.get(pipeline.schedule, 0) * pipeline.ranks
     if pipeline.schedule in BIDIRECTIONAL_SCHEDULES:
@@ -262,23 +277,23 @@ def _screen_pipeline(costs: _Pipeline, pipeline: PipelineCandidate) -> Iterator[
     if not fits.any():
         return
     at_once = pipeline.schedule not in ("gpipe", "looped-bfs") or pipeline.ranks == 1
-    activations = costs.activations(pipeline, at_once)
+    activations = costs.activations(pipeline, at_once) + costs.passing
+    makespans: dict[int, Floats] = {}
     for zero, inside in grid.levels():
         sharding = grid.sharding[inside]
         chosen = fits & sharding.fits if zero else fits
         if not chosen.any():
             continue
-        phases, once = costs.seconds(pipeline, at_once, costs.of.communicated_zero(zero), inside)
-        if pipeline.ranks == 1:
-            makespan = grid.micro * (phases[0] + phases[1] + phases[2])[:, 0]
-        else:
-            makespan, _ = closed_makespan(
-                pipeline.schedule, pipeline.chunks, grid.micro, phases / costs.of.replicas,
-                costs.of.counts, costs.of.count, grid.transfer,
-            )  # fmt: skip
+        busiest, once = costs.seconds(pipeline, at_once, costs.of.communicated_zero(zero), inside)
+        if id(busiest) not in makespans:
+            makespans[id(busiest)] = (
+                grid.micro * busiest.total
+                if pipeline.ranks == 1
+                else closed_makespan(
+                    pipeline.schedule, pipeline.chunks, grid.micro, busiest, costs.of.count, grid.transfer
+                )[0]
+            )
         states, layer = costs.states(zero, inside)
-        size = (states + activations).max(axis=1) + costs.memory.passing[grid.index] + layer
-        yield (
-            grid.index[chosen], np.full(int(chosen.sum()), zero), sharding.hybrid[chosen], (makespan + once)[chosen],
-            size[chosen],
-        )  # fmt: skip
+        size = (states + activations).max(axis=0) + layer
+        at = np.flatnonzero(chosen)
+        yield zero, grid.index[at], sharding.hybrid[at], (makespans[id(busiest)] + once)[at], size[at]

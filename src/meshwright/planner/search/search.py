@@ -133,7 +133,7 @@ def _advice(shortlist: Shortlist, first: float) -> Iterator[TooLargeLayout]:
         at = int(remaining.argmin())
         if remaining[at] >= first or found == MOST_ADVISED:
             return
-        layout = shortlist.layout(at)
+        layout = every.layout(at)
         if not shortlist.accepts(layout):
             remaining[at] = np.inf
             continue
@@ -150,7 +150,7 @@ def _advice(shortlist: Shortlist, first: float) -> Iterator[TooLargeLayout]:
         if chosen is None:
             yield TooLargeLayout(layout, seconds, size, None, None, None)
         else:
-            instead = shortlist.layout(chosen)
+            instead = every.layout(chosen)
             changes = [_CHANGES[name](instead) for name in columns if columns[name][chosen] != columns[name][at]]
             change = " and ".join(dict.fromkeys(changes))
             yield TooLargeLayout(layout, seconds, size, change, instead, shortlist.seconds(chosen, instead))
@@ -169,7 +169,7 @@ def _find_change(
     for changes in range(1, MOST_CHANGES + 1):
         near = np.flatnonzero(fit & (unlike == changes))
         for each in near[np.argsort(expected[near])][:MOST_ADVICE].tolist():
-            if shortlist.fits(shortlist.layout(each)):
+            if shortlist.fits(shortlist.every.layout(each)):
                 return int(each)
     return None
 

@@ -77,7 +77,7 @@ class Shortlist:
                 break
             closed = pending[at]
             pending[at], left[at] = np.inf, False
-            layout = self.layout(at)
+            layout = every.layout(at)
             if not self.accepts(layout):
                 continue
             if needed[at] * DOUBT_BELOW > self.room:
@@ -155,10 +155,6 @@ class Shortlist:
         candidate; layout: its layout."""
         layer_times = self.every.layer_times.select(int(self.every.candidate[index]))
         return StepPredictor(self.problem, layout, layer_times=layer_times, makespans=self.makespans)
-
-    def layout(self, index: int) -> Layout:
-        """Return the layout of the candidate with index `index`."""
-        return self.every.layout(index)
 
     def undecided(self, best: list[Estimate], top: int) -> int:
         """Return the number of candidates without exact prediction that may be faster than the last of `best`. best:
