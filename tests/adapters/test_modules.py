@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -187,7 +188,7 @@ def test_killed_run_with_dropout_resumes_bit_for_bit(tmp_path: Path):
         ({"targets": ["attention.out_proj"]}, "nn.MultiheadAttention, whose matrices take no adapter"),
         ({"rank": 4}, "rank 4 is above the width of head"),
         ({"base": "nf4"}, "packs built-in models"),
-        ({"from": "missing"}, "missing"),
+        ({"from": "missing"}, "missing: does not exist; a PEFT directory is needed"),
     ],
 )
 def test_adapter_that_does_not_fit_is_refused(adapter: dict[str, Any], expected: str, tmp_path: Path):
@@ -196,7 +197,12 @@ def test_adapter_that_does_not_fit_is_refused(adapter: dict[str, Any], expected:
     assert "\n" not in str(error.value)
 
 
-def test_checkpoint_of_another_module_is_refused(tmp_path: Path):
+def test_checkpoint_of_another_module_or_with_a_damaged_index_is_refused(tmp_path: Path):
     train(str(tmp_path / "run"), "dp1", {})
     with pytest.raises(UserError, match="blocks.0.0"):
         load(nn.Sequential(nn.Linear(12, 12)), tmp_path / "run")
+    copied = tmp_path / "copied"
+    shutil.copytree(tmp_path / "run/checkpoints/step-000004", copied)
+    (copied / "training/index.json").write_text("{}")
+    with pytest.raises(UserError, match="index.json"):
+        load(build(), copied)
