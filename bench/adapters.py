@@ -27,6 +27,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import fine_tuning
 from common import Contender, paired_ratio, write_result
 
+# bitsandbytes and transformers import a package `kernels`, which `bench/kernels.py` would hide.
+sys.path[:] = [each for each in sys.path if Path(each).resolve() != Path(__file__).resolve().parent]
+
 OURS = ("meshwright-lora", "meshwright-qlora")
 PEERS = ("peft-lora", "peft-lora-flattened", "peft-qlora", "peft-qlora-flattened")
 SHAPE = {"layers": 4, "hidden": 768, "heads": 12, "kv_heads": 4, "intermediate": 2048}

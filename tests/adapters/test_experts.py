@@ -116,6 +116,12 @@ def test_adapter_that_experts_cannot_have_is_refused(settings: dict[str, Any], e
         parameter_table(config)
 
 
+def test_experts_that_are_stored_in_one_tensor_take_no_adapter():
+    config = dataclasses.replace(small("gpt-oss-20b"), adapter=AdapterConfig(rank=2, targets=("experts.down_proj",)))
+    with pytest.raises(UserError, match="stored with others in one tensor"):
+        parameter_table(config)
+
+
 def test_layout_that_splits_adapted_experts_is_refused():
     config = dataclasses.replace(small("mixtral-8x7b-v0.1"), intermediate=36, expert_intermediate=36)
     split = dataclasses.replace(config, adapter=AdapterConfig(rank=2, targets=("w2",)))

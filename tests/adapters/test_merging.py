@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from meshwright.adapters.attach import adapters_off
-from meshwright.adapters.merging import extract_adapter, merge_adapter, unmerge_adapter, write_adapter
+from meshwright.adapters.merging import extract_adapter, find_format, merge_adapter, unmerge_adapter, write_adapter
 from meshwright.cli.main import main
 from meshwright.errors import UserError
 from meshwright.model.huggingface import load_huggingface
@@ -78,6 +78,13 @@ def test_unmerging_from_a_packed_base_reports_what_packing_lost(tmp_path: Path, 
     shutil.rmtree(tmp_path / "restored")
     assert main(["adapter", "unmerge", *arguments]) == 0
     assert "those of the dequantized nf4-double base: what packing it lost is lost" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("recipe", ["[adapter]\nbase = [1]", '[adapter]\nbase = "fp2"', "adapter = 3", "[adapter]"])
+def test_state_file_without_a_known_format_names_none(recipe: str, tmp_path: Path):
+    (tmp_path / "training").mkdir()
+    (tmp_path / "training/state.json").write_text(json.dumps({"recipe": recipe}))
+    assert find_format(tmp_path) is None
 
 
 def test_extract_reports_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any):

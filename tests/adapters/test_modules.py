@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -131,14 +132,37 @@ def test_run_saves_a_peft_directory_and_resumes_on_another_layout(kind: str, two
     settings = json.loads((checkpoints[0] / "adapter_config.json").read_text())
     assert settings["target_modules"] == ["blocks.0.0", "blocks.1.0", "blocks.2.0", "head"]
     peft = pytest.importorskip("peft")
-    loaded = peft.PeftModel.from_pretrained(build(), str(checkpoints[0])).eval()
+    theirs, mine = peft.PeftModel.from_pretrained(build(), str(checkpoints[0])).eval(), load(build(), places[0]).eval()
+    assert torch.equal(mine.norm.running_mean, whole["mean"])
+    theirs.base_model.model.norm.load_state_dict(mine.norm.state_dict())  # PEFT has no buffers
     x = torch.stack([each[0] for each in SAMPLES])
-    torch.testing.assert_close(load(build(), places[0]).eval()(x), loaded(x))
+    torch.testing.assert_close(mine(x), theirs(x))
 
 
 def build() -> nn.Module:
     torch.manual_seed(5)
     return Net()
+
+
+def test_adapter_of_a_transformer_encoder_counts_in_evaluation():
+    """Torch evaluates its encoder layers by one function that reads the weights, of which the adapter is no part."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    module = nn.TransformerEncoder(layer, 2)
+    adapt_module(module, AdapterConfig("lora", 2, 4.0, ("linear1", "linear2")))
+    for name, value in module.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(value)
+    x, padding = torch.randn(3, 5, 8), torch.arange(5).expand(3, 5) >= torch.tensor([[5], [3], [2]])
+    expected = module(x, src_key_padding_mask=padding)
+    with torch.no_grad():
+        found = module.eval()(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(found[~padding], expected[~padding].detach())
+
+
+def test_module_without_linear_layers_is_refused():
+    with pytest.raises(UserError, match="has no nn.Linear module that takes an adapter"):
+        adapt_module(nn.Sequential(nn.Conv1d(2, 2, 1)), AdapterConfig())
 
 
 def test_killed_run_with_dropout_resumes_bit_for_bit(tmp_path: Path):
@@ -164,7 +188,7 @@ def test_killed_run_with_dropout_resumes_bit_for_bit(tmp_path: Path):
         ({"targets": ["attention.out_proj"]}, "nn.MultiheadAttention, whose matrices take no adapter"),
         ({"rank": 4}, "rank 4 is above the width of head"),
         ({"base": "nf4"}, "packs built-in models"),
-        ({"from": "missing"}, "missing"),
+        ({"from": "missing"}, "missing: does not exist; a PEFT directory is needed"),
     ],
 )
 def test_adapter_that_does_not_fit_is_refused(adapter: dict[str, Any], expected: str, tmp_path: Path):
@@ -173,7 +197,12 @@ def test_adapter_that_does_not_fit_is_refused(adapter: dict[str, Any], expected:
     assert "\n" not in str(error.value)
 
 
-def test_checkpoint_of_another_module_is_refused(tmp_path: Path):
+def test_checkpoint_of_another_module_or_with_a_damaged_index_is_refused(tmp_path: Path):
     train(str(tmp_path / "run"), "dp1", {})
     with pytest.raises(UserError, match="blocks.0.0"):
         load(nn.Sequential(nn.Linear(12, 12)), tmp_path / "run")
+    copied = tmp_path / "copied"
+    shutil.copytree(tmp_path / "run/checkpoints/step-000004", copied)
+    (copied / "training/index.json").write_text("{}")
+    with pytest.raises(UserError, match="index.json"):
+        load(build(), copied)

@@ -100,13 +100,15 @@ def test_scales_equal_an_independent_computation():
         assert len(set(codes.tolist())) > 50
 
 
-@pytest.mark.parametrize("bounds", [(0, 128), (64, 128), (128, 256)])
+@pytest.mark.parametrize("bounds", [(0, 128), (64, 192), (128, 320)])
 def test_columns_of_a_tp_rank_have_the_scales_of_the_whole_matrix(bounds: tuple[int, int]):
-    whole, (start, stop) = weights(), bounds
+    # Rows of 5 blocks: groups of 256 blocks end within rows.
+    whole, (start, stop) = weights().view(120, 320), bounds
     mine, width = whole[:, start:stop].contiguous(), stop - start
     # The buffer holds the rows 20 to 90 of the columns, after 3 blocks of padding.
     part = mine[20:90]
-    form = DoubleQuantized([Slice(Entry(), 3 * 64, part.numel(), 20 * width, Columns(start, stop))])
+    entry = Entry(model_shape=(120, 320))
+    form = DoubleQuantized([Slice(entry, 3 * 64, part.numel(), 20 * width, Columns(start, stop, 320))])
     records = fill(form, part, whole, 3 * 64)
     expected = round_trip("nf4-double", whole)[20:90, start:stop]
     assert torch.equal(form.unpack(records, torch.float64, 3 * 64), expected.flatten())

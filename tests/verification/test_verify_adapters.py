@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.spec.adapter_config import AdapterConfig
+from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.spec.refuse import refuse
+from meshwright.verification.problem import scale_down_config
 from meshwright.verification.run import run_verification
 from tests.conftest import exhaustive
 
@@ -49,6 +52,19 @@ def test_layout_that_would_cut_a_packed_block_is_refused():
     refuse(Layout.parse("tp1"), config, 8)
     with pytest.raises(UserError, match=r"tp2 gives each rank 7200 .* cuts blocks of 64"):
         refuse(Layout.parse("tp2"), config, 8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [("dora", ("all-linear",)), ("lora", ("*.shared_experts.*", "q_b_proj")), ("lora", ("*.experts.*.up_proj",))],
+)
+def test_scaled_down_model_has_adapters_on_the_same_kinds_of_layers(kind, targets):
+    config = dataclasses.replace(preset("deepseek-v2"), adapter=AdapterConfig(kind, 3, 6.0, targets))
+    kinds = []
+    for each in (config, scale_down_config(config, tp=2)):
+        names = [entry.name for entry in parameter_table(each).trained.entries]
+        kinds.append({re.sub(r"\.\d+\.", ".N.", name) for name in names})
+    assert kinds[0] == kinds[1]
 
 
 @pytest.mark.parametrize(("name", "kind", "targets", "layout"), [*SOME, *exhaustive(*MORE)])

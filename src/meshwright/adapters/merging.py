@@ -177,7 +177,7 @@ def find_format(directory: Path) -> str | None:
     try:
         state = read_json(directory / "training" / "state.json")
         adapter = parse_toml(state["recipe"], "recipe")["adapter"]
-        base = f"{adapter['base']}-double" if adapter.get("double_quantization") else adapter["base"]
+        base = f"{adapter['base']}-double" if adapter.get("double_quantization") else str(adapter["base"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError):
         return None
     return base if base in RECORD_BYTES else None

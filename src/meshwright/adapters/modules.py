@@ -52,6 +52,7 @@ def adapt_module(module: nn.Module, adapter: AdapterConfig) -> list[str]:
     head = getattr(module, "get_output_embeddings", lambda: None)()
     known = {name: each for name, each in module.named_modules() if name and type(each) in (nn.Linear, AdaptedLinear)}
     inside = {name for name, each in module.named_modules() if isinstance(each, nn.MultiheadAttention)}
+    hint = f"; {min(inside)} is an nn.MultiheadAttention, whose matrices take no adapter" if inside else ""
     selected: dict[str, Any] = {}
     for target in adapter.targets:
         found = {
@@ -59,14 +60,30 @@ def adapt_module(module: nn.Module, adapter: AdapterConfig) -> list[str]:
             for name, each in known.items()
             if matches(name, target) and not (target == ALL_LINEAR and each is head)
         }
+        if not found and target == ALL_LINEAR:
+            raise UserError(f"adapter.targets: the module has no nn.Linear module that takes an adapter{hint}")
         if not found:
             names = dict.fromkeys((*known, *(name.rpartition(".")[2] for name in known), ALL_LINEAR))
-            hint = f"; {min(inside)} is an nn.MultiheadAttention, whose matrices take no adapter" if inside else ""
             raise UserError(f"adapter.targets: {unknown('nn.Linear module', target, tuple(names))}{hint}")
         selected |= found
     for name in (name for name in known if name in selected):
         _adapt(name, selected[name], adapter)
+    _call_adapted_layers(module)
     return [name for name in known if name in selected]
+
+
+def _call_adapted_layers(module: nn.Module) -> None:
+    """Make the Transformer encoders of torch in `module` call their adapted linear layers in evaluation too, where they
+    otherwise pass the weights of these layers to one fused function that knows no adapter."""
+    for each in module.modules():
+        if isinstance(each, nn.TransformerEncoder | nn.TransformerEncoderLayer) and any(
+            isinstance(inner, AdaptedLinear) for inner in each.modules()
+        ):
+            # Both are conditions of the fused function, and of the nested tensors that only it takes.
+            if isinstance(each, nn.TransformerEncoder):
+                each.use_nested_tensor = False
+            else:
+                each.activation_relu_or_gelu = 0
 
 
 def _adapt(name: str, layer: Any, adapter: AdapterConfig) -> None:

@@ -21,6 +21,9 @@ from meshwright.spec.parameters import parameter_table
 def open_adapter(directory: str | Path) -> tuple[CheckpointFiles, AdapterConfig]:
     """Open a PEFT directory; return (reader of its tensors, its settings). Raises `UserError` if a file is missing or
     damaged."""
+    if not Path(directory).is_dir():
+        what = "is a file" if Path(directory).exists() else "does not exist"
+        raise UserError(f"{directory}: {what}; a PEFT directory is needed")
     files = CheckpointFiles(directory, ADAPTER_FILE)
     return files, read_adapter_config(directory, files.names)
 

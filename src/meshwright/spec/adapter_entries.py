@@ -65,15 +65,17 @@ def target_modules(entries: Sequence[ParameterEntry], targets: Sequence[str]) ->
     known = find_adaptable_entries(entries)
     for target in targets:
         if not any(matches(module, target) for module in known):
-            inside = {entry.name.removesuffix(".weight") for entry in entries if len(entry.shape) == 2}
+            # Experts of one tensor are named after it, "experts.down_proj[0]".
+            names = (entry.name.partition("[")[0] for entry in entries if len(entry.shape) == 2)
+            inside = {name.removesuffix(".weight") for name in names}
             if any(matches(module, target) for module in inside):
                 raise UserError(
                     f'adapter.targets: "{target}" is an embedding, an output head, a router or a routed expert that is '
                     "stored with others in one tensor, which take no adapter; linear layers of attention, dense MLPs, "
                     "shared experts and experts of separate tensors do"
                 )
-            names = dict.fromkeys(module.rpartition(".")[2] for module in known)
-            raise UserError(f"adapter.targets: {unknown('linear layer', target, (*names, ALL_LINEAR))}")
+            last = dict.fromkeys(module.rpartition(".")[2] for module in known)
+            raise UserError(f"adapter.targets: {unknown('linear layer', target, (*last, ALL_LINEAR))}")
     found = {m: entry for m, entry in known.items() if any(_selects(target, m, entry) for target in targets)}
     _check_experts(known, found)
     return found

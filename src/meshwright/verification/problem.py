@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from meshwright.layout import Layout
 from meshwright.names import OBJECTIVES_OF_RECORDS
 from meshwright.recipe import Recipe
-from meshwright.spec.adapter_config import BLOCK, AdapterConfig
+from meshwright.spec.adapter_config import ALL_LINEAR, BLOCK, AdapterConfig
 from meshwright.spec.adapter_entries import target_modules
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.families import FAMILIES
@@ -245,9 +246,12 @@ def _scale_down_adapter(config: ModelConfig) -> AdapterConfig | None:
     kinds of linear layers; None without adapter."""
     if (adapter := config.adapter) is None:
         return None
-    modules = target_modules(parameter_table(dataclasses.replace(config, adapter=None)).entries, adapter.targets)
-    kinds = tuple(dict.fromkeys(module.rpartition(".")[2] for module in modules))
-    return dataclasses.replace(adapter, rank=min(3, adapter.rank), targets=kinds, random_b=True, dropout=0.0)
+    entries = parameter_table(dataclasses.replace(config, adapter=None)).entries
+    modules = target_modules(entries, [each for each in adapter.targets if each != ALL_LINEAR])
+    # The numbers of layers and experts differ; the last parts alone would select routed experts with shared ones.
+    kinds = dict.fromkeys(re.sub(r"\.\d+\b", ".*", module) for module in modules)
+    targets = (*kinds, *([ALL_LINEAR] if ALL_LINEAR in adapter.targets else ()))
+    return dataclasses.replace(adapter, rank=min(3, adapter.rank), targets=targets, random_b=True, dropout=0.0)
 
 
 def _choose_heads(tp: int, ulysses: int) -> tuple[int, int]:

@@ -138,12 +138,10 @@ class StageSnapshots:
                 yield one._replace(bytes=max(0, one.bytes - saved))
             yield from temporaries.adapter_masks(at, self._layer[unit])
             if at.config.has_experts(self._layer[unit]):  # what is sent, what comes back, and that times weights
-                copies = at.copies * at.config.hidden * at.itemsize
-                yield activation(f"{unit} copies of tokens", (2 + at.expert_parallel) * copies)
+                copies = (2 + at.expert_parallel) * at.copies * at.config.hidden * at.itemsize
+                yield activation(f"{unit} copies of tokens", copies)
                 saved = self._saved_of.get(unit, [])
-                yield from temporaries.unadapted_experts(
-                    at, self._layer[unit], saved, (2 + at.expert_parallel) * copies
-                )
+                yield from temporaries.unadapted_experts(at, self._layer[unit], saved, copies)
 
     def backward(self, split: bool = False, state: BackwardState = FIRST_AND_LAST) -> Iterator[Snapshot]:
         """Yield the memory snapshots of one micro-batch's backward in order. split: True if it computes only input
@@ -255,17 +253,14 @@ class StageSnapshots:
             else:
                 extra = activation("gradient of up's output", (1 + split) * columns)
                 yield ".mlp", [*around, extra, workspace("weight gradient", product)]
-            if config.adapter and config.adapter.dropout:
-                yield ".mlp.down.dropout", [gradient, *temporaries.adapter_masks(at, number, "mlp.down")]
-                used = self._freed([f"{unit}.mlp.{each}" for each in ("up.output", "activation", "down.")])
+            if config.adapter and (config.adapter.dropout or config.adapter.packed):
+                freed = tuple(self._freed([f"{unit}.mlp.{each}" for each in ("up.output", "activation", "down.")]))
                 both = activation("gradient of up's output", columns * (2 if config.gated else 1))
-                yield ".mlp.up.dropout", [gradient, both, *used, *temporaries.adapter_masks(at, number, "mlp.up")]
-            if config.adapter and config.adapter.packed:
-                yield ".mlp.down.unpack", [gradient, *temporaries.unpacked_weight(at, number, "mlp.down", columns)]
-                used = self._freed([f"{unit}.mlp.{each}" for each in ("up.output", "activation", "down.")])
-                both = activation("gradient of up's output", columns * (2 if config.gated else 1))
-                weight = temporaries.unpacked_weight(at, number, "mlp.up", self.stream)
-                yield ".mlp.up.unpack", [gradient, both, *used, *weight]
+                for layer, around_it, result in (("down", (), columns), ("up", (both, *freed), self.stream)):
+                    name = f"mlp.{layer}"
+                    yield f".{name}.dropout", [gradient, *around_it, *temporaries.adapter_masks(at, number, name)]
+                    weight = temporaries.unpacked_weight(at, number, name, result)
+                    yield f".{name}.unpack", [gradient, *around_it, *weight]
         if config.norm == "rmsnorm" and not (split or after):
             sums = workspace("gradients inside a norm", 4 * (self.stream // at.itemsize) * at.wide)
             used = self._freed([f"{unit}.mlp.", f"{unit}.mlp_post_norm."])

@@ -11,12 +11,15 @@ import torch
 from torch import nn
 
 from meshwright.adapters.modules import load_module_adapter
-from meshwright.checkpoint import find_checkpoint
+from meshwright.checkpoint import DamagedCheckpoint, find_checkpoint
+from meshwright.checkpoint.loading import load_slices
+from meshwright.checkpoint.slices import INDEX, read_index
 from meshwright.errors import UserError
 from meshwright.launcher import rendezvous
 from meshwright.launcher.recipe_checks import check_profile_and_trackers
 from meshwright.model.checkpoint_files import CheckpointFiles
 from meshwright.names import check_options
+from meshwright.parallel.flat_buffers import TensorSlice
 from meshwright.recipe import format_overrides
 from meshwright.spec.adapter_json import ADAPTER_CONFIG
 from meshwright.spec.foreign import refuse_for_module
@@ -105,10 +108,12 @@ def fit(
 def load(module: nn.Module, path: str | Path) -> nn.Module:
     """Copy a checkpoint's values into a module of the same structure, in place, and return the module. path: a
     checkpoint, or a run directory, whose newest checkpoint is taken. Of a PEFT directory the adapter is added to the
-    module. `UserError` names the first tensor that does not fit."""
+    module, and buffers under training/ are copied. `UserError` names the first tensor that does not fit."""
     directory = find_checkpoint(path)
     if (directory / ADAPTER_CONFIG).is_file():
         load_module_adapter(module, directory)
+        if (directory / INDEX).is_file():
+            _load_buffers(module, directory)
         return module
     files = CheckpointFiles(directory)
     state = module.state_dict(keep_vars=True)
@@ -129,3 +134,21 @@ def load(module: nn.Module, path: str | Path) -> nn.Module:
                 )
             value.copy_(files.read_weights(saved) if isinstance(value, nn.Parameter) else files.read(saved))
     return module
+
+
+def _load_buffers(module: nn.Module, directory: Path) -> None:
+    """Copy the buffers that the checkpoint of an adapter has under training/, such as running statistics, into those of
+    `module`. Raises `UserError` if the checkpoint is damaged or a buffer has another number of elements."""
+    try:
+        saved = {each.name for each in read_index(directory)}
+        found = {name: value for name, value in module.named_buffers() if name in saved}
+        slices = [
+            TensorSlice("master", name, 0, value.numel(), torch.empty_like(value).reshape(-1))
+            for name, value in found.items()
+        ]
+        load_slices(directory, slices, 0, 1)
+    except DamagedCheckpoint as damage:
+        raise UserError(f"{directory}: {damage}") from None
+    with torch.no_grad():
+        for each in slices:
+            found[each.name].copy_(each.tensor.view_as(found[each.name]))
