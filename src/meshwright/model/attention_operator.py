@@ -54,26 +54,28 @@ def attention_operator(
 
 
 def _holds_tensors(argument: Any) -> bool:
-    """Return True if an operator's argument is a list of tensors; autograd then expects a list of gradients for it."""
+    """Return True if an argument of a custom operator is a list of tensors, for which autograd expects a list of
+    gradients."""
     return isinstance(argument, list) and all(isinstance(each, torch.Tensor) for each in argument)
 
 
 def add_sinks(out: torch.Tensor, log_sum: torch.Tensor, sinks: torch.Tensor) -> None:
-    """Add attention sinks to computed attention, in place: one more term, exp(sink), in the denominator of each
-    softmax.
+    """Add attention sinks, in place, to attention that was computed without them: one more term, exp(sink), in the
+    denominator of each softmax.
 
     out: attention outputs [..., D]; log_sum: their log-sum-exps [...]; sinks: sink score of each query, which
     broadcasts to [...].
 
-    With this `log_sum`, attention's backward is correct for queries, keys and values without a change."""
+    `log_sum` then includes the sinks; with it, the usual backward of attention returns the correct gradients of
+    queries, keys and values."""
     with_sinks = torch.logaddexp(log_sum, sinks.to(log_sum.dtype))
     out.mul_((log_sum - with_sinks).exp_()[..., None])
     log_sum.copy_(with_sinks)
 
 
 def compute_sink_gradients(sinks_N: torch.Tensor, log_sum_BNS: torch.Tensor, inner_BNS: torch.Tensor) -> torch.Tensor:
-    """Return the gradient [N] of the attention-sink scores `sinks_N`: minus the sum, over sequences and queries, of p x
-    inner, with the sink's probability p.
+    """Return the gradient [N] of the attention-sink scores `sinks_N`: minus the sum, over sequences and queries, of the
+    sink's probability times `inner_BNS`.
 
     `log_sum_BNS`: log-sum-exps of the scores, sinks included; `inner_BNS`: sum over the head dimension of the attention
     output times its gradient."""

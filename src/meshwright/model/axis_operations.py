@@ -158,8 +158,8 @@ class Recompute:
         """Return a replacement for `function`, the forward of a transformer block or of a part of it. This base class
         only compiles `function`, if requested; subclasses also add activation checkpointing of some of its operators.
 
-        compile_options: keyword arguments of torch.compile; None: do not compile. around: function that wraps the
-        compiled function; unused without compilation."""
+        compile_options: keyword arguments of torch.compile; None: do not compile. around: function that receives the
+        compiled function and returns a wrapper of it; not called without compilation."""
         return function if compile_options is None else around(torch.compile(function, **compile_options))
 
     def wrap_block(self, function: Function) -> Function:

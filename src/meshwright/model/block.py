@@ -96,9 +96,10 @@ def compile_around_dispatch(
     run_dense: Callable[..., Any], attend: Callable[..., Any], mixture: Callable[..., Any]
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
     """Build a function with the arguments and result of `Block.forward` that runs a transformer block in compiled
-    parts. A block without experts runs in `run_dense`, one compiled function. A block with experts runs in `attend`
-    (attention and norms, compiled), then in `mixture` (the experts, not compiled), because torch.compile cannot trace
-    token dispatch, and a graph break inside activation checkpointing would leave the whole block uncompiled."""
+    parts. A block without experts runs as a whole in `run_dense`, a compiled function. A block with experts runs in two
+    functions: `attend`, compiled, for attention and norms, then `mixture`, not compiled, for the experts; because
+    torch.compile cannot trace token dispatch, and a graph break inside activation checkpointing would leave the whole
+    block uncompiled."""
 
     def run(block: Block, x_BSH: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run one transformer block, with or without experts; return its output and load-balancing loss. `rest`: rotary

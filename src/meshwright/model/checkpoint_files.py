@@ -30,8 +30,8 @@ class CheckpointFiles:
     """Reader of the safetensors files of the Hugging Face directory `directory`; each tensor is read by name when it is
     requested.
 
-    `single`: name of the file if there is no index. Attribute `mapped`: True if tensors that are read are views of the
-    memory-mapped file.
+    `single`: name of the only safetensors file of a directory without an index (JSON file that assigns tensors to
+    files). Attribute `mapped`: True if tensors that are read are views of the memory-mapped file.
 
     Raises UserError, naming the file and the tensor, when a file is missing, truncated, or does not match the index."""
 
@@ -59,9 +59,9 @@ class CheckpointFiles:
         return (name, name + SCALE_SUFFIX) if name + SCALE_SUFFIX in self.names else (name,)
 
     def describe_missing(self, name: str, shape: tuple[int, ...]) -> str:
-        """Return a text that names, in an error, the tensor that is missing when `parts` of the weights `name` is
-        empty: the second tensor of quantized weights if the files have only one of the two, else `name` and its
-        expected `shape`."""
+        """Return the text by which an error names the missing tensor when the files do not store the weights `name`: if
+        they have one of the two tensors of quantized weights (values, scales), the name of the other; else `name` and
+        its expected `shape`."""
         lacking = [part for part in (name + BLOCKS, name + SCALES) if part not in self.names]
         return lacking[0] if len(lacking) == 1 else f"{name} {list(shape)}"
 

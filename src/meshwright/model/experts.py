@@ -119,7 +119,7 @@ class Router(nn.Module):
     def scores(self, x_TH: torch.Tensor, product: Callable[..., torch.Tensor] = F.linear) -> torch.Tensor:
         """Return the router score of each of E experts for each of T tokens `x_TH`, [T, E], in float32 or float64: the
         softmax or sigmoid of the logits. For models with `config.routed_input` (Llama 4) return the logits themselves,
-        since the sigmoids of large logits are equal.
+        because the sigmoids of large logits all round to 1 and could not be ranked.
 
         `product`: function (x, W, b) -> x Wᵀ + b that computes the logits; b may be left out."""
         wide = at_least_float32(x_TH.dtype)
@@ -172,8 +172,9 @@ class Router(nn.Module):
         by the target tokens of the whole step, so that the split into micro-batches and ranks does not change the
         result.
 
-        With a bias that balances the load, the term's value stays the same, but the gradient of an expert's bias
-        becomes that expert's load minus the mean load."""
+        If the router has a bias that balances the load, the term also has a part of value 0 that serves backward alone:
+        it makes the gradient of an expert's bias that expert's load minus the mean load, whose sign the optimizer
+        follows."""
         config, rows = self.config, len(counted_B)
         chosen_BN = chosen_TK.view(rows, -1)
         load_BE = scores_TE.new_zeros(rows, config.experts)
@@ -245,7 +246,8 @@ class Experts(nn.Module):
         return grouped_linear(hidden_NF, self.down, ends_E, self.first)
 
     def activate(self, up_NX: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states [N, F] of N token copies for their gate and up projections `up_NX` [N, 2F]."""
+        """Return the activations [N, F] of N token copies, the input of the down projection: activation(gate) * up, or
+        its clamped variant (gpt-oss), for their gate and up projections `up_NX` [N, 2F]."""
         config, interleaved = self.config, self.config.experts_interleaved
         if config.swiglu_limit is not None:
             return ClampedSwiGLU.apply(up_NX, config.swiglu_limit, config.swiglu_alpha, interleaved)  # type: ignore[no-any-return]

@@ -121,8 +121,8 @@ class LatentAttention(nn.Module):
         """Return the attention output [B, N, S, V] of new tokens over the latent vectors in a KV cache, to which the
         new tokens' latent vectors are first added as those of layer number `layer`.
 
-        `q_BNSP`, `q_BNSE`: features of the queries without and with rotary position; `new_B1SC`: latent vectors and
-        rotary keys of the new tokens, C = R + E.
+        `q_BNSP`, `q_BNSE`: features of the queries without and with rotary position; `new_B1SC`: for each new token its
+        latent vector (R elements) and its rotary key (E elements), concatenated: C = R + E.
 
         Keys (W_k latent) and values (W_v latent) are never formed, as the projections move to queries and output: q
         (W_k latent)^T = (q W_k) latent^T, and p (W_v latent) = W_v (p latent) for probabilities p."""

@@ -282,8 +282,8 @@ def _to_gradient_(logits_CV: torch.Tensor, log_sum_C: torch.Tensor, counted_C: t
 
 def loss_chunk_from_logits(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> Chunk:
     """Build a chunk of C tokens from given logits `logits_CV` and targets `targets_C`, without the matmul of the output
-    head. The hardware probe uses it to time the computation of losses (constructor) and of logit gradients
-    (`differentiate`)."""
+    head. The hardware probe (measurement of machine speeds) uses it to time the computation of losses (constructor) and
+    of logit gradients (`differentiate`)."""
     vocabulary = logits_CV.shape[1]
     head = OutputHead(logits_CV.new_empty(vocabulary, 0), SINGLE_DEVICE.tensor, widest=vocabulary)
     return Chunk(slice(0, len(logits_CV)), logits_CV, targets_C, head)

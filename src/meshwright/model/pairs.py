@@ -40,12 +40,12 @@ class Pairs:
     @classmethod
     def from_ids(cls, ids_BS: torch.Tensor, max_pairs: int | None = None, responses: int = 2) -> Pairs:
         """Build the pairs of sequences from `ids_BS`, the document number of each token, counted from 0. Documents 2k
-        and 2k + 1 are a pair. If the last number is even, its tokens are padding: 0, 0, 1, 2, 3, 3, 4 are two pairs and
-        one token of padding.
+        and 2k + 1 are a pair. If the last document number of a sequence is even, that document has no partner, and its
+        tokens are padding: 0, 0, 1, 2, 3, 3, 4 are two pairs and one token of padding.
 
         `max_pairs`: P, the number of pairs per sequence for which tensors are allocated; None: the largest number in
-        the batch. `responses`: 2 for pairs; 1 for single labelled responses (KTO), where each document is one response,
-        and padding counts as one more.
+        the batch. `responses`: 2 for pairs; 1 for single labelled responses (KTO), where each document, padding
+        included, is one response.
         """
         pairs_B = (ids_BS.amax(dim=1) + 1) // 2 if responses == 2 else ids_BS.amax(dim=1) + 1
         most = max(1, int(pairs_B.max())) if max_pairs is None else max_pairs
@@ -85,10 +85,10 @@ class Pairs:
 class PreferenceLoss(NamedTuple):
     """Preference loss and metrics of a batch. `loss`: summed over pairs (or, for KTO, single labelled responses).
 
-    `metric_sums`: float64 [5], detached: (sum of the rewards of the chosen (KTO: desirable) responses; the same sum for
-    the rejected (undesirable) ones; number of pairs whose chosen response has the higher reward, for KTO number of
-    desirable responses with a score above the KL estimate and of undesirable ones below it; number of chosen responses;
-    number of rejected ones).
+    `metric_sums`: float64 [5], detached: sums of the rewards of the chosen and of the rejected responses; number of
+    pairs whose chosen response has the higher reward; numbers of chosen and of rejected responses. For KTO, desirable
+    responses take the place of chosen and undesirable ones that of rejected responses, and the third element is the
+    number of desirable responses with a score above the KL estimate plus that of undesirable ones below it.
     """
 
     loss: torch.Tensor

@@ -165,8 +165,8 @@ def make_table(kind: Rotation | Temperature, dtype: torch.dtype, length: int | N
 def find_half_rotation_order(config: ModelConfig) -> list[int] | None:
     """Return the order [D] in which a server stores a head's features, for kernels that rotate feature i with feature i
     + D/2: element j of the result is the index of the model's feature that becomes feature j. Features without rotation
-    are paired too; `pad_pairs` gives these pairs the angle 0. None: the model's order already is this one, or there are
-    no rotary positions.
+    are paired too; `pad_pairs` gives these pairs the angle 0. None: the model already has this order, or it has no
+    rotary positions.
 
     `config`: model configuration.
 

@@ -151,12 +151,12 @@ def _compute_gradients(
 def _compute_probabilities(
     q_PXD: torch.Tensor, wide_k_PSD: torch.Tensor, tile: Tile, shape: torch.Size, settings: ScoreSettings
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return three tensors of a tile: the softmax of its scores [P, X, L], in the dtype of `q_PXD`; the derivative of
-    the scores' softcap (None without one); the probabilities of the sinks [sequences, heads, G, queries] (None without
-    sinks).
+    """Return three tensors for the queries `q_PXD` and keys `wide_k_PSD` in a tile: the softmax of its scores [P, X,
+    L], in the dtype of `q_PXD`; the derivative of the softcap at each score (None without softcap); the probabilities
+    of the sinks [sequences, heads, G, queries] (None without sinks).
 
-    `wide_k_PSD`: keys, in the dtype of the scores; `shape`: (sequences, heads, G, queries, D); `settings`: scale,
-    softcap and sinks."""
+    P: sequences x KV heads; X: G x queries; L: keys of the tile. `wide_k_PSD` has the dtype of the scores. `shape`:
+    (sequences, heads, G, queries, D); `settings`: scale, softcap and sinks."""
     scores_PXL, slope_PXL = compute_scores(q_PXD, wide_k_PSD, tile, shape, settings)
     p_PXL, p_sinks = torch.softmax(scores_PXL, dim=-1), None
     if (sinks := settings.sinks) is not None:
@@ -231,12 +231,12 @@ def cut_tiles(
 
 
 def cut_span(span: Span, triangle: torch.Tensor, first_RS: torch.Tensor | None) -> list[Tile]:
-    """Cut the block of attention `span` (a range of queries over a range of keys) into tiles of as many queries as
-    `triangle` has, and return the tiles. A tile's keys are those to which any of its queries may attend; a tile without
+    """Cut the block of attention `span` (a range of queries over a range of keys) into tiles of Q queries each (the
+    last of fewer), and return the tiles. A tile's keys are those to which any of its queries may attend; a tile without
     keys is left out.
 
-    `triangle`: additive causal mask [queries, queries]; `first_RS`: index of the first key to which each query attends,
-    for R sequences, on the CPU; None: no lower limit."""
+    `triangle`: additive causal mask [Q, Q]; `first_RS`: index of the first key to which each query attends, for R
+    sequences, on the CPU; None: no lower limit."""
     found = []
     at_once = len(triangle)
     length, diagonal = span.keys.stop - span.keys.start, span.query_start == span.key_start

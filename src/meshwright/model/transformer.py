@@ -151,8 +151,8 @@ class Transformer(nn.Module):
     ) -> StageOutput:  # fmt: skip
         """Run pipeline stage `stage` on `x_BSH`, the previous stage's output (None: first stage), and return its
         output: hidden states, or on the last stage the summed loss of the targets `targets_BS` that are not -100 (with
-        preference pairs in `documents`, the log-probabilities of the responses). The loss includes the gradient of that
-        stage's own load-balancing loss.
+        preference pairs in `documents`, the log-probabilities of the responses). The last stage's load-balancing loss
+        adds to the gradient of its summed loss, but not to the value.
 
         `tokens_BS`: token IDs; `documents`: document boundaries in packed sequences; `units`: hooks around FSDP units;
         `at_once`: True if the backward pass of this forward follows immediately. If not, the loss saves the gradient of
@@ -251,8 +251,9 @@ class Transformer(nn.Module):
 
     def _with_taps(self, run_block: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the compiled function `run_block` so that its backward can defer weight gradients. During each call,
-        every linear layer of the block that has a queue of deferred gradients gets taps: dummy inputs, as whose
-        gradients the compiled backward returns dy and x, which are then put into the queue."""
+        every linear layer of the block that has a queue of deferred gradients gets taps: two dummy inputs. The compiled
+        backward returns the operands of the weight gradient (output gradient dy and input x) as the taps' gradients,
+        and they are then put into the queue."""
         ranks = self.axes.tensor.size if self.axes.tensor.sequence_parallel else 1
 
         def run(block: Block, x_BSH: torch.Tensor, *rest: Any) -> Any:

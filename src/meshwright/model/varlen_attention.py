@@ -39,8 +39,8 @@ class VarlenMask(NamedTuple):
     each sequence is one document.
 
     lengths: int64 [1 + 2 B chunks] on the CPU: first the number of tokens of the longest piece; then two numbers for
-    each sequence and chunk, on the document of the chunk's first token: the index in the sequence at which it begins,
-    and how many of the chunk's tokens it has.
+    each sequence and chunk, about the document to which the chunk's first token belongs: the index in the sequence at
+    which this document begins, and how many of the chunk's tokens are in it.
 
     window: a token attends to itself and the `window` - 1 tokens before it; 0: no window."""
 
@@ -143,8 +143,8 @@ def flash_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run PyTorch's flash backward kernel once; return the gradients of queries, keys and values, in their shapes.
 
-    `d_out_BNSD`: output gradient; `saved`: queries, keys, values, output and log-sum-exps (the last two over all keys,
-    of which the call may cover only some); `call`: arguments of the forward."""
+    `d_out_BNSD`: output gradient; `saved`: queries, keys, values, output and log-sum-exps (the last two are those of
+    attention to all keys, although the given keys may be only some of them); `call`: arguments of the forward."""
     *heads, log_sum = saved
     q, k, v, out, d_out, *bounds = _make_kernel_arguments((*heads, d_out_BNSD), call)
     if call.cu_seqlens is not None:

@@ -17,8 +17,9 @@ RECORD_BYTES = {"nf4": BLOCK // 2 + 4, "nf4-double": BLOCK // 2 + 1, "int8": BLO
 
 
 def scale_bytes(elements: int) -> int:
-    """Return the bytes beside the blocks of a matrix of `elements` weights under double quantization: a float32 scale
-    for each group of 256 blocks, and the mean of the blocks' scales."""
+    """Return the bytes that double quantization (QLoRA) stores for a matrix of `elements` weights besides its blocks of
+    64 weights with their 8-bit scales: a float32 scale for each group of 256 block scales, and the float32 mean of the
+    block scales."""
     return 4 * (1 - (-elements // (BLOCK * GROUP)))
 
 
@@ -35,11 +36,11 @@ class AdapterConfig:
             "lora".
         targets: Names of linear layers, as in PEFT: a full Hugging Face module name, its last parts ("q_proj"), a
             pattern with * ? or [], or "all-linear".
-        base: Directory or hub name of the base model, as adapters record it.
+        base: Directory or hub name of the base model, as an `adapter_config.json` records it.
         random_b: B starts from random values instead of zeros, so that every gradient of the first step differs from 0;
             for verification.
-        packed: Format in which the frozen linear layers are held (QLoRA, Dettmers et al. 2023, arXiv:2305.14314),
-            "nf4-double" with quantized scales; None: the dtype of the parameters.
+        packed: Format in which the weights of the frozen linear layers are kept in memory (QLoRA, Dettmers et al. 2023,
+            arXiv:2305.14314), "nf4-double" with quantized scales; None: the dtype of the parameters.
         dropout: Probability with which an element of an adapted layer's input is 0 for the adapter, in training.
     """
 

@@ -45,8 +45,8 @@ def find_adaptable_entries(entries: Sequence[ParameterEntry]) -> dict[str, Param
 
 def matches(module: str, target: str) -> bool:
     """Return True if `target` selects the linear layer with the Hugging Face name `module`. target: as PEFT writes it:
-    a full module name, its last parts ("q_proj"), a pattern with * ? or [], or "all-linear", which leaves out routed
-    experts (`_selects`)."""
+    a full module name, its last parts ("q_proj"), a pattern with * ? or [], or "all-linear", which matches every name
+    (`_selects` then leaves out routed experts)."""
     if any(character in target for character in "*?["):
         return fnmatchcase(module, target)
     return target in (ALL_LINEAR, module) or module.endswith(f".{target}")
@@ -82,8 +82,8 @@ def target_modules(entries: Sequence[ParameterEntry], targets: Sequence[str]) ->
 
 
 def _check_experts(known: Mapping[str, ParameterEntry], found: Mapping[str, ParameterEntry]) -> None:
-    """Raise `UserError` unless all routed experts of a layer have the same adapted matrices. known: module name ->
-    entry of all linear layers; found: of those with an adapter."""
+    """Raise `UserError` unless all routed experts of a layer have the same adapted matrices. known: {module name:
+    parameter entry of its weight} for all linear layers; found: the same for those with an adapter."""
     adapted = {(entry.tensor, module.rpartition(".")[2]) for module, entry in found.items() if entry.expert}
     for module, entry in known.items() if adapted else ():
         if entry.expert and module not in found and (entry.tensor, module.rpartition(".")[2]) in adapted:

@@ -40,8 +40,8 @@ def adapter_to_peft(config: ModelConfig) -> dict[str, Any]:
 
 
 def settings_to_peft(adapter: AdapterConfig, modules: list[str]) -> dict[str, Any]:
-    """Return the content of `adapter_config.json` for an adapter of any module. modules: names of the adapted linear
-    layers, or last parts of the names."""
+    """Return the content of `adapter_config.json` for an adapter, on a Meshwright model or on a user's own module.
+    modules: names of the adapted linear layers, or last parts of the names."""
     return {
         "peft_type": "LORA",
         "task_type": None,

@@ -38,11 +38,12 @@ class BlockTables:
     lists, for each sequence, the KV blocks that hold the keys and values of the table's layers.
 
     Attributes:
-        windows: For each block table, the largest sliding window of its layers in tokens; None: a layer has no window.
-        layers: For each layer, (index of its block table, index of the layer among those that share a block of that
-            table).
-        depths: For each pipeline stage, the number of layers that share a block: one block holds their keys and values
-            of 16 tokens.
+        windows: For each block table, the largest sliding window of its layers in tokens; None: one of its layers has
+            no window.
+        layers: For each layer, (index of its block table, position of the layer within each block of that table): a
+            block holds the keys and values of several layers.
+        depths: For each pipeline stage, the number of layers of which a block holds the keys and values, for the same
+            16 tokens.
     """
 
     windows: tuple[int | None, ...]

@@ -25,10 +25,10 @@ def keeps_head_gradient(tokens: int, vocabulary: int, layers: int, recompute: st
     it until backward, which then need not recompute the logits.
 
     It does so if the backward pass follows immediately (`at_once` is True). Unless `recompute` is "full", it also does
-    so if the gradient ([V, H] per micro-batch in flight) takes at most half of the stage's saved activations, counted
-    as 16 tensors [T, H] per layer. `tokens`: T, tokens of a micro-batch on this rank; `vocabulary`: V, logits per token
-    on this rank; `layers`: number of layers of the stage; `recompute`: activation checkpointing ("none", "selective" or
-    "full").
+    so if the gradient (a matrix [V, H] for each micro-batch between its forward and its backward) takes at most half of
+    the stage's saved activations, counted as 16 tensors [T, H] per layer. `tokens`: T, tokens of a micro-batch on this
+    rank; `vocabulary`: V, logits per token on this rank; `layers`: number of layers of the stage; `recompute`:
+    activation checkpointing ("none", "selective" or "full").
     """
     return at_once or (recompute != "full" and vocabulary <= 8 * tokens * layers)
 

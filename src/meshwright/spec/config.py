@@ -312,7 +312,8 @@ class ModelConfig:
 
     @property
     def planning_only(self) -> str | None:
-        """The reason why this model can be planned but not run; None if it can be run."""
+        """The reason why Meshwright can only plan this model (predict memory and step time) and not run it; None if it
+        can run it."""
         return FAMILIES[self.family].planning_only
 
     @property

@@ -34,8 +34,8 @@ def config_from_recipe(
     model: ModelRecipe, sequence: int, tokenizer_vocabulary: int, adapter: AdapterRecipe | None = None
 ) -> ModelConfig:
     """Return the ModelConfig that a recipe's ``[model]`` table (`model`) describes, with the adapter of its
-    ``[adapter]`` table (None: no adapter). The table may name a preset or a
-    Hugging Face directory; its own keys then override those fields.
+    ``[adapter]`` table (None: no adapter). The [model] table may name a preset or a Hugging Face directory, from which
+    all fields are taken; its other keys then replace single fields.
 
     ``sequence``: tokens of a sequence (``data.sequence``). ``tokenizer_vocabulary``: number of token ids of the
     tokenizer, which is the model's vocabulary if the table gives none and names no directory. Raises ``UserError`` if
@@ -177,8 +177,9 @@ def _add_derived_sizes(base: ModelConfig, overrides: dict[str, Any]) -> None:
     """Add the sizes that follow from overridden ones to ``overrides`` ({ModelConfig field name: new value}), in place.
 
     The rules: head_dim = hidden / heads; kv_heads = heads; intermediate = 4 hidden (ungated MLP); the same rotary base
-    in all layers. Each is applied only if `base`, the configuration that is changed, obeys it. Fields with one value
-    per layer are cut or continued to the new number of layers.
+    in all layers. Each is applied only if it already holds in `base`, the configuration whose values are overridden: a
+    `base` with fewer key-value heads than heads keeps their number. Fields with one value per layer are cut or
+    continued to the new number of layers.
     """
     hidden, heads = overrides.get("hidden", base.hidden), overrides.get("heads", base.heads)
     if base.latent is None and base.head_dim * base.heads == base.hidden and hidden % heads == 0:

@@ -66,8 +66,8 @@ def config_from_path(path: str | Path) -> ModelConfig:
 
 
 def config_file(path: str | Path) -> Path:
-    """Return the path of the ``config.json`` in a Hugging Face directory, or in that of the base model of a PEFT
-    directory; `path` itself if it is a file."""
+    """Return the path of a model's ``config.json``. `path`: a Hugging Face directory; a PEFT directory, where the file
+    of its base model is returned; or a file, which is returned itself."""
     path = Path(path)
     if not path.is_dir():
         return path
@@ -120,8 +120,8 @@ def read_family(data: Mapping[str, Any], where: str) -> Family:
 
 def select_text_config(data: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """Return the configuration of the language model in a ``config.json`` object (`data`): the object itself or, for a
-    multimodal model, its ``text_config`` with the special tokens of the whole, and a `ModelWarning`. where: name of the
-    configuration in errors."""
+    multimodal model, its ``text_config``, with the special tokens of the whole object and with a `ModelWarning`. where:
+    name of the configuration in errors."""
     if data.get("model_type") not in NESTED:
         return data
     text = data.get("text_config")
@@ -204,8 +204,8 @@ def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _read_settings(family: Family, read: Reader) -> dict[str, Any]:
-    """Read the optional ModelConfig fields of a family, by name: those that its ``settings`` map to ``config.json``
-    keys. read: typed access to the file."""
+    """Read the optional ModelConfig fields of a family, and return their values by name: the fields for which
+    ``family.settings`` gives a ``config.json`` key. read: typed access to the file."""
     fields: dict[str, Any] = {}
     for name, setting in family.settings.items():
         if setting.kind == "flag":
@@ -265,7 +265,8 @@ def config_to_huggingface(config: ModelConfig) -> dict[str, Any]:
 
 
 def _write_setting(config: ModelConfig, name: str, setting: Setting) -> object:
-    """Return the value that the ``config.json`` key `setting` has for the ModelConfig field called `name`."""
+    """Return the ModelConfig field called `name` as the value of a ``config.json`` key. setting: the key and the kind
+    of its value."""
     value = config.score_scale if name == "attention_scale" else getattr(config, name)
     if setting.kind != "inverse_square":
         return value

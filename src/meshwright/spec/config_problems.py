@@ -9,8 +9,8 @@ from meshwright.spec.families import Experts
 
 
 def find_experts_problem(config: Any) -> str | None:
-    """Return an error message for the first invalid or contradictory mixture-of-experts field; None if there is
-    none."""
+    """Return an error message for the first invalid or contradictory mixture-of-experts field of `config`, a
+    ModelConfig; None if there is none."""
     if config.experts_keys is None:
         given = [name for name in ("experts", "experts_per_token", "expert_intermediate") if getattr(config, name)]
         return f"family {config.family} has no experts: leave {given[0]} out" if given else None

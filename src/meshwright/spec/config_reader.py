@@ -48,8 +48,8 @@ class Reader:
 
     def integer(self, limit: str, keys: Iterable[str], default: int | None = None) -> int:
         """Return the integer under the first of the synonyms ``keys`` that is present, else `default` (None: the key is
-        required). ``UserError`` unless it is at least 1 and at most the limit with the name `limit` in
-        `meshwright.limits`."""
+        required). ``UserError`` unless it is at least 1 and at most the number that `meshwright.limits` defines under
+        the name `limit`."""
         key, value = self.get(keys, default)
         if value is None:
             value = default

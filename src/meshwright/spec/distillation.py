@@ -28,10 +28,11 @@ def read_teacher_config(recipe: Recipe) -> ModelConfig | None:
 
 
 def map_layers(recipe: Recipe, layers: int) -> tuple[tuple[int, int], ...]:
-    """Return the pairs (student's layer, teacher's layer), indices from 0, whose outputs are compared:
-    `distill.layer_map` or, if it is empty, one pair for each of the student's n layers: its layer i (from 1) and the
-    layer that ends the i-th of n equal parts of the teacher (uniform mapping: Jiao et al. 2019, arXiv:1909.10351,
-    section 3.1). Empty without `distill.hidden`. recipe: recipe with the table [distill]. layers: n.
+    """Return the pairs (student's layer, teacher's layer), indices from 0, whose outputs distillation compares: those
+    in `distill.layer_map` or, if it is empty, one pair for each of the student's n layers. The teacher's layers are
+    then divided into n equal parts, and the student's i-th layer is paired with the last layer of the i-th part
+    (uniform mapping: Jiao et al. 2019, arXiv:1909.10351, section 3.1). Empty unless `distill.hidden` is true. recipe:
+    recipe with the table [distill]. layers: n.
     """
     if not recipe.distill.hidden:
         return ()
@@ -43,7 +44,8 @@ def map_layers(recipe: Recipe, layers: int) -> tuple[tuple[int, int], ...]:
 
 
 def add_projections(config: ModelConfig, recipe: Recipe) -> ModelConfig:
-    """Return `config` with the projections to a teacher's hidden states that the recipe's [distill] table asks for."""
+    """Return `config` with the projections that the recipe's [distill] table needs: linear maps from hidden states of
+    the model to the size of a teacher's, one for each layer that is compared."""
     pairs, teacher = map_layers(recipe, config.layers), read_teacher_config(recipe)
     if not pairs or teacher is None:
         return config
@@ -51,8 +53,9 @@ def add_projections(config: ModelConfig, recipe: Recipe) -> ModelConfig:
 
 
 def make_teacher_layout(layout: Layout, text: str, config: ModelConfig) -> Layout:
-    """Return the layout of a teacher on the ranks of a run. layout: layout of the run. text: value of `distill.layout`.
-    config: configuration of the teacher. Raises `UserError` if the run's layout does not allow it."""
+    """Return the layout of a teacher on the ranks of a run. layout: layout of the run. text: value of `distill.layout`,
+    such as "same" or "zero3 tp1". config: configuration of the teacher. Raises `UserError` if `text` asks for tp1 and
+    the run has pipeline or expert parallelism."""
     words = text.split()
     sharded = words[0] == "zero3" or (words[0] == "same" and layout.zero == 3)
     made = layout.with_(zero=3 if sharded else 0, hybrid=layout.hybrid if sharded else None, recompute="none")
@@ -67,7 +70,7 @@ def make_teacher_layout(layout: Layout, text: str, config: ModelConfig) -> Layou
 
 def check_teacher(recipe: Recipe, student: ModelConfig, layout: Layout) -> None:
     """Raise `UserError` unless the teacher that the recipe names can teach the model `student` (its configuration) on a
-    layout. `check_vocabularies` checks the vocabularies."""
+    layout. The vocabularies are compared by `check_vocabularies` instead."""
     teacher, given = read_teacher_config(recipe), recipe.distill
     if teacher is None:
         return

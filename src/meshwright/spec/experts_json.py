@@ -85,8 +85,8 @@ def write_experts(config: ModelConfig, keys: Experts) -> dict[str, Any]:
 
 
 def _read_groups(read: Reader, keys: Experts) -> dict[str, int]:
-    """Return the ModelConfig fields of the expert groups, by name. read: typed access to the ``config.json``. keys:
-    names of the family's keys for experts."""
+    """Return the ModelConfig fields of group-limited routing (a token's experts are in a few groups of experts), by
+    name. read: typed access to the ``config.json``. keys: names of the family's keys for experts."""
     _, method = read.get(("topk_method",)) if keys.groups == "method" else ("", _GROUPED)
     if method not in ("greedy", _GROUPED):
         raise UserError(

@@ -15,8 +15,9 @@ class Setting:
         key: Name of the key.
         kind: Kind of its value. "flag": a boolean; "switch": a boolean or a number, of which 0 is false; "factor": a
             number above 0; "count": a whole number above 0; "limit": a number above 0, or null for none;
-            "inverse_square": a number x above 0, where the field is x ** -0.5; "nested": a value that only an object in
-            ``rope_parameters`` holds, and `key` names its default.
+            "inverse_square": a number x above 0, where the field is x ** -0.5; "nested": a value that is not under a
+            key at the top level, but in an object of ``rope_parameters``; `key` only selects its default in
+            ``Family.defaults``.
     """
 
     key: str
@@ -28,11 +29,11 @@ class Windows:
     """Rule by which a ``config.json`` of a family tells which layers have a sliding window.
 
     Attributes:
-        layers: Those that have one if the key ``layer_types`` is missing: "all" layers; "late": from
+        layers: Layers that have a window if the key ``layer_types`` is missing: "all" layers; "late": from
             ``max_window_layers`` on; "early": every other layer before ``max_window_layers``; "periodic": all but every
             ``period``-th (the key ``period_key`` overrides the period); "unrotated": those without rotary positions, by
             default every ``period``-th; "rotated": those with rotary positions.
-        switch: True if ``use_sliding_window`` must be true.
+        switch: True if layers have a window only where ``use_sliding_window`` is true.
         listed: True if ``layer_types`` may list the layers; if not, transformers ignores that key, and all layers or
             none have a window.
         chunked: True if windows are chunks: the key ``attention_chunk_size`` has their size, and ``layer_types`` calls
@@ -78,8 +79,8 @@ class Experts:
         dense: Layers with a dense MLP. "first": the first ones, as many as ``first_k_dense_replace`` says; "listed":
             those given by ``mlp_only_layers`` and ``decoder_sparse_step``; "interleaved": those not in ``moe_layers``,
             by default all but every ``interleave_moe_layer_step``-th; None: no layer.
-        groups: The experts form ``n_group`` groups "always", only if ``topk_method`` says so ("method"), or never
-            (None).
+        groups: Condition under which the experts form ``n_group`` groups for routing: "always"; "method": if
+            ``topk_method`` says so; None: never.
         stacked: True: one tensor on disk holds the matrix, or bias, of all experts of a layer.
         transposed: True: expert matrices on disk are [input, output].
         interleaved: True: outputs of the gate and up projections alternate.
@@ -109,12 +110,13 @@ class Family:
         architecture: Class name in transformers.
         fixed: {ModelConfig field: the only value that it may have}.
         defaults: {config.json key: value if the key is missing}.
-        settings: {ModelConfig field: the config.json key that holds it}, for fields that not all families have. A field
-            of `OPTIONS` that is in neither has its default.
+        settings: {ModelConfig field: the config.json key that holds it}, for optional fields. An optional field (one of
+            `OPTIONS`) that is neither here nor in ``fixed`` keeps its default.
         keys: {ModelConfig field: its config.json keys}, for fields whose keys are not the usual ones.
         windows: Layers with a sliding window; None: no layer has one.
         partial_rotation: True if the key ``partial_rotary_factor`` may be below 1.
-        planning_only: Reason why the family can be planned but not run; None if it can be run.
+        planning_only: Reason why models of the family can only be planned (memory and step time predicted), not run;
+            None if they can.
         experts: Keys of its mixtures of experts; None: every MLP is dense.
         latent: True for multi-head latent attention.
         heads: For an encoder, {class name in transformers: its ``ModelConfig.head``}; empty for a decoder.

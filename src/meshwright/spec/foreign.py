@@ -65,7 +65,8 @@ def build_module_table(parameters: Sequence[ForeignParameter]) -> ParameterTable
 
 def build_saved_table(table: ParameterTable, kept: Sequence[KeptValue], exported: bool = True) -> ParameterTable:
     """Build the parameter table for checkpoints: the trained parameters of `table`, followed by the buffers and frozen
-    parameters `kept`. exported: False if these are not part of the model's file, but under training/ alone."""
+    parameters `kept`. exported: True: these are saved in the checkpoint's model file; False: only in its directory
+    training/, the state for resuming."""
     entries = [_replicated_entry(each.name, each.shape, REST, decay=False, kept=each.dtype) for each in kept]
     entries = [replace(each, exported=exported) for each in entries]
     return ParameterTable((*table.entries, *entries), table.tensors, table.units)

@@ -38,9 +38,9 @@ def draw_normal_values(
     """Return the standard normal values [stop - start] of the elements [start, stop) of a flattened tensor; they depend
     only on `seed`, `name` and the elements' indices.
 
-    seed: seed of the model's initial values. name: the tensor's name on disk. columns: (first, end, width): the tensor
-    is a matrix of `width` columns, and `start` and `stop` count only the elements of its columns [first, end); None:
-    all. threads: number of threads that draw."""
+    seed: seed of the model's initial values. name: the tensor's name on disk. columns: None: `start` and `stop` count
+    all elements. (first, end, width): the tensor is a matrix of `width` columns, and they count only the elements in
+    its columns [first, end). threads: number of threads that draw."""
     key = np.frombuffer(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:16], "<u8")
     values = np.empty(stop - start, np.float32)
 
@@ -63,9 +63,10 @@ def draw_normal_values(
 
 
 def _list_spans(start: int, stop: int, columns: tuple[int, int, int] | None) -> Iterator[tuple[int, int]]:
-    """Yield the ranges (first, end) of the flattened tensor that hold its elements [start, stop). columns: (first, end,
-    width): `start` and `stop` count only the elements in the columns [first, end) of a matrix of `width` columns, and
-    one range is yielded for each row; None: they count all elements, and one range is yielded."""
+    """Yield the index ranges (first, end) of a flattened tensor in which the elements with the numbers [start, stop)
+    lie. columns: None: all elements are numbered, and one range is yielded. (first, end, width): the tensor is a matrix
+    of `width` columns, of which only the elements in the columns [first, end) are numbered, row by row; one range is
+    yielded for each row."""
     if columns is None:
         yield start, stop
         return
@@ -79,8 +80,8 @@ def _list_spans(start: int, stop: int, columns: tuple[int, int, int] | None) -> 
 
 
 def _draw_bits(key: NDArray[np.uint64], spans: Iterable[tuple[int, int]]) -> NDArray[np.uint32]:
-    """Return the random 32-bit integers of the elements in `spans`, ascending ranges (start, stop) of a tensor's
-    elements. key: the tensor's Philox key."""
+    """Return one random 32-bit integer for each element in `spans`, ascending ranges (start, stop) of a tensor's
+    elements. key: the tensor's key of the counter-based random generator Philox."""
     philox, position, drawn = np.random.Philox(key=key), 0, []
     generator = np.random.Generator(philox)
     for start, stop in spans:
@@ -96,8 +97,9 @@ def _draw_bits(key: NDArray[np.uint64], spans: Iterable[tuple[int, int]]) -> NDA
 
 def _compute_quantiles(bits: NDArray[np.uint32], values: NDArray[np.float32], scratch: tuple[Any, Any, Any]) -> None:
     """Write the standard normal quantiles of the random 32-bit integers `bits` [n] to `values` [n]. The lowest bit is
-    the sign; the others number one of 2^31 equal intervals of the probabilities below 1/2, from the smallest up.
-    scratch: uint32, float32 and int64 arrays of at least n elements, which are overwritten."""
+    the sign. The other 31 bits are the number of an interval: the probabilities below 1/2 are divided into 2^31 equal
+    intervals, numbered in ascending order. scratch: uint32, float32 and int64 arrays of at least n elements, which are
+    overwritten."""
     nodes, differences = _tabulate_quantile()
     integer, number, node = (each[: len(bits)] for each in scratch)
     np.right_shift(bits, np.uint32(1), out=integer)
@@ -122,8 +124,9 @@ def _tabulate_quantile() -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return the table for linear interpolation of the standard normal quantile, as two arrays [nodes]: its value at
     each node, and the difference to the next node divided by 2^17.
 
-    Nodes are the interval numbers 2^e (1 + k / 64) of `_compute_quantiles`, for e from -1 to 30 and k from 0 to 63, and
-    2^31, whose quantile is 0. Two nodes are 2^17 steps of a float32's fraction apart.
+    The nodes are numbers of the probability intervals in `_compute_quantiles`: 2^e (1 + k / 64) for e from -1 to 30 and
+    k from 0 to 63, and at last 2^31, whose quantile is 0. From one node to the next there are 2^17 float32 numbers, so
+    that the low 17 bits of a number's fraction are its distance from a node.
     """
     normal = NormalDist()
     intervals = [2.0**e * (1 + k / _NODES) for e in range(-1, 31) for k in range(_NODES)]

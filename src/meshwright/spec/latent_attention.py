@@ -33,13 +33,13 @@ class LatentAttention:
         return self.rank + self.rotary_dim
 
     def tensors(self, hidden: int, heads: int, head_dim: int) -> list[tuple[str, str, int, tuple[int, ...], int]]:
-        """List the projections and norms before the attention scores, in forward order, as tuples of (key in the table
-        of disk names; name of the model parameter that contains it; start index along dim 0 of that parameter; shape;
-        head size along dim 0).
+        """List the weights of the projections and norms before the attention scores, in forward order. Each is a tuple
+        of its role, such as "query_down"; the name of the model parameter that contains it, such as the fused "qkv";
+        its start index along dim 0 of that parameter; its shape; and the number of its rows per head.
 
-        The head size is 0 for the projections and norms of latent vectors: every tp rank holds them in full and
-        computes a partial gradient of them, from its own heads. hidden: size of the hidden state; heads: number of
-        heads; head_dim: size of a head's query.
+        The number of rows per head is 0 for the projections and norms of latent vectors: every tp rank holds them in
+        full and computes a partial gradient of them, from its own heads. hidden: size of the hidden state; heads:
+        number of heads; head_dim: size of a head's query.
         """
         query, both = heads * head_dim, head_dim - self.rotary_dim + self.value_dim
         queries: list[tuple[str, str, int, tuple[int, ...], int]] = [("query", "qkv", 0, (query, hidden), head_dim)]

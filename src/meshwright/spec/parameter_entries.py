@@ -124,7 +124,7 @@ class ParameterEntry:
             has no gradient, master weight or optimizer state, and is not in checkpoints.
         packed: Format in which a frozen matrix is held in blocks of 64 elements; None: the dtype of the parameters.
         exported: False for a trained parameter that is not part of the model, such as a projection to a teacher's
-            hidden states: checkpoints hold it under training/ alone.
+            hidden states: checkpoints hold it only in their directory training/, the state for resuming.
         kept: Dtype, such as "int64", of a buffer or frozen parameter of a user's module, which is in checkpoints but
             not in flat buffers; None for a trained parameter.
     """
@@ -203,7 +203,7 @@ class ParameterEntry:
         shard of its own.
 
         A sum over all tp ranks counts each element this many times. For routed experts under expert parallelism the
-        result is always 1; their replicas are the ranks of ``layout.groups("expert_data")``.
+        result is always 1; these have the same values on all ranks of a group of the mesh axis "expert_data".
         """
         if self.expert_parallel(layout):
             return 1
@@ -215,10 +215,11 @@ class ParameterEntry:
     def gradient_axes(self, layout: Layout) -> tuple[str, ...]:
         """Return the mesh axes over which the entry's gradient is all-reduced under `layout`; () for a frozen entry.
 
-        "data" (dp x cp), always, because ranks see different samples and different slices of a sequence; for routed
-        experts under expert parallelism it is "expert_data" instead. "tp" too, if the gradient is partial: over each
-        group of ``replicas(layout)`` consecutive tp ranks with the same values. The pipeline ranks that hold the FSDP
-        unit (`partition.Partition.holders`) all-reduce its gradient too.
+        "data" (dp x cp) is always one of them, because ranks see different samples and different slices of a sequence;
+        for routed experts under expert parallelism it is "expert_data" instead. "tp" is another one if each tp rank
+        computes only a partial gradient; then the ``replicas(layout)`` consecutive tp ranks with the same values
+        all-reduce it. Not listed is axis pp, over which the pipeline ranks that hold the same FSDP unit
+        (`partition.Partition.holders`) all-reduce its gradient.
         """
         if not self.trainable:
             return ()

@@ -118,7 +118,7 @@ class ParameterTable:
         {axis: position} of the rank, from ``layout.coordinates``.
 
         The blocks of all ranks cover the entry, with each element on ``entry.replicas(layout)`` tp ranks. A routed
-        expert under expert parallelism is covered once by each block of ep x etp ranks.
+        expert under expert parallelism is covered once by the ep x etp ranks among which the experts are distributed.
         """
         offset = self.tensor(entry.tensor).local_offset(entry, layout)
         dims = range(len(entry.model_shape))
@@ -129,10 +129,10 @@ class ParameterTable:
         return tuple(boxes)
 
     def unit_numel(self, unit: str, layout: Layout | None = None, buffer: BufferKind = "dense") -> int:
-        """Return the number of elements of one flat buffer on a rank, before ZeRO sharding and padding; the buffer
-        holds parameters of the FSDP unit called `unit`. layout: None: one device. buffer: "dense" (trained parameters),
-        "experts" (those of routed experts under expert parallelism), "frozen" and "frozen_experts" (the same, not
-        trained), or "packed" (quantized)."""
+        """Return the number of elements of one flat buffer of the FSDP unit called `unit` on a rank, before ZeRO
+        sharding and padding. layout: None: one device. buffer: "dense" (trained parameters), "experts" (those of routed
+        experts under expert parallelism), "frozen" and "frozen_experts" (the same, not trained), or "packed"
+        (quantized)."""
         tensors = self.unit_tensors(unit, layout, buffer)
         return sum(math.prod(tensor.local_shape(layout or Layout())) for tensor in tensors)
 

@@ -43,8 +43,9 @@ def parameter_table(config: ModelConfig) -> ParameterTable:
 
 
 def make_projection_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
-    """Yield the entries of the projections to a teacher's hidden states (distillation), [teacher's hidden, hidden]
-    each. They belong to the FSDP unit of the head, whose loss uses them, and are replicated over tp."""
+    """Yield the parameter entries of the projections by which distillation compares hidden states: each maps the
+    model's to the size of a teacher's, [teacher's hidden, hidden]. They belong to the FSDP unit of the head, whose loss
+    uses them, and are replicated over tp."""
     for layer, width in config.projections:
         yield ParameterEntry(
             name=f"distillation.projections.{layer}.weight",
@@ -64,7 +65,7 @@ class _Place:
 
     Attributes:
         unit: Name of its FSDP unit.
-        part: Role of the entry, such as "query": key of its Hugging Face name in `DISK_NAMES`.
+        part: Role of the entry, such as "query", under which `DISK_NAMES` has its Hugging Face name.
         layer, expert: Index of its layer and of its expert; None if it belongs to none.
         tensor: Name, without ".weight" or ".bias", of the model parameter of which the entry is a slice along dim 0;
             None: the same as `part`.
@@ -142,8 +143,8 @@ class _Builder:
             self.add_prediction(config.layers)
 
     def add_prediction(self, layer: int) -> None:
-        """Append the parameter entries of the multi-token prediction module, on disk the layer with index `layer`; they
-        belong to the FSDP unit of the head."""
+        """Append the parameter entries of the multi-token prediction module, which files on disk name as the layer with
+        index `layer`. They belong to the FSDP unit of the head."""
         norms = (f"prediction_{name}" for name in ("embedding_norm", "hidden_norm", "norm"))
         for part in norms:
             self.add_norm(_Place("head", part, layer, part.replace("_", ".", 1)))

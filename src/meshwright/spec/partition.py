@@ -26,9 +26,10 @@ class Partition:
 
     @classmethod
     def of(cls, program: PipelineProgram, config: ModelConfig, table: ParameterTable, sequence: int) -> Partition:
-        """Partition a model for a pipeline program: cut it into as many stages as the program has, balanced in FLOPs,
-        and place them on the pipeline ranks that the program names. config: configuration of the model. table: its
-        parameter table. sequence: tokens of a sequence."""
+        """Partition a model for a pipeline program (each rank's order of forwards, backwards and transfers): cut it
+        into as many stages as the program has, balanced in FLOPs, and place each stage on the pipeline rank on which
+        the program runs it. config: configuration of the model. table: its parameter table. sequence: tokens of a
+        sequence."""
         return cls(table, stages_of(config, program.stages, sequence), program.placement)
 
     @classmethod

@@ -52,8 +52,9 @@ def _read_two_rotations(fields: dict[str, Any], read: Reader, local: Setting) ->
     """Read the ModelConfig fields of rotary positions of a family whose sliding-window layers have their own rotary
     base, and add them to ``fields``.
 
-    ``rope_parameters`` is used only if it is nested by layer type, as in transformers; ``rope_scaling`` applies to the
-    layers without a window. read: typed access to the file. local: key of the base of the sliding-window layers.
+    ``rope_parameters`` is used only if it has an object for each layer type ("full_attention", "sliding_attention"), as
+    in transformers; ``rope_scaling`` applies only to the layers without a window. read: typed access to the file.
+    local: key of the rotary base of the sliding-window layers.
     """
     scaled, nested = (_read_object(read.data, name, read.where) for name in ("rope_scaling", "rope_parameters"))
     at = f"{read.where}: rope_parameters"
@@ -128,8 +129,8 @@ def read_windows(fields: dict[str, Any], read: Reader) -> None:
 
 def _default_windows(rule: Windows, fields: Mapping[str, Any], read: Reader) -> list[bool]:
     """Return, for a ``config.json`` without the key ``layer_types``, one value per layer: True if the layer has a
-    sliding window. rule: the family's rule. fields: ModelConfig fields read so far. read: typed access to the
-    ``config.json``."""
+    sliding window. rule: the family's rule by which layers have a window. fields: ModelConfig fields read so far. read:
+    typed access to the ``config.json``."""
     numbers = range(fields["layers"])
     match rule.layers:
         case "all":
@@ -187,9 +188,9 @@ def resize_patterns(config: ModelConfig, layers: int) -> dict[str, Any]:
 def _continue_pattern(pattern: list[bool], layers: int, period: int | None, marked: bool) -> list[bool]:
     """Return `pattern`, which has one value per layer, cut or continued to `layers` layers.
 
-    period: None: the last value is repeated. Otherwise the period of the family's models, in layers: every `period`-th
-    layer has the value `marked`, all others the opposite. A `pattern` that follows this rule, with this period or
-    another one, is continued by it; any other by repeating its shortest repeating part.
+    period: None: the last value is repeated. Otherwise every `period`-th layer of the family's models has the value
+    `marked`, and all others the opposite. If `pattern` follows this rule, with this or another period, it is continued
+    by the rule; if not, its shortest repeating part is repeated.
     """
     if period is None or layers <= len(pattern):
         return (pattern + pattern[-1:] * layers)[:layers]

@@ -56,7 +56,7 @@ def serving_layout(text: str, config: ModelConfig) -> Layout:
     a layout that the model cannot use.
 
     The result has tp without sequence parallelism, because the tokens of a step cannot be split over ranks, and shards
-    experts over the tp ranks of a replica, because replicas exchange no tokens.
+    experts over the tp ranks of each of the dp model copies, because these exchange no tokens.
     """
     layout = Layout.parse(text) if text.strip() else Layout()
     reading = Layout(dp=layout.dp, tp=layout.tp, tensor_sequence_parallel=layout.tp == 1, pp=layout.pp, ep=layout.ep)
@@ -178,8 +178,9 @@ def _context_problem(layout: Layout, config: ModelConfig) -> str | None:
 
 def _pipeline_problem(layout: Layout, config: ModelConfig, sequence: int | None, planning: bool) -> str | None:
     """Return an error message if the pipeline of `layout` has more stages than the model has layers, else None. config:
-    configuration of the model. sequence: tokens of a sequence (None: the model's positions), with which the schedule is
-    generated to count its stages; planning: True: not generated."""
+    configuration of the model. sequence: tokens of a sequence (None: the model's maximum), for which the pipeline
+    schedule is generated to count its stages. planning: True: do not generate it, and take the number of stages from
+    `layout`."""
     stages = layout.pp * layout.chunks
     if (
         stages <= config.layers and not planning
@@ -210,14 +211,15 @@ def _expert_problem(layout: Layout, config: ModelConfig) -> str | None:
 
 
 def _split_bias(config: ModelConfig) -> int:
-    """Return the length of the bias of an expert's down projection, which ranks that shard the expert's width split
-    among themselves, each adding a slice; 0 if experts have no biases. config: configuration of the model."""
+    """Return the number of elements of the bias of an expert's down projection; 0 if experts have no biases. Ranks that
+    shard an expert's width each add one slice of this bias, so that their number must divide the result. config:
+    configuration of the model."""
     return config.hidden if config.experts and config.mlp_bias else 0
 
 
 def _adapter_problem(layout: Layout, config: ModelConfig) -> str | None:
-    """Return an error message if etp of `layout` would split experts with adapters, or tp would cut a block of packed
-    weights in two, else None. config: configuration of the model."""
+    """Return an error message if etp of `layout` would split experts with adapters, or tp would cut a block of
+    quantized weights (which share a scale) in two, else None. config: configuration of the model."""
     if config.adapter and layout.etp > 1 and any(entry.expert for entry in parameter_table(config).trained.entries):
         return f"etp{layout.etp} splits the width of experts, and experts with adapters are not split; use ep alone"
     if config.adapter is None or config.adapter.packed is None or layout.tp == 1:

@@ -32,8 +32,8 @@ class RopeScaling:
     "yarn" (Peng et al. 2023, arXiv:2309.00071): dimensions with more than ``beta_fast`` rotations within
     ``original_max_positions`` keep their frequency, those with fewer than ``beta_slow`` have it divided by ``factor``,
     with a ramp between. ``truncate``: False: do not round the ends of the ramp to whole dimensions. Cosine and sine are
-    multiplied by ``attention_scale``: ``attention_factor`` if given, else the ratio of two factors computed from
-    ``mscale`` and ``mscale_all_dim`` if both are given.
+    multiplied by ``attention_scale``: ``attention_factor`` if given, else f(``mscale``) / f(``mscale_all_dim``) if both
+    are given, with f(m) = 0.1 m ln(``factor``) + 1, else f(1).
 
     "longrope" (Ding et al. 2024, arXiv:2402.13753): each rotary frequency is divided by its own factor, one of
     ``long_factors`` for sequences of more than ``original_max_positions`` tokens, else one of ``short_factors``. Cosine
@@ -73,8 +73,8 @@ class RopeScaling:
 
     @property
     def latent_score_scale(self) -> float:
-        """Factor on the scores of latent attention, besides 1 / sqrt(head size): the square of the factor computed from
-        ``mscale_all_dim`` (DeepSeek-V2); 1 without it."""
+        """Factor on the scores of latent attention, besides 1 / sqrt(head size): (0.1 ``mscale_all_dim`` ln(factor) +
+        1)² (DeepSeek-V2); 1 without ``mscale_all_dim`` or for a factor of at most 1."""
         return _yarn_scale(self.factor, self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
 

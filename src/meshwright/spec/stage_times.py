@@ -20,8 +20,8 @@ find the same program."""
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Function object that estimates, from FLOPs, how long the forward, input-gradient and weight-gradient passes of
-    each pipeline stage take.
+    """Callable that estimates, from FLOPs, the durations of the forward, input-gradient and weight-gradient passes of
+    each pipeline stage, from which a schedule is generated.
 
     A weight matmul costs the same in forward, input gradient and weight gradient. The attention core (scores and
     weighted values) has no weights; its backward, twice the forward FLOPs, counts as input gradient. Recomputation and
@@ -40,8 +40,9 @@ class StageTimes:
     recompute: str = "none"
 
     def __call__(self, count: int) -> Durations | None:
-        """Return the durations of the model cut into `count` stages, in units of a pipeline rank's mean forward time
-        per micro-batch; None if the model has fewer layers than stages."""
+        """Return the estimated durations of the forward, input-gradient and weight-gradient passes of each of the
+        `count` stages into which the model is cut, in units of a pipeline rank's mean forward time per micro-batch;
+        None if the model has fewer layers than stages."""
         if count > self.config.layers:
             return None
         forward, input_gradient, weight_gradient = [0.0] * count, [0.0] * count, [0.0] * count

@@ -55,7 +55,8 @@ def stages_of(config: ModelConfig, count: int, sequence: int) -> tuple[Stage, ..
 
 def even_stages(config: ModelConfig, count: int) -> tuple[Stage, ...]:
     """Cut the model with configuration `config` into `count` pipeline stages of equal numbers of layers, in forward
-    order, without counting embedding and head. If layers do not divide, the first and the last stages have one fewer.
+    order, without counting embedding and head. If the number of layers is not a multiple of `count`, the stages in the
+    middle have one layer more than those at the ends.
     """
     assert 1 <= count <= config.layers, (count, config.layers)
     least, more = divmod(config.layers, count)

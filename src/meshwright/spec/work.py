@@ -33,8 +33,8 @@ def count_predictions(config: ModelConfig, rows: int, sequence: int) -> int:
 
 def keys_per_token(sequence: int, window: int | None = None, causal: bool = True, chunks: bool = False) -> float:
     """Return the mean number of keys that a token attends to in a sequence of `sequence` tokens. window: sliding window
-    in tokens; None: no window. causal: False: a token attends to the whole sequence (or window). chunks:
-    True if windows are chunks of the sequence.
+    in tokens; None: no window. causal: False: a token attends to the whole sequence (or window). chunks: True if the
+    sequence is cut into chunks of `window` tokens, and a token attends only within its chunk.
 
     Causal without a window, the exact result is (sequence + 1) / 2, not the usual sequence / 2.
     """

@@ -28,7 +28,7 @@ class Result:
         tokens_per_second: Median throughput of the logged steps, all ranks together; None if no step was logged.
         mfu: Model FLOP utilisation, 0 to 1, of all devices' dense peak; None if no step was logged.
         predicted: Predictions made before the run: step time in seconds, memory and traffic in bytes.
-        measured: Measurements of the same quantities, mostly under the same keys as in `predicted`.
+        measured: Measurements of these quantities in the run, mostly under the keys that they have in `predicted`.
         checkpoint: Newest complete checkpoint.
         best_checkpoint: Checkpoint with the lowest validation loss.
         run_directory: Directory of metrics, result and checkpoints.

@@ -82,8 +82,9 @@ def find_hardware_profile(ranks: int, threads: int) -> Cluster | None:
     """Return the stored hardware profile (measured speeds) of this machine's CPU for `ranks` processes of `threads`
     threads each; None if there is none.
 
-    The profile of `meshwright probe` is preferred if it covers at least as many processes; otherwise it is the profile
-    that was measured at the first start of such a run. `UserError` if the file of `meshwright probe` is damaged."""
+    The profile of `meshwright probe` is preferred if it covers at least as many processes; otherwise the result is the
+    profile that the first run with these `ranks` and `threads` measured and stored. `UserError` if the file of
+    `meshwright probe` is damaged."""
     if (probed := _read_probed_cluster(ranks, threads)) is not None:
         return probed
     key = HardwareProfileKey.here(count_available_cores(), ranks, threads)
@@ -297,8 +298,9 @@ def measure_process_memory(keys: Sequence[ProcessKey], log: Callable[[str], None
 
 
 def _measure_profile(profile: _ProfileRequest, log: Callable[[str], None]) -> None:
-    """Measure a hardware profile (machine speeds) and store it, and the fastest precision if it was not known. A stored
-    profile is kept if it covers as much and other programs disturbed its measurement less.
+    """Measure a hardware profile (machine speeds) and store it, and the fastest precision if it was not known. A
+    profile that is already stored is kept if it covers as much and its measurement was disturbed less by other
+    programs.
 
     profile: what it must cover; the precisions and axes of an earlier profile with the same key are measured again.
     log: called with each line for the user. `UserError` if the measurement failed on a rank."""

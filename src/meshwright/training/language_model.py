@@ -123,8 +123,8 @@ class LanguageModelTask:
         return self.order.sample(self._sample_numbers(step))
 
     def _sample_numbers(self, step: int) -> NDArray[np.int64]:
-        """Return the global numbers, over all steps, of the samples that this rank reads in a step: int64 [batch /
-        dp]."""
+        """Return the numbers of the samples that this rank reads in the step with index `step`, counted from 0 over all
+        steps of the run: int64 [batch / dp]. They determine the data order and the dropout masks."""
         share = self.recipe.train.batch // self.mesh.dp.size
         return step * self.recipe.train.batch + self.mesh.dp.rank * share + np.arange(share)
 
@@ -309,8 +309,8 @@ class LanguageModelTask:
 
     def _compute_rank_contributions(self, loss: torch.Tensor) -> torch.Tensor:
         """Return this rank's contributions to the loss and the metric sums of the last forward passes: float64 [1 +
-        metrics]. All-reducing them over all ranks gives the totals, because each is divided by the number of ranks that
-        compute the same value.
+        metrics]. All-reducing them over all ranks gives the totals, because each contribution was divided by the number
+        of ranks that compute the same value.
 
         loss: scalar, summed over this rank's micro-batches."""
         metric_sums = self.passes.metric_sums if self.objective.metric_sums is None else self.objective.metric_sums

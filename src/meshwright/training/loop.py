@@ -325,8 +325,8 @@ class Run:
         """Wait until no rank is saving a checkpoint. Return None, or the reason if the save failed on any rank.
         Collective.
 
-        Ranks exchange their states by small all-reduces and not by files: a rank whose disk is full cannot write a
-        failure marker, and the other ranks would wait for its shard."""
+        Small all-reduces, not files, show each rank if others are still saving or have failed: a rank whose disk is
+        full could not write a file that reports its failure, and the others would wait for its checkpoint shard."""
         while True:
             busy = self.checkpointer.busy  # read before `failed`: a save that has ended has set its outcome
             if not self.agreement.all_true(self.checkpointer.failed() is None):

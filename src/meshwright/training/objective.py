@@ -136,11 +136,12 @@ class Objective(Protocol):
     def complete(
         self, policy: Policy, micro_batches: Sequence[MicroBatch], rows: Sequence[NDArray[np.int64]], step: int | None
     ) -> list[MicroBatch]:
-        """Return this rank's `micro_batches` with the inputs that a model computes in every step: a teacher's targets,
-        or samples of the student itself.
+        """Return this rank's `micro_batches` completed by what models compute in every step: for distillation the
+        teacher's targets, for on-policy distillation also texts sampled from the student.
 
         policy: the model being trained; rows: indices of the sequences of each micro-batch, in the training split;
-        step: index of the step. step None: validation, with indices in the validation split. Collective."""
+        step: index of the training step; None: validation, where `rows` are indices in the validation split.
+        Collective."""
 
     def state(self) -> dict[str, Any]:
         """Return the objective's entries of a checkpoint's `state.json`: checksums of its inputs, which must be equal

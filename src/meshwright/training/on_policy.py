@@ -27,17 +27,18 @@ _STEP, _TOKENS = 1, 2  # purposes of random numbers
 
 
 def is_on_policy_step(fraction: float, seed: int, step: int) -> bool:
-    """Return True if the step with index `step` (from 0) trains on the student's own samples. The decision is random
-    with probability `fraction`, and seeded by `seed` and `step`, so that all ranks decide alike."""
+    """Return True if the step with index `step` (from 0) trains the student on texts that it has sampled itself
+    (on-policy distillation). The decision is random with probability `fraction`, and seeded by `seed` and `step`, so
+    that all ranks decide alike."""
     return bool(np.random.default_rng([seed, step, _STEP]).random() < fraction)
 
 
 def find_prompts(micro_batch: MicroBatch, text_tokens: int | None) -> list[torch.Tensor]:
     """Return the prompt of each sequence of `micro_batch`, as token IDs [tokens].
 
-    text_tokens: None for data of prompts with responses: the prompt ends where the first target begins (it is the whole
-    sequence if there is no target). A number of tokens for plain text: the prompt ends at this index and begins with
-    the document that contains its last token."""
+    text_tokens: None: the data are prompts with responses; a prompt ends where the first target begins (without targets
+    it is the whole sequence). Otherwise the data are plain text, of which a prompt is the first `text_tokens` tokens,
+    without documents that end earlier."""
     tokens_BS, targets_BS, documents = micro_batch
     prompts = []
     for row, tokens_S in enumerate(tokens_BS):
@@ -52,7 +53,7 @@ def find_prompts(micro_batch: MicroBatch, text_tokens: int | None) -> list[torch
 
 
 class Sampler:
-    """Sampler of continuations of prompts, by the model being trained.
+    """Sampler of continuations of prompts by the student, the model being trained, for on-policy distillation.
 
     model: the student. units: hooks that all-gather the parameters of its FSDP units. device: device of the parameters.
     ends: token IDs that end a sequence. temperature: divisor of the logits. seed: seed of the run."""
@@ -76,7 +77,7 @@ class Sampler:
     ) -> MicroBatch:
         """Sample a continuation of each of the `prompts` (token IDs). Return a micro-batch of the shape of
         `micro_batch`, in which each sequence is a prompt and its continuation, as one document. Targets are the sampled
-        tokens up to the first that ends the sequence, else -100.
+        tokens up to the first end-of-sequence token, which is included; all other targets are -100.
 
         step: index of the step; rows: indices of the sequences in the training split; both seed the random draws.
         Collective."""

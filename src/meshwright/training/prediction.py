@@ -150,8 +150,8 @@ def _bytes_by_category(predicted: Ledger, share: float) -> dict[str, int]:
 
 
 def _find_unexplained_share(machine: Cluster | None) -> float:
-    """Return the mean fraction by which the memory of finished runs on `machine` exceeded its prediction; 0.0 if no run
-    was recorded."""
+    """Return the mean fraction by which the measured peak memory of finished runs on `machine` exceeded the predicted
+    peak; 0.0 if no run was recorded."""
     calibration = None if machine is None else machine.calibration
     return 0.0 if calibration is None else calibration.unexplained_share or 0.0
 

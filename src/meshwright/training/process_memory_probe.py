@@ -135,8 +135,8 @@ def _measure_rss() -> int:
 
 
 def _measure_as_described(description: dict[str, Any], start: Place) -> dict[str, Any]:
-    """Measure process memory on this rank under one set of conditions and write the result as JSON to the file
-    RANK.json. start: rank of this process.
+    """Measure the memory besides tensors of this rank's process, under this rank's conditions, and write the result as
+    JSON to the file RANK.json. start: rank of this process.
 
     description: JSON dict from the launcher: "keys": list of the conditions (precision, threads, compiled), one for
     each rank, in rank order; "results": directory of the file."""

@@ -39,8 +39,9 @@ def next_rendezvous(rendezvous: str | None = None) -> Place:
     """Return rank, world size and rendezvous of this process for its next training run. Without a launcher it is rank 0
     of 1.
 
-    Under `meshwright run` with a file rendezvous each call returns another file, so that a script can train several
-    times. rendezvous: URL such as "tcp://host:port" or "file:///path"; None: the launcher's."""
+    Under `meshwright run` with a file rendezvous (a file through which the ranks find each other), each call returns
+    another file, since a script that trains several times needs a new one for each run. rendezvous: URL such as
+    "tcp://host:port" or "file:///path"; None: the launcher's."""
     launched = _launched.get()
     if launched is not None:
         launched.calls += 1

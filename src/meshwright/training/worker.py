@@ -91,7 +91,7 @@ def run_script_as_rank(
     run directory, **options)`.
 
     start: rank, world size and rendezvous of this process. locked: run directory that the launcher of this process has
-    locked; None if it locked none."""
+    already locked; if it locked none or another one than the recipe's, rank 0 locks the recipe's here."""
     directory = recipe.run_directory
     lock = locked is None or directory.resolve() != locked.resolve()
     return _run_as_rank(recipe, start, RunDirectory(directory), None, options, lock, work)
@@ -193,7 +193,7 @@ def _set_threads(recipe: Recipe, start: Place, store: Any, given: int | None, no
 
 def _check_emulated(recipe: Recipe, has_programs: bool) -> None:
     """Raise `UserError` if the recipe uses a feature that emulated ranks (threads of one process) do not support.
-    has_programs: True if collective programs replace the backend's calls."""
+    has_programs: True if programs of sends and receives (table [collectives]) replace the backend's collectives."""
     if has_programs:
         raise UserError("[collectives] is not emulated: a rank runs collective programs on a thread of their own")
     if recipe.train.profile:

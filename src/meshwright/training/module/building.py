@@ -46,9 +46,8 @@ def build_task(spec: ModuleSpec, recipe: ModuleRecipe, mesh: Mesh) -> ModuleTask
 
 
 def _name_as_peft(derived: ModuleDescription, module: nn.Module) -> ModuleDescription:
-    """Return the description of a module with an adapter, whose checkpoints are PEFT directories: tensors have PEFT's
-    names, and buffers are saved beside the adapter, frozen parameters not at all. module: the module
-    itself."""
+    """Return `derived`, the description of the adapted `module`, changed for checkpoints that are PEFT directories:
+    tensors have PEFT's names, and buffers are saved beside the adapter, but frozen parameters are not saved."""
     table = derived.table
     tensors = tuple(
         replace(each, entries=tuple(replace(entry, name=f"{PEFT_PREFIX}{entry.name}") for entry in each.entries))

@@ -149,8 +149,8 @@ class _EndlessBatches:
     """Batch sampler for `DataLoader`: yields the micro-batches of step number `step` (from 0) and of all later steps,
     without end.
 
-    numbers: function (step) -> the step's micro-batches, each a list of keys of `_SeededSamples`: (global sample
-    number, index in the data set).
+    numbers: function (step) -> the step's micro-batches, each a list of pairs (global sample number, index in the data
+    set), which are the keys of the data set `_SeededSamples`.
     """
 
     def __init__(self, numbers: Callable[[int], Sequence[Any]], step: int) -> None:

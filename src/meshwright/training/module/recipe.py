@@ -23,8 +23,8 @@ class ModuleRecipe(Recipe):
 
     @model_validator(mode="after")
     def _check_tables(self) -> Self:
-        """Validate the recipe: reject keys that only Meshwright's own models support (compile, other objectives, packed
-        bases of adapters). Return the recipe."""
+        """Validate the recipe: reject keys that only Meshwright's own models support (compile, other objectives,
+        quantized base weights under an adapter). Return the recipe."""
         if self.adapter.base != "bf16":
             raise ValueError(f'adapter.base "{self.adapter.base}" packs built-in models; here the base stays as it is')
         if self.train.compile:

@@ -78,8 +78,9 @@ class ModuleRun(Run):
 
 
 def _make_contents(task: ModuleTask) -> CheckpointContents:
-    """Return the parameter table, small files and check of a module's checkpoints; with an adapter they are PEFT
-    directories, whose buffers are under training/ alone."""
+    """Return the contents of a module's checkpoints: table of the saved tensors, configuration files, and the function
+    that checks an existing checkpoint against the module. With an adapter, checkpoints are PEFT directories, which hold
+    buffers only in their directory training/, the state for resuming."""
     adapter = task.adapter
     table = build_saved_table(task.derived.table, task.derived.kept, exported=adapter is None)
     name = ADAPTER_FILE if adapter is not None else None
@@ -109,7 +110,8 @@ def check_module_resume(recipe: ModuleRecipe, samples: int) -> None:
 
 def _check_checkpoint_tensors(table: ParameterTable, path: Path, name: str | None) -> None:
     """Raise `UserError` naming the first tensor whose name or shape in the checkpoint at `path` differs from the
-    module's. table: the module's parameters. name: name of the file of tensors; None: that of models."""
+    module's. table: the module's parameters. name: name of the checkpoint's safetensors file; None: the usual name for
+    whole models."""
     files = CheckpointFiles(path) if name is None else CheckpointFiles(path, name)
     wanted = {entry.name: entry.shape for entry in table.entries if entry.exported}
     for name in sorted(wanted.keys() | files.names):

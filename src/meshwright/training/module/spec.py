@@ -47,8 +47,8 @@ class FitOptions(TypedDict, total=False):
             their number, whatever the layout.
         reduction: `"mean"` if `loss` returns the mean over the batch's items, `"sum"` if their sum; mean unless given.
         validation: Validation data, a map-style data set; None: no validation.
-        measures: `{"accuracy": f}`: `f(module, batch)` is a sum over the batch's items; its mean over the validation
-            data goes into metrics.jsonl and the result.
+        measures: Metric functions by name, such as `{"accuracy": f}`: `f(module, batch)` returns a sum over the batch's
+            items, whose mean over the validation data goes into metrics.jsonl and the result.
         units: Function of a module's name and the module; True makes it one FSDP unit (all-gathered together by
             ZeRO-3); default: chosen by size and module lists.
         decays: Function of a parameter's name and the parameter; True if weight decay applies to it; default: those

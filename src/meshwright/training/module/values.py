@@ -74,8 +74,8 @@ class UntrainedTensors:
                 buffers[name].copy_(value)
 
     def count_synchronized(self) -> tuple[int, int]:
-        """Return (number of elements of floating-point buffers, number of elements of integer buffers) that `end_step`
-        synchronizes."""
+        """Return the numbers of elements that `end_step` synchronizes over ranks: (those of floating-point buffers,
+        those of integer buffers)."""
         buffers = self._buffers()
         sizes = [0, 0]
         for name in self.changing:
