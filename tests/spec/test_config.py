@@ -312,6 +312,19 @@ def test_fixed_family_fields_cannot_be_changed():
         dataclasses.replace(read(LLAMA), sliding_window=8)
 
 
+@pytest.mark.parametrize(
+    ("path", "hinted"),
+    [("Qwen/Qwen3-8B", True), ("meta-llama/Llama-3.2-1B", True), ("here/model", False), ("a/b/c", False),
+     ("no/config.json", False), ("../model", False)],
+)  # fmt: skip
+def test_missing_directory_named_like_a_hub_model_says_how_to_download(path, hinted, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    with pytest.raises(UserError, match="no such file; a Hugging Face directory or a config.json is needed") as caught:
+        config_from_path(path)
+    assert (f'"hf download {path} --local-dir DIR"' in str(caught.value)) == hinted
+
+
 def test_a_file_is_read_from_its_directory_too(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert config_from_path(tmp_path) == config_from_path(tmp_path / "config.json") == read(LLAMA)

@@ -577,6 +577,19 @@ def test_output_says_which_cases_ran_compiled(tiny_recipe: Path, monkeypatch: py
         assert compiled == ["compiled by aot_eager", "compiled by inductor"][: said.count("by ") + thorough]
 
 
+def test_output_says_that_train_refuses_the_layout_of_a_recipe(tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_Verifier, "compare", lambda *arguments: Comparison("lm_head.weight", 0.0, 0.0, 0.0, None))
+    for layout, reasons in (
+        ("tp2", []),
+        ("tp3", ['layout "tp3": tp3 does not divide the model\'s 4 heads; 2 or 4 would']),
+    ):
+        lines: list[str] = []
+        run_verification(load_recipe(tiny_recipe, [f"layout={layout}"]), log=lines.append)
+        begin = "note: train refuses this recipe: "
+        notes = [line.removeprefix(begin).partition("; it is")[0] for line in lines if line.startswith(begin)]
+        assert notes == reasons
+
+
 def test_failed_verification_exits_with_1(command_line, monkeypatch, first_case_alone):
     import meshwright.verification.run as run
 

@@ -5,6 +5,7 @@ A missing key has the default that transformers gives it, so that both libraries
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -82,7 +83,8 @@ def read_config(path: str | Path) -> dict[str, Any]:
     try:
         data = read_json(file, "config_bytes")
     except FileNotFoundError:
-        raise UserError(f"{file}: no such file; a Hugging Face directory or a config.json is needed") from None
+        advice = f' (a model of the Hub: "hf download {path} --local-dir DIR" fetches it)' if _is_hub_name(path) else ""
+        raise UserError(f"{file}: no such file; a Hugging Face directory or a config.json is needed{advice}") from None
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror or error}") from None
     except ValueError as error:
@@ -90,6 +92,14 @@ def read_config(path: str | Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise UserError(f"{file}: must hold one JSON object, not {type(data).__name__}")
     return data
+
+
+def _is_hub_name(path: str | Path) -> bool:
+    """Return True if a path that does not exist looks like the name of a model on the Hugging Face Hub, such as
+    "Qwen/Qwen3-8B": two parts, of which the first is no directory and the second no file name."""
+    owner, _, name = str(path).partition("/")
+    words = re.fullmatch(r"[A-Za-z0-9][\w.-]*", owner) and re.fullmatch(r"[A-Za-z0-9][\w.-]*", name)
+    return bool(words) and not Path(owner).exists() and not name.endswith((".json", ".toml"))
 
 
 def list_file_keys(family: str) -> Mapping[str, tuple[str, ...]]:

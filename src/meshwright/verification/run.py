@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_from_recipe import config_from_recipe
 from meshwright.spec.config_json import config_from_path
 from meshwright.spec.presets import preset
+from meshwright.spec.refuse import refuse
 from meshwright.training.preference_loss import make_preference
 from meshwright.verification.cases import Case, CaseBuilder
 from meshwright.verification.compare import TOLERANCES, Comparison, choose_tolerance, compare
@@ -65,6 +66,9 @@ def run_verification(
     begun = time.monotonic()
     layouts, models, recipe = _resolve_arguments(layout, model)
     mutations = {"planted": 0, "caught": 0, "neutral": 0, "missed": [], "faults": []} if mutate else None
+    if recipe is not None and len(layouts) == 1:
+        for reason in _list_misfits(layouts[0], models, recipe):
+            log(f"note: train refuses this recipe: {reason}; it is verified with sizes that the layout divides")
     with _Verifier(dtype, log, recipe, thorough) as bench:
         bench.many = len(layouts) > 1
         planted: set[tuple[str, ...]] = set()
@@ -269,6 +273,18 @@ def _resolve_arguments(layout: Any, model: Any) -> tuple[list[Layout], list[tupl
             load_named_programs(recipe.collectives, scale_down_layout(each), recipe.where)
     models = [] if model is None else [_resolve_model(model)]
     return layouts, models, recipe
+
+
+def _list_misfits(layout: Layout, models: list[tuple[str, ModelConfig]], recipe: Recipe) -> Iterator[str]:
+    """Yield the reasons why models cannot be trained on `layout` in their own sizes, before they are scaled down.
+    models: (name, configuration) pairs; recipe: its batch and sequence length are checked, too."""
+    for _, config in models:
+        # A recipe's vocabulary is known only when its tokenizer has been trained; this one suits every layout.
+        known = dataclasses.replace(config, vocabulary=max(config.vocabulary, 2**16))
+        try:
+            refuse(layout, known, recipe.train.batch, recipe.data.sequence, planning=True)
+        except UserError as error:
+            yield str(error)
 
 
 def _default_models(layout: Layout, mixture: bool, one: bool = False) -> list[tuple[str, ModelConfig]]:
