@@ -90,7 +90,7 @@ def test_router_bias_of_overloaded_expert_decreases_outside_adam():
     train = TrainRecipe(steps=1, batch=1, learning_rate=0.5, router_bias_rate=0.01, weight_decay=0.5)
     master, gradient = torch.zeros(6), torch.tensor([1.0, 1.0, 7.0, -3.0, 0.0, 1.0])
     optimizer = Optimizer(
-        [SimpleNamespace(master=master, gradient=gradient, decay_numel=1, rate=1.0, balancing=((2, 5),))], train
+        [SimpleNamespace(master=master, gradient=gradient, decay_numel=1, rate_factor=1.0, balancing=((2, 5),))], train
     )
     optimizer.step(0.5, 0.1)
     torch.testing.assert_close(master, torch.tensor([-0.5, -0.5, -0.01, 0.01, 0.0, -0.5]))

@@ -51,7 +51,7 @@ class Shard:
 
     def __init__(self, rate: float) -> None:
         self.master, self.gradient = torch.ones(3), torch.tensor([1.0, -2.0, 1.0])
-        self.decay_numel, self.rate, self.balancing = 2, rate, ()
+        self.decay_numel, self.rate_factor, self.balancing = 2, rate, ()
 
 
 def test_optimizer_scales_the_rate_of_matrices_and_keeps_their_decay():
