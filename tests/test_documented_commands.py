@@ -145,7 +145,7 @@ def test_numbers_of_commands_that_measure_nothing_are_compared(line: str, exact:
 
 @pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.stem)
 def test_seconds_in_the_prose_of_a_page_are_those_of_its_output(page: Path):
-    """Of predictions: the tutorial's other sections show measured runs."""
+    """In the tutorial, section 5 alone is compared: the others show measured runs."""
     text = page.read_text()
     if page.stem == "tutorial":
         text = text[text.index("\n## 5.") : text.index("\n## 6.")]

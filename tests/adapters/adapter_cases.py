@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from meshwright.adapters.attach import attach_adapters
 from meshwright.checkpoint.model_directory import save_huggingface
@@ -58,3 +59,16 @@ def batch(config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tokens and targets, [2, 21] each."""
     tokens = torch.randint(0, config.vocabulary, (2, 22), generator=torch.Generator().manual_seed(6))
     return tokens[:, :-1], tokens[:, 1:]
+
+
+def backward_of_peft(directory: Path, tokens: torch.Tensor, targets: torch.Tensor, **options: Any) -> tuple[Any, float]:
+    """PEFT's model of the directories "base" and "adapter" in `directory`, in float64, with its gradients, and its loss
+    summed over the targets. options: of transformers' `from_pretrained`."""
+    import peft
+    import transformers
+
+    base = transformers.AutoModelForCausalLM.from_pretrained(directory / "base", dtype=torch.float64, **options)
+    model = peft.PeftModel.from_pretrained(base, directory / "adapter", is_trainable=True, autocast_adapter_dtype=False)
+    loss = F.cross_entropy(model(input_ids=tokens).logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    loss.backward()
+    return model, loss.item()

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-import transformers
 from safetensors.torch import load_file, save_file
 
 from meshwright.adapters.attach import adapters_off
@@ -22,13 +20,13 @@ from meshwright.model.initialise import extract_entry
 from meshwright.spec.adapter_config import AdapterConfig
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.refuse import refuse
-from tests.adapters.adapter_cases import adapted, batch, small, write_base
+from tests.adapters.adapter_cases import adapted, backward_of_peft, batch, small, write_base
 
 RANK = 3
 
 
 def test_gradients_match_peft(tmp_path: Path, wide: Callable[[], Any]):
-    peft = pytest.importorskip("peft")
+    pytest.importorskip("peft")
     config = dataclasses.replace(small("mixtral-8x7b-v0.1"), router_loss=0.0)
     base = write_base(tmp_path / "base", config)
     model, values = adapted(config, base, targets=("v_proj", "w1", "w2", "w3"), base=str(tmp_path / "base"))
@@ -37,16 +35,8 @@ def test_gradients_match_peft(tmp_path: Path, wide: Callable[[], Any]):
     loss = model(tokens, targets)
     loss.backward()
     with wide():
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(
-            tmp_path / "base", dtype=torch.float64, experts_implementation="eager"
-        )
-        theirs = peft.PeftModel.from_pretrained(
-            theirs, tmp_path / "adapter", is_trainable=True, autocast_adapter_dtype=False
-        )
-        logits = theirs(input_ids=tokens).logits
-        expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-        expected.backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-10)
+        theirs, expected = backward_of_peft(tmp_path, tokens, targets, experts_implementation="eager")
+    assert loss.item() == pytest.approx(expected, rel=1e-10)
     gradients = {key: value.grad for key, value in theirs.named_parameters() if value.grad is not None}
     table, parameters, checked = parameter_table(model.config), dict(model.named_parameters()), 0
     for entry in table.trained.entries:

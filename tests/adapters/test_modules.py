@@ -23,6 +23,7 @@ from meshwright.training.module import load
 from meshwright.training.module.recipe import make_module_recipe
 from meshwright.training.module.run import ModuleRun
 from meshwright.training.module.spec import ModuleSpec
+from tests.training.module_cases import run_until_killed
 
 SAMPLES = [(torch.randn(12, generator=torch.Generator().manual_seed(seed)), seed % 3) for seed in range(24)]
 
@@ -62,18 +63,8 @@ def train(directory: str, layout: str, adapter: dict[str, Any], crash_after: int
     mesh = Mesh.create(recipe.parsed_layout, "cpu", 60.0)
     with closing(mesh):
         running = ModuleRun(recipe, mesh, RunDirectory(directory), ModuleSpec(Net, loss_of, SAMPLES), False)
-        module, step = running.trainer.task.module, running.trainer.step
-
-        def crash(**options: Any) -> Any:
-            if running.trainer.steps_done == crash_after:
-                raise RuntimeError("killed")
-            return step(**options)
-
-        running.trainer.step = crash if crash_after else step  # type: ignore[method-assign]
-        try:
-            running.run()
-        except RuntimeError as error:
-            assert str(error) == "killed"
+        module = running.trainer.task.module
+        run_until_killed(running, crash_after)
         frozen = {name: each.clone() for name, each in module.named_parameters() if not each.requires_grad}
         return {"frozen": frozen, "mean": module.norm.running_mean.clone()}
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 
 from meshwright.adapters.merging import open_weights, write_adapter
@@ -17,7 +16,7 @@ from meshwright.adapters.peft_directory import open_adapter, with_adapter_of
 from meshwright.model.initialise import extract_entry
 from meshwright.spec.config_json import config_from_path
 from meshwright.spec.parameters import parameter_table
-from tests.adapters.adapter_cases import adapted, batch, small, write_base
+from tests.adapters.adapter_cases import adapted, backward_of_peft, batch, small, write_base
 
 peft = pytest.importorskip("peft")
 
@@ -42,14 +41,8 @@ def test_gradients_and_merged_weights_match_peft(case: str, tmp_path: Path, wide
     loss.backward()
 
     with wide():
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float64)
-        theirs = peft.PeftModel.from_pretrained(
-            theirs, tmp_path / "adapter", is_trainable=True, autocast_adapter_dtype=False
-        )
-        logits = theirs(input_ids=tokens).logits
-        expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-        expected.backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-10)
+        theirs, expected = backward_of_peft(tmp_path, tokens, targets)
+    assert loss.item() == pytest.approx(expected, rel=1e-10)
     gradients = {
         key.replace(".default", "").replace("_vector.weight", "_vector"): value.grad
         for key, value in theirs.named_parameters()

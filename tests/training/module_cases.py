@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -296,6 +297,23 @@ def assembled(outcomes: list[dict[str, Any]], like: dict[str, torch.Tensor]) -> 
 # --- whole runs
 
 
+def run_until_killed(running: ModuleRun, steps: int) -> dict[str, Any]:
+    """Run to the end, or with `steps` above 0 fail after this number of steps as if killed: the result is then {}."""
+    step = running.trainer.step
+
+    def fail_after(**options: Any) -> Any:
+        if running.trainer.steps_done == steps:
+            raise RuntimeError("killed")
+        return step(**options)
+
+    with mock.patch.object(running.trainer, "step", fail_after if steps else step):
+        try:
+            return running.run()
+        except RuntimeError as error:
+            assert str(error) == "killed"
+            return {}
+
+
 def run(
     directory: str, layout: str, crash_after: int = 0, track: dict[str, Any] | None = None, **train: Any
 ) -> dict[str, Any]:
@@ -314,19 +332,7 @@ def run(
     with closing(mesh):
         chosen = module_spec("lstm", build=Noisy, loss=_classes, data=NOISY, validation=NOISY[:10], measures=MEASURES)
         running = ModuleRun(found, mesh, RunDirectory(directory), chosen, show_progress=False)
-        if crash_after:
-            step = running.trainer.step
-
-            def crash(**options: Any) -> Any:
-                if running.trainer.steps_done == crash_after:
-                    raise RuntimeError("killed")
-                return step(**options)
-
-            running.trainer.step = crash  # type: ignore[method-assign]
-        try:
-            result = running.run()
-        except RuntimeError as error:
-            assert str(error) == "killed"
+        if not (result := run_until_killed(running, crash_after)):
             return {}
         pieces = [
             (piece.kind, piece.name, piece.start, piece.stop, piece.tensor.clone())

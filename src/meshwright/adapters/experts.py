@@ -40,7 +40,7 @@ class ExpertLowRank(nn.Module):
         copies."""
         if not self.enabled:
             return y_NY
-        return _Sum.apply(x_NX, y_NY, self.a, self.b, ends_E, self)  # type: ignore[no-untyped-call, no-any-return]
+        return _AddLowRankTerms.apply(x_NX, y_NY, self.a, self.b, ends_E, self)  # type: ignore[no-untyped-call, no-any-return]
 
     def split(self, low_NL: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Yield for each adapted matrix of an expert (its columns of the outputs, its part [N, R] of `low_NL`, the view
@@ -50,9 +50,9 @@ class ExpertLowRank(nn.Module):
             yield slice(each.start, each.start + each.size), low_NR, b_EYR
 
 
-class _Sum(torch.autograd.Function):
-    """Autograd function that adds the low-rank terms scaling · B A x of the adapters to the outputs of the routed
-    experts; one of the matrices that form the layer (such as gate and up) after another, to need less memory."""
+class _AddLowRankTerms(torch.autograd.Function):
+    """Autograd function that adds the low-rank terms s x Aᵀ Bᵀ of the adapters to the outputs of the routed experts.
+    The matrices of a layer (such as gate and up) follow one another, to need less memory."""
 
     @staticmethod
     def forward(
@@ -110,7 +110,10 @@ def _multiply(x_NX: torch.Tensor, layer: Linear, ends_E: torch.Tensor, first: in
     """Return the outputs [N, Y] of a linear layer of the experts for token copies `x_NX`, with those of its adapters if
     it has any. ends_E: exclusive end index of each expert's copies; first: index of the first output with a bias."""
     y_NY = grouped_linear(x_NX, layer, ends_E, first)
-    return y_NY if layer.adapter is None else layer.adapter(x_NX, y_NY, ends_E)  # type: ignore[no-any-return]
+    if layer.adapter is None:
+        return y_NY
+    adapted_NY: torch.Tensor = layer.adapter(x_NX, y_NY, ends_E)
+    return adapted_NY
 
 
 def attach_to_experts(module: Experts, layer: str, adapter: ExpertLowRank) -> None:

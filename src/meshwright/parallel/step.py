@@ -30,8 +30,8 @@ class ForwardBackward:
     program; the optimizer step is not included.
 
     `model`: the rank's stages; `engine`: ZeRO engine that owns their parameters. `fused_accumulation_min_numel`: for
-    weights with at least so many elements, the matrix product that computes the gradient also adds it to the gradient
-    buffer (fused gradient accumulation). `preference`: loss of preference pairs; None: next-token loss."""
+    weights with at least this number of elements, the matrix product that computes the gradient also adds it to the
+    gradient buffer (fused gradient accumulation). `preference`: loss of preference pairs; None: next-token loss."""
 
     def __init__(
         self,

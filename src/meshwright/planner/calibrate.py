@@ -137,9 +137,9 @@ def calibration_of(runs: Sequence[RunFigures]) -> Calibration:
     / sum of predicted peak bytes, over the runs with a predicted peak.
     """
     ratios = [run.ratio for run in runs]
-    told = [(run.peak_bytes, run.unexplained_bytes) for run in runs if run.peak_bytes is not None]
-    share = sum(unexplained or 0 for _, unexplained in told) / sum(peak for peak, _ in told) if told else None
-    return Calibration(statistics.median(ratios), min(ratios), max(ratios), len(runs), share, len(told))
+    known = [(run.peak_bytes, run.unexplained_bytes) for run in runs if run.peak_bytes is not None]
+    share = sum(unexplained or 0 for _, unexplained in known) / sum(peak for peak, _ in known) if known else None
+    return Calibration(statistics.median(ratios), min(ratios), max(ratios), len(runs), share, len(known))
 
 
 def cluster_file_with(path: Path, runs: Sequence[RunFigures]) -> tuple[str, Calibration]:

@@ -33,7 +33,7 @@ def find_remote_reads(flow: Dataflow) -> RemoteReads:
     """Return all values that a step reads from another rank, with the steps that produce, send and receive them.
 
     flow: data flow of the program. Raises ProgramError if a value is never produced, sent or received, or if a step
-    runs before a step of its own rank that produces its input.
+    runs before the step of the same rank that produces its input.
     """
     program, needs, s = flow.program, flow.reads, flow.program.steps
     missing = np.flatnonzero(needs.maker < 0)

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from meshwright.quantization.packing import QuantizedFormat, ReadEntry
-from meshwright.spec.adapter_config import BLOCK, GROUP
+from meshwright.spec.adapter_config import BLOCK, GROUP, count_groups
 
 NAME = "nf4-double"
 
@@ -96,8 +96,8 @@ class _Region(NamedTuple):
 
 
 class DoubleQuantized(QuantizedFormat):
-    """Storage format of NF4 weights with quantized scales. slices: the slices of matrices (parameter entries) that the
-    buffer holds; blocks of the buffer in no slice are padding, and dequantize to 0.
+    """Storage format of a buffer of NF4 weights with quantized scales. Blocks of the buffer in no slice are padding and
+    dequantize to 0. slices: the slices of matrices (parameter entries) that the buffer holds.
 
     Attribute `scales`: one float32 tensor: for each matrix the mean of its scales and the largest absolute
     difference from the mean in each group of 256 blocks."""
@@ -163,11 +163,6 @@ class DoubleQuantized(QuantizedFormat):
             part.mul_(known.index_select(0, region.group_indices(low, high, stored.device))).add_(known[region.base])
         scales[end - first :] = 0.0
         return scales[:, None]
-
-
-def count_groups(elements: int) -> int:
-    """Return the number of groups of 256 blocks of a matrix of `elements` weights; the last may have fewer."""
-    return -(-elements // (BLOCK * GROUP))
 
 
 def measure_scales(values: torch.Tensor) -> torch.Tensor:

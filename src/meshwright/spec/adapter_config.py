@@ -16,11 +16,16 @@ RECORD_BYTES = {"nf4": BLOCK // 2 + 4, "nf4-double": BLOCK // 2 + 1, "int8": BLO
 """Bytes of a packed block: its codes and a scale, float32 or (double quantization) one byte."""
 
 
+def count_groups(elements: int) -> int:
+    """Return the number of groups of 256 blocks of a matrix of `elements` weights; the last may have fewer."""
+    return -(-elements // (BLOCK * GROUP))
+
+
 def scale_bytes(elements: int) -> int:
     """Return the bytes that double quantization (QLoRA) stores for a matrix of `elements` weights besides its blocks of
     64 weights with their 8-bit scales: a float32 scale for each group of 256 block scales, and the float32 mean of the
     block scales."""
-    return 4 * (1 - (-elements // (BLOCK * GROUP)))
+    return 4 * (1 + count_groups(elements))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ wire and parameter counts are read from these lists: `operations`, `communicatio
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from meshwright.planner.cost import elementwise
 from meshwright.planner.cost.engines import Fusion
@@ -168,10 +168,10 @@ def linear_kernels(batch: MicroBatch, name: str, shape: LinearShape) -> tuple[Op
     return tuple(found)
 
 
-def linear_operator(batch: MicroBatch, name: str, shape: LinearShape, **more: object) -> Operator:
+def linear_operator(batch: MicroBatch, name: str, shape: LinearShape, **more: Any) -> Operator:
     """Return the operator of a linear layer. name: such as "mlp.up"; shape: sizes of the layer; more: further fields of
     `Operator`, such as saved."""
-    return Operator(name, linear_kernels(batch, name, shape), parameters=shape.parameters)._replace(**more)  # type: ignore[arg-type]
+    return Operator(name, linear_kernels(batch, name, shape), parameters=shape.parameters)._replace(**more)
 
 
 def elementwise_kernels(

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from meshwright.layout import Layout
 from meshwright.planner.cost.adapters import frozen_bytes_per_trained
 from meshwright.planner.cost.layer_times import group_by_structure, micro_batch_of
 from meshwright.planner.cost.micro_batch import DTYPES, LayerKind, MicroBatch, Number, layer_examples
@@ -46,9 +47,9 @@ class ActivationBytes:
         self.problem, self.kinds = problem, kinds
         self.ours = problem.engine.name == "meshwright"
         self.itemsize = 4 if DTYPES[problem.precision] == "float32" else 2
-        distinct: dict[object, int] = {}
+        distinct: dict[Layout, int] = {}
         which = np.array([distinct.setdefault(one.layout, len(distinct)) for one in candidates])
-        layouts = [StageCandidate(layout, 1) for layout in distinct]  # type: ignore[arg-type]
+        layouts = [StageCandidate(layout, 1) for layout in distinct]
         rows = np.array([one.rows for one in candidates])
         one = np.zeros((2 * len(kinds) + 3, len(layouts)))
         as_arrays = not (self.ours and problem.compile)

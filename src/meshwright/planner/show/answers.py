@@ -22,25 +22,25 @@ def plan_document(problem: Problem, best: Sequence[Estimate], result: SearchResu
     problem: model, cluster, batch and engine; best: estimates to list, fastest first; result: search that found them,
     None if the user gave the layout.
     """
-    told: dict[str, Any] = {
+    document: dict[str, Any] = {
         "model": model_document(problem.config),
         "cluster": {"name": problem.cluster.name, "devices": problem.cluster.devices},
         "engine": problem.engine.name, "sequence": problem.sequence, "batch": problem.batch,
         "layouts": [one.document() for one in best],
     }  # fmt: skip
     if result is None:
-        return told | {"searched": 0, "search_seconds": 0.0}
-    told |= {"searched": result.searched, "search_seconds": result.seconds, "undecided": result.undecided}
-    for one, why in zip(told["layouts"], result.reasons, strict=True):
+        return document | {"searched": 0, "search_seconds": 0.0}
+    document |= {"searched": result.searched, "search_seconds": result.seconds, "undecided": result.undecided}
+    for one, why in zip(document["layouts"], result.reasons, strict=True):
         one["compared_with_first"] = why
-    told["too_large"] = [
+    document["too_large"] = [
         {
             "layout": str(one.layout), "step_seconds": one.seconds, "change": one.change,
             "instead": None if one.instead is None else str(one.instead), "instead_step_seconds": one.instead_seconds,
         }
         for one in result.advice
     ]  # fmt: skip
-    return told
+    return document
 
 
 def ledger_documents(estimate: Estimate) -> list[dict[str, Any]]:
