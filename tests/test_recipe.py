@@ -13,6 +13,7 @@ import pytest
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.recipe import SCHEMA, Recipe, load_recipe, load_recipe_text
+from meshwright.recipe.other_names import OTHER_NAMES
 from tests import processor_time
 
 
@@ -335,3 +336,7 @@ def test_objective_follows_from_records_and_must_match_them(tiny_recipe: Path):
     ):
         with pytest.raises(UserError, match=re.escape(said)):
             load_recipe(tiny_recipe, overrides)
+
+
+def test_keys_of_other_programs_lead_to_keys_of_a_recipe():
+    assert set(OTHER_NAMES.values()) <= set(SCHEMA.keys)

@@ -16,10 +16,10 @@ from meshwright.spec.partition import Partition
 from meshwright.spec.policy import SLICE_LOGITS
 from meshwright.spec.stage_times import program_for
 
-WIDE = {"forward_kl": 5, "reverse_kl": 5, "jsd": 8}
-"""Tensors of a slice's logits in float32 (or float64) at the peak of a divergence's computation."""
-WIDE_OF_LOSS = 2
-"""Those that the cross-entropy needs anyway."""
+DIVERGENCE_TENSORS = {"forward_kl": 5, "reverse_kl": 5, "jsd": 8}
+"""Number of tensors of the size of a slice's logits, in float32 (or float64), at the peak of computing a divergence."""
+CROSS_ENTROPY_TENSORS = 2
+"""Number of these tensors that the cross-entropy without teacher needs, too."""
 
 
 def list_teacher_tensors(
@@ -80,7 +80,9 @@ def list_loss_temporaries(
         yield workspace("teacher.logits", _item_bytes(teacher, batch) * width * longest)
     if not differentiated:
         yield workspace("gradients of the divergence", batch.itemsize * width * (longest - at_once))
-        wide = 0 if teacher.top_k else WIDE[teacher.divergence] - (0 if compiled else WIDE_OF_LOSS)
+        wide = (
+            0 if teacher.top_k else DIVERGENCE_TENSORS[teacher.divergence] - (0 if compiled else CROSS_ENTROPY_TENSORS)
+        )
         yield workspace("divergence of a slice", batch.wide * width * at_once * wide)
 
 

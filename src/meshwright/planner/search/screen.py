@@ -202,6 +202,12 @@ class _Pipeline:
         self._once: dict[tuple[bool, int, bool, bool], Floats] = {}
         self._states: dict[tuple[int, bool], tuple[Floats, Floats]] = {}
 
+    @staticmethod
+    def ranks_key(at_once: bool, zero: int, inside: bool) -> tuple[bool, int, bool]:
+        """Return the arguments on which the seconds of a micro-batch depend: below ZeRO-2 no collectives over the
+        sharding groups overlap with it. Arguments: as of `seconds`."""
+        return (at_once, zero, inside) if zero >= 2 else (at_once, 0, False)
+
     def seconds(
         self, pipeline: PipelineCandidate, at_once: bool, zero: int, inside: bool
     ) -> tuple[BusiestRank, Floats]:
@@ -211,7 +217,7 @@ class _Pipeline:
         stage; inside: True for sharding groups within nodes.
         """
         of, groups = self.of, self.grid.sharding[inside].groups
-        key = (at_once, zero, inside) if zero >= 2 else (at_once, 0, False)
+        key = self.ranks_key(at_once, zero, inside)
         if key not in self._ranks:
             ranks = of.rank_seconds(of.stage_seconds(at_once, zero, groups))
             self._ranks[key] = ranks, find_busiest_rank(add_parts(ranks) / of.replicas, of.counts)
@@ -278,15 +284,17 @@ def _screen_pipeline(
         return
     at_once = pipeline.schedule not in ("gpipe", "looped-bfs") or pipeline.ranks == 1
     activations = costs.activations(pipeline, at_once) + costs.passing
-    makespans: dict[int, Floats] = {}
+    makespans: dict[tuple[bool, int, bool], Floats] = {}
     for zero, inside in grid.levels():
         sharding = grid.sharding[inside]
         chosen = fits & sharding.fits if zero else fits
         if not chosen.any():
             continue
-        busiest, once = costs.seconds(pipeline, at_once, costs.of.communicated_zero(zero), inside)
-        if id(busiest) not in makespans:
-            makespans[id(busiest)] = (
+        communicated = costs.of.communicated_zero(zero)
+        busiest, once = costs.seconds(pipeline, at_once, communicated, inside)
+        key = costs.ranks_key(at_once, communicated, inside)
+        if key not in makespans:
+            makespans[key] = (
                 grid.micro * busiest.total
                 if pipeline.ranks == 1
                 else closed_makespan(
@@ -296,4 +304,4 @@ def _screen_pipeline(
         states, layer = costs.states(zero, inside)
         size = (states + activations).max(axis=0) + layer
         at = np.flatnonzero(chosen)
-        yield zero, grid.index[at], sharding.hybrid[at], (makespans[id(busiest)] + once)[at], size[at]
+        yield zero, grid.index[at], sharding.hybrid[at], (makespans[key] + once)[at], size[at]
