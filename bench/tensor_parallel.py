@@ -88,7 +88,7 @@ def ours(config: ModelConfig, layout: Layout, dtype: torch.dtype) -> Callable[[A
 
     def step(batch: Any) -> float:
         tokens, goals = batch
-        targets = count_targets([goals], mesh)
+        targets = count_targets([goals], mesh)()
         parallel.begin_step(1)
         loss = model(tokens, goals, units=parallel.prefetchers[0]) / targets
         parallel.backward(loss)

@@ -24,6 +24,7 @@ from meshwright.flight_recorder.call_ring import get_process_writer
 from meshwright.layout import Layout
 from meshwright.parallel import context, pipeline, zero
 from meshwright.parallel.flat_buffers import TensorSlice
+from meshwright.parallel.step import TARGET_SITE
 from meshwright.spec.presets import preset
 from meshwright.training import trainer
 from meshwright.verification.cases import CaseBuilder
@@ -241,3 +242,13 @@ def test_reordered_calls_of_one_rank_are_a_circular_wait_although_results_are_ri
         found = find_circular_wait(read_calls(ranks))
     assert found is not None and found.startswith("circular wait: rank 0 in call")
     assert "data.gradients over shard" in found and "data.gradients.replicas over replica" in found
+
+
+def test_target_count_is_waited_for_after_the_all_gathers_of_parameters():
+    with StreamRanks(2) as ranks:
+        train(ranks, Layout.parse("dp2 zero1"))
+        for each in read_calls(ranks):
+            first, second = [call for call in each.calls if call.site == TARGET_SITE]
+            gathers = [call for call in each.calls if call.site == zero.PARAMETER_SITE and call.number < second.number]
+            assert [call for call in gathers if call.number > first.number], "no all-gather between the two steps"
+            assert all(call.waited < second.waited for call in gathers)

@@ -44,7 +44,7 @@ def reduced(config: Any, layout_text: str) -> list:
     tokens, targets, starts = batch(config)
     rows = range(mesh.data.rank, ROWS, mesh.data.size)
     parts = [list(rows)[number :: layout.micro_batches] for number in range(layout.micro_batches)]
-    count = count_targets([targets[part] for part in parts], mesh)
+    count = count_targets([targets[part] for part in parts], mesh)()
     parallel.begin_step(len(parts))
     for part in parts:
         documents = documents_from_starts([starts[row] for row in part], SEQUENCE)

@@ -70,7 +70,7 @@ def one_step(
         model._compiled = False  # otherwise inductor would compile the loss for a minute
     batches = share_of(make_batch(PROBLEM, 0), mesh.data.rank, mesh.data.size, layout.micro_batches)
     for _ in range(2):  # the second step overwrites the first
-        targets = count_targets([torch.from_numpy(batch.targets) for batch in batches], mesh)
+        targets = count_targets([torch.from_numpy(batch.targets) for batch in batches], mesh)()
         parallel.begin_step(len(batches))
         for batch in batches:
             parallel.backward(loss_of(model, batch, units=parallel.prefetchers[0]) / targets)
@@ -363,5 +363,5 @@ def test_gradient_norm_over_millions_stays_accurate():
 
 def test_targets_are_counted_over_micro_batches():
     targets = [torch.tensor([[1, -100, 3]]), torch.tensor([[-100, -100, 5]])]
-    assert count_targets(targets, Mesh.single()) == 3
-    assert count_targets([torch.full((2, 2), -100)], Mesh.single()) == 1, "never divide by none"
+    assert count_targets(targets, Mesh.single())() == 3
+    assert count_targets([torch.full((2, 2), -100)], Mesh.single())() == 1, "never divide by none"

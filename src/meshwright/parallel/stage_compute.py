@@ -19,6 +19,9 @@ from meshwright.spec.stages import Stage
 MicroBatch = tuple[torch.Tensor, torch.Tensor, Documents]
 """Tokens [B, S], targets [B, S] (-100: none), documents."""
 
+Divisor = float | torch.Tensor | Callable[[], float | torch.Tensor]
+"""Number by which a step's summed loss is divided, or a function that returns it once the first loss is there."""
+
 Objective = Callable[[int, torch.Tensor], torch.Tensor]
 """Function (index of a micro-batch, log-probabilities [B, D] of its paired responses) -> summed loss."""
 
@@ -54,14 +57,14 @@ class StageCompute:
         model: Transformer,
         engine: ZeroEngine,
         micro_batches: Sequence[MicroBatch],
-        targets: float | torch.Tensor,
+        targets: Divisor,
         order: BackwardOrder = _FORWARD_ONLY,
         mark: Callable[[str], None] = lambda part: None,
         objective: Objective | None = None,
     ) -> None:
         self.model, self.engine, self.mark, self._objective = model, engine, mark, objective
         self.loss = torch.zeros((), dtype=torch.float64, device=engine.mesh.device)
-        self._micro_batches, self._targets = micro_batches, targets
+        self._micro_batches, self._divisor = micro_batches, targets if callable(targets) else lambda: targets
         self._at_once, self._queue = order
         self._stages = engine.partition.stages
         self._kept: dict[Key, _SavedForward] = {}
@@ -122,7 +125,7 @@ class StageCompute:
         if stage.last:
             if self._objective is not None:
                 out = self._objective(micro_batch, out)
-            out = out / self._targets
+            out = out / self._divisor()
             self.loss += out.detach()
         if torch.is_grad_enabled():
             root = out if stage.last or not out.requires_grad else _OutputRoot.apply(out)
@@ -151,7 +154,7 @@ class StageCompute:
         # Load-balancing loss of this stage's mixtures; without router loss and bias it needs no gradient.
         if balance is not None and balance.requires_grad:
             roots.append(balance)
-            gradients.append(torch.as_tensor(1 / self._targets, dtype=balance.dtype, device=balance.device))
+            gradients.append(torch.as_tensor(1 / self._divisor(), dtype=balance.dtype, device=balance.device))
         torch.autograd.backward(roots, gradients)
         return None if x is None else x.grad
 

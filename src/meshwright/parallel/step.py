@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 
 import torch
 
@@ -14,15 +15,16 @@ from meshwright.model.pairs import Pairs, PreferenceLoss
 from meshwright.model.transformer import Transformer
 from meshwright.model.weight_gradients import WeightGradients, defer_weight_gradients
 from meshwright.parallel.pipeline import Compute, Key, Pipeline
-from meshwright.parallel.stage_compute import BackwardOrder, MicroBatch, Objective, StageCompute
+from meshwright.parallel.stage_compute import BackwardOrder, Divisor, MicroBatch, Objective, StageCompute
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.program.pipeline import COMPUTING, Kind, PipelineProgram
 from meshwright.spec.policy import FUSED_ACCUMULATION_MIN_NUMEL, PREFERENCE_METRICS
 
 TARGET_SITE = "data.targets"
-TermCount = int | torch.Tensor
-"""Number of a step's loss terms (target tokens or preference pairs); on a GPU an integer scalar tensor, so that the
-host need not wait for it."""
+TermCount = Callable[[], int | torch.Tensor]
+"""Function that returns the number of a step's loss terms (target tokens or preference pairs); on a GPU an integer
+scalar tensor, so that the host does not wait for it. It waits for the all-reduce of the count: call it when the loss is
+divided, because on a GPU that all-reduce may be queued behind the all-gathers of the parameters."""
 
 
 class ForwardBackward:
@@ -58,13 +60,14 @@ class ForwardBackward:
         elif not model.compiled:  # taps would hold the operands of all weight gradients together
             defer_weight_gradients(model, queue, fused_accumulation_min_numel)
 
-    def train(self, micro_batches: Sequence[MicroBatch], targets: float | torch.Tensor) -> torch.Tensor:
+    def train(self, micro_batches: Sequence[MicroBatch], targets: Divisor) -> torch.Tensor:
         """Run forward and backward of this rank's `micro_batches`; afterwards `engine.shards` hold the reduced
         gradients.
 
-        `targets`: number by which the summed loss is divided: the number of target tokens (or pairs) of the whole step,
-        divided by the loss scale. Returns the loss of the micro-batches whose last stage is on this rank (float64
-        scalar, 0 without any); `loss_share` corrects it for ranks that compute the same loss."""
+        `targets`: number by which the summed loss is divided, or a function that returns it: the number of target
+        tokens (or pairs) of the whole step, divided by the loss scale. Returns the loss of the micro-batches whose last
+        stage is on this rank (float64 scalar, 0 without any); `loss_share` corrects it for ranks that compute the same
+        loss."""
         self.engine.begin_step(self._passes)
         objective = self._make_objective(micro_batches)
         compute = StageCompute(self.model, self.engine, micro_batches, targets, self._order, self.mark, objective)
@@ -131,33 +134,28 @@ class ForwardBackward:
 
 
 def count_targets(targets: Iterable[torch.Tensor], mesh: Mesh) -> TermCount:
-    """Return the number of target tokens (not -100) of the whole step, summed over all ranks of `mesh`, at least 1: a
-    number, or on a GPU a scalar tensor, so that the host does not wait.
+    """Start to count the target tokens (not -100) of the whole step, summed over all ranks of `mesh`, at least 1.
 
     `targets`: target tokens of each of this rank's micro-batches, [B, S] each. Collective."""
-    return _sum_over_data(((micro_batch != -100).sum() for micro_batch in targets), mesh)
+    return sum_over_data(((micro_batch != -100).sum() for micro_batch in targets), mesh)
 
 
-def count_pairs(pairs: Iterable[Pairs], mesh: Mesh) -> TermCount:
-    """Return the number of preference pairs of the whole step, summed over all ranks of `mesh`, at least 1: a number,
-    or on a GPU a scalar tensor, so that the host does not wait.
-
-    `pairs`: pairs of each of this rank's micro-batches, equal on all cp ranks. Collective."""
-    return _sum_over_data((micro_batch.count for micro_batch in pairs), mesh, copies=mesh.cp.size)
-
-
-def _sum_over_data(counts: Iterable[torch.Tensor], mesh: Mesh, copies: int = 1) -> TermCount:
-    """Return the sum of `counts` over micro-batches and over all ranks of the mesh axis `data` (dp x cp), divided by
-    `copies`; at least 1. Collective.
+def sum_over_data(counts: Iterable[torch.Tensor], mesh: Mesh, copies: int = 1) -> TermCount:
+    """Start the all-reduce of the sum of `counts` over micro-batches and over all ranks of the mesh axis `data` (dp x
+    cp). Return the function that waits for it and returns the sum divided by `copies`, at least 1. Collective.
 
     `counts`: integer scalars, one per micro-batch of this rank; `copies`: number of ranks that hold the same counts,
     such as cp ranks with the same pairs."""
-    total = torch.zeros((), dtype=torch.int64, device=mesh.device)
-    for count in counts:
-        total += count
-    all_reduce(total, mesh.data, TARGET_SITE)
-    total = (total // copies).clamp(min=1)
-    return total if total.is_cuda else int(total)
+    total = sum(counts, torch.zeros((), dtype=torch.int64, device=mesh.device))
+    handle = all_reduce(total, mesh.data, TARGET_SITE, async_op=True)
+
+    @cache
+    def wait_for_count() -> int | torch.Tensor:
+        """Return the number of loss terms; see `TermCount`."""
+        handle.wait()
+        return (total // copies).clamp(min=1) if total.is_cuda else max(1, int(total) // copies)
+
+    return wait_for_count
 
 
 def loss_share(loss: torch.Tensor, mesh: Mesh, of_pairs: bool = False) -> torch.Tensor:

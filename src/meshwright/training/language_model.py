@@ -28,7 +28,7 @@ from meshwright.monitoring.records import Metrics, RunDescription, Validation
 from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.flat_buffers import TensorSlice, make_slice_reader
 from meshwright.parallel.parallelize import parallelize
-from meshwright.parallel.stage_compute import MicroBatch
+from meshwright.parallel.stage_compute import Divisor, MicroBatch
 from meshwright.parallel.step import ForwardBackward, TermCount
 from meshwright.planner.cost.data_calls import Work
 from meshwright.planner.cost.flops import training_flops_per_token
@@ -129,11 +129,11 @@ class LanguageModelTask:
         return step * self.recipe.train.batch + self.mesh.dp.rank * share + np.arange(share)
 
     def count_terms(self, micro_batches: Sequence[MicroBatch]) -> TermCount:
-        """Return the number of loss terms (target tokens, pairs or single responses) in a step: summed over this rank's
+        """Start to count the loss terms (target tokens, pairs or single responses) of a step: summed over this rank's
         `micro_batches` and over all ranks, at least 1. The summed loss is divided by this number. Collective."""
         return self.objective.count_terms(micro_batches, self.mesh)
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], divisor: float | torch.Tensor) -> torch.Tensor:
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], divisor: Divisor) -> torch.Tensor:
         """Run forward and backward of this rank's `micro_batches`. divisor: number by which the loss, summed over all
         terms (target tokens or pairs), is divided.
 

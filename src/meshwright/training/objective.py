@@ -103,7 +103,7 @@ class Objective(Protocol):
         split: data split of the sequences, "train" or "validation"; rows: indices of the sequences in this split."""
 
     def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> TermCount:
-        """Return the number of loss terms (target tokens, pairs or single responses) in a step: summed over this rank's
+        """Start to count the loss terms (target tokens, pairs or single responses) of a step: summed over this rank's
         `micro_batches` and over all ranks of `mesh`, at least 1. Collective."""
 
     def terms_share(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor | float:
@@ -165,7 +165,7 @@ class NextToken:
         return documents
 
     def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> TermCount:
-        """Return the number of target tokens in a step: summed over this rank's `micro_batches` and over all ranks of
+        """Start to count the target tokens of a step: summed over this rank's `micro_batches` and over all ranks of
         `mesh`, at least 1. Collective."""
         return count_targets((targets for _, targets, _ in micro_batches), mesh)
 

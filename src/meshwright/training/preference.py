@@ -25,7 +25,7 @@ from meshwright.model.documents import Documents
 from meshwright.model.pairs import Pairs
 from meshwright.monitoring.records import Metrics
 from meshwright.parallel.stage_compute import MicroBatch
-from meshwright.parallel.step import TermCount, count_pairs, loss_share
+from meshwright.parallel.step import TermCount, loss_share, sum_over_data
 from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.spec.policy import PREFERENCE_METRICS
 from meshwright.training.objective import Policy
@@ -116,9 +116,9 @@ class Preferences:
         return replace(documents, pairs=pairs)
 
     def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> TermCount:
-        """Return the number of pairs (or single responses) in a step: summed over this rank's `micro_batches` and over
+        """Start to count the pairs (or single responses) of a step: summed over this rank's `micro_batches` and over
         all ranks of `mesh`, at least 1. Collective."""
-        return count_pairs(_response_pairs(micro_batches), mesh)
+        return sum_over_data((pairs.count for pairs in _response_pairs(micro_batches)), mesh, copies=mesh.cp.size)
 
     def terms_share(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor | float:
         """Return the number of pairs (or single responses) in this rank's `micro_batches`, divided by the number of

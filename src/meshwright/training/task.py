@@ -15,6 +15,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.monitoring.records import Metrics, RunDescription, Validation
 from meshwright.parallel.flat_buffers import TensorSlice
+from meshwright.parallel.stage_compute import Divisor
 from meshwright.parallel.step import TermCount
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.recipe import Recipe
@@ -58,12 +59,12 @@ class Task(Protocol):
         """Load this rank's micro-batches of the step with index `step` (from 0)."""
 
     def count_terms(self, micro_batches: Any) -> TermCount:
-        """Return the number of loss terms (target tokens, pairs or items) in a step: summed over this rank's
+        """Start to count the loss terms (target tokens, pairs or items) of a step: summed over this rank's
         `micro_batches` and over all ranks, at least 1. The summed loss is divided by this number. Collective."""
 
-    def forward_backward(self, micro_batches: Any, divisor: float | torch.Tensor) -> torch.Tensor:
+    def forward_backward(self, micro_batches: Any, divisor: Divisor) -> torch.Tensor:
         """Run forward and backward of this rank's `micro_batches`; afterwards the shards of `parallel` hold the
-        gradients of the summed loss divided by `divisor`.
+        gradients of the summed loss divided by `divisor`, a number or a function that returns it.
 
         Returns float64 [1 + metrics]: this rank's contributions to the divided loss and to the metric sums (which are
         not divided). Summed over all ranks they are the loss and the metric sums of the step."""

@@ -78,7 +78,7 @@ class Trainer:
         terms = task.count_terms(micro_batches)
         clock.mark("data")
 
-        shares = task.forward_backward(micro_batches, terms / self.loss_scale.value)
+        shares = task.forward_backward(micro_batches, lambda: terms() / self.loss_scale.value)
 
         values = self._all_reduce_outcome(shares, terms, stop, save_failed)
         clock.mark("agree")
@@ -152,8 +152,7 @@ class Trainer:
     def predicted_bytes(self) -> dict[str, int]:
         """Return the prediction of `memory`: bytes by kind, computed from shapes and dtypes alone."""
         elements = sum(shard.stop - shard.start for shard in self.parallel.shards)
-        kinds = len(self.optimizer.state_tensors())
-        states = {"optimizer": kinds * elements * self.parallel.master_dtype.itemsize}
+        states = {"optimizer": len(self.optimizer.state_tensors()) * elements * self.parallel.master_dtype.itemsize}
         return self.parallel.predicted_bytes() | states | self.task.buffer_bytes()
 
     def _all_reduce_outcome(
@@ -163,9 +162,9 @@ class Trainer:
         ranks], equal on all ranks: loss and squared gradient norm, both without the loss scale; number of ranks with
         `stop`; number of ranks with `save_failed`; means of the metrics; working seconds of each rank.
 
-        shares [1 + metrics]: this rank's contributions to the scaled loss and to the metric sums; terms: number of loss
-        terms over all ranks; stop: True if this rank received SIGTERM or an interrupt; save_failed: True if it could
-        not save a checkpoint."""
+        shares [1 + metrics]: this rank's contributions to the scaled loss and to the metric sums; terms: function that
+        returns the number of loss terms over all ranks; stop: True if this rank received SIGTERM or an interrupt;
+        save_failed: True if it could not save a checkpoint."""
         mesh, scale, metrics = self.mesh, self.loss_scale.value, len(shares) - 1
         values = torch.zeros(4 + metrics + mesh.world_size, dtype=torch.float64, pin_memory=self.device.type == "cuda")
         values[2], values[3] = float(stop), float(save_failed)
@@ -173,7 +172,7 @@ class Trainer:
         values = values.to(self.device, non_blocking=True)
         values[0] = shares[0] / scale
         values[1] = self.parallel.squared_norm_share() / scale**2
-        values[4 : 4 + metrics] = shares[1:] / terms
+        values[4 : 4 + metrics] = shares[1:] / terms()
         collectives.all_reduce(values, mesh.world, "step.verdict")
         return values
 

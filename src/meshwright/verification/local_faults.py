@@ -155,11 +155,12 @@ def _use_next_learning_rate(counter: FaultCounter, original: FaultyFunction, ste
     return float(original(step + 1, train))
 
 
-def _add_term(counter: FaultCounter, original: FaultyFunction, *arguments: Any) -> int:
-    """Buggy stand-in for `LanguageModelTask.count_terms` (`original`): returns one loss term too many. `counter` counts
+def _add_term(counter: FaultCounter, original: FaultyFunction, *arguments: Any) -> Callable[[], Any]:
+    """Buggy stand-in for `LanguageModelTask.count_terms` (`original`): counts one loss term too many. `counter` counts
     each call."""
     counter.record_if(True)
-    return int(original(*arguments)) + 1
+    count = original(*arguments)
+    return lambda: count() + 1
 
 
 def _never_skip_step(counter: FaultCounter, original: FaultyFunction, *arguments: Any) -> Any:

@@ -26,7 +26,7 @@ from meshwright.model.pairs import Pairs
 from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.expert import AllToAllTokenDispatcher
 from meshwright.parallel.parallelize import parallelize
-from meshwright.parallel.step import ForwardBackward, count_pairs, count_targets
+from meshwright.parallel.step import ForwardBackward, count_targets, sum_over_data
 from meshwright.planner.cost.micro_batch import Routed
 from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.planner.memory.ledger import Ledger, ledger
@@ -128,7 +128,7 @@ def _measure(step: Step) -> Measured:
     def once() -> None:
         given = micro_batches if teacher is None else objective.complete(policy, micro_batches, rows_of, None)
         if step.pairs:
-            terms = count_pairs([documents.pairs for _, _, documents in micro_batches], mesh)
+            terms = sum_over_data([documents.pairs.count for _, _, documents in micro_batches], mesh, mesh.cp.size)
         else:
             terms = count_targets((targets for _, targets, _ in micro_batches), mesh)
         passes.train(given, terms)

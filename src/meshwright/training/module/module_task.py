@@ -16,7 +16,8 @@ from meshwright.monitoring.records import Metrics, RunDescription, Validation
 from meshwright.parallel.flat_buffers import TensorSlice
 from meshwright.parallel.module.prefetch import ModulePrefetcher
 from meshwright.parallel.module.table import ModuleDescription
-from meshwright.parallel.step import TARGET_SITE
+from meshwright.parallel.stage_compute import Divisor
+from meshwright.parallel.step import TermCount, sum_over_data
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.planner.cost.data_calls import Work, sum_by_axis, sum_by_site
 from meshwright.planner.cost.module_traffic import BufferChanges, module_calls
@@ -90,19 +91,17 @@ class ModuleTask:
         self.values.begin_step()
         return [self._make_batch(number, samples, content) for number, samples, content in self.samples.load_step(step)]
 
-    def count_terms(self, micro_batches: Sequence[Batch]) -> int:
-        """Return the number of items over which the loss averages in a step: summed over this rank's `micro_batches`
-        and over all ranks, at least 1. The summed loss is divided by this number. Collective."""
-        items = torch.tensor(sum(batch.items for batch in micro_batches), dtype=torch.int64, device=self.mesh.device)
-        collectives.all_reduce(items, self.mesh.data, TARGET_SITE)
-        return max(1, int(items))
+    def count_terms(self, micro_batches: Sequence[Batch]) -> TermCount:
+        """Start to count the items over which the loss averages in a step: summed over this rank's `micro_batches` and
+        over all ranks, at least 1. The summed loss is divided by this number. Collective."""
+        return sum_over_data((torch.tensor(batch.items) for batch in micro_batches), self.mesh)
 
-    def forward_backward(self, micro_batches: Sequence[Batch], divisor: float | torch.Tensor) -> torch.Tensor:
+    def forward_backward(self, micro_batches: Sequence[Batch], divisor: Divisor) -> torch.Tensor:
         """Run forward and backward of this rank's `micro_batches`, which leaves the gradients in the ZeRO shards; then
         average over ranks the buffers that changed, such as running statistics.
 
-        divisor: number by which the summed loss is divided. Returns float64 [1]: this rank's contribution to the
-        divided loss; the contributions of all ranks sum to the loss."""
+        divisor: number by which the summed loss is divided, or a function that returns it. Returns float64 [1]: this
+        rank's contribution to the divided loss; the contributions of all ranks sum to the loss."""
         loss = self.passes.train(micro_batches, divisor)
         self.values.end_step()
         return loss.reshape(1)

@@ -11,6 +11,7 @@ from torch import nn
 from meshwright.errors import UserError
 from meshwright.parallel.module.prefetch import ModulePrefetcher
 from meshwright.parallel.pipeline import Compute, Key
+from meshwright.parallel.stage_compute import Divisor
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.program.pipeline import Kind
 from meshwright.schedules.library import generate_for_layout
@@ -46,13 +47,13 @@ class ModulePasses:
         prefetcher = self.prefetcher = cast(ModulePrefetcher, parallel.prefetchers[self.stage.index])
         parallel.gradients.on_complete, parallel.gradients.on_reduce = prefetcher.on_complete, prefetcher.on_reduce
 
-    def train(self, micro_batches: Sequence[Batch], targets: float | torch.Tensor) -> torch.Tensor:
+    def train(self, micro_batches: Sequence[Batch], targets: Divisor) -> torch.Tensor:
         """Run forward and backward of this rank's `micro_batches` of a step, and reduce the gradients into the shards
         of the ZeRO engine.
 
-        targets: number by which the summed loss is divided: the number of items on all ranks, divided by the loss
-        scale. Returns this rank's contribution to the divided loss, a float64 scalar; the contributions of all ranks
-        sum to the loss."""
+        targets: number by which the summed loss is divided, or a function that returns it: the number of items on all
+        ranks, divided by the loss scale. Returns this rank's contribution to the divided loss, a float64 scalar; the
+        contributions of all ranks sum to the loss."""
         self.parallel.begin_step(len(micro_batches))
         compute = _ModuleCompute(self, micro_batches, targets)
         watched: Compute = compute if self.watched is None else self.watched(compute)
@@ -90,11 +91,13 @@ class _ModuleCompute:
     with the module as the only stage).
 
     passes: module, loss and ZeRO engine. micro_batches: this rank's micro-batches of the step. targets: number by which
-    the summed loss is divided. Attribute `total`: divided loss of the forwards so far."""
+    the summed loss is divided, or a function that returns it. Attribute `total`: divided loss of the forwards so
+    far."""
 
-    def __init__(self, passes: ModulePasses, micro_batches: Sequence[Batch], targets: float | torch.Tensor) -> None:
+    def __init__(self, passes: ModulePasses, micro_batches: Sequence[Batch], targets: Divisor) -> None:
         """Start a step with zero loss. micro_batches: micro-batches of this rank; targets: divisor of the loss sum."""
-        self._passes, self._micro_batches, self._targets = passes, micro_batches, targets
+        self._passes, self._micro_batches = passes, micro_batches
+        self._divisor = targets if callable(targets) else lambda: targets
         self.total = torch.zeros((), dtype=torch.float64, device=passes.parallel.mesh.device)
         self._loss: torch.Tensor | None = None
 
@@ -111,7 +114,7 @@ class _ModuleCompute:
         self._loss = None
         with passes.prefetcher.forward(passes.parallel.mesh.shard):
             if batch.items:
-                self._loss = passes.loss_sum(batch) / self._targets
+                self._loss = passes.loss_sum(batch) / self._divisor()
                 self.total += self._loss.detach()
         passes.mark("forward")
 
