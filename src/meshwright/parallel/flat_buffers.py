@@ -185,7 +185,7 @@ class FlatLayout:
     def parameter_views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return the model's parameters as views of `buffer`, an unsharded flat buffer (1-D, `self.padded` elements),
         in the order of `self.tensors` and in the shapes that they have on this rank."""
-        form, count = self.storage_format, self.storage_format.count
+        form, count = self.storage_format, self.storage_format.count_items
         return [form.view(buffer[count(at.offset) : count(at.offset + at.numel)], at.shape) for at in self.tensors]
 
     def bind(self, model: nn.Module, buffer: torch.Tensor) -> list[nn.Parameter]:
@@ -216,8 +216,8 @@ class FlatLayout:
 
         `read_slice`: function (entry, first, last, columns) -> values that reads a slice of a parameter entry
         (checkpoint tensor)."""
-        form, count = self.storage_format, self.storage_format.count
-        form.measure(read_slice, shard.device)
+        form, count = self.storage_format, self.storage_format.count_items
+        form.compute_scales(read_slice, shard.device)
         for part, first, last in self.slices_within(start, start + form.count_elements(shard.numel())):
             shift = part.begin - part.offset
             values = read_slice(part.entry, first + shift, last + shift, part.columns)

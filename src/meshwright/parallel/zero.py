@@ -112,7 +112,7 @@ class FsdpUnit:
             return torch.zeros(numel, dtype=dtype, device=device)
 
         self.flat, self.axes, self.trainable = flat, axes, flat.trainable
-        parameter_dtype, at = flat.storage_format.dtype or parameter_dtype, flat.storage_format.count
+        parameter_dtype, at = flat.storage_format.dtype or parameter_dtype, flat.storage_format.count_items
         if not self.trainable:  # nothing is updated: ZeRO can shard the parameters, or leave them as they are
             zero, master_dtype = 3 if zero == 3 else 0, parameter_dtype
         self.zero = zero
