@@ -143,8 +143,9 @@ def find_unsuitable_reason(task: str) -> str | None:
 
 
 def _make_tasks_prompt(random_: random.Random, people: Sequence[str], made: Sequence[str]) -> str:
-    """Return the prompt that asks the model for new tasks, with randomly drawn example tasks. random_: random-number
-    generator. people: tasks written by people. made: tasks that the model has generated so far."""
+    """Return the prompt that asks the model for new tasks and shows it randomly drawn examples. random_: random-number
+    generator. people: tasks written by people. made: tasks that the model has generated so far.
+    """
     own = random_.sample(list(made), min(GENERATED_IN_CONTEXT, len(made)))
     shown = own + random_.sample(list(people), min(IN_CONTEXT - len(own), len(people)))
     random_.shuffle(shown)
