@@ -14,7 +14,7 @@ from meshwright.model import loss
 from meshwright.model.axis_operations import TensorOperations
 from meshwright.model.initialise import initial_value
 from meshwright.model.transformer import Transformer
-from meshwright.parallel.axes import axis_operations
+from meshwright.parallel.axes import build_axes
 from meshwright.parallel.flat_buffers import cut_slices, make_flat_layout
 from meshwright.parallel.step import count_targets
 from meshwright.parallel.zero_engine import ZeroEngine
@@ -84,7 +84,7 @@ def beginning(layout_text: str, config: Any) -> tuple[list[tuple[str, bool]], bo
     """For each slice: True if it has its initial values; True if padding is zero and stays zero."""
     layout = Layout.parse(layout_text)
     mesh, table = Mesh.create(layout), parameter_table(config)
-    model = Transformer(config, axes=axis_operations(mesh), device="meta", dtype=torch.float64)
+    model = Transformer(config, axes=build_axes(mesh), device="meta", dtype=torch.float64)
     parallel = ZeroEngine(model, table, mesh, seed=3, parameter_dtype=torch.float64, master_dtype=torch.float64)
     right = []
     for piece in parallel.master_slices(owned=False):
@@ -131,7 +131,7 @@ def calls_of_a_step(
 ) -> dict[tuple[str, str], tuple[int, int]]:
     layout = Layout.parse(layout_text)
     mesh = Mesh.create(layout)
-    model = Transformer(config, axes=axis_operations(mesh), dtype=torch.float32)
+    model = Transformer(config, axes=build_axes(mesh), dtype=torch.float32)
     parallel = ZeroEngine(model, parameter_table(config), mesh, seed=3, parameter_dtype=torch.float32)
     if backend is not None:
         model.compile_blocks(backend=backend)

@@ -65,7 +65,7 @@ class Transformer(nn.Module):
     """Decoder-only language model of configuration `config`. Parameters are uninitialised: `initialise`,
     `load_huggingface` or an engine fills them.
 
-    `axes`: communication and activation checkpointing (`parallel.axes.axis_operations` builds them for a mesh).
+    `axes`: communication and activation checkpointing (`parallel.axes.build_axes` builds them for a mesh).
     `device`, `dtype`: of the parameters (None: torch's defaults). `stages`: pipeline stages that this rank holds (None:
     the whole model); parameter names do not depend on them. Attribute `token_keys`: random keys of the current
     micro-batch's tokens, where adapters drop elements of their inputs (`adapters.dropout.TokenKeys`)."""

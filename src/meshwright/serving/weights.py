@@ -72,7 +72,7 @@ class RankWeights:
     def is_bfloat16(self, name: str) -> bool:
         """Return True if the checkpoint's files have the model parameter `name` in bfloat16."""
         flat, placed = self._buffers[name]
-        parts = flat.slices_within(placed.offset, placed.offset + placed.numel)
+        parts = flat.find_slices(placed.offset, placed.offset + placed.numel)
         tensors = {name for part, _, _ in parts for name in self._files.parts(self._names[part.entry.name])}
         return all(self._files.dtype(name) == "BF16" for name in tensors)
 
@@ -81,7 +81,7 @@ class RankWeights:
         padding is 0. It is a view of the memory-mapped file if the file has it in this form."""
         self._release_pages()
         flat, placed = self._buffers[name]
-        found = list(flat.slices_within(placed.offset, placed.offset + placed.numel))
+        found = list(flat.find_slices(placed.offset, placed.offset + placed.numel))
         entries = [part.entry for part, _, _ in found]  # none where all is padding
         if len(entries) == 1 and found[0][0].numel == entries[0].numel == placed.numel and not entries[0].transposed:
             value = self._read_entry(entries[0]).reshape(-1)

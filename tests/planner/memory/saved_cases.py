@@ -21,7 +21,7 @@ from meshwright.model.pairs import Pairs
 from meshwright.model.rope import RotaryTable
 from meshwright.model.transformer import Transformer
 from meshwright.model.weight_gradients import WeightGradients, defer_weight_gradients
-from meshwright.parallel.axes import axis_operations
+from meshwright.parallel.axes import build_axes
 from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.expert import AllToAllTokenDispatcher
 from meshwright.parallel.stage_compute import BackwardOrder, StageCompute
@@ -114,7 +114,7 @@ def watch(case: Case) -> Watched:
     mesh, table = Mesh.create(layout, device), parameter_table(case.config)
     stages = stages_of(case.config, case.stages, case.sequence)
     partition = Partition(table, stages, ((0,) * case.stages,))
-    axes = axis_operations(mesh)
+    axes = build_axes(mesh)
     model = Transformer(case.config, axes=axes, device="meta", dtype=dtype)
     attach_adapters(model, table, layout, axes.tensor, device="meta", dtype=dtype)
     master = torch.float64 if dtype == torch.float64 else torch.float32
