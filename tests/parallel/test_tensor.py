@@ -19,7 +19,7 @@ from meshwright.parallel.flat_buffers import cut_slices, make_flat_layout
 from meshwright.parallel.step import count_targets
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.spec import chunks
-from meshwright.spec.parameter_entries import padded_numel
+from meshwright.spec.parameter_entries import compute_padded_numel
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.verification.problem import Problem, scale_down_config
@@ -204,7 +204,7 @@ def test_partial_gradients_are_reduced_once_a_step(four, name, layout):
 
 
 def test_ranks_with_different_token_counts_chunk_loss_equally(monkeypatch):
-    monkeypatch.setattr(chunks, "SMALLEST_CHUNK", 1)
+    monkeypatch.setattr(chunks, "MIN_CHUNK_TOKENS", 1)
     monkeypatch.setattr(chunks, "CHUNK_LOGITS", {"cpu": 747})  # 2 tokens of 250 rows, 3 of 249
     hidden, targets = torch.randn(24, 8), torch.zeros(24, dtype=torch.int64)
     cuts = [
@@ -224,4 +224,4 @@ def test_flat_buffer_lengths_match_parameter_table():
     for name in table.units:
         units = [make_flat_layout(table, name, 2, layout, {"tp": rank}) for rank in range(4)]
         assert len({(unit.numel, unit.padded, unit.decay_numel) for unit in units}) == 1, "equal on all ranks"
-        assert units[0].padded == padded_numel(units[0].numel, 2)
+        assert units[0].padded == compute_padded_numel(units[0].numel, 2)

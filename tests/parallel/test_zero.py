@@ -20,7 +20,7 @@ from meshwright.model.transformer import Transformer
 from meshwright.parallel.axes import build_axes
 from meshwright.parallel.step import count_targets
 from meshwright.parallel.zero_engine import ZeroEngine
-from meshwright.spec.parameter_entries import padded_numel
+from meshwright.spec.parameter_entries import compute_padded_numel
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.verification.problem import Problem, scale_down_config
@@ -256,8 +256,8 @@ def test_zero3_holds_two_units_at_a_time(tied):
 
 
 def test_bytes_on_the_wire_are_the_closed_forms(ranks):
-    sizes = [padded_numel(TABLE.unit_numel(name), 4) for name in TABLE.units]
-    exact = sum(padded_numel(TABLE.unit_numel(name), 1) for name in TABLE.units)
+    sizes = [compute_padded_numel(TABLE.unit_numel(name), 4) for name in TABLE.units]
+    exact = sum(compute_padded_numel(TABLE.unit_numel(name), 1) for name in TABLE.units)
     whole, layers = sum(sizes), sum(sizes[1:-1])
     units = len(sizes)
     reduce = ("data.gradients", "reduce_scatter")
@@ -276,7 +276,7 @@ def test_bytes_on_the_wire_are_the_closed_forms(ranks):
         gather: (2 * units - 2, (whole + layers) * 2 * 3 // 4),
     }
     (calls, *_) = ranks.run(bytes_of_a_step, "dp4 zero2 hs2 mb2")
-    halves = sum(padded_numel(TABLE.unit_numel(name), 2) for name in TABLE.units)
+    halves = sum(compute_padded_numel(TABLE.unit_numel(name), 2) for name in TABLE.units)
     assert calls[reduce] == (2 * units, 2 * halves * 4 // 2)
     assert calls[("data.gradients.replicas", "all_reduce")] == (units, halves // 2 * 4)
 

@@ -20,7 +20,7 @@ from meshwright.errors import CheckFailed, UserError
 from meshwright.flight_recorder.call_ring import get_process_writer
 from meshwright.program.check_collective import CheckedCollective
 
-MOST_RANKS = 16  # processes on one machine
+MAX_RANKS = 16  # processes on one machine
 DTYPE = torch.float32  # of the vector
 TIMEOUT_SECONDS = 60.0  # of one wait
 COPIES = 6  # of the vector that a rank may hold: ours, theirs, results, buffers
@@ -56,9 +56,9 @@ def measure(
     program = checked.program
     if repeats < 1:
         raise UserError(f"repeats must be at least 1, not {repeats}")
-    if program.ranks > MOST_RANKS:
+    if program.ranks > MAX_RANKS:
         raise UserError(
-            f"{program.ranks} ranks: this machine runs a program on at most {MOST_RANKS} processes; use fewer ranks, "
+            f"{program.ranks} ranks: this machine runs a program on at most {MAX_RANKS} processes; use fewer ranks, "
             "or do not run it"
         )
     numel = count_elements(checked, total_bytes)

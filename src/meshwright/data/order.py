@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from meshwright.data.cleaning.words import mix_bits
 
-LONGEST_PERIOD = 1 << 16  # maximum samples after which the sequence of sources of a mixture repeats
+MAX_PERIOD = 1 << 16  # maximum samples after which the sequence of sources of a mixture repeats
 _ROUNDS = 8
 
 
@@ -82,7 +82,7 @@ class MixtureOrder:
 
     The pattern of sources is periodic and as even as possible: among the first n samples, source k has its share n w_k
     / sum(w), with an error of at most 1 - 1/(2K - 2) samples (Tijdeman, "The chairman assignment problem", 1980). The
-    period is the sum of the smallest integers with the ratios of the weights. If it would exceed `LONGEST_PERIOD`
+    period is the sum of the smallest integers with the ratios of the weights. If it would exceed `MAX_PERIOD`
     (65,536), these integers are scaled down and rounded.
     """
 
@@ -123,14 +123,14 @@ def reduce_weights(weights: Sequence[float]) -> list[int]:
     """Return the smallest integers that have the ratios of `weights`, [sources]: [0.5, 0.25] gives [2, 1].
 
     A weight is taken as the decimal number that its `repr` shows, 0.1 as 1/10. Integers whose sum exceeds 65,536
-    (`LONGEST_PERIOD`) are scaled and rounded, so that their sum is about that.
+    (`MAX_PERIOD`) are scaled and rounded, so that their sum is about that.
     """
     exact = [Fraction(repr(weight)) for weight in weights]
     common = math.lcm(*(weight.denominator for weight in exact))
     whole = [int(weight * common) for weight in exact]
     total = sum(whole) // math.gcd(*whole)
-    if total > LONGEST_PERIOD:
-        whole = [max(1, round(Fraction(LONGEST_PERIOD * count, sum(whole)))) for count in whole]
+    if total > MAX_PERIOD:
+        whole = [max(1, round(Fraction(MAX_PERIOD * count, sum(whole)))) for count in whole]
     divisor = math.gcd(*whole)
     return [count // divisor for count in whole]
 

@@ -35,7 +35,7 @@ from meshwright.data.prepared import PreparedData
 from meshwright.data.records.examples import ExampleEncoder, collect_record_fields
 from meshwright.data.records.template_sources import check_template_tokens, find_template
 from meshwright.data.sources.contents import SourceDigests
-from meshwright.data.sources.reading import LONGEST_DOCUMENT, check_encoding
+from meshwright.data.sources.reading import MAX_DOCUMENT_LENGTH, check_encoding
 from meshwright.data.sources.resolution import KEYED_FORMATS, SourceChanged, find_files
 from meshwright.data.sources.warc import collect_page_fields
 from meshwright.data.tokenizers.kinds import KINDS
@@ -147,7 +147,7 @@ class _Preparation:
             "vocabulary": recipe.vocabulary if _trains_tokenizer(recipe) else None,
             "training_text": TRAINING_TEXT,
             "validation_fraction": recipe.validation_fraction,
-            "cut": [LONGEST_DOCUMENT, FEW_DOCUMENTS, SHORT_DOCUMENT],
+            "cut": [MAX_DOCUMENT_LENGTH, FEW_DOCUMENTS, SHORT_DOCUMENT],
             "shard_tokens": recipe.shard_tokens,
             "keep_text": self.keep_text,
             **({"records": collect_record_fields(recipe, self.template[0])} if self.template else {}),

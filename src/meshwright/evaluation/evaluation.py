@@ -32,7 +32,7 @@ from meshwright.spec.refuse import serving_layout
 from meshwright.threads import choose_threads
 from meshwright.untrusted import read_file
 
-LONGEST_ROW = 2048  # default context length of text, in tokens
+MAX_ROW_TOKENS = 2048  # default context length of text, in tokens
 TOKENS_PER_BATCH = 1 << 14
 
 
@@ -204,7 +204,7 @@ def prepare_held_out(
         # With `sequence=1` even a text that is shorter than a row is prepared; rows are resized below.
         part = DataRecipe(source=data, tokenizer=str(checkpoint), sequence=1, validation_fraction=0.0)
         split, seed = "train", 0
-    default = part.sequence if from_recipe else LONGEST_ROW
+    default = part.sequence if from_recipe else MAX_ROW_TOKENS
     length = min(sequence or default, config.max_positions)
     if part.records != "text":  # rows of examples are packed for their length
         part = part.model_copy(update={"sequence": length})

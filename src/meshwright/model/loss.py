@@ -18,7 +18,7 @@ import torch
 
 from meshwright.model.axis_operations import SINGLE_DEVICE, TensorOperations
 from meshwright.model.precision import at_least_float32
-from meshwright.spec.chunks import loss_chunks
+from meshwright.spec.chunks import split_loss_chunks
 from meshwright.spec.policy import SLICE_LOGITS
 
 IGNORED = -100  # target of ignored tokens
@@ -315,7 +315,7 @@ def _iterate_logit_chunks(
     communicate in every chunk. `targets_T`: target token IDs; `known_2T`: log-sum-exp and target logit of each token,
     if known from the forward pass; else None.
     """
-    chunks = loss_chunks(len(hidden_TH), head.widest or len(head.weight_VH), hidden_TH.device.type)
+    chunks = split_loss_chunks(len(hidden_TH), head.widest or len(head.weight_VH), hidden_TH.device.type)
     buffer = hidden_TH.new_empty(max(chunks, default=0), len(head.weight_VH))
     start = 0
     for tokens in chunks:

@@ -18,7 +18,7 @@ from torch import nn
 from meshwright.layout import Layout
 from meshwright.model.initialise import ReadSlice
 from meshwright.quantization.formats import UnquantizedFormat, get_weight_format
-from meshwright.spec.parameter_entries import BufferKind, count_reused_buffers, padded_numel
+from meshwright.spec.parameter_entries import BufferKind, compute_padded_numel, count_reused_buffers
 from meshwright.spec.parameters import ModelParameter, ParameterEntry, ParameterTable
 
 
@@ -268,7 +268,7 @@ def make_flat_layout(
             slices += _list_entry_slices(table, entry, layout, coordinates, placed)
     numel = sum(placed.numel for placed in tensors)
     decay_numel = sum(placed.numel for placed in tensors if placed.tensor.decay)
-    padded = padded_numel(numel, shards if buffer != "packed" else 2 * shards)  # shards of whole blocks
+    padded = compute_padded_numel(numel, shards if buffer != "packed" else 2 * shards)  # shards of whole blocks
     form = get_weight_format(tensors[0].tensor.entries[0].packed if tensors else None, slices)
     return FlatLayout(format_buffer_name(name, buffer), tuple(tensors), tuple(slices), decay_numel, numel, padded, form)
 

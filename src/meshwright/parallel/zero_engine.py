@@ -129,7 +129,7 @@ class ZeroEngine:
 
     def _list_unit_names(self, stage: Stage) -> list[str]:
         """Return the names of the trained flat buffers that a pipeline stage uses, in the order of first use."""
-        units = [unit for name in self.partition.needed(stage) for unit in self._units_of[name]]
+        units = [unit for name in self.partition.needed_units(stage) for unit in self._units_of[name]]
         return [unit.flat.name for unit in units if unit.trainable]
 
     # --- one step

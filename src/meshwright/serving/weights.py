@@ -21,7 +21,7 @@ from meshwright.spec.block_tables import serving_stages
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_from_path
 from meshwright.spec.parameters import ParameterEntry, parameter_table
-from meshwright.spec.stages import Stage, units_of
+from meshwright.spec.stages import Stage, list_stage_units
 
 
 def read_decoder_config(directory: Path) -> ModelConfig:
@@ -59,7 +59,7 @@ class RankWeights:
         self._names = match_entries(self._files, table, self.config)
         self._buffers: dict[str, tuple[FlatLayout, PlacedTensor]] = {}  # of each model parameter, and its place there
         coordinates = mesh.layout.coordinates(mesh.rank)
-        needed = {name for unit in units_of(table, self.stage) for name in table.needed_by(unit)}
+        needed = {name for unit in list_stage_units(table, self.stage) for name in table.needed_by(unit)}
         for unit in (unit for unit in table.units if unit in needed):
             for part in table.unit_buffers(unit, mesh.layout):
                 flat = make_flat_layout(table, unit, 1, mesh.layout, coordinates, part)

@@ -41,7 +41,7 @@ from meshwright.threads import count_available_cores, measure_busy_share
 LIMIT_SECONDS = 120.0
 """Time limit of a measurement of process memory: many times the duration on an idle machine."""
 
-LONGEST_SECONDS = LOCK_SECONDS + SHORT_LIMIT_SECONDS + LIMIT_SECONDS
+MAX_SECONDS = LOCK_SECONDS + SHORT_LIMIT_SECONDS + LIMIT_SECONDS
 """Maximum time that a start waits for its measurements."""
 
 PROFILE_SECONDS, PROFILE_SECONDS_MORE = 8, 5

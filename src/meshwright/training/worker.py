@@ -32,7 +32,7 @@ from meshwright.monitoring.memory import keep_freed_memory
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.terminal import print_message
 from meshwright.threads import check_local_threads
-from meshwright.training.first_start import LONGEST_SECONDS, measure_run
+from meshwright.training.first_start import MAX_SECONDS, measure_run
 
 if TYPE_CHECKING:
     from meshwright.recipe import Recipe
@@ -76,7 +76,7 @@ def train_as_rank(recipe: Recipe, *, probe: bool = True, **options: Any) -> dict
         if warning is not None:
             print_message(f"meshwright: warning: {warning}")
     directory = RunDirectory(recipe.run_directory)
-    patient = recipe.run.collective_timeout > LONGEST_SECONDS
+    patient = recipe.run.collective_timeout > MAX_SECONDS
     if probe and start.rank == 0 and patient and ranks_share_one_host(start) and not is_emulated_rank():
         with suppress(UserError), directory:  # an error here is raised again, on this rank or all, after this block
             rendezvous.check_port_free(start.method)

@@ -33,7 +33,7 @@ from meshwright.program.pipeline import Kind
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.partition import Partition
-from meshwright.spec.stages import stages_of
+from meshwright.spec.stages import cut_into_stages
 from meshwright.training.preference_loss import Preference
 from tests.packed_documents import documents_from_starts
 
@@ -112,7 +112,7 @@ def watch(case: Case) -> Watched:
     """Record the second forward of a stage; the first allocates persistent tensors (rotary tables)."""
     layout, dtype, device = Layout.parse(case.layout), getattr(torch, case.dtype), case.device
     mesh, table = Mesh.create(layout, device), parameter_table(case.config)
-    stages = stages_of(case.config, case.stages, case.sequence)
+    stages = cut_into_stages(case.config, case.stages, case.sequence)
     partition = Partition(table, stages, ((0,) * case.stages,))
     axes = build_axes(mesh)
     model = Transformer(case.config, axes=axes, device="meta", dtype=dtype)

@@ -26,7 +26,7 @@ from meshwright.data.files import (
 )
 from meshwright.data.records.conversations import RecordFormat
 from meshwright.data.records.messages import MessageFormat
-from meshwright.data.sources.reading import LONGEST_DOCUMENT, Document, Reader
+from meshwright.data.sources.reading import MAX_DOCUMENT_LENGTH, Document, Reader
 from meshwright.data.sources.resolution import SourceChanged, SourceFile
 from meshwright.errors import UserError
 from meshwright.recipe import DataRecipe
@@ -187,7 +187,7 @@ def clean_and_split_corpus(
             reader = make_reader(recipe, longest)
             return run_cleaning_pass(files, reader, cleaner, (directory or Path(temporary)) / f"{longest}", log)
 
-        longest = LONGEST_DOCUMENT
+        longest = MAX_DOCUMENT_LENGTH
         result = run_pass(longest)
         cut = recipe.records == "text"  # records stay whole
         if cut and recipe.validation_fraction and result.kept < FEW_DOCUMENTS and result.longest_kept > SHORT_DOCUMENT:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 PART = 1 << 21  # keys sorted at a time, about 100 MB
-_MOST_PARTS = 512  # files open at a time
+_MAX_PARTITIONS = 512  # files open at a time
 
 Keys = NDArray[np.uint64]
 Numbers = NDArray[np.int64]
@@ -27,7 +27,7 @@ def find_repeated_keys(
     expected number of keys, which determines the number of partitions. directory: for temporary files; created if
     needed. part: approximate number of keys in a partition, which is sorted in memory (default: 2^21).
     """
-    parts = min(_MOST_PARTS, -(-total // (part or PART)))
+    parts = min(_MAX_PARTITIONS, -(-total // (part or PART)))
     if parts <= 1:
         yield _find_repeated_in_memory([*chunks])
         return

@@ -32,7 +32,7 @@ from meshwright.errors import UserError
 
 # A string of at most 64 characters in a template, without escapes.
 _LITERAL = re.compile(r"'([^'\\\n]{2,64})'|\"([^\"\\\n]{2,64})\"")
-_MOST_LITERALS = 500
+_MAX_LITERALS = 500
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 Variables: TypeAlias = Mapping[str, Any]
 
@@ -262,7 +262,7 @@ class ChatTemplate:
         tokens are excluded."""
         found = {match[1] if match[1] is not None else match[2] for match in _LITERAL.finditer(self.source)}
         kept = (each for each in found if each.strip() and not self._may_spell_special_token(each))
-        return sorted(kept)[:_MOST_LITERALS]
+        return sorted(kept)[:_MAX_LITERALS]
 
     @cached_property
     def _special_pattern(self) -> re.Pattern[str]:

@@ -20,7 +20,7 @@ from meshwright.data.records.response_spans import (
 )
 from meshwright.data.records.template_rendering import TemplateError
 
-_MOST_RENDERED = 4_000_000  # messages, for the turns of one conversation; about two minutes
+_MAX_RENDERED = 4_000_000  # messages, for the turns of one conversation; about two minutes
 TemplateMessages: TypeAlias = Sequence[Mapping[str, Any]]
 
 
@@ -53,7 +53,7 @@ class ConversationTurnFinder:
         """Start with a full budget of rendered messages; arguments: see the class."""
         self._finder, self._messages, self._text = finder, messages, text
         self._render, self._literals, self._inputs = render, literals, inputs
-        self._left = _MOST_RENDERED
+        self._left = _MAX_RENDERED
 
     def exclude_repeats(self, regions: MessageRegions, turns: Sequence[int]) -> MessageRegions:
         """Shorten the ranges of assistant turns whose text the template repeats later, such as the name of a called

@@ -30,7 +30,7 @@ _SYNONYMS = {
 }
 _KEPT = ("name", "tool_call_id")
 _EMPTY: tuple[Any, ...] = (None, "", [])  # values that count as missing where another key has one
-_DEEPEST = 64  # levels of a tool's schema or a call's arguments
+_MAX_DEPTH = 64  # levels of a tool's schema or a call's arguments
 THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 """Reasoning at the beginning of an assistant's text."""
 _REPLACED = ("function_call", "refusal")  # used where `tool_calls`, the content, are empty
@@ -349,7 +349,7 @@ def _get_string(values: Mapping[str, Any], key: str, where: str) -> str:
 
 
 def check_depth(value: Any, where: str) -> None:
-    """Raise `MalformedRecord` if a JSON value is nested deeper than `_DEEPEST` levels. where: its position, for the
+    """Raise `MalformedRecord` if a JSON value is nested deeper than `_MAX_DEPTH` levels. where: its position, for the
     error."""
     level, depth = [value], 0
     while level := [
@@ -359,8 +359,8 @@ def check_depth(value: Any, where: str) -> None:
         for one in (each.values() if isinstance(each, dict) else each)
     ]:
         depth += 1
-        if depth > _DEEPEST:
-            raise MalformedRecord(f"{where} is nested more than {_DEEPEST} levels deep")
+        if depth > _MAX_DEPTH:
+            raise MalformedRecord(f"{where} is nested more than {_MAX_DEPTH} levels deep")
 
 
 def load_json(text: str, where: str) -> Any:

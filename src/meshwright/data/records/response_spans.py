@@ -16,7 +16,7 @@ import numpy as np
 
 from meshwright.data.records.message_regions import PLACEHOLDERS, MessageRegions, is_unmasked
 
-_MOST_DELIMITERS = 4096  # remembered
+_MAX_DELIMITERS = 4096  # remembered
 
 
 class TurnDelimiters(NamedTuple):
@@ -131,7 +131,7 @@ class TurnFinder:
 
     def _cache_delimiters(self, key: Hashable, delimiters: TurnDelimiters) -> None:
         """Cache the delimiters of a turn under `key`."""
-        if len(self._delimiters) >= _MOST_DELIMITERS:
+        if len(self._delimiters) >= _MAX_DELIMITERS:
             self._delimiters.clear()
         self._delimiters[key] = delimiters
 
