@@ -30,11 +30,11 @@ from meshwright.comm.operators import all_to_all, reduce_from
 from meshwright.layout import Layout
 from meshwright.model.attention_operator import (
     add_sinks,
-    attention_operator,
     compute_sink_gradients,
     empty_bsnd,
     empty_gradient,
     group_by_kv_head,
+    register_attention,
 )  # fmt: skip
 from meshwright.model.axis_operations import ContextOperations
 from meshwright.model.documents import Documents
@@ -310,5 +310,5 @@ def _rebuild_varlen_mask(tensors: list[torch.Tensor], numbers: list[float]) -> V
     return VarlenMask(tensors[0], tensors[1], int(numbers[0])) if tensors else VarlenMask(None, None, int(numbers[0]))
 
 
-attention_operator("ring_attention", _attend_by_tiles, _differentiate_by_tiles, _empty_results)
-attention_operator("flash_ring_attention", _attend_by_flash, _differentiate_by_flash, _empty_results)
+register_attention("ring_attention", _attend_by_tiles, _differentiate_by_tiles, _empty_results)
+register_attention("flash_ring_attention", _attend_by_flash, _differentiate_by_flash, _empty_results)

@@ -73,7 +73,7 @@ class RankWeights:
         """Return True if the checkpoint's files have the model parameter `name` in bfloat16."""
         flat, placed = self._buffers[name]
         parts = flat.find_slices(placed.offset, placed.offset + placed.numel)
-        tensors = {name for part, _, _ in parts for name in self._files.parts(self._names[part.entry.name])}
+        tensors = {name for part, _, _ in parts for name in self._files.stored_names(self._names[part.entry.name])}
         return all(self._files.dtype(name) == "BF16" for name in tensors)
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:

@@ -163,9 +163,10 @@ class Trainer:
         ranks], equal on all ranks: loss and squared gradient norm, both without the loss scale; number of ranks with
         `stop`; number of ranks with `save_failed`; means of the metrics; working seconds of each rank.
 
-        shares [1 + metrics]: this rank's contributions to the scaled loss and to the metric sums; terms: number of loss
+        shares [1 + metrics]: this rank's contributions to the scaled loss and the metric sums; terms: number of loss
         terms over all ranks; stop: True if this rank received SIGTERM or an interrupt; save_failed: True if it could
-        not save a checkpoint."""
+        not save a checkpoint.
+        """
         mesh, scale, metrics = self.mesh, self.loss_scale.value, len(shares) - 1
         values = torch.zeros(4 + metrics + mesh.world_size, dtype=torch.float64, pin_memory=self.device.type == "cuda")
         values[2], values[3] = float(stop), float(save_failed)
