@@ -301,8 +301,9 @@ class _Preparation:
         return load_tokenizer(directory), record
 
     def _iterate_training_texts(self, corpus: CleanedCorpus) -> Iterator[str]:
-        """Yield the texts on which the tokenizer is trained: all texts of the training split or, if it has more than
-        256 MiB, about as many bytes of texts spread evenly over it. corpus: assigns documents to splits."""
+        """Yield the training texts of the tokenizer: those of the training split or, if it has more than 256 MiB, about
+        that many bytes of texts spread evenly over it. corpus: assigns documents to splits.
+        """
         share = TRAINING_TEXT / max(1, corpus.bytes["train"])
         for number, text in corpus.iterate_texts(self.files, make_reader(self.recipe, corpus.longest), "train"):
             # Multiples of the golden ratio modulo 1 are spread evenly.

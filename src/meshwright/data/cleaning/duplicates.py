@@ -19,9 +19,8 @@ Numbers = NDArray[np.int64]
 def find_repeated_keys(
     chunks: Iterator[tuple[Keys, Numbers]], total: int, directory: Path, part: int | None = None
 ) -> Iterator[tuple[Numbers, Numbers]]:
-    """Find the documents whose key equals that of an earlier document. The keys are partitioned on disk; for each
-    partition a tuple is yielded: numbers of the m repeating documents, and for each the number of the first document
-    with the same key, int64 [m] each.
+    """Find the documents whose key equals that of an earlier document, by a sort on disk. Yield for each partition of
+    the keys (numbers of the m repeating documents, number of the first document with the same key), int64 [m] each.
 
     chunks: yields (keys, uint64 [n, words per key]; document numbers [n]), with ascending document numbers. total:
     expected number of keys, which determines the number of partitions. directory: for temporary files; created if

@@ -169,10 +169,10 @@ def _choose_batch_rows(leaves: Sequence[Any], rows: int, path: str) -> int:
 
 
 def bound_batch_rows(file: SourceFile, stream: Stream, table: Any, group: int, leaves: Sequence[Any]) -> int:
-    """Return the number of rows of row group `group`, at least 1, that may be decoded at once so that no column takes
-    more than 64 MiB in memory, even if every row holds the column's longest value.
+    """Return the number of rows of row group `group`, at least 1, that may be decoded at a time so that no column takes
+    more than 64 MiB, even if every row holds the column's longest value: a dictionary-encoded value is stored once, and
+    some hundred bytes may decode to many GiB.
 
-    A dictionary-encoded value is stored once, however many rows repeat it: some hundred bytes may decode to many GiB.
     file, stream: the Parquet file and its bytes, as for `open_parquet`. table: the open `ParquetFile`. leaves: metadata
     of the leaf columns to be read, from `find_leaves`. Raises `UserError` for a value of more than 256 MiB
     (`MAX_VALUE_BYTES`).
