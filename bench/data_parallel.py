@@ -30,7 +30,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
-from meshwright.parallel.axes import axis_operations
+from meshwright.parallel.axes import build_axes
 from meshwright.parallel.step import count_targets
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.recipe import Recipe
@@ -64,7 +64,7 @@ def recipe() -> Recipe:
 
 def ours(config: ModelConfig, layout: Layout, dtype: torch.dtype) -> Callable[[Any], float]:
     mesh = Mesh.create(layout)
-    model = Transformer(config, axes=axis_operations(mesh), dtype=dtype)
+    model = Transformer(config, axes=build_axes(mesh), dtype=dtype)
     parallel = ZeroEngine(model, parameter_table(config), mesh, seed=0, parameter_dtype=dtype)
     optimizer = Optimizer(parallel.shards, recipe().train)
 

@@ -40,7 +40,7 @@ from meshwright.model.initialise import initial_value, write_entry
 from meshwright.model.loss import linear_cross_entropy
 from meshwright.model.transformer import Transformer
 from meshwright.monitoring.memory import keep_freed_memory
-from meshwright.parallel.axes import axis_operations
+from meshwright.parallel.axes import build_axes
 from meshwright.parallel.step import ForwardBackward
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.recipe import Recipe
@@ -101,9 +101,7 @@ class Problem(NamedTuple):
 
 def ours(problem: Problem) -> Callable[[], float | None]:
     mesh, partition = problem.mesh, problem.partition
-    model = Transformer(
-        problem.config, axes=axis_operations(mesh), device="meta", stages=partition.stages_on(mesh.pp.rank)
-    )
+    model = Transformer(problem.config, axes=build_axes(mesh), device="meta", stages=partition.stages_on(mesh.pp.rank))
     table = partition.table
     parallel = ZeroEngine(model, table, mesh, seed=SEED, parameter_dtype=torch.float32, partition=partition)
     runtime = ForwardBackward(model, parallel, generate_for_layout(problem.layout))

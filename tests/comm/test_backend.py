@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.comm import collectives, transport
-from meshwright.comm.backend import backend_timeout, group_backends
+from meshwright.comm.backend import compute_backend_timeout, get_group_backends
 from meshwright.comm.device_thread import start_thread
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Axis, Communicator, Mesh
@@ -22,12 +22,12 @@ from meshwright.training.deterministic import deterministic
 
 def test_backend_of_a_group_is_named_by_device(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
-    assert group_backends(None) == {"cpu": "gloo", "cuda": "nccl"}
+    assert get_group_backends(None) == {"cpu": "gloo", "cuda": "nccl"}
 
 
 def test_backend_timeout_is_longer_than_device_watch():
-    assert backend_timeout("cpu", 30.0).total_seconds() == 30
-    assert backend_timeout(torch.device("cuda", 1), 30.0).total_seconds() == 60
+    assert compute_backend_timeout("cpu", 30.0).total_seconds() == 30
+    assert compute_backend_timeout(torch.device("cuda", 1), 30.0).total_seconds() == 60
 
 
 @pytest.mark.parametrize("config, device, backend", [("cpu:gloo,cuda:nccl", "cuda", "nccl"), ("cpu:gloo", "cpu", None)])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.data import MixtureOrder, SampleOrder
-from meshwright.data.order import LONGEST_PERIOD, interleave_evenly, reduce_weights
+from meshwright.data.order import MAX_PERIOD, interleave_evenly, reduce_weights
 
 sizes = st.integers(1, 3000)
 seeds = st.integers(0, 2**63 - 1)
@@ -156,7 +156,7 @@ def test_weights_reduce_to_smallest_integers(weights: list[float], whole: list[i
 @settings(deadline=None)
 def test_long_weights_are_rounded_within_one_sixty_thousandth(weights: list[float]):
     whole = reduce_weights(weights)
-    assert sum(whole) <= LONGEST_PERIOD + len(whole) and min(whole) >= 1
+    assert sum(whole) <= MAX_PERIOD + len(whole) and min(whole) >= 1
     for weight, part in zip(weights, whole, strict=True):
         assert abs(weight / sum(weights) - part / sum(whole)) < len(weights) / 60_000
 

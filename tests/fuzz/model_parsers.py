@@ -88,10 +88,10 @@ def configs() -> list[dict[str, Any]]:
 
 
 def config_words() -> list[str]:
-    from meshwright.spec.config_fields import field_table
+    from meshwright.spec.config_fields import get_field_table
     from meshwright.spec.families import FAMILIES
 
-    tables = [field_table(name) for name in FAMILIES]
+    tables = [get_field_table(name) for name in FAMILIES]
     return sorted({name for one in tables for name in (*one.read, *one.neutral)} | {"quantization_config", *FAMILIES})
 
 

@@ -11,7 +11,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
-from meshwright.parallel.axes import axis_operations
+from meshwright.parallel.axes import build_axes
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
 
@@ -55,7 +55,7 @@ def compare(layout_text: str, config: ModelConfig, idle: bool = False, compiled:
 
 def _compare(layout: Layout, mesh: Mesh, config: ModelConfig, idle: bool, compiled: str) -> dict[str, float]:
     table, whole = parameter_table(config), whole_model(config, idle)
-    mine = Transformer(config, axes=axis_operations(mesh), dtype=torch.float64)
+    mine = Transformer(config, axes=build_axes(mesh), dtype=torch.float64)
     theirs, parameters = dict(whole.named_parameters()), dict(mine.named_parameters())
     assert {name: tuple(parameter.shape) for name, parameter in parameters.items()} == {
         tensor.name: tensor.local_shape(layout) for tensor in table.tensors

@@ -12,7 +12,7 @@ from meshwright.layout import Layout
 from meshwright.model.documents import Documents
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
-from meshwright.parallel.axes import axis_operations
+from meshwright.parallel.axes import build_axes
 from meshwright.parallel.recompute import ActivationCheckpointing
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
@@ -43,7 +43,7 @@ def compare(layout_text: str, config: ModelConfig, recompute: str) -> dict[str, 
     layout = Layout.parse(layout_text)
     mesh = Mesh.create(layout)
     table, whole = parameter_table(config), whole_model(config)
-    axes = dataclasses.replace(axis_operations(mesh), recompute=ActivationCheckpointing(recompute))
+    axes = dataclasses.replace(build_axes(mesh), recompute=ActivationCheckpointing(recompute))
     mine = Transformer(config, axes=axes, dtype=torch.float64)
     theirs, parameters = dict(whole.named_parameters()), dict(mine.named_parameters())
     assert {name: tuple(parameter.shape) for name, parameter in parameters.items()} == {

@@ -493,7 +493,7 @@ def test_loss_is_independent_of_chunking(monkeypatch: pytest.MonkeyPatch):
     want = F.cross_entropy(F.linear(hidden, weight, bias), targets, reduction="sum")
     expected = torch.autograd.grad(0.37 * want, (hidden, weight, bias))
     for smallest, keep in ((512, True), (16, True), (16, False)):
-        monkeypatch.setattr(chunks, "SMALLEST_CHUNK", smallest)
+        monkeypatch.setattr(chunks, "MIN_CHUNK_TOKENS", smallest)
         monkeypatch.setitem(chunks.CHUNK_LOGITS, "cpu", 1)
         mine = loss.linear_cross_entropy(hidden, targets, loss.OutputHead(weight, SINGLE_DEVICE.tensor, bias), keep)
         torch.testing.assert_close(mine, want, rtol=1e-12, atol=0)

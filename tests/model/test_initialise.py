@@ -83,7 +83,7 @@ def test_rank_draws_only_values_that_it_holds(monkeypatch: pytest.MonkeyPatch, l
         shard = torch.full((size,), float("nan"))
         flat.fill(shard, start, partial(make_initial_slice, seed=5))
         assert sum(drawn) <= size
-        for part, first, last in flat.slices_within(start, start + size):
+        for part, first, last in flat.find_slices(start, start + size):
             whole = initial_value(part.entry, 5)
             stored = (whole.T if part.entry.transposed else whole).reshape(-1)
             values = select_columns(stored, part.columns)[part.begin :][first - part.offset : last - part.offset]

@@ -19,7 +19,7 @@ TOKENS, HIDDEN, VOCABULARY = 50, 12, 31
 
 @pytest.fixture(params=[1 << 23, 16 * VOCABULARY, VOCABULARY], ids=["one chunk", "four chunks", "a token a chunk"])
 def chunk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "SMALLEST_CHUNK", 1)
+    monkeypatch.setattr(chunks, "MIN_CHUNK_TOKENS", 1)
     monkeypatch.setattr(losses, "SLICE_LOGITS", 5 * VOCABULARY)
     monkeypatch.setitem(chunks.CHUNK_LOGITS, "cpu", request.param)
 
@@ -61,7 +61,7 @@ def test_without_gradients_no_gradient_work_is_done(monkeypatch: pytest.MonkeyPa
 
 
 def test_logits_of_all_tokens_are_never_in_memory_together(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(chunks, "SMALLEST_CHUNK", 1)
+    monkeypatch.setattr(chunks, "MIN_CHUNK_TOKENS", 1)
     monkeypatch.setitem(chunks.CHUNK_LOGITS, "cpu", 8 * VOCABULARY)
     hidden, weight, targets = problem()
     largest = 0

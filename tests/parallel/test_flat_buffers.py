@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshwright.parallel.flat_buffers import cut_slices, make_flat_layout, split_evenly
-from meshwright.spec.parameter_entries import ALIGNMENT, padded_numel
+from meshwright.spec.parameter_entries import ALIGNMENT, compute_padded_numel
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 
@@ -58,6 +58,6 @@ def test_parts_of_range_are_adjacent_and_complete():
 
 
 def test_padding_is_minimal():
-    assert padded_numel(1, 1) == ALIGNMENT
-    assert padded_numel(3 * ALIGNMENT, 3) == 3 * ALIGNMENT
-    assert padded_numel(3 * ALIGNMENT + 1, 3) == 6 * ALIGNMENT
+    assert compute_padded_numel(1, 1) == ALIGNMENT
+    assert compute_padded_numel(3 * ALIGNMENT, 3) == 3 * ALIGNMENT
+    assert compute_padded_numel(3 * ALIGNMENT + 1, 3) == 6 * ALIGNMENT

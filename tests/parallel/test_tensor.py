@@ -14,12 +14,12 @@ from meshwright.model import loss
 from meshwright.model.axis_operations import TensorOperations
 from meshwright.model.initialise import initial_value
 from meshwright.model.transformer import Transformer
-from meshwright.parallel.axes import axis_operations
+from meshwright.parallel.axes import build_axes
 from meshwright.parallel.flat_buffers import cut_slices, make_flat_layout
 from meshwright.parallel.step import count_targets
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.spec import chunks
-from meshwright.spec.parameter_entries import padded_numel
+from meshwright.spec.parameter_entries import compute_padded_numel
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.verification.problem import Problem, scale_down_config
@@ -84,7 +84,7 @@ def beginning(layout_text: str, config: Any) -> tuple[list[tuple[str, bool]], bo
     """For each slice: True if it has its initial values; True if padding is zero and stays zero."""
     layout = Layout.parse(layout_text)
     mesh, table = Mesh.create(layout), parameter_table(config)
-    model = Transformer(config, axes=axis_operations(mesh), device="meta", dtype=torch.float64)
+    model = Transformer(config, axes=build_axes(mesh), device="meta", dtype=torch.float64)
     parallel = ZeroEngine(model, table, mesh, seed=3, parameter_dtype=torch.float64, master_dtype=torch.float64)
     right = []
     for piece in parallel.master_slices(owned=False):
@@ -131,7 +131,7 @@ def calls_of_a_step(
 ) -> dict[tuple[str, str], tuple[int, int]]:
     layout = Layout.parse(layout_text)
     mesh = Mesh.create(layout)
-    model = Transformer(config, axes=axis_operations(mesh), dtype=torch.float32)
+    model = Transformer(config, axes=build_axes(mesh), dtype=torch.float32)
     parallel = ZeroEngine(model, parameter_table(config), mesh, seed=3, parameter_dtype=torch.float32)
     if backend is not None:
         model.compile_blocks(backend=backend)
@@ -204,7 +204,7 @@ def test_partial_gradients_are_reduced_once_a_step(four, name, layout):
 
 
 def test_ranks_with_different_token_counts_chunk_loss_equally(monkeypatch):
-    monkeypatch.setattr(chunks, "SMALLEST_CHUNK", 1)
+    monkeypatch.setattr(chunks, "MIN_CHUNK_TOKENS", 1)
     monkeypatch.setattr(chunks, "CHUNK_LOGITS", {"cpu": 747})  # 2 tokens of 250 rows, 3 of 249
     hidden, targets = torch.randn(24, 8), torch.zeros(24, dtype=torch.int64)
     cuts = [
@@ -224,4 +224,4 @@ def test_flat_buffer_lengths_match_parameter_table():
     for name in table.units:
         units = [make_flat_layout(table, name, 2, layout, {"tp": rank}) for rank in range(4)]
         assert len({(unit.numel, unit.padded, unit.decay_numel) for unit in units}) == 1, "equal on all ranks"
-        assert units[0].padded == padded_numel(units[0].numel, 2)
+        assert units[0].padded == compute_padded_numel(units[0].numel, 2)

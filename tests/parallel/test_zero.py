@@ -17,10 +17,10 @@ from meshwright.layout import Layout
 from meshwright.model.documents import Documents
 from meshwright.model.initialise import initial_value, initialise
 from meshwright.model.transformer import Transformer
-from meshwright.parallel.axes import axis_operations
+from meshwright.parallel.axes import build_axes
 from meshwright.parallel.step import count_targets
 from meshwright.parallel.zero_engine import ZeroEngine
-from meshwright.spec.parameter_entries import padded_numel
+from meshwright.spec.parameter_entries import compute_padded_numel
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.verification.problem import Problem, scale_down_config
@@ -61,7 +61,7 @@ def one_step(
     """Slices of this rank's reduced gradient of the whole batch."""
     layout = Layout.parse(layout_text)
     mesh = Mesh.create(layout)
-    model = Transformer(LLAMA, axes=axis_operations(mesh), dtype=parameter_dtype)
+    model = Transformer(LLAMA, axes=build_axes(mesh), dtype=parameter_dtype)
     parallel = ZeroEngine(
         model, TABLE, mesh, seed=PROBLEM.seed, parameter_dtype=parameter_dtype, master_dtype=master_dtype
     )
@@ -107,7 +107,7 @@ def memory_of_zero3(tied: bool) -> None:
     config = GPT2 if tied else LLAMA
     table = parameter_table(config)
     mesh = Mesh.create(Layout(dp=2, zero=3))
-    model = Transformer(config, axes=axis_operations(mesh))
+    model = Transformer(config, axes=build_axes(mesh))
     parallel = ZeroEngine(model, table, mesh, seed=1, parameter_dtype=torch.float32)
     watch = Watch(parallel)
     assert watch.note() == set(), "nothing is gathered before it is needed"
@@ -141,7 +141,7 @@ def bytes_of_a_step(layout_text: str) -> dict[tuple[str, str], tuple[int, int]]:
     """Number of calls and bytes sent in one step, by site and operation."""
     layout = Layout.parse(layout_text)
     mesh = Mesh.create(layout)
-    model = Transformer(LLAMA, axes=axis_operations(mesh), dtype=torch.bfloat16)
+    model = Transformer(LLAMA, axes=build_axes(mesh), dtype=torch.bfloat16)
     parallel = ZeroEngine(model, TABLE, mesh, seed=1, parameter_dtype=torch.bfloat16)
     batches = share_of(make_batch(PROBLEM, 0), mesh.data.rank, mesh.data.size, layout.micro_batches)
     mesh.record.clear()
@@ -157,7 +157,7 @@ def bytes_of_a_step(layout_text: str) -> dict[tuple[str, str], tuple[int, int]]:
 
 def owned_by_rank(layout_text: str) -> list[tuple[str, int, int]]:
     mesh = Mesh.create(Layout.parse(layout_text))
-    model = Transformer(LLAMA, axes=axis_operations(mesh))
+    model = Transformer(LLAMA, axes=build_axes(mesh))
     parallel = ZeroEngine(model, TABLE, mesh, seed=1, parameter_dtype=torch.float32)
     for piece in parallel.master_slices(owned=False):
         entry = TABLE.entry(piece.name)
@@ -256,8 +256,8 @@ def test_zero3_holds_two_units_at_a_time(tied):
 
 
 def test_bytes_on_the_wire_are_the_closed_forms(ranks):
-    sizes = [padded_numel(TABLE.unit_numel(name), 4) for name in TABLE.units]
-    exact = sum(padded_numel(TABLE.unit_numel(name), 1) for name in TABLE.units)
+    sizes = [compute_padded_numel(TABLE.unit_numel(name), 4) for name in TABLE.units]
+    exact = sum(compute_padded_numel(TABLE.unit_numel(name), 1) for name in TABLE.units)
     whole, layers = sum(sizes), sum(sizes[1:-1])
     units = len(sizes)
     reduce = ("data.gradients", "reduce_scatter")
@@ -276,7 +276,7 @@ def test_bytes_on_the_wire_are_the_closed_forms(ranks):
         gather: (2 * units - 2, (whole + layers) * 2 * 3 // 4),
     }
     (calls, *_) = ranks.run(bytes_of_a_step, "dp4 zero2 hs2 mb2")
-    halves = sum(padded_numel(TABLE.unit_numel(name), 2) for name in TABLE.units)
+    halves = sum(compute_padded_numel(TABLE.unit_numel(name), 2) for name in TABLE.units)
     assert calls[reduce] == (2 * units, 2 * halves * 4 // 2)
     assert calls[("data.gradients.replicas", "all_reduce")] == (units, halves // 2 * 4)
 
@@ -293,7 +293,7 @@ def test_ranks_write_every_element_once_and_start_from_seed(ranks, layout):
 
 def test_single_device_makes_no_call_and_copies_no_parameter(truth):
     mesh = Mesh.single()
-    model = Transformer(LLAMA, axes=axis_operations(mesh), dtype=torch.float64)
+    model = Transformer(LLAMA, axes=build_axes(mesh), dtype=torch.float64)
     parallel = ZeroEngine(
         model, TABLE, mesh, seed=PROBLEM.seed, parameter_dtype=torch.float64, master_dtype=torch.float64
     )

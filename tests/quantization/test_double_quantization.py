@@ -63,7 +63,7 @@ def digest(values: torch.Tensor) -> str:
 
 def fill(form: DoubleQuantized, values: torch.Tensor, whole: torch.Tensor, start: int = 0) -> torch.Tensor:
     """Measure the scales of the matrix `whole`, and return the records of the buffer's elements `values`."""
-    form.measure(lambda *_: whole.flatten(), whole.device)
+    form.compute_scales(lambda *_: whole.flatten(), whole.device)
     return form.pack(values.flatten(), start)
 
 
@@ -122,7 +122,7 @@ def test_matrices_in_a_buffer_have_separate_scales():
     first, second = weights(), 3 * weights().flip(0)
     forms = [Slice(Entry(), 0, first.numel(), 0), Slice(Entry("other"), first.numel(), second.numel(), 0)]
     form = DoubleQuantized(forms)
-    form.measure(lambda entry, *_: (first if entry.name == "weight" else second).flatten(), first.device)
+    form.compute_scales(lambda entry, *_: (first if entry.name == "weight" else second).flatten(), first.device)
     records = form.pack(torch.cat([first, second]).flatten())
     expected = torch.cat([round_trip("nf4-double", each) for each in (first, second)])
     assert torch.equal(form.unpack(records, torch.float64), expected.flatten())

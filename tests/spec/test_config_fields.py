@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meshwright.errors import ModelWarning, UserError
-from meshwright.spec.config_fields import field_table
+from meshwright.spec.config_fields import get_field_table
 from meshwright.spec.config_json import config_from_huggingface, config_to_huggingface, read_fields
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.presets import PRESETS
@@ -52,7 +52,7 @@ def configuration(family: str, **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_transformers_config_field_is_in_table(family: str):
-    table = field_table(family)
+    table = get_field_table(family)
     known = table.read | table.ignored | set(table.neutral)
     assert set(configuration(family)) <= known, "decide for each new field if it changes the computation"
     with warnings.catch_warnings():
@@ -64,19 +64,19 @@ def test_every_transformers_config_field_is_in_table(family: str):
 def test_field_table_lists_exactly_the_fields_read(family: str):
     looked_at = set[str]()
     for changes in ({}, {"layer_types": None}, {"use_sliding_window": True, "sliding_window": 16, "layer_types": None}):
-        if changes and not changes.keys() <= field_table(family).read:
+        if changes and not changes.keys() <= get_field_table(family).read:
             continue
         recorded = Recorded(configuration(family, **changes))
         read_fields(recorded, "config.json")
         looked_at |= recorded.seen
-    table = field_table(family)
+    table = get_field_table(family)
     assert looked_at - {"quantization_config", "compression_config"} <= table.read | table.ignored
     assert table.read - looked_at == set()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_field_is_in_one_class(family: str):
-    table = field_table(family)
+    table = get_field_table(family)
     assert not table.read & table.ignored and not set(table.neutral) & (table.read | table.ignored)
 
 

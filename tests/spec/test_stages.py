@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
-from meshwright.spec.stages import Stage, even_stages, stages_of, units_of, whole_model
+from meshwright.spec.stages import Stage, cut_into_even_stages, cut_into_stages, list_stage_units, whole_model
 from meshwright.spec.work import head_flops, layer_flops
 
 MODELS = ("gpt2", "llama-3-8b", "gemma-2-2b", "mixtral-8x7b-v0.1")
@@ -37,7 +37,7 @@ def all_cuts(config, count: int):
     ],
 )
 def test_even_stages_leave_ends_with_fewer_layers(layers: int, count: int, sizes: list[int]):
-    found = even_stages(dataclasses.replace(preset("gpt2"), layers=layers), count)
+    found = cut_into_even_stages(dataclasses.replace(preset("gpt2"), layers=layers), count)
     assert [len(stage.layers) for stage in found] == sizes
     assert [layer for stage in found for layer in stage.layers] == list(range(layers))
     assert [(stage.first, stage.last) for stage in found] == [(at == 0, at == count - 1) for at in range(count)]
@@ -52,7 +52,7 @@ def test_pipeline_partition_is_the_most_even(name: str, count: int):
         config = dataclasses.replace(
             config, layers=layers, vocabulary=vocabulary, windowed_layers=windowed and windowed[:layers]
         )
-        found = stages_of(config, count, 4096)
+        found = cut_into_stages(config, count, 4096)
         sizes = [cost(config, stage, 4096) for stage in found]
         least = min(max(cost(config, s, 4096) for s in cut) for cut in all_cuts(config, count))
         assert max(sizes) <= least * (1 + 1e-9)
@@ -67,7 +67,7 @@ def test_pipeline_partition_is_the_most_even(name: str, count: int):
 @pytest.mark.parametrize("count", [1, 2, 5, 16, 31, 32])
 def test_stages_cover_all_layers_in_order_without_empty_ones(count: int):
     config = preset("llama-3-8b")
-    found = stages_of(config, count, 8192)
+    found = cut_into_stages(config, count, 8192)
     assert [stage.index for stage in found] == list(range(count))
     assert [layer for stage in found for layer in stage.layers] == list(range(config.layers))
     assert all(len(stage.layers) for stage in found)
@@ -77,7 +77,7 @@ def test_stages_cover_all_layers_in_order_without_empty_ones(count: int):
 
 def test_a_head_worth_layers_shortens_the_last_stage():
     """Llama-3-8B's head is worth about 2.2 of its layers at 8192 tokens."""
-    lengths = [len(stage.layers) for stage in stages_of(preset("llama-3-8b"), 4, 8192)]
+    lengths = [len(stage.layers) for stage in cut_into_stages(preset("llama-3-8b"), 4, 8192)]
     assert lengths == [8, 9, 9, 6]
 
 
@@ -85,10 +85,13 @@ def test_a_head_worth_layers_shortens_the_last_stage():
 def test_units_of_stages_match_parameter_table(name: str):
     config = preset(name)
     table = parameter_table(config)
-    assert units_of(table, whole_model(config)) == table.units
-    assert tuple(unit for stage in stages_of(config, 4, 1024) for unit in units_of(table, stage)) == table.units
+    assert list_stage_units(table, whole_model(config)) == table.units
+    assert (
+        tuple(unit for stage in cut_into_stages(config, 4, 1024) for unit in list_stage_units(table, stage))
+        == table.units
+    )
 
 
 def test_a_hundred_layers_are_cut_quickly():
     config = preset("llama-3.1-405b")
-    assert len(stages_of(config, 64, 8192)) == 64
+    assert len(cut_into_stages(config, 64, 8192)) == 64

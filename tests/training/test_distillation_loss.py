@@ -59,7 +59,7 @@ def test_loss_and_gradients_equal_their_definition(
     loss: DistillationLoss, softcap: float, k: int, common: int | None, monkeypatch: pytest.MonkeyPatch
 ):
     torch.manual_seed(3)
-    monkeypatch.setattr("meshwright.model.loss.loss_chunks", lambda tokens, *_: [5, 5, 3])
+    monkeypatch.setattr("meshwright.model.loss.split_loss_chunks", lambda tokens, *_: [5, 5, 3])
     hidden, weight, states, teacher = (draw(TOKENS, HIDDEN), draw(VOCABULARY, HIDDEN), draw(TOKENS, TEACHER),
                                        draw(VOCABULARY, TEACHER))  # fmt: skip
     targets = torch.randint(0, VOCABULARY, (TOKENS,))
@@ -107,7 +107,7 @@ def test_cached_logits_of_a_teacher_are_computed_chunk_by_chunk(monkeypatch: pyt
     torch.manual_seed(6)
     states, weight, chunks = draw(TOKENS, TEACHER), draw(VOCABULARY, TEACHER), list[int]()
     multiply = torch.Tensor.__matmul__
-    monkeypatch.setattr("meshwright.training.teacher_targets.loss_chunks", lambda tokens, *_: [5, 5, 3])
+    monkeypatch.setattr("meshwright.training.teacher_targets.split_loss_chunks", lambda tokens, *_: [5, 5, 3])
     monkeypatch.setitem(teacher_targets._WIDE_LOGITS, "cpu", 2 * VOCABULARY)
     monkeypatch.setattr(
         torch.Tensor,

@@ -168,7 +168,7 @@ def test_single_device_step_matches_transformers_and_torch(
     name: str, steps_of: Callable[[str], tuple[Recipe, Steps]], monkeypatch: pytest.MonkeyPatch
 ):
     """Sequences of three attention tiles; the loss in chunks of 100 tokens, each computed in two slices."""
-    monkeypatch.setattr(chunks, "SMALLEST_CHUNK", 100)
+    monkeypatch.setattr(chunks, "MIN_CHUNK_TOKENS", 100)
     monkeypatch.setattr(chunks, "CHUNK_LOGITS", {"cpu": 1})
     monkeypatch.setattr(loss, "SLICE_LOGITS", 1 << 14)
     recipe, expected = steps_of(name)

@@ -17,7 +17,7 @@ from meshwright.data.order import SampleOrder
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.model import experts, layers
-from meshwright.spec.chunks import loss_chunks
+from meshwright.spec.chunks import split_loss_chunks
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.policy import TILE_QUERIES
 from meshwright.spec.presets import preset
@@ -253,7 +253,7 @@ def test_large_vocabulary_loss_uses_several_chunks():
     for layout in (LAYOUT, Layout.parse("tp2"), Layout.parse("cp2 tp2")):
         problem = maker(layout=layout).make_loss_chunk_problem()
         tokens = problem.sequence // layout.cp
-        assert len(loss_chunks(tokens, -(-problem.config.vocabulary // layout.tp), "cpu")) > 1
+        assert len(split_loss_chunks(tokens, -(-problem.config.vocabulary // layout.tp), "cpu")) > 1
 
 
 def test_reference_order_and_learning_rates_match_documentation():

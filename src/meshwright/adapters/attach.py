@@ -32,12 +32,14 @@ def attach_adapters(
     tensor: TensorOperations | None = None,
     **options: Any,
 ) -> None:
-    """Add to `model` the parts that its attribute `config` asks for. An adapter: its matrices are added to the linear
-    layers that the parameter `table` lists, and all other parameters are frozen. Projections (distillation): linear
-    layers that map the model's hidden states to the width of a teacher's.
+    """Add to `model`, in place, the LoRA adapter and the distillation projections that its attribute `config` asks for.
+    With an adapter, all other parameters are frozen. Projections are linear layers that map hidden states to the width
+    of a teacher's.
 
-    layout: parallel layout of which `model` is one rank's part; None: one device. tensor: communication of tensor
-    parallelism, by which DoRA sums norms. options: `device` and `dtype` of the added parameters."""
+    table: parameter table of the model, which lists the adapted layers. layout: parallel layout of which `model` is one
+    rank's part; None: one device. tensor: communication of tensor parallelism, by which DoRA sums squared norms.
+    options: `device` and `dtype` of the added parameters.
+    """
     config: Any = model.config
     adapter = config.adapter
     if adapter is not None:
@@ -56,10 +58,12 @@ def _attach_low_rank(
     tensor: TensorOperations | None,
     **options: Any,
 ) -> None:
-    """Add the matrices of `adapter` to the linear layers of `model`, and freeze all other parameters. table: parameter
-    table of the model, which lists the adapted layers; layout: parallel layout of which `model` is one rank's part;
-    tensor: communication of tensor parallelism, by which DoRA sums norms; options: `device` and `dtype` of the
-    adapter's parameters."""
+    """Add the matrices A and B of `adapter` to the linear layers of `model`, in place, and freeze all other parameters.
+
+    table: parameter table of the model, which lists the adapted layers. layout: parallel layout of which `model` is one
+    rank's part. tensor: communication of tensor parallelism, by which DoRA sums squared norms. options: `device` and
+    `dtype` of the adapter's parameters.
+    """
     model.requires_grad_(False)
     transformer: Any = model
     transformer.token_keys = tokens = TokenKeys()
@@ -93,18 +97,24 @@ def _attach_low_rank(
 
 
 def _list_features(table: ParameterTable, first: ParameterEntry, layout: Layout, tp_rank: int) -> torch.Tensor:
-    """Return for each input feature of this rank's shard of an adapted layer its index in the unsharded layer, int64
-    [inputs of the rank]. table: parameter table of the model; first: parameter entry of one of the layer's adapter
-    matrices A; layout: parallel layout; tp_rank: index of the rank on tp."""
+    """Return the index, in the unsharded layer, of each input feature in this rank's shard of an adapted layer: int64
+    [inputs on the rank].
+
+    table: parameter table of the model. first: parameter entry of one of the layer's adapter matrices A. layout:
+    parallel layout. tp_rank: index of the rank on tp.
+    """
     coordinates = dict.fromkeys(("tp", "cp", "dp", "pp", "ep", "etp"), 0) | {"tp": tp_rank}
     boxes = table.local_slices(first, layout, coordinates)
     return torch.cat([torch.arange(box.start[1], box.start[1] + box.shape[1]) for box in boxes])
 
 
 def _list_rows(weight: ModelParameter, second: ModelParameter, layout: Layout) -> Iterator[Rows]:
-    """Yield the range of a layer's output features on this rank that each adapted matrix produces, such as the range of
-    the queries in a fused qkv. weight: the layer's weight, which may fuse several matrices; second: the adapter's
-    stacked matrices B; layout: parallel layout."""
+    """Yield, for each adapted matrix of a layer, the range of output features on this rank that it produces, such as
+    the queries of a fused qkv.
+
+    weight: the layer's weight, which may fuse several matrices. second: the adapter's matrices B, stacked. layout:
+    parallel layout.
+    """
     adapted = {each.name: each for each in second.entries}
     for entry in weight.entries:
         if entry.ep_rank(layout) not in (None, 0):  # the same rows on every rank
@@ -136,8 +146,9 @@ def make_initial_values(
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Context manager in which the adapters of `model` are switched off, so that it computes what its base model does:
-    the reference policy of preference training."""
+    """Context manager that disables the adapters of `model`, so that it computes its base model: the reference policy
+    of preference training.
+    """
     found = [module for module in model.modules() if isinstance(module, LowRank | ExpertLowRank)]
     for module in found:
         module.enabled = False

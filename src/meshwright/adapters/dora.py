@@ -40,9 +40,12 @@ class WeightDecomposed(LowRank):
         self.magnitude = nn.Parameter(torch.empty(self.b.shape[0], **options))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor, layer: Linear) -> torch.Tensor:
-        """Return the output of the adapted layer without bias, [..., Y]. `x`: the layer's input [..., X]; `y`: output
-        [..., Y] of the base layer without bias; `layer`: the base layer, whose weight the row norms need. In a
-        row-parallel layer `y` and the result are this rank's partial sums."""
+        """Return the output of the adapted layer without bias, [..., Y]; in a row-parallel layer, this rank's partial
+        sum of it.
+
+        `x`: input of the layer [..., X]. `y`: output of the base layer without bias [..., Y] (row-parallel: partial
+        sum). `layer`: the base layer, whose weight enters the row norms.
+        """
         if not self.enabled:
             return y
         weight = layer.weight if layer.packed is None else layer.packed.unpack(layer.weight, self.a.dtype)
@@ -58,9 +61,11 @@ class WeightDecomposed(LowRank):
 
     @torch.no_grad()
     def _row_norms(self, weight_YX: torch.Tensor) -> torch.Tensor:
-        """Return the Euclidean norm of each adapted row of W + s B A, [adapted output features], without forming that
-        matrix: its square is ||W||² + 2 s (W Aᵀ) B + s² B (A Aᵀ) Bᵀ, row by row. `weight_YX`: W; in a row-parallel
-        layer this rank's columns of it, and the squares are summed over tp."""
+        """Return the Euclidean norms of the adapted rows of W + s B A, [adapted output features], without forming that
+        matrix: row by row, the squared norm is ||W||² + 2 s (W Aᵀ) B + s² B (A Aᵀ) Bᵀ.
+
+        `weight_YX`: W; in a row-parallel layer this rank's columns of W, where squared norms are summed over tp.
+        """
         squares, wide = [], at_least_float32(weight_YX.dtype)
         groups = zip(self.rows, self.a.split(self.rank), self.b.split([r.size for r in self.rows]), strict=True)
         for each, a_RX, b_YR in groups:

@@ -21,8 +21,9 @@ _STEP = -0x61C8864680B583EB
 
 
 def _mix_64(value: torch.Tensor) -> torch.Tensor:
-    """Return well-mixed (hashed) bits of each int64 number in `value`, by the finaliser of splitmix64; products wrap
-    around."""
+    """Return the int64 hash of each number in `value`, by the finaliser of splitmix64; products wrap around modulo
+    2^64.
+    """
     value = (value ^ ((value >> 30) & 0x3FFFFFFFF)) * _MIX_64[0]
     value = (value ^ ((value >> 27) & 0x1FFFFFFFFF)) * _MIX_64[1]
     return value ^ ((value >> 31) & 0x1FFFFFFFF)
@@ -58,12 +59,11 @@ class TokenKeys:
 
 
 class Dropout:
-    """Dropout of the input of one adapted layer, shared by its adapted matrices: each element is set to 0 with a
-    certain probability, and otherwise multiplied by 1 / (1 - probability).
+    """Dropout of the input of one adapted layer, by one mask for all of its adapted matrices: an element is set to 0
+    with probability `probability`, and otherwise divided by 1 - `probability`.
 
-    probability: probability with which an element is dropped; name: name of the layer, such as
-    "layers.3.attention.qkv"; features: index of each of this rank's X inputs among those of the unsharded layer, int64;
-    tokens: random keys of the tokens.
+    name: name of the layer, such as "layers.3.attention.qkv". features: index in the unsharded layer of each of this
+    rank's X inputs, int64 [X]. tokens: random keys of the tokens.
     """
 
     def __init__(self, probability: float, name: str, features: torch.Tensor, tokens: TokenKeys) -> None:
@@ -74,12 +74,13 @@ class Dropout:
 
     @property
     def active(self) -> bool:
-        """True if a forward with gradients drops elements of the current micro-batch."""
+        """True if dropout applies now: gradients are enabled and the micro-batch has random keys."""
         return self.tokens.keys_BC is not None and torch.is_grad_enabled()
 
     def mask(self, keys_BC: torch.Tensor) -> torch.Tensor:
-        """Return the dropout mask [B, C, X]: True for each input element that is kept. keys_BC: random keys of the
-        tokens."""
+        """Return the dropout mask, bool [B, C, X]: False for each input element to drop. keys_BC: random keys of the
+        tokens.
+        """
         if self._keys_X.device != keys_BC.device:
             self._keys_X = self._keys_X.to(keys_BC.device)
         bits = (keys_BC[..., None] ^ self._keys_X) * _MIX_32[0]
@@ -94,29 +95,30 @@ class Dropout:
         return x.masked_fill(~mask, 0.0).mul_(self.scale)
 
     def product(self, x: torch.Tensor, a_RX: torch.Tensor) -> torch.Tensor:
-        """Return the product of the input after dropout and Aᵀ, [B, C, R]. x: the layer's input [B, C, X]; a_RX: A."""
+        """Return dropout(x) Aᵀ, [B, C, R], for the layer's input `x` [B, C, X] and A (`a_RX`)."""
         assert self.tokens.keys_BC is not None and x.shape[:-1] == self.tokens.keys_BC.shape, x.shape
         return _DroppedProduct.apply(x, a_RX, self.tokens.keys_BC, self)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _DroppedProduct(torch.autograd.Function):
-    """Autograd function of the product of an adapter's input after dropout and Aᵀ. It saves the input and computes the
-    dropout mask again in backward."""
+    """Autograd function of dropout(x) Aᵀ, which saves x and recomputes the dropout mask in backward."""
 
     @staticmethod
     def forward(
         context: Any, x: torch.Tensor, a_RX: torch.Tensor, keys_BC: torch.Tensor, dropout: Dropout
     ) -> torch.Tensor:
-        """Return the product of `x` after dropout and Aᵀ, [B, C, R]. a_RX: A; keys_BC: random keys of the tokens;
-        dropout: computes the mask. context: autograd context."""
+        """Return dropout(x) Aᵀ, [B, C, R]. a_RX: A; keys_BC: random keys of the tokens; dropout: computes the mask.
+        context: autograd context.
+        """
         context.save_for_backward(x, a_RX, keys_BC)
         context.dropout = dropout
         return F.linear(x * dropout.mask(keys_BC), a_RX) * dropout.scale
 
     @staticmethod
     def backward(context: Any, d_low: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
-        """Return the gradients of x and A (None if not required), given `d_low`, the gradient of their product [B, C,
-        R]; None for the other inputs. context: autograd context."""
+        """Return the gradients of x and A (None where not required), given `d_low`, the gradient of the output [B, C,
+        R]; None for the other inputs. context: autograd context.
+        """
         x, a_RX, keys_BC = context.saved_tensors
         mask, d_low = context.dropout.mask(keys_BC), d_low * context.dropout.scale
         needs_x, needs_a = context.needs_input_grad[:2]

@@ -19,12 +19,13 @@ from meshwright.model.weight_gradients import grouped_linear
 
 
 class ExpertLowRank(nn.Module):
-    """LoRA adapters of one linear layer of each routed expert, y = x Wᵀ: y + s x Aᵀ Bᵀ with the matrices of the token
-    copy's expert (Hu et al. 2021, arXiv:2106.09685, eq. 3). Parameters: `a` [E x M x R, X] and `b` [E x Z, R], those
-    of one expert after another; both are uninitialised.
+    """LoRA adapters of one linear layer of each of E routed experts on this rank: y + s x Aᵀ Bᵀ with the A and B of
+    each token copy's expert (Hu et al. 2021, arXiv:2106.09685, eq. 3). Parameters, both uninitialised and stacked by
+    expert: `a` [E x M x R, X] and `b` [E x Z, R].
 
-    rows: range of an expert's output features of each of its adapted matrices, in ascending order; experts: E; inputs:
-    X; rank: R; scale: s; options: `device` and `dtype` of the parameters. Attribute `enabled`: False to return y."""
+    rows: range of output features of each of an expert's M adapted matrices, in ascending order; experts: E; inputs: X;
+    rank: R; scale: s; options: `device` and `dtype` of the parameters. Attribute `enabled`: False to return y.
+    """
 
     def __init__(
         self, rows: Sequence[Rows], experts: int, inputs: int, rank: int, scale: float, **options: Any
@@ -35,24 +36,29 @@ class ExpertLowRank(nn.Module):
         self.b = nn.Parameter(torch.empty(experts * sum(each.size for each in rows), rank, **options))
 
     def forward(self, x_NX: torch.Tensor, y_NY: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        """Return y + s x Aᵀ Bᵀ, [N, Y], for token copies `x_NX` sorted by expert and the experts' outputs `y_NY`, which
-        are partial sums where several ranks split an expert's width. ends_E: exclusive end index of each expert's
-        copies."""
+        """Return y + s x Aᵀ Bᵀ, [N, Y], for the N token copies `x_NX`, sorted by expert, and the experts' outputs
+        `y_NY`; where several ranks split an expert's width, both outputs are partial sums. ends_E: exclusive end index
+        of each expert's copies.
+        """
         if not self.enabled:
             return y_NY
         return _AddLowRankTerms.apply(x_NX, y_NY, self.a, self.b, ends_E, self)  # type: ignore[no-untyped-call, no-any-return]
 
     def split(self, low_NL: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Yield for each adapted matrix of an expert (its columns of the outputs, its part [N, R] of `low_NL`, the view
-        [E, size, R] of its matrices in `b`). low_NL: x Aᵀ of all adapted matrices; b: `self.b`, or its gradient."""
+        """Yield (slice of output features, slice of `low_NL` [N, R], view of `b` [E, size, R]) for each of the M
+        adapted matrices of an expert.
+
+        low_NL: x Aᵀ of all adapted matrices, L = M x R. b: the parameter `b`, or its gradient.
+        """
         stacked = b.unflatten(0, (self.experts, -1)).split([each.size for each in self.rows], dim=1)
         for each, low_NR, b_EYR in zip(self.rows, low_NL.split(self.rank, dim=1), stacked, strict=True):
             yield slice(each.start, each.start + each.size), low_NR, b_EYR
 
 
 class _AddLowRankTerms(torch.autograd.Function):
-    """Autograd function that adds the low-rank terms s x Aᵀ Bᵀ of the adapters to the outputs of the routed experts.
-    The matrices of a layer (such as gate and up) follow one another, to need less memory."""
+    """Autograd function that adds s x Aᵀ Bᵀ to the outputs of the routed experts, one adapted matrix (such as gate,
+    then up) after another to save memory.
+    """
 
     @staticmethod
     def forward(
@@ -96,19 +102,24 @@ class _AddLowRankTerms(torch.autograd.Function):
 
 
 class AdaptedExperts(Experts):
-    """Routed experts of which some linear layers have adapters: their attribute `adapter` is an `ExpertLowRank`."""
+    """Routed experts with LoRA adapters: the attribute `adapter` of an adapted linear layer is an `ExpertLowRank`."""
 
     def _apply_experts(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        """Return the outputs [N, H] of this rank's adapted experts for token copies `x_NH` sorted by expert. Where
-        several ranks split an expert's width, they are this rank's partial sums. ends_E: exclusive end index of each
-        expert's copies."""
+        """Return the outputs [N, H] of this rank's experts, adapters included, for the token copies `x_NH`, sorted by
+        expert; where several ranks split an expert's width, this rank's partial sums. ends_E: exclusive end index of
+        each expert's copies.
+        """
         hidden_NF = self.activate(_multiply(x_NH, self.up, ends_E))
         return _multiply(hidden_NF, self.down, ends_E, self.first)
 
 
 def _multiply(x_NX: torch.Tensor, layer: Linear, ends_E: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """Return the outputs [N, Y] of a linear layer of the experts for token copies `x_NX`, with those of its adapters if
-    it has any. ends_E: exclusive end index of each expert's copies; first: index of the first output with a bias."""
+    """Return the outputs [N, Y] of a linear layer of the experts for the token copies `x_NX`, sorted by expert; with
+    those of its adapters if it has any.
+
+    ends_E: exclusive end index of each expert's copies. first: index of the output feature to which the first element
+    of the bias is added (the bias may be shorter than Y).
+    """
     y_NY = grouped_linear(x_NX, layer, ends_E, first)
     if layer.adapter is None:
         return y_NY
@@ -117,7 +128,8 @@ def _multiply(x_NX: torch.Tensor, layer: Linear, ends_E: torch.Tensor, first: in
 
 
 def attach_to_experts(module: Experts, layer: str, adapter: ExpertLowRank) -> None:
-    """Attach `adapter`, a low-rank pair for each expert, to the linear layer `layer` ("up" or "down") of the routed
-    experts `module`."""
+    """Attach the LoRA adapters `adapter`, one for each expert, to the linear layer `layer` ("up" or "down") of the
+    routed experts `module`, in place.
+    """
     module.__class__ = AdaptedExperts
     getattr(module, layer).adapter = adapter

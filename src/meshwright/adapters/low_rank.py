@@ -50,15 +50,18 @@ class LowRank(nn.Module):
         return y + self.product(x, y.shape[-1]) if self.enabled else y
 
     def split(self, low: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[Rows, torch.Tensor, torch.Tensor]]:
-        """Yield for each adapted matrix (its range of output features, part of `low`, part of `b`). low: x Aᵀ of all
-        adapted matrices, [..., M x R]; b: their stacked matrices B, as the parameter `b`, or a tensor of its shape."""
+        """Yield (range of output features, slice of `low` [..., R], rows of `b`) for each adapted matrix of the layer.
+        low: x Aᵀ of all adapted matrices, [..., M x R]; b: the parameter `b` (stacked matrices B), or a tensor of its
+        shape.
+        """
         sizes = [each.size for each in self.rows]
         return zip(self.rows, low.split(self.rank, dim=-1), b.split(sizes), strict=True)
 
     def adapted_product(self, x: torch.Tensor, layer: Linear) -> torch.Tensor:
-        """Return the output of the adapted layer without bias, x (W + s B A)ᵀ, [..., Y], for its input `x` [..., X].
-        `layer`: the base layer. Where W is frozen, one autograd function adds the adapter's product to x Wᵀ in place,
-        without a copy."""
+        """Return x (W + s B A)ᵀ, [..., Y], the output of the adapted layer without bias, for its input `x` [..., X]. If
+        W is frozen, one autograd function adds the adapter's term to x Wᵀ in place, without a copy. `layer`: the base
+        layer.
+        """
         fused = type(self) is LowRank and self.enabled and not torch.compiler.is_compiling()
         if not fused or layer.weight.requires_grad:
             return self(x, layer.base_product(x), layer)  # type: ignore[no-any-return]

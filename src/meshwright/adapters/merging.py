@@ -52,8 +52,9 @@ class Adapter:
         return self.config.adapter
 
     def product(self, name: str) -> torch.Tensor:
-        """Return s B A, the adapter's change of the weight `name` (name in the base model's files), in float64 and in
-        the weight's shape there."""
+        """Return s B A, the change that the adapter makes to the weight `name` (name in the base model's files), in
+        float64 and in the shape of that weight on disk.
+        """
         prefix = f"{PEFT_PREFIX}{self.names[name]}"
         first, second = (self.files.read_weights(f"{prefix}.{ADAPTER_PARTS[part]}").double() for part in "ab")
         product = self.settings.scale * second @ first
@@ -85,8 +86,9 @@ def open_model_adapter(directory: Path, base: Path) -> tuple[CheckpointFiles, Ad
 
 
 def _selected(config: ModelConfig, settings: AdapterConfig) -> dict[str, Any]:
-    """Return the linear layers that an adapter adapts, as {module name: parameter entry of the module's weight}.
-    config: configuration of the base model; settings: settings of the adapter, which name its target modules."""
+    """Return the linear layers that an adapter targets, as {Hugging Face module name: parameter entry of its weight}.
+    config: configuration of the base model; settings: settings of the adapter.
+    """
     known = find_adaptable_entries(parameter_table(config).entries)
     return {module: known[module] for module in settings.targets}
 
@@ -171,8 +173,8 @@ def rewrite_model(
 
 
 def find_format(directory: Path) -> str | None:
-    """Return the format in which the base model's weights were quantized when the adapter in the checkpoint `directory`
-    was trained, such as "nf4", as its recipe says; None: not quantized, or the directory is no checkpoint of a run.
+    """Return the quantization format, such as "nf4", of the base model's weights when the adapter in the checkpoint
+    `directory` was trained; None: not quantized, or `directory` is not a checkpoint of a run.
     """
     try:
         state = read_json(directory / "training" / "state.json")
@@ -304,9 +306,12 @@ def _pad_experts(
     factors: dict[str, tuple[torch.Tensor, torch.Tensor]],
     rank: int,
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return {module name: (A, B), all zeros} of routed experts that equal those of the base while others of their
-    layer do not: all experts of a layer have an adapter. entries: parameter entries of the model; modules: name of an
-    entry -> module name; factors: module name -> (A, B) of the extracted adapter; rank: of the adapter."""
+    """Return zero adapters, {module name: (A, B)}, for the routed experts that have none although another expert of
+    their layer has one: in a PEFT directory all experts of a layer are adapted.
+
+    entries: parameter entries of the model. modules: {entry name: module name}. factors: {module name: (A, B)} of the
+    extracted adapter. rank: rank of A and B.
+    """
     experts = [(entry, modules[entry.name]) for entry in entries if entry.expert and entry.name in modules]
     adapted = {(entry.tensor, module.rpartition(".")[2]) for entry, module in experts if module in factors}
     return {

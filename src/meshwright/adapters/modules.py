@@ -73,8 +73,9 @@ def adapt_module(module: nn.Module, adapter: AdapterConfig) -> list[str]:
 
 
 def _call_adapted_layers(module: nn.Module) -> None:
-    """Make the Transformer encoders of torch in `module` call their adapted linear layers in evaluation too, where they
-    otherwise pass the weights of these layers to one fused function that knows no adapter."""
+    """Disable the fused inference path of torch's Transformer encoders in `module`, which reads weights directly and so
+    would skip their adapters.
+    """
     for each in module.modules():
         if isinstance(each, nn.TransformerEncoder | nn.TransformerEncoderLayer) and any(
             isinstance(inner, AdaptedLinear) for inner in each.modules()
@@ -87,7 +88,9 @@ def _call_adapted_layers(module: nn.Module) -> None:
 
 
 def _adapt(name: str, layer: Any, adapter: AdapterConfig) -> None:
-    """Make the linear layer `layer` an `AdaptedLinear`, in place. name: its name in the module."""
+    """Turn the linear layer `layer` into an `AdaptedLinear`, in place, with the settings `adapter`. name: its name in
+    the module.
+    """
     if isinstance(layer, AdaptedLinear):
         raise UserError(f"adapter: {name} has an adapter already")
     outputs, inputs = layer.weight.shape
@@ -106,9 +109,9 @@ def _adapt(name: str, layer: Any, adapter: AdapterConfig) -> None:
 
 
 def load_module_adapter(module: nn.Module, directory: str | Path, wanted: AdapterConfig | None = None) -> None:
-    """Copy the values of a PEFT directory into the adapter of `module`, in place; a module without adapter gets that of
-    the directory first. wanted: settings that the directory must have; None: any. Raises `UserError` if a tensor or
-    setting does not fit."""
+    """Load an adapter from a PEFT directory into `module`, in place; if the module has no adapter yet, one is added.
+    wanted: settings that the directory must have; None: any. Raises `UserError` if a tensor or setting does not fit.
+    """
     files, found = open_adapter(directory)
     for name in ("kind", "rank", "alpha") if wanted is not None else ():
         if getattr(wanted, name) != getattr(found, name):
@@ -122,8 +125,9 @@ def load_module_adapter(module: nn.Module, directory: str | Path, wanted: Adapte
 
 
 def copy_adapter_values(module: nn.Module, files: CheckpointFiles) -> None:
-    """Copy the tensors of a PEFT directory, `files`, into the adapter of `module`. Raises `UserError` for the first
-    tensor that is missing, left over, or of another shape."""
+    """Copy the tensors of a PEFT directory (`files`) into the adapter of `module`, in place. Raises `UserError` for the
+    first tensor that is missing, unexpected, or of another shape.
+    """
     ends = tuple(f".{part}" for part in ADAPTER_PARTS.values())
     state = {f"{PEFT_PREFIX}{name}": each for name, each in module.named_parameters() if f".{name}".endswith(ends)}
     place = files.directory / ADAPTER_FILE

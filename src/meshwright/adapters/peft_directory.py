@@ -47,8 +47,9 @@ def check_adapter(files: CheckpointFiles, config: ModelConfig) -> None:
 
 
 def with_adapter_of(files: CheckpointFiles, adapter: AdapterConfig, base: ModelConfig) -> ModelConfig:
-    """Return a copy of the model configuration `base` that has the adapter settings `adapter`. files: the adapter's
-    tensors. Raises `UserError` if these do not fit the model in names and shapes."""
+    """Return the configuration of the base model `base` with the adapter settings `adapter`. files: the adapter's
+    tensors. Raises `UserError` if their names or shapes do not fit the model.
+    """
     config = dataclasses.replace(base, adapter=adapter)
     check_adapter(files, config)
     return config
@@ -57,9 +58,10 @@ def with_adapter_of(files: CheckpointFiles, adapter: AdapterConfig, base: ModelC
 def read_peft_adapter(
     directory: str | Path, config: ModelConfig, seed: int
 ) -> Callable[[ParameterEntry], torch.Tensor]:
-    """Return a function (trained parameter entry) -> tensor that reads the adapter's tensors from a PEFT directory.
-    Trained parameters that are not part of the adapter (projections to a teacher's hidden states) are drawn from `seed`
-    instead. Raises `UserError` if the directory holds another adapter than that of the model configuration `config`."""
+    """Return a function that maps a trained parameter entry to its tensor in a PEFT directory. Entries outside the
+    adapter (projections to a teacher's hidden states) are drawn from `seed` instead. Raises `UserError` if the
+    directory holds another adapter than that of the configuration `config`.
+    """
     files, adapter = open_adapter(directory)
     if (difference := find_adapter_difference(config, adapter)) is not None:
         raise UserError(f"{directory}: holds an adapter with {difference}; give [adapter] the values of the directory")

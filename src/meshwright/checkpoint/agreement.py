@@ -16,8 +16,9 @@ _TEXT_BYTES = 2048
 
 
 class Agreement:
-    """Exchange of flags, numbers and short texts among all ranks of `mesh`, by small all-reduces. Every method is
-    collective: all ranks call it, in the same order."""
+    """Small collective calls by which all ranks of `mesh` agree on flags, numbers and short texts (by all-reduces).
+    Every rank calls every method, in the same order.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -45,10 +46,11 @@ class Agreement:
         return sender, received.rstrip(b"\0").decode(errors="replace")
 
     def broadcast_from_largest(self, size: int, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Broadcast the `values` of the rank with the largest `size` (such as its peak memory; not negative; in a tie
-        the lowest such rank). Return them on every rank, with the number of that rank added under the key "rank".
+        """Broadcast the `values` of the rank with the largest `size` >= 0, such as its peak memory (in a tie, of the
+        lowest such rank). Return them on every rank, with the number of that rank under the key "rank".
 
-        values: at most 2048 bytes as JSON."""
+        values: at most 2048 bytes as JSON.
+        """
         rank = self._mesh.rank
         sizes = self._sum([size if other == rank else 0 for other in range(self._mesh.world_size)])
         largest = sizes.index(max(sizes))

@@ -52,15 +52,14 @@ class CheckpointPath:
         return read_state(self.path)
 
 
-def step_name(step: int) -> str:
+def format_step_name(step: int) -> str:
     """Return the directory name of the checkpoint after `step` optimizer steps, such as "step-000020"."""
     return f"step-{step:06d}"
 
 
-def partial_name(step: int) -> str:
-    """Return the hidden directory name, such as ".step-000020.partial", under which the checkpoint of step `step` is
-    written until it is complete."""
-    return f".{step_name(step)}.partial"
+def format_partial_name(step: int) -> str:
+    """Return the hidden directory name, such as ".step-000020.partial", of an unfinished checkpoint of step `step`."""
+    return f".{format_step_name(step)}.partial"
 
 
 def parse_step(name: str) -> int | None:
@@ -226,10 +225,10 @@ def move_into_place(partial: Path, final: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove what interrupted saves and deletions have left in `directory`: hidden directories with an incomplete
-    checkpoint, or with an old one that was being replaced or deleted, and the file in which rank 0 records how saves
-    ended. An old checkpoint whose replacement was not put in its place is restored. Must be called only while no rank
-    saves."""
+    """Clean up `directory` after interrupted saves and deletions: remove hidden directories (incomplete checkpoints,
+    and old ones that were being replaced or deleted) and the file of save outcomes; restore an old checkpoint whose
+    replacement was not completed. Call it only while no rank saves.
+    """
     for path in directory.glob(".step-*.replaced"):
         final = directory / path.name[1 : -len(".replaced")]
         if not final.exists():

@@ -213,7 +213,7 @@ class Checkpointer:
         found = [catalogue.parse_step(path.name) or 0 for path in catalogue.list_candidates(self.directory)]
         steps = self._agreement.broadcast_numbers(found, count=_MAXIMUM_CANDIDATES)
         for step in steps:
-            path = self.directory / catalogue.step_name(step)
+            path = self.directory / catalogue.format_step_name(step)
             problem, state = None, {}
             try:
                 state = self._load(path, slices)
@@ -228,7 +228,7 @@ class Checkpointer:
             self._log_once(f"checkpoint {path} is damaged and skipped: {reason}{on_rank}")
         if steps:
             raise UserError(
-                f"no checkpoint in {self.directory} is intact ({', '.join(map(catalogue.step_name, steps))} "
+                f"no checkpoint in {self.directory} is intact ({', '.join(map(catalogue.format_step_name, steps))} "
                 f"{'are' if len(steps) > 1 else 'is'} damaged); move the directory away to start over"
             )
         return None

@@ -40,12 +40,11 @@ _THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class _BlockTask:
-    """Task to read one block of a checkpoint file, verify its hash, and copy elements from it into the tensors to be
-    loaded.
+    """Task to read one block of a checkpoint file, verify its hash, and copy elements from it into the tensors to load.
 
-    file: file name. block: number of the block, from 0, of `BLOCK_BYTES` each. copies: one tuple for each run of
-    elements to copy: (planned read that contains the run, index of its first element within the read, number of
-    elements, byte of the block at which they begin); empty if the block is only verified.
+    file: file name. block: number of the block (`BLOCK_BYTES` each), from 0. copies: (planned read, index of the first
+    element to copy within the read, number of elements, byte of the block at which they begin) for each run of
+    elements; empty if the block is only verified.
     """
 
     file: str
@@ -103,10 +102,11 @@ def load_slices(path: Path, slices: Sequence[TensorSlice], rank: int, ranks: int
 
 
 def copy_intersection(source: torch.Tensor, has: MatrixRange, destination: torch.Tensor, wants: MatrixRange) -> None:
-    """Copy the elements that two ranges of one matrix have in common from `source` to `destination`.
+    """Copy the elements that two ranges of one matrix have in common.
 
     `source`: 1-D, the elements of the range `has`; `destination`: 1-D, the elements of the range `wants`, overwritten
-    where the ranges intersect."""
+    where the ranges intersect.
+    """
     for top, bottom, left, right in intersect_ranges(has, wants):
         size = (bottom - top, right - left)
         there = source.as_strided(size, (has.width, 1), source.storage_offset() + has.index_of(top, left))

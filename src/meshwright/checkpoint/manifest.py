@@ -31,8 +31,9 @@ class DamagedCheckpoint(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """Expected content of a file. size: in bytes. sha256: hex digest of the whole file. blocks: hex SHA-256 digest of
-    each block of `BLOCK_BYTES`."""
+    """Expected size and hashes of a checkpoint file. size: in bytes. sha256: hex digest of the whole file. blocks: hex
+    SHA-256 digest of each block of `BLOCK_BYTES`.
+    """
 
     size: int
     sha256: str
@@ -173,10 +174,11 @@ def hash_file(path: Path, keep_going: Callable[[], None] = lambda: None) -> File
 def hash_blocks(
     path: Path, whole: bool, blocks: range | list[int], keep_going: Callable[[], None] = lambda: None
 ) -> tuple[str | None, dict[int, str]]:
-    """Compute hashes of the file `path`, reading no more of it than needed. Return (hex SHA-256 of the whole file, None
-    unless `whole`; {block number: hex SHA-256 of the block} for the block numbers in `blocks`).
+    """Compute the hash of a file and of some of its blocks, reading no more of it than needed. Return (hex SHA-256 of
+    the whole file, or None unless `whole`; {block number: hex SHA-256} for the block numbers `blocks`).
 
-    keep_going: called between reads; it stops the hashing by raising an exception."""
+    keep_going: called between reads; it stops the hashing by raising an exception.
+    """
     size = path.stat().st_size
     everything = hashlib.sha256() if whole else None
     wanted = set(blocks)

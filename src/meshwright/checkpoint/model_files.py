@@ -43,9 +43,9 @@ class ModelFile:
 class Location:
     """Position of an exported parameter in the model files.
 
-    file: file name. offset: byte of the file at which the parameter's elements begin. entry: row of the parameter table
-    that describes it (name, shape). A parameter of one expert may be a part of a larger tensor in the file, in which
-    those of all experts are stacked."""
+    file: file name. offset: byte of the file at which the parameter's elements begin. entry: its parameter entry.
+    Several experts may share one tensor in the file, in which their parameters are stacked.
+    """
 
     file: str
     offset: int
@@ -135,15 +135,15 @@ def plan_model_files(
 def split_disk_runs(
     entry: ParameterEntry, start: int, values: npt.NDArray[np.generic], columns: Columns | None = None
 ) -> Iterator[tuple[int, npt.NDArray[np.generic]]]:
-    """Split a slice of an exported tensor into runs of elements that are contiguous on disk. Yield (index of the run's
+    """Split a slice of an exported tensor into runs of elements that are contiguous on disk; yield (index of the run's
     first element in the tensor on disk, values of the run).
 
-    entry: row of the parameter table that describes the tensor, with its shape on disk. values: the slice: elements
-    [start, start + len(values)) of the flattened tensor; a matrix is flattened row-major as [outputs, inputs]. columns:
-    range of inputs; only these columns of the matrix are flattened; None: all.
+    entry: parameter entry of the tensor. values: elements [start, start + len(values)) of the tensor, flattened
+    row-major as [outputs, inputs]. columns: range of inputs; only these columns are flattened; None: all.
 
-    There is one run if `columns` is None, else one for each row. For a matrix stored transposed ([inputs, outputs])
-    there is one run for each input, or a single run if the slice holds all elements."""
+    Number of runs: one for all columns, one per row for some; for a matrix that the disk stores transposed, one per
+    input, or one if the slice has all elements.
+    """
     stop = start + len(values)
     if not entry.transposed:
         if columns is None:
@@ -178,12 +178,12 @@ def write_slice(
     write: Callable[[str, memoryview, int], None],
     columns: Columns | None = None,
 ) -> None:
-    """Write a slice of an exported tensor to its model file by calling `write(file name, bytes, byte offset)` once for
-    each run of elements that is contiguous on disk.
+    """Write a slice of an exported tensor to its model file: call `write(file name, bytes, byte offset)` for each run
+    of elements that is contiguous on disk.
 
-    place: position of the tensor. values: the slice's elements, in the dtype on disk. start: index of the first of them
-    in the flattened tensor; a matrix is flattened row-major as [outputs, inputs]. columns: range of inputs; only these
-    columns of the matrix are flattened; None: all.
+    place: position of the tensor in the files. values: elements of the slice, in the dtype on disk. start: index of the
+    first of them in the tensor, flattened row-major as [outputs, inputs]. columns: range of inputs; only these columns
+    are flattened; None: all.
     """
     for first, run in split_disk_runs(place.entry, start, values, columns):
         write(place.file, run.view(np.uint8).data, place.offset + first * values.itemsize)

@@ -37,30 +37,37 @@ class SaveMarkers:
         replace_file(self.partial / _BEGIN, self.attempt.encode(), sync=False)
 
     def begun_ranks(self) -> set[int]:
-        """Return {0} if rank 0 has called `begin` for this save, else an empty set. Never raises. The result is a set
-        of ranks, like that of `ranks_with`, so that `Save` can poll both in the same way."""
+        """Return {0} if rank 0 has called `begin` for this save, else an empty set, so that `Save` can poll it like
+        `ranks_with`. Never raises.
+        """
         try:
             return {0} if (self.partial / _BEGIN).read_text() == self.attempt else set()
         except OSError:
             return set()
 
-    def marker_name(self, what: str) -> str:
-        """Return the name of the marker file that this rank writes for an event of the save, such as ".written-3" on
-        rank 3. what: the event, "written", "hashed" or "failed"."""
-        return f".{what}-{self.rank}"
+    def marker_name(self, phase: str) -> str:
+        """Return the name of this rank's marker file for a phase of the save, such as ".written-3" on rank 3. phase:
+        "written", "hashed" or "failed".
+        """
+        return f".{phase}-{self.rank}"
 
-    def mark(self, what: str, content: Any) -> None:
-        """Write the marker file which shows that this rank has completed a phase of the save. what: the phase,
-        "written" or "hashed". content: JSON value for rank 0 to read."""
-        replace_file(self.partial / self.marker_name(what), json.dumps(content).encode(), sync=False)
+    def mark(self, phase: str, content: Any) -> None:
+        """Write the marker file that this rank has completed a phase of the save. phase: "written" or "hashed".
+        content: JSON value for rank 0 to read.
+        """
+        replace_file(self.partial / self.marker_name(phase), json.dumps(content).encode(), sync=False)
 
-    def read(self, what: str, rank: int) -> Any:
-        """Return the JSON content of another rank's marker of the kind `what` ("written", "hashed")."""
-        return json.loads((self.partial / f".{what}-{rank}").read_bytes())
+    def read(self, phase: str, rank: int) -> Any:
+        """Return the JSON content of the marker file of rank `rank` for a phase of the save. phase: "written" or
+        "hashed".
+        """
+        return json.loads((self.partial / f".{phase}-{rank}").read_bytes())
 
-    def ranks_with(self, what: str) -> set[int]:
-        """Return the ranks that have written a marker file of this kind. what: "written", "hashed" or "failed"."""
-        prefix = f".{what}-"
+    def ranks_with(self, phase: str) -> set[int]:
+        """Return the ranks that have written a marker file for a phase of the save. phase: "written", "hashed" or
+        "failed".
+        """
+        prefix = f".{phase}-"
         names = [name for name in os.listdir(self.partial) if name.startswith(prefix)]
         return {int(name.removeprefix(prefix)) for name in names if name.removeprefix(prefix).isdecimal()}
 

@@ -35,7 +35,7 @@ from meshwright.checkpoint.manifest import (
 from meshwright.checkpoint.model_files import DTYPE_CODES, make_safetensors_header, write_slice
 from meshwright.checkpoint.save_markers import SaveMarkers
 from meshwright.checkpoint.settings import SaveTarget
-from meshwright.checkpoint.slices import StoredSlice, slice_file_name, slice_tensor_name
+from meshwright.checkpoint.slices import StoredSlice, format_slice_file_name, format_slice_tensor_name
 from meshwright.checkpoint.snapshot import Snapshot
 from meshwright.collectives.quantities import format_bytes
 from meshwright.errors import error_reason
@@ -73,8 +73,8 @@ class Save:
         self.target, self.step = target, step
         self.snapshot, self.state, self.validation_loss = snapshot, state, validation_loss
         self.cancelled = threading.Event()
-        self.partial = target.directory / catalogue.partial_name(step)
-        self.final = target.directory / catalogue.step_name(step)
+        self.partial = target.directory / catalogue.format_partial_name(step)
+        self.final = target.directory / catalogue.format_step_name(step)
         self.markers = SaveMarkers(self.partial, attempt, target.rank, target.ranks, target.outcomes)
         self._writing = ""  # file being written, named in errors
 
@@ -128,10 +128,10 @@ class Save:
     def _write_slices(self) -> list[StoredSlice]:
         """Write the file with this rank's slices of the master weights and optimizer state; return the position of each
         slice in the file."""
-        file = slice_file_name(self.target.rank, self.target.ranks)
+        file = format_slice_file_name(self.target.rank, self.target.ranks)
         slices = self.snapshot.slices
         codes = [DTYPE_CODES[str(item.tensor.dtype).removeprefix("torch.")] for item in slices]
-        names = [slice_tensor_name(item.kind, item.name, item.start, item.stop, item.columns) for item in slices]
+        names = [format_slice_tensor_name(item.kind, item.name, item.start, item.stop, item.columns) for item in slices]
         header, offsets, _ = make_safetensors_header(
             (name, code, (item.stop - item.start,)) for name, code, item in zip(names, codes, slices, strict=True)
         )
@@ -191,8 +191,8 @@ class Save:
         write the hashes to a marker file. Rank 0 then waits until all ranks have done so."""
         target = self.target
         records: dict[str, Any] = {}
-        own = hash_file(self.partial / slice_file_name(target.rank, target.ranks), self._check_cancelled)
-        records[slice_file_name(target.rank, target.ranks)] = [own.size, own.sha256, dict(enumerate(own.blocks))]
+        own = hash_file(self.partial / format_slice_file_name(target.rank, target.ranks), self._check_cancelled)
+        records[format_slice_file_name(target.rank, target.ranks)] = [own.size, own.sha256, dict(enumerate(own.blocks))]
         for name, (whole, blocks) in distribute_hashing(target.files.sizes, target.ranks)[target.rank].items():
             sha256, found = hash_blocks(self.partial / name, whole, blocks, self._check_cancelled)
             records[name] = [target.files.sizes[name], sha256, found]
@@ -253,11 +253,12 @@ class Save:
 
     # --- synchronization with other ranks
 
-    def _mark(self, what: str, content: Any) -> None:
-        """Write the marker file by which other ranks see that this rank has completed a phase of the save. what: the
-        phase, "written" or "hashed". content: JSON value for rank 0 to read."""
-        self._writing = self.markers.marker_name(what)
-        self.markers.mark(what, content)
+    def _mark(self, phase: str, content: Any) -> None:
+        """Write the marker file by which other ranks see that this rank has completed a phase of the save. phase:
+        "written" or "hashed". content: JSON value for rank 0 to read.
+        """
+        self._writing = self.markers.marker_name(phase)
+        self.markers.mark(phase, content)
 
     def _wait_for(self, list_done: Callable[[], set[int]], ranks: Iterable[int], action: str) -> None:
         """Wait for other ranks: poll `list_done()`, which returns the ranks that have done an action, until they
@@ -320,7 +321,7 @@ class Save:
             with suppress(
                 OSError
             ):  # the directory is already deleted, or the disk is full: the training loop reports it
-                (self.partial / slice_file_name(self.target.rank, self.target.ranks)).unlink(missing_ok=True)
+                (self.partial / format_slice_file_name(self.target.rank, self.target.ranks)).unlink(missing_ok=True)
             self.markers.fail(line)
             return
         for _ in range(100):

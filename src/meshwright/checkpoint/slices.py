@@ -44,8 +44,9 @@ class StoredSlice:
 
 @dataclass(frozen=True, slots=True)
 class MatrixRange:
-    """Range of the elements of a matrix: elements [start, stop) of the flattened (row-major) submatrix that consists of
-    the columns [first, first + width). `start` and `stop` count elements of the submatrix. All indices count from 0."""
+    """Range of elements of a matrix: elements [start, stop) of its columns [first, first + width), flattened row-major.
+    All indices count from 0.
+    """
 
     start: int
     stop: int
@@ -95,19 +96,18 @@ class PlannedRead:
         return self.source.stop - self.source.start
 
     def subrange(self, first: int, count: int) -> MatrixRange:
-        """Return `count` of the elements of this read, from element number `first` on (counted from 0), as a range of
-        the matrix."""
+        """Return the range of the matrix that `count` elements of this read, from number `first` (from 0) on, cover."""
         start = self.source.start + first
         return MatrixRange(start, start + count, self.source.first, self.source.width)
 
 
-def slice_file_name(rank: int, ranks: int) -> str:
+def format_slice_file_name(rank: int, ranks: int) -> str:
     """Return the name of the file with the slices of the training state that rank `rank` of `ranks` saves, such as
     "training/rank-00001-of-00004.safetensors"."""
     return f"training/rank-{rank:05d}-of-{ranks:05d}.safetensors"
 
 
-def slice_tensor_name(kind: str, name: str, start: int, stop: int, columns: Columns | None = None) -> str:
+def format_slice_tensor_name(kind: str, name: str, start: int, stop: int, columns: Columns | None = None) -> str:
     """Return the name of a slice as a tensor in a safetensors file: "exp_avg:model.norm.weight[0:64]", or with columns
     "exp_avg:NAME[:, 8:16][0:64]".
 
@@ -249,8 +249,9 @@ def intersect_ranges(a: MatrixRange, b: MatrixRange) -> list[tuple[int, int, int
 
 def _align_columns(a: Columns | None, b: Columns | None) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return (first column, width), arguments of `MatrixRange`, for each of the column ranges `a` and `b` of one matrix
-    (None: all columns). If the two are equal, return (0, 1) for both: the element at index i is then the same in both,
-    so that the flattened elements can be treated as a matrix with a single column."""
+    (None: all columns). Equal ranges give (0, 1) twice: equal element indices then mean equal elements, and the
+    flattened elements can be treated as a matrix with one column.
+    """
     if a == b:
         return (0, 1), (0, 1)
     total = (a or b or Columns(0, 1, 1)).total
@@ -266,9 +267,9 @@ def list_kinds(slices: Iterable[StoredSlice]) -> set[str]:
 def split_reads(
     reads: Iterable[PlannedRead], block_bytes: int
 ) -> Mapping[int, list[tuple[PlannedRead, int, int, int]]]:
-    """Split the reads of one file at the boundaries of its blocks of `block_bytes` bytes. Return block number -> parts
-    of reads in this block: (read, index of the part's first element within the read, number of elements, byte in the
-    block at which they begin)."""
+    """Split the reads of one file at the boundaries of its blocks of `block_bytes` bytes. Return {block number: [(read,
+    index of the part's first element within the read, number of elements, byte in the block at which they begin)]}.
+    """
     cut: dict[int, list[tuple[PlannedRead, int, int, int]]] = {}
     for read in reads:
         item, done = ITEM_BYTES[read.code], 0

@@ -30,7 +30,7 @@ class Snapshot:
 
 
 class SnapshotBuffers:
-    """Host buffers that all snapshots of a run reuse, because allocating memory takes longer than the copy itself."""
+    """Host buffers that all snapshots of a run reuse, because allocating memory takes longer than the copy."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[torch.dtype, bool], torch.Tensor] = {}

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 
-def group_backends(group: dist.ProcessGroup | None) -> dict[str, str]:
-    """Return the torch.distributed backend of each device type in a process group: {device type: backend name}, such as
-    {"cpu": "gloo", "cuda": "nccl"}.
+def get_group_backends(group: dist.ProcessGroup | None) -> dict[str, str]:
+    """Return {device type: backend name} of a process group, such as {"cpu": "gloo", "cuda": "nccl"};
+    `torch.distributed.get_backend` returns one combined text instead.
 
-    group: process group; None for the world. (`torch.distributed.get_backend` returns one combined text for several
-    backends.)"""
+    group: process group; None for the world.
+    """
     return dict(entry.split(":", 1) for entry in dist.get_backend_config(group).split(","))
 
 
@@ -25,11 +25,12 @@ def current_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
-def backend_timeout(device: torch.device | str, seconds: float) -> timedelta:
-    """Return the time limit to pass to torch.distributed for calls on tensors of `device` that may take `seconds`.
+def compute_backend_timeout(device: torch.device | str, seconds: float) -> timedelta:
+    """Return the timeout to pass to torch.distributed for calls on tensors of `device` that may take `seconds`.
 
-    On CUDA it is twice `seconds`: NCCL's watchdog counts from the time at which a call was queued, and aborts the
-    process. The project's own watchdog (`flight_recorder.device_calls`) thus acts first and reports the hang."""
+    On CUDA it is twice `seconds`, so that the project's own watchdog (`flight_recorder.device_calls`) reports a hang
+    before NCCL's watchdog, which counts from the time at which a call was queued, aborts the process.
+    """
     return timedelta(seconds=2 * seconds if torch.device(device).type == "cuda" else seconds)
 
 

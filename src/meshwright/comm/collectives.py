@@ -236,22 +236,25 @@ def _copy_unless_shared(output: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _shift_by_one_rank(parts: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Return a copy of `parts`, which has one slice of equal size for each rank of `axis`, with the slices shifted
-    cyclically by one rank. Imitates the injected fault "wrong group" (a call over other ranks)."""
+    """Return a copy of `parts`, one slice of equal size per rank of `axis`, with the slices shifted cyclically by one
+    rank: the effect of a call over other ranks (injected fault "wrong group").
+    """
     return parts.reshape(axis.size, -1).roll(1, 0).view(parts.shape)
 
 
 def _host_timeout(axis: Axis, tensor: torch.Tensor) -> timedelta | None:
-    """Return the time for which the host may wait for a call on `tensor` over `axis` to complete; None (no limit) for a
-    CUDA tensor, because `launcher.device_watch` detects calls that hang on the device."""
+    """Return the timeout of the host's wait for a call on `tensor` over `axis`; None (no limit) for a CUDA tensor,
+    whose hanging calls `launcher.device_watch` detects.
+    """
     return None if tensor.is_cuda else timedelta(seconds=axis.communicator.timeout_seconds)
 
 
 def _name_message(message: Message, axis: Axis, index: int) -> tuple[str, str]:
-    """Return two texts for the error message about a point-to-point message that was not delivered: which rank waits
-    for which, and which message it is: label (`site`), name and axis.
+    """Describe a point-to-point message that was not delivered, for an error message: return ("rank A had nothing from
+    rank B", "SITE (NAME over axis AXIS, message INDEX between the two)").
 
-    index: number of the message among those between these two ranks, which the text states."""
+    index: number of the message among those between these two ranks.
+    """
     peer = axis.ranks[message.peer]
     waits = f"had nothing from rank {peer}" if message.is_receive else f"had no reader for what it sends to rank {peer}"
     return (
@@ -262,11 +265,11 @@ def _name_message(message: Message, axis: Axis, index: int) -> tuple[str, str]:
 
 @dataclass(slots=True)
 class _RecordedCall:
-    """Collective call that has been counted in the byte counts (`Mesh.record`). The object is also callable: a `Handle`
-    calls it to describe the call in an error message.
+    """Collective call that has been counted in the byte counts (`Mesh.record`). Calling the object returns a
+    description of the call for an error message.
 
     operation: such as "all_reduce". axis: mesh axis of the call. site: label of the call. payload: bytes of the whole
-    vector. fault: fault to inject at this call (None: none). index: number of this call among those of its process
+    vector. fault: fault to inject into this call (None: none). index: number of this call among those of its process
     group, set when it is posted.
     """
 
@@ -285,8 +288,9 @@ class _RecordedCall:
         return fault.position % self.axis.size if fault is not None and fault.kind == "drop" else None
 
     def __call__(self) -> tuple[str, str]:
-        """Return two texts for an error message about this call: which rank waits for which others, and the call's
-        operation, axis and site."""
+        """Describe the call for an error message: return ("which rank waits for which others", "operation, axis and
+        site").
+        """
         axis = self.axis
         others = ", ".join(str(rank) for rank in axis.ranks if rank != axis.ranks[axis.rank])
         who = f"rank {axis.ranks[axis.rank]} had no answer from rank{'s' * (axis.size > 2)} {others}"
@@ -296,13 +300,14 @@ class _RecordedCall:
 def _record_call(
     operation: str, axis: Axis, site: str, payload: int, sent: int, vector: torch.Tensor | None = None
 ) -> _RecordedCall | None:
-    """Count a collective call and its bytes in `Mesh.record`, and look up the fault to inject at it (for tests). Return
-    the recorded call; None if the caller must not communicate: on an axis of one rank (not counted), or if the injected
-    fault is "skip".
+    """Count a collective call and its bytes in `Mesh.record`, and look up the fault to inject into it. Return the
+    recorded call; None if nothing is to be communicated: the axis has one rank (not counted), or the injected fault is
+    "skip".
 
     operation: such as "all_reduce". axis: mesh axis of the call. site: label of the call. payload: bytes of the whole
     vector. sent: bytes that this rank sends in the backend's algorithm. vector: the whole vector, if a collective
-    program may replace the backend's call on this axis; else None."""
+    program may replace the backend's call on this axis; else None.
+    """
     if axis.trivial:
         return None
     program = None if vector is None else axis.program(operation, vector.nbytes)
@@ -323,9 +328,10 @@ def _drop_source(call: _RecordedCall, source: torch.Tensor) -> torch.Tensor:
 
 
 def _redirect_source(call: _RecordedCall, source: torch.Tensor) -> tuple[Axis, torch.Tensor]:
-    """Apply the injected fault "wrong group" (call over other ranks) to a call. Return (axis over which to make the
-    call, tensor that this rank contributes): under the fault another axis, or `source` with its slices shifted by one
-    rank; otherwise the call's own axis and `source`."""
+    """Apply the injected fault "wrong group", if `call` has it: return (axis of the call, tensor that this rank
+    contributes). The fault replaces the axis by one over other ranks or, where there is none, shifts the slices of
+    `source` by one rank; without it, return the call's own axis and `source`.
+    """
     over, turned = call.axis.communicator.faults.redirect(call.fault, call.axis)
     return over, _shift_by_one_rank(source, call.axis) if turned else source
 
@@ -338,12 +344,12 @@ def _post_call(
     then: Callable[[], Any] | None = None,
     uneven: bool = False,
 ) -> Handle:
-    """Post a collective call and record it in the flight recorder (the process's ring of recent calls); return the
+    """Post a collective call and record it in the flight recorder (ring of the process's recent calls); return the
     handle to wait on.
 
-    post: function that posts the transfers. call: record of the call. output: the result tensor, which an injected
-    fault, if there is one, corrupts at completion. then: callback at completion, before an injected fault (None: none).
-    async_op: True: return before completion. uneven: True if dim 0 of `output` differs between ranks.
+    post: function that posts the transfers. call: record of the call. output: result tensor, which an injected fault
+    corrupts at completion. then: callback at completion, before an injected fault (None: none). async_op: True: return
+    before completion. uneven: True if dim 0 of `output` differs between ranks.
     """
     axis, fault, calls = call.axis, call.fault, call.axis.communicator.calls
     shape = ("...", *output.shape[1:]) if uneven else output.shape  # the recorded shape must be equal on all ranks

@@ -77,10 +77,11 @@ class Faults(Generic[AxisType]):
         self._before.clear()
 
     def match_call(self, site: str, operation: str) -> Fault | None:
-        """Return the fault to apply to the collective call that is about to be made; None: none.
+        """Return the fault to apply to the collective call that is about to be made, or None. Call it exactly once per
+        call, because a fault may apply only to the n-th call with its site and operation.
 
-        site: label of the call. operation: such as "all_reduce". Must be called once for each call, because a fault may
-        apply only to the n-th call with its site and operation."""
+        site: label of the call. operation: such as "all_reduce".
+        """
         fault = self.active
         if fault is None or fault.site != site or fault.operation != operation:
             return None
@@ -91,13 +92,13 @@ class Faults(Generic[AxisType]):
         return dataclasses.replace(fault, kind=_REMEMBER) if fault.kind == "stale" else None
 
     def redirect(self, fault: Fault | None, axis: AxisType, ordered: bool = True) -> tuple[AxisType, bool]:
-        """Return (axis over which to make a call, shift): (`axis`, False) unless `fault` is of the kind "wrong group",
-        which makes the call run over wrong ranks. Under this fault return (axis over the wrong ranks, False) if
-        `inject` was given such an axis, else (`axis`, True): the caller then imitates the fault and shifts the ranks'
-        data cyclically by one rank.
+        """Return (axis over which to make a call, True if the caller must shift the ranks' data). Unless `fault` is of
+        the kind "wrong group", this is (`axis`, False).
 
-        ordered: False if the call's result does not depend on the order of ranks; shift is then False, since it would
-        change nothing.
+        Under "wrong group" it is (axis over other ranks, False) if `inject` was given such an axis; else (`axis`,
+        True): the caller imitates the fault by a cyclic shift of the ranks' data by one rank. ordered: False if the
+        result does not depend on the order of ranks, so that a shift would change nothing; the second value is then
+        False.
         """
         if fault is None or fault.kind != "wrong group" or fault.axis != axis.name:
             return axis, False

@@ -44,7 +44,7 @@ _SERVER_CODE = (
 
 CONNECT_SECONDS = 60.0
 """Time limit in seconds for forked ranks to connect to the process that started them."""
-LONGEST_WAIT = 86400.0
+MAX_WAIT_SECONDS = 86400.0
 """Maximum seconds of one poll(2) call, which accepts at most 24 days; the timeout of `run` may be math.inf."""
 
 PRELOADED = ("torch", "torch.distributed", "torch.utils.checkpoint", "torch._dynamo")
@@ -134,8 +134,8 @@ class LocalRanks:
         while len(answers) + len(died) < self.world_size:
             waiting = [rank for rank in range(self.world_size) if rank not in answers and rank not in died]
             left = max(0.0, deadline - time.monotonic())
-            ready = wait([self._connections[rank] for rank in waiting], min(left, LONGEST_WAIT))
-            if not ready and left <= LONGEST_WAIT:
+            ready = wait([self._connections[rank] for rank in waiting], min(left, MAX_WAIT_SECONDS))
+            if not ready and left <= MAX_WAIT_SECONDS:
                 break
             for rank in waiting:
                 if self._connections[rank] in ready:

@@ -72,12 +72,12 @@ class LocalCopy(NamedTuple):
 
 @dataclass(slots=True)
 class Group:
-    """Group of messages in a rank's schedule that are posted together, with the waits and local work before and after
-    them. The fields are lists of actions, executed in this order; a slot is the buffer of one chunk.
+    """Group of messages in a rank's schedule that are posted together, with the waits and local operations around them.
+    The fields are executed in this order; a slot is the buffer of one chunk.
 
-    before: waits until earlier sends have read the slots into which this group receives. receives, sends: messages to
-    post. ahead: receives of the next group, posted one group early. after: waits for received messages and earlier
-    sends, local copies and reductions."""
+    before: waits until earlier sends have read the slots that this group overwrites. receives, sends: messages to post.
+    ahead: receives of the next group, posted early. after: waits for messages, local copies and reductions.
+    """
 
     before: list[AwaitSend] = field(default_factory=list)
     receives: list[Message] = field(default_factory=list)
@@ -196,19 +196,21 @@ def _group_into_messages(checked: CheckedCollective, rank: int, merge: bool) -> 
 
 
 def _find_region(program: CollectiveProgram, slot: Integers) -> Integers:
-    """Return for each slot number in `slot` the memory region that contains the slot in `program`: 0 for data, 1 for
-    output, 2 for scratch. A slot is the buffer of one chunk; slots of different regions are not adjacent in memory."""
+    """Return the memory region of each slot (buffer of one chunk) in `slot`: 0 for data, 1 for output, 2 for scratch;
+    of the shape of `slot`. Slots of different regions of `program` are not adjacent in memory.
+    """
     return (slot >= program.chunks).astype(np.int64) + (slot >= program.first_scratch)
 
 
 def _schedule_arrivals(groups: list[Group], arriving: list[list[_TransferEnd]]) -> int:
-    """Add to each group of messages the waits for those that it receives, and after each wait the reductions of the
-    message into the vector's slots (buffers of one chunk each). Messages to be reduced are received into a staging
-    buffer; return the number of slots of this buffer.
+    """Add to each group of a rank's schedule the waits for its received messages and the reductions of their data into
+    the vector. Return the size of the staging buffer, into which messages to be reduced are received, in slots (buffers
+    of one chunk).
 
-    groups: schedule of a rank, changed in place. arriving: for each group, the received transfers. Reductions run in
-    the order of the program's steps. Even and odd groups have separate staging slots, because two consecutive groups
-    may be in flight."""
+    groups: the schedule, changed in place. arriving: received transfers of each group. Reductions run in the order of
+    the program's steps. Even and odd groups have separate staging slots, because two consecutive groups may be in
+    flight.
+    """
     sizes = [sum(part.size for part in parts if part.reduces) for parts in arriving]
     base = max(sizes[::2], default=0)
     for number, (group, parts) in enumerate(zip(groups, arriving, strict=True)):

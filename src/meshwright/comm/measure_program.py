@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.collectives.cutting import OWNED
-from meshwright.comm.backend import group_backends
+from meshwright.comm.backend import get_group_backends
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.programs import Executable
 from meshwright.comm.transport import native_all_gather, native_reduce_scatter
@@ -20,7 +20,7 @@ from meshwright.errors import CheckFailed, UserError
 from meshwright.flight_recorder.call_ring import get_process_writer
 from meshwright.program.check_collective import CheckedCollective
 
-MOST_RANKS = 16  # processes on one machine
+MAX_RANKS = 16  # processes on one machine
 DTYPE = torch.float32  # of the vector
 TIMEOUT_SECONDS = 60.0  # of one wait
 COPIES = 6  # of the vector that a rank may hold: ours, theirs, results, buffers
@@ -38,12 +38,12 @@ def measure(
     repeats: int = 20,
     world: LocalRanks | None = None,
 ) -> dict[str, Any]:
-    """Run the verified collective program `checked` (each rank's sends, receives and reductions) on gloo processes of
-    this machine, alternating with torch.distributed's own call; return the measured times.
+    """Run a verified collective program on gloo processes of this machine, alternating with torch.distributed's own
+    call, and return the measured times.
 
-    total_bytes: size of the operation's float32 vector, rounded up to whole elements (and to equal slices where each
-    rank owns a slice). repeats: number of timed runs. world: local ranks to run on, as many as the program has; None:
-    start new ones, with one thread each.
+    checked: the program (each rank's sends, receives and reductions). total_bytes: size of the operation's float32
+    vector, rounded up to whole elements (and to equal slices where each rank owns a slice). repeats: number of timed
+    runs. world: local ranks to run on, as many as the program has; None: start new ones, with one thread each.
 
     Returns a dict: exact (always True: the results of a test run on integers were equal), measured_seconds and
     native_seconds (time of the program and of torch.distributed: median over runs of the slowest rank's time), ratio
@@ -51,14 +51,14 @@ def measure(
     rank, padding included), backend, native (name of torch.distributed's call), repeats.
 
     Raises UserError if this machine cannot hold the ranks or vectors, CheckFailed if results differ, and RankLost if a
-    rank ends or does not answer within `TIMEOUT_SECONDS`; its message says which rank waits for which, and in which
-    step."""
+    rank ends or does not answer within `TIMEOUT_SECONDS`; its message names the waiting ranks and the step.
+    """
     program = checked.program
     if repeats < 1:
         raise UserError(f"repeats must be at least 1, not {repeats}")
-    if program.ranks > MOST_RANKS:
+    if program.ranks > MAX_RANKS:
         raise UserError(
-            f"{program.ranks} ranks: this machine runs a program on at most {MOST_RANKS} processes; use fewer ranks, "
+            f"{program.ranks} ranks: this machine runs a program on at most {MAX_RANKS} processes; use fewer ranks, "
             "or do not run it"
         )
     numel = count_elements(checked, total_bytes)
@@ -152,7 +152,7 @@ def measure_rank(checked: CheckedCollective, numel: int, repeats: int, device: s
         "exact": exact,
         **seconds,
         "bytes_sent": executable.sent_bytes(numel, vector.element_size()),
-        "backend": group_backends(None)[torch.device(device).type],
+        "backend": get_group_backends(None)[torch.device(device).type],
         "native": NATIVE_NAMES.get(operation, operation.replace("-", "_")),
     }
 
@@ -220,8 +220,9 @@ def _find_receiver(executable: Executable) -> int:
 
 
 def _call_native(e: Executable, vector: torch.Tensor) -> torch.Tensor:
-    """Run torch.distributed's call of the program's operation on `vector`, in place. Return the result: `vector`, or a
-    new tensor for an all-to-all. e: prepared program, of which operation, process group and root rank are read."""
+    """Run torch.distributed's call of the operation of `e`, a prepared program, on `vector` in place. Return the
+    result: `vector`, or a new tensor for an all-to-all.
+    """
     program, group, operation, root = e.program, e.group, e.program.operation, e.program.root
     shares = vector.view(program.ranks, -1).unbind() if operation in OWNED else (vector,) * program.ranks
     mine = shares[e.rank]

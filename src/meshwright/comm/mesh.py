@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.collectives.named import NamedProgram
-from meshwright.comm.backend import backend_timeout, group_backends
+from meshwright.comm.backend import compute_backend_timeout, get_group_backends
 from meshwright.comm.faults import Fault, Faults
 from meshwright.comm.named_programs import NamedPrograms
 from meshwright.comm.programs import Executable
@@ -114,8 +114,9 @@ class Axis:
 
     @property
     def trivial(self) -> bool:
-        """True if the axis has only one rank, so that collective calls over it communicate nothing. (A test may force
-        calls even over one rank; then False.)"""
+        """True if the axis has one rank, so that collective calls over it communicate nothing. A test may force calls
+        over one rank; the value is then False.
+        """
         return len(self.ranks) == 1 and not self.communicator.trivial_calls
 
     def program(self, operation: str, size: int) -> Executable | None:
@@ -129,12 +130,13 @@ class Axis:
     def backends(self) -> dict[str, str]:
         """Names of the torch.distributed backends of this axis's process group, by device type, such as {"cpu":
         "gloo"}."""
-        return group_backends(self.group)
+        return get_group_backends(self.group)
 
     @cached_property
     def recorder_group(self) -> int:
-        """Number that identifies this axis's ranks in the flight recorder. Axes over the same ranks share the number
-        and the process group."""
+        """Number that identifies the axis's process group in the flight recorder; axes over the same ranks have the
+        same number.
+        """
         return self.communicator.calls.register_group(self.ranks)
 
     @property
@@ -251,7 +253,7 @@ class Mesh:
         groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {everybody: dist.group.WORLD}
         made: list[dist.ProcessGroup] = []
         # With NCCL only the world has gloo too, for host tensors: each gloo group opens TCP connections.
-        backend = "nccl" if group_backends(None).get(torch.device(device).type) == "nccl" else None
+        backend = "nccl" if get_group_backends(None).get(torch.device(device).type) == "nccl" else None
 
         def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
             """Return the process group of the global ranks `ranks`, which is created on the first call and cached; None
@@ -260,7 +262,7 @@ class Mesh:
                 return groups.get(ranks)  # the group of a world of one rank
             if ranks not in groups:
                 with communicator.record_joint_call(everybody, "mesh.groups", "new_group", "world", "ranks", ranks):
-                    group = dist.new_group(list(ranks), backend_timeout(device, timeout_seconds), backend)
+                    group = dist.new_group(list(ranks), compute_backend_timeout(device, timeout_seconds), backend)
                 groups[ranks] = None if group is dist.GroupMember.NON_GROUP_MEMBER else group
                 if groups[ranks] is not None:
                     made.append(group)
@@ -279,12 +281,13 @@ class Mesh:
         title = f"{name}/{size}"
         return axis if size == axis.size else self._make_axis(title, list_axis_groups(self.layout, title)) or axis
 
-    def make_subset_axis(self, name: str, places: Sequence[int]) -> Axis | None:
-        """Return the sub-axis of those ranks that have the indices `places` (from 0) along the mesh axis `name`, such
-        as "pp"; None on ranks at other indices. Collective over all ranks, with the same arguments, because it creates
-        process groups."""
-        everywhere = len(places) == getattr(self, name).size
-        title = name if everywhere else f"{name}[{','.join(map(str, places))}]"
+    def make_subset_axis(self, name: str, indices: Sequence[int]) -> Axis | None:
+        """Return the sub-axis of the ranks at the given `indices` (from 0) along the mesh axis `name`, such as "pp";
+        None on ranks at other indices. Collective over all ranks, with the same arguments, because it creates process
+        groups.
+        """
+        everywhere = len(indices) == getattr(self, name).size
+        title = name if everywhere else f"{name}[{','.join(map(str, indices))}]"
         return self._make_axis(title, list_axis_groups(self.layout, title))
 
     def _make_axis(self, name: str, groups: Iterable[tuple[int, ...]]) -> Axis | None:

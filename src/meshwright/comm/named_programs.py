@@ -59,11 +59,12 @@ class _StreamWork:
 
 
 class NamedPrograms:
-    """Collective programs (each rank's sends, receives and reductions) that one process runs in place of calls of the
-    torch.distributed backend, and the queue of their runs.
+    """Collective programs that one process runs in place of the torch.distributed backend's calls, and the queue of
+    their runs.
 
     named: {(name of a mesh axis, operation): program}; all other calls go to the backend. timeout_seconds: limit of one
-    wait. device: device of the vectors."""
+    wait. device: device of the vectors.
+    """
 
     def __init__(
         self,

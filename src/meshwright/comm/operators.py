@@ -199,12 +199,13 @@ def _empty_split(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
 
 
 class Operator(NamedTuple):
-    """Definition of a differentiable collective operator, which `_register` registers with torch.
+    """Definition of a differentiable collective operator, from which `_register` registers it with torch.
 
     conjugate: name of the operator that computes the gradient; it takes the further arguments in reverse order.
     forward: implementation, a function of x, axis, site and the further arguments. result: function of x, axis and the
-    further arguments that allocates an empty result, for tracing. arguments: schema declarations of the further
-    arguments, such as "int dim"."""
+    further arguments that allocates an uninitialised result, for torch.compile. arguments: schema of the further
+    arguments, such as "int dim".
+    """
 
     conjugate: str
     forward: Callable[..., torch.Tensor]

@@ -1,8 +1,7 @@
 """Run collective programs on tensors over torch.distributed: prepared once per rank, run many times.
 
 On CPU tensors a long vector is cut into segments, a few of which run at a time: while one segment is in transfer
-another is reduced, still in cache.
-"""
+another is reduced, still in cache."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.collectives import cutting
-from meshwright.comm.backend import format_backend_error, group_backends
+from meshwright.comm.backend import format_backend_error, get_group_backends
 from meshwright.comm.lowering import AwaitReceive, AwaitSend, LocalCopy, Message, RankProgram, Reduce, lower
 from meshwright.errors import RankLost, UserError
 from meshwright.flight_recorder.call_ring import get_process_writer
@@ -38,13 +37,12 @@ Memory = Callable[[int, int], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """Part of a vector on which one whole run of the collective program takes place. The segments of a vector are
-    independent, so that they can run concurrently.
+    """Range of a vector on which the collective program runs once. The segments of a vector are independent, so that
+    their runs can overlap.
 
-    plan: schedule of this rank. n: number of elements of a slot (the buffer of one chunk of the segment). data, output:
+    plan: schedule of this rank. n: number of elements of a slot (buffer of one chunk of the segment). data, output:
     functions (first slot, number of slots) -> memory of these slots, for the vector and for a separate output (None: in
-    place). finish: callback after the run; None: none.
-    """
+    place). finish: callback after the run; None: none."""
 
     plan: RankProgram
     n: int
@@ -60,11 +58,11 @@ class ScratchBuffers:
         self._kept: dict[tuple[str, int, torch.device], torch.Tensor] = {}
 
     def take(self, name: str, lane: int, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Return the 1-D buffer for one purpose and lane, with `numel` elements and the dtype and device of `like`; its
-        contents are undefined. It is allocated on first use.
+        """Return the 1-D scratch buffer of one purpose and lane, with `numel` elements and the dtype and device of
+        `like`; its contents are undefined. It is allocated on first use.
 
-        name: purpose, such as "staging". lane: number of a lane (list of segments of a vector that run one after the
-        other); lanes run concurrently and get different buffers.
+        name: purpose, such as "staging". lane: number of a lane (segments of a vector that run one after another);
+        concurrent lanes get different buffers.
         """
         size, key = numel * like.element_size(), (name, lane, like.device)
         if key not in self._kept or self._kept[key].numel() < size:
@@ -101,7 +99,7 @@ class Executable:
         self._slot_by_slot: RankProgram | None = None
         self._combine = _COMBINE[program.reduction]
         self._buffers = ScratchBuffers() if buffers is None else buffers
-        self.batched = group_backends(self.group)[torch.device(device).type] == "nccl"
+        self.batched = get_group_backends(self.group)[torch.device(device).type] == "nccl"
         self._first = cutting.find_first_chunks(program)
 
     @property
@@ -290,9 +288,10 @@ class Executable:
     # --- memory
 
     def _make_segment(self, vector: torch.Tensor, start: int, n: int) -> _Segment:
-        """Return the segment of `vector` that starts at element `start` and has chunks of `n` elements. Used for
-        operations in which ranks own no slice of the vector, such as broadcast. If it extends beyond the end of the
-        vector, it uses a padded copy, which is copied back after the run."""
+        """Return the segment of `vector` that begins at element `start` and has chunks of `n` elements, for operations
+        in which ranks own no slice of the vector, such as broadcast. A segment beyond the end of the vector uses a
+        padded copy, which is copied back after the run.
+        """
         length = n * self.program.chunks
         part = vector[start : start + length]
         if part.numel() == length:
@@ -311,10 +310,10 @@ class Executable:
         )
 
     def _split_rank_slices(self, vector: torch.Tensor, output: torch.Tensor | None) -> list[_Segment]:
-        """Split a vector into segments that can run concurrently, for operations in which each rank owns a slice of the
-        vector. Each segment has the same range of elements of every chunk, and thus a part of every rank's slice.
+        """Split a vector in which each rank owns a slice into independent segments, which can run concurrently. A
+        segment consists of the same range of elements of every chunk, and so contains a part of every rank's slice.
 
-        output: receives the result of an all-to-all and is split in the same way; None: in place.
+        output: result of an all-to-all, split in the same way; None: in place.
         """
         chunks = self.program.chunks
         n = vector.numel() // chunks
@@ -393,8 +392,9 @@ def _view_slots(tensor: torch.Tensor, n: int) -> Memory:
 
 
 def _view_strided_slots(tensor: torch.Tensor, n: int, start: int, length: int) -> Memory:
-    """Return a function (slot, number of slots = 1) -> view of that slot in `tensor`. Slot i is the elements [start,
-    start + length) of chunk i, where `tensor` consists of chunks of `n` elements. As such slots are not adjacent in
-    memory, each is accessed alone."""
+    """Return a function (slot, number of slots = 1) -> view of one slot in `tensor`, which consists of chunks of `n`
+    elements: slot i is the elements [start, start + length) of chunk i. Such slots are not adjacent in memory, so each
+    is accessed alone.
+    """
     pieces = tensor.view(-1, n)[:, start : start + length].unbind()
     return lambda slot, count: pieces[slot]

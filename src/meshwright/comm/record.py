@@ -59,8 +59,9 @@ class Record:
         return self._sum_sent_bytes(lambda entry: re.split(r"[/[]", entry.axis, maxsplit=1)[0])
 
     def _sum_sent_bytes(self, key_of: Callable[[SiteRecord], str]) -> dict[str, int]:
-        """Return {key: bytes sent}, summed over all call sites with that key, without keys whose sum is 0. key_of:
-        function that returns the key of a call site's totals, such as its site or axis."""
+        """Return {key: bytes sent} summed over call sites with equal keys, without keys whose sum is 0. key_of: returns
+        the key of a call site's totals, such as its site or its axis.
+        """
         sent: Counter[str] = Counter()
         for entry in self.sites.values():
             sent[key_of(entry)] += entry.sent_bytes

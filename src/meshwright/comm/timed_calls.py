@@ -30,9 +30,9 @@ class TimedCall:
 
 
 class CallTimer:
-    """Wrapper of a process's flight recorder `calls` (ring of recent collective calls) that also stores the times of
-    each call; its methods are forwarded to `calls`. Attribute `timed`: the calls so far with their times, in posting
-    order."""
+    """Wrapper of a process's flight recorder (`calls`) that also records the times of each call; all other methods are
+    forwarded. Attribute `timed`: the calls so far with their times, in posting order.
+    """
 
     def __init__(self, calls: CallWriter) -> None:
         self._calls = calls
@@ -54,13 +54,15 @@ class CallTimer:
         return number
 
     def wait(self, number: int) -> None:
-        """Record the time at which the process begins to wait for the call with the flight-recorder number `number`."""
+        """Record that the process begins to wait for the call with the flight-recorder number `number`, and
+        the time.
+        """
         if (call := self._numbers.get(number)) is not None:
             call.waited = time.time_ns()
         self._calls.wait(number)
 
     def done(self, number: int) -> None:
-        """Record the time at which the call with the flight-recorder number `number` is found complete."""
+        """Record that the call with the flight-recorder number `number` is complete, and the time."""
         self._calls.done(number)
         if (call := self._numbers.get(number)) is not None:
             call.done = time.time_ns()

@@ -209,11 +209,12 @@ def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, 
 
 
 def _post_exchange(outgoing: list[torch.Tensor], incoming: list[torch.Tensor], axis: Axis) -> list[Any]:
-    """Send outgoing[i] to rank i of `axis` and receive incoming[i] from rank i, for all other ranks; return the work
-    handles without waiting.
+    """Post the sends of outgoing[i] to rank i of `axis` and the receives of incoming[i] from rank i, for all other
+    ranks; return the work handles.
 
     Each rank sends first to its right neighbour. The group's own methods are called, because `dist.isend` and
-    `dist.irecv` look up the group at each call."""
+    `dist.irecv` look up the group at each call.
+    """
     works: list[Any] = []
     group, tag = axis.group, 0
     assert group is not None

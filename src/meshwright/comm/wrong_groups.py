@@ -23,17 +23,18 @@ def list_axis_groups(layout: Layout, name: str) -> list[tuple[int, ...]]:
 
 
 def make_wrong_groups(layout: Layout, name: str, equal: bool, alike: Sequence[Hashable]) -> list[tuple[int, ...]]:
-    """Return wrong process groups for the mesh axis `name` of a layout. A test that injects the fault "wrong group"
-    makes the axis's collective calls over these. A wrong group is a tuple of global ranks, with the size of the axis's
-    right groups but other members. Ranks for which there is no wrong group are in none; the list may be empty.
+    """Return wrong process groups for the mesh axis `name`, for the fault "wrong group", which makes the axis's
+    collective calls over them. Each is a tuple of global ranks, as many as the axis's right groups have but not the
+    same ones. Ranks that cannot be regrouped are in none; the list may be empty.
 
-    A wrong group consists of consecutive ranks; but if the right groups are consecutive ranks, of ranks with the same
-    index in their right groups.
+    equal: True: wrong groups always have the size of the right ones; False: a single right group of more than two ranks
+    is cut into halves. alike: [ranks], a description of the calls that each rank makes; only ranks with equal values
+    and, unless the axis spans pipeline stages, of one stage are grouped, since others would wait for calls that are
+    never made.
 
-    alike: [ranks], for each rank a value that describes which calls it makes. Only ranks with equal values are put into
-    one group and, unless the axis spans pipeline stages, only ranks of one stage; otherwise some ranks would wait for
-    calls that others never make. equal: False: where there is only one right group, cut it into two halves if it has
-    more than two ranks; True: wrong groups always have the size of the right ones."""
+    Wrong groups consist of consecutive ranks or, if these are the right groups, of ranks with the same index in their
+    right groups.
+    """
     across = name == "world" or name.startswith("pp")
     classes: dict[Hashable, list[tuple[int, ...]]] = {}
     for ranks in list_axis_groups(layout, name):

@@ -17,17 +17,18 @@ _LOOK_AHEAD = 2_000  # samples searched for one with a document boundary
 
 
 def describe_samples(data: PreparedData, count: int) -> list[dict[str, Any]]:
-    """Return the first `count` samples of the training order as JSON objects. If none of them contains a document
-    boundary, the last one is replaced by the next sample that contains one. data: prepared data of a recipe.
+    """Describe the first `count` samples (packed rows) of the training order; return one JSON object for each. If none
+    of them contains a document boundary, the last one is replaced by the next sample that has one. data: prepared data
+    of a recipe.
 
-    A sample is one packed row of tokens. Keys of its object: `sample`: its index in the training split. `documents`:
-    [{start, stop, text}], token range [start, stop) and decoded text, special tokens by name. `masked_targets`:
-    positions whose next token is not a target of the loss. `target_tokens`: number of the other positions.
+    Keys: `sample`: index in the training split. `documents`: [{start, stop, text}], token range [start, stop) and
+    decoded text, special tokens by name. `masked_targets`: positions whose next token is not a target of the loss.
+    `target_tokens`: number of the other positions.
 
-    Data packed from records (chat, instruction or preference data) also have `padding`, the number of tokens after the
-    last document, and in each document `parts`, [{text, trained, author, special}]: runs of tokens that agree in the
-    last three. `trained`: the tokens are targets of the loss. `author`: role of their turn, "template" between turns.
-    `special`: they are special tokens. Documents of unpaired data have a `label`, "desirable" or "undesirable".
+    For records (chat, instruction or preference data) also `padding`, the number of tokens after the last document, and
+    in each document `parts`, [{text, trained, author, special}]: runs of tokens with equal properties. `trained`: they
+    are targets of the loss. `author`: role of their turn, "template" between turns. `special`: they are special tokens.
+    Documents of unpaired data have a `label`, "desirable" or "undesirable".
     """
     split = data.split("train")
     order = data.make_sample_order().sample(np.arange(min(split.sequences, max(count, _LOOK_AHEAD))))

@@ -34,8 +34,8 @@ class HandlerFailed(Exception):
 
 
 class LimitedProcess:
-    """Subprocess that answers requests, JSON objects, under limits on CPU time and memory. It is started when needed,
-    and again after a limit has ended it.
+    """Subprocess that answers requests (JSON objects) under limits on CPU time and memory. It is started on the first
+    request, and restarted after a limit has ended it.
 
     program: path of a Python file that imports nothing of Meshwright; its function `make_handler` returns the function
     that answers requests. first: request sent to every new process before all others, such as the template to compile.

@@ -12,17 +12,17 @@ from numpy.typing import ArrayLike, NDArray
 
 from meshwright.data.cleaning.words import mix_bits
 
-LONGEST_PERIOD = 1 << 16  # maximum samples after which the sequence of sources of a mixture repeats
+MAX_PERIOD = 1 << 16  # maximum samples after which the sequence of sources of a mixture repeats
 _ROUNDS = 8
 
 
 class SampleOrder:
-    """Order in which training reads `sequences` samples in endless epochs, each a pseudorandom permutation. It is
-    computed per sample and never stored, so that resuming and any data-parallel layout see the same order.
+    """Training order of `sequences` samples: endless epochs, each a pseudorandom permutation. Indices are computed per
+    sample and never stored, so that resuming and any data-parallel layout see the same order.
 
     seed: random seed of the training run. sequences: number of samples. source: index of the data source in a mixture;
-    each has its own order. An epoch's permutation is a balanced Feistel network over [0, 4^h), 4^h >= `sequences`, with
-    round keys from the SHA-512 of (seed, epoch). A result outside [0, sequences) is permuted again until it falls
+    each has a different order. An epoch's permutation is a balanced Feistel network over [0, 4^h), 4^h >= `sequences`,
+    with round keys from the SHA-512 of (seed, epoch). A result outside [0, sequences) is permuted again until it falls
     inside: cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, method 2).
     """
 
@@ -62,8 +62,8 @@ class SampleOrder:
         return result
 
     def _apply_feistel(self, values: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Encrypt `values`, uint64 in [0, 4^h), by the Feistel network to values in the same range; h = `_half_bits` is
-        half the width of the permuted numbers in bits. keys: one round key per round, uint64 [rounds].
+        """Encrypt `values`, uint64 in [0, 4^h), by the Feistel network; return values in the same range. keys: one
+        round key per round, uint64 [rounds]. h: `_half_bits`, half the width of the permuted numbers in bits.
         """
         bits = np.uint64(self._half_bits)
         mask = np.uint64((1 << self._half_bits) - 1)
@@ -74,16 +74,16 @@ class SampleOrder:
 
 
 class MixtureOrder:
-    """Order in which training reads a weighted mixture of K data sources, each shuffled in separate endless epochs;
-    computed per sample and never stored.
+    """Training order of a weighted mixture of K data sources, each shuffled in separate endless epochs; computed per
+    sample and never stored.
 
     seed: random seed of the training run. sequences: number of samples of each source; source k's samples have the
     indices from sequences[0] + ... + sequences[k-1] on. weights: w, relative share of each source.
 
     The pattern of sources is periodic and as even as possible: among the first n samples, source k has its share n w_k
     / sum(w), with an error of at most 1 - 1/(2K - 2) samples (Tijdeman, "The chairman assignment problem", 1980). The
-    period is the sum of the smallest integers with the ratios of the weights. If it would exceed `LONGEST_PERIOD`
-    (65,536), these integers are scaled down and rounded.
+    period is the sum of the smallest integers with the ratios of the weights; if it would exceed `MAX_PERIOD` (65,536),
+    these integers are scaled down and rounded.
     """
 
     def __init__(self, seed: int, sequences: Sequence[int], weights: Sequence[float]) -> None:
@@ -123,22 +123,23 @@ def reduce_weights(weights: Sequence[float]) -> list[int]:
     """Return the smallest integers that have the ratios of `weights`, [sources]: [0.5, 0.25] gives [2, 1].
 
     A weight is taken as the decimal number that its `repr` shows, 0.1 as 1/10. Integers whose sum exceeds 65,536
-    (`LONGEST_PERIOD`) are scaled and rounded, so that their sum is about that.
+    (`MAX_PERIOD`) are scaled and rounded, so that their sum is about that.
     """
     exact = [Fraction(repr(weight)) for weight in weights]
     common = math.lcm(*(weight.denominator for weight in exact))
     whole = [int(weight * common) for weight in exact]
     total = sum(whole) // math.gcd(*whole)
-    if total > LONGEST_PERIOD:
-        whole = [max(1, round(Fraction(LONGEST_PERIOD * count, sum(whole)))) for count in whole]
+    if total > MAX_PERIOD:
+        whole = [max(1, round(Fraction(MAX_PERIOD * count, sum(whole)))) for count in whole]
     divisor = math.gcd(*whole)
     return [count // divisor for count in whole]
 
 
 def interleave_evenly(counts: Sequence[int]) -> list[int]:
-    """Return a list of sum(counts) source indices in which source k in [0, K) occurs counts[k] times, spread as evenly
-    as possible: [2, 1] gives [0, 1, 0]. Each position goes to the source with the earliest deadline among those whose
-    next occurrence is already allowed (Tijdeman 1980, theorem 1)."""
+    """Return source indices, [sum(counts)], in which source k occurs counts[k] times, spread as evenly as possible: [2,
+    1] gives [0, 1, 0]. Each position goes to the source with the earliest deadline among those whose next occurrence is
+    already allowed (Tijdeman 1980, theorem 1).
+    """
     # With w the share of source k, its occurrence j (from 0) is allowed at positions t (from 1) at which
     # w t - j >= 1/(2K-2) and w (t-1) - j <= 1 - 1/(2K-2); the last of them is its deadline.
     total, number = sum(counts), len(counts)

@@ -35,7 +35,7 @@ from meshwright.data.prepared import PreparedData
 from meshwright.data.records.examples import ExampleEncoder, collect_record_fields
 from meshwright.data.records.template_sources import check_template_tokens, find_template
 from meshwright.data.sources.contents import SourceDigests
-from meshwright.data.sources.reading import LONGEST_DOCUMENT, check_encoding
+from meshwright.data.sources.reading import MAX_DOCUMENT_LENGTH, check_encoding
 from meshwright.data.sources.resolution import KEYED_FORMATS, SourceChanged, find_files
 from meshwright.data.sources.warc import collect_page_fields
 from meshwright.data.tokenizers.kinds import KINDS
@@ -147,7 +147,7 @@ class _Preparation:
             "vocabulary": recipe.vocabulary if _trains_tokenizer(recipe) else None,
             "training_text": TRAINING_TEXT,
             "validation_fraction": recipe.validation_fraction,
-            "cut": [LONGEST_DOCUMENT, FEW_DOCUMENTS, SHORT_DOCUMENT],
+            "cut": [MAX_DOCUMENT_LENGTH, FEW_DOCUMENTS, SHORT_DOCUMENT],
             "shard_tokens": recipe.shard_tokens,
             "keep_text": self.keep_text,
             **({"records": collect_record_fields(recipe, self.template[0])} if self.template else {}),
@@ -301,8 +301,9 @@ class _Preparation:
         return load_tokenizer(directory), record
 
     def _iterate_training_texts(self, corpus: CleanedCorpus) -> Iterator[str]:
-        """Yield the texts on which the tokenizer is trained: all texts of the training split or, if it has more than
-        256 MiB, about as many bytes of texts spread evenly over it. corpus: assigns documents to splits."""
+        """Yield the training texts of the tokenizer: those of the training split or, if it has more than 256 MiB, about
+        that many bytes of texts spread evenly over it. corpus: assigns documents to splits.
+        """
         share = TRAINING_TEXT / max(1, corpus.bytes["train"])
         for number, text in corpus.iterate_texts(self.files, make_reader(self.recipe, corpus.longest), "train"):
             # Multiples of the golden ratio modulo 1 are spread evenly.

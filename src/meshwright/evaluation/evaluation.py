@@ -32,7 +32,7 @@ from meshwright.spec.refuse import serving_layout
 from meshwright.threads import choose_threads
 from meshwright.untrusted import read_file
 
-LONGEST_ROW = 2048  # default context length of text, in tokens
+MAX_ROW_TOKENS = 2048  # default context length of text, in tokens
 TOKENS_PER_BATCH = 1 << 14
 
 
@@ -112,8 +112,9 @@ def _evaluate_on_device(
 def _evaluate_on_rank(
     directory: str, layout: str, data: str, sequence: int, overrides: Sequence[str], instruction_set: str | None
 ) -> tuple[float, int]:
-    """Evaluate the model on one data-parallel replica's part of the data; every rank of the layout runs this function.
-    The first rank of a replica returns (sum of token losses in nats, number of target tokens), its other ranks (0, 0).
+    """Evaluate the model on this data-parallel replica's share of the data; every rank of the layout calls this
+    function. Return (sum of token losses in nats, number of target tokens) on the first rank of each replica, (0, 0) on
+    its other ranks.
 
     directory: path of the model. layout: such as "dp2 tp2". data: path of a recipe or data source. sequence: context
     length in tokens. overrides: "table.key=value" for the recipe. instruction_set: instruction set of the CPU kernels,
@@ -132,10 +133,10 @@ def _evaluate_on_rank(
 def _sum_losses(
     engine: Engine, batches: Iterable[TokenBatch], progress: Callable[[int], None] = lambda done: None
 ) -> tuple[float, int]:
-    """Compute the losses of all target tokens in `batches` with the inference engine; return (sum of the losses in
-    nats, number of target tokens). Each document is a prompt from which nothing is generated; the loss of a token is
-    its negative log-probability, as the engine reports it for prompts (`prompt_logprobs`). progress: called after each
-    batch with the number of rows done."""
+    """Score `batches` with the inference engine: return (sum of the losses of all target tokens in nats, number of
+    target tokens). A document is a prompt without generation, and the loss of a token its negative log-probability
+    (`prompt_logprobs`). progress: called after each batch with the number of rows done.
+    """
     losses, rows = array("d"), 0
     for batch in batches:
         requests, counted = _build_requests(batch)
@@ -184,8 +185,7 @@ def prepare_held_out(
     log: Callable[[str], None],
     overrides: Sequence[str] = (),
 ) -> tuple[PreparedData, PackedDataset]:
-    """Tokenize and pack the evaluation data with the checkpoint's tokenizer; return (prepared data, the split to
-    evaluate).
+    """Tokenize and pack the evaluation data with the checkpoint's tokenizer; return (prepared data, split to evaluate).
 
     checkpoint: model directory. config: configuration of the model. data: recipe (its validation split is used) or data
     source (all its text is used). sequence: context length in tokens (None: the recipe's or the model's). log: called
@@ -204,7 +204,7 @@ def prepare_held_out(
         # With `sequence=1` even a text that is shorter than a row is prepared; rows are resized below.
         part = DataRecipe(source=data, tokenizer=str(checkpoint), sequence=1, validation_fraction=0.0)
         split, seed = "train", 0
-    default = part.sequence if from_recipe else LONGEST_ROW
+    default = part.sequence if from_recipe else MAX_ROW_TOKENS
     length = min(sequence or default, config.max_positions)
     if part.records != "text":  # rows of examples are packed for their length
         part = part.model_copy(update={"sequence": length})

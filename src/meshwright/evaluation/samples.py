@@ -20,7 +20,7 @@ from meshwright.serving.api import load
 COUNT = 3
 PROMPT_TOKENS, NEW_TOKENS = 16, 80
 TEMPERATURE, SEED = 0.7, 0
-LARGEST_BYTES = 2 << 30
+MAX_WEIGHT_BYTES = 2 << 30
 """Size of the weights above which samples are generated only on request, as they may take minutes."""
 
 _ROWS, _BATCHES = 16, 64  # packed rows read at a time, and how often, in search of prompts
@@ -46,7 +46,7 @@ def generate_samples(
         return []
     checkpoint = find_checkpoint(run_directory, log)
     size = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
-    if count is None and not prompts and size > LARGEST_BYTES:
+    if count is None and not prompts and size > MAX_WEIGHT_BYTES:
         raise UserError(f"the weights have {size / 2**30:.1f} GiB; use --samples {COUNT} to generate samples anyway")
     chat = bool(prompts) and recipe.data.records != "text"
     chosen = list(prompts) or read_prompts(_find_data(recipe), count or COUNT)

@@ -47,8 +47,9 @@ class KernelsUnavailable(Exception):
 
 @contextmanager
 def _convert_errors() -> Iterator[None]:
-    """Context manager that converts errors of the compiler and of file access to `KernelsUnavailable`, whose message
-    states the reason."""
+    """Context manager that converts errors of the compiler and of file access to `KernelsUnavailable` with the reason
+    as its message.
+    """
     try:
         yield
     except subprocess.CalledProcessError as error:

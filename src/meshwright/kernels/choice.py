@@ -129,8 +129,9 @@ def describe_processor() -> dict[str, str]:
 
 
 def find_fastest(seconds: Mapping[str, Mapping[str, float]]) -> str:
-    """Return the instruction set that is the fastest over all benchmark cases: the one with the smallest geometric mean
-    of seconds. seconds: {instruction set: {case: seconds}}."""
+    """Return the fastest instruction set of a benchmark: the one with the smallest geometric mean of seconds over all
+    cases. seconds: {instruction set: {case: seconds}}.
+    """
     return min(seconds, key=lambda name: float(np.prod(list(seconds[name].values()))))
 
 
@@ -180,8 +181,9 @@ def _make_cases(kernels: Kernels) -> dict[str, Callable[[], None]]:
 
 
 class _LastTokens:
-    """Batch for timing kernels, with the arrays of `StepArrays`: a step that computes the last `tokens` tokens of a
-    single sequence of `context` tokens, whose earlier keys and values are cached. Token IDs are arbitrary."""
+    """Batch for benchmarks, with the arrays of `StepArrays`: the last `tokens` tokens of one sequence of `context`
+    tokens, whose earlier keys and values are cached. Token IDs are arbitrary.
+    """
 
     def __init__(self, tokens: int, context: int) -> None:
         self.positions = np.arange(context - tokens, context, dtype=np.int32)

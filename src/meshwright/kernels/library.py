@@ -99,16 +99,18 @@ class Kernels:
         return packed
 
     def end_packing(self) -> None:
-        """Free the threads and buffers that `pack` uses. Called when all weights are packed; a later call of `pack`
-        creates them again."""
+        """Free the threads and buffers that `pack` uses. Call it when all weights are packed; a later `pack` creates
+        them again.
+        """
         if self._packers is not None:
             self._packers.shutdown()
         self._packers, self._padded = None, [np.empty(0, np.uint32)] * self._threads
 
     def _make_padded(self, number: int, shape: tuple[int, int]) -> npt.NDArray[np.uint32]:
-        """Return a uint32 array of zeros of `shape` (rows, columns), a temporary buffer of `pack`: rows of a weight are
-        copied into it, padded with zeros to whole panels of 16 rows, and then permuted. number: index of the packing
-        thread, whose next call reuses the memory."""
+        """Return a temporary buffer of `pack`: uint32 zeros of `shape` (rows, columns), into which rows of a weight are
+        copied, padded to whole panels of 16 rows. number: index of the packing thread, whose next call reuses the
+        memory.
+        """
         size = shape[0] * shape[1]
         if len(self._padded[number]) < size:
             self._padded[number] = np.empty(size, np.uint32)

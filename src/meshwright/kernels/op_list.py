@@ -122,11 +122,10 @@ def _make_cache_struct(cache: LayerCache) -> structures.Cache:
 def _make_op(
     kind: str, out: Float32, x: Float32 | None, *, width: int, in_width: int | None = None, **fields: Any
 ) -> structures.Op:
-    """Create the ctypes struct of one operation. Raises `ValueError` if the rows of `out` or `x` do not have the given
-    width.
+    """Create the ctypes struct of one operation. Raises `ValueError` if the rows of `out` or `x` have another width.
 
-    kind: key of `KIND`, such as "linear". out: buffer to write, with rows of `width` elements. x: buffer to read, with
-    rows of `in_width` elements (None: `width`). fields: further fields of `structures.Op`.
+    kind: operation, a key of `KIND` such as "linear". out: buffer to write, with rows of `width` elements. x: buffer to
+    read, with rows of `in_width` elements (None: `width`). fields: further fields of `structures.Op`.
     """
     for array, columns in ((out, width), (x, width if in_width is None else in_width)):
         if array is not None and array.shape[1] != columns:
@@ -193,8 +192,8 @@ def _lower_attention(op: Attention) -> Iterator[structures.Op]:
 def _lower_activation(op: Activation, rows: str = "tokens", **fields: Any) -> Iterator[structures.Op]:
     """Yield the ctypes struct of the `Activation` operation `op`.
 
-    rows: what the buffers have one row for: "tokens" (of the step), "outputs" (tokens whose logits are wanted) or
-    "assignments" (pairs of token and expert). fields: further fields of `structures.Op`, such as `routing`.
+    rows: unit of a buffer row: "tokens" (one row per token of the step), "outputs" (per token whose logits are needed)
+    or "assignments" (per pair of token and expert). fields: further fields of `structures.Op`, such as `routing`.
     """
     width = op.out.shape[1]
     yield _make_op(

@@ -134,8 +134,9 @@ def get_address(array: Array | None, dtype: npt.DTypeLike, size: int | None = No
 
 
 def get_row_layout(array: Float32) -> tuple[int, int]:
-    """Return (address, elements from one row to the next) of a float32 matrix whose rows are contiguous. Raises
-    `ValueError` for any other array."""
+    """Return (memory address, row stride in elements) of a float32 matrix whose rows are contiguous. Raises
+    `ValueError` for any other array.
+    """
     if array.dtype != np.float32 or array.ndim != 2 or array.strides[1] != 4:
         raise ValueError(f"expected a float32 matrix with contiguous rows, not {array.dtype}{array.shape}")
     return array.ctypes.data, array.strides[0] // 4

@@ -197,9 +197,9 @@ def initialise_process_group(place: Place, store: Store, device: str, timeout_se
     """
     import torch.distributed as dist
 
-    from meshwright.comm.backend import backend_timeout
+    from meshwright.comm.backend import compute_backend_timeout
 
-    timeout = backend_timeout(device, timeout_seconds)
+    timeout = compute_backend_timeout(device, timeout_seconds)
     backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
     options: dict[str, Any] = {}
     if device.startswith("cuda"):

@@ -13,20 +13,20 @@ import torch
 from meshwright.comm.custom_operator import custom_operator
 
 
-def attention_operator(
+def register_attention(
     name: str, forward: Callable[..., Any], backward: Callable[..., Any], result: Callable[..., Any]
 ) -> None:
-    """Register `forward` as the custom operator meshwright::`name`, whose gradient the function `backward` computes.
+    """Register an attention kernel as the differentiable custom operator meshwright::`name`.
 
-    `forward`: takes queries, keys, values [B, N or K, S, D], further arguments (the mask) and at last the heads' sinks
-    [N] (or None); returns the output, or a tuple of the output and other tensors that `backward` needs.
+    `forward`: takes queries, keys, values [B, N or K, S, D], further arguments (the mask) and last the heads' sinks [N]
+    (or None); returns the output, or a tuple of the output and other tensors that `backward` needs.
 
     `backward`: takes the output's gradient, the list of saved tensors (queries, keys, values and, if `forward` returns
     a tuple, its results), the further arguments and the sinks; returns the gradients of queries, keys, values and sinks
     (an empty tensor without sinks).
 
-    `result`: takes the arguments of `forward` and returns uninitialised tensors of the shapes of its result, for
-    tracing.
+    `result`: takes the arguments of `forward`; returns uninitialised tensors of the shapes of its result, for
+    torch.compile.
     """
     registered = custom_operator(f"meshwright::{name}")(forward)
     of_gradients = custom_operator(f"meshwright::{name}_backward")(backward)
@@ -54,20 +54,21 @@ def attention_operator(
 
 
 def _holds_tensors(argument: Any) -> bool:
-    """Return True if an argument of a custom operator is a list of tensors, for which autograd expects a list of
-    gradients."""
+    """Return True if `argument`, an argument of a custom operator, is a list of tensors, for which autograd expects a
+    list of gradients.
+    """
     return isinstance(argument, list) and all(isinstance(each, torch.Tensor) for each in argument)
 
 
 def add_sinks(out: torch.Tensor, log_sum: torch.Tensor, sinks: torch.Tensor) -> None:
-    """Add attention sinks, in place, to attention that was computed without them: one more term, exp(sink), in the
-    denominator of each softmax.
+    """Add attention sinks, in place, to an attention output that was computed without them: the denominator of each
+    softmax gets the further term exp(sink).
 
-    out: attention outputs [..., D]; log_sum: their log-sum-exps [...]; sinks: sink score of each query, which
-    broadcasts to [...].
+    out: attention outputs [..., D]; log_sum: their log-sum-exps [...], which then include the sinks; sinks: sink score
+    of each query, broadcast to [...].
 
-    `log_sum` then includes the sinks; with it, the usual backward of attention returns the correct gradients of
-    queries, keys and values."""
+    With the new `log_sum`, the usual backward of attention gives the correct gradients of queries, keys and values.
+    """
     with_sinks = torch.logaddexp(log_sum, sinks.to(log_sum.dtype))
     out.mul_((log_sum - with_sinks).exp_()[..., None])
     log_sum.copy_(with_sinks)
@@ -84,8 +85,9 @@ def compute_sink_gradients(sinks_N: torch.Tensor, log_sum_BNS: torch.Tensor, inn
 
 
 def empty_gradient(like: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Return an uninitialised tensor for the gradient of `sinks`. Without sinks (None) return a tensor without
-    elements, of the dtype and device of `like`."""
+    """Return an uninitialised tensor for the gradient of `sinks`; without sinks (None) a tensor without elements, of
+    the dtype and device of `like`.
+    """
     return like.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
 

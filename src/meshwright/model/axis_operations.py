@@ -21,10 +21,10 @@ Function = Callable[..., Any]
 
 
 class TokenAxis:
-    """Base class of the communication over a parallel axis whose ranks hold different tokens of the same sequences.
-    This class itself is for one device: its `size` (number of ranks) is 1, and nothing is communicated.
-
-    name: "tp" or "cp"."""
+    """Base class of the communication over a parallel axis (`name`: "tp" or "cp") whose ranks hold different tokens of
+    the same sequences. The class itself is for one device: its `size` (number of ranks) is 1, and nothing is
+    communicated.
+    """
 
     name: str
     size = 1
@@ -144,8 +144,9 @@ class TokenDispatcher(Protocol):
 
 
 class Recompute:
-    """Activation checkpointing of the functions that run a transformer block. This base class checkpoints nothing:
-    autograd saves all that backward needs."""
+    """Activation checkpointing of the functions that run a transformer block. This base class applies none: autograd
+    saves all that backward needs.
+    """
 
     kind = "none"
 
@@ -156,25 +157,28 @@ class Recompute:
         around: Callable[[Function], Function] = lambda compiled: compiled,
     ) -> Function:
         """Return a replacement for `function`, the forward of a transformer block or of a part of it. This base class
-        only compiles `function`, if requested; subclasses also add activation checkpointing of some of its operators.
+        compiles it, if requested; subclasses also add selective activation checkpointing.
 
-        compile_options: keyword arguments of torch.compile; None: do not compile. around: function that receives the
-        compiled function and returns a wrapper of it; not called without compilation."""
+        compile_options: keyword arguments of torch.compile; None: do not compile. around: wraps the compiled function;
+        not called without compilation.
+        """
         return function if compile_options is None else around(torch.compile(function, **compile_options))
 
     def wrap_block(self, function: Function) -> Function:
         """Return a replacement for `function`, the forward of a whole transformer block. This base class returns
-        `function` itself; subclasses may checkpoint the whole block."""
+        `function` itself; subclasses may checkpoint it.
+        """
         return function
 
 
 @dataclass(frozen=True)
 class AxisOperations:
-    """Parallel operations that a model is built with; the defaults are those of one device.
+    """Parallel operations that a model is built with: communication and activation checkpointing. The defaults are
+    those of one device.
 
     `tensor`, `context`: communication of tensor and context parallelism. `dispatcher`: token dispatcher of expert
-    parallelism; None: no expert parallelism, tp ranks split the width of each expert. `recompute`: activation
-    checkpointing."""
+    parallelism; None: tp ranks split the width of each expert instead. `recompute`: activation checkpointing.
+    """
 
     tensor: TensorOperations = field(default_factory=TensorOperations)
     context: ContextOperations = field(default_factory=ContextOperations)

@@ -60,10 +60,11 @@ class Block(nn.Module):
         return self.add(x_BSH, y_BSH, self.mlp_post_norm), balance
 
     def add(self, x_BSH: torch.Tensor, y_BSH: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
-        """Return the residual sum x + s norm(y) of `x_BSH` and the output `y_BSH` of a sublayer (attention or MLP),
-        with the model's residual multiplier s (1 in most families).
+        """Return the residual sum x + s norm(y), for the output `y_BSH` of a sublayer (attention or MLP) and the
+        model's residual multiplier s (1 in most families).
 
-        `norm`: norm of the sublayer's output; None: none."""
+        `norm`: norm of the sublayer's output; None: none.
+        """
         y_BSH = y_BSH if norm is None else norm(y_BSH)
         return x_BSH + (y_BSH if self.residual_scale == 1 else y_BSH * self.residual_scale)
 
@@ -95,11 +96,12 @@ class Block(nn.Module):
 def compile_around_dispatch(
     run_dense: Callable[..., Any], attend: Callable[..., Any], mixture: Callable[..., Any]
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """Build a function with the arguments and result of `Block.forward` that runs a transformer block in compiled
-    parts. A block without experts runs as a whole in `run_dense`, a compiled function. A block with experts runs in two
-    functions: `attend`, compiled, for attention and norms, then `mixture`, not compiled, for the experts; because
-    torch.compile cannot trace token dispatch, and a graph break inside activation checkpointing would leave the whole
-    block uncompiled."""
+    """Return a function with the arguments and result of `Block.forward` that runs a block in compiled parts.
+
+    A block without experts runs as a whole in `run_dense`, compiled. A block with experts runs attention and norms in
+    `attend`, compiled, then the experts in `mixture`, not compiled: torch.compile cannot trace token dispatch, and a
+    graph break inside activation checkpointing would leave the whole block uncompiled.
+    """
 
     def run(block: Block, x_BSH: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run one transformer block, with or without experts; return its output and load-balancing loss. `rest`: rotary

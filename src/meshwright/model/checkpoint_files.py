@@ -27,13 +27,14 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 class CheckpointFiles:
-    """Reader of the safetensors files of the Hugging Face directory `directory`; each tensor is read by name when it is
-    requested.
+    """Reader of the safetensors files of a Hugging Face directory (`directory`), sharded ones with an index included. A
+    tensor is read by its name when requested; packed (quantized) weights are two tensors, values and scales.
 
-    `single`: name of the only safetensors file of a directory without an index (JSON file that assigns tensors to
-    files). Attribute `mapped`: True if tensors that are read are views of the memory-mapped file.
+    `single`: name of the file of a directory without an index. Attribute `mapped`: True if the tensors returned are
+    views of memory-mapped files.
 
-    Raises UserError, naming the file and the tensor, when a file is missing, truncated, or does not match the index."""
+    Raises UserError, naming the file and the tensor, when a file is missing, truncated, or does not match the index.
+    """
 
     mapped = True
 
@@ -50,18 +51,19 @@ class CheckpointFiles:
         """Names of all tensors in the directory's files."""
         return frozenset(self._place)
 
-    def parts(self, name: str) -> tuple[str, ...]:
-        """Return the names of the tensors in the files that store the weights `name`: (name,), or for quantized weights
-        the names of two tensors (values, scales); () if the weights are not in the files."""
+    def stored_names(self, name: str) -> tuple[str, ...]:
+        """Return the names of the tensors that store the weights `name`: (name,), or for packed weights (values,
+        scales); () if the files do not have the weights.
+        """
         packed = (name + BLOCKS, name + SCALES)
         if name not in self.names:
             return packed if self.names.issuperset(packed) else ()
         return (name, name + SCALE_SUFFIX) if name + SCALE_SUFFIX in self.names else (name,)
 
     def describe_missing(self, name: str, shape: tuple[int, ...]) -> str:
-        """Return the text by which an error names the missing tensor when the files do not store the weights `name`: if
-        they have one of the two tensors of quantized weights (values, scales), the name of the other; else `name` and
-        its expected `shape`."""
+        """Return the name of the missing tensor for an error message, when the files do not have the weights `name`:
+        `name` with its expected `shape`, or the tensor that is lacking of the two that store packed weights.
+        """
         lacking = [part for part in (name + BLOCKS, name + SCALES) if part not in self.names]
         return lacking[0] if len(lacking) == 1 else f"{name} {list(shape)}"
 
@@ -82,8 +84,9 @@ class CheckpointFiles:
         return self._query_file(name, lambda file: str(file.get_slice(name).get_dtype()))
 
     def _query_file(self, name: str, query: Callable[[Any], Found]) -> Found:
-        """Call `query` with the open safetensors file that contains the tensor `name`, and return the result. Read
-        errors become UserErrors."""
+        """Return `query(file)`, called with the open safetensors file that contains the tensor `name`. Read errors
+        become UserErrors.
+        """
         with _convert_read_errors(self._place[name], name):
             return query(self._open(self._place[name]))
 
@@ -93,7 +96,7 @@ class CheckpointFiles:
         `expert`: index along the first dim of weights that are stacked by expert, to read only that expert's; None:
         read all. Raises UserError for another dtype and for NaN or infinite values."""
         self.check_weights(name)
-        value, *scales = (each if expert is None else each[expert] for each in map(self.read, self.parts(name)))
+        value, *scales = (each if expert is None else each[expert] for each in map(self.read, self.stored_names(name)))
         if scales:
             form = self._config_format
             unpack = partial(block_fp8.dequantize, form=form) if isinstance(form, BlockFp8) else mxfp4.dequantize

@@ -46,7 +46,7 @@ class Documents:
         return cls(torch.cummax(torch.cat([first, begins], dim=1), dim=1).values)
 
     def on_host(self) -> Documents:
-        """Return a copy on the CPU that has only the document boundaries, in unsharded sequences."""
+        """Return a copy on the CPU that has only the document boundaries, without context-parallel slicing."""
         starts_BS = self.starts_BS if self.host_starts_BS is None else self.host_starts_BS
         return Documents(None if starts_BS is None else starts_BS.cpu())
 
@@ -84,11 +84,12 @@ class Documents:
         return lengths_BS if self.indices_C is None else lengths_BS[:, self.indices_C]
 
     def cut_into_chunks(self, size: int, rows: int, sequence: int, device: torch.device) -> Documents:
-        """Return boundaries for chunked attention: each document is cut into chunks of `size` tokens, and a token
-        attends only within its chunk. The chunks take the place of documents in the result.
+        """Return the document boundaries for chunked attention: each document is cut into chunks of `size` tokens,
+        which take the place of documents, so that a token attends only within its chunk.
 
         `rows`: number of sequences; `sequence`: number of tokens of an unsharded sequence; `device`: device of the
-        boundaries."""
+        boundaries.
+        """
         if sequence <= size:
             return self
 
@@ -104,8 +105,8 @@ class Documents:
         return replace(self, starts_BS=cut_BS, host_starts_BS=host_BS)
 
     def first_visible_BS(self, sequence: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-        """Return for each token the index of the first token in the sequence that it may attend to, [B or 1, S]; None
-        if that is 0 for all tokens. (Attention is causal: the last one is the token itself.)
+        """Return the index in the sequence of the first token that each token may attend to, [B or 1, S]; None if that
+        is 0 for all tokens.
 
         `window`: sliding window; a token attends to itself and the `window` - 1 tokens before it; None: no sliding
         window. `sequence`: number of tokens of an unsharded sequence. `device`: device of the result.

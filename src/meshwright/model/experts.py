@@ -130,10 +130,11 @@ class Router(nn.Module):
         return product(x_TH, self.weight, *bias).to(wide).softmax(dim=-1)
 
     def choose(self, scores_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose each token's K experts by their scores. Return (factors by which the outputs of these experts are
-        multiplied [T, K], indices of these experts [T, K]).
+        """Choose the K experts of each token by their scores. Return (weights of these experts' outputs [T, K], indices
+        of these experts [T, K]).
 
-        `scores_TE`: score of each of E experts for each of T tokens, from `scores`."""
+        `scores_TE`: score of each of E experts for each of T tokens, from `scores`.
+        """
         ranking_TE = scores_TE.detach()
         if self.config.router_bias and self.bias is not None:
             ranking_TE = ranking_TE + self.bias.detach()
@@ -146,10 +147,10 @@ class Router(nn.Module):
         return weights_TK * self.config.routed_scale, chosen_TK
 
     def _keep_groups(self, ranking_TE: torch.Tensor) -> torch.Tensor:
-        """Return a copy of `ranking_TE` [T, E], the values by which experts are chosen, with -inf for the experts
-        outside of each token's best groups (group-limited routing). The value of a group is the highest value of its
-        experts (arXiv:2405.04434, section 2.2.2) or, with sigmoid scores, the sum of the two highest (arXiv:2412.19437,
-        section 2.1.2)."""
+        """Return `ranking_TE` [T, E], the values by which experts are chosen, with -inf for experts outside of each
+        token's best groups (group-limited routing). A group's value is the highest of its experts (arXiv:2405.04434,
+        section 2.2.2) or, with sigmoid scores, the sum of the two highest (arXiv:2412.19437, section 2.1.2).
+        """
         config = self.config
         grouped_TGE = ranking_TE.unflatten(1, (config.expert_groups, -1))
         best = grouped_TGE.topk(2 if config.router == "sigmoid" else 1, dim=-1).values.sum(dim=-1)
@@ -160,21 +161,20 @@ class Router(nn.Module):
     def balance_loss(
         self, scores_TE: torch.Tensor, chosen_TK: torch.Tensor, counted_B: torch.Tensor, *parts: TokenAxis
     ) -> torch.Tensor:
-        """Return this layer's load-balancing term of the summed loss (scalar).
+        """Return the layer's load-balancing loss, weighted for addition to the summed token losses (scalar).
 
         `scores_TE`: scores of all E experts; `chosen_TK`: expert indices of each token; `counted_B`: number of target
         tokens of each of B sequences of S tokens; `parts`: parallel axes whose ranks hold different tokens of a
         sequence, over which expert loads are all-reduced.
 
-        The auxiliary loss of a sequence is E times the sum over experts of (assignments of the expert / S) x (mean
-        score of the expert): Fedus et al. 2021 (arXiv:2101.03961, eq. 4 to 6), scaled as in transformers. It is
-        averaged over layers and weighted by the sequence's number of target tokens. The caller divides the summed loss
-        by the target tokens of the whole step, so that the split into micro-batches and ranks does not change the
-        result.
+        The loss of a sequence is E times the sum over experts of (assignments of the expert / S) x (mean score of the
+        expert): Fedus et al. 2021 (arXiv:2101.03961, eq. 4 to 6), scaled as in transformers. It is averaged over layers
+        and weighted by the sequence's number of target tokens. The caller divides the summed loss by the target tokens
+        of the whole step, so that the split into micro-batches and ranks does not change the result.
 
-        If the router has a bias that balances the load, the term also has a part of value 0 that serves backward alone:
-        it makes the gradient of an expert's bias that expert's load minus the mean load, whose sign the optimizer
-        follows."""
+        If the router has a bias that balances the load, a further term of value 0 makes the gradient of an expert's
+        bias that expert's load minus the mean load, whose sign the optimizer follows.
+        """
         config, rows = self.config, len(counted_B)
         chosen_BN = chosen_TK.view(rows, -1)
         load_BE = scores_TE.new_zeros(rows, config.experts)
@@ -256,16 +256,19 @@ class Experts(nn.Module):
 
 
 def sort_copies(chosen_TK: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sort the token copies, one for each of a token's experts `chosen_TK`, by expert. Return the permutation and the
-    expert of each, [N] each, and the exclusive end index of each expert's copies, int32 [`experts`]."""
+    """Sort token copies, one for each entry of `chosen_TK` (the K experts of each of T tokens), by expert. Return
+    (permutation [N], expert of each sorted copy [N], exclusive end index of each expert's copies, int32 [`experts`]), N
+    = T x K.
+    """
     expert_N, order_N = chosen_TK.flatten().sort(stable=True)
     experts_E = torch.arange(experts, device=chosen_TK.device)
     return order_N, expert_N, torch.searchsorted(expert_N, experts_E, right=True, out_int32=True)
 
 
 def split_gate(up_NX: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return views of the gate and the up projection, [N, F] each, in `up_NX` [N, 2F]. `interleaved`: True if their
-    columns alternate; False: the gate's come first."""
+    """Return views of the gate and up projections in `up_NX` [N, 2F], [N, F] each. `interleaved`: True if their columns
+    alternate; False: gate columns come first.
+    """
     gate_NF, up_NF = (up_NX[..., ::2], up_NX[..., 1::2]) if interleaved else up_NX.chunk(2, dim=-1)
     return gate_NF, up_NF
 

@@ -131,7 +131,7 @@ def match_entries(
         names[entry.name] = name = written.get(wanted, wanted)
         if entry.stacked and entry.expert and entry.expert[0]:  # the same tensor as that of the first expert
             continue
-        parts = files.parts(name)
+        parts = files.stored_names(name)
         if new_head and entry.unit == "head" and (not parts or files.shape(name) != entry.shape):
             del names[entry.name]
             continue
@@ -142,7 +142,7 @@ def match_entries(
         if files.weights_shape(name) != entry.disk_shape:
             found, file = list(files.weights_shape(name)), files.file(parts[0]).name
             misshapen.append(f"{name} of {file} is {found}, by config.json {list(entry.disk_shape)}")
-    known = {part for name in names.values() for part in files.parts(name)}
+    known = {part for name in names.values() for part in files.stored_names(name)}
     known |= {written.get("lm_head.weight", "")} if config.tied else set()
     others = OTHER_HEADS.get(config.family, ())
     if config.family in FURTHER_LAYERS:
@@ -191,6 +191,6 @@ def read_entry(files: CheckpointFiles, entry: ParameterEntry, names: Mapping[str
     `names`: {entry name: tensor name}, result of `match_entries`; None: the tensor has the entry's own name. Raises
     UserError if the tensor is missing."""
     name = entry.disk_name if names is None else names[entry.name]
-    if not files.parts(name):
+    if not files.stored_names(name):
         raise UserError(f"{files.directory}: tensor {files.describe_missing(name, entry.disk_shape)} is missing")
     return files.read_weights(name, entry.expert[0] if entry.stacked and entry.expert else None)

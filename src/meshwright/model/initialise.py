@@ -29,11 +29,13 @@ def initial_value(entry: ParameterEntry, seed: int) -> torch.Tensor:
 def make_initial_slice(
     entry: ParameterEntry, start: int, stop: int, columns: tuple[int, int, int] | None = None, *, seed: int
 ) -> torch.Tensor:
-    """Return the initial values of the elements [start, stop) of a parameter entry (checkpoint tensor), flattened as
-    the model stores it ([output, input]): float32 [stop - start] on the CPU. `columns`: None: `start` and `stop` count
-    all elements. (first, end, width): the entry is a matrix of `width` columns, and they count only the elements in its
-    columns [first, end). `seed`: seed of the random values, which depend on it, the entry's name and the element's
-    index alone."""
+    """Return the initial values of the elements [start, stop) of a parameter entry (checkpoint tensor), flattened as in
+    memory ([output, input]): float32 [stop - start] on the CPU.
+
+    `columns`: None: the range counts all elements; (first, end, width): the entry is a matrix of `width` columns, and
+    the range counts only elements in its columns [first, end). `seed`: seed of the random values, which depend on it,
+    the entry's name and the element's index alone.
+    """
     if entry.initial.kind == "normal":
         values = draw_normal_values(seed, entry.name, start, stop, columns, torch.get_num_threads())
         return torch.from_numpy(values).mul_(entry.initial.std)

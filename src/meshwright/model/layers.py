@@ -96,8 +96,9 @@ class RMSNorm(nn.Module):
         self.epsilon, self.centre, self.tensor = epsilon, centre, tensor
 
     def factors(self) -> torch.Tensor:
-        """Return the factors by which the normalised elements are multiplied, [size]: weight + centre (`centre`: 1 if
-        the weight is stored as the difference from 1, else 0), in at least float32 with a centre."""
+        """Return the factors of the normalised elements, [size]: the weight, or 1 + weight if it is stored as the
+        difference from 1 (then in at least float32).
+        """
         return self.weight if not self.centre else self.weight.to(at_least_float32(self.weight.dtype)) + self.centre
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -135,8 +136,9 @@ class LayerNorm(nn.Module):
 
 
 def make_norm(config: ModelConfig, wanted: bool = True, **options: Any) -> Any:
-    """Build the norm layer over the hidden dimension that `config.norm` selects (RMSNorm or LayerNorm). wanted: False
-    to return None, for a layer that the model family does not have. options: `device` and `dtype` of its parameters."""
+    """Build the norm over the hidden dimension that `config.norm` selects (RMSNorm or LayerNorm); return None if
+    `wanted` is False, for a norm that the model family does not have. options: `device` and `dtype` of its parameters.
+    """
     if not wanted:
         return None
     if config.norm == "rmsnorm":

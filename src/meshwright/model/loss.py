@@ -18,7 +18,7 @@ import torch
 
 from meshwright.model.axis_operations import SINGLE_DEVICE, TensorOperations
 from meshwright.model.precision import at_least_float32
-from meshwright.spec.chunks import loss_chunks
+from meshwright.spec.chunks import split_loss_chunks
 from meshwright.spec.policy import SLICE_LOGITS
 
 IGNORED = -100  # target of ignored tokens
@@ -75,9 +75,10 @@ class OutputHead(NamedTuple):
 class _Mode(NamedTuple):
     """Options of a cross-entropy computation.
 
-    gradients: "save": forward computes the gradients and saves them; "recompute": backward recomputes the logits and
-    computes the gradients; "none": no backward follows (autograd's `needs_input_grad` does not show that: it stays True
-    under torch.no_grad). of_tokens: True: return the loss of each token, [T]; False: return their sum."""
+    gradients: "save": forward computes the gradients and saves them; "recompute": backward recomputes the logits;
+    "none": no backward follows (autograd's `needs_input_grad` stays True under torch.no_grad). of_tokens: True: return
+    the loss of each token, [T]; False: return their sum.
+    """
 
     gradients: Literal["none", "save", "recompute"]
     of_tokens: bool
@@ -270,10 +271,10 @@ def _statistics(logits_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _to_gradient_(logits_CV: torch.Tensor, log_sum_C: torch.Tensor, counted_C: torch.Tensor, softcap: float) -> None:
     """Overwrite the logits of C tokens, `logits_CV`, with the softmax part of their gradient: softmax(logits) times
-    `counted_C`, the factor on each token's loss (0 for ignored tokens), times the derivative of the softcap (if it is
-    not 0).
+    `counted_C`, times the derivative of the softcap (if it is not 0).
 
-    `log_sum_C`: log-sum-exp of each token's logits."""
+    `log_sum_C`: log-sum-exp of each token's logits; `counted_C`: factor on each token's loss, 0 for ignored tokens.
+    """
     slope_CV = 1 - (logits_CV.to(log_sum_C.dtype) / softcap).square() if softcap else None
     logits_CV.copy_((logits_CV.to(log_sum_C.dtype) - log_sum_C[:, None]).exp() * counted_C[:, None])
     if slope_CV is not None:
@@ -281,9 +282,9 @@ def _to_gradient_(logits_CV: torch.Tensor, log_sum_C: torch.Tensor, counted_C: t
 
 
 def loss_chunk_from_logits(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> Chunk:
-    """Build a chunk of C tokens from given logits `logits_CV` and targets `targets_C`, without the matmul of the output
-    head. The hardware probe (measurement of machine speeds) uses it to time the computation of losses (constructor) and
-    of logit gradients (`differentiate`)."""
+    """Build a `Chunk` of C tokens from given logits and targets, without the matmul of the output head, to time the
+    loss (the constructor) and its gradients (`differentiate`) in the hardware probe.
+    """
     vocabulary = logits_CV.shape[1]
     head = OutputHead(logits_CV.new_empty(vocabulary, 0), SINGLE_DEVICE.tensor, widest=vocabulary)
     return Chunk(slice(0, len(logits_CV)), logits_CV, targets_C, head)
@@ -315,7 +316,7 @@ def _iterate_logit_chunks(
     communicate in every chunk. `targets_T`: target token IDs; `known_2T`: log-sum-exp and target logit of each token,
     if known from the forward pass; else None.
     """
-    chunks = loss_chunks(len(hidden_TH), head.widest or len(head.weight_VH), hidden_TH.device.type)
+    chunks = split_loss_chunks(len(hidden_TH), head.widest or len(head.weight_VH), hidden_TH.device.type)
     buffer = hidden_TH.new_empty(max(chunks, default=0), len(head.weight_VH))
     start = 0
     for tokens in chunks:

@@ -39,9 +39,9 @@ class Pairs:
 
     @classmethod
     def from_ids(cls, ids_BS: torch.Tensor, max_pairs: int | None = None, responses: int = 2) -> Pairs:
-        """Build the pairs of sequences from `ids_BS`, the document number of each token, counted from 0. Documents 2k
-        and 2k + 1 are a pair. If the last document number of a sequence is even, that document has no partner, and its
-        tokens are padding: 0, 0, 1, 2, 3, 3, 4 are two pairs and one token of padding.
+        """Build the pairs of a batch from `ids_BS`, the document number of each token in its sequence, counted from 0:
+        documents 2k and 2k + 1 are a pair. A last document without a partner is padding: 0, 0, 1, 2, 3, 3, 4 are two
+        pairs and one token of padding.
 
         `max_pairs`: P, the number of pairs per sequence for which tensors are allocated; None: the largest number in
         the batch. `responses`: 2 for pairs; 1 for single labelled responses (KTO), where each document, padding

@@ -163,14 +163,13 @@ def make_table(kind: Rotation | Temperature, dtype: torch.dtype, length: int | N
 
 
 def find_half_rotation_order(config: ModelConfig) -> list[int] | None:
-    """Return the order [D] in which a server stores a head's features, for kernels that rotate feature i with feature i
-    + D/2: element j of the result is the index of the model's feature that becomes feature j. Features without rotation
-    are paired too; `pad_pairs` gives these pairs the angle 0. None: the model already has this order, or it has no
-    rotary positions.
-
+    """Return the order of a head's features, [D], for kernels that rotate feature i with feature i + D/2: the j-th
+    element is the model's feature at position j. None: the model has this order already, or no rotary positions.
     `config`: model configuration.
 
-    Attention scores do not depend on the order of features, so that a server may permute those of queries and keys."""
+    Features without rotation are paired too, at the angle 0 (`pad_pairs`). Attention scores do not depend on the order,
+    so that a server may permute the features of queries and keys.
+    """
     size, rotated = config.head_dim, config.rotary_dim
     if config.positions != "rope" or (rotated == size and not config.rotary_interleaved):
         return None
@@ -183,10 +182,11 @@ def find_half_rotation_order(config: ModelConfig) -> list[int] | None:
 
 
 def pad_pairs(table: tuple[torch.Tensor, torch.Tensor], size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Extend a rotary table to all D/2 pairs of features of a head.
+    """Pad a rotary table from R/2 to D/2 pairs of features, the added ones with angle 0, which leaves their features
+    unchanged.
 
-    `table`: (cosines, sines), [P, R/2] each for R rotated features; `size`: D. Return both as [P, D/2]; the added pairs
-    have the angle 0 (cosine 1, sine 0), which leaves their features unchanged."""
+    `table`: (cosines, sines), [P, R/2] each for R rotated features; `size`: D. Returns both as [P, D/2].
+    """
     cosine, sine = table
     more = cosine.shape[0], size // 2 - cosine.shape[1]
     return torch.cat([cosine, cosine.new_ones(more)], dim=1), torch.cat([sine, sine.new_zeros(more)], dim=1)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from meshwright.model.attention_operator import attention_operator, empty_bsnd, empty_gradient, group_by_kv_head
+from meshwright.model.attention_operator import empty_bsnd, empty_gradient, group_by_kv_head, register_attention
 from meshwright.model.documents import move
 from meshwright.model.precision import at_least_float32
 from meshwright.spec.policy import ACCELERATOR_TILE, TILE_QUERIES, TILE_SCORES
@@ -167,8 +167,9 @@ def _compute_probabilities(
 
 
 def log_sum_exp(scores_PXL: torch.Tensor, p_PXL: torch.Tensor) -> torch.Tensor:
-    """Return the log-sum-exp [P, X] over the last dim of `scores_PXL`, given their softmax `p_PXL`, without another
-    exp: it is the greatest score minus the logarithm of the greatest probability."""
+    """Return the log-sum-exp [P, X] of `scores_PXL` over the last dim, computed from their softmax `p_PXL` without
+    another exp: the greatest score minus the logarithm of the greatest probability.
+    """
     return scores_PXL.amax(dim=-1) - p_PXL.amax(dim=-1).log()
 
 
@@ -206,12 +207,12 @@ def compute_scores(
 def cut_tiles(
     q_BKGSD: torch.Tensor, span: Span, first_BS: torch.Tensor | None
 ) -> Iterator[tuple[slice, slice, list[Tile]]]:
-    """Cut the block of attention `span` (a range of queries over a range of keys) into pieces whose scores fit in
-    cache. Yield (slice of sequences, slice of key-value heads, attention tiles to compute for these sequences and
-    heads).
+    """Cut the attention of `span` (a range of queries over a range of keys) into tiles whose scores fit in cache. Yield
+    (slice of sequences, slice of key-value heads, tiles to compute for these sequences and heads).
 
     `q_BKGSD`: queries, grouped by key-value head; `first_BS`: index of the first key to which each query attends; None:
-    no lower limit."""
+    no lower limit.
+    """
     rows, kv_heads, group = q_BKGSD.shape[:3]
     length = span.keys.stop - span.keys.start
     queries, most = (TILE_QUERIES, TILE_SCORES) if q_BKGSD.device.type == "cpu" else ACCELERATOR_TILE
@@ -231,12 +232,13 @@ def cut_tiles(
 
 
 def cut_span(span: Span, triangle: torch.Tensor, first_RS: torch.Tensor | None) -> list[Tile]:
-    """Cut the block of attention `span` (a range of queries over a range of keys) into tiles of Q queries each (the
-    last of fewer), and return the tiles. A tile's keys are those to which any of its queries may attend; a tile without
-    keys is left out.
+    """Cut the attention of `span` (a range of queries over a range of keys) into tiles of Q queries each (the last may
+    have fewer); return them. A tile has only the keys to which any of its queries may attend; a tile without keys is
+    left out.
 
     `triangle`: additive causal mask [Q, Q]; `first_RS`: index of the first key to which each query attends, for R
-    sequences, on the CPU; None: no lower limit."""
+    sequences, on the CPU; None: no lower limit.
+    """
     found = []
     at_once = len(triangle)
     length, diagonal = span.keys.stop - span.keys.start, span.query_start == span.key_start
@@ -275,4 +277,4 @@ def flatten_heads(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(x.shape[0] * x.shape[1], -1, x.shape[-1])
 
 
-attention_operator("tiled_attention", _compute_attention, _compute_gradients, lambda q, *_: empty_bsnd(q))
+register_attention("tiled_attention", _compute_attention, _compute_gradients, lambda q, *_: empty_bsnd(q))

@@ -65,7 +65,7 @@ class Transformer(nn.Module):
     """Decoder-only language model of configuration `config`. Parameters are uninitialised: `initialise`,
     `load_huggingface` or an engine fills them.
 
-    `axes`: communication and activation checkpointing (`parallel.axes.axis_operations` builds them for a mesh).
+    `axes`: communication and activation checkpointing (`parallel.axes.build_axes` builds them for a mesh).
     `device`, `dtype`: of the parameters (None: torch's defaults). `stages`: pipeline stages that this rank holds (None:
     the whole model); parameter names do not depend on them. Attribute `token_keys`: random keys of the current
     micro-batch's tokens, where adapters drop elements of their inputs (`adapters.dropout.TokenKeys`)."""
@@ -250,10 +250,10 @@ class Transformer(nn.Module):
         self.compiled, self._loss_backend = True, options.get("backend", "inductor")
 
     def _with_taps(self, run_block: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the compiled function `run_block` so that its backward can defer weight gradients. During each call,
-        every linear layer of the block that has a queue of deferred gradients gets taps: two dummy inputs. The compiled
-        backward returns the operands of the weight gradient (output gradient dy and input x) as the taps' gradients,
-        and they are then put into the queue."""
+        """Wrap the compiled function `run_block` so that its backward can defer weight gradients to a queue: during
+        each call, the linear layers of the block that have a queue get taps, two dummy inputs, as whose gradients the
+        compiled backward returns the operands of the weight gradient (dy and x).
+        """
         ranks = self.axes.tensor.size if self.axes.tensor.sequence_parallel else 1
 
         def run(block: Block, x_BSH: torch.Tensor, *rest: Any) -> Any:

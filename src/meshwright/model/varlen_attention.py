@@ -17,10 +17,10 @@ import torch
 
 from meshwright.model.attention_operator import (
     add_sinks,
-    attention_operator,
     compute_sink_gradients,
     empty_bsnd,
     empty_gradient,
+    register_attention,
 )  # fmt: skip
 from meshwright.model.documents import Documents, move
 from meshwright.spec.chunks import pad_document_count
@@ -30,19 +30,20 @@ _flash_backward = torch.ops.aten._flash_attention_backward
 
 
 class VarlenMask(NamedTuple):
-    """Attention mask in the format of flash kernels: causal, within documents, with a sliding window. It covers the
-    chunks of each sequence that this rank holds: two with ring attention, else one chunk, the whole sequence. Where a
-    chunk boundary falls inside a document, each chunk has a piece of the document.
+    """Attention mask in the format of flash kernels: causal, within documents, with a sliding window. It covers this
+    rank's chunks of each sequence: two with ring attention, else one, the whole sequence. A chunk boundary inside a
+    document cuts it into pieces.
 
-    cu_seqlens: int32 [chunks, L + 1] on the device. Row c is for chunk number c of all sequences, concatenated: the
-    indices at which the pieces of documents begin and, last, the number of tokens; trailing pieces may be empty. None:
-    each sequence is one document.
+    cu_seqlens: int32 [chunks, L + 1] on the device; row c: start indices of the pieces in chunk number c of all
+    sequences, concatenated, and last the number of tokens; trailing pieces may be empty. None: each sequence is one
+    document.
 
-    lengths: int64 [1 + 2 B chunks] on the CPU: first the number of tokens of the longest piece; then two numbers for
-    each sequence and chunk, about the document to which the chunk's first token belongs: the index in the sequence at
-    which this document begins, and how many of the chunk's tokens are in it.
+    lengths: int64 [1 + 2 B chunks] on the CPU: the length of the longest piece in tokens; then, for each sequence and
+    chunk, the index in the sequence at which the document of the chunk's first token begins, and the number of the
+    chunk's tokens in it.
 
-    window: a token attends to itself and the `window` - 1 tokens before it; 0: no window."""
+    window: a token attends to itself and the `window` - 1 tokens before it; 0: no window.
+    """
 
     cu_seqlens: torch.Tensor | None
     lengths: torch.Tensor | None
@@ -84,11 +85,10 @@ def make_varlen_mask(
 
 
 def _find_lengths(starts_BXC: torch.Tensor, held: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find the lengths of the pieces of documents in this rank's chunks of each sequence; return them as the fields
-    `cu_seqlens` (here on the CPU) and `lengths` of a `VarlenMask`.
+    """Compute the fields `cu_seqlens` (here on the CPU) and `lengths` of a `VarlenMask`; return both.
 
-    `starts_BXC`: index in the sequence at which each token's document begins, where each of B sequences is cut into X
-    chunks of C tokens; `held`: indices of the chunks that this rank holds.
+    `starts_BXC`: index in the sequence at which each token's document begins, for B sequences cut into X chunks of C
+    tokens; `held`: indices of the chunks that this rank holds.
     """
     starts_BHC, first_BH1 = starts_BXC[:, held], starts_BXC[:, held, :1]
     is_first_BHC = starts_BHC == torch.arange(starts_BXC[0].numel()).view(starts_BXC.shape[1:])[held, :]
@@ -223,4 +223,4 @@ def _empty_results(q_BNSD: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torc
     return empty_bsnd(q_BNSD), q_BNSD.new_empty((heads, rows, tokens), dtype=torch.float32).transpose(0, 1)
 
 
-attention_operator("varlen_attention", _compute_attention, _compute_gradients, _empty_results)
+register_attention("varlen_attention", _compute_attention, _compute_gradients, _empty_results)

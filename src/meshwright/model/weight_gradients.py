@@ -39,8 +39,9 @@ class GradientBuffers(Protocol):
 
 
 class _DeferredGradient(NamedTuple):
-    """Deferred computation of the gradient of `parameter`. The gradient is `multiply(*operands)`; if `multiply` is
-    None, the operands are (dy, x) and the gradient is dyᵀ x."""
+    """Deferred computation of the gradient of `parameter`: `multiply(*operands)` or, if `multiply` is None, dyᵀ x with
+    the operands (dy, x).
+    """
 
     parameter: nn.Parameter
     multiply: Multiply | None
@@ -69,11 +70,12 @@ class WeightGradients:
             self._collects = None
 
     def submit(self, parameter: nn.Parameter, multiply: Multiply | None, *operands: torch.Tensor) -> None:
-        """Add a gradient of `parameter` to the accumulation buffers. It is computed now or, in a `collecting` block,
-        when `run` is called.
+        """Add a gradient of `parameter` to the accumulation buffers: immediately or, inside `collecting`, when `run` is
+        called.
 
         `multiply`: function of the operands that returns the gradient, in any shape with the parameter's number of
-        elements; None: the gradient is dyᵀ x, where the operands are dy [..., output] and x [..., input]."""
+        elements; None: the gradient is dyᵀ x, with the operands dy [..., output] and x [..., input].
+        """
         product = _DeferredGradient(parameter, multiply, operands)
         if self._collects is None:
             self._accumulate(product)
@@ -336,9 +338,10 @@ _uncompiled = _apply_function
 
 
 def exclude_from_compiled_graphs() -> None:
-    """Exclude from compiled graphs, from now on, linear layers that defer weight gradients to a queue but have no taps
-    (dummy inputs whose gradients carry the operands out of the graph): a compiled backward cannot write to a queue.
-    Call this right before the first compilation, since it imports torch's compiler, which takes over a second."""
+    """Exclude linear layers with a queue of weight gradients but without taps (dummy inputs whose gradients carry the
+    operands out of the graph) from all graphs compiled later, since a compiled backward cannot write to a queue. Call
+    it right before the first compilation: it imports torch's compiler, which takes over a second.
+    """
     global _uncompiled
     if _uncompiled is _apply_function:
         _uncompiled = torch.compiler.disable(_apply_function)

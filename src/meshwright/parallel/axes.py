@@ -10,10 +10,11 @@ from meshwright.parallel.recompute import ActivationCheckpointing
 from meshwright.parallel.tensor import TensorParallel
 
 
-def axis_operations(mesh: Mesh) -> AxisOperations:
-    """Build the object through which this rank's model communicates, by tensor, context and expert parallelism, and
+def build_axes(mesh: Mesh) -> AxisOperations:
+    """Build the operations through which this rank's model communicates (tensor, context and expert parallelism) and
     recomputes activations, as `mesh.layout` selects. Data and pipeline parallelism act from outside the model
-    (`parallel/zero_engine.py`, `parallel/pipeline.py`)."""
+    (`parallel/zero_engine.py`, `parallel/pipeline.py`).
+    """
     layout = mesh.layout
     return AxisOperations(
         tensor=TensorParallel(mesh.tp, layout.tensor_sequence_parallel),

@@ -30,11 +30,11 @@ from meshwright.comm.operators import all_to_all, reduce_from
 from meshwright.layout import Layout
 from meshwright.model.attention_operator import (
     add_sinks,
-    attention_operator,
     compute_sink_gradients,
     empty_bsnd,
     empty_gradient,
     group_by_kv_head,
+    register_attention,
 )  # fmt: skip
 from meshwright.model.axis_operations import ContextOperations
 from meshwright.model.documents import Documents
@@ -52,8 +52,11 @@ SITE = "attention.ring"
 
 
 def list_local_positions(layout: Layout, rank: int, sequence: int) -> torch.Tensor:
-    """Return the sequence indices of the tokens that cp rank `rank` holds of an unsharded sequence: ascending, int64
-    [S / cp]. `layout`: gives cp and its method; `sequence`: S in tokens, a multiple of cp (ring attention: of 2 cp)."""
+    """Return the sequence indices of the tokens that cp rank `rank` holds of each unsharded sequence: int64 [S / cp],
+    ascending.
+
+    `layout`: gives cp and its method; `sequence`: S in tokens, a multiple of cp (ring attention: of 2 cp).
+    """
     ring = layout.cp_method == "ring"
     count, held = (2 * layout.cp, list_held_chunks(rank, layout.cp)) if ring else (layout.cp, (rank,))
     assert sequence % count == 0, f"{sequence} tokens in {count} chunks"
@@ -94,12 +97,13 @@ class RingAttention(ContextParallel):
     def make_attention_mask(
         self, documents: Documents, tokens: int, window: int | None, device: torch.device, form: MaskForm = "boolean"
     ) -> VarlenMask | torch.Tensor | None:
-        """Return the attention mask to pass to `attend` as `visible`. For flash attention (`form` "varlen") it is a
-        `VarlenMask` of this rank's chunks. Otherwise it is an integer tensor [B or 1, C] on the CPU: for each query on
-        this rank, the index in the unsharded sequence of the first key to which it attends; None if that is 0 for all.
+        """Return the attention mask that `attend` takes as `visible`: with `form` "varlen" (flash attention) a
+        `VarlenMask` of this rank's chunks; otherwise the index in the unsharded sequence of the first key that each of
+        this rank's queries attends to, integers [B or 1, C] on the CPU, or None if that is 0 for all.
 
         `documents`: boundaries in packed sequences; `tokens`: C, tokens of each sequence on this rank; `window`:
-        sliding window in tokens (None: none); `form`: mask format of the attention kernel."""
+        sliding window in tokens (None: none); `form`: mask format of the attention kernel.
+        """
         chunks, held = 2 * self.size, list_held_chunks(self.axis.rank, self.size)
         if form == "varlen":
             return make_varlen_mask(documents, window, device, held, chunks)
@@ -187,13 +191,14 @@ def _compute_ring_attention(
     q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, key: str, attend_span: ring_spans.AttendSpan,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute ring attention without autograd, for the C tokens of each sequence on this rank. Return the output [B, N,
-    C, D] and each query's log-sum-exp [B, N, C].
+    """Compute ring attention, without autograd, for this rank's C tokens of each sequence; return (output [B, N, C, D],
+    log-sum-exp of each query's scores [B, N, C]).
 
-    `q_BNCD`, `k_BKCD`, `v_BKCD`: queries, keys and values of these tokens; `key`: string that identifies the cp axis
-    (`Axis.key`), because custom operators accept no objects; `attend_span`: function that computes the attention of a
-    span (slice of queries over a slice of keys); `sinks`: attention-sink score of each query head [N] (None: none),
-    merged once, after all KV blocks."""
+    `q_BNCD`, `k_BKCD`, `v_BKCD`: queries, keys and values of these tokens; `key`: identifies the cp axis (`Axis.key`),
+    because custom operators accept no objects; `attend_span`: computes the attention of a span (a slice of queries over
+    a slice of keys); `sinks`: attention-sink score of each query head [N] (None: none), merged once, after all KV
+    blocks.
+    """
     axis, wide = find_axis(key), at_least_float32(q_BNCD.dtype)
     q = group_by_kv_head(q_BNCD, k_BKCD)
     out = q.new_zeros(q.shape, dtype=wide)
@@ -211,12 +216,12 @@ def _compute_gradients(
     d_out_BNCD: torch.Tensor, saved_tensors: list[torch.Tensor], key: str, add_span: ring_spans.AddSpan,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradients of ring attention's queries, keys and values, in their shapes, and the gradient of the
-    `sinks` from this rank's queries, given the output gradient `d_out_BNCD`.
+    """Return the gradients of ring attention's queries, keys, values (in their shapes) and `sinks` (from this rank's
+    queries), given the output gradient `d_out_BNCD`.
 
-    `saved_tensors`: queries, keys, values, output, log-sum-exps; `key`: string that identifies the cp axis
-    (`Axis.key`); `add_span`: function that computes the gradients of a span (slice of queries over a slice of keys) and
-    adds them."""
+    `saved_tensors`: queries, keys, values, output, log-sum-exps; `key`: identifies the cp axis (`Axis.key`);
+    `add_span`: computes and adds the gradients of a span (a slice of queries over a slice of keys).
+    """
     q_BNCD, k_BKCD, v_BKCD, out_BNCD, log_sum_BNC = saved_tensors
     axis, wide = find_axis(key), log_sum_BNC.dtype
     inner_BNC = (d_out_BNCD.to(wide) * out_BNCD).sum(dim=-1)
@@ -252,11 +257,11 @@ def _attend_by_tiles(
     q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, first_BC: torch.Tensor | None,
     numbers: list[float], key: str, sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute ring attention by tiles, without autograd; `q_BNCD`, `k_BKCD`, `v_BKCD` and results are those of
-    `_compute_ring_attention`.
+    """Compute ring attention by tiles, without autograd; arguments and result as for `_compute_ring_attention`.
 
     `first_BC`: index of the first key to which each query attends (None: 0); `numbers`: [scale, softcap] of the scores;
-    `key`: string that identifies the cp axis; `sinks`: attention-sink score of each query head."""
+    `key`: identifies the cp axis; `sinks`: attention-sink score of each query head.
+    """
     attend_span = partial(ring_spans.attend_by_tiles, first_BC, ScoreSettings(numbers[0], numbers[1]))
     return _compute_ring_attention(q_BNCD, k_BKCD, v_BKCD, key, attend_span, sinks)
 
@@ -277,11 +282,11 @@ def _attend_by_flash(
     q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, tensors: list[torch.Tensor],
     numbers: list[float], key: str, sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute ring attention by flash kernels, without autograd; `q_BNCD`, `k_BKCD`, `v_BKCD` and results are those of
-    `_compute_ring_attention`.
+    """Compute ring attention by flash kernels, without autograd; arguments and result as for `_compute_ring_attention`.
 
     `tensors`: tensors of the `VarlenMask` (document boundaries); `numbers`: [sliding window of the mask, scale of the
-    scores]; `key`: string that identifies the cp axis; `sinks`: attention-sink score of each query head."""
+    scores]; `key`: identifies the cp axis; `sinks`: attention-sink score of each query head.
+    """
     attend_span = partial(ring_spans.attend_by_flash, _rebuild_varlen_mask(tensors, numbers), numbers[1])
     return _compute_ring_attention(q_BNCD, k_BKCD, v_BKCD, key, attend_span, sinks)
 
@@ -299,10 +304,11 @@ def _differentiate_by_flash(
 
 
 def _rebuild_varlen_mask(tensors: list[torch.Tensor], numbers: list[float]) -> VarlenMask:
-    """Rebuild a `VarlenMask`, which custom operators cannot take as an argument, from its `tensors` and from `numbers`,
-    whose first number is its window."""
+    """Rebuild a `VarlenMask`, which custom operators cannot take as an argument, from its `tensors` and its window,
+    numbers[0].
+    """
     return VarlenMask(tensors[0], tensors[1], int(numbers[0])) if tensors else VarlenMask(None, None, int(numbers[0]))
 
 
-attention_operator("ring_attention", _attend_by_tiles, _differentiate_by_tiles, _empty_results)
-attention_operator("flash_ring_attention", _attend_by_flash, _differentiate_by_flash, _empty_results)
+register_attention("ring_attention", _attend_by_tiles, _differentiate_by_tiles, _empty_results)
+register_attention("flash_ring_attention", _attend_by_flash, _differentiate_by_flash, _empty_results)

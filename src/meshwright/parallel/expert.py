@@ -32,11 +32,11 @@ COUNTS_SITE = "experts.counts"
 
 
 class Routes(NamedTuple):
-    """Numbers of token copies that one expert-parallel dispatch moves (a token has one copy for each of its experts).
+    """Numbers of token copies in one expert-parallel dispatch (a token has one copy for each of its experts).
 
-    `sent`, `received`: copies that this rank sends to, and receives from, each rank of ep (expert parallelism).
-    `shared`: copies that each rank of etp (expert tensor parallelism) has received over ep; the etp ranks then
-    all-gather them. `counts_GPL[g, p, l]`: copies for local expert l that rank g of etp has received from rank p of ep.
+    `sent`, `received`: copies that this rank sends to, and receives from, each ep rank. `shared`: copies that each etp
+    rank has received over ep, which the etp ranks then all-gather. `counts_GPL[g, p, l]`: copies for local expert l
+    that etp rank g has received from ep rank p.
     """
 
     sent: list[int]
@@ -62,9 +62,12 @@ class AllToAllTokenDispatcher:
 
     def dispatch(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Dispatched]:
         """Send token copies `x_NH`, one for each of a token's experts and sorted by expert, to the ranks of their
-        experts. `ends_E[e]`: index at which the copies of expert e end (exclusive). Return three things: the R received
-        copies [R, H], sorted by local expert; the exclusive end index of each local expert's copies (int32, one per
-        expert on this rank); and the state that `combine` needs."""
+        experts.
+
+        `ends_E`: exclusive end index of each expert's copies. Returns three things: the received copies [R, H], sorted
+        by local expert; the exclusive end index of each local expert's copies, int32 [experts on this rank]; and the
+        state that `combine` needs.
+        """
         routes = compute_once(lambda: self._agree_on_routes(ends_E))
         x_RH = all_to_all_rows(x_NH, self.ep, "experts.dispatch", routes.sent, routes.received)
         x_RH = gather_rows(x_RH, self.etp, "experts.gather", routes.shared)
@@ -78,19 +81,20 @@ class AllToAllTokenDispatcher:
         return Permuted.apply(x_RH, order_R, inverse_R, None), ends_L, (routes, order_R, inverse_R)
 
     def combine(self, y_RH: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
-        """Sum the expert outputs `y_RH` over the ranks that split each expert's width (etp) and send them back to the
-        ranks of their tokens. Return the outputs for this rank's token copies, [N, H], in the order of the `x_NH` that
-        was dispatched.
+        """Send the expert outputs `y_RH` back to the ranks of their tokens, summed over the etp ranks that split each
+        expert's width. Return the outputs for this rank's token copies, [N, H], in the order of the `x_NH` that was
+        dispatched.
 
-        `dispatched`: third result of `dispatch`."""
+        `dispatched`: third result of `dispatch`.
+        """
         routes, order_R, inverse_R = dispatched
         y_RH = Permuted.apply(y_RH, inverse_R, order_R, None)
         y_RH = reduce_scatter_rows(y_RH, self.etp, "experts.sum", routes.shared)
         return all_to_all_rows(y_RH, self.ep, "experts.combine", routes.received, routes.sent)
 
     def _agree_on_routes(self, ends_E: torch.Tensor) -> Routes:
-        """Exchange, before a dispatch, the numbers of token copies and return them as `Routes`: among the ep ranks, how
-        many copies each sends to each expert; then among the etp ranks, how many copies each has received.
+        """Exchange the numbers of token copies before a dispatch, and return them as `Routes`: first over ep (copies
+        that each rank sends to each expert), then over etp (copies that each rank has received).
 
         `ends_E`: exclusive end index of each expert's copies on this rank. Raises RanksDisagree if a checksum is wrong.
         """
@@ -110,12 +114,12 @@ class AllToAllTokenDispatcher:
         return Routes(sent, received, shared, counts_GPL)
 
     def _share_counts(self, counts: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, torch.Tensor]:
-        """Exchange integer counts among the ranks of an axis (all-to-all). `counts`: [ranks, columns], row i for rank
-        i. Return the received rows, [ranks, columns], row i from rank i, and for each of them a number that is 0 if its
-        checksum is right.
+        """Exchange integer counts over an axis by an all-to-all: send row i of `counts` [ranks, columns] to rank i.
+        Return the received counts, row i from rank i, and an error flag for each row: 0 if its checksum is right.
 
-        A checksum column shows whether each row is intact, belongs to this call, and has the right sender and receiver:
-        with wrong sizes, ranks would hang or read data that was never sent."""
+        The checksum column shows whether a row is intact, belongs to this call, and has the right sender and receiver:
+        with wrong sizes, ranks would hang or read data that was never sent.
+        """
         if axis.trivial:
             return counts, counts.new_zeros(1)
         # The number of this group's next call, equal on all of its ranks, and one for each sender and receiver.

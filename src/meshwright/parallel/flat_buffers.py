@@ -18,13 +18,14 @@ from torch import nn
 from meshwright.layout import Layout
 from meshwright.model.initialise import ReadSlice
 from meshwright.quantization.formats import UnquantizedFormat, get_weight_format
-from meshwright.spec.parameter_entries import BufferKind, count_reused_buffers, padded_numel
+from meshwright.spec.parameter_entries import BufferKind, compute_padded_numel, count_reused_buffers
 from meshwright.spec.parameters import ModelParameter, ParameterEntry, ParameterTable
 
 
 class Columns(NamedTuple):
-    """Range [start, stop) of the columns of a matrix that has `total` columns; the matrix is a parameter entry (one
-    tensor of a checkpoint) as the model stores it, [output, input]. Tensor parallelism gives a rank such a range."""
+    """Range [start, stop) of the columns of a matrix of `total` columns, as tensor parallelism gives one to a rank. The
+    matrix is a parameter entry (one tensor of a checkpoint) in memory order, [output, input].
+    """
 
     start: int
     stop: int
@@ -160,21 +161,23 @@ class FlatLayout:
         assert len(rates) < 2, f"{self.name}: matrices with different learning rates {rates}"
         return rates.pop() if rates else 1.0
 
-    def slices_within(self, low: int, high: int) -> Iterator[tuple[EntrySlice, int, int]]:
-        """Yield (slice, first, last) for each slice of a parameter entry (checkpoint tensor) that overlaps the elements
-        [low, high) of the flat buffer; the overlap is the buffer elements [first, last)."""
+    def find_slices(self, low: int, high: int) -> Iterator[tuple[EntrySlice, int, int]]:
+        """Yield (slice, first, last) for each slice of a parameter entry that overlaps the elements [low, high) of the
+        flat buffer; [first, last) is the overlap, in buffer elements.
+        """
         for part in self.slices:
             first, last = max(low, part.offset), min(high, part.offset + part.numel)
             if first < last:
                 yield part, first, last
 
-    def ranges_by_copies(self, low: int, high: int) -> list[tuple[int, int, int]]:
-        """Divide the buffer elements [low, high) into ranges whose elements are held by the same number of tp ranks, so
-        that a gradient norm can count each element once. Return (first, last, copies) for each range [first, last),
-        where `copies` is that number. Elements that do not count in gradient norms are left out: padding, and the
-        routers' load-balancing biases."""
+    def split_by_copies(self, low: int, high: int) -> list[tuple[int, int, int]]:
+        """Split the buffer elements [low, high) into ranges by the number of tp ranks that hold them, so that a
+        gradient norm can count each element once. Return (first, last, number of ranks) for each range [first, last).
+
+        Elements that gradient norms do not count are left out: padding, and the routers' load-balancing biases.
+        """
         ranges: list[tuple[int, int, int]] = []
-        for part, first, last in self.slices_within(low, high):
+        for part, first, last in self.find_slices(low, high):
             if part.entry.balances:
                 continue
             if ranges and ranges[-1][1:] == (first, part.copies):
@@ -182,21 +185,22 @@ class FlatLayout:
             ranges.append((first, last, part.copies))
         return ranges
 
-    def parameter_views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+    def view_parameters(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return the model's parameters as views of `buffer`, an unsharded flat buffer (1-D, `self.padded` elements),
-        in the order of `self.tensors` and in the shapes that they have on this rank."""
-        form, count = self.storage_format, self.storage_format.count
+        in the order of `self.tensors` and in their shapes on this rank.
+        """
+        form, count = self.storage_format, self.storage_format.count_items
         return [form.view(buffer[count(at.offset) : count(at.offset + at.numel)], at.shape) for at in self.tensors]
 
     def bind(self, model: nn.Module, buffer: torch.Tensor) -> list[nn.Parameter]:
-        """Make the parameters of `model` that this layout contains views of `buffer`, an unsharded flat buffer (1-D,
-        `self.padded` elements); return these parameters in the order of `self.tensors`. Parameters on the meta device
-        are replaced by new ones.
+        """Make the parameters of `model` in this layout views of `buffer`, an unsharded flat buffer (1-D, `self.padded`
+        elements); return them in the order of `self.tensors`. Parameters on the meta device are replaced by new ones.
 
-        The views are assigned through `.data` and so have their own version counters: an all-gather that refills the
-        buffer must not look to autograd like an in-place change of saved tensors."""
+        The views are assigned through `.data` and so have separate version counters: to autograd, an all-gather that
+        refills the buffer is then no in-place change of saved tensors.
+        """
         bound = []
-        for placed, view in zip(self.tensors, self.parameter_views(buffer), strict=True):
+        for placed, view in zip(self.tensors, self.view_parameters(buffer), strict=True):
             parent, _, leaf = placed.tensor.name.rpartition(".")
             module = model.get_submodule(parent)
             before = getattr(module, leaf)
@@ -216,9 +220,9 @@ class FlatLayout:
 
         `read_slice`: function (entry, first, last, columns) -> values that reads a slice of a parameter entry
         (checkpoint tensor)."""
-        form, count = self.storage_format, self.storage_format.count
-        form.measure(read_slice, shard.device)
-        for part, first, last in self.slices_within(start, start + form.count_elements(shard.numel())):
+        form, count = self.storage_format, self.storage_format.count_items
+        form.compute_scales(read_slice, shard.device)
+        for part, first, last in self.find_slices(start, start + form.count_elements(shard.numel())):
             shift = part.begin - part.offset
             values = read_slice(part.entry, first + shift, last + shift, part.columns)
             shard[count(first - start) : count(last - start)].copy_(form.pack(values, first))
@@ -233,9 +237,10 @@ class FlatLayout:
                 shard[first - start : last - start].copy_(value.reshape(-1)[first - offset : last - offset])
 
 
-def buffer_name(unit: str, buffer: BufferKind) -> str:
-    """Return the name of a flat buffer of the FSDP unit `unit`. `buffer`: "dense" for the unit's trained parameters,
-    whose name is the unit's; any other, such as "experts", is appended: "layers.3.experts"."""
+def format_buffer_name(unit: str, buffer: BufferKind) -> str:
+    """Return the name of a flat buffer: that of its FSDP unit `unit` for the trained parameters ("dense"), else with
+    the kind of buffer appended, such as "layers.3.experts".
+    """
     return unit if buffer == "dense" else f"{unit}.{buffer}"
 
 
@@ -263,9 +268,9 @@ def make_flat_layout(
             slices += _list_entry_slices(table, entry, layout, coordinates, placed)
     numel = sum(placed.numel for placed in tensors)
     decay_numel = sum(placed.numel for placed in tensors if placed.tensor.decay)
-    padded = padded_numel(numel, shards if buffer != "packed" else 2 * shards)  # shards of whole blocks
+    padded = compute_padded_numel(numel, shards if buffer != "packed" else 2 * shards)  # shards of whole blocks
     form = get_weight_format(tensors[0].tensor.entries[0].packed if tensors else None, slices)
-    return FlatLayout(buffer_name(name, buffer), tuple(tensors), tuple(slices), decay_numel, numel, padded, form)
+    return FlatLayout(format_buffer_name(name, buffer), tuple(tensors), tuple(slices), decay_numel, numel, padded, form)
 
 
 def _list_entry_slices(
@@ -295,14 +300,15 @@ def _list_entry_slices(
 def cut_slices(
     flat: FlatLayout, kind: str, values: torch.Tensor, start: int, low: int, high: int, position: int | None = None
 ) -> list[TensorSlice]:
-    """Return the elements [low, high) of a flat buffer as slices of checkpoint tensors: one `TensorSlice` for each
-    parameter entry (checkpoint tensor) in that range, each a view of the 1-D `values`.
+    """Cut the elements [low, high) of a flat buffer into slices of checkpoint tensors: return one `TensorSlice`, a view
+    of `values`, for each parameter entry in that range.
 
-    `flat`: layout of the buffer; `values`: consecutive elements of the buffer from its element `start` on; `kind`: name
-    of the quantity in `values` ("master", "exp_avg", ...); `position`: index of this rank on tp, if elements that
-    several tp ranks hold are to be divided equally among these; None: this rank gets them all."""
+    `flat`: layout of the buffer; `values`: 1-D, elements of the buffer from element `start` on; `kind`: quantity in
+    `values` ("master", "exp_avg", ...); `position`: index of this rank on tp, to divide elements that several tp ranks
+    hold equally among these; None: return all of them.
+    """
     slices = []
-    for part, first, last in flat.slices_within(low, high):
+    for part, first, last in flat.find_slices(low, high):
         if position is not None:
             first, last = split_evenly(first, last, position % part.copies, part.copies)
         if first < last:
@@ -312,19 +318,21 @@ def cut_slices(
 
 
 def split_evenly(start: int, stop: int, index: int, shares: int) -> tuple[int, int]:
-    """Split the index range [start, stop) into `shares` nearly equal ranges; return number `index` of them (counted
-    from 0) as (start, stop)."""
+    """Split the index range [start, stop) into `shares` consecutive, nearly equal ranges; return the one with the given
+    `index` (from 0) as (start, stop).
+    """
     length = stop - start
     return start + length * index // shares, start + length * (index + 1) // shares
 
 
 class GradientBufferPool:
-    """Pool of 1-D buffers for unsharded gradients, which are in use only during backward passes (ZeRO-2 and 3).
-    Consecutive FSDP units of equal sizes, such as layers, take turns with a few buffers of that size, which the pool
-    keeps; a buffer of any other size, such as an embedding's, is freed on release.
+    """Pool of 1-D buffers for unsharded gradients under ZeRO-2 and 3, which are used only during backward passes. FSDP
+    units of equal sizes, such as layers, share a few buffers that the pool keeps; a buffer of any other size, such as
+    an embedding's, is freed on release.
 
     `sizes`: for each FSDP unit, in forward order, the numbers of elements of its buffers; `device`, `dtype`: of the
-    buffers."""
+    buffers.
+    """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, sizes: Sequence[tuple[int, ...]]) -> None:
         self._device, self._dtype = device, dtype

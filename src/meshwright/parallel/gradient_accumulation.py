@@ -20,15 +20,14 @@ from meshwright.parallel.zero import FsdpUnit, GradientReducer
 
 @dataclass(slots=True)
 class BackwardPass:
-    """State of a running or paused backward pass of one micro-batch through one stage.
+    """State of a running or paused backward pass of one micro-batch through one stage. A split pass pauses between its
+    input gradients and its weight gradients.
 
-    `order`: names of the FSDP units whose gradients are incomplete, in backward order; `missing`: unit name -> indices
-    of its parameters that have no gradient yet.
-
-    A split pass computes its input gradients, pauses, and computes its weight gradients after it is resumed. `held`:
-    until the resumption of a split pass, the (parameter, gradient) pairs that are stored instead of added to the
-    gradient buffers; otherwise None. `early`: after the resumption, those of these pairs that are still to be added:
-    unit name -> pairs."""
+    `order`: names of the FSDP units whose gradients are incomplete, in backward order. `missing`: {unit name: indices
+    of its parameters without a gradient}. `held`: (parameter, gradient) pairs that a split pass stores until it is
+    resumed, instead of adding them to the gradient buffers; None in any other pass. `early`: after the resumption,
+    those of these pairs that are not yet added, by unit name.
+    """
 
     order: list[str]
     missing: dict[str, set[int]]
@@ -116,9 +115,10 @@ class GradientAccumulator:
         self._running = None
 
     def resume(self, paused: BackwardPass) -> None:
-        """Resume a backward pass that was paused between its input gradients and its weight gradients. `accumulate` can
-        then add the remaining gradients, and `end` end the pass. Gradients stored before the pause are added to the
-        buffer of their FSDP unit when the unit's next gradient arrives, so that few buffers exist at a time."""
+        """Resume the split backward pass `paused`, whose weight gradients then arrive through `accumulate`; `end` ends
+        it. Gradients stored before the pause are added to the buffer of their FSDP unit when the unit's next gradient
+        arrives, so that few buffers exist at a time.
+        """
         assert self._running is None and paused.held is not None
         self._running, held, paused.held = paused, paused.held, None
         for each in held:
@@ -132,9 +132,9 @@ class GradientAccumulator:
         self._running = None
 
     def skip(self, units: Iterable[str]) -> None:
-        """Declare that the FSDP units named `units` get no further gradients in the running backward pass, and so are
-        complete. As units are reduced in a fixed order (backward order), each is reduced when all units before it are
-        complete."""
+        """Declare that the FSDP units named `units` get no further gradients in the running backward pass. Each is
+        reduced in its turn, when all units before it (in backward order) are complete.
+        """
         running = self._running
         assert running is not None
         for name in units:
@@ -199,9 +199,9 @@ class GradientAccumulator:
             self._end_units(running)
 
     def _end_units(self, running: BackwardPass) -> None:
-        """Reduce the first FSDP units of `running.order` (the pass's incomplete units, in backward order) for as long
-        as all of their gradients are accumulated, and remove them from it. The fixed order makes the collective calls
-        of all ranks match."""
+        """Reduce the FSDP units at the front of `running.order` (incomplete units, in backward order) whose gradients
+        are all accumulated, and remove them from it. The fixed order makes the collective calls of all ranks match.
+        """
         while running.order and not running.missing[running.order[0]]:
             self._end_unit(running.order.pop(0))
 

@@ -9,7 +9,7 @@ import torch
 from meshwright.adapters.attach import attach_adapters
 from meshwright.comm.mesh import Mesh
 from meshwright.model.transformer import Transformer
-from meshwright.parallel.axes import axis_operations
+from meshwright.parallel.axes import build_axes
 from meshwright.parallel.pipeline import check_programs_match
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.program.pipeline import PipelineProgram
@@ -57,7 +57,7 @@ def parallelize(
 
     # Tensor, sequence, context and expert parallelism and recomputation are operations of the model's layers. Built on
     # "meta", because the unsharded model may not fit on one rank.
-    axes, stages = axis_operations(mesh), partition.stages_on(mesh.pp.rank)
+    axes, stages = build_axes(mesh), partition.stages_on(mesh.pp.rank)
     model = Transformer(config, axes=axes, device="meta", dtype=parameter_dtype, stages=stages)
     attach_adapters(model, table, layout, axes.tensor, device="meta", dtype=parameter_dtype)
 

@@ -83,13 +83,14 @@ def check_programs_match(program: PipelineProgram, mesh: Mesh) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One compute step of a pipeline program on this rank.
+    """One compute step of a pipeline program on this rank. A value is an activation or its gradient, as (output or
+    gradient, replica, stage, micro-batch).
 
-    `kind`: forward, backward, B or W pass. `key`: indices (stage, replica (model copy), micro-batch). `reads`:
-    activation or gradient of another stage that the step needs; `produces`: the one that it computes for another stage;
-    each as (output or gradient, replica, stage, micro-batch); None: none. `acknowledges`: values that this rank sent
-    earlier and from which `reads` was computed elsewhere: when `reads` arrives, these sends are known to be complete,
-    and the values' memory can be released."""
+    `kind`: forward, backward, B or W pass. `key`: indices (stage, replica (model copy), micro-batch). `reads`: value of
+    another stage that the step needs; `produces`: value that it computes for another stage; None: none. `acknowledges`:
+    values sent earlier by this rank that are known to be consumed once `reads` has arrived, so that their memory can be
+    released.
+    """
 
     kind: Kind
     key: Key
@@ -163,10 +164,11 @@ class Pipeline:
 
 
 class _PipelineExecution:
-    """State of one execution of a pipeline program on a rank: the activations and gradients that were computed on this
-    rank and not used yet, those being received, and those being sent.
+    """State of one execution of a pipeline program on a rank: activations and gradients computed here and not used yet,
+    those being received, and those being sent.
 
-    `axis`: mesh axis pp; `compute`: executes the compute steps."""
+    `axis`: mesh axis pp; `compute`: executes the compute steps.
+    """
 
     def __init__(self, axis: Axis, compute: Compute) -> None:
         self.axis, self.compute = axis, compute

@@ -67,12 +67,13 @@ class ActivationCheckpointing(Recompute):
         compile_options: dict[str, Any] | None = None,
         around: Callable[[Function], Function] = lambda compiled: compiled,
     ) -> Function:
-        """Return a replacement for `function`, the forward of a transformer block or of a part of the block, that saves
-        the results of some of its operators and recomputes the others in backward. This is done for the kind
-        "selective", and for "none" with compilation; otherwise the function is only compiled, if asked for.
+        """Return a replacement for `function`, the forward of a transformer block or of a part of it, with selective
+        activation checkpointing: the results of some operators are saved, those of others recomputed in backward. It
+        applies to the kind "selective", and to "none" if the function is compiled; otherwise the function is only
+        compiled, if requested.
 
-        compile_options: keyword arguments of torch.compile; None: do not compile. around: function that gets the
-        compiled function and returns the one to use in its place; not called without compilation.
+        compile_options: keyword arguments of torch.compile; None: do not compile. around: wraps the compiled function;
+        not called without compilation.
         """
         if self.kind == "selective":
             function = _checkpoint_saving(function, MATRIX_PRODUCTS | SUMS)
@@ -121,10 +122,10 @@ _stored = threading.local()
 
 
 def _run_with_stored_results(function: Function, results: list[Any], *arguments: Any) -> Any:
-    """Call `function(*arguments)`, in forward or when activation checkpointing recomputes it in backward.
+    """Call `function(*arguments)`, in forward or in its recomputation by activation checkpointing.
 
-    `results`: list in which calls of `compute_once` inside the function store their results in forward, and find them
-    when it is recomputed."""
+    `results`: list in which `compute_once` stores its results in forward and finds them in the recomputation.
+    """
     _stored.call = results, itertools.count()
     try:
         return function(*arguments)
@@ -133,8 +134,9 @@ def _run_with_stored_results(function: Function, results: list[Any], *arguments:
 
 
 def compute_once(compute: Callable[[], T]) -> T:
-    """Return `compute()` in forward; when activation checkpointing recomputes the forward in backward, return the
-    result stored then, without another call. The result must need no gradient."""
+    """Return `compute()` in forward; in a recomputation by activation checkpointing return that forward's result
+    without calling `compute` again. The result must not require a gradient.
+    """
     results, numbers = getattr(_stored, "call", (list[T](), itertools.count()))
     if (number := next(numbers)) == len(results):
         results.append(compute())

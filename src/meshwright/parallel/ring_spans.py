@@ -32,11 +32,12 @@ def list_held_chunks(rank: int, ranks: int) -> tuple[int, int]:
 
 
 def list_spans(rank: int, source: int, ranks: int, tokens: int) -> list[Span]:
-    """List the parts of causal attention between the queries of cp rank `rank` and the KV block of rank `source`. Each
-    rank holds two chunks of a sequence; the result has one `Span` (slice of queries, slice of keys) for each of the
-    four pairs of a query chunk and a key chunk, without pairs that the causal mask hides.
+    """List the spans of causal attention between the queries of cp rank `rank` and the KV block of rank `source`. Each
+    rank holds two chunks of a sequence, so there is one `Span` (slice of queries, slice of keys) for each of four pairs
+    of chunks, without those that the causal mask hides.
 
-    `ranks`: size of cp; `tokens`: number of tokens of a sequence on each rank."""
+    `ranks`: size of cp; `tokens`: number of tokens of a sequence on each rank.
+    """
     chunk = tokens // 2
     halves = (slice(0, chunk), slice(chunk, tokens))
     return [
@@ -73,10 +74,11 @@ AddSpan = Callable[[Gradients, SavedQueries, torch.Tensor, Span], None]
 
 
 def merge_attention(out: torch.Tensor, log_sum: torch.Tensor, more: torch.Tensor, log_sum_more: torch.Tensor) -> None:
-    """Merge two attention results of the same queries over different keys, in place into the first.
+    """Merge two attention results of the same queries over different keys, in place into the first: the output becomes
+    the mean of both outputs, weighted by the exponentials of their log-sum-exps.
 
-    `out`, `log_sum`: first output [..., D] and log-sum-exp [...]; `more`, `log_sum_more`: the second ones. The merged
-    output is the mean of both outputs, weighted by the exponentials of their log-sum-exps."""
+    `out`, `log_sum`: output [..., D] and log-sum-exp [...] of the first; `more`, `log_sum_more`: those of the second.
+    """
     both = torch.logaddexp(log_sum, log_sum_more)
     out.mul_((log_sum - both).exp_()[..., None])
     out.addcmul_(more.to(out.dtype), (log_sum_more - both).exp_()[..., None])
@@ -162,11 +164,12 @@ keys in [B, K, C], arguments of the call."""
 
 
 def list_kernel_calls(mask: VarlenMask, span: Span, rows: int, scale: float | None = None) -> Iterator[KernelCall]:
-    """Yield the calls of flash kernels that compute the attention of `span` (a slice of queries over a slice of keys),
-    each as (index of its queries, index of its keys, call arguments). Pairs of query and key that `mask` (document
+    """Yield the flash-kernel calls that compute the attention of `span` (a slice of queries over a slice of keys), each
+    as (index of its queries, index of its keys, call arguments). Pairs of query and key that `mask` (document
     boundaries, sliding window) hides are left out.
 
-    `rows`: number of sequences; `scale`: factor of the scores (None: 1 / √D)."""
+    `rows`: number of sequences; `scale`: factor of the scores (None: 1 / √D).
+    """
     every, chunk, window = slice(None), span.keys.stop - span.keys.start, mask.window
     half = int(span.queries.start > 0)
     lengths = [chunk, *[0, chunk] * 2 * rows] if mask.lengths is None else mask.lengths.tolist()

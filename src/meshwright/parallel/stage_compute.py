@@ -29,10 +29,11 @@ Objective = Callable[[int, torch.Tensor], torch.Tensor]
 class BackwardOrder(NamedTuple):
     """Order of this rank's backwards relative to its forwards in the pipeline program.
 
-    `at_once`: the forwards, as (stage, replica (model copy), micro-batch), whose own backward is this rank's next step.
-    The last stage can then compute the gradient of the output head together with the loss, so that backward need not
-    recompute the logits. `queue`: queue in which split backward passes defer their weight-gradient computations; None
-    if only forwards run."""
+    `at_once`: keys (stage, replica (model copy), micro-batch) of the forwards that are immediately followed by their
+    own backward; for these, the last stage computes the gradient of the output head together with the loss, so that
+    backward need not recompute the logits. `queue`: queue of the weight gradients that split backward passes defer;
+    None if only forwards run.
+    """
 
     at_once: Collection[Key] = ()
     queue: WeightGradients | None = None
@@ -162,8 +163,9 @@ class StageCompute:
 class _SavedForward(NamedTuple):
     """Tensors of a forward that its backward needs.
 
-    `x`: stage input, None on the first stage; `root`: tensor from which autograd's backward starts (the loss, or a
-    stand-in for the stage output); `balance`: load-balancing loss, None without experts."""
+    `x`: stage input; None on the first stage. `root`: tensor from which autograd's backward starts: the loss, or the
+    `_OutputRoot` of the stage output. `balance`: load-balancing loss; None without experts.
+    """
 
     x: torch.Tensor | None
     root: torch.Tensor
@@ -171,14 +173,16 @@ class _SavedForward(NamedTuple):
 
 
 class _OutputRoot(torch.autograd.Function):
-    """Autograd function that replaces a stage's output, as the tensor from which backward starts, by an empty tensor.
-    The output's memory can thus be freed once the output is sent. `_set_output_gradient` sets the gradient of the
-    output with which backward starts."""
+    """Autograd function that stands for a stage's output in the autograd graph by an empty tensor, so that the output
+    can be freed once it is sent (as Megatron-LM's `deallocate_pipeline_outputs`). Backward starts from it with the
+    gradient that `_set_output_gradient` has set.
+    """
 
     @staticmethod
     def forward(context: Any, out: torch.Tensor) -> torch.Tensor:
-        """Return an empty tensor that takes the place of the stage output `out` in the autograd graph. context:
-        autograd context."""
+        """Return an empty tensor that replaces the stage output `out` as the root of backward. context: autograd
+        context.
+        """
         context.gradient = None
         return out.new_empty(0)
 
@@ -191,8 +195,9 @@ class _OutputRoot(torch.autograd.Function):
 
 
 def _set_output_gradient(root: torch.Tensor, d_out: torch.Tensor) -> torch.Tensor:
-    """Store `d_out`, the gradient of a stage's output, for the backward of `root`, the empty tensor by which
-    `_OutputRoot` replaced the output. Return the (empty) gradient of `root` to pass to autograd."""
+    """Set `d_out` as the gradient of the stage output that `root`, a result of `_OutputRoot`, stands for. Return the
+    empty gradient of `root` with which autograd's backward is called.
+    """
     exit_: Any = root.grad_fn
     exit_.gradient = d_out
     return torch.empty_like(root)

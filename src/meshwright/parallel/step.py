@@ -159,17 +159,19 @@ def sum_over_data(counts: Iterable[torch.Tensor], mesh: Mesh, copies: int = 1) -
 
 
 def loss_share(loss: torch.Tensor, mesh: Mesh, of_pairs: bool = False) -> torch.Tensor:
-    """Return this rank's share of the loss of a step: `loss`, the loss of its micro-batches, divided by the number of
-    ranks of `mesh` that compute the same value. The sum of all ranks' shares is the loss of the step. Ranks along tp
-    compute the same loss and, for a preference loss (`of_pairs`), ranks along cp too."""
+    """Return `loss`, the loss of this rank's micro-batches, divided by the number of ranks of `mesh` that compute the
+    same loss, so that a sum over all ranks is the loss of the step.
+
+    These are the tp ranks and, for a preference loss (`of_pairs`), the cp ranks too.
+    """
     return loss / (mesh.tp.size * (mesh.cp.size if of_pairs else 1))
 
 
 def _analyse_compute_steps(program: PipelineProgram, rank: int) -> tuple[dict[int, int], frozenset[Key], bool]:
-    """Analyse the compute steps of the pipeline program `program` on the pipeline rank `rank`. Return three values:
-    {stage: number of backward passes through it}; the forwards, as (stage, replica (model copy), micro-batch), that are
-    immediately followed by their own backward; True if any backward is split into B (input-gradient) and W
-    (weight-gradient) passes."""
+    """Analyse the compute steps of `program` on pipeline rank `rank`. Return three values: {stage: number of backward
+    passes}; keys (stage, replica (model copy), micro-batch) of the forwards that are immediately followed by their own
+    backward; True if any backward is split into B (input-gradient) and W (weight-gradient) passes.
+    """
     s = program.steps
     here = [at for at in s.of_rank(rank) if s.kind[at] in COMPUTING]
     passes: Counter[int] = Counter()

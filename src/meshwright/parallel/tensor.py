@@ -87,11 +87,12 @@ class TensorParallel(TensorOperations):
 
 
 class PartialGradients:
-    """Partial gradients of one rank: those of parameters that several tp ranks hold, but each applies only to its own
-    tokens or heads, so that the ranks' gradients must be summed. They are stored as views of the gradient shards of the
-    FSDP `units`.
+    """Partial gradients on one rank: those of parameters that several tp ranks hold, of which each rank sees only its
+    own tokens or heads, so that the ranks' gradients must be summed. They are views of the gradient shards of the FSDP
+    `units`.
 
-    `table`: parameter table of the model; `mesh`: device mesh of this rank."""
+    `table`: parameter table of the model; `mesh`: device mesh of this rank.
+    """
 
     def __init__(self, units: Iterable[FsdpUnit], table: ParameterTable, mesh: Mesh) -> None:
         views: dict[int, list[torch.Tensor]] = {}
@@ -101,7 +102,7 @@ class PartialGradients:
             if "tp" in entry.gradient_axes(mesh.layout) and copies not in neighbours:
                 neighbours[copies] = mesh.make_block_axis("tp", copies)
         for unit in units:
-            for part, low, high in unit.flat.slices_within(unit.start, unit.stop):
+            for part, low, high in unit.flat.find_slices(unit.start, unit.stop):
                 if part.partial:
                     views.setdefault(part.copies, []).append(unit.gradient[low - unit.start : high - unit.start])
         self._groups = [

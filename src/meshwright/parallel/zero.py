@@ -112,7 +112,7 @@ class FsdpUnit:
             return torch.zeros(numel, dtype=dtype, device=device)
 
         self.flat, self.axes, self.trainable = flat, axes, flat.trainable
-        parameter_dtype, at = flat.storage_format.dtype or parameter_dtype, flat.storage_format.count
+        parameter_dtype, at = flat.storage_format.dtype or parameter_dtype, flat.storage_format.count_items
         if not self.trainable:  # nothing is updated: ZeRO can shard the parameters, or leave them as they are
             zero, master_dtype = 3 if zero == 3 else 0, parameter_dtype
         self.zero = zero
@@ -126,7 +126,7 @@ class FsdpUnit:
         self.rate_factor = flat.rate_factor
         self.balancing = tuple(
             (low - self.start, high - self.start)
-            for part, low, high in flat.slices_within(self.start, self.stop)
+            for part, low, high in flat.find_slices(self.start, self.stop)
             if part.entry.balances
         )
         self.parameters = zeros(at(flat.padded), parameter_dtype)
@@ -189,17 +189,18 @@ class FsdpUnit:
 class UnshardedGradient:
     """Gradient of an FSDP unit before its reduction over ranks.
 
-    `buffer`: the gradient, 1-D; `views`: for each parameter a view of the buffer in the parameter's shape; `stale`:
-    indices of the views that hold values of an earlier step, which the next gradient overwrites instead of being added
-    to them."""
+    `buffer`: the gradient, 1-D; `views`: one view of the buffer per parameter, in its shape; `stale`: indices of views
+    with values of an earlier step, which the next gradient overwrites instead of being added.
+    """
 
     buffer: torch.Tensor
     views: list[torch.Tensor]
     stale: set[int] = field(default_factory=set)
 
     def view(self, index: int) -> tuple[torch.Tensor, bool]:
-        """Return (view, stale) of the unit's parameter number `index`, which then no longer counts as stale. stale:
-        True if the caller must overwrite the view's values, False if it must add to them."""
+        """Return (view, stale) of the parameter number `index` and mark it as no longer stale. stale: True if the
+        caller must overwrite the view's values, False if it must add to them.
+        """
         stale = index in self.stale
         self.stale.discard(index)
         return self.views[index], stale
@@ -233,7 +234,7 @@ class GradientReducer:
             if buffer is None:
                 buffer = self._pool.acquire(unit.flat.padded)
                 buffer[unit.flat.numel :].zero_()
-            views = unit.flat.parameter_views(buffer)
+            views = unit.flat.view_parameters(buffer)
             self._open[name] = UnshardedGradient(buffer, views, set(range(len(views))))
         return self._open[name]
 
@@ -300,11 +301,12 @@ class GradientReducer:
 
 
 class ParameterPrefetcher(Units):
-    """Hooks that the model calls before and after each FSDP unit (embedding, layer, head) of one pipeline stage: they
+    """Hooks that the model calls before and after each FSDP unit (embedding, layer, head) of one pipeline stage. They
     all-gather the next unit's parameters while a unit computes and, under ZeRO-3, reshard a unit after use.
 
-    `units`: unit names in forward order; `needs`: unit name -> flat buffers whose parameters it uses. Attribute
-    `keeps_last`: True if the last unit stays unsharded after forward, because its backward follows immediately."""
+    `units`: unit names in forward order; `needs`: {unit name: flat buffers whose parameters it uses}. Attribute
+    `keeps_last`: True if the last unit stays unsharded after forward, because its backward follows immediately.
+    """
 
     def __init__(self, units: Sequence[str], needs: Mapping[str, Sequence[FsdpUnit]]) -> None:
         self.keeps_last = True
@@ -347,7 +349,8 @@ class ParameterPrefetcher(Units):
 
     def _unshard(self, name: str, prefetched: str | None) -> None:
         """Unshard the parameters that the FSDP unit `name` uses (wait for their all-gathers), and start the all-gathers
-        for the unit `prefetched` (None: for none)."""
+        of the unit `prefetched` (None: of none).
+        """
         for each in (name, prefetched):
             for unit in () if each is None else self._sharded[each]:
                 unit.start_all_gather()
@@ -355,8 +358,9 @@ class ParameterPrefetcher(Units):
             unit.unshard()
 
     def _enter_backward(self, name: str) -> None:
-        """Unshard the FSDP unit `name` before its backward pass and start the all-gather of the unit before it. An
-        embedding is not all-gathered: its lookup needs no parameters in backward."""
+        """Unshard the FSDP unit `name` before its backward pass and start the all-gather of the unit that follows in
+        backward. An embedding is not all-gathered: its backward needs no parameters.
+        """
         if name not in LOOKED_UP:
             before = self._previous.get(name)
             self._unshard(name, None if before in LOOKED_UP else before)

@@ -129,7 +129,7 @@ class ZeroEngine:
 
     def _list_unit_names(self, stage: Stage) -> list[str]:
         """Return the names of the trained flat buffers that a pipeline stage uses, in the order of first use."""
-        units = [unit for name in self.partition.needed(stage) for unit in self._units_of[name]]
+        units = [unit for name in self.partition.needed_units(stage) for unit in self._units_of[name]]
         return [unit.flat.name for unit in units if unit.trainable]
 
     # --- one step
@@ -182,12 +182,13 @@ class ZeroEngine:
         self._partial.all_reduce()
 
     def squared_norm_share(self) -> torch.Tensor:
-        """Return this rank's contribution to the squared global gradient norm (float64 scalar); the contributions of
-        all ranks (`mesh.world`) sum to the squared norm. It is infinite or NaN if any gradient is. An element that n
-        ranks hold is counted by each of them with weight 1 / n."""
+        """Return this rank's contribution to the squared global gradient norm, float64 scalar; the contributions of all
+        ranks (`mesh.world`) sum to it. An element that n ranks hold counts 1 / n on each. The result is infinite or NaN
+        if any gradient is.
+        """
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for unit in self.shards:
-            for low, high, copies in unit.flat.ranges_by_copies(unit.start, unit.stop):
+            for low, high, copies in unit.flat.split_by_copies(unit.start, unit.stop):
                 total += _squared_norm(unit.gradient[low - unit.start : high - unit.start]) / (copies * unit.replicas)
         return total
 
@@ -219,12 +220,13 @@ class ZeroEngine:
         return self.slices_like("master", [shard.master for shard in self.shards], owned)
 
     def slices_like(self, kind: str, tensors: Sequence[torch.Tensor], owned: bool) -> list[TensorSlice]:
-        """Return one kind of optimizer state, such as Adam's first moment, as slices of parameter entries (checkpoint
-        tensors), with the element ranges of the slices that `master_slices` returns.
+        """Return optimizer state of one kind, such as Adam's first moment, as slices of parameter entries (checkpoint
+        tensors), cut like the slices of `master_slices`.
 
         `kind`: label of the slices, such as "exp_avg". `tensors`: one 1-D tensor for each unit in `shards`, as long as
-        the unit's master weights. `owned`: True for the slices that this rank writes to a checkpoint, False for all
-        that it must read."""
+        its master weights. `owned`: True for the slices that this rank writes to a checkpoint, False for all that it
+        must read.
+        """
         slices: list[TensorSlice] = []
         position = self.mesh.tp.rank if owned else None
         for tensor, unit in zip(tensors, self.shards, strict=True):

@@ -11,7 +11,7 @@ from meshwright.errors import UserError
 from meshwright.limits import limit_error
 from meshwright.names import LISTED, TOKENIZERS, unknown
 from meshwright.spec.config import ModelConfig
-from meshwright.spec.config_fields import foreign_architecture_note
+from meshwright.spec.config_fields import format_foreign_architecture_warning
 from meshwright.spec.config_from_recipe import config_from_recipe, with_adapter
 from meshwright.spec.config_json import config_from_huggingface, config_from_path, read_config
 from meshwright.spec.families import FAMILIES
@@ -73,7 +73,7 @@ def model_substitution_note(wanted: ModelConfig | str | Path | Mapping[str, Any]
         return None
     data = wanted if isinstance(wanted, Mapping) else read_config(wanted)
     family = FAMILIES[data["model_type"]]
-    return foreign_architecture_note(data, family)
+    return format_foreign_architecture_warning(data, family)
 
 
 def is_recipe(wanted: object) -> bool:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.comm import collectives
-from meshwright.comm.backend import group_backends
+from meshwright.comm.backend import get_group_backends
 from meshwright.comm.mesh import Mesh
 from meshwright.launcher.host_memory import read_machine_memory
 from meshwright.layout import Layout
@@ -116,7 +116,7 @@ def measure(
     torch.set_num_threads(threads)
     watch = Stopwatch()
     measured = Measured(
-        backend=group_backends(None)[mesh.device.type] if dist.is_initialized() else "none",
+        backend=get_group_backends(None)[mesh.device.type] if dist.is_initialized() else "none",
         ranks=mesh.tp.size,
         threads=threads,
         products=tuple(products),

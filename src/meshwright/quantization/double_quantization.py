@@ -21,10 +21,11 @@ NAME = "nf4-double"
 
 
 @functools.cache
-def _scale_tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the 256 levels of bitsandbytes' dynamic 8-bit format (Dettmers 2015, arXiv:1511.04561: a sign, a decimal
-    exponent in unary, and a fraction of the remaining bits), [256], and the midpoints between them, [255]; float32, on
-    `device`."""
+def _build_scale_tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the 256 quantization levels of bitsandbytes' dynamic 8-bit format [256] and the midpoints between
+    neighbouring levels [255], float32 on `device`. A level is a sign, a decimal exponent in unary and a fraction of the
+    remaining bits (Dettmers 2015, arXiv:1511.04561).
+    """
     levels = [0.0, 1.0]
     for exponent in range(7):
         edges = torch.linspace(0.1, 1, 2**exponent + 1, dtype=torch.float32)
@@ -38,47 +39,68 @@ class Matrix(Protocol):
     """Interface of a matrix of a checkpoint: its name, number of elements, and shape [output, input]."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name of the matrix in the checkpoint."""
+
     @property
-    def numel(self) -> int: ...
+    def numel(self) -> int:
+        """Number of elements of the whole matrix."""
+
     @property
-    def model_shape(self) -> tuple[int, ...]: ...
+    def model_shape(self) -> tuple[int, ...]:
+        """Shape of the whole matrix in memory, [output, input]."""
 
 
 class ColumnRange(Protocol):
-    """Interface of a range [start, stop) of the columns of a matrix that has `total` columns."""
+    """Interface of a range [start, stop) of columns of a matrix, such as the range that tensor parallelism gives to a
+    rank.
+    """
 
     @property
-    def start(self) -> int: ...
+    def start(self) -> int:
+        """Index of the first column."""
+
     @property
-    def stop(self) -> int: ...
+    def stop(self) -> int:
+        """Index after the last column."""
+
     @property
-    def total(self) -> int: ...
+    def total(self) -> int:
+        """Number of columns of the whole matrix."""
 
 
 class BufferSlice(Protocol):
-    """Interface of a slice of a matrix in a flat buffer: the buffer elements [offset, offset + numel) are the elements
-    [begin, begin + numel) of the flattened `entry`; `columns`: `begin` counts only the elements of these columns (None:
-    all)."""
+    """Interface of a slice of a flat buffer that holds consecutive elements of one matrix, row by row."""
 
     @property
-    def entry(self) -> Matrix: ...
+    def entry(self) -> Matrix:
+        """Matrix of which the slice holds elements."""
+
     @property
-    def offset(self) -> int: ...
+    def offset(self) -> int:
+        """Index in the buffer of the slice's first element."""
+
     @property
-    def numel(self) -> int: ...
+    def numel(self) -> int:
+        """Number of elements in the slice."""
+
     @property
-    def begin(self) -> int: ...
+    def begin(self) -> int:
+        """Index in the flattened matrix (or in its flattened `columns`) of the slice's first element."""
+
     @property
-    def columns(self) -> ColumnRange | None: ...
+    def columns(self) -> ColumnRange | None:
+        """Columns of the matrix to which the slice is limited; None: all columns."""
 
 
 class _Region(NamedTuple):
-    """Blocks [first, stop) of a buffer, which are blocks of one matrix.
+    """Range [first, stop) of a buffer's blocks (64 weights each) that belong to one matrix.
 
-    begin: index of the first among the blocks of the matrix, or of its columns that the buffer has; columns: first
-    block, number of blocks in the buffer and in the matrix of each row; base: index in the scales of the matrix's mean,
-    which its groups follow."""
+    begin: index of block `first` among the matrix's blocks, or among those of the columns that the buffer holds.
+    columns: for each row of the matrix (first block in the buffer, number of blocks in the buffer, number of blocks in
+    the matrix). base: index in `DoubleQuantized.scales` of the mean of the matrix's scales, which the values of its
+    groups follow.
+    """
 
     first: int
     stop: int
@@ -86,8 +108,10 @@ class _Region(NamedTuple):
     columns: tuple[int, int, int]
     base: int
 
-    def group_indices(self, first: int, stop: int, device: torch.device) -> torch.Tensor:
-        """Return the index among the scales of the group of each buffer block in [first, stop): int32."""
+    def compute_group_indices(self, first: int, stop: int, device: torch.device) -> torch.Tensor:
+        """Return for each buffer block in [first, stop) the index of its group's value in `DoubleQuantized.scales`,
+        int32 [stop - first] on `device`.
+        """
         shift, (start, width, total) = self.begin - self.first, self.columns
         blocks = torch.arange(first + shift, stop + shift, dtype=torch.int32, device=device)
         if width != total:
@@ -96,11 +120,13 @@ class _Region(NamedTuple):
 
 
 class DoubleQuantized(QuantizedFormat):
-    """Storage format of a buffer of NF4 weights with quantized scales. Blocks of the buffer in no slice are padding and
-    dequantize to 0. slices: the slices of matrices (parameter entries) that the buffer holds.
+    """Storage format of a flat buffer of NF4 weights with double quantization: the scales of the blocks are quantized
+    to 8 bits too. slices: the slices of matrices that the buffer holds; all other blocks are padding and dequantize to
+    0.
 
-    Attribute `scales`: one float32 tensor: for each matrix the mean of its scales and the largest absolute
-    difference from the mean in each group of 256 blocks."""
+    Attribute `scales`: a tuple of one float32 tensor; for each matrix, the mean of its block scales, then the largest
+    absolute difference from this mean in each group of 256 blocks.
+    """
 
     def __init__(self, slices: Sequence[BufferSlice]) -> None:
         super().__init__(NAME)
@@ -123,51 +149,61 @@ class DoubleQuantized(QuantizedFormat):
         for name, entry in self._entries.items():
             self._incomplete[bases[name] + count_groups(entry.numel)] = entry.numel % (BLOCK * GROUP) != 0
 
-    def measure(self, read_slice: ReadEntry, device: torch.device) -> None:
-        """Compute `scales` on `device` from whole matrices, which `read_slice` reads: their mean and their groups'
-        largest values do not depend on the layout."""
-        parts = [measure_scales(read_slice(entry, 0, entry.numel, None)).cpu() for entry in self._entries.values()]
+    def compute_scales(self, read_slice: ReadEntry, device: torch.device) -> None:
+        """Compute the attribute `scales` on `device` from the whole matrices, which `read_slice` reads, so that it does
+        not depend on the layout.
+        """
+        parts = [
+            compute_scale_statistics(read_slice(entry, 0, entry.numel, None)).cpu() for entry in self._entries.values()
+        ]
         self.scales = (torch.cat(parts).to(device),)
 
-    def _overlaps(self, first: int, stop: int) -> Iterator[tuple[_Region, int, int]]:
+    def _find_overlaps(self, first: int, stop: int) -> Iterator[tuple[_Region, int, int]]:
         """Yield (region, low, high) for each region that overlaps the buffer blocks [first, stop), in ascending order;
-        the overlap is [low, high)."""
+        [low, high) are the blocks that they have in common.
+        """
         for region in self._regions:
             low, high = max(first, region.first), min(stop, region.stop)
             if low < high:
                 yield region, low, high
 
-    def _store_scales(self, scales: torch.Tensor, first: int) -> torch.Tensor:
-        """Return the 8-bit codes of `scales` [blocks], the largest absolute values of blocks: uint8 [blocks, 1], those
-        of bitsandbytes' PyTorch implementation, bit for bit. `first`: index in the buffer of the first block."""
+    def _encode_scales(self, scales: torch.Tensor, first: int) -> torch.Tensor:
+        """Quantize the block scales `scales` [blocks] to 8 bits; return the codes, uint8 [blocks, 1], equal to those of
+        bitsandbytes' PyTorch implementation bit for bit. `first`: index in the buffer of the first block.
+        """
         known, incomplete = self.scales[0].to(scales.device), self._incomplete.to(scales.device)
-        bounds = _scale_tables(scales.device)[1]
+        bounds = _build_scale_tables(scales.device)[1]
         codes = torch.zeros(len(scales), dtype=torch.uint8, device=scales.device)
-        for region, low, high in self._overlaps(first, first + len(scales)):
-            part, groups = slice(low - first, high - first), region.group_indices(low, high, scales.device)
+        for region, low, high in self._find_overlaps(first, first + len(scales)):
+            part, groups = slice(low - first, high - first), region.compute_group_indices(low, high, scales.device)
             centred, largest = scales[part] - known[region.base], known[groups].clamp(min=1e-38)
             # bitsandbytes divides in an incomplete group, and multiplies by the reciprocal in others.
             scaled = torch.where(incomplete[groups], centred / largest, centred * (1.0 / largest)).clamp(-1, 1)
             codes[part] = torch.bucketize(scaled, bounds, out_int32=True).to(torch.uint8)
         return codes[:, None]
 
-    def _load_scales(self, stored: torch.Tensor, first: int) -> torch.Tensor:
-        """Return the scales, float32 [blocks, 1], of which records hold the codes `stored` [blocks, 1]. `first`: index
-        in the buffer of the first block."""
+    def _decode_scales(self, stored: torch.Tensor, first: int) -> torch.Tensor:
+        """Dequantize the block scales from their 8-bit codes `stored` [blocks, 1]; return float32 [blocks, 1]. `first`:
+        index in the buffer of the first block.
+        """
         known, end = self.scales[0], first
-        scales = _scale_tables(stored.device)[0].index_select(0, stored.flatten().int())
-        for region, low, high in self._overlaps(first, first + len(stored)):
+        scales = _build_scale_tables(stored.device)[0].index_select(0, stored.flatten().int())
+        for region, low, high in self._find_overlaps(first, first + len(stored)):
             if low > end:
                 scales[end - first : low - first] = 0.0
             part, end = scales[low - first : high - first], high
-            part.mul_(known.index_select(0, region.group_indices(low, high, stored.device))).add_(known[region.base])
+            part.mul_(known.index_select(0, region.compute_group_indices(low, high, stored.device))).add_(
+                known[region.base]
+            )
         scales[end - first :] = 0.0
         return scales[:, None]
 
 
-def measure_scales(values: torch.Tensor) -> torch.Tensor:
-    """Return the mean of the scales of a matrix's blocks, then the largest absolute difference from it in each group of
-    256 blocks: float32 [1 + groups]. values: the flattened matrix."""
+def compute_scale_statistics(values: torch.Tensor) -> torch.Tensor:
+    """Return the second-level scales of a matrix for double quantization, float32 [1 + groups]: the mean of its block
+    scales, then the largest absolute difference from this mean in each group of 256 blocks. values: the matrix,
+    flattened.
+    """
     largest = torch.linalg.vector_norm(values.reshape(-1, BLOCK), torch.inf, dim=1).float()
     mean = largest.mean()
     centred = torch.nn.functional.pad((largest - mean).abs(), (0, -len(largest) % GROUP))

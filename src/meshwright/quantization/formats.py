@@ -14,15 +14,16 @@ __all__ = ["UnquantizedFormat", "get_weight_format", "round_trip"]
 
 
 def get_weight_format(name: str | None, slices: Sequence[BufferSlice] = ()) -> UnquantizedFormat:
-    """Return the storage format of a weight buffer by its name, "nf4", "nf4-double" or "int8"; None: not quantized.
-    slices: the slices of matrices that the buffer holds."""
+    """Return the storage format of a flat weight buffer: "nf4", "nf4-double" or "int8" (`name`); None: not quantized.
+    slices: the slices of matrices that the buffer holds, needed for "nf4-double" only.
+    """
     if name == NAME:
         return DoubleQuantized(slices)
     return UNPACKED if name is None else QuantizedFormat(name)
 
 
 class _OneMatrix(NamedTuple):
-    """Slice of a buffer that holds one matrix and nothing else, which is `entry` too."""
+    """Buffer slice that holds a single matrix as a whole; it is also that matrix (attribute `entry`)."""
 
     model_shape: tuple[int, ...]
     numel: int
@@ -33,14 +34,15 @@ class _OneMatrix(NamedTuple):
 
     @property
     def entry(self) -> Matrix:
-        """The matrix."""
+        """Matrix that the slice holds: this object."""
         return self
 
 
 def round_trip(name: str, values: torch.Tensor) -> torch.Tensor:
-    """Quantize the weights `values` of one matrix, row-major [output, input] or flattened, and dequantize them; return
-    the result in float64, same shape. Shows the rounding error of the format `name`."""
+    """Quantize the weights `values` of one matrix to the format `name` and dequantize them again, to measure the
+    rounding error; return float64 of the same shape. values: row-major [output, input] or flattened.
+    """
     flat = values.reshape(-1)
     form = get_weight_format(name, [_OneMatrix((1, flat.numel()), flat.numel())])
-    form.measure(lambda *_: flat, flat.device)
+    form.compute_scales(lambda *_: flat, flat.device)
     return form.unpack(form.pack(flat), torch.float32).double().view(values.shape)

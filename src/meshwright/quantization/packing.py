@@ -46,14 +46,17 @@ tensor of a checkpoint), flattened as the model stores it."""
 
 
 class UnquantizedFormat:
-    """Storage format of a flat weight buffer whose items are the weights themselves, one item per weight. Base class of
-    `QuantizedFormat`, whose items are bytes. Attributes: `dtype`: dtype of the buffer; None: the dtype of the weights.
-    `scales`: tensors beside the buffer that dequantization needs."""
+    """Storage format of a flat weight buffer that holds the weights themselves, one buffer item per weight. Base class
+    of `QuantizedFormat`, whose buffer items are bytes.
+
+    Attributes: `dtype`: dtype of the buffer; None: that of the weights. `scales`: tensors in addition to the buffer
+    that dequantization reads.
+    """
 
     dtype: torch.dtype | None = None
     scales: tuple[torch.Tensor, ...] = ()
 
-    def count(self, elements: int) -> int:
+    def count_items(self, elements: int) -> int:
         """Return the number of buffer items that store `elements` weights: here the same number."""
         return elements
 
@@ -61,24 +64,28 @@ class UnquantizedFormat:
         """Return the number of weights that `items` buffer items store: here the same number."""
         return items
 
-    def measure(self, read_slice: ReadEntry, device: torch.device) -> None:
-        """Do nothing, as this format has no scales. Formats with scales of whole matrices compute `scales` here on
-        `device`, before the buffer is filled, from the weights that `read_slice` returns."""
+    def compute_scales(self, read_slice: ReadEntry, device: torch.device) -> None:
+        """Compute the attribute `scales`, before the buffer is filled; here nothing, as this format has no scales.
+        read_slice: returns the weights of a matrix. device: device of the scales.
+        """
 
     def pack(self, values: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """Convert weights `values` [n] to buffer items: `values` itself. `start`: number of weights in the buffer
-        before them."""
+        """Convert weights `values` [n] to buffer items; here return `values` unchanged. `start`: number of weights that
+        precede them in the buffer.
+        """
         return values
 
     def unpack(self, items: torch.Tensor, dtype: torch.dtype, start: int = 0) -> torch.Tensor:
-        """Convert buffer items [n] to weights [n]: `items` itself. `dtype`: ignored here; a quantized format
-        dequantizes to it. `start`: number of weights in the buffer before them."""
+        """Convert buffer items [n] to weights [n] of `dtype`; here return `items` unchanged, whatever `dtype`. `start`:
+        number of weights that precede them in the buffer.
+        """
         return items
 
     def bind(self, layer: Any, start: int, items: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Return the data of the parameter of `layer` whose buffer items are `items` [n]: a view in the shape `shape`,
-        or records, in which case the layer's product dequantizes them from now on. `start`: number of weights in the
-        buffer before the parameter."""
+        """Return the tensor that becomes the data of a parameter of `layer`: here its buffer items [n], viewed in
+        `shape`. A quantized format returns the bytes instead and makes `layer` dequantize them in forward. `start`:
+        number of weights that precede the parameter in the buffer.
+        """
         return self.view(items, shape)
 
     def view(self, items: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -90,8 +97,9 @@ UNPACKED = UnquantizedFormat()
 
 
 class QuantizedFormat(UnquantizedFormat):
-    """Storage format of weights quantized in blocks of 64 elements; the buffer items are bytes (uint8). name: "nf4" or
-    "int8"; "nf4-double" is that of the subclass `DoubleQuantized`."""
+    """Storage format of a flat weight buffer (uint8) that holds weights quantized in blocks of 64. name: "nf4" or
+    "int8"; "nf4-double" is the subclass `DoubleQuantized`.
+    """
 
     dtype = torch.uint8
 
@@ -100,12 +108,11 @@ class QuantizedFormat(UnquantizedFormat):
 
     @property
     def record_bytes(self) -> int:
-        """Size in bytes of a record: the codes and the scale of a block of 64 elements."""
+        """Size in bytes of a record, which stores the codes and the scale of one block of 64 weights."""
         return RECORD_BYTES[self.name]
 
-    def count(self, elements: int) -> int:
-        """Return the size in bytes of `elements` quantized weights with their scales. `elements` must be a multiple of
-        64."""
+    def count_items(self, elements: int) -> int:
+        """Return the size in bytes of `elements` quantized weights (a multiple of 64), scales included."""
         assert elements % BLOCK == 0, elements
         return elements // BLOCK * self.record_bytes
 
@@ -114,20 +121,22 @@ class QuantizedFormat(UnquantizedFormat):
         return items // self.record_bytes * BLOCK
 
     def view(self, items: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Return `items`, the quantized bytes of a weight, unchanged, since they cannot be viewed as a weight of shape
-        `shape`."""
+        """Return `items`, the quantized bytes of a weight, unchanged: they cannot be viewed in `shape`, the shape of
+        the weight.
+        """
         return items
 
     def bind(self, layer: Any, start: int, items: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Make the product of the linear layer `layer` dequantize its weight by this format; return the weight's
-        records `items`. `start`: number of weights in the buffer before it; `shape`: ignored."""
+        """Make the linear layer `layer` dequantize its weight in forward; return the weight's quantized bytes `items`,
+        the data of its parameter. `start`: number of weights that precede this one in the buffer; `shape`: ignored.
+        """
         layer.packed = QuantizedMatmul(self, layer.packed.shape, start)
         return items
 
     def pack(self, values: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """Quantize weights `values` [n], n a multiple of 64; return their records, uint8 [n / 64 x record bytes]. The
-        codes and scales of NF4 are those of bitsandbytes, bit for bit. `start`: number of weights in the buffer before
-        them."""
+        """Quantize weights `values` [n], n a multiple of 64; return uint8 [n / 64 x record bytes]. Codes and scales of
+        NF4 are those of bitsandbytes, bit for bit. `start`: number of weights that precede them in the buffer.
+        """
         blocks = values.reshape(-1, BLOCK).float()
         largest = blocks.abs().amax(dim=1)
         scaled = (blocks * (1.0 / largest.clamp(min=1e-38))[:, None]).clamp(-1, 1)
@@ -136,21 +145,24 @@ class QuantizedFormat(UnquantizedFormat):
             codes = (code[:, ::2] << 4) | code[:, 1::2]
         else:
             codes = (scaled * 127).round().to(torch.int8).view(torch.uint8)
-        return torch.cat([codes, self._store_scales(largest, start // BLOCK)], dim=1).flatten()
+        return torch.cat([codes, self._encode_scales(largest, start // BLOCK)], dim=1).flatten()
 
-    def _store_scales(self, scales: torch.Tensor, first: int) -> torch.Tensor:
-        """Return the bytes that records hold of `scales` [blocks], the largest absolute values of blocks: uint8
-        [blocks, bytes]. `first`: index in the buffer of the first block."""
+    def _encode_scales(self, scales: torch.Tensor, first: int) -> torch.Tensor:
+        """Return the bytes by which records store the block scales `scales` [blocks], uint8 [blocks, bytes]: here their
+        float32 bits. `first`: index in the buffer of the first block.
+        """
         return scales[:, None].view(torch.uint8)
 
-    def _load_scales(self, stored: torch.Tensor, first: int) -> torch.Tensor:
-        """Return the scales, float32 [blocks, 1], of which records hold the bytes `stored` [blocks, bytes]. `first`:
-        index in the buffer of the first block."""
+    def _decode_scales(self, stored: torch.Tensor, first: int) -> torch.Tensor:
+        """Return the block scales, float32 [blocks, 1], that records store as the bytes `stored` [blocks, bytes].
+        `first`: index in the buffer of the first block.
+        """
         return stored.contiguous().view(torch.float32)
 
     def unpack(self, records: torch.Tensor, dtype: torch.dtype, start: int = 0) -> torch.Tensor:
-        """Dequantize `records`, uint8 [n / 64 x record bytes], to weights [n] in `dtype`, computed in float32 as by
-        bitsandbytes. `start`: number of weights in the buffer before them."""
+        """Dequantize `records`, uint8 [n / 64 x record bytes], to weights [n] of `dtype`, computed in float32 as by
+        bitsandbytes. `start`: number of weights that precede them in the buffer.
+        """
         records, block = records.view(-1, self.record_bytes), start // BLOCK
         at_once = UNPACKED_AT_ONCE.get(records.device.type, len(records))
         if len(records) <= at_once or torch.compiler.is_compiling():
@@ -162,10 +174,11 @@ class QuantizedFormat(UnquantizedFormat):
         return values.flatten()
 
     def _unpack(self, records: torch.Tensor, dtype: torch.dtype, first: int) -> torch.Tensor:
-        """Dequantize `records` [blocks, record bytes], uint8; return the weights [blocks, 64] in `dtype`. `first`:
-        index in the buffer of the first block."""
+        """Dequantize `records`, uint8 [blocks, record bytes], without chunking; return weights [blocks, 64] of `dtype`.
+        `first`: index in the buffer of the first block.
+        """
         width = BLOCK if self.name == "int8" else BLOCK // 2
-        codes, largest = records[:, :width], self._load_scales(records[:, width:], first)
+        codes, largest = records[:, :width], self._decode_scales(records[:, width:], first)
         if self.name != "int8":
             pairs = _build_nf4_pairs(records.device).index_select(0, codes.reshape(-1).int())
             return pairs.view(torch.float32).view(-1, BLOCK).mul_(largest).to(dtype)
@@ -173,9 +186,12 @@ class QuantizedFormat(UnquantizedFormat):
 
 
 class QuantizedMatmul:
-    """Function that computes the product x Wᵀ of a linear layer whose frozen weight W [outputs, inputs] is quantized
-    (QLoRA); W is dequantized for the product, and again in backward. `packing`: storage format of the buffer that holds
-    W; `shape`: shape of W on this rank, [outputs, inputs]; `start`: number of weights in the buffer before W."""
+    """Callable that computes x Wᵀ for a linear layer with a frozen, quantized weight W [outputs, inputs] (QLoRA); W is
+    dequantized in forward and again in backward.
+
+    packing: storage format of the buffer that holds W. shape: shape of W on this rank. start: number of weights that
+    precede W in the buffer.
+    """
 
     def __init__(self, packing: QuantizedFormat, shape: tuple[int, ...], start: int = 0) -> None:
         self.storage_format, self.shape, self.start = packing, shape, start

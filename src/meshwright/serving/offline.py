@@ -25,7 +25,7 @@ from meshwright.serving.request import Output, Request
 from meshwright.serving.sampling import InvalidLogits
 from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.weights import read_decoder_config
-from meshwright.spec.block_tables import MOST_TABLES
+from meshwright.spec.block_tables import MAX_TABLES
 from meshwright.threads import choose_threads
 
 _STEP_SECONDS = 24 * 3600.0  # long, as no client waits
@@ -55,7 +55,7 @@ def build_offline_engine(
     limits = plan_offline(directory, mesh.layout, dtype, mesh.device.type)
     if scoring:
         # One more block in each of the model's block tables.
-        limits = replace(limits, blocks=limits.blocks + MOST_TABLES, max_length=limits.max_length + 1)
+        limits = replace(limits, blocks=limits.blocks + MAX_TABLES, max_length=limits.max_length + 1)
     threads = choose_threads(mesh.layout.world_size)
     plan = RankPlan(str(directory), str(mesh.layout), dtype, limits, threads, instruction_set=instruction_set)
     return build_engine(plan, mesh)

@@ -21,7 +21,7 @@ from meshwright.spec.block_tables import serving_stages
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_from_path
 from meshwright.spec.parameters import ParameterEntry, parameter_table
-from meshwright.spec.stages import Stage, units_of
+from meshwright.spec.stages import Stage, list_stage_units
 
 
 def read_decoder_config(directory: Path) -> ModelConfig:
@@ -59,7 +59,7 @@ class RankWeights:
         self._names = match_entries(self._files, table, self.config)
         self._buffers: dict[str, tuple[FlatLayout, PlacedTensor]] = {}  # of each model parameter, and its place there
         coordinates = mesh.layout.coordinates(mesh.rank)
-        needed = {name for unit in units_of(table, self.stage) for name in table.needed_by(unit)}
+        needed = {name for unit in list_stage_units(table, self.stage) for name in table.needed_by(unit)}
         for unit in (unit for unit in table.units if unit in needed):
             for part in table.unit_buffers(unit, mesh.layout):
                 flat = make_flat_layout(table, unit, 1, mesh.layout, coordinates, part)
@@ -72,8 +72,8 @@ class RankWeights:
     def is_bfloat16(self, name: str) -> bool:
         """Return True if the checkpoint's files have the model parameter `name` in bfloat16."""
         flat, placed = self._buffers[name]
-        parts = flat.slices_within(placed.offset, placed.offset + placed.numel)
-        tensors = {name for part, _, _ in parts for name in self._files.parts(self._names[part.entry.name])}
+        parts = flat.find_slices(placed.offset, placed.offset + placed.numel)
+        tensors = {name for part, _, _ in parts for name in self._files.stored_names(self._names[part.entry.name])}
         return all(self._files.dtype(name) == "BF16" for name in tensors)
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -81,7 +81,7 @@ class RankWeights:
         padding is 0. It is a view of the memory-mapped file if the file has it in this form."""
         self._release_pages()
         flat, placed = self._buffers[name]
-        found = list(flat.slices_within(placed.offset, placed.offset + placed.numel))
+        found = list(flat.find_slices(placed.offset, placed.offset + placed.numel))
         entries = [part.entry for part, _, _ in found]  # none where all is padding
         if len(entries) == 1 and found[0][0].numel == entries[0].numel == placed.numel and not entries[0].transposed:
             value = self._read_entry(entries[0]).reshape(-1)

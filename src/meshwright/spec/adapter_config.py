@@ -17,14 +17,16 @@ RECORD_BYTES = {"nf4": BLOCK // 2 + 4, "nf4-double": BLOCK // 2 + 1, "int8": BLO
 
 
 def count_groups(elements: int) -> int:
-    """Return the number of groups of 256 blocks of a matrix of `elements` weights; the last may have fewer."""
+    """Return the number of groups of block scales that double quantization forms for a matrix of `elements` weights:
+    one for every 256 blocks of 64 weights, rounded up.
+    """
     return -(-elements // (BLOCK * GROUP))
 
 
-def scale_bytes(elements: int) -> int:
-    """Return the bytes that double quantization (QLoRA) stores for a matrix of `elements` weights besides its blocks of
-    64 weights with their 8-bit scales: a float32 scale for each group of 256 block scales, and the float32 mean of the
-    block scales."""
+def count_scale_bytes(elements: int) -> int:
+    """Return the bytes of second-level scales that double quantization (QLoRA) stores for a matrix of `elements`
+    weights: a float32 number for each group of 256 block scales, and the float32 mean of the block scales.
+    """
     return 4 * (1 + count_groups(elements))
 
 

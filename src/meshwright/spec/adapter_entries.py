@@ -44,9 +44,11 @@ def find_adaptable_entries(entries: Sequence[ParameterEntry]) -> dict[str, Param
 
 
 def matches(module: str, target: str) -> bool:
-    """Return True if `target` selects the linear layer with the Hugging Face name `module`. target: as PEFT writes it:
-    a full module name, its last parts ("q_proj"), a pattern with * ? or [], or "all-linear", which matches every name
-    (`_selects` then leaves out routed experts)."""
+    """Return True if `target` selects the linear layer with the Hugging Face name `module`.
+
+    target: as PEFT writes it: a full module name, its last parts ("q_proj"), a pattern with * ? or [], or "all-linear",
+    which matches every name (`_selects` excludes routed experts).
+    """
     if any(character in target for character in "*?["):
         return fnmatchcase(module, target)
     return target in (ALL_LINEAR, module) or module.endswith(f".{target}")
@@ -100,8 +102,9 @@ def name_adapter_tensor(weight: str, part: str) -> str:
 
 
 def add_adapter_entries(entries: Sequence[ParameterEntry], adapter: AdapterConfig) -> list[ParameterEntry]:
-    """Return the entries of a base model, frozen, followed by those of its adapter. Raises `UserError` if a target
-    matches no linear layer, or the rank is above a layer's smaller width."""
+    """Return the parameter entries of a base model, frozen, followed by those of the adapter `adapter`. Raises
+    `UserError` if a target matches no linear layer, or the rank is above a layer's smaller width.
+    """
     linear = find_adaptable_entries(entries).values() if adapter.packed else ()
     quantized = {entry.name for entry in linear if entry.expert is None}
     found = [

@@ -16,7 +16,7 @@ from meshwright.untrusted import read_json
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
-LARGEST_RANK = 65536
+MAX_RANK = 65536
 
 # Keys of PEFT under which an adapter computes something else, and the values that leave them unused.
 _UNUSED: dict[str, tuple[Any, ...]] = {
@@ -28,8 +28,9 @@ _UNUSED: dict[str, tuple[Any, ...]] = {
 
 
 def adapter_to_peft(config: ModelConfig) -> dict[str, Any]:
-    """Return the content of `adapter_config.json` for the adapter of a model configuration, as PEFT writes it.
-    `target_modules` are the last parts of the modules' names if these select the same layers, else full names."""
+    """Return the content of `adapter_config.json`, as PEFT writes it, for the adapter of a model configuration.
+    `target_modules` lists the last parts of the module names if these select the same layers, else full names.
+    """
     adapter = config.adapter
     assert adapter is not None
     entries = parameter_table(dataclasses.replace(config, adapter=None)).entries
@@ -63,8 +64,9 @@ def settings_to_peft(adapter: AdapterConfig, modules: list[str]) -> dict[str, An
 
 
 def find_base_directory(directory: Path) -> Path | None:
-    """Return the directory of the base model that the `adapter_config.json` in a PEFT directory names; None without
-    such a file or such a directory."""
+    """Return the base model's directory that `adapter_config.json` in the PEFT directory `directory` names; None if the
+    file or the base directory does not exist.
+    """
     try:
         base = read_json(directory / ADAPTER_CONFIG).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError):
@@ -90,8 +92,8 @@ def read_adapter_config(directory: str | Path, tensors: Iterable[str]) -> Adapte
         if data.get(key) not in unused:
             raise UserError(f"{path}: {key} is set, and adapters with it are not supported; leave it unset in PEFT")
     rank, alpha = data.get("r"), data.get("lora_alpha")
-    if type(rank) is not int or not 1 <= rank <= LARGEST_RANK:
-        raise UserError(f"{path}: r must be a whole number from 1 to {LARGEST_RANK}")
+    if type(rank) is not int or not 1 <= rank <= MAX_RANK:
+        raise UserError(f"{path}: r must be a whole number from 1 to {MAX_RANK}")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < 1e9:
         raise UserError(f"{path}: lora_alpha must be a positive number")
     if data.get("use_dora") and data.get("use_rslora"):

@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from meshwright.spec.config import ModelConfig
-from meshwright.spec.stages import Stage, stages_of
+from meshwright.spec.stages import Stage, cut_into_stages
 
 BLOCK_TOKENS = 16
 """Tokens of a KV block."""
-MOST_TABLES = 8
+MAX_TABLES = 8
 """Maximum number of block tables of a model: each costs the scheduler time in every step."""
 _BALANCED_FOR = 2048  # sequence length for which pipeline stages are balanced
 
@@ -52,9 +52,10 @@ class BlockTables:
 
 
 def serving_stages(config: ModelConfig, count: int) -> tuple[Stage, ...]:
-    """Return the `count` pipeline stages into which a server cuts the model with configuration `config`, balanced in
-    FLOPs."""
-    return stages_of(config, count, min(_BALANCED_FOR, config.max_positions))
+    """Cut the model with configuration `config` into `count` pipeline stages for serving, balanced in FLOPs; return
+    them in order.
+    """
+    return cut_into_stages(config, count, min(_BALANCED_FOR, config.max_positions))
 
 
 def count_blocks(tokens: int) -> int:
@@ -69,10 +70,12 @@ def first_block_in_window(tokens: int, window: int | None) -> int:
 
 
 def max_blocks_held(tokens: int, windows: Sequence[int | None], chunk: int) -> tuple[int, ...]:
-    """Return the maximum number of KV blocks that a sequence of `tokens` tokens holds at once, for each block table
-    (list of KV blocks for the layers of one sliding window). With a window, only blocks that overlap the tokens of one
-    step and the window before them are held. windows: sliding window of each table in tokens; None: no window. chunk:
-    maximum number of tokens computed in a step."""
+    """Return, for each block table, the maximum number of KV blocks that a sequence of `tokens` tokens holds at once.
+    With a sliding window, only the blocks of one step's tokens and of the window before them are held.
+
+    windows: sliding window of each block table in tokens; None: no window. chunk: maximum number of tokens computed in
+    a step.
+    """
     blocks = count_blocks(tokens)
     return tuple(
         blocks if window is None else min(blocks, (window + chunk - 3) // BLOCK_TOKENS + 2) for window in windows
@@ -80,21 +83,25 @@ def max_blocks_held(tokens: int, windows: Sequence[int | None], chunk: int) -> t
 
 
 def max_sequence_tokens(blocks: int, windows: Sequence[int | None], chunk: int, limit: int) -> int:
-    """Return the maximum length of a sequence, in tokens and at most `limit`, that needs at most `blocks` KV blocks in
-    all block tables together. windows: sliding window of each block table in tokens; None: no window. chunk: maximum
-    number of tokens computed in a step."""
+    """Return the length in tokens, at most `limit`, of the longest sequence that fits into `blocks` KV blocks, over all
+    block tables.
+
+    windows: sliding window of each block table in tokens; None: no window. chunk: maximum number of tokens computed in
+    a step.
+    """
     return bisect_right(range(1, limit + 1), blocks, key=lambda tokens: sum(max_blocks_held(tokens, windows, chunk)))
 
 
 @lru_cache(maxsize=64)
 def block_tables(config: ModelConfig, stages: int) -> BlockTables:
-    """Choose the assignment of a model's layers to block tables of the paged KV cache, for serving in `stages` pipeline
-    stages. config: configuration of the model. Of the assignments with 1 to 8 tables, the one with the fewest KV-cache
-    bytes for a sequence of maximum length wins; in a tie, the one with the fewest tables."""
+    """Assign a model's layers to block tables of the paged KV cache, for serving in `stages` pipeline stages: with 1 to
+    8 tables, whichever number takes the fewest KV-cache bytes for a sequence of maximum length (in a tie, the fewest
+    tables). config: configuration of the model.
+    """
     counts = Counter(config.layer_window(layer) for layer in range(config.layers))
     longest = None if None in counts else max(window for window in counts if window is not None)
     shares = {tuple(-(-count // size) for count in counts.values()) for size in range(1, config.layers + 1)}
-    choices = [dict(zip(counts, share, strict=True)) for share in sorted(shares) if sum(share) <= MOST_TABLES]
+    choices = [dict(zip(counts, share, strict=True)) for share in sorted(shares) if sum(share) <= MAX_TABLES]
     cut = serving_stages(config, stages)
     return min(
         (_assign_layers(config, cut, choice) for choice in [{longest: 1}, *choices]),

@@ -5,39 +5,41 @@ documents."""
 from __future__ import annotations
 
 CHUNK_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 27}
-SMALLEST_CHUNK = 512  # tokens; smaller chunks would spend too much time on accumulating the weight gradient
+MIN_CHUNK_TOKENS = 512  # tokens; smaller chunks would spend too much time on accumulating the weight gradient
 
 
-def loss_chunks(tokens: int, vocabulary: int, device: str) -> list[int]:
+def split_loss_chunks(tokens: int, vocabulary: int, device: str) -> list[int]:
     """Split `tokens` tokens into chunks of nearly equal size for the chunked loss, which computes the logits of one
     chunk at a time; return the number of tokens of each chunk.
 
     `vocabulary`: number of logits per token that a tp rank computes, on the rank with the most, so that all tp ranks
     get the same chunks; `device`: "cpu" or "cuda".
     """
-    limit = max(SMALLEST_CHUNK, CHUNK_LOGITS.get(device, 1 << 27) // vocabulary)
+    limit = max(MIN_CHUNK_TOKENS, CHUNK_LOGITS.get(device, 1 << 27) // vocabulary)
     at_once = max(1, -(-tokens // max(1, -(-tokens // limit))))
     return [min(at_once, tokens - start) for start in range(0, tokens, at_once)]
 
 
 def keeps_head_gradient(tokens: int, vocabulary: int, layers: int, recompute: str, at_once: bool) -> bool:
-    """Return True if the last pipeline stage computes the gradient of the head's weight in its forward pass and keeps
-    it until backward, which then need not recompute the logits.
+    """Return True if the last pipeline stage computes the gradient of the head's weight in the forward pass and keeps
+    it until backward, which then need not recompute the logits. It does so
 
-    It does so if the backward pass follows immediately (`at_once` is True). Unless `recompute` is "full", it also does
-    so if the gradient (a matrix [V, H] for each micro-batch between its forward and its backward) takes at most half of
-    the stage's saved activations, counted as 16 tensors [T, H] per layer. `tokens`: T, tokens of a micro-batch on this
-    rank; `vocabulary`: V, logits per token on this rank; `layers`: number of layers of the stage; `recompute`:
-    activation checkpointing ("none", "selective" or "full").
+    - if backward follows immediately (`at_once`), or
+    - if `recompute` is not "full" and the gradient [V, H], one per micro-batch in flight, is at most half as large as
+    the stage's saved activations, estimated as 16 tensors [T, H] per layer.
+
+    `tokens`: T, tokens of a micro-batch on this rank; `vocabulary`: V, logits per token on this rank; `layers`: layers
+    of the stage; `recompute`: activation checkpointing ("none", "selective" or "full").
     """
     return at_once or (recompute != "full" and vocabulary <= 8 * tokens * layers)
 
 
-FEWEST_DOCUMENTS = 16
+MIN_DOCUMENTS = 16
 
 
 def pad_document_count(documents: int) -> int:
-    """Return the number of documents with which variable-length attention is called for a micro-batch that packs
-    `documents` documents: the next power of two, at least `FEWEST_DOCUMENTS`. With so few different numbers, compiled
-    graphs, whose shapes are static, are reused for all batches."""
-    return max(FEWEST_DOCUMENTS, 1 << (documents - 1).bit_length())
+    """Return the padded number of documents for variable-length attention, for a micro-batch that packs `documents`
+    documents: the next power of two, at least `MIN_DOCUMENTS`. Compiled graphs have static shapes; with so few
+    different numbers, batches reuse them.
+    """
+    return max(MIN_DOCUMENTS, 1 << (documents - 1).bit_length())

@@ -189,7 +189,7 @@ class ModelConfig:
                 return f"{name} must be at least 1, not {getattr(self, name)}"
         family = FAMILIES[self.family]
         of_encoder = family.find_encoder_problem(self.head, self.token_types, self.labels)
-        if problem := self._size_problem() or find_experts_problem(self) or of_encoder:
+        if problem := self._find_size_problem() or find_experts_problem(self) or of_encoder:
             return problem
         if self.heads % self.kv_heads:
             return f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}"
@@ -202,7 +202,7 @@ class ModelConfig:
         predicts = self.prediction_layers in (0, int(self.family == "deepseek_v3"))
         if not predicts or not 0 <= self.prediction_loss < math.inf:
             return "prediction_layers is 0, or 1 in family deepseek_v3, and prediction_loss at least 0"
-        if problem := self._rotation_problem():
+        if problem := self._find_rotation_problem():
             return problem
         for name, value in self._fixed_values().items():
             if getattr(self, name) != value:
@@ -226,16 +226,16 @@ class ModelConfig:
         return None
 
     def _fixed_values(self) -> dict[str, object]:
-        """Return {field: the only value that it may have in this family}: values that the family prescribes, and the
-        default of each option that the family does not offer. Rotary options are left out, as `_rotation_problem`
-        checks them."""
+        """Return {field: its only allowed value in this family}: values that the family prescribes, and the default of
+        each option that the family does not offer. Rotary fields are checked by `_find_rotation_problem` instead.
+        """
         family = FAMILIES[self.family]
         kept = {*family.settings, *(("rotary_fraction",) if family.partial_rotation else ())}
         kept |= {"unrotated_layers"} if family.windows is not None and family.windows.unrotated else set()
         defaults = {each.name: each.default for each in dataclasses.fields(self) if each.name in OPTIONS}
         return {name: value for name, value in defaults.items() if name not in kept} | dict(family.fixed)
 
-    def _rotation_problem(self) -> str | None:
+    def _find_rotation_problem(self) -> str | None:
         """Return an error message for the first invalid field among those of rotary positions; None if all
         are valid.
         """
@@ -260,7 +260,7 @@ class ModelConfig:
             return f"unrotated_layers must be numbers of layers from 0 to {self.layers - 1}, each once and in order"
         return None
 
-    def _size_problem(self) -> str | None:
+    def _find_size_problem(self) -> str | None:
         """Return an error message for the first size, such as ``layers``, that exceeds its limit in
         `meshwright.limits`; None if none does."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in LIMITS}
@@ -366,7 +366,7 @@ class ModelConfig:
 
     @property
     def plain_residual(self) -> bool:
-        """True if the outputs of sublayers are added to the residual stream without a factor."""
+        """True if sublayer outputs are added to the residual stream without a factor."""
         return not self.post_norms and self.residual_scale == 1
 
     def layer_window(self, layer: int) -> int | None:
@@ -377,7 +377,9 @@ class ModelConfig:
         return self.sliding_window
 
     def first_key(self, layer: int, position: int) -> int:
-        """Return the first position to which the token at `position` attends in the layer with index `layer`."""
+        """Return the first position that the token at `position` attends to in the layer with index `layer`, under its
+        sliding window or chunk; 0 without one.
+        """
         window = self.layer_window(layer)
         if window is None:
             return 0

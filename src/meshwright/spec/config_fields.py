@@ -240,16 +240,17 @@ _OWN_NEUTRAL: dict[str, dict[str, NeutralValue]] = {
 
 @dataclass(frozen=True, slots=True)
 class FieldTable:
-    """Known ``config.json`` fields of a family. read: names of fields that set ModelConfig fields. ignored: names of
-    fields without effect on the computation. neutral: {field of which only some values are accepted: its rule}."""
+    """Table of the known ``config.json`` fields of a family. read: fields that set ModelConfig fields. ignored: fields
+    without effect on the computation. neutral: {field that is accepted only at some values: rule for these values}.
+    """
 
     read: frozenset[str]
     ignored: frozenset[str]
     neutral: Mapping[str, NeutralValue]
 
 
-def field_table(family: str) -> FieldTable:
-    """Return the known ``config.json`` fields of a family, given by its ``model_type``."""
+def get_field_table(family: str) -> FieldTable:
+    """Return the table of known ``config.json`` fields of a family, given by its ``model_type``."""
     read = frozenset(_READ[family].split())
     own = _OWN_NEUTRAL.get(family, {})
     ignored = (_IGNORED | frozenset(_OWN_IGNORED.get(family, "").split())) - read - own.keys()
@@ -265,7 +266,7 @@ def check_fields(data: Mapping[str, Any], family: Family, fields: Mapping[str, A
     configuration in errors. Raises ``UserError`` for a value that changes the computation in a way that is not
     implemented. Warns (`ModelWarning`) of unknown fields, of custom code and of another architecture.
     """
-    table = field_table(family.name)
+    table = get_field_table(family.name)
     unknown = []
     for name, value in data.items():
         if value is None or name in table.read or name in table.ignored:
@@ -286,11 +287,11 @@ def check_fields(data: Mapping[str, Any], family: Family, fields: Mapping[str, A
             ModelWarning,
             stacklevel=2,
         )
-    if foreign := foreign_architecture_note(data, family):
+    if foreign := format_foreign_architecture_warning(data, family):
         warnings.warn(f"{where}: {foreign}", ModelWarning, stacklevel=2)
 
 
-def foreign_architecture_note(data: Mapping[str, Any], family: Family) -> str | None:
+def format_foreign_architecture_warning(data: Mapping[str, Any], family: Family) -> str | None:
     """Return a one-line warning if a configuration asks for custom code, or for another architecture than its family's;
     else None. data: ``config.json`` object. family: the family that it was read as."""
     if data.get("auto_map"):

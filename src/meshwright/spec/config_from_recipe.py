@@ -80,9 +80,10 @@ def config_from_recipe(
 
 
 def with_adapter(config: ModelConfig, adapter: AdapterRecipe, base: str | None = None) -> ModelConfig:
-    """Return the configuration of a base model, `config`, with the adapter of a recipe's ``[adapter]`` table. base:
-    directory of the base model. Raises `UserError` for targets and ranks that do not fit the model."""
-    found = adapter_settings(adapter, base)
+    """Return the base model's configuration `config` with the adapter of a recipe's ``[adapter]`` table added. base:
+    directory of the base model. Raises `UserError` if targets or rank do not fit the model.
+    """
+    found = make_adapter_config(adapter, base)
     if found is None:
         return config
     config = dataclasses.replace(config, adapter=found)
@@ -90,9 +91,10 @@ def with_adapter(config: ModelConfig, adapter: AdapterRecipe, base: str | None =
     return config
 
 
-def adapter_settings(adapter: AdapterRecipe, base: str | None = None) -> AdapterConfig | None:
-    """Return the settings of a recipe's ``[adapter]`` table (None for kind "none"). base: directory of the base
-    model."""
+def make_adapter_config(adapter: AdapterRecipe, base: str | None = None) -> AdapterConfig | None:
+    """Return the AdapterConfig of a recipe's ``[adapter]`` table; None for kind "none". base: directory of the base
+    model.
+    """
     if adapter.kind == "none":
         return None
     alpha = 2.0 * adapter.rank if adapter.alpha is None else adapter.alpha
@@ -147,10 +149,12 @@ def _default_latent(size: int, head_dim: int | None) -> dict[str, Any]:
 
 
 def _default_experts(model: ModelRecipe, keys: Experts, intermediate: int) -> dict[str, Any]:
-    """Return the ``config.json`` keys of a mixture of experts, with their values, for a recipe's ``[model]`` table
-    (`model`). keys: names of the family's ``config.json`` keys for experts. If the table gives no expert width, it is
-    chosen so that the experts of a token together cost about as much compute as a dense MLP of width `intermediate`; in
-    family mixtral each expert is as wide as that MLP."""
+    """Return the ``config.json`` keys of a mixture of experts, with values, for a recipe's ``[model]`` table (`model`).
+    An expert width that the table does not give is chosen so that a token's experts together cost about as much compute
+    as a dense MLP of width `intermediate`; in family mixtral each expert is as wide as that MLP.
+
+    keys: names of the family's ``config.json`` keys for experts.
+    """
     experts = model.experts or 8
     chosen = model.experts_per_token or min(2, experts)
     written: dict[str, Any] = {keys.count[0]: experts, "num_experts_per_tok": chosen}
@@ -174,12 +178,12 @@ def _default_experts(model: ModelRecipe, keys: Experts, intermediate: int) -> di
 
 
 def _add_derived_sizes(base: ModelConfig, overrides: dict[str, Any]) -> None:
-    """Add the sizes that follow from overridden ones to ``overrides`` ({ModelConfig field name: new value}), in place.
+    """Add to ``overrides`` ({ModelConfig field: new value}), in place, the sizes that follow from the overridden ones.
 
     The rules: head_dim = hidden / heads; kv_heads = heads; intermediate = 4 hidden (ungated MLP); the same rotary base
-    in all layers. Each is applied only if it already holds in `base`, the configuration whose values are overridden: a
-    `base` with fewer key-value heads than heads keeps their number. Fields with one value per layer are cut or
-    continued to the new number of layers.
+    in all layers. A rule is applied only if `base`, the configuration that is overridden, follows it: a `base` with
+    fewer key-value heads than heads keeps their number. Fields with one value per layer are cut or continued to the new
+    number of layers.
     """
     hidden, heads = overrides.get("hidden", base.hidden), overrides.get("heads", base.heads)
     if base.latent is None and base.head_dim * base.heads == base.hidden and hidden % heads == 0:

@@ -63,12 +63,13 @@ def config_from_huggingface(data: Mapping[str, Any], where: str = "config.json")
 def config_from_path(path: str | Path) -> ModelConfig:
     """Read the ModelConfig of a model. `path`: a Hugging Face directory or a ``config.json``. Raises ``UserError`` if
     the file is missing or not JSON, or if the model is not supported."""
-    return config_from_huggingface(read_config(path), where=str(config_file(path)))
+    return config_from_huggingface(read_config(path), where=str(find_config_file(path)))
 
 
-def config_file(path: str | Path) -> Path:
-    """Return the path of a model's ``config.json``. `path`: a Hugging Face directory; a PEFT directory, where the file
-    of its base model is returned; or a file, which is returned itself."""
+def find_config_file(path: str | Path) -> Path:
+    """Find the ``config.json`` of a model; return its path. `path`: a Hugging Face directory; a PEFT directory (the
+    file of its base model is returned); or a file, which is returned unchanged.
+    """
     path = Path(path)
     if not path.is_dir():
         return path
@@ -79,7 +80,7 @@ def config_file(path: str | Path) -> Path:
 def read_config(path: str | Path) -> dict[str, Any]:
     """Read a ``config.json`` and return its JSON object. `path`: the file or its directory. Raises ``UserError`` if the
     file is missing or not a JSON object."""
-    file = config_file(path)
+    file = find_config_file(path)
     try:
         data = read_json(file, "config_bytes")
     except FileNotFoundError:
@@ -275,8 +276,7 @@ def config_to_huggingface(config: ModelConfig) -> dict[str, Any]:
 
 
 def _write_setting(config: ModelConfig, name: str, setting: Setting) -> object:
-    """Return the ModelConfig field called `name` as the value of a ``config.json`` key. setting: the key and the kind
-    of its value."""
+    """Return the value of the ``config.json`` key that `setting` describes, for the ModelConfig field called `name`."""
     value = config.score_scale if name == "attention_scale" else getattr(config, name)
     if setting.kind != "inverse_square":
         return value

@@ -32,8 +32,9 @@ def find_experts_problem(config: Any) -> str | None:
 
 
 def _find_family_problem(config: Any, keys: Experts) -> str | None:
-    """Return an error message if this family's ``config.json`` format has no keys for the mixture-of-experts fields
-    of this configuration; None if it has."""
+    """Return an error message if the mixture-of-experts fields of `config` cannot be written to this family's
+    ``config.json``, because it has no keys for them; else None. keys: names of the family's keys for experts.
+    """
     family = f"family {config.family}"
     if keys.width is None and config.intermediate != config.expert_intermediate:
         return f"{family} has one width: intermediate {config.intermediate} is expert_intermediate"

@@ -29,10 +29,11 @@ def read_teacher_config(recipe: Recipe) -> ModelConfig | None:
 
 def map_layers(recipe: Recipe, layers: int) -> tuple[tuple[int, int], ...]:
     """Return the pairs (student's layer, teacher's layer), indices from 0, whose outputs distillation compares: those
-    in `distill.layer_map` or, if it is empty, one pair for each of the student's n layers. The teacher's layers are
-    then divided into n equal parts, and the student's i-th layer is paired with the last layer of the i-th part
-    (uniform mapping: Jiao et al. 2019, arXiv:1909.10351, section 3.1). Empty unless `distill.hidden` is true. recipe:
-    recipe with the table [distill]. layers: n.
+    in `distill.layer_map`, else one pair for each of the student's n layers: the i-th with the last layer of the i-th
+    of n equal parts of the teacher (uniform mapping: Jiao et al. 2019, arXiv:1909.10351, section 3.1). Empty unless
+    `distill.hidden` is true.
+
+    recipe: recipe with the table [distill]. layers: n.
     """
     if not recipe.distill.hidden:
         return ()
@@ -109,12 +110,12 @@ def check_teacher(recipe: Recipe, student: ModelConfig, layout: Layout) -> None:
 
 
 def check_vocabularies(recipe: Recipe, student: int, tokens: int | None) -> None:
-    """Raise `UserError` unless the distributions of the teacher and of the trained model can be compared: both have the
-    same number of token IDs, or both have at least those of their common tokenizer, and the further ones of either are
-    padding.
+    """Raise `UserError` unless the next-token distributions of teacher and student can be compared: both have equally
+    many token IDs, or both have all those of their common tokenizer, and any further IDs are padding.
 
     student: number of token IDs of the trained model. tokens: number of token IDs of the tokenizer if it is known to be
-    the teacher's too, else None."""
+    the teacher's too, else None.
+    """
     teacher = read_teacher_config(recipe)
     if teacher is None:
         return
@@ -130,6 +131,7 @@ def check_vocabularies(recipe: Recipe, student: int, tokens: int | None) -> None
 
 
 def fit_vocabulary(teacher: ModelConfig, student: int) -> ModelConfig:
-    """Return the configuration of a teacher with as many token IDs as the trained model, `student`: padding of the
-    vocabulary is cut off or added, so that both shard the vocabulary alike."""
+    """Return the teacher's configuration with `student` token IDs, the number of the trained model: padding of the
+    vocabulary is cut off or added, so that both shard the vocabulary alike.
+    """
     return dataclasses.replace(teacher, vocabulary=student)

@@ -9,15 +9,14 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Key of a ``config.json`` that holds one optional ModelConfig field.
+    """A ``config.json`` key that holds one optional ModelConfig field.
 
     Attributes:
         key: Name of the key.
-        kind: Kind of its value. "flag": a boolean; "switch": a boolean or a number, of which 0 is false; "factor": a
-            number above 0; "count": a whole number above 0; "limit": a number above 0, or null for none;
-            "inverse_square": a number x above 0, where the field is x ** -0.5; "nested": a value that is not under a
-            key at the top level, but in an object of ``rope_parameters``; `key` only selects its default in
-            ``Family.defaults``.
+        kind: Type of its value. "flag": a boolean; "switch": a boolean or a number, of which 0 is false; "factor": a
+        number above 0; "count": a whole number above 0; "limit": a number above 0, or null for none; "inverse_square":
+        a number x above 0, where the field is x ** -0.5; "nested": a value inside ``rope_parameters``, which
+        `read_rope` reads; `key` then only selects its default in ``Family.defaults``.
     """
 
     key: str

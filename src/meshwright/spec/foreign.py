@@ -46,7 +46,7 @@ class ModulePartition(Partition):
         return cls(table, (Stage(0, range(0), first=True, last=True),), ((0,),))
 
     def units(self, stage: Stage) -> tuple[str, ...]:
-        """Return the names of all FSDP units, in the order of the parameter table. stage: the only stage."""
+        """Return the names of all FSDP units, in the order of the parameter table. stage: the only stage; not read."""
         return self.table.units
 
 

@@ -25,7 +25,7 @@ INITIAL_VALUES_VERSION = 2
 _NODES = 64  # of the quantile in each power of two
 _FRACTION_BITS = 17  # of a float32's 23, the first 6 of which number the node
 _VALUES_OF_COUNTER = 8  # 32-bit values of one Philox counter
-_MOST = 2**64 - 1
+_MAX = 2**64 - 1
 _FIRST_NODE = int(np.float32(0.5).view(np.uint32)) >> _FRACTION_BITS  # exponent and 6 fraction bits of 0.5
 _CHUNK = 1 << 18  # values drawn at a time by a thread
 _BLOCK = 1 << 15  # values computed at a time: their temporaries stay in the cache
@@ -35,12 +35,13 @@ _LONG = 1 << 14  # 64-bit integers above which a call that releases the GIL pays
 def draw_normal_values(
     seed: int, name: str, start: int, stop: int, columns: tuple[int, int, int] | None = None, threads: int = 1
 ) -> NDArray[np.float32]:
-    """Return the standard normal values [stop - start] of the elements [start, stop) of a flattened tensor; they depend
-    only on `seed`, `name` and the elements' indices.
+    """Return standard normal values [stop - start] for the elements [start, stop) of a tensor; each depends only on
+    `seed`, `name` and the element's index.
 
-    seed: seed of the model's initial values. name: the tensor's name on disk. columns: None: `start` and `stop` count
-    all elements. (first, end, width): the tensor is a matrix of `width` columns, and they count only the elements in
-    its columns [first, end). threads: number of threads that draw."""
+    seed: seed of the model's initial values. name: the tensor's name on disk. columns: None: elements of the flattened
+    tensor. (first, end, width): elements of the flattened columns [first, end) of a matrix of `width` columns. threads:
+    number of threads that draw.
+    """
     key = np.frombuffer(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:16], "<u8")
     values = np.empty(stop - start, np.float32)
 
@@ -63,10 +64,11 @@ def draw_normal_values(
 
 
 def _list_spans(start: int, stop: int, columns: tuple[int, int, int] | None) -> Iterator[tuple[int, int]]:
-    """Yield the index ranges (first, end) of a flattened tensor in which the elements with the numbers [start, stop)
-    lie. columns: None: all elements are numbered, and one range is yielded. (first, end, width): the tensor is a matrix
-    of `width` columns, of which only the elements in the columns [first, end) are numbered, row by row; one range is
-    yielded for each row."""
+    """Yield the index ranges (begin, end) of a flattened tensor that contain the elements [start, stop) of `columns`.
+
+    columns: (first, end, width): the elements are those of the columns [first, end) of a matrix of `width` columns,
+    counted row by row; one range per row. None: all elements; a single range.
+    """
     if columns is None:
         yield start, stop
         return
@@ -80,8 +82,9 @@ def _list_spans(start: int, stop: int, columns: tuple[int, int, int] | None) -> 
 
 
 def _draw_bits(key: NDArray[np.uint64], spans: Iterable[tuple[int, int]]) -> NDArray[np.uint32]:
-    """Return one random 32-bit integer for each element in `spans`, ascending ranges (start, stop) of a tensor's
-    elements. key: the tensor's key of the counter-based random generator Philox."""
+    """Return a random 32-bit integer for each element in `spans`, uint32 [elements]. spans: ascending index ranges
+    (start, stop) of a tensor. key: the tensor's key of the counter-based generator Philox.
+    """
     philox, position, drawn = np.random.Philox(key=key), 0, []
     generator = np.random.Generator(philox)
     for start, stop in spans:
@@ -89,17 +92,17 @@ def _draw_bits(key: NDArray[np.uint64], spans: Iterable[tuple[int, int]]) -> NDA
         philox.advance(first - position)
         size = (end - first) * _VALUES_OF_COUNTER // 2
         # `random_raw` holds the GIL.
-        raw = philox.random_raw(size) if size < _LONG else generator.integers(0, _MOST, size, np.uint64, endpoint=True)
+        raw = philox.random_raw(size) if size < _LONG else generator.integers(0, _MAX, size, np.uint64, endpoint=True)
         offset, position = first * _VALUES_OF_COUNTER, end
         drawn.append(raw.astype("<u8", copy=False).view("<u4")[start - offset : stop - offset])
     return np.concatenate(drawn)
 
 
 def _compute_quantiles(bits: NDArray[np.uint32], values: NDArray[np.float32], scratch: tuple[Any, Any, Any]) -> None:
-    """Write the standard normal quantiles of the random 32-bit integers `bits` [n] to `values` [n]. The lowest bit is
-    the sign. The other 31 bits are the number of an interval: the probabilities below 1/2 are divided into 2^31 equal
-    intervals, numbered in ascending order. scratch: uint32, float32 and int64 arrays of at least n elements, which are
-    overwritten."""
+    """Convert random 32-bit integers `bits` [n] to standard normal values, written to `values` [n]: the lowest bit is
+    the sign, the other 31 bits i give the normal quantile of the probability (i + 1/2) / 2^32. scratch: uint32, float32
+    and int64 arrays of at least n elements, which are overwritten.
+    """
     nodes, differences = _tabulate_quantile()
     integer, number, node = (each[: len(bits)] for each in scratch)
     np.right_shift(bits, np.uint32(1), out=integer)
@@ -121,12 +124,11 @@ def _compute_quantiles(bits: NDArray[np.uint32], values: NDArray[np.float32], sc
 
 @cache
 def _tabulate_quantile() -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return the table for linear interpolation of the standard normal quantile, as two arrays [nodes]: its value at
-    each node, and the difference to the next node divided by 2^17.
+    """Return a table of the standard normal quantile for linear interpolation, two float32 arrays [nodes]: its value at
+    each node, and its slope up to the next node, in units of float32 steps (2^17 between two nodes).
 
-    The nodes are numbers of the probability intervals in `_compute_quantiles`: 2^e (1 + k / 64) for e from -1 to 30 and
-    k from 0 to 63, and at last 2^31, whose quantile is 0. From one node to the next there are 2^17 float32 numbers, so
-    that the low 17 bits of a number's fraction are its distance from a node.
+    The nodes are the numbers x = 2^e (1 + k / 64), e = -1 ... 30, k = 0 ... 63, and 2^31; the value at x is the
+    quantile of the probability x / 2^32. The low 17 bits of a float32 number's fraction are its distance from a node.
     """
     normal = NormalDist()
     intervals = [2.0**e * (1 + k / _NODES) for e in range(-1, 31) for k in range(_NODES)]

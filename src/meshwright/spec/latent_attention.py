@@ -33,13 +33,13 @@ class LatentAttention:
         return self.rank + self.rotary_dim
 
     def tensors(self, hidden: int, heads: int, head_dim: int) -> list[tuple[str, str, int, tuple[int, ...], int]]:
-        """List the weights of the projections and norms before the attention scores, in forward order. Each is a tuple
-        of its role, such as "query_down"; the name of the model parameter that contains it, such as the fused "qkv";
-        its start index along dim 0 of that parameter; its shape; and the number of its rows per head.
+        """List the weights of the projections and norms before the attention scores, in forward order, as tuples: (role
+        such as "query_down", name of the model parameter that contains the weight such as the fused "qkv", its start
+        index along dim 0 there, its shape, its number of rows per head).
 
-        The number of rows per head is 0 for the projections and norms of latent vectors: every tp rank holds them in
-        full and computes a partial gradient of them, from its own heads. hidden: size of the hidden state; heads:
-        number of heads; head_dim: size of a head's query.
+        The number of rows per head is 0 for the projections and norms of latent vectors, which every tp rank holds in
+        full (with partial gradients). hidden: size of the hidden state; heads: number of heads; head_dim: size of a
+        head's query.
         """
         query, both = heads * head_dim, head_dim - self.rotary_dim + self.value_dim
         queries: list[tuple[str, str, int, tuple[int, ...], int]] = [("query", "qkv", 0, (query, hidden), head_dim)]
@@ -57,9 +57,9 @@ class LatentAttention:
         ]
 
     def products(self, hidden: int, heads: int, head_dim: int) -> dict[str, tuple[int, int]]:
-        """Return the projections before the attention scores as {name of the model parameter: (outputs, inputs)}, the
-        sizes of each matrix product. hidden: size of the hidden state; heads: number of heads on a tp rank; head_dim:
-        size of a head's query."""
+        """Return the matrix products before the attention scores, {name of the model parameter: (output size, input
+        size)}. hidden: size of the hidden state; heads: number of heads on a tp rank; head_dim: size of a head's query.
+        """
         found = dict[str, tuple[int, int]]()
         for _, name, _, shape, _ in self.tensors(hidden, heads, head_dim):
             if len(shape) > 1:

@@ -34,21 +34,21 @@ REDUCTIONS_IN_FLIGHT = 2
 unsharded gradient buffers."""
 
 
-def padded_numel(numel: int, shards: int) -> int:
-    """Return `numel`, the number of elements of a flat buffer, rounded up so that the buffer divides into `shards`
-    equal shards whose size is a multiple of `ALIGNMENT` (32) elements."""
+def compute_padded_numel(numel: int, shards: int) -> int:
+    """Return the size in elements of a flat buffer of `numel` elements after padding: the next multiple of `shards` x
+    `ALIGNMENT` (32), so that it divides into equal, aligned shards.
+    """
     step = ALIGNMENT * shards
     return -(-numel // step) * step
 
 
 def count_reused_buffers(sizes: Sequence[tuple[int, ...]]) -> dict[int, int]:
-    """Return how many unsharded gradient buffers the FSDP units share under ZeRO-2 and 3: {size in elements: number of
-    buffers of that size}.
+    """Return how many buffers for unsharded gradients are kept for reuse under ZeRO-2 and 3: {size in elements: number
+    of buffers}.
 
-    `sizes`: for each FSDP unit, in forward order, the numbers of elements of its flat buffers (one for dense
-    parameters, one for experts). Consecutive units of equal sizes, such as layers, share buffers: one for the unit
-    whose backward runs, and one for each gradient reduction in flight, at most `REDUCTIONS_IN_FLIGHT`. Several such
-    runs of units with the same size share their buffers, too.
+    `sizes`: for each FSDP unit, in forward order, the numbers of elements of its flat buffers. Only consecutive units
+    of equal sizes, such as layers, share buffers: one buffer for the unit whose backward runs, and one for each
+    gradient reduction in flight, at most `REDUCTIONS_IN_FLIGHT`.
     """
     kept: dict[int, int] = {}
     for unit, run in itertools.groupby(sizes):
@@ -70,9 +70,10 @@ class Initial:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Contiguous block of a parameter entry (one tensor of a checkpoint) on one rank. start: index, in each dim, of its
-    first element in the unsharded entry. shape: shape of the block. local_start: index, in each dim, of its first
-    element in the rank's shard of the model parameter that contains the entry, such as fused qkv."""
+    """Contiguous block of a parameter entry (one tensor of a checkpoint) on one rank. start: index in the unsharded
+    entry of its first element, one per dim. shape: shape of the block. local_start: index of its first element, one per
+    dim, in the rank's shard of the model parameter that contains the entry (such as fused qkv).
+    """
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -192,18 +193,19 @@ class ParameterEntry:
         number, experts = self.expert
         return number // (experts // layout.ep)
 
-    def cut_dims(self, layout: Layout) -> Mapping[str, int]:
-        """Return {axis: dim along which this axis shards the entry} for `layout`: ``split``, with "etp" in place of
-        "tp" for routed experts under expert parallelism."""
+    def sharded_dims(self, layout: Layout) -> Mapping[str, int]:
+        """Return {axis: dim along which this axis shards the entry} under `layout`: ``split``, with "etp" in place of
+        "tp" for routed experts under expert parallelism.
+        """
         axis = "etp" if self.expert_parallel(layout) else "tp"
         return {axis: self.split["tp"]} if "tp" in self.split else {}
 
     def replicas(self, layout: Layout) -> int:
-        """Return the number of consecutive tp ranks that hold the same values of the entry; 1 if each tp rank has a
-        shard of its own.
+        """Return the number of consecutive tp ranks that hold the same shard of the entry under `layout`; 1 if every tp
+        rank has a different shard.
 
         A sum over all tp ranks counts each element this many times. For routed experts under expert parallelism the
-        result is always 1; these have the same values on all ranks of a group of the mesh axis "expert_data".
+        result is always 1; these are replicated over the mesh axis "expert_data".
         """
         if self.expert_parallel(layout):
             return 1
@@ -215,11 +217,10 @@ class ParameterEntry:
     def gradient_axes(self, layout: Layout) -> tuple[str, ...]:
         """Return the mesh axes over which the entry's gradient is all-reduced under `layout`; () for a frozen entry.
 
-        "data" (dp x cp) is always one of them, because ranks see different samples and different slices of a sequence;
-        for routed experts under expert parallelism it is "expert_data" instead. "tp" is another one if each tp rank
-        computes only a partial gradient; then the ``replicas(layout)`` consecutive tp ranks with the same values
-        all-reduce it. Not listed is axis pp, over which the pipeline ranks that hold the same FSDP unit
-        (`partition.Partition.holders`) all-reduce its gradient.
+        They are "data" (dp x cp; for routed experts under expert parallelism "expert_data") and, if each tp rank
+        computes only a partial gradient, "tp", among the ``replicas(layout)`` consecutive tp ranks with the same shard.
+        Axis pp is not listed: the pipeline ranks that hold the same FSDP unit (`partition.Partition.holders`)
+        all-reduce its gradient, too.
         """
         if not self.trainable:
             return ()
@@ -234,14 +235,15 @@ class ParameterEntry:
         """Return the shape of a rank's shard of the entry under this layout, vocabulary padding included. It is equal
         on all ranks that hold a shard."""
         shape = list(self.model_shape)
-        for axis, dim in self.cut_dims(layout).items():
+        for axis, dim in self.sharded_dims(layout).items():
             parts = getattr(layout, axis)
             shape[dim] = sum(self._local_block_size(block, parts) for block in self.blocks)
         return tuple(shape)
 
     def _local_block_size(self, block: int, parts: int) -> int:
-        """Return the size, along the sharded dim, of a rank's shard of one of the entry's `blocks`. `block`: unsharded
-        size of that block; ``parts``: number of ranks that shard it."""
+        """Return the size, along the sharded dim, of a rank's shard of a block (one of `blocks`) of `block` rows or
+        columns. ``parts``: number of ranks that shard it.
+        """
         pieces = block // self.granularity
         if pieces % parts == 0:
             return pieces // parts * self.granularity
@@ -256,7 +258,7 @@ class ParameterEntry:
         rank, such as {"tp": 1}."""
         if self.ep_rank(layout) not in (None, coordinates.get("ep")):
             return []
-        axis = next((axis for axis, at in self.cut_dims(layout).items() if at == dim), None)
+        axis = next((axis for axis, at in self.sharded_dims(layout).items() if at == dim), None)
         if axis is None:
             return [(0, self.model_shape[dim], 0)]
         parts, position = getattr(layout, axis), coordinates[axis]

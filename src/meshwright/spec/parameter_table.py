@@ -79,8 +79,9 @@ class ParameterTable:
         return tuple(kind for kind in BUFFER_KINDS if kind in held) or ("dense",)
 
     def needed_by(self, unit: str) -> tuple[str, ...]:
-        """Return the names of the FSDP units whose parameters the computation of the unit called `unit` reads: `unit`
-        itself and, for a head that shares the embedding matrix, "embedding"."""
+        """Return the names of the FSDP units whose parameters the unit called `unit` reads: itself and, for a head tied
+        to the embedding, "embedding".
+        """
         return (unit, "embedding") if self.tied and unit == "head" else (unit,)
 
     @cached_property

@@ -43,9 +43,10 @@ def parameter_table(config: ModelConfig) -> ParameterTable:
 
 
 def make_projection_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
-    """Yield the parameter entries of the projections by which distillation compares hidden states: each maps the
-    model's to the size of a teacher's, [teacher's hidden, hidden]. They belong to the FSDP unit of the head, whose loss
-    uses them, and are replicated over tp."""
+    """Yield the parameter entries of distillation's projections, each [teacher's hidden size, hidden size], which map
+    hidden states of the model to the size of the teacher's. They belong to the FSDP unit of the head and are replicated
+    over tp.
+    """
     for layer, width in config.projections:
         yield ParameterEntry(
             name=f"distillation.projections.{layer}.weight",
@@ -60,15 +61,15 @@ def make_projection_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Position of a new parameter entry (one tensor of a checkpoint) in the model.
+class _EntryPosition:
+    """Position in the model of a new parameter entry (one tensor of a checkpoint).
 
     Attributes:
         unit: Name of its FSDP unit.
-        part: Role of the entry, such as "query", under which `DISK_NAMES` has its Hugging Face name.
+        part: Role of the entry, such as "query": its key in `DISK_NAMES`, which has its Hugging Face name.
         layer, expert: Index of its layer and of its expert; None if it belongs to none.
         tensor: Name, without ".weight" or ".bias", of the model parameter of which the entry is a slice along dim 0;
-            None: the same as `part`.
+        None: the same as `part`.
         offset: Index along dim 0 of that parameter at which the slice begins.
     """
 
@@ -81,7 +82,7 @@ class _Place:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class _Sharding:
     """Sharding of a parameter entry over mesh axes.
 
     Attributes:
@@ -99,9 +100,9 @@ class _Cut:
     partial: Literal["sequence", "heads"] | None = None
 
 
-_BY_TOKENS, _BY_HEADS = _Cut(partial="sequence"), _Cut(partial="heads")
-_VOCABULARY = _Cut({"tp": 0}, remainder="pad")
-_COLUMNS, _ROWS = _Cut({"tp": 0}), _Cut({"tp": 1})  # column parallel, row parallel
+_BY_TOKENS, _BY_HEADS = _Sharding(partial="sequence"), _Sharding(partial="heads")
+_VOCABULARY = _Sharding({"tp": 0}, remainder="pad")
+_COLUMNS, _ROWS = _Sharding({"tp": 0}), _Sharding({"tp": 1})  # column parallel, row parallel
 
 
 class _Builder:
@@ -123,22 +124,22 @@ class _Builder:
         """Append the parameter entries of the whole model to `entries`: embeddings, layers, head."""
         config = self.config
         hidden, vocabulary = config.hidden, config.vocabulary
-        self.add(_Place("embedding", "embedding"), (vocabulary, hidden), _VOCABULARY)
+        self.add(_EntryPosition("embedding", "embedding"), (vocabulary, hidden), _VOCABULARY)
         # Separate units: a tied embedding has the same flat buffer on the first and on the last stage.
         if config.token_types:
-            self.add(_Place("token_types", "token_types"), (config.token_types, hidden), _BY_TOKENS)
+            self.add(_EntryPosition("token_types", "token_types"), (config.token_types, hidden), _BY_TOKENS)
         if config.positions == "learned":
-            self.add(_Place("positions", "positions"), (config.max_positions, hidden), _BY_TOKENS)
+            self.add(_EntryPosition("positions", "positions"), (config.max_positions, hidden), _BY_TOKENS)
         if config.embedding_norm:
-            self.add_norm(_Place("embedding_norm", "embedding_norm"))
+            self.add_norm(_EntryPosition("embedding_norm", "embedding_norm"))
         for layer in range(config.layers):
             self.add_layer(f"layers.{layer}", layer)
         if config.encoder:
             self.add_encoder_head()
             return
-        self.add_norm(_Place("head", "final_norm"))
+        self.add_norm(_EntryPosition("head", "final_norm"))
         if not config.tied:
-            self.add(_Place("head", "head"), (vocabulary, hidden), _VOCABULARY)
+            self.add(_EntryPosition("head", "head"), (vocabulary, hidden), _VOCABULARY)
         if config.prediction_layers:
             self.add_prediction(config.layers)
 
@@ -147,9 +148,9 @@ class _Builder:
         index `layer`. They belong to the FSDP unit of the head."""
         norms = (f"prediction_{name}" for name in ("embedding_norm", "hidden_norm", "norm"))
         for part in norms:
-            self.add_norm(_Place("head", part, layer, part.replace("_", ".", 1)))
+            self.add_norm(_EntryPosition("head", part, layer, part.replace("_", ".", 1)))
         hidden = self.config.hidden
-        place = _Place("head", "prediction_projection", layer, "prediction.projection")
+        place = _EntryPosition("head", "prediction_projection", layer, "prediction.projection")
         self.add(place, (hidden, 2 * hidden), _BY_TOKENS)
         self.add_layer("head", layer, "prediction.block")
 
@@ -160,14 +161,14 @@ class _Builder:
         hidden = self.config.hidden
         dense = {"masked": "transform"}.get(self.config.head, "pooler")
         for shape, suffix in (((hidden, hidden), "weight"), ((hidden,), "bias")):
-            self.add(_Place("head", dense), shape, _BY_TOKENS, suffix=suffix)
+            self.add(_EntryPosition("head", dense), shape, _BY_TOKENS, suffix=suffix)
         if self.config.head == "masked":
-            self.add_norm(_Place("head", "transform_norm"))
-            self.add(_Place("head", "head"), (self.config.vocabulary,), _VOCABULARY, suffix="bias")
+            self.add_norm(_EntryPosition("head", "transform_norm"))
+            self.add(_EntryPosition("head", "head"), (self.config.vocabulary,), _VOCABULARY, suffix="bias")
         elif self.config.head == "classes":
             classes = len(self.config.labels)
             for shape, suffix in (((classes, hidden), "weight"), ((classes,), "bias")):
-                self.add(_Place("head", "classifier"), shape, _BY_TOKENS, suffix=suffix)
+                self.add(_EntryPosition("head", "classifier"), shape, _BY_TOKENS, suffix=suffix)
 
     def add_layer(self, unit: str, layer: int, name: str | None = None) -> None:
         """Append the parameter entries of the transformer layer with index `layer`. unit: name of its FSDP unit, such
@@ -181,7 +182,7 @@ class _Builder:
         def norm(part: str) -> None:
             """Append the parameter entries of one of the layer's norms. part: its key in `DISK_NAMES`, such as
             "mlp_norm"."""
-            self.add_norm(_Place(unit, part, layer, f"{name}.{part}"))
+            self.add_norm(_EntryPosition(unit, part, layer, f"{name}.{part}"))
 
         if config.pre_norms:
             norm("attention_norm")
@@ -191,27 +192,33 @@ class _Builder:
             # BLOOM's file interleaves query, key and value per head; others have all queries, all keys, all values.
             mixed, width = config.family == "bloom", query + 2 * key
             blocks, granularity = ((width,), 3 * head_dim) if mixed else ((query, key, key), head_dim)
-            place, cut = _Place(unit, "qkv", layer, f"{attention}.qkv"), _Cut({"tp": 0}, blocks, granularity)
+            place, cut = (
+                _EntryPosition(unit, "qkv", layer, f"{attention}.qkv"),
+                _Sharding({"tp": 0}, blocks, granularity),
+            )
             self.add_linear(place, width, hidden, cut, bias=config.qkv_bias)
         else:
             for part, size, offset in (("query", query, 0), ("key", key, query), ("value", key, query + key)):
-                cut = _Cut({"tp": 0}, granularity=head_dim)
+                cut = _Sharding({"tp": 0}, granularity=head_dim)
                 if part != "query":  # with fewer key-value heads than ranks, neighbouring ranks share one
                     cut = replace(cut, remainder="replicate", partial="heads")
-                place = _Place(unit, part, layer, f"{attention}.qkv", offset)
+                place = _EntryPosition(unit, part, layer, f"{attention}.qkv", offset)
                 self.add_linear(place, size, hidden, cut, bias=config.qkv_bias)
         if config.query_key_norm:
             for part, size in (("query_norm", query), ("key_norm", key)):
-                cut = _Cut({"tp": 0}, granularity=head_dim)  # one weight for each feature of each head
+                cut = _Sharding({"tp": 0}, granularity=head_dim)  # one weight for each feature of each head
                 if part == "key_norm":
                     cut = replace(cut, remainder="replicate", partial="heads")
                 size, cut = (size, cut) if config.projection_norm else (head_dim, _BY_HEADS)
-                self.add_norm(_Place(unit, part, layer, f"{attention}.{part}"), size, cut)
+                self.add_norm(_EntryPosition(unit, part, layer, f"{attention}.{part}"), size, cut)
         if config.attention_sinks:
-            place = _Place(unit, "sinks", layer, f"{attention}.sinks")
+            place = _EntryPosition(unit, "sinks", layer, f"{attention}.sinks")
             self.add(place, (config.heads,), _COLUMNS, suffix="", initial=self.normal)
         values = config.value_dim
-        place, cut = _Place(unit, "attention_output", layer, f"{attention}.output"), _Cut({"tp": 1}, (), values)
+        place, cut = (
+            _EntryPosition(unit, "attention_output", layer, f"{attention}.output"),
+            _Sharding({"tp": 1}, (), values),
+        )
         self.add_linear(place, hidden, config.heads * values, cut, bias=config.output_bias)
         if config.post_norms:
             norm("attention_post_norm")
@@ -230,8 +237,8 @@ class _Builder:
         projection. `unit`: FSDP unit; `attention`: prefix of the model parameters' names; `layer`: layer index."""
         config = self.config
         for part, parameter, offset, shape, head in latent.tensors(config.hidden, config.heads, config.head_dim):
-            place = _Place(unit, part, layer, f"{attention}.{parameter}", offset)
-            cut = _Cut({"tp": 0}, granularity=head) if head else _BY_HEADS
+            place = _EntryPosition(unit, part, layer, f"{attention}.{parameter}", offset)
+            cut = _Sharding({"tp": 0}, granularity=head) if head else _BY_HEADS
             if len(shape) > 1:
                 self.add(place, shape, cut)
             else:
@@ -243,14 +250,14 @@ class _Builder:
         intermediate size; `prefix`: prefix of their keys in `DISK_NAMES` ("shared_" for a shared expert)."""
         hidden, bias = self.config.hidden, self.config.mlp_bias
         if not prefix and "gate_up" in self.names:
-            cut = _Cut({"tp": 0}, (width, width))
-            self.add_linear(_Place(unit, "gate_up", layer, f"{mlp}.up"), 2 * width, hidden, cut, bias=bias)
+            cut = _Sharding({"tp": 0}, (width, width))
+            self.add_linear(_EntryPosition(unit, "gate_up", layer, f"{mlp}.up"), 2 * width, hidden, cut, bias=bias)
         else:
             for part, offset in (("gate", 0), ("up", width)) if self.config.gated else (("up", 0),):
                 self.add_linear(
-                    _Place(unit, prefix + part, layer, f"{mlp}.up", offset), width, hidden, _COLUMNS, bias=bias
+                    _EntryPosition(unit, prefix + part, layer, f"{mlp}.up", offset), width, hidden, _COLUMNS, bias=bias
                 )
-        self.add_linear(_Place(unit, f"{prefix}down", layer, f"{mlp}.down"), hidden, width, _ROWS, bias=bias)
+        self.add_linear(_EntryPosition(unit, f"{prefix}down", layer, f"{mlp}.down"), hidden, width, _ROWS, bias=bias)
 
     def add_mixture(self, unit: str, mlp: str, layer: int) -> None:
         """Append the parameter entries of router, experts and shared expert of the layer with index `layer`. The up and
@@ -259,30 +266,32 @@ class _Builder:
         config = self.config
         hidden, width = config.hidden, config.expert_intermediate
         # The router's gradient is partial over tp: ranks hold columns of every expert, or route different tokens.
-        router = _Place(unit, "router", layer, f"{mlp}.router")
+        router = _EntryPosition(unit, "router", layer, f"{mlp}.router")
         self.add(router, (config.experts, hidden), _BY_HEADS)
         if config.mlp_bias:
             self.add(router, (config.experts,), _BY_HEADS, suffix="bias")
         if config.router_bias:
             name = ".e_score_correction_bias"
             self.add(router, (config.experts,), _BY_HEADS, suffix="bias", disk_suffix=name, balances=True)
-        both = _Cut({"tp": 0}, granularity=2) if config.experts_interleaved else _Cut({"tp": 0}, (width, width))
+        both = (
+            _Sharding({"tp": 0}, granularity=2) if config.experts_interleaved else _Sharding({"tp": 0}, (width, width))
+        )
         fused = (("expert_gate_up", 0, 2 * width, both),)
         apart = (("expert_gate", 0, width, _COLUMNS), ("expert_up", width, width, _COLUMNS))
         for expert in range(config.experts):
             for part, offset, outputs, cut in fused if "expert_gate_up" in self.names else apart:
-                place = _Place(unit, part, layer, f"{mlp}.experts.up", expert * 2 * width + offset, expert)
+                place = _EntryPosition(unit, part, layer, f"{mlp}.experts.up", expert * 2 * width + offset, expert)
                 self.add_linear(place, outputs, hidden, cut, bias=config.mlp_bias)
-            place = _Place(unit, "expert_down", layer, f"{mlp}.experts.down", expert * hidden, expert)
+            place = _EntryPosition(unit, "expert_down", layer, f"{mlp}.experts.down", expert * hidden, expert)
             self.add_linear(place, hidden, width, _ROWS, bias=False)
             if config.mlp_bias:  # each rank adds its slice of the bias to its partial sum
                 self.add(place, (hidden,), _COLUMNS, suffix="bias")
         if config.shared_intermediate:
             self.add_feed_forward(unit, f"{mlp}.shared", layer, config.shared_intermediate, "shared_")
         if config.shared_gate:
-            self.add(_Place(unit, "shared_expert_gate", layer, f"{mlp}.shared_gate"), (1, hidden), _BY_HEADS)
+            self.add(_EntryPosition(unit, "shared_expert_gate", layer, f"{mlp}.shared_gate"), (1, hidden), _BY_HEADS)
 
-    def add_linear(self, place: _Place, output: int, inputs: int, cut: _Cut, *, bias: bool) -> None:
+    def add_linear(self, place: _EntryPosition, output: int, inputs: int, cut: _Sharding, *, bias: bool) -> None:
         """Append the entry of a weight [output, inputs]. place: its position in the model. cut: its sharding; {"tp": 0}
         is column parallel (outputs are sharded), {"tp": 1} row parallel (inputs are sharded). bias: True to append a
         bias [output] too."""
@@ -292,7 +301,7 @@ class _Builder:
             at = place if column else replace(place, offset=0)
             self.add(at, (output,), cut if column else _BY_TOKENS, suffix="bias")
 
-    def add_norm(self, place: _Place, size: int | None = None, cut: _Cut = _BY_TOKENS) -> None:
+    def add_norm(self, place: _EntryPosition, size: int | None = None, cut: _Sharding = _BY_TOKENS) -> None:
         """Append the entry of a norm's weight and, if the model has norm biases, of its bias. place: its position in
         the model. size: number of elements (None: hidden size). cut: its sharding; by default replicated over tp, with
         partial gradients under sequence parallelism."""
@@ -304,9 +313,9 @@ class _Builder:
 
     def add(
         self,
-        place: _Place,
+        place: _EntryPosition,
         shape: tuple[int, ...],
-        cut: _Cut,
+        cut: _Sharding,
         *,
         suffix: str = "weight",
         disk_suffix: str | None = None,

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from meshwright.program.pipeline import PipelineProgram, Placement
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import ParameterTable
-from meshwright.spec.stages import Stage, stages_of, units_of
+from meshwright.spec.stages import Stage, cut_into_stages, list_stage_units
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Partition of a model into pipeline stages, and their placement on ranks. `placement[replica][stage]`: pipeline
-    rank (index on axis pp) that holds stage number `stage` of model copy number `replica`; only bidirectional schedules
-    have two copies. table: the model's parameter table.
+    """Partition of a model into pipeline stages, and their placement on ranks. table: the model's parameter table.
+    stages: the stages in forward order. placement[replica][stage]: pipeline rank (index on axis pp) that holds a stage
+    of a model copy; only bidirectional schedules have two copies.
 
     A rank may hold several stages (interleaving), several ranks the same stage (bidirectional schedules), and several
     stages the same FSDP unit (a tied embedding is on the first and the last stage).
@@ -26,11 +26,13 @@ class Partition:
 
     @classmethod
     def of(cls, program: PipelineProgram, config: ModelConfig, table: ParameterTable, sequence: int) -> Partition:
-        """Partition a model for a pipeline program (each rank's order of forwards, backwards and transfers): cut it
-        into as many stages as the program has, balanced in FLOPs, and place each stage on the pipeline rank on which
-        the program runs it. config: configuration of the model. table: its parameter table. sequence: tokens of a
-        sequence."""
-        return cls(table, stages_of(config, program.stages, sequence), program.placement)
+        """Build the partition of a model for a pipeline program (each rank's order of forwards, backwards and
+        transfers): the model is cut into as many stages as the program has, balanced in FLOPs, and each stage is placed
+        where the program runs it.
+
+        config: configuration of the model. table: its parameter table. sequence: tokens of a sequence.
+        """
+        return cls(table, cut_into_stages(config, program.stages, sequence), program.placement)
 
     @classmethod
     def whole(cls, table: ParameterTable) -> Partition:
@@ -46,20 +48,23 @@ class Partition:
     def units(self, stage: Stage) -> tuple[str, ...]:
         """Return the names of the FSDP units (parameters that ZeRO-3 all-gathers together) of `stage`, in forward
         order."""
-        return units_of(self.table, stage)
+        return list_stage_units(self.table, stage)
 
-    def needed(self, stage: Stage) -> tuple[str, ...]:
-        """Return the names of the FSDP units whose parameters the computation of a stage reads, in the order of first
-        use: the stage's own units and, for a tied head, the embedding."""
+    def needed_units(self, stage: Stage) -> tuple[str, ...]:
+        """Return the names of the FSDP units whose parameters a stage reads, in the order of first use: its own units
+        and, for a tied head, the embedding.
+        """
         return tuple(dict.fromkeys(name for unit in self.units(stage) for name in self.table.needed_by(unit)))
 
     def units_on(self, pp_rank: int) -> tuple[str, ...]:
         """Return the names of the FSDP units that the pipeline rank `pp_rank` (index on axis pp) holds, in the order of
         the parameter table."""
-        needed = {name for stage in self.stages_on(pp_rank) for name in self.needed(stage)}
+        needed = {name for stage in self.stages_on(pp_rank) for name in self.needed_units(stage)}
         return tuple(unit for unit in self.table.units if unit in needed)
 
     def holders(self, unit: str) -> tuple[int, ...]:
         """Return the pipeline ranks (indices on axis pp, ascending) that hold the FSDP unit called `unit`."""
-        places = {homes[stage.index] for homes in self.placement for stage in self.stages if unit in self.needed(stage)}
+        places = {
+            homes[stage.index] for homes in self.placement for stage in self.stages if unit in self.needed_units(stage)
+        }
         return tuple(sorted(places))

@@ -128,9 +128,9 @@ def read_windows(fields: dict[str, Any], read: Reader) -> None:
 
 
 def _default_windows(rule: Windows, fields: Mapping[str, Any], read: Reader) -> list[bool]:
-    """Return, for a ``config.json`` without the key ``layer_types``, one value per layer: True if the layer has a
-    sliding window. rule: the family's rule by which layers have a window. fields: ModelConfig fields read so far. read:
-    typed access to the ``config.json``."""
+    """Return which layers have a sliding window, bool per layer, for a ``config.json`` without the key ``layer_types``.
+    rule: the family's rule. fields: ModelConfig fields read so far. read: typed access to the ``config.json``.
+    """
     numbers = range(fields["layers"])
     match rule.layers:
         case "all":
@@ -143,10 +143,10 @@ def _default_windows(rule: Windows, fields: Mapping[str, Any], read: Reader) -> 
         case "rotated":
             return [index not in fields["unrotated_layers"] for index in numbers]
         case "early":  # as in transformers 5: every other layer among the first max_window_layers
-            first = _window_layers(read)
+            first = _read_window_layers(read)
             return [index % 2 == 0 and index < first for index in numbers]
         case "late":
-            first = _window_layers(read)
+            first = _read_window_layers(read)
             return [index >= first for index in numbers]
 
 
@@ -164,9 +164,10 @@ def _read_unrotated(read: Reader, layers: int, rule: Windows) -> tuple[int, ...]
 
 
 def resize_patterns(config: ModelConfig, layers: int) -> dict[str, Any]:
-    """Return the per-layer ModelConfig fields of `config` for another number of `layers`, by name:
-    ``unrotated_layers``, ``windowed_layers`` and, if dense layers are interleaved, ``dense_layers``. The pattern of
-    layers is cut, or continued by the rule of the family."""
+    """Return the per-layer ModelConfig fields of `config`, by name, for another number of layers (`layers`):
+    ``unrotated_layers``, ``windowed_layers`` and, if dense layers are interleaved, ``dense_layers``. Each pattern of
+    layers is cut, or continued by the family's rule.
+    """
     rule = FAMILIES[config.family].windows
     by_rule = rule.layers if rule is not None else "all"
     unrotated = [index in config.unrotated_layers for index in range(config.layers)]
@@ -186,11 +187,11 @@ def resize_patterns(config: ModelConfig, layers: int) -> dict[str, Any]:
 
 
 def _continue_pattern(pattern: list[bool], layers: int, period: int | None, marked: bool) -> list[bool]:
-    """Return `pattern`, which has one value per layer, cut or continued to `layers` layers.
+    """Cut or continue `pattern`, one value per layer, to `layers` layers; return the result.
 
-    period: None: the last value is repeated. Otherwise every `period`-th layer of the family's models has the value
-    `marked`, and all others the opposite. If `pattern` follows this rule, with this or another period, it is continued
-    by the rule; if not, its shortest repeating part is repeated.
+    period: None: repeat the last value. Otherwise the family's rule: every `period`-th layer has the value `marked`,
+    all others the opposite. A pattern that follows this rule with any period is continued by it; any other by
+    repetition of its shortest repeating part.
     """
     if period is None or layers <= len(pattern):
         return (pattern + pattern[-1:] * layers)[:layers]
@@ -203,9 +204,10 @@ def _continue_pattern(pattern: list[bool], layers: int, period: int | None, mark
     return [pattern[index % shortest] for index in range(layers)]
 
 
-def _window_layers(read: Reader) -> int:
+def _read_window_layers(read: Reader) -> int:
     """Return ``max_window_layers`` of a Qwen2 ``config.json`` (default 28): in qwen2 the index of the first layer with
-    a sliding window, in qwen2_moe that of the first layer without one. read: typed access to the file."""
+    a sliding window, in qwen2_moe that of the first layer without one. read: typed access to the file.
+    """
     _, value = read.get(("max_window_layers",), 28)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise UserError(f'{read.where}: "max_window_layers" must be a whole number, not {shorten_repr(value)}')

@@ -36,27 +36,27 @@ def refuse(
             )
         layout.check_implemented()
     reason = (
-        _ranks_problem(layout, world_size)
-        or _encoder_problem(layout, config)
-        or _batch_problem(layout, batch)
-        or _tensor_problem(layout, config)
-        or _sequence_problem(layout, config, sequence, planning)
-        or _context_problem(layout, config)
-        or _pipeline_problem(layout, config, sequence, planning)
-        or _expert_problem(layout, config)
-        or _adapter_problem(layout, config)
+        _find_ranks_problem(layout, world_size)
+        or _find_encoder_problem(layout, config)
+        or _find_batch_problem(layout, batch)
+        or _find_tensor_problem(layout, config)
+        or _find_sequence_problem(layout, config, sequence, planning)
+        or _find_context_problem(layout, config)
+        or _find_pipeline_problem(layout, config, sequence, planning)
+        or _find_expert_problem(layout, config)
+        or _find_adapter_problem(layout, config)
     )
     if reason:
         raise UserError(f'layout "{layout}": {reason}')
 
 
 def serving_layout(text: str, config: ModelConfig) -> Layout:
-    """Parse a layout string (`text`), such as "tp2 pp2", for serving, generation and evaluation of the model with
-    configuration `config`. It may have dp, tp, pp, and an ep that divides tp. Raises UserError for other axes, and for
-    a layout that the model cannot use.
+    """Parse a layout for serving, generation and evaluation, such as "tp2 pp2" (`text`); return it. It may have dp, tp,
+    pp, and an ep that divides tp. Raises UserError for other axes, and for a layout that the model with configuration
+    `config` cannot use.
 
-    The result has tp without sequence parallelism, because the tokens of a step cannot be split over ranks, and shards
-    experts over the tp ranks of each of the dp model copies, because these exchange no tokens.
+    In the result tp has no sequence parallelism, because the tokens of a step cannot be split over ranks, and experts
+    are sharded within each of the dp model copies, because these exchange no tokens.
     """
     layout = Layout.parse(text) if text.strip() else Layout()
     reading = Layout(dp=layout.dp, tp=layout.tp, tensor_sequence_parallel=layout.tp == 1, pp=layout.pp, ep=layout.ep)
@@ -71,14 +71,14 @@ def serving_layout(text: str, config: ModelConfig) -> Layout:
     return reading
 
 
-def _ranks_problem(layout: Layout, world_size: int | None) -> str | None:
+def _find_ranks_problem(layout: Layout, world_size: int | None) -> str | None:
     """Return an error message if the layout does not use exactly `world_size` ranks, else None."""
     if world_size is None or world_size == layout.world_size:
         return None
     return f"it has {layout.world_size} ranks (dp x tp x cp x pp), but there are {world_size}"
 
 
-def _batch_problem(layout: Layout, batch: int) -> str | None:
+def _find_batch_problem(layout: Layout, batch: int) -> str | None:
     """Return an error message if `batch`, in sequences per step, is not a multiple of dp x micro-batches of `layout`,
     else None."""
     share = layout.dp * layout.micro_batches
@@ -89,7 +89,7 @@ def _batch_problem(layout: Layout, batch: int) -> str | None:
     return f"batch {batch} is not a multiple of dp x mb = {share}; {near} would be"
 
 
-def _encoder_problem(layout: Layout, config: ModelConfig) -> str | None:
+def _find_encoder_problem(layout: Layout, config: ModelConfig) -> str | None:
     """Return an error message if `layout` would split an encoder over tp, cp, pp or ep, else None; None for a decoder.
     config: configuration of the model."""
     if not config.encoder:
@@ -100,7 +100,7 @@ def _encoder_problem(layout: Layout, config: ModelConfig) -> str | None:
     return cut and f"{config.family} is an encoder, which runs on dp with any zero; leave {cut} out"
 
 
-def _tensor_problem(layout: Layout, config: ModelConfig) -> str | None:
+def _find_tensor_problem(layout: Layout, config: ModelConfig) -> str | None:
     """Return an error message if tp of `layout` does not divide the model's heads or MLP widths, or leaves a rank
     without vocabulary entries, else None. config: configuration of the model."""
     tp = layout.tp
@@ -112,10 +112,10 @@ def _tensor_problem(layout: Layout, config: ModelConfig) -> str | None:
         ),
         (f"expert width {config.expert_intermediate}", 0 if layout.expert_parallel else config.expert_intermediate),
         (f"shared expert's width {config.shared_intermediate}", config.shared_intermediate),
-        (f"hidden size {config.hidden}", 0 if layout.expert_parallel else _split_bias(config)),
+        (f"hidden size {config.hidden}", 0 if layout.expert_parallel else _count_expert_biases(config)),
     ):
         if size % tp:
-            return f"tp{tp} does not divide the model's {what}{_divisor_hint(size, tp)}"
+            return f"tp{tp} does not divide the model's {what}{_format_divisor_hint(size, tp)}"
     if config.kv_heads % tp and tp % config.kv_heads:
         return (
             f"tp{tp} and the model's {config.kv_heads} key-value heads do not divide each other: one must be a "
@@ -135,7 +135,7 @@ def _tensor_problem(layout: Layout, config: ModelConfig) -> str | None:
     return None
 
 
-def _sequence_problem(layout: Layout, config: ModelConfig, sequence: int | None, planning: bool) -> str | None:
+def _find_sequence_problem(layout: Layout, config: ModelConfig, sequence: int | None, planning: bool) -> str | None:
     """Return an error message if `sequence`, in tokens, is longer than the model's positions or does not divide over cp
     and tp of `layout`, else None; None: not checked. config: configuration of the model. planning: True to accept more
     positions than the model was trained for, unless they are learned."""
@@ -156,10 +156,10 @@ def _sequence_problem(layout: Layout, config: ModelConfig, sequence: int | None,
     return None
 
 
-def _context_problem(layout: Layout, config: ModelConfig) -> str | None:
-    """Return an error message if `layout` has context parallelism and the model multi-token prediction, or Ulysses
-    context parallelism whose degree does not divide the model's attention heads, else None. config: configuration of
-    the model."""
+def _find_context_problem(layout: Layout, config: ModelConfig) -> str | None:
+    """Return an error message if `layout` has context parallelism and the model has multi-token prediction, or if
+    Ulysses's degree does not divide the model's attention heads; else None. config: configuration of the model.
+    """
     if layout.cp > 1 and config.prediction_layers:
         return f"cp{layout.cp} splits sequences, whose next tokens multi-token prediction needs; leave cp out"
     if layout.cp == 1 or layout.cp_method != "ulysses":
@@ -176,11 +176,13 @@ def _context_problem(layout: Layout, config: ModelConfig) -> str | None:
     return None
 
 
-def _pipeline_problem(layout: Layout, config: ModelConfig, sequence: int | None, planning: bool) -> str | None:
-    """Return an error message if the pipeline of `layout` has more stages than the model has layers, else None. config:
-    configuration of the model. sequence: tokens of a sequence (None: the model's maximum), for which the pipeline
-    schedule is generated to count its stages. planning: True: do not generate it, and take the number of stages from
-    `layout`."""
+def _find_pipeline_problem(layout: Layout, config: ModelConfig, sequence: int | None, planning: bool) -> str | None:
+    """Return an error message if the pipeline of `layout` has more stages than the model has layers, else None.
+
+    config: configuration of the model. sequence: tokens of a sequence, for which the pipeline schedule is generated to
+    count its stages (None: the model's maximum). planning: True: do not generate it, and take the number of stages from
+    `layout`.
+    """
     stages = layout.pp * layout.chunks
     if (
         stages <= config.layers and not planning
@@ -192,7 +194,7 @@ def _pipeline_problem(layout: Layout, config: ModelConfig, sequence: int | None,
     return f"pp{layout.pp}{chunks} makes {stages} stages, but the model has {config.layers} layers: some would be empty"
 
 
-def _expert_problem(layout: Layout, config: ModelConfig) -> str | None:
+def _find_expert_problem(layout: Layout, config: ModelConfig) -> str | None:
     """Return an error message if ep of `layout` does not divide the model's experts, or etp their width, else None.
     config: configuration of the model."""
     if not layout.expert_parallel:
@@ -200,24 +202,27 @@ def _expert_problem(layout: Layout, config: ModelConfig) -> str | None:
     if not config.experts:
         return f"ep{layout.ep}:etp{layout.etp} needs a model with experts, and this one has none"
     if config.experts % layout.ep:
-        hint = _divisor_hint(config.experts, layout.ep)
+        hint = _format_divisor_hint(config.experts, layout.ep)
         return f"ep{layout.ep} does not divide the model's {config.experts} experts{hint}"
     if config.expert_intermediate % layout.etp:
         width = config.expert_intermediate
-        return f"etp{layout.etp} does not divide the model's expert width {width}{_divisor_hint(width, layout.etp)}"
-    if (size := _split_bias(config)) % layout.etp:
-        return f"etp{layout.etp} does not divide the model's hidden size {size}{_divisor_hint(size, layout.etp)}"
+        return (
+            f"etp{layout.etp} does not divide the model's expert width {width}{_format_divisor_hint(width, layout.etp)}"
+        )
+    if (size := _count_expert_biases(config)) % layout.etp:
+        return f"etp{layout.etp} does not divide the model's hidden size {size}{_format_divisor_hint(size, layout.etp)}"
     return None
 
 
-def _split_bias(config: ModelConfig) -> int:
-    """Return the number of elements of the bias of an expert's down projection; 0 if experts have no biases. Ranks that
-    shard an expert's width each add one slice of this bias, so that their number must divide the result. config:
-    configuration of the model."""
+def _count_expert_biases(config: ModelConfig) -> int:
+    """Return the number of elements of the bias of an expert's down projection; 0 if experts have no biases. It must be
+    a multiple of the ranks that shard an expert's width, since each adds one slice of the bias. config: configuration
+    of the model.
+    """
     return config.hidden if config.experts and config.mlp_bias else 0
 
 
-def _adapter_problem(layout: Layout, config: ModelConfig) -> str | None:
+def _find_adapter_problem(layout: Layout, config: ModelConfig) -> str | None:
     """Return an error message if etp of `layout` would split experts with adapters, or tp would cut a block of
     quantized weights (which share a scale) in two, else None. config: configuration of the model."""
     if config.adapter and layout.etp > 1 and any(entry.expert for entry in parameter_table(config).trained.entries):
@@ -234,9 +239,10 @@ def _adapter_problem(layout: Layout, config: ModelConfig) -> str | None:
     return None
 
 
-def _divisor_hint(size: int, wanted: int) -> str:
-    """Return the end of an error message that names the nearest divisors of ``size`` (such as a number of heads): the
-    one below and, if there is one, the one above ``wanted``, the parallel degree that does not divide it."""
+def _format_divisor_hint(size: int, wanted: int) -> str:
+    """Return the end of an error message: the nearest divisors of ``size`` (such as a number of heads) below and above
+    ``wanted``, a parallel degree that does not divide it.
+    """
     below = max(count for count in range(1, wanted) if size % count == 0)
     above = next((count for count in range(wanted + 1, size + 1) if size % count == 0), None)
     return f"; {below} or {above} would" if above else f"; {below} would"

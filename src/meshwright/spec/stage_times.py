@@ -10,7 +10,7 @@ from meshwright.program.durations import Durations
 from meshwright.program.pipeline import PipelineProgram
 from meshwright.schedules.library import generate_for_layout
 from meshwright.spec.config import ModelConfig
-from meshwright.spec.stages import stages_of
+from meshwright.spec.stages import cut_into_stages
 from meshwright.spec.work import ATTENTION_CORE, RECOMPUTED, head_flops, layer_flops
 
 _PARTS = 1024
@@ -20,8 +20,8 @@ find the same program."""
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Callable that estimates, from FLOPs, the durations of the forward, input-gradient and weight-gradient passes of
-    each pipeline stage, from which a schedule is generated.
+    """Estimator of the durations of a model's pipeline stages (forward, input-gradient and weight-gradient passes) from
+    FLOPs, for schedules; called with the number of stages.
 
     A weight matmul costs the same in forward, input gradient and weight gradient. The attention core (scores and
     weighted values) has no weights; its backward, twice the forward FLOPs, counts as input gradient. Recomputation and
@@ -46,7 +46,7 @@ class StageTimes:
         if count > self.config.layers:
             return None
         forward, input_gradient, weight_gradient = [0.0] * count, [0.0] * count, [0.0] * count
-        for stage in stages_of(self.config, count, self.sequence):
+        for stage in cut_into_stages(self.config, count, self.sequence):
             at = stage.index
             for layer in stage.layers:
                 flops = layer_flops(self.config, layer, self.sequence)

@@ -34,13 +34,13 @@ def whole_model(config: ModelConfig) -> Stage:
 
 
 @lru_cache(maxsize=1024)
-def stages_of(config: ModelConfig, count: int, sequence: int) -> tuple[Stage, ...]:
-    """Cut the model with configuration `config` into `count` pipeline stages of at least one layer each, in forward
-    order.
+def cut_into_stages(config: ModelConfig, count: int, sequence: int) -> tuple[Stage, ...]:
+    """Cut the model with configuration `config` into `count` pipeline stages of at least one layer each, balanced in
+    FLOPs for sequences of `sequence` tokens; return them in forward order.
 
-    The cut minimizes the FLOPs of the largest stage for sequences of `sequence` tokens, then the sum of the stages'
-    squared FLOPs. The head is counted; an embedding look-up counts as two operations per feature. Among equal cuts,
-    later stages get more layers, because they hold the fewest activations in most schedules.
+    The cut minimizes the FLOPs of the largest stage, then the sum of the stages' squared FLOPs. The head counts; an
+    embedding look-up counts as two operations per feature. Among equal cuts, later stages get more layers, because they
+    hold the fewest activations in most schedules.
     """
     assert 1 <= count <= config.layers, (count, config.layers)
     costs = [sum(layer_flops(config, layer, sequence).values()) for layer in range(config.layers)]
@@ -53,10 +53,10 @@ def stages_of(config: ModelConfig, count: int, sequence: int) -> tuple[Stage, ..
     )
 
 
-def even_stages(config: ModelConfig, count: int) -> tuple[Stage, ...]:
-    """Cut the model with configuration `config` into `count` pipeline stages of equal numbers of layers, in forward
-    order, without counting embedding and head. If the number of layers is not a multiple of `count`, the stages in the
-    middle have one layer more than those at the ends.
+def cut_into_even_stages(config: ModelConfig, count: int) -> tuple[Stage, ...]:
+    """Cut the model with configuration `config` into `count` pipeline stages of equal numbers of layers, regardless of
+    embedding and head; return them in forward order. If the layers do not divide evenly, the stages in the middle have
+    one layer more.
     """
     assert 1 <= count <= config.layers, (count, config.layers)
     least, more = divmod(config.layers, count)
@@ -69,9 +69,10 @@ def even_stages(config: ModelConfig, count: int) -> tuple[Stage, ...]:
     )
 
 
-def units_of(table: ParameterTable, stage: Stage) -> tuple[str, ...]:
-    """Return the names of a stage's FSDP units (parameters that ZeRO-3 all-gathers together), in forward order. table:
-    the model's parameter table."""
+def list_stage_units(table: ParameterTable, stage: Stage) -> tuple[str, ...]:
+    """Return the names of the FSDP units of `stage` (parameters that ZeRO-3 all-gathers together), in forward order.
+    table: the model's parameter table.
+    """
     head = table.units[-1]
     before = [unit for unit in table.units[:-1] if not unit.startswith("layers.")]
     middle = [f"layers.{layer}" for layer in stage.layers]

@@ -23,9 +23,10 @@ section 3.1)."""
 
 
 def count_predictions(config: ModelConfig, rows: int, sequence: int) -> int:
-    """Return the number of positions at which the model's output head computes predictions, for `rows` sequences of
+    """Return the number of positions at which the output head computes logits for a batch of `rows` sequences of
     `sequence` tokens: a decoder's at all tokens; an encoder's at the fraction `MASKED_SHARE` of the tokens with the
-    masked-language-model head, else one per sequence. config: configuration of the model."""
+    masked-language-model head, else one per sequence. config: configuration of the model.
+    """
     if not config.encoder:
         return rows * sequence
     return max(1, round(MASKED_SHARE * rows * sequence)) if config.head == "masked" else rows

@@ -161,8 +161,9 @@ def check_tool_and_task(tool: str, task: str) -> None:
 
 
 def _make_task_text(task: str, sides: Exchange) -> str:
-    """Return the text that annotators see for a record: its prompt for the task "rewrite", prompt and response for
-    "classify" and "spans". sides: the record's prompt and response."""
+    """Return the text that annotators read: the prompt for the task "rewrite", prompt and response for "classify" and
+    "spans". sides: prompt and response of the record.
+    """
     return sides.prompt if task == "rewrite" else format_record(sides)
 
 
@@ -267,11 +268,11 @@ def _check_text(row: Record, task: str, sides: Exchange, where: str) -> None:
 
 
 def _parse_value(row: Record, task: str, items: list[Any], sides: Exchange, where: str) -> Value:
-    """Parse the labels or spans in one row of an annotation tool; return a frozenset of label names or a tuple of
-    `Span`.
+    """Parse the labels or spans in one row that an annotation tool exported; return a frozenset of label names or a
+    tuple of `Span`.
 
-    row: the tool's row as a JSON object, with the annotated "text". task: "classify" (labels) or "spans". items: the
-    row's list of labels or spans. sides: prompt and response of the record. where: position of the row, for errors.
+    row: the row as a JSON object, with the annotated "text". task: "classify" (labels) or "spans". items: list of
+    labels or spans in the row. sides: prompt and response of the record. where: position of the row, for errors.
     """
     if task == "classify":
         if not all(isinstance(label, str) for label in items):
@@ -314,8 +315,9 @@ def _parse_span(one: Any, seen: str, sides: Exchange, where: str) -> Span:
 
 
 def _restore_position(text: str, place: int) -> int:
-    """Convert a character position in a text with normalized line ends (LF) to the position in the original `text`,
-    whose line ends may be CRLF. place: position in the normalized text."""
+    """Convert a character position from a text with normalized line ends (LF) to the original `text`, which may have
+    CRLF. place: position in the normalized text.
+    """
     at = 0
     for _ in range(place):
         at += 2 if text.startswith("\r\n", at) else 1
@@ -357,9 +359,10 @@ def _take_majority(values: Sequence[Value]) -> Value | None:
 
 
 def _get_present_value(before: Annotation, sides: Exchange, like: Value) -> Value | None:
-    """Return the value that a record had before the import, of the type of the imported value `like`: labels (frozenset
-    of names), spans (tuple) or the response (str); None if it had no labels or spans. before: the record's annotation
-    before the import. sides: the record's prompt and response."""
+    """Return the value that a record had before the import, in the type of the imported value `like`: labels (frozenset
+    of names), spans (tuple) or response (str); None if it had no labels or spans. before: the record's annotation
+    before the import. sides: the record's prompt and response.
+    """
     if isinstance(like, str):
         return sides.response
     if isinstance(like, tuple):

@@ -20,7 +20,7 @@ from meshwright.synthesis.endpoint import ChatRequest, Completion, Endpoint, Req
 from meshwright.untrusted import parse_json
 
 _LOG_SECONDS = 5.0  # seconds
-_MOST_REFUSALS = 10  # refusals without a single answer after which the run ends
+_MAX_REFUSALS = 10  # refusals without a single answer after which the run ends
 
 
 class Journal:
@@ -261,7 +261,7 @@ class ChatClient:
         except RequestRefused as error:
             with self._count:
                 self._refusals[name] = error
-                if len(self._refusals) >= _MOST_REFUSALS and not self.journal.answered:
+                if len(self._refusals) >= _MAX_REFUSALS and not self.journal.answered:
                     raise
             return
         self.journal.put(name, answer)

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from meshwright.data.files import to_canonical_json
 from meshwright.errors import UserError
 
-_LONGEST_ANSWER = 64 << 20  # bytes
-_LONGEST_WAIT = 300.0  # seconds; a longer pause that a server asks for is cut to it
+_MAX_ANSWER_BYTES = 64 << 20  # bytes
+_MAX_WAIT_SECONDS = 300.0  # seconds; a longer pause that a server asks for is cut to it
 _RETRY_STATUS = {408, 409, 425, 429}  # and all from 500 on
 
 
@@ -148,7 +148,7 @@ class Endpoint:
                 if attempt + 1 < self.tries:
                     retried(reason)
                     pause = self.backoff * 2**attempt * random.uniform(1, 1.25)  # clients must not retry in lockstep
-                    wait(min(pause if error.after is None else error.after, _LONGEST_WAIT))
+                    wait(min(pause if error.after is None else error.after, _MAX_WAIT_SECONDS))
         raise NoAnswer(f"{self.address} did not answer in {self.tries} tries: {self._mask_and_shorten(reason)}")
 
     def _send_once(self, body: bytes) -> Completion:
@@ -228,8 +228,8 @@ def _read_body(answer: Any, until: float) -> bytes:
     while part := answer.read1(1 << 16):
         parts.append(part)
         size += len(part)
-        if size > _LONGEST_ANSWER:
-            raise _TryAgainError(f"an answer of more than {_LONGEST_ANSWER >> 20} MiB")
+        if size > _MAX_ANSWER_BYTES:
+            raise _TryAgainError(f"an answer of more than {_MAX_ANSWER_BYTES >> 20} MiB")
         if time.monotonic() > until:
             raise TimeoutError
     if answer.length:  # bytes that were announced and did not arrive

@@ -29,10 +29,10 @@ def label_records(
 ) -> tuple[list[Record], dict[str, Any]]:
     """Label records by speech acts and refusals with a served model; return (all records in order, summary as JSON).
 
-    records: (position for errors such as "a.jsonl:17", record). client: client of the model; new labels name "model
-    NAME" as their author. again: True: also label records that only a model has labelled; records with labels by people
-    are never changed. seed: sampling seed of each record's first request; each retry after an unreadable answer uses
-    the next seed. max_tokens: maximum tokens of an answer.
+    records: (position for errors such as "a.jsonl:17", record). client: client of the model; the author of new labels
+    is "model NAME". again: True to label again the records that only a model has labelled; labels by people are never
+    changed. seed: sampling seed of each record's first request; each retry after an unreadable answer uses the next
+    seed. max_tokens: maximum tokens of an answer.
 
     Summary, all numbers of records: `records` (all), `labelled` (by this call), `kept` (unchanged), `refused` (by the
     server), `unreadable` (no labels in any of the model's answers).

@@ -23,8 +23,8 @@ from meshwright.synthesis.rouge import SimilarityPool
 
 IN_CONTEXT, GENERATED_IN_CONTEXT = 8, 2  # tasks in a prompt, of which the model's own ("Instruction Generation")
 TOO_ALIKE = 0.7  # ROUGE-L with any task of the pool ("Filtering and Postprocessing")
-LEAST_WORDS, MOST_WORDS = 4, 150  # of an instruction; these and the words below: the code's
-MOST_INSTANCES = 5  # of one task
+MIN_WORDS, MAX_WORDS = 4, 150  # of an instruction; these and the words below: the code's
+MAX_INSTANCES = 5  # of one task
 UNSUITABLE = (  # what a language model cannot look at or do; the paper names image, picture and graph
     *("image", "images", "graph", "graphs", "picture", "pictures", "file", "files", "map", "maps"),
     *("draw", "plot", "go to"),
@@ -129,9 +129,9 @@ def find_unsuitable_reason(task: str) -> str | None:
     None if it is suitable. Similarity to other instructions is not checked.
     """
     length = len(task.split())
-    if length < LEAST_WORDS:
+    if length < MIN_WORDS:
         return "too short"
-    if length > MOST_WORDS:
+    if length > MAX_WORDS:
         return "too long"
     if any(re.search(rf"\b{word}\b", task, re.IGNORECASE) for word in UNSUITABLE):
         return "needs more than text"
@@ -143,8 +143,9 @@ def find_unsuitable_reason(task: str) -> str | None:
 
 
 def _make_tasks_prompt(random_: random.Random, people: Sequence[str], made: Sequence[str]) -> str:
-    """Return the prompt that asks the model for new tasks, with randomly drawn example tasks. random_: random-number
-    generator. people: tasks written by people. made: tasks that the model has generated so far."""
+    """Return the prompt that asks the model for new tasks and shows it randomly drawn examples. random_: random-number
+    generator. people: tasks written by people. made: tasks that the model has generated so far.
+    """
     own = random_.sample(list(made), min(GENERATED_IN_CONTEXT, len(made)))
     shown = own + random_.sample(list(people), min(IN_CONTEXT - len(own), len(people)))
     random_.shuffle(shown)
@@ -195,14 +196,14 @@ def _add_instances(
     requests = []
     for number, (task, has_labels) in enumerate(zip(tasks, labelled, strict=True)):
         prompt = _WRITE_LABELLED if has_labels else _WRITE_INSTANCE
-        text = prompt.format(task=task, count=MOST_INSTANCES if has_labels else instances)
+        text = prompt.format(task=task, count=MAX_INSTANCES if has_labels else instances)
         requests.append(sampling.make_request(text, _derive_seed(sampling.seed, -1, number)))
     for task, has_labels, answer in zip(tasks, labelled, client.ask(requests, "examples"), strict=True):
         pairs = _parse_pairs(answer, has_labels, outcome.dropped)
         if not pairs:
             outcome.dropped["task without an example"] += 1
         origin = {"method": "self-instruct", "model": client.endpoint.model, "classification": has_labels}
-        for given, wanted in pairs[:MOST_INSTANCES]:
+        for given, wanted in pairs[:MAX_INSTANCES]:
             outcome.records.append({"instruction": task, "input": given, "output": wanted, "origin": origin})
 
 

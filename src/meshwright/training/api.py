@@ -131,8 +131,9 @@ def train(
 
 
 def reports_result() -> bool:
-    """Return True in the process that prints the result of `train`: rank 0 if torchrun, Kubernetes or SLURM started the
-    ranks, else the process that starts them itself."""
+    """Return True if this process is the one that prints the result of `train`: rank 0 of ranks that torchrun,
+    Kubernetes or SLURM started, else the process that starts the ranks itself.
+    """
     if not is_started_by_others():
         return True
     return read_place("file:///").rank == 0  # the rank does not depend on the rendezvous

@@ -41,7 +41,7 @@ from meshwright.threads import count_available_cores, measure_busy_share
 LIMIT_SECONDS = 120.0
 """Time limit of a measurement of process memory: many times the duration on an idle machine."""
 
-LONGEST_SECONDS = LOCK_SECONDS + SHORT_LIMIT_SECONDS + LIMIT_SECONDS
+MAX_SECONDS = LOCK_SECONDS + SHORT_LIMIT_SECONDS + LIMIT_SECONDS
 """Maximum time that a start waits for its measurements."""
 
 PROFILE_SECONDS, PROFILE_SECONDS_MORE = 8, 5
@@ -92,11 +92,12 @@ def find_hardware_profile(ranks: int, threads: int) -> Cluster | None:
     return None if profile is None else _parse_cluster(profile, key.path)
 
 
-def measurement_advice(device: str, measurement: Path) -> str:
-    """Return a clause that ends an error message about a missing measurement of this machine: what the user must do to
-    have it measured, such as "start once without --no-probe".
+def suggest_measurement(device: str, measurement: Path) -> str:
+    """Return the clause that ends an error message about a missing measurement of this machine: how to have it
+    measured, such as "start once without --no-probe".
 
-    device: the recipe's `run.device` ("auto", "cpu" or "cuda"). measurement: path of the missing file."""
+    device: the recipe's `run.device` ("auto", "cpu" or "cuda"). measurement: path of the missing file.
+    """
     if not may_measure():
         return f"start once without {PROBE_VARIABLE}=0"
     if not runs_on_cpu(device):  # there is a GPU device file, but torch does not use the GPU
@@ -107,21 +108,22 @@ def measurement_advice(device: str, measurement: Path) -> str:
 
 
 def _describe_repetition(failed: FailedMeasurement) -> str:
-    """Return the condition under which a failed measurement is repeated, as a clause that ends an error message, such
-    as "after PATH is deleted, the next start measures again"."""
+    """Return a clause for error messages that says when a failed measurement is repeated, such as "after PATH is
+    deleted, the next start measures again".
+    """
     if failed.busy > BUSY_SHARE:
         return f"the next start while other programs use less than {BUSY_SHARE:.0%} of the cores measures again"
     return f"after {failed.path} is deleted, the next start measures again"
 
 
 def measure_run(recipe: Recipe, threads: int, log: Callable[[str], None]) -> None:
-    """Measure and store the machine's speeds and the memory of a process, from which predictions of the run are
-    computed.
+    """Measure and store what predictions of a run are computed from: the machine's speeds (hardware profile) and the
+    memory of a process. Measurements that an earlier start stored are reused; nothing is measured if the run has no
+    steps left.
 
-    recipe: settings of the run. Measurements that an earlier start stored are reused; nothing is measured if the run
-    has no steps left.
-
-    threads: number of OpenMP threads of each rank. log: called with each line for the user."""
+    recipe: settings of the run. threads: number of OpenMP threads of each rank. log: called with each line for the
+    user.
+    """
     checkpoint = find_newest(RunDirectory(recipe.run_directory).checkpoints)
     if checkpoint is None or checkpoint.step < recipe.train.steps:
         layout, device = recipe.parsed_layout, recipe.run.device
@@ -205,11 +207,12 @@ class _ProfileRequest(NamedTuple):
 
 
 def _may_repeat(measurement: Path, log: Callable[[str], None]) -> bool:
-    """Return True if a measurement of this machine should be made: it never failed, or it failed while other programs
-    used the processor and they no longer do. Otherwise return False and pass one line about the earlier failure to
-    `log`.
+    """Return True if a measurement of this machine should be made (again): it never failed, or failed while other
+    programs used the processor and they no longer do. Otherwise log one line about the earlier failure and return
+    False.
 
-    measurement: path of its result file."""
+    measurement: path of its result file.
+    """
     failed = FailedMeasurement.read(measurement)
     if failed is None or (failed.busy > BUSY_SHARE and measure_busy_share() <= BUSY_SHARE):
         return True

@@ -123,8 +123,9 @@ class LanguageModelTask:
         return self.order.sample(self._sample_numbers(step))
 
     def _sample_numbers(self, step: int) -> NDArray[np.int64]:
-        """Return the numbers of the samples that this rank reads in the step with index `step`, counted from 0 over all
-        steps of the run: int64 [batch / dp]. They determine the data order and the dropout masks."""
+        """Return the global numbers, counted from 0 over all steps of the run, of the samples that this rank reads in
+        the step with index `step`: int64 [batch / dp]. They determine the data order and the dropout masks.
+        """
         share = self.recipe.train.batch // self.mesh.dp.size
         return step * self.recipe.train.batch + self.mesh.dp.rank * share + np.arange(share)
 
@@ -219,9 +220,10 @@ class LanguageModelTask:
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """Names and values of all inputs of the reference log-probabilities except the weights: "data_sha256" and
-        "model", SHA-256 of the data and of the model configuration, and "precision". Stored log-probabilities are
-        reused only if all values are equal."""
+        """Inputs of the reference log-probabilities except the weights, {name: value}: "data_sha256" and "model",
+        SHA-256 of the data and of the model configuration, and "precision". Stored log-probabilities are reused only if
+        all values are equal.
+        """
         return {
             "data_sha256": self.data.sha256,
             "model": hashlib.sha256(to_canonical_json(dict(config_to_huggingface(self.config)))).hexdigest(),
@@ -230,8 +232,9 @@ class LanguageModelTask:
 
     @property
     def recomputes_reference(self) -> bool:
-        """True if the reference model of preference training can be run at any step, as it is the base model without
-        its adapter; False if it is the initial model, which training overwrites."""
+        """True if the reference model of preference training is the base model without its adapter, which can be run at
+        any step; False if it is the initial model, which training overwrites.
+        """
         return self.config.adapter is not None
 
     def reference_weights(self) -> AbstractContextManager[None]:
@@ -308,21 +311,23 @@ class LanguageModelTask:
         )
 
     def _compute_rank_contributions(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return this rank's contributions to the loss and the metric sums of the last forward passes: float64 [1 +
-        metrics]. All-reducing them over all ranks gives the totals, because each contribution was divided by the number
-        of ranks that compute the same value.
+        """Return this rank's contributions to the loss and the metric sums of the last forward passes, float64 [1 +
+        metrics]: each divided by the number of ranks that compute the same value, so that an all-reduce over all ranks
+        gives the totals.
 
-        loss: scalar, summed over this rank's micro-batches."""
+        loss: scalar, summed over this rank's micro-batches.
+        """
         metric_sums = self.passes.metric_sums if self.objective.metric_sums is None else self.objective.metric_sums
         metrics = metric_sums[: self.objective.metric_count]
         return self.objective.loss_share(torch.cat([loss.reshape(1), metrics]), self.mesh)
 
     def split_sequences(self, count: int, padding_index: int) -> Iterator[list[NDArray[np.int64]]]:
-        """Split the sequences with the indices 0 to `count` - 1 of a data split over the dp ranks. Yield, for each
-        forward pass, the list of this rank's micro-batches, each an array of sequence indices.
+        """Split the sequences 0 to `count` - 1 of a data split over the dp ranks. Yield, for each forward pass, this
+        rank's micro-batches as arrays of sequence indices.
 
-        All ranks get equally many arrays of equal length. The last arrays are padded with `padding_index`, which is not
-        the index of a sequence."""
+        All ranks get equally many arrays of equal length; the last ones are padded with `padding_index`, which is not
+        the index of a sequence.
+        """
         rows = max(1, self.recipe.train.batch // (self.layout.dp * self.layout.micro_batches))
         starts = range(self.mesh.dp.rank * rows, count + self.mesh.dp.rank * rows, rows * self.mesh.dp.size)
         for first in range(0, len(starts), self.layout.micro_batches):

@@ -279,10 +279,11 @@ class Run:
         return checkpoint.name
 
     def _find_schedule_note(self, state: dict[str, Any]) -> str | None:
-        """Return a log line if `train.steps` has changed since the checkpoint was written and the learning rate of the
-        next steps depends on it (schedules "cosine" and "linear"); else None.
+        """Return a line for the log if `train.steps` has changed since the checkpoint was written and this changes the
+        learning rate of the next steps (schedules "cosine" and "linear"); else None.
 
-        state: content of the checkpoint's `state.json`."""
+        state: content of the checkpoint's `state.json`.
+        """
         train, step = self.recipe.train, state["step"]
         before = parse_toml(state["recipe"], "the checkpoint's recipe")["train"]["steps"]
         if before == train.steps or train.schedule not in ("cosine", "linear") or step >= train.steps:
@@ -322,11 +323,12 @@ class Run:
         self.journal.record_save_start(step, self.checkpointer.stall_seconds)
 
     def _wait_for_save(self) -> str | None:
-        """Wait until no rank is saving a checkpoint. Return None, or the reason if the save failed on any rank.
+        """Wait until no rank is saving a checkpoint; return the reason if the save failed on any rank, else None.
         Collective.
 
-        Small all-reduces, not files, show each rank if others are still saving or have failed: a rank whose disk is
-        full could not write a file that reports its failure, and the others would wait for its checkpoint shard."""
+        Ranks exchange their states by small all-reduces, not files: a rank whose disk is full could not write a file
+        that reports its failure, and the others would wait for its checkpoint shard.
+        """
         while True:
             busy = self.checkpointer.busy  # read before `failed`: a save that has ended has set its outcome
             if not self.agreement.all_true(self.checkpointer.failed() is None):

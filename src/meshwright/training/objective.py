@@ -45,14 +45,15 @@ class Policy(Protocol):
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """Names and values of all inputs of the reference log-probabilities except the weights: SHA-256 of the data,
-        SHA-256 of the model configuration, and the precision. Stored log-probabilities are reused only if all values
-        are equal."""
+        """Inputs of the reference log-probabilities except the weights, {name: value}: SHA-256 of the data, SHA-256 of
+        the model configuration, and the precision. Stored log-probabilities are reused only if all values are equal.
+        """
 
     @property
     def recomputes_reference(self) -> bool:
-        """True if the reference model can be run at any step, as it is the base model without its adapter; False if it
-        is the initial model, which training overwrites."""
+        """True if the reference model is the base model without its adapter, which can be run at any step; False if it
+        is the initial model, which training overwrites.
+        """
 
     def reference_weights(self) -> AbstractContextManager[None]:
         """Return a context manager in which forward passes compute the reference model (of DPO): the base model without
@@ -107,31 +108,35 @@ class Objective(Protocol):
         `micro_batches` and over all ranks of `mesh`, at least 1. Collective."""
 
     def terms_share(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor | float:
-        """Return this rank's share of the number of loss terms: the number in its `micro_batches` divided by the number
-        of ranks of `mesh` that hold the same terms. The shares of all ranks sum to the number of terms."""
+        """Return the number of loss terms in this rank's `micro_batches`, divided by the number of ranks of `mesh` that
+        hold the same terms, so that the sum over all ranks is the number of terms of the step.
+        """
 
     def loss_share(self, sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-        """Return this rank's share of the loss and the metrics: `sums` divided by the number of ranks of `mesh` that
-        compute the same values. The shares of all ranks sum to the totals.
+        """Return `sums` divided by the number of ranks of `mesh` that compute the same values, so that the sum over all
+        ranks is the step's loss and metric sums.
 
-        sums [1 + metrics]: the loss, then the metric sums, over this rank's micro-batches."""
+        sums [1 + metrics]: the loss, then the metric sums, over this rank's micro-batches.
+        """
 
     def report(self, means: Sequence[float]) -> Metrics:
         """Return the step's metrics by name. means: the metric sums divided by the number of loss terms (tokens or
         pairs)."""
 
     def prepare(self, policy: Policy, start: RunStart) -> None:
-        """Compute or load the inputs of the loss that do not change during training, such as reference
-        log-probabilities; called once, before the first step.
+        """Compute or load the inputs of the loss that are fixed during training, such as reference log-probabilities;
+        called once, before the first step.
 
-        policy: the model being trained; start: run directory, resumed state and log. Collective."""
+        policy: the model being trained; start: run directory, resumed state and log. Collective.
+        """
 
     def begin(self, policy: Policy, split: str, passes: Iterable[Sequence[NDArray[np.int64]]]) -> None:
-        """Compute the inputs of the loss that depend on all samples of a step, such as KTO's KL estimate; called before
-        the forward passes of each step or validation.
+        """Compute the inputs of the loss that depend on all samples of a step or validation, such as KTO's KL estimate;
+        called before its forward passes.
 
         policy: the model being trained; split: "train" or "validation"; passes: for each forward pass, this rank's
-        micro-batches as arrays of sequence indices. Collective."""
+        micro-batches as arrays of sequence indices. Collective.
+        """
 
     def complete(
         self, policy: Policy, micro_batches: Sequence[MicroBatch], rows: Sequence[NDArray[np.int64]], step: int | None

@@ -22,7 +22,7 @@ from meshwright.planner.hardware.machine_profile import HardwareProfileKey
 from meshwright.planner.hardware.process_constants import ProcessKey
 from meshwright.planner.memory.ledger import Ledger, ledger
 from meshwright.threads import count_available_cores
-from meshwright.training.first_start import find_hardware_profile, measurement_advice
+from meshwright.training.first_start import find_hardware_profile, suggest_measurement
 from meshwright.training.process_memory import get_language_model, predict_process_memory
 from meshwright.training.trainer import Trainer
 
@@ -75,7 +75,7 @@ def find_training_cluster(trainer: Trainer) -> Cluster:
             return _select_devices(processors, ranks)
         each = f"{ranks} rank{'s' * (ranks > 1)} x {threads} thread{'s' * (threads > 1)}"
         path = HardwareProfileKey.here(count_available_cores(), ranks, threads).path
-        advice = measurement_advice(trainer.recipe.run.device, path)
+        advice = suggest_measurement(trainer.recipe.run.device, path)
         raise UserError(f'no hardware profile for {each}; run "meshwright probe", or {advice}')
     if this_machine().exists():
         found = cluster("this")
@@ -90,8 +90,9 @@ def find_training_cluster(trainer: Trainer) -> Cluster:
 
 
 def _assume_devices_per_node(ranks: int, most: int) -> int:
-    """Return the assumed number of devices per node: the largest divisor of `ranks` that is at most `most`, the number
-    of devices that a node can hold."""
+    """Return the assumed number of devices per node: the largest divisor of `ranks` that is at most `most`, the maximum
+    for a node.
+    """
     return next(size for size in range(max(1, min(ranks, most)), 0, -1) if ranks % size == 0)
 
 
@@ -165,7 +166,7 @@ def _predict_process_memory(trainer: Trainer, predicted: Ledger, memory: StepMem
     key = ProcessKey(trainer.layout.precision or "fp32", torch.get_num_threads(), trainer.recipe.train.compile)
     constants = key.read()
     if constants is None:
-        advice = measurement_advice(trainer.recipe.run.device, key.path)
+        advice = suggest_measurement(trainer.recipe.run.device, key.path)
         raise UserError(f"no process-memory profile for this precision and thread count; {advice}")
     return predict_process_memory(trainer, predicted, memory.resident_before, constants, share)
 

@@ -233,7 +233,7 @@ class Preferences:
 
     @property
     def _responses(self) -> dict[str, NDArray[np.int64]]:
-        """Number of responses in each sequence, as {split name: int64 [sequences]}."""
+        """Number of responses in each sequence, {split name: int64 [sequences]}."""
         return {name: self._of * sequences.examples_by_row for name, sequences in self._splits.items()}
 
     def _read_for_resume(self, path: Path, start: RunStart) -> Reference:

@@ -76,8 +76,9 @@ def predict_process_memory(
 
 
 def _import_step_modules(trainer: Trainer) -> None:
-    """Import the torch modules that would otherwise be imported in the first training step, so that the RSS (resident
-    memory), which is read next, includes them."""
+    """Import the torch modules that the first training step would import, so that the RSS (resident memory), which is
+    read next, includes them.
+    """
     if trainer.layout.pp > 1:  # imported by torch.autograd.backward with explicit gradients
         importlib.import_module("torch.fx.experimental.symbolic_shapes")
     if trainer.layout.recompute != "none":  # imported by torch.utils.checkpoint

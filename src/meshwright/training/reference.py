@@ -149,11 +149,11 @@ def frozen_slices(engine: ZeroEngine) -> list[TensorSlice]:
 
 
 def compute_weights_checksum(owned: Iterable[TensorSlice], mesh: Mesh) -> str:
-    """Return a 64-bit checksum (hex) of weights that does not depend on the layout: the sum modulo 2^64, over all
-    elements, of the element's bits (as an integer plus 1) times an odd number derived from the parameter's name and the
-    element's position.
+    """Return a 64-bit checksum (hex) of weights that does not depend on the layout: the sum over all elements, modulo
+    2^64, of (the element's bits as an integer + 1) x (an odd number derived from parameter name and element position).
 
-    owned: slices of the weights; over all ranks of `mesh`, each element is in exactly one. Collective."""
+    owned: slices of the weights; over all ranks of `mesh`, each element is in exactly one. Collective.
+    """
     total = torch.zeros((), dtype=torch.int64, device=mesh.device)
     for item in owned:
         name = int.from_bytes(hashlib.sha256(item.name.encode()).digest()[:8], "little", signed=True)

@@ -36,12 +36,12 @@ _launched: ContextVar[LaunchedProcess | None] = ContextVar("launched", default=N
 
 
 def next_rendezvous(rendezvous: str | None = None) -> Place:
-    """Return rank, world size and rendezvous of this process for its next training run. Without a launcher it is rank 0
-    of 1.
+    """Return rank, world size and rendezvous of this process for its next training run; rank 0 of 1 without a launcher.
 
-    Under `meshwright run` with a file rendezvous (a file through which the ranks find each other), each call returns
-    another file, since a script that trains several times needs a new one for each run. rendezvous: URL such as
-    "tcp://host:port" or "file:///path"; None: the launcher's."""
+    Under `meshwright run` with a file rendezvous (ranks find each other through a file), each call returns a new file,
+    since a script that trains several times needs one for each run. rendezvous: URL such as "tcp://host:port" or
+    "file:///path"; None: the launcher's.
+    """
     launched = _launched.get()
     if launched is not None:
         launched.calls += 1

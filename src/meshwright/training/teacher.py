@@ -19,7 +19,7 @@ from meshwright.model.checkpoint_files import CheckpointFiles
 from meshwright.model.huggingface import match_entries, read_entry
 from meshwright.model.loss import OutputHead
 from meshwright.model.transformer import Transformer
-from meshwright.parallel.axes import axis_operations
+from meshwright.parallel.axes import build_axes
 from meshwright.parallel.flat_buffers import make_slice_reader
 from meshwright.parallel.pipeline import Key, Pipeline
 from meshwright.parallel.stage_compute import MicroBatch
@@ -58,7 +58,7 @@ class Teacher:
         program = program_for(mesh.layout, config, sequence)
         partition = Partition.of(program, config, table, sequence)
         self._model = Transformer(
-            config, axes=axis_operations(mesh), device="meta", dtype=dtype, stages=partition.stages_on(mesh.pp.rank)
+            config, axes=build_axes(mesh), device="meta", dtype=dtype, stages=partition.stages_on(mesh.pp.rank)
         )
         self._model.requires_grad_(False)
         self.engine = ZeroEngine(self._model, table, mesh, seed=seed, parameter_dtype=dtype, partition=partition)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from meshwright.model.axis_operations import TensorOperations
 from meshwright.model.loss import IGNORED, Chunk, OutputHead, cap_logits_
 from meshwright.model.precision import at_least_float32
-from meshwright.spec.chunks import loss_chunks
+from meshwright.spec.chunks import split_loss_chunks
 from meshwright.training.distillation_loss import DistillationLoss
 
 SITES = ("distill.maximum", "distill.sum", "distill.divergence")
@@ -27,7 +27,7 @@ TOP_K_SITE = "distill.top_k"
 HIDDEN_SITE = "distill.hidden"
 _WIDE_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Logits that are converted to float64 at a time, by device."""
-_SMALLEST = -87.0  # log of the smallest probability of "all other tokens": of float32
+_MIN_LOG_PROBABILITY = -87.0  # log of the smallest probability of "all other tokens": of float32
 
 
 @dataclass(slots=True)
@@ -244,7 +244,7 @@ class TopKChunk(_DistillationChunk):
         local_CK = ids_TK[tokens] - self._head.first_token
         self._held_CK = (local_CK >= 0) & (local_CK < self._logits_CV.shape[1])
         self._places_CK = torch.where(self._held_CK, local_CK, 0)
-        self._log_p_CO = top[tokens].to(self._counted_C.dtype).clamp(min=_SMALLEST)
+        self._log_p_CO = top[tokens].to(self._counted_C.dtype).clamp(min=_MIN_LOG_PROBABILITY)
 
     def _log_sum_exps(self, part: slice) -> list[torch.Tensor]:
         """Return two log-sum-exps [P] of the student's logits / T over this rank's vocabulary slice: one over all
@@ -272,7 +272,7 @@ class TopKChunk(_DistillationChunk):
         tensor.all_reduce(found_CK, TOP_K_SITE)
         log_q_CK = found_CK - log_sum_C[:, None]
         # Summed, not 1 minus the sum of the K: that would round a small probability to nothing.
-        rest_C = (log_others_C - log_sum_C).clamp(min=_SMALLEST)
+        rest_C = (log_others_C - log_sum_C).clamp(min=_MIN_LOG_PROBABILITY)
         log_q_CO = torch.cat([log_q_CK, rest_C[:, None]], dim=1)
         cost_CO, weights_CO = self._loss.terms(self._log_p_CO, log_q_CO)
         self._divergence_C = cost_CO.sum(dim=1)
@@ -315,7 +315,7 @@ def top_log_probabilities(
     ids_TK = torch.empty(tokens, top_k, dtype=torch.int64, device=states_TH.device)
     log_p_TO = torch.empty(tokens, top_k + 1, dtype=torch.float64, device=states_TH.device)
     start = 0
-    for chunk in loss_chunks(tokens, vocabulary, states_TH.device.type):
+    for chunk in split_loss_chunks(tokens, vocabulary, states_TH.device.type):
         logits_CV = states_TH[start : start + chunk] @ weight_VH.T
         if softcap:
             cap_logits_(logits_CV, softcap)
@@ -325,6 +325,6 @@ def top_log_probabilities(
             here = slice(start + first, start + first + len(log_p_PV))
             log_p_TO[here, :-1], ids_TK[here] = log_p_PV.topk(top_k, dim=1)
             others_PV = log_p_PV.scatter_(1, ids_TK[here], float("-inf"))
-            log_p_TO[here, -1] = torch.logsumexp(others_PV, dim=1).clamp(min=_SMALLEST)
+            log_p_TO[here, -1] = torch.logsumexp(others_PV, dim=1).clamp(min=_MIN_LOG_PROBABILITY)
         start += chunk
     return ids_TK, log_p_TO

@@ -32,7 +32,7 @@ from meshwright.monitoring.memory import keep_freed_memory
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.terminal import print_message
 from meshwright.threads import check_local_threads
-from meshwright.training.first_start import LONGEST_SECONDS, measure_run
+from meshwright.training.first_start import MAX_SECONDS, measure_run
 
 if TYPE_CHECKING:
     from meshwright.recipe import Recipe
@@ -76,7 +76,7 @@ def train_as_rank(recipe: Recipe, *, probe: bool = True, **options: Any) -> dict
         if warning is not None:
             print_message(f"meshwright: warning: {warning}")
     directory = RunDirectory(recipe.run_directory)
-    patient = recipe.run.collective_timeout > LONGEST_SECONDS
+    patient = recipe.run.collective_timeout > MAX_SECONDS
     if probe and start.rank == 0 and patient and ranks_share_one_host(start) and not is_emulated_rank():
         with suppress(UserError), directory:  # an error here is raised again, on this rank or all, after this block
             rendezvous.check_port_free(start.method)
@@ -90,8 +90,9 @@ def run_script_as_rank(
     """Set up this rank of a user's script (device, process group, mesh) and return the result of `work(recipe, mesh,
     run directory, **options)`.
 
-    start: rank, world size and rendezvous of this process. locked: run directory that the launcher of this process has
-    already locked; if it locked none or another one than the recipe's, rank 0 locks the recipe's here."""
+    start: rank, world size and rendezvous of this process. locked: run directory that this process's launcher has
+    locked; if it is not the recipe's, or None, rank 0 locks the recipe's here.
+    """
     directory = recipe.run_directory
     lock = locked is None or directory.resolve() != locked.resolve()
     return _run_as_rank(recipe, start, RunDirectory(directory), None, options, lock, work)
@@ -169,12 +170,13 @@ def _run_as_rank(
 
 
 def _set_threads(recipe: Recipe, start: Place, store: Any, given: int | None, note: bool) -> None:
-    """Set torch's number of intra-op threads to the first of these that is known: `given`, the launcher's choice;
-    `run.threads` of the recipe; the number in the resumed checkpoint, if its layout is the same; a number chosen from
-    cores and model size (for a user's own module, torch's current number).
+    """Set torch's number of intra-op threads: `given`, the launcher's choice; else `run.threads` of the recipe; else
+    that of the resumed checkpoint, if its layout is the same; else one chosen from cores and model size (for a user's
+    own module, torch's current number).
 
     store: key-value store by which ranks agree on the number, None if they need not agree. note: True to print the
-    reason for the choice. start: rank and world size of this process."""
+    reason for the choice. start: rank and world size of this process.
+    """
     import torch
 
     if given is None and recipe.model is None:  # type: ignore[redundant-expr]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from meshwright.tuning.coordinates import CoordinateCheck
 
 WAIT_SECONDS = 0.5
-MOST_FAILURES = 5
+MAX_FAILURES = 5
 """A worker ends with an error after so many failed trials in a row."""
 
 
@@ -212,7 +212,7 @@ def _run_trials(study: Study) -> None:
         print_message(f"trial {number}: {_format_outcome(study, running, value, state, reason)}")
         _write_page(study)
         failures = failures + 1 if state == "failed" else 0
-        if failures >= MOST_FAILURES:
+        if failures >= MAX_FAILURES:
             raise UserError(f"{failures} trials in a row failed, the last one: {reason}")
 
 

@@ -57,8 +57,9 @@ class Budget:
 
 
 def _get_usage(trial: FrozenTrial, name: str) -> int:
-    """Return the number of steps or tokens that a trial has used in all, or if it is running the number that it may
-    use. name: "steps" or "tokens"."""
+    """Return the steps or tokens (`name`: "steps" or "tokens") that a trial counts against the budget: those used if it
+    has ended, those that it may use if it is running.
+    """
     kind = name if trial.state.is_finished() else f"reserved_{name}"
     return int(trial.user_attrs.get(kind, 0))
 

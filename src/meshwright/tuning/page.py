@@ -196,8 +196,9 @@ def _draw_importance(study: Study, complete: Sequence[FrozenTrial]) -> Iterator[
 
 
 def _make_value_axis(dimension: Dimension, title: str, most: int = 5) -> Axis:
-    """Return the chart axis for the values of a searched key (`dimension`). The values of a key with a list of choices
-    are at the coordinates 0, 1, 2 ... title: label of the axis. most: maximum number of ticks."""
+    """Return the chart axis for the values of a searched key (`dimension`); the choices of a categorical key are at 0,
+    1, 2 ... title: label of the axis. most: maximum number of ticks.
+    """
     if dimension.choices:
         ticks = [(float(place), _format_value(value)) for place, value in enumerate(dimension.choices)]
         return Axis(-0.5, len(ticks) - 0.5, ticks, title)
@@ -207,8 +208,9 @@ def _make_value_axis(dimension: Dimension, title: str, most: int = 5) -> Axis:
 
 
 def _compute_coordinate(study: Study, dimension: Dimension, trial: FrozenTrial) -> float | None:
-    """Return the coordinate of a trial's value on the axis of a searched key (`dimension`): the value, or its index in
-    the key's list of choices. None if the trial does not have the key."""
+    """Return the coordinate of a trial on the axis of a searched key (`dimension`): the value, or its index in the
+    key's list of choices; None if the trial does not have the key.
+    """
     values = study.read_values(trial)
     if dimension.key not in values:
         return None

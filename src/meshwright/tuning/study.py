@@ -95,8 +95,9 @@ class Study:
             os.close(descriptor)
 
     def take_trial(self) -> RunningTrial | None:
-        """Return the next trial for this worker, with its directory locked: a trial that a killed worker left
-        unfinished, else a new one. Return None if the budget allows no new trial."""
+        """Return the next trial for this worker, with its directory locked: one that a killed worker left unfinished,
+        else a new one; None if the budget allows no new trial.
+        """
         optuna = import_optuna()
         with self._hold_lock():
             trials = self.optuna.get_trials(deepcopy=False)
@@ -121,8 +122,9 @@ class Study:
         return lock_file(directory / ".lock", wait=False)
 
     def _begin(self, trial: Trial, lock: int) -> RunningTrial:
-        """Choose the values of `trial` (a trial that continues keeps its values), and record in the study the steps and
-        tokens that the trial may use. Return the trial. lock: file descriptor that locks the trial's directory."""
+        """Start the trial `trial`: let the sampler choose its values (a resumed trial keeps them), and reserve its
+        steps and tokens in the study's budget. lock: file descriptor that locks the trial's directory.
+        """
         values = suggest_values(self.recipe, trial)
         running = RunningTrial(trial, values, self.get_trial_directory(trial.number), lock)
         for name, amount in Budget.compute_largest_trial(self.recipe).items():

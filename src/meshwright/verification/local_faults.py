@@ -140,7 +140,7 @@ def _make_decay_fault(by: int) -> FaultyFunction:
         """Build an FSDP unit by `original`, then move the weight-decay range of its shard. `counter` counts each
         changed result."""
         original(self, *arguments)
-        held = [last - self.start for _, _, last in self.flat.slices_within(self.start, self.stop)]  # without padding
+        held = [last - self.start for _, _, last in self.flat.find_slices(self.start, self.stop)]  # without padding
         moved = min(max(self.decay_numel + by, 0), self.stop - self.start)
         counter.record_if(moved != self.decay_numel and min(moved, self.decay_numel) < max(held, default=0))
         self.decay_numel = moved

@@ -355,7 +355,7 @@ def test_conversation_that_would_be_rendered_without_end_is_refused(monkeypatch:
     source = LOOP + "{{ m.role }}:{{ m.content }}{% if m.content | lower != m.content %}!{% endif %};" + END
     template = ChatTemplate(source, {}, frozenset(), "it")
     assert len(spans_of(template, TURNS * 5)) == 10
-    monkeypatch.setattr(conversation_turns, "_MOST_RENDERED", 200)
+    monkeypatch.setattr(conversation_turns, "_MAX_RENDERED", 200)
     with pytest.raises(TemplateError, match=r"a conversation of 20 messages, which takes too long: split"):
         spans_of(template, TURNS * 5)
 

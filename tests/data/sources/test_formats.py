@@ -265,12 +265,12 @@ def test_record_of_100_megabytes_is_cut_into_documents(file):
     pieces = texts(path)
     assert len(pieces) == 102 or len(pieces) > 100
     assert pieces[0] == "small" and pieces[-1] == "after"
-    assert all(len(piece or "") <= reading_module.LONGEST_DOCUMENT for piece in pieces)
+    assert all(len(piece or "") <= reading_module.MAX_DOCUMENT_LENGTH for piece in pieces)
     assert "".join(piece or "" for piece in pieces[1:-1]) == whole
 
 
 def test_endless_line_is_refused_early(file, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(record_files, "LONGEST_LINE", 1000)
+    monkeypatch.setattr(record_files, "MAX_LINE_BYTES", 1000)
     path = file("a.jsonl", b'{"text": "a"}\n{"text": "' + b"a" * 5_000_000)
     tracemalloc.start()
     assert ":2: a line of 1,000 bytes or more; JSON Lines has one record a line" in refusal(path)
@@ -401,13 +401,13 @@ def test_footer_is_read_once_for_all_row_groups(parquet, monkeypatch: pytest.Mon
 
 
 def test_text_beyond_the_limit_is_refused(parquet, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(parquet_module, "LONGEST_VALUE", 1000)
+    monkeypatch.setattr(parquet_module, "MAX_VALUE_BYTES", 1000)
     assert "a value of 1,001 bytes; at most 1,000 are read" in refusal(parquet({"text": ["a", "x" * 1001]}))
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
 def test_endless_line_of_a_compressed_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
-    monkeypatch.setattr(record_files, "LONGEST_LINE", 1 << 20)
+    monkeypatch.setattr(record_files, "MAX_LINE_BYTES", 1 << 20)
     text = b'{"text": "' + b"x" * (1 << 24)
     (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith("gz") else zstd.compress(text))
     assert (tmp_path / name).stat().st_size < 50_000

@@ -83,7 +83,7 @@ def test_transfer_codings_are_undone_before_those_of_the_content():
 
 @pytest.mark.parametrize("packed", [compress, zlib.compress, deflate_raw])
 def test_bodies_are_not_decompressed_beyond_the_limit(packed, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(http_bodies, "LONGEST_PAGE", 10_000)
+    monkeypatch.setattr(http_bodies, "MAX_PAGE_BYTES", 10_000)
     assert decode(packed(bytes(10_000)), content="deflate") == bytes(10_000)
     assert decode(packed(bytes(10_001)), content="deflate") is None
 

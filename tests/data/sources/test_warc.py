@@ -74,7 +74,7 @@ def test_main_text_is_read_whatever_the_encodings_of_the_body(tmp_path: Path, na
 
 def test_undecodable_bodies_are_dropped_and_other_responses_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("trafilatura")
-    monkeypatch.setattr(http_bodies, "LONGEST_PAGE", 10_000)
+    monkeypatch.setattr(http_bodies, "MAX_PAGE_BYTES", 10_000)
     kind = {"Content-Type": "text/html"}
     pages = [
         (gzip.compress(b"<p>" * 10_000), kind | {"Content-Encoding": "gzip"}),  # expands beyond the limit

@@ -16,7 +16,7 @@ from meshwright.model import grouped_product, tiled_attention
 from meshwright.model.axis_operations import SINGLE_DEVICE
 from meshwright.model.documents import Documents
 from meshwright.model.transformer import Transformer
-from meshwright.parallel.axes import axis_operations
+from meshwright.parallel.axes import build_axes
 from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.recompute import ActivationCheckpointing
 from meshwright.spec.config import ModelConfig
@@ -64,7 +64,7 @@ def count(
 ) -> tuple[int, int]:
     """FLOPs of a forward and of the backward after it, on this rank. The loss makes the head's gradients in its
     forward: they are counted there."""
-    axes = SINGLE_DEVICE if mesh is None else axis_operations(mesh)
+    axes = SINGLE_DEVICE if mesh is None else build_axes(mesh)
     axes = dataclasses.replace(axes, recompute=ActivationCheckpointing(recompute))
     model = Transformer(config, axes=axes, dtype=torch.float32)
     attach_adapters(model, parameter_table(config), None if mesh is None else mesh.layout, axes.tensor)

@@ -31,7 +31,7 @@ from meshwright.planner.hardware.cluster import cluster
 from meshwright.spec.adapter_config import AdapterConfig
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.presets import PRESETS, preset
-from meshwright.spec.stages import Stage, stages_of, whole_model
+from meshwright.spec.stages import Stage, cut_into_stages, whole_model
 from tests.planner.cost.flop_counting import ROWS, SEQUENCE, count, count_on_rank, small
 
 OURS = ENGINES["meshwright"]
@@ -211,7 +211,7 @@ def test_operations_of_stages_add_up_to_the_model():
     config = preset("gemma-2-2b")
     batch = MicroBatch.of(config, Layout(), 1, 8192)
     whole = list_operations(batch, whole_model(config))
-    parts: list[Stage] = list(stages_of(config, 5, 8192))
+    parts: list[Stage] = list(cut_into_stages(config, 5, 8192))
     found = [one for stage in parts for one in list_operations(batch, stage)]
     assert total_flops(found) == pytest.approx(total_flops(whole))
     assert sum(one.bytes * one.count for one in found) == pytest.approx(sum(one.bytes * one.count for one in whole))

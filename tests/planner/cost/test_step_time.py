@@ -27,7 +27,7 @@ from meshwright.planner.memory.rank_memory import memory_of
 from meshwright.planner.search.space import Problem
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
-from meshwright.spec.stages import Stage, stages_of, whole_model
+from meshwright.spec.stages import Stage, cut_into_stages, whole_model
 from tests.planner.cost.test_rates import of
 from tests.planner.hardware.test_measured import example
 
@@ -184,7 +184,7 @@ def test_closed_form_parameters_match_parameter_table(name: str, layout: str):
         strict=True,
     ):
         assert mine == sum(table.unit_numel(unit, parsed, part) for unit in table.units)  # type: ignore[arg-type]
-    stages = stages_of(config, 2, 64)
+    stages = cut_into_stages(config, 2, 64)
     parts = [count_parameters(MicroBatch.of(config, parsed, 1, 64)).of_stage(config, stage)[0] for stage in stages]
     again = table.unit_numel("embedding", parsed) if config.tied else 0
     assert sum(parts) == sum(table.unit_numel(unit, parsed) for unit in table.units) + again

@@ -145,7 +145,7 @@ if __name__ == "__main__":
     from meshwright.model.documents import Documents
     from meshwright.model.transformer import Transformer
     from meshwright.parallel import expert, ring_spans
-    from meshwright.parallel.axes import axis_operations
+    from meshwright.parallel.axes import build_axes
     from meshwright.parallel.context import shard_sequences
     from meshwright.parallel.step import ForwardBackward
     from meshwright.parallel.zero_engine import ZeroEngine
@@ -500,7 +500,7 @@ if __name__ == "__main__":
             partition = Partition.of(program, config, table, case.sequence)
             dtype = PARAMETER_DTYPES[layout.precision or "fp32"]
             model = Transformer(
-                config, axes=axis_operations(mesh), device="meta", dtype=dtype,
+                config, axes=build_axes(mesh), device="meta", dtype=dtype,
                 stages=partition.stages_on(mesh.pp.rank),
             )  # fmt: skip
             parallel = ZeroEngine(model, table, mesh, seed=None, parameter_dtype=dtype, partition=partition)

@@ -21,7 +21,7 @@ from meshwright.model.pairs import Pairs
 from meshwright.model.rope import RotaryTable
 from meshwright.model.transformer import Transformer
 from meshwright.model.weight_gradients import WeightGradients, defer_weight_gradients
-from meshwright.parallel.axes import axis_operations
+from meshwright.parallel.axes import build_axes
 from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.expert import AllToAllTokenDispatcher
 from meshwright.parallel.stage_compute import BackwardOrder, StageCompute
@@ -33,7 +33,7 @@ from meshwright.program.pipeline import Kind
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.partition import Partition
-from meshwright.spec.stages import stages_of
+from meshwright.spec.stages import cut_into_stages
 from meshwright.training.preference_loss import Preference
 from tests.packed_documents import documents_from_starts
 
@@ -112,9 +112,9 @@ def watch(case: Case) -> Watched:
     """Record the second forward of a stage; the first allocates persistent tensors (rotary tables)."""
     layout, dtype, device = Layout.parse(case.layout), getattr(torch, case.dtype), case.device
     mesh, table = Mesh.create(layout, device), parameter_table(case.config)
-    stages = stages_of(case.config, case.stages, case.sequence)
+    stages = cut_into_stages(case.config, case.stages, case.sequence)
     partition = Partition(table, stages, ((0,) * case.stages,))
-    axes = axis_operations(mesh)
+    axes = build_axes(mesh)
     model = Transformer(case.config, axes=axes, device="meta", dtype=dtype)
     attach_adapters(model, table, layout, axes.tensor, device="meta", dtype=dtype)
     master = torch.float64 if dtype == torch.float64 else torch.float32

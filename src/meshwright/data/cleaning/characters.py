@@ -22,9 +22,9 @@ _CONTINUATION = len(KINDS)
 
 
 def _classify_lead_byte(byte: int) -> int:
-    """Return the kind, such as "digits" or "Greek, Cyrillic", of the characters whose UTF-8 encoding begins with `byte`
-    (0 to 255), as an index in the module's list `KINDS`. A continuation byte, with which no character begins, gives
-    len(KINDS)."""
+    """Return the character kind, as an index in `KINDS` ("digits", "Greek, Cyrillic" ...), of the characters whose
+    UTF-8 encoding begins with `byte` (0 to 255); len(KINDS) for a continuation byte, with which no character begins.
+    """
     if byte < 0x80:
         character = chr(byte)
         if character.isalpha():
@@ -52,8 +52,8 @@ _KIND_OF = np.array([_classify_lead_byte(byte) for byte in range(256)])
 
 
 def count_character_kinds(content: bytes) -> NDArray[np.uint32]:
-    """Count the characters of the UTF-8 text `content` by kind ("digits", "Greek, Cyrillic" ...); returns uint32
-    [kinds], in the order of the module's list `KINDS`.
+    """Count the characters of a UTF-8 text by kind ("digits", "Greek, Cyrillic" ...); return uint32 [kinds], in the
+    order of `KINDS`. content: the text as bytes.
     """
     bytes_of = np.bincount(np.frombuffer(content, np.uint8), minlength=256)
     return np.bincount(_KIND_OF, weights=bytes_of, minlength=_CONTINUATION + 1)[:_CONTINUATION].astype(np.uint32)

@@ -45,11 +45,10 @@ Log = Callable[[str], None]
 class CleaningResult:
     """Result of a cleaning pass over N documents, numbered from 0 in reading order.
 
-    segments: files with the cleaning results, each for a block of consecutive documents. codes: uint8 [N],
-    memory-mapped: 0 (`KEPT`), or 1 + the index in `RULES` (all rule names) of the rule that dropped the document.
-    documents_by_file: number of documents in each source file. kept: number of documents that no rule dropped.
-    longest_kept: number of characters in the longest document kept. report: counts, distributions and samples, as JSON.
-    removed: sentences that are removed from kept documents.
+    segments: files with the results of consecutive documents. codes: uint8 [N], memory-mapped: 0 (`KEPT`), or 1 + the
+    index in `RULES` of the rule that dropped the document. documents_by_file: number of documents in each source file.
+    kept: number of documents that no rule dropped. longest_kept: characters of the longest of these. report: counts,
+    distributions and samples, as JSON. removed: sentences to remove from kept documents.
     """
 
     segments: tuple[Segment, ...]
@@ -78,11 +77,11 @@ class CleaningResult:
 def run_cleaning_pass(
     files: Sequence[SourceFile], reader: Reader, cleaner: Cleaner, directory: Path, log: Log
 ) -> CleaningResult:
-    """Apply all rules of `cleaner` to all documents of `files`; return which documents are kept, and a report.
+    """Apply all rules of `cleaner` to all documents of `files`; return which documents are kept, and a report. Raises
+    `UserError` for unreadable sources.
 
-    reader: splits each file into documents. directory: folder for segment files, which store the results of consecutive
-    documents; those of an interrupted pass are reused. log: receives progress lines. Raises `UserError` for unreadable
-    sources.
+    reader: splits each file into documents. directory: folder for segment files (results of consecutive documents);
+    those of an interrupted pass are reused. log: receives progress lines.
     """
     directory.mkdir(parents=True, exist_ok=True)
     segments = tuple(_iterate_segments(files, reader, cleaner, directory, log))
@@ -102,9 +101,8 @@ def run_cleaning_pass(
 def _iterate_segments(
     files: Sequence[SourceFile], reader: Reader, cleaner: Cleaner, directory: Path, log: Log
 ) -> Iterator[Segment]:
-    """Yield all segments in order. A segment is a file with the cleaning results of consecutive documents. First come
-    the segments that an interrupted pass left in `directory`; then the rest of `files` is read and written as new
-    segments.
+    """Yield the segments (files with the cleaning results of consecutive documents) in order: those that an interrupted
+    pass left in `directory`, then new ones, written while the rest of `files` is read.
 
     reader: splits each file into documents. cleaner: applies the rules to a document. log: receives progress lines.
     """
@@ -149,8 +147,9 @@ def _iterate_segments(
 
 
 def _begin_segment(first: int, cleaner: Cleaner, reader: Reader) -> SegmentWriter:
-    """Return a writer for an empty segment, the file with the cleaning results of consecutive documents. first: number
-    of the segment's first document. cleaner, reader: their settings determine which columns the segment has."""
+    """Return a writer of a new segment (file with the cleaning results of consecutive documents). first: number of its
+    first document. cleaner, reader: their settings determine the segment's columns.
+    """
     spans = hash_spans if cleaner.recipe.sentence_duplicates else None
     return SegmentWriter(first, cleaner.minhash, cleaner.rewrites, spans, reader.records is not None)
 

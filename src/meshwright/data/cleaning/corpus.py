@@ -26,7 +26,7 @@ from meshwright.data.files import (
 )
 from meshwright.data.records.conversations import RecordFormat
 from meshwright.data.records.messages import MessageFormat
-from meshwright.data.sources.reading import LONGEST_DOCUMENT, Document, Reader
+from meshwright.data.sources.reading import MAX_DOCUMENT_LENGTH, Document, Reader
 from meshwright.data.sources.resolution import SourceChanged, SourceFile
 from meshwright.errors import UserError
 from meshwright.recipe import DataRecipe
@@ -41,15 +41,13 @@ _FILES = {"codes": "survey.npy", "sentences": "survey.sentences.npy"}
 
 @dataclass(frozen=True, slots=True)
 class CleanedCorpus:
-    """Corpus of N documents after cleaning and splitting into training and validation data. It stores the result for
-    each document, not the texts, which are read again from the source files. Documents are numbered from 0 in reading
-    order.
+    """Cleaning result of a corpus of N documents, split into training and validation data. It has a code for each
+    document, not the texts, which are read again from the source files. Documents are numbered from 0 in reading order.
 
-    codes: uint8 [N]: 0 for a training document, 1 for a validation document; for a dropped one 2 + the index in `RULES`
-    (all rule names) of the rule that dropped it. documents_by_file: number of documents in each source file. longest:
-    maximum characters of a document; longer texts are cut into several documents. bytes: {split: UTF-8 bytes}. report:
-    the cleaning report as JSON. rewriter: masks the texts when the documents are read again. removed: sentences that
-    are removed from them.
+    codes: uint8 [N]: 0: training document; 1: validation document; 2 + i: dropped by the i-th rule in `RULES`.
+    documents_by_file: number of documents in each source file. longest: maximum characters of a document; longer texts
+    are cut into several documents. bytes: {split: UTF-8 bytes}. report: the cleaning report as JSON. rewriter: masks
+    the texts when the documents are read again. removed: sentences that are removed from them.
     """
 
     codes: NDArray[np.uint8]
@@ -101,9 +99,11 @@ class CleanedCorpus:
     def iterate_texts(
         self, files: Sequence[SourceFile], reader: Reader, split: str, first: int = 0
     ) -> Iterator[tuple[int, str]]:
-        """Yield (document number, cleaned text, personal data masked) of the documents of `split` ("train" or
-        "validation") in order. files, reader: source files and reader of the cleaning pass. first: lowest document
-        number."""
+        """Yield (document number, cleaned text with personal data masked) of each document of `split` ("train" or
+        "validation"), in order.
+
+        files, reader: source files and reader of the cleaning pass. first: lowest document number.
+        """
         return (
             (number, document.text or "") for number, document in self.iterate_documents(files, reader, split, first)
         )
@@ -156,8 +156,9 @@ def count_codes(codes: NDArray[np.uint8], code: int) -> int:
 
 
 def find_last(codes: NDArray[np.uint8], code: int, begin: int, end: int) -> int:
-    """Return the last index i, `begin` <= i < `end`, with codes[i] == `code`; -1 if there is none. codes: [documents],
-    may be larger than memory."""
+    """Return the last index i in [`begin`, `end`) with codes[i] == `code`; -1 if there is none. codes: [documents], may
+    be larger than memory.
+    """
     for at in range(end, begin, -_BLOCK):
         found = np.flatnonzero(codes[max(begin, at - _BLOCK) : at] == code)
         if len(found):
@@ -187,7 +188,7 @@ def clean_and_split_corpus(
             reader = make_reader(recipe, longest)
             return run_cleaning_pass(files, reader, cleaner, (directory or Path(temporary)) / f"{longest}", log)
 
-        longest = LONGEST_DOCUMENT
+        longest = MAX_DOCUMENT_LENGTH
         result = run_pass(longest)
         cut = recipe.records == "text"  # records stay whole
         if cut and recipe.validation_fraction and result.kept < FEW_DOCUMENTS and result.longest_kept > SHORT_DOCUMENT:
@@ -204,9 +205,12 @@ def clean_and_split_corpus(
 
 
 def make_reader(recipe: DataRecipe, longest: int) -> Reader:
-    """Create the reader that splits source files into documents, with the options of the recipe. Whenever the documents
-    are read again, the same reader must be used as in the cleaning pass, since documents are identified by number.
-    longest: maximum characters of a document; longer texts are cut."""
+    """Create the reader that splits source files into documents, with the options of the recipe. longest: maximum
+    characters of a document; longer texts are cut.
+
+    Documents are identified by number, so whenever they are read again, the reader must have the options of the
+    cleaning pass.
+    """
     records = None
     if recipe.records != "text":
         messages = MessageFormat(recipe.message_keys, recipe.record_roles)
@@ -217,13 +221,12 @@ def make_reader(recipe: DataRecipe, longest: int) -> Reader:
 
 
 def _assign_splits(cleaned: CleaningResult, fraction: float, key: str) -> tuple[NDArray[np.uint8], dict[str, int]]:
-    """Assign kept documents to splits by the hash of their content; returns (codes, {split: UTF-8 bytes}).
-    `cleaned.codes` is overwritten in place with the returned codes. Raises `UserError` if a validation split is wanted
-    and all kept documents have the same content.
+    """Assign kept documents to the splits by the hash of their content; return (codes, {split: UTF-8 bytes}). Raises
+    `UserError` if a validation split is wanted and all kept documents have the same content.
 
-    codes: uint8 [documents]: 0 for a training document, 1 for a validation document; for a dropped one 2 + the index in
-    `RULES` (all rule names) of the rule that dropped it. cleaned: result of the cleaning pass. fraction: expected
-    fraction of validation documents, in [0, 1]. key: recipe key of the sources, for errors.
+    codes: uint8 [documents], as in `CleanedCorpus`; they overwrite `cleaned.codes` in place. cleaned: result of the
+    cleaning pass. fraction: expected fraction of validation documents, in [0, 1]. key: recipe key of the sources, for
+    errors.
     """
     threshold = np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
     least, most, below = 2**64, -1, 0

@@ -18,12 +18,11 @@ from meshwright.data.files import PARTIAL
 
 
 class DuplicateFinder:
-    """Finder of exact and near duplicates among the documents that pass all other rules. It marks them as dropped in
-    `codes`.
+    """Finder of exact and near duplicates among the documents that pass all other rules.
 
-    codes: uint8 [documents], 0 (`KEPT`) for a kept document, else 1 + the index in `RULES` (all rule names) of the rule
-    that dropped it. removed: repeated sentences that are removed from kept documents. first: {duplicate rule: lowest
-    number of a document that it dropped}. earlier: sample for the report, {duplicate rule: {number of a duplicate:
+    codes: uint8 [documents], 0 (`KEPT`), or 1 + the index in `RULES` of the rule that dropped the document; duplicates
+    are marked here. removed: repeated sentences that are removed from kept documents. first: {duplicate rule: lowest
+    number of a document that it dropped}. earlier: samples for the report, {duplicate rule: {number of a duplicate:
     number of the document that it repeats}}.
     """
 
@@ -70,12 +69,11 @@ class DuplicateFinder:
         keys: Callable[[Segment], NDArray[np.uint64]],
         records: NDArray[np.uint64] | None = None,
     ) -> None:
-        """Mark as dropped by `rule` each document whose key equals that of an earlier document. Documents that other
-        rules dropped are neither marked nor compared.
+        """Mark each kept document whose key equals that of an earlier kept document as dropped by `rule`.
 
-        keys: function that returns the keys of a segment's documents, uint64 [documents, words per key]; a segment is a
-        block of consecutive documents. records: uint64 [documents], a hash of the record that each document is part of;
-        documents of one record are not compared with each other. None: each document is a record.
+        keys: function that returns the keys of a segment's documents, uint64 [documents, words per key]. records:
+        uint64 [documents], hash of the record that each document is part of; documents of one record are not compared
+        with each other. None: each document is a record.
         """
         code = 1 + RULES.index(rule)
 

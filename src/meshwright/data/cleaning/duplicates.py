@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 PART = 1 << 21  # keys sorted at a time, about 100 MB
-_MOST_PARTS = 512  # files open at a time
+_MAX_PARTITIONS = 512  # files open at a time
 
 Keys = NDArray[np.uint64]
 Numbers = NDArray[np.int64]
@@ -19,15 +19,14 @@ Numbers = NDArray[np.int64]
 def find_repeated_keys(
     chunks: Iterator[tuple[Keys, Numbers]], total: int, directory: Path, part: int | None = None
 ) -> Iterator[tuple[Numbers, Numbers]]:
-    """Find the documents whose key equals that of an earlier document. The keys are partitioned on disk; for each
-    partition a tuple is yielded: numbers of the m repeating documents, and for each the number of the first document
-    with the same key, int64 [m] each.
+    """Find the documents whose key equals that of an earlier document, by a sort on disk. Yield for each partition of
+    the keys (numbers of the m repeating documents, number of the first document with the same key), int64 [m] each.
 
     chunks: yields (keys, uint64 [n, words per key]; document numbers [n]), with ascending document numbers. total:
     expected number of keys, which determines the number of partitions. directory: for temporary files; created if
     needed. part: approximate number of keys in a partition, which is sorted in memory (default: 2^21).
     """
-    parts = min(_MOST_PARTS, -(-total // (part or PART)))
+    parts = min(_MAX_PARTITIONS, -(-total // (part or PART)))
     if parts <= 1:
         yield _find_repeated_in_memory([*chunks])
         return

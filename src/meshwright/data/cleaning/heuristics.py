@@ -25,7 +25,7 @@ _SHORT_LINES, _SHORT_LINE = 0.67, 30  # share, characters
 # C4 (arXiv:1910.10683), section 2.2. The policy phrases and the longest word are those of its published code.
 _SENTENCES = 3
 _WORDS_OF_LINE = 5
-_LONGEST_WORD = 1000
+_MAX_WORD_CHARACTERS = 1000
 POLICY = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")
 
 _LETTER = re.compile(r"[^\W\d_]")
@@ -116,7 +116,7 @@ def filter_c4_lines(text: str) -> tuple[str, int]:
             and len(words) >= _WORDS_OF_LINE
             and "javascript" not in lower
             and not any(phrase in lower for phrase in POLICY)
-            and (len(line) <= _LONGEST_WORD or max(map(len, words)) <= _LONGEST_WORD)
+            and (len(line) <= _MAX_WORD_CHARACTERS or max(map(len, words)) <= _MAX_WORD_CHARACTERS)
         ):
             kept.append(line)
         else:

@@ -39,7 +39,7 @@ _PUNCTUATION = frozenset(
     + _TERMINAL
 )
 _C4_ENDS = (".", "?", "!", '"', "'")
-_SENTENCES, _WORDS_OF_LINE, _LONGEST_WORD = 5, 3, 1000
+_SENTENCES, _WORDS_OF_LINE, _MAX_WORD_CHARACTERS = 5, 3, 1000
 _PUNCTUATED_LINES, _DUPLICATED_CHARACTERS, _LINES_PER_WORD = 0.12, 0.01, 0.3
 _SHORT_LINES, _SHORT_LINE = 0.67, 30  # share, characters
 _PARAGRAPHS, _LINES = re.compile("\n{2,}"), re.compile("\n+")
@@ -162,7 +162,7 @@ def filter_c4_lines(text: str) -> tuple[str, int]:
         ends = plain.endswith(_C4_ENDS) and not plain.endswith("...") and len(words) >= _WORDS_OF_LINE
         javascript, policy = "javascript" in lower, any(phrase in lower for phrase in POLICY)
         allowed = "lorem ipsum" in lower or (not javascript and ("{" in plain or not policy))
-        if ends and allowed and max(map(len, words)) <= _LONGEST_WORD:
+        if ends and allowed and max(map(len, words)) <= _MAX_WORD_CHARACTERS:
             kept.append(plain)
         else:
             dropped += bool(line)

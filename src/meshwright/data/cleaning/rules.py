@@ -125,8 +125,9 @@ class Verdict:
 
 
 class Rewriter:
-    """Applies the masks and line filters that `[data.clean]` of the recipe enables to texts. rewrites: True if any of
-    them is enabled."""
+    """Applier of the masks and line filters that `[data.clean]` of the recipe enables. rewrites: True if any of them is
+    enabled.
+    """
 
     def __init__(self, recipe: CleanRecipe) -> None:
         """Store the enabled masks and line filters. recipe: the `[data.clean]` table."""
@@ -165,8 +166,8 @@ class Rewriter:
 
 
 class Cleaner(Rewriter):
-    """Applies the rules of the recipe's `[data.clean]` to one document at a time: all rules except those for
-    duplicates, which compare documents. rules: names of all enabled rules, duplicates included.
+    """Applier of the rules of `[data.clean]` to one document at a time: all rules except those for duplicates, which
+    compare documents. rules: names of all enabled rules, duplicates included.
 
     Raises `UserError` for an unknown language, an unreadable evaluation set or word list, or a missing library.
     """

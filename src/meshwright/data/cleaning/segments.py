@@ -39,15 +39,13 @@ def list_column_types(bands: int, rewrites: bool, sentences: bool, records: bool
     results of consecutive documents.
 
     bands: number of MinHash bands. rewrites: True if texts are masked or their lines filtered. sentences: True if spans
-    of sentences are compared. records: True if the documents are training examples of instruction, chat or preference
-    records.
+    of sentences are compared. records: True if the documents are examples of instruction, chat or preference records.
 
-    Columns: `code`: 0 (kept) or 1 + the index in `RULES` (all rule names) of the rule that dropped the document.
-    `before`: number of characters, of UTF-8 bytes, and of characters of each kind, before masking. `digest`: first half
-    of the SHA-256 of the text. `bands`: MinHash keys. With `rewrites` also `after`, the same numbers as `before` after
-    masking, and `changes`, the number of masked items and removed lines by kind. With `sentences` also `sentences`,
-    their number. With `records` also `record`, 64 bits of a hash of the record; all examples of one record have the
-    same.
+    Columns: `code`: 0 (kept) or 1 + the index in `RULES` of the rule that dropped the document. `before`: numbers of
+    characters, of UTF-8 bytes, and of characters of each kind, before masking. `digest`: first half of the text's
+    SHA-256. `bands`: MinHash keys. With `rewrites`: `after`, the numbers of `before` after masking; `changes`, masked
+    items and removed lines by kind. With `sentences`: `sentences`, their number. With `records`: `record`, 64 bits of a
+    hash of the record, equal for all examples of one record.
     """
     sizes = 2 + len(KINDS)
     after = {"after": ("<u4", sizes), "changes": ("<u4", len(CHANGES))} if rewrites else {}
@@ -57,8 +55,7 @@ def list_column_types(bands: int, rewrites: bool, sentences: bool, records: bool
 
 
 class SegmentWriter:
-    """Writer of a segment, the file with the cleaning results of consecutive documents. Results are collected in memory
-    and written to disk at once.
+    """Writer of a segment: collects the cleaning results of consecutive documents and writes them to a file at once.
 
     first: number of the first document. minhash: computes the keys for near duplicates; None: near duplicates are not
     searched. rewrites: True if the rules change texts (replace personal data, remove lines). hash_spans: returns
@@ -237,11 +234,11 @@ class Segment:
 
 
 def find_earlier_reading(file: SourceFile, codes: NDArray[np.uint8], first: int) -> EarlierReading:
-    """Return the results of an earlier reading of `file`, from which a second reading yields the same documents: how
-    many documents were read, and which pages among them failed in text extraction.
+    """Return what an earlier reading of `file` found: the number of documents, and those whose text could not be
+    extracted. A second reading with it yields the same documents.
 
-    codes: uint8 [documents], cleaning results of the documents read, from the file's first on. first: value in `codes`
-    that stands for the first rule in `RULES`; rule i has `first` + i.
+    codes: uint8 [documents], cleaning results of the documents of the file. first: value in `codes` of the first rule
+    in `RULES`; rule i has `first` + i.
     """
     failed = np.flatnonzero(codes == first + RULES.index("extraction")).tolist() if file.format == "warc" else ()
     return EarlierReading(len(codes), frozenset(failed))

@@ -40,8 +40,8 @@ def remove_sentences(text: str, numbers: Collection[int]) -> str:
 
 
 class RemovedSentences:
-    """Sentences that are removed from kept documents, because they are part of a span of three sentences that occurs
-    earlier in the corpus.
+    """Sentences that are removed from kept documents, as part of a span of three sentences that occurs earlier in the
+    corpus.
 
     entries: int64 [removed sentences], ascending: (number of the document << 24) | number of the sentence in it.
     """

@@ -65,8 +65,8 @@ class Words:
 
 
 def mix_bits(values: Hashes) -> Hashes:
-    """Mix the bits of each uint64 with the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast Splittable
-    Pseudorandom Number Generators", 2014), in place; returns `values`.
+    """Mix the bits of each uint64 in `values`, in place, by the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast
+    Splittable Pseudorandom Number Generators", 2014); return `values`.
     """
     values ^= values >> np.uint64(30)
     values *= np.uint64(0xBF58476D1CE4E5B9)

@@ -24,10 +24,10 @@ NO_TARGET = -100  # ignored by the loss, as `ignore_index` of PyTorch's cross-en
 class TokenBatch:
     """Batch of B packed rows of S tokens. A row is one training sample with one or more documents.
 
-    tokens: int64 [B, S]. targets: int64 [B, S], the token after each position. A target is -100 (ignored by the loss)
-    if that token is padding, begins another document (with `document_mask`) or, for records, is not one to be trained
-    on. document_ids: int32 [B, S], 0 for a row's first document, then 1, 2 ...; all 0 without `document_mask`.
-    undesirable: bool [B, S], whether the target is of an undesirable response; None for data without labels.
+    tokens: int64 [B, S]. targets: int64 [B, S], the token after each position; -100 (ignored by the loss) if that token
+    is padding, begins another document (with `document_mask`) or, for records, is not trained on. document_ids: int32
+    [B, S], 0 for a row's first document, then 1, 2 ...; all 0 without `document_mask`. undesirable: bool [B, S], True
+    if the target belongs to an undesirable response (KTO); None for data without labels.
     """
 
     tokens: NDArray[np.int64]

@@ -293,9 +293,12 @@ class PackedExamples(PackedDataset):
         return values, flags, ids
 
     def _list_ranges(self, example: int, mismatched: bool) -> list[list[tuple[int, int]]]:
-        """Return for each document of an example the token ranges [begin, end) of the split's token stream that make it
-        up. example: index among the examples in rows. mismatched: False: its own tokens; True: its prompt, then the
-        response of its partner, cut if they exceed a row."""
+        """Return for each document of an example the ranges [begin, end) of the split's token stream of which it
+        consists.
+
+        example: index among the examples in rows. mismatched: False: the example itself; True: its prompt with the
+        response of its partner, cut to fit into a row.
+        """
         plan, documents = self.plan, self.packing.documents_per_example
         first = int(plan.numbers[example]) * documents
         begins = self._documents[first : first + documents, 0].tolist()
@@ -355,8 +358,9 @@ class PackedExamples(PackedDataset):
 
 
 class MismatchedRows:
-    """Packed rows of labelled examples in which each response is replaced by that of another example. From these
-    samples KTO estimates the KL divergence of policy and reference. examples: the rows with the original responses."""
+    """Packed rows of labelled examples in which each response is replaced by that of another example, from which KTO
+    estimates the KL divergence of policy and reference. examples: the rows with the original responses.
+    """
 
     def __init__(self, examples: PackedExamples) -> None:
         """Wrap the packed rows of labelled examples."""

@@ -15,16 +15,16 @@ OPEN_ROWS = 256  # rows with remaining capacity that best fit chooses from
 
 @dataclass(frozen=True, slots=True)
 class PackingPlan:
-    """Assignment of examples to R packed rows. An example is a parsed record of D documents (D = 2 for preference
-    pairs, else 1). K examples are in rows; the others are dropped.
+    """Assignment of examples to R packed rows. An example is a parsed record of D documents (2 for preference pairs,
+    else 1). K examples are in rows; the others are dropped.
 
-    kept: int64 [K, D], length of each document in tokens after truncation. numbers: int64 [K], index of each of the K
-    examples among all examples. order: int64 [K], indices in [0, K) of the examples, sorted by row; row r contains
-    order[bounds[r]:bounds[r + 1]]. bounds: int64 [R + 1]. rows_by_source: number of rows of each data source; one
-    number, for all, if rows may mix sources. report: counts by name, as `PackedExamples.report` lists them.
+    kept: int64 [K, D], tokens of each document after truncation. numbers: int64 [K], index of each of these examples
+    among all examples. order, bounds: int64 [K] and [R + 1]: row r contains the examples order[bounds[r]:bounds[r +
+    1]], as indices in [0, K). rows_by_source: number of rows of each data source; one number, for all, if rows may mix
+    sources. report: counts by name, as `PackedExamples.report` lists them.
 
-    Two arrays are empty unless examples have labels (KTO). prompts: int64 [K], tokens before the response. partners:
-    int64 [K], index in [0, K) of the example whose response replaces this one's in mismatched rows.
+    For labelled examples (KTO), else empty: prompts: int64 [K], tokens before the response. partners: int64 [K], index
+    in [0, K) of the example whose response replaces this one's in mismatched rows.
     """
 
     kept: NDArray[np.int64]

@@ -252,8 +252,9 @@ def _group_documents(documents: Iterator[tuple[int, Document]]) -> Iterator[list
 
 
 def limit_rate(report: Callable[[int], None]) -> Callable[[int], None]:
-    """Wrap the callback `report`, which takes the amount of work done, so that it is called at most once in 2 seconds;
-    calls in between are ignored. The first 2 seconds begin now."""
+    """Wrap the callback `report` (argument: amount of work done) so that it is called at most once in 2 seconds; calls
+    in between, and in the first 2 seconds, are ignored.
+    """
     last = time.monotonic()
 
     def report_if_due(done: int) -> None:

@@ -34,7 +34,7 @@ def extract_role_index(flags: Any) -> Any:
 
 
 def iterate_runs(flags: NDArray[Any]) -> Iterator[tuple[int, int]]:
-    """Split `flags` [tokens] into runs of equal values; yield the range [begin, end) of each, in order."""
+    """Yield the range [begin, end) of each run of equal values in `flags` [tokens], in order."""
     changes = np.flatnonzero(np.diff(flags)) + 1
     return pairwise([0, *changes.tolist(), len(flags)]) if len(flags) else iter(())
 

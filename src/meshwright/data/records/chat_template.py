@@ -32,7 +32,7 @@ from meshwright.errors import UserError
 
 # A string of at most 64 characters in a template, without escapes.
 _LITERAL = re.compile(r"'([^'\\\n]{2,64})'|\"([^\"\\\n]{2,64})\"")
-_MOST_LITERALS = 500
+_MAX_LITERALS = 500
 Tools: TypeAlias = Sequence[Mapping[str, Any]]
 Variables: TypeAlias = Mapping[str, Any]
 
@@ -54,11 +54,11 @@ class RenderedConversation(NamedTuple):
     """A conversation rendered to text by a chat template. A range is [begin, end) in characters of `text`.
 
     text: the rendered conversation. responses: ranges of the assistant's turns to be trained on, end token included; a
-    turn may have several. context: ranges within `responses` that are not trained on; a token that overlaps one is not
-    trained on either. template_tokens: ranges of the special tokens that the template itself wrote; a special token
-    spelled out in a message is ordinary text. turns: (begin, end, role) of each message's text, in order; empty if they
-    cannot be found, because the template inspects message text. left_out: message fields that the template does not
-    render: "reasoning" (of the last turn that has some) and "name".
+    turn may have several. context: ranges within `responses` that are not trained on, nor is a token that overlaps one.
+    template_tokens: ranges of the special tokens that the template itself wrote; a special token spelled out in a
+    message is ordinary text. turns: (begin, end, role) of each message's text, in order; empty if they cannot be found,
+    because the template inspects message text. left_out: message fields that the template does not render: "reasoning"
+    (of the last turn that has some) and "name".
     """
 
     text: str
@@ -102,8 +102,9 @@ class ChatTemplate:
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """True if the template renders the content of a message only in the form of a list, [{"type": "text", "text":
-        ...}], as some multimodal templates do."""
+        """True if the template renders message content only as a list of parts, [{"type": "text", "text": ...}], as
+        some multimodal templates do.
+        """
         found = []
         for content in ("A?", [{"type": "text", "text": "A?"}]):
             try:
@@ -115,7 +116,8 @@ class ChatTemplate:
     @cached_property
     def leaves_out_system(self) -> bool:
         """True if the template accepts a system message but does not render it in conversations that end with an
-        answer."""
+        answer.
+        """
         turns = [Message(role, text) for role, text in (("system", "S1."), ("user", "A?"), ("assistant", "B."))]
         try:
             return "S1." not in self.render(turns)
@@ -262,7 +264,7 @@ class ChatTemplate:
         tokens are excluded."""
         found = {match[1] if match[1] is not None else match[2] for match in _LITERAL.finditer(self.source)}
         kept = (each for each in found if each.strip() and not self._may_spell_special_token(each))
-        return sorted(kept)[:_MOST_LITERALS]
+        return sorted(kept)[:_MAX_LITERALS]
 
     @cached_property
     def _special_pattern(self) -> re.Pattern[str]:
@@ -273,8 +275,9 @@ class ChatTemplate:
 
     @cached_property
     def _special_affixes(self) -> tuple[frozenset[str], frozenset[str], int]:
-        """(Proper prefixes of the special tokens, their proper suffixes, length of the longest special token in
-        characters)."""
+        """Affixes of the special tokens: (their proper prefixes, their proper suffixes, length of the longest special
+        token in characters).
+        """
         beginnings = {token[:size] for token in self.special for size in range(1, len(token))}
         ends = {token[-size:] for token in self.special for size in range(1, len(token))}
         return frozenset(beginnings), frozenset(ends), max(map(len, self.special), default=0)

@@ -20,7 +20,7 @@ from meshwright.data.records.response_spans import (
 )
 from meshwright.data.records.template_rendering import TemplateError
 
-_MOST_RENDERED = 4_000_000  # messages, for the turns of one conversation; about two minutes
+_MAX_RENDERED = 4_000_000  # messages, for the turns of one conversation; about two minutes
 TemplateMessages: TypeAlias = Sequence[Mapping[str, Any]]
 
 
@@ -53,7 +53,7 @@ class ConversationTurnFinder:
         """Start with a full budget of rendered messages; arguments: see the class."""
         self._finder, self._messages, self._text = finder, messages, text
         self._render, self._literals, self._inputs = render, literals, inputs
-        self._left = _MOST_RENDERED
+        self._left = _MAX_RENDERED
 
     def exclude_repeats(self, regions: MessageRegions, turns: Sequence[int]) -> MessageRegions:
         """Shorten the ranges of assistant turns whose text the template repeats later, such as the name of a called
@@ -199,14 +199,15 @@ def locate_context(
 
 
 def _describe_shape(message: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return (role, sorted names of the fields) of a message, as a cache key: the template's text around a message
-    depends on them."""
+    """Return a cache key of a message, (role, sorted names of its fields), on which the template's text around the
+    message depends.
+    """
     return (message["role"], *sorted(key for key, value in message.items() if value))
 
 
 def _find_other_end(special: re.Pattern[str], after: str, header: str, before: str) -> str | None:
-    """Return the special token that ends the turns of other roles; None if there is none, or if that token begins a
-    turn.
+    """Return the special token that ends the turns of other roles than the assistant; None if there is none, or if that
+    token begins a turn.
 
     after: text that the template writes after a user turn, before the model generates. header: header of the
     assistant's turn, the last part of `after`. before: text before the first user turn.

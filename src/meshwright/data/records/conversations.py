@@ -30,10 +30,12 @@ from meshwright.recipe.data import MORE_RECORD_KEYS, RECORD_KEYS
 
 
 class RecordFormat(NamedTuple):
-    """Format of a file of records (JSON objects or Parquet rows). kind: "instruction", "chat", "preference" or
-    "unpaired". renamed: {standard key: key in the files}, such as {"prompt": "question"}; other keys have their
-    standard names. messages: names of keys and roles in messages. thinking: which reasoning is kept, "template", "all",
-    "none" or "last" (see `DataRecipe.thinking`)."""
+    """Format of a file of records (JSON objects or Parquet rows).
+
+    kind: "instruction", "chat", "preference" or "unpaired". renamed: {standard key: key in the files}, such as
+    {"prompt": "question"}; other keys have their standard names. messages: names of keys and roles in messages.
+    thinking: which reasoning is kept, "template", "all", "none" or "last" (see `DataRecipe.thinking`).
+    """
 
     kind: str
     renamed: Mapping[str, str] = {}
@@ -95,8 +97,9 @@ class RecordFormat(NamedTuple):
         return Example(prompt, branches, tools, frozenset(unused), label, variables)
 
     def _list_used_keys(self, record: Mapping[str, Any]) -> list[str]:
-        """Return the standard keys that the parser reads from `record`, which depend on the record's schema; all other
-        keys are ignored."""
+        """Return the standard keys that the parser reads from `record`, by the record's schema; all other keys are
+        ignored.
+        """
         keys = [*RECORD_KEYS[self.kind], *MORE_RECORD_KEYS[self.kind]]
         left: set[str] = set()
         if self.kind == "instruction":

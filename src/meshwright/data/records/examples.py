@@ -15,7 +15,7 @@ from meshwright.data.packing.token_flags import TRAINED_BIT, UNDESIRABLE_BIT, en
 from meshwright.data.records.chat_template import ChatTemplate, RenderedConversation, Tools, Variables
 from meshwright.data.records.messages import Message
 from meshwright.data.records.template_rendering import TemplateError
-from meshwright.data.sources.reading import LONGEST_DOCUMENT, Document
+from meshwright.data.sources.reading import MAX_DOCUMENT_LENGTH, Document
 from meshwright.data.tokenizers.library import convert_library_errors
 from meshwright.data.tokenizers.special_tokens import make_template_encoder
 from meshwright.data.tokenizers.tokenizer import TextTokenizer, find_tokenizer
@@ -76,10 +76,10 @@ class ExampleEncoder:
         branches = []
         for document in documents:
             assert document.example is not None, document.name
-            if (size := len(document.text or "")) > LONGEST_DOCUMENT:
+            if (size := len(document.text or "")) > MAX_DOCUMENT_LENGTH:
                 raise UserError(
-                    f"{document.name}: the record has {size:,} characters, and at most {LONGEST_DOCUMENT:,} are "
-                    f"tokenized in one piece; shorten it, or set data.clean.maximum_characters = {LONGEST_DOCUMENT} "
+                    f"{document.name}: the record has {size:,} characters, and at most {MAX_DOCUMENT_LENGTH:,} are "
+                    f"tokenized in one piece; shorten it, or set data.clean.maximum_characters = {MAX_DOCUMENT_LENGTH} "
                     "to drop such records"
                 )
             prompt, of_it, tools, _, label, variables = document.example

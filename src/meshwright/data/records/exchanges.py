@@ -27,8 +27,9 @@ _KINDS = {"instruction": "instruction", "messages": "chat", "conversations": "ch
 
 
 class Exchange(NamedTuple):
-    """Prompt and response of a record, as text. If the record ends with an assistant's turn, that turn is the response,
-    and the earlier turns are the prompt. Otherwise the response is "", and all turns are the prompt."""
+    """Prompt and response of a record, as text: a last turn by the assistant is the response, the turns before it are
+    the prompt. If the last turn has another role, all turns are the prompt, and the response is "".
+    """
 
     prompt: str
     response: str

@@ -35,13 +35,13 @@ class TooManyCharacters(Exception):
 
 class MessageRegions(NamedTuple):
     """Positions of the messages in a rendered conversation, found by rendering it with placeholders (private-use
-    characters) in place of the messages' characters.
+    characters) for the messages' characters.
 
     masked: the rendered text with placeholders. ranges: for each message the range [begin, end) from its first to its
-    last placeholder in the text; None: it has none there. text_counts: int64 [messages, parts], number of placeholders
-    in the text, for each message and each of its `PARTS` (content, tool calls, reasoning, other). source_counts: the
-    same numbers, counted in the messages themselves. positions: int64 [characters], positions of all placeholders in
-    the text, ascending. owners: int64 [characters, 2], the source of each: (index of the message, index in `PARTS`).
+    last placeholder in the text; None: it has none. text_counts: int64 [messages, parts], number of placeholders in the
+    text by message and part (one of `PARTS`: content, tool calls, reasoning, other). source_counts: the same numbers,
+    counted in the messages themselves. positions: int64 [characters], positions of all placeholders in the text,
+    ascending. owners: int64 [characters, 2], the source of each: (index of the message, index in `PARTS`).
     """
 
     masked: str

@@ -30,7 +30,7 @@ _SYNONYMS = {
 }
 _KEPT = ("name", "tool_call_id")
 _EMPTY: tuple[Any, ...] = (None, "", [])  # values that count as missing where another key has one
-_DEEPEST = 64  # levels of a tool's schema or a call's arguments
+_MAX_DEPTH = 64  # levels of a tool's schema or a call's arguments
 THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 """Reasoning at the beginning of an assistant's text."""
 _REPLACED = ("function_call", "refusal")  # used where `tool_calls`, the content, are empty
@@ -68,8 +68,7 @@ class Message(NamedTuple):
 
     def to_template_variables(self) -> dict[str, Any]:
         """Return the message as variables of a chat template: `role`, `content` (content and input joined),
-        `instruction` (content alone), `input`, and the message's other fields; reasoning also under gpt-oss's name
-        `thinking`.
+        `instruction` (content alone), `input`, and its other fields; reasoning also under `thinking`, gpt-oss's name.
         """
         whole = f"{self.content}\n\n{self.input}" if self.input else self.content
         seen = {**self.fields, "role": self.role, "content": whole, "instruction": self.content, "input": self.input}
@@ -225,8 +224,9 @@ def check_tool_results(messages: Sequence[Message], where: str) -> None:
 
 
 def map_strings(value: Any, change: Callable[[str], str], kept: Sequence[str] = ()) -> Any:
-    """Return a copy of a JSON value in which `change(text)` replaces every string value (not the keys of objects).
-    kept: keys whose values stay unchanged."""
+    """Return a copy of a JSON value in which every string value s (not the keys of objects) is replaced by `change(s)`.
+    kept: keys whose values stay unchanged.
+    """
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -327,9 +327,10 @@ def parse_content(content: Any, where: str) -> tuple[str, str, tuple[tuple[int, 
 
 
 def _parse_trained(turn: Mapping[str, Any], where: str) -> bool | None:
-    """Parse the mark of `turn`, a message or a part of one, that sets if it is trained on: `train` (axolotl), or
-    `weight` 0 or 1 (OpenAI). Return None if it has no mark. where: its position, for errors. Raises `MalformedRecord`
-    for another value, or two that contradict each other."""
+    """Parse the training mark of `turn`, a message or a part of one: `train` (axolotl), or `weight` 0 or 1 (OpenAI).
+    Return True if it is trained on, False if not, None without a mark. where: its position, for errors. Raises
+    `MalformedRecord` for another value, or two that contradict each other.
+    """
     marks = {key: turn[key] for key in _SYNONYMS["trained"] if turn.get(key) is not None}
     for key, value in marks.items():
         if value not in (0, 1):
@@ -349,7 +350,7 @@ def _get_string(values: Mapping[str, Any], key: str, where: str) -> str:
 
 
 def check_depth(value: Any, where: str) -> None:
-    """Raise `MalformedRecord` if a JSON value is nested deeper than `_DEEPEST` levels. where: its position, for the
+    """Raise `MalformedRecord` if a JSON value is nested deeper than `_MAX_DEPTH` levels. where: its position, for the
     error."""
     level, depth = [value], 0
     while level := [
@@ -359,8 +360,8 @@ def check_depth(value: Any, where: str) -> None:
         for one in (each.values() if isinstance(each, dict) else each)
     ]:
         depth += 1
-        if depth > _DEEPEST:
-            raise MalformedRecord(f"{where} is nested more than {_DEEPEST} levels deep")
+        if depth > _MAX_DEPTH:
+            raise MalformedRecord(f"{where} is nested more than {_MAX_DEPTH} levels deep")
 
 
 def load_json(text: str, where: str) -> Any:

@@ -49,10 +49,9 @@ class Example(NamedTuple):
 
 
 def select_reasoning(example: Example, thinking: str) -> list[Example]:
-    """Apply the setting `thinking` (see `DataRecipe.thinking`) to an example; return it with the selected reasoning.
-
-    "all" gives several examples, one that ends with each assistant turn: as in generation, the template then renders
-    the reasoning of the last turn only.
+    """Return the example with the reasoning that the setting `thinking` selects (see `DataRecipe.thinking`), as a list.
+    "all" gives several examples, one that ends with each assistant turn, because templates render the reasoning of the
+    last turn only, as in generation.
     """
     if thinking == "none":
         return [example.change_messages(_drop_reasoning)]

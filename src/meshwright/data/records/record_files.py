@@ -16,7 +16,7 @@ from meshwright.data.sources.resolution import SourceFile
 from meshwright.data.sources.streams import Stream
 from meshwright.errors import UserError
 
-LONGEST_LINE = 1 << 28  # bytes of a line, which is read whole; longer ones are refused
+MAX_LINE_BYTES = 1 << 28  # bytes of a line, which is read whole; longer ones are refused
 _CHUNK = 1 << 20  # bytes read of a JSON list at a time
 _ROWS = 256  # of a Parquet file at a time
 
@@ -68,21 +68,21 @@ def _iterate_lines(file: SourceFile, stream: Stream, encoding: str, errors: str,
     the line could not be decoded or parsed, as a clause; else None.
 
     stream: the file's decompressed bytes. encoding, errors: as in `bytes.decode`. quick: True: parse with orjson if it
-    is installed. Raises `UserError` for a line of 256 MiB (`LONGEST_LINE`) or more.
+    is installed. Raises `UserError` for a line of 256 MiB (`MAX_LINE_BYTES`) or more.
     """
     if codecs.lookup(encoding).name.startswith(("utf-16", "utf-32")):  # a line feed is several bytes
         yield from _iterate_wide_lines(file, stream, encoding)
         return
     parse_quickly = _find_orjson_parser() if quick and encoding.lower().replace("_", "-") == "utf-8" else None
-    for number, line in enumerate(iter(partial(stream.readline, LONGEST_LINE), b""), 1):
+    for number, line in enumerate(iter(partial(stream.readline, MAX_LINE_BYTES), b""), 1):
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
         if not line or line.isspace():
             continue
         place = f":{number}"
-        if len(line) == LONGEST_LINE:
+        if len(line) == MAX_LINE_BYTES:
             raise UserError(
-                f"{file.path}{place}: a line of {LONGEST_LINE:,} bytes or more; JSON Lines has one record a line"
+                f"{file.path}{place}: a line of {MAX_LINE_BYTES:,} bytes or more; JSON Lines has one record a line"
             )
         if parse_quickly is not None:
             try:
@@ -109,15 +109,15 @@ def _iterate_wide_lines(file: SourceFile, stream: Stream, encoding: str) -> Iter
         for number in itertools.count(1):
             place = f":{number}"
             try:
-                line = text.readline(LONGEST_LINE)
+                line = text.readline(MAX_LINE_BYTES)
             except UnicodeError as error:
                 yield place, None, f"is not {encoding.upper()} ({str(error)[:80]})"
                 return
             if not line:
                 return
-            if len(line) == LONGEST_LINE:
+            if len(line) == MAX_LINE_BYTES:
                 raise UserError(
-                    f"{file.path}{place}: a line of {LONGEST_LINE:,} characters; JSON Lines has one record a line"
+                    f"{file.path}{place}: a line of {MAX_LINE_BYTES:,} characters; JSON Lines has one record a line"
                 )
             if not line.isspace():
                 try:
@@ -224,8 +224,8 @@ class _ListBuffer:
                 raise self.broken_record_error(number, str(error)) from None
             else:
                 return value
-            if len(self.text) - self.at >= LONGEST_LINE:
-                raise self.broken_record_error(number, f"it is longer than {LONGEST_LINE:,} characters")
+            if len(self.text) - self.at >= MAX_LINE_BYTES:
+                raise self.broken_record_error(number, f"it is longer than {MAX_LINE_BYTES:,} characters")
             self._read_more()
 
     def broken_record_error(self, number: int, reason: str) -> UserError:

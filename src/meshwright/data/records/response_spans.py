@@ -16,7 +16,7 @@ import numpy as np
 
 from meshwright.data.records.message_regions import PLACEHOLDERS, MessageRegions, is_unmasked
 
-_MOST_DELIMITERS = 4096  # remembered
+_MAX_DELIMITERS = 4096  # remembered
 
 
 class TurnDelimiters(NamedTuple):
@@ -29,8 +29,8 @@ class TurnDelimiters(NamedTuple):
 
 
 class TurnFinder:
-    """Finder of the first and last character of assistant turns in rendered conversations, by the text that the
-    template writes between messages. Each template has one finder, which caches results.
+    """Finder of the range of assistant turns in rendered conversations, by the text that the template writes between
+    messages. Each template has one finder, which caches results.
 
     special: pattern of the special tokens. header: text that the template writes before an assistant turn that follows
     a user turn, "" if none. end: special token that ends an assistant turn; None: there is none. other_end: special
@@ -99,10 +99,12 @@ class TurnFinder:
     def _find_delimiters(
         self, gap: str, rest: str, context: Hashable, render: Callable[[], TurnDelimiters]
     ) -> TurnDelimiters:
-        """Return the delimiters of a turn (the template's text around it), from the cache or by `render`. gap, rest:
-        text before and after the turn, with placeholders for message text. context: further part of the cache key.
-        Turns with the same special tokens and the same text between them share a cache entry. Text before the first
-        special token is not part of the key, as it may belong to a message (white space, JSON)."""
+        """Return the delimiters of a turn (the template's text around it), from the cache or by `render`.
+
+        gap, rest: text before and after the turn, with placeholders for message text. context: further part of the
+        cache key. Turns with the same special tokens and the same text between these share a cache entry; text before
+        the first special token may belong to a message (white space, JSON) and is not part of the key.
+        """
         cuts = [self._special.search(text) for text in (gap, rest)]
         if cuts[0] is None or cuts[1] is None:
             key: Hashable = gap, rest, context
@@ -131,13 +133,12 @@ class TurnFinder:
 
     def _cache_delimiters(self, key: Hashable, delimiters: TurnDelimiters) -> None:
         """Cache the delimiters of a turn under `key`."""
-        if len(self._delimiters) >= _MOST_DELIMITERS:
+        if len(self._delimiters) >= _MAX_DELIMITERS:
             self._delimiters.clear()
         self._delimiters[key] = delimiters
 
     def _cut_after_last_special_token(self, text: str) -> str:
-        """Return `text` up to the end of its last special token, with "?" for each run of placeholders, as a cache
-        key."""
+        """Return `text` up to the end of its last special token, with "?" for each run of placeholders: a cache key."""
         return PLACEHOLDERS.sub("?", text[: max((match.end() for match in self._special.finditer(text)), default=0)])
 
     def find_end(self, text: str, begin: int, content: str) -> int:
@@ -193,7 +194,8 @@ def find_turn_end_token(special: re.Pattern[str], closing: str, begins: frozense
 
 def _find_first_run(special: re.Pattern[str], text: str, begins: frozenset[str]) -> int:
     """Return the position in `text` at which its first run of adjacent special tokens ends; 0 if it has none. A token
-    of `begins`, which begins a turn, is not part of a run unless it is the first of it."""
+    of `begins` (special tokens that begin a turn) ends the run, unless it is its first token.
+    """
     match = special.search(text)
     end = 0 if match is None else match.end()
     while end and (match := special.match(text, end)) is not None and match.end() > end:

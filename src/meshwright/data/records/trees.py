@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from meshwright.data.records.messages import MalformedRecord, Message, MessageFormat, describe_value
 
-MOST_MESSAGES = 10_000  # of a tree
+MAX_MESSAGES = 10_000  # of a tree
 _USED = ("replies", "parent_id", "message_id", "deleted", "review_result", "rank")  # beside the message itself
 ParsedRecord: TypeAlias = tuple[str, Any, str | None]  # as in `record_files`
 
@@ -40,8 +40,8 @@ def list_conversations(
     while waiting:
         node, before, numbers, where = waiting.pop()
         count += 1
-        if count > MOST_MESSAGES:
-            raise MalformedRecord(f"has a tree of more than {MOST_MESSAGES:,} messages")
+        if count > MAX_MESSAGES:
+            raise MalformedRecord(f"has a tree of more than {MAX_MESSAGES:,} messages")
         plain = {key: value for key, value in node.items() if key not in _USED} if isinstance(node, dict) else node
         way, numbers = (*before, messages.parse(plain, where, "prompt", unused)), (*numbers, count)
         replies = node.get("replies") or []
@@ -54,8 +54,8 @@ def list_conversations(
             while way and way[-1].role != "assistant":
                 way, numbers = way[:-1], numbers[:-1]
             total += len(way)
-            if total > 10 * MOST_MESSAGES:
-                raise MalformedRecord(f"has a tree of more than {10 * MOST_MESSAGES:,} messages in its conversations")
+            if total > 10 * MAX_MESSAGES:
+                raise MalformedRecord(f"has a tree of more than {10 * MAX_MESSAGES:,} messages in its conversations")
             if way and numbers[-1] not in seen:
                 found.append(
                     tuple(
@@ -93,7 +93,7 @@ def group_rows(records: Iterable[ParsedRecord]) -> Iterator[ParsedRecord]:
             yield position, value, problem
             continue
         place = place if rows else position
-        rows.append(value if len(rows) <= MOST_MESSAGES else {})
+        rows.append(value if len(rows) <= MAX_MESSAGES else {})
     if rows:
         yield _build_tree(rows, place)
 
@@ -109,8 +109,8 @@ def _continues_tree(first: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
 def _build_tree(rows: list[dict[str, Any]], place: str) -> ParsedRecord:
     """Build the tree of messages from `rows` (messages with IDs of their parents). Return the record (position `place`,
     tree, None), or (position, None, problem) if the rows form no tree."""
-    if len(rows) > MOST_MESSAGES:
-        return place, None, f"begins a tree of more than {MOST_MESSAGES:,} messages"
+    if len(rows) > MAX_MESSAGES:
+        return place, None, f"begins a tree of more than {MAX_MESSAGES:,} messages"
     nodes = {row["message_id"]: {**row, "replies": []} for row in rows if isinstance(row["message_id"], str | int)}
     if len(nodes) < len(rows):
         return place, None, "begins a tree in which two messages have one message_id"

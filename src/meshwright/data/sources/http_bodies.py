@@ -9,9 +9,9 @@ import re
 import zlib
 from collections.abc import Mapping
 
-LONGEST_PAGE = 1 << 23  # bytes of a decoded body; longer pages are dropped: a parsed one takes many times its size
+MAX_PAGE_BYTES = 1 << 23  # bytes of a decoded body; longer pages are dropped: a parsed one takes many times its size
 DECODING_VERSION = 2  # part of the cache key: increase it when the text of a body changes
-_MOST_CODINGS = 4  # of one body; more are refused
+_MAX_CODINGS = 4  # of one body; more are refused
 _CHUNK_HEAD = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;[^\r\n]{0,200})?\r\n")
 _HEADER_BYTES = 1445  # in which bytes of binary data are looked for, as by WHATWG's MIME Sniffing, sections 5.2 and 7.2
 _TAG = re.compile(rb"\s*<[!?A-Za-z]")
@@ -65,11 +65,11 @@ def decode_body(body: bytes, fields: Mapping[str, str]) -> bytes | None:
     headers by lower-case name.
 
     Returns None for a truncated or damaged body, an encoding other than chunked, gzip and deflate, or more than
-    `LONGEST_PAGE` bytes.
+    `MAX_PAGE_BYTES` bytes.
     """
     names = ("content-encoding", "transfer-encoding")  # in the order in which they were applied
     codings = [coding.strip().lower() for name in names for coding in fields.get(name, "").split(",")]
-    if len(codings) > _MOST_CODINGS or len(body) > 2 * LONGEST_PAGE:
+    if len(codings) > _MAX_CODINGS or len(body) > 2 * MAX_PAGE_BYTES:
         return None
     found: bytes | None = body
     for coding in reversed(codings):
@@ -79,7 +79,7 @@ def decode_body(body: bytes, fields: Mapping[str, str]) -> bytes | None:
             found = _join_chunks(found)
         elif not _is_text(found):
             found = _decompress(found, coding)
-    return found if found is not None and len(found) <= LONGEST_PAGE else None
+    return found if found is not None and len(found) <= MAX_PAGE_BYTES else None
 
 
 def _is_text(body: bytes) -> bool:
@@ -90,21 +90,21 @@ def _is_text(body: bytes) -> bool:
 
 
 def _decompress(body: bytes, coding: str) -> bytes | None:
-    """Decompress a body; return at most `LONGEST_PAGE` + 1 bytes, None if it is truncated or damaged or `coding` is
+    """Decompress a body; return at most `MAX_PAGE_BYTES` + 1 bytes, None if it is truncated or damaged or `coding` is
     unknown. coding: "gzip" or "deflate"; servers use "deflate" for zlib's format, raw data and, by mistake, gzip."""
     if coding in ("gzip", "x-gzip", "deflate") and body[:2] == b"\x1f\x8b":
         try:
             with gzip.GzipFile(fileobj=io.BytesIO(body)) as file:  # of one or several members
-                return file.read(LONGEST_PAGE + 1)
+                return file.read(MAX_PAGE_BYTES + 1)
         except (OSError, EOFError, zlib.error):
             return None
     for bits in (zlib.MAX_WBITS, -zlib.MAX_WBITS) if coding == "deflate" else ():
         unpacker = zlib.decompressobj(bits)
         try:
-            found = unpacker.decompress(body, LONGEST_PAGE + 1)
+            found = unpacker.decompress(body, MAX_PAGE_BYTES + 1)
         except zlib.error:
             continue
-        if unpacker.eof or len(found) > LONGEST_PAGE:
+        if unpacker.eof or len(found) > MAX_PAGE_BYTES:
             return found
     return None
 

@@ -18,11 +18,11 @@ from meshwright.errors import UserError
 from meshwright.names import nearest
 
 _BATCH = 1 << 20  # approximate bytes of text in a batch, which fit in the CPU cache
-_MOST_ROWS = 8192
+_MAX_ROWS = 8192
 _READ = 1 << 20  # bytes read of a column at a time
-_MOST_BYTES = 1 << 26  # decoded bytes of a batch if each of its rows repeats the longest value
+_MAX_BYTES = 1 << 26  # decoded bytes of a batch if each of its rows repeats the longest value
 _FIRST_ROWS = 64  # read of a row group to find its dictionaries
-LONGEST_VALUE = 1 << 28  # bytes; longer ones are refused, since a value is read whole
+MAX_VALUE_BYTES = 1 << 28  # bytes; longer ones are refused, since a value is read whole
 
 
 @contextmanager
@@ -165,32 +165,32 @@ def _choose_batch_rows(leaves: Sequence[Any], rows: int, path: str) -> int:
     """Return the number of rows of a row group to read at a time, for about 1 MiB of text. leaves: metadata of the row
     group's leaf columns, from `find_leaves`. rows: number of rows in the row group. path: name of the text column."""
     size: int = next((leaf.total_uncompressed_size for leaf in leaves if leaf.path_in_schema == path), _BATCH)
-    return max(1, min(_MOST_ROWS, _BATCH * max(1, rows) // max(1, size)))
+    return max(1, min(_MAX_ROWS, _BATCH * max(1, rows) // max(1, size)))
 
 
 def bound_batch_rows(file: SourceFile, stream: Stream, table: Any, group: int, leaves: Sequence[Any]) -> int:
-    """Return the number of rows of row group `group`, at least 1, that may be decoded at once so that no column takes
-    more than 64 MiB in memory, even if every row holds the column's longest value.
+    """Return the number of rows of row group `group`, at least 1, that may be decoded at a time so that no column takes
+    more than 64 MiB, even if every row holds the column's longest value: a dictionary-encoded value is stored once, and
+    some hundred bytes may decode to many GiB.
 
-    A dictionary-encoded value is stored once, however many rows repeat it: some hundred bytes may decode to many GiB.
     file, stream: the Parquet file and its bytes, as for `open_parquet`. table: the open `ParquetFile`. leaves: metadata
     of the leaf columns to be read, from `find_leaves`. Raises `UserError` for a value of more than 256 MiB
-    (`LONGEST_VALUE`).
+    (`MAX_VALUE_BYTES`).
     """
     leaves = [leaf for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
     encoded = [leaf.path_in_schema for leaf in leaves if any("DICTIONARY" in each for each in leaf.encodings)]
-    # Shared prefixes are stored once, too, but no value is longer than its column; 16 times `_MOST_BYTES` is bounded.
+    # Shared prefixes are stored once, too, but no value is longer than its column; 16 times `_MAX_BYTES` is bounded.
     prefixed = [leaf.total_uncompressed_size // 16 for leaf in leaves if "DELTA_BYTE_ARRAY" in leaf.encodings]
     longest = max(prefixed, default=0)
     if encoded:
         longest = max(longest, _measure_longest_values(file, stream, table, group, encoded))
-    return max(1, _MOST_BYTES // max(1, longest))
+    return max(1, _MAX_BYTES // max(1, longest))
 
 
 def _measure_longest_values(file: SourceFile, stream: Stream, table: Any, group: int, encoded: Sequence[str]) -> int:
     """Return the size in bytes of the longest value in the dictionaries of some columns of row group `group`. encoded:
     paths of these columns. file, stream: the Parquet file and its bytes, as for `open_parquet`. table: the open
-    `ParquetFile`. Raises `UserError` for a value of more than 256 MiB (`LONGEST_VALUE`).
+    `ParquetFile`. Raises `UserError` for a value of more than 256 MiB (`MAX_VALUE_BYTES`).
     """
     longest = 0
     with open_parquet(file, stream, encoded, table.metadata) as other:
@@ -202,9 +202,9 @@ def _measure_longest_values(file: SourceFile, stream: Stream, table: Any, group:
                         longest = max(longest, own)
                         break
             except import_module("pyarrow").ArrowNotImplementedError:
-                return _MOST_BYTES  # later pages have an encoding without dictionary form: one row at a time
-    if longest > LONGEST_VALUE:
-        raise UserError(f"{file.path}: a value of {longest:,} bytes; at most {LONGEST_VALUE:,} are read")
+                return _MAX_BYTES  # later pages have an encoding without dictionary form: one row at a time
+    if longest > MAX_VALUE_BYTES:
+        raise UserError(f"{file.path}: a value of {longest:,} bytes; at most {MAX_VALUE_BYTES:,} are read")
     return longest
 
 

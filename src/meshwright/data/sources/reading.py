@@ -31,7 +31,9 @@ from meshwright.data.sources.wet import iterate_wet_texts
 from meshwright.errors import UserError
 from meshwright.names import nearest
 
-LONGEST_DOCUMENT = 1_000_000  # characters; longer texts are cut at blank lines: memory stays bounded, threads stay busy
+MAX_DOCUMENT_LENGTH = (
+    1_000_000  # characters; longer texts are cut at blank lines: memory stays bounded, threads stay busy
+)
 _HEAD = 1 << 16  # bytes read to distinguish text from binary data
 _CHUNK = 1 << 18  # characters read at a time
 _UNDECODABLE = re.compile("[\udc80-\udcff]")  # to which "surrogateescape" decodes an invalid byte
@@ -82,7 +84,7 @@ class Reader:
 
     encoding: str = "utf-8"
     text_key: str = "text"
-    longest: int = LONGEST_DOCUMENT
+    longest: int = MAX_DOCUMENT_LENGTH
     required_keys: Mapping[str, str] = field(default_factory=dict)
     records: RecordFormat | None = None
     extractor: str = "trafilatura"

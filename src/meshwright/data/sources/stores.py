@@ -1,7 +1,6 @@
 """Files behind URLs: object stores through obstore, other stores through fsspec, with retries.
 
-Credentials come from the environment alone, as the stores' own tools read them; URLs with credentials are refused.
-"""
+Credentials come from the environment alone, as the stores' own tools read them; URLs with credentials are refused."""
 
 from __future__ import annotations
 
@@ -43,9 +42,10 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file in a remote store, such as S3 or a web server. url: its URL. place: its path inside `filesystem`. size:
-    bytes; None if unknown. version: entity tag, checksum or time that changes with the content; None if the store
-    reports none. filesystem: fsspec file system that reads it."""
+    """A file in a remote store, such as S3 or a web server. url: its URL. place: its path in `filesystem`. size: bytes;
+    None if unknown. version: entity tag, checksum or time that changes with the content; None if the store reports
+    none. filesystem: fsspec file system that reads it.
+    """
 
     url: str
     place: str

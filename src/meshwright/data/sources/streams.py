@@ -14,7 +14,7 @@ from meshwright.data.sources.resolution import COMPRESSIONS, SourceFile
 from meshwright.data.sources.stores import missing_package_error
 
 _HEAD = 1 << 16  # bytes of a buffer, available to `peek`
-_LONGEST_WINDOW = 31  # bits: the maximum, written by `zstd --long=31`
+_MAX_WINDOW_BITS = 31  # bits: the maximum, written by `zstd --long=31`
 
 Stream: TypeAlias = "io.BufferedReader[Any] | gzip.GzipFile"  # or a ZstdFile, which has the same methods
 _zstd_errors: list[type[Exception]] = []
@@ -75,4 +75,4 @@ def _open_zstd(raw: io.BufferedReader[Any], file: SourceFile) -> Any:
             super().close()
             raw.close()
 
-    return Zstd(raw, options={zstd.DecompressionParameter.window_log_max: _LONGEST_WINDOW})
+    return Zstd(raw, options={zstd.DecompressionParameter.window_log_max: _MAX_WINDOW_BITS})

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from meshwright.data.sources.http_bodies import DECODING_VERSION, LONGEST_PAGE, decode_body, decode_text
+from meshwright.data.sources.http_bodies import DECODING_VERSION, MAX_PAGE_BYTES, decode_body, decode_text
 from meshwright.data.sources.page_process import EXTRACT_SECONDS, MEMORY_BYTES, Extraction, describe_extractor
 from meshwright.data.sources.resolution import SourceFile
 from meshwright.data.sources.streams import Stream
@@ -21,7 +21,7 @@ _HTML = ("text/html", "application/xhtml+xml")
 def collect_page_fields(extractor: str) -> list[Any]:
     """Return a JSON list of everything besides the files that determines the texts extracted from pages, for the cache
     key of prepared data. extractor: one of `names.EXTRACTORS`. Raises `UserError` if it is not installed."""
-    return [DECODING_VERSION, LONGEST_PAGE, describe_extractor(extractor), EXTRACT_SECONDS, MEMORY_BYTES]
+    return [DECODING_VERSION, MAX_PAGE_BYTES, describe_extractor(extractor), EXTRACT_SECONDS, MEMORY_BYTES]
 
 
 def iterate_warc_texts(

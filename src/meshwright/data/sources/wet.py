@@ -13,8 +13,8 @@ from meshwright.data.sources.resolution import SourceFile
 from meshwright.data.sources.streams import Stream
 from meshwright.errors import UserError
 
-LONGEST_RECORD = 1 << 28  # bytes; longer ones are refused, since a record is read whole
-_LONGEST_LINE = 1 << 16
+MAX_RECORD_BYTES = 1 << 28  # bytes; longer ones are refused, since a record is read whole
+_MAX_LINE_BYTES = 1 << 16
 
 
 def iterate_wet_texts(file: SourceFile, stream: Stream, encoding: str) -> Iterator[tuple[str, str, None]]:
@@ -52,8 +52,8 @@ def iterate_warc_records(file: SourceFile, stream: Stream) -> Iterator[tuple[int
             length = int(headers["content-length"])
         except (KeyError, ValueError):
             raise UserError(f"{where} has no Content-Length: not a WARC file, or a damaged one") from None
-        if not 0 <= length <= LONGEST_RECORD:
-            raise UserError(f"{where} has a Content-Length of {length:,} bytes; at most {LONGEST_RECORD:,} are read")
+        if not 0 <= length <= MAX_RECORD_BYTES:
+            raise UserError(f"{where} has a Content-Length of {length:,} bytes; at most {MAX_RECORD_BYTES:,} are read")
         block = stream.read(length)
         if len(block) < length:
             raise UserError(
@@ -67,9 +67,9 @@ def _read_headers(file: SourceFile, stream: Stream, number: int) -> dict[str, st
     index of the record, from 1, for errors. stream: the file's decompressed bytes. Raises `UserError` if the record is
     no WARC record or is truncated.
     """
-    line = stream.readline(_LONGEST_LINE)
+    line = stream.readline(_MAX_LINE_BYTES)
     while line in (b"\r\n", b"\n"):
-        line = stream.readline(_LONGEST_LINE)
+        line = stream.readline(_MAX_LINE_BYTES)
     if not line:
         return {}
     if not line.startswith(b"WARC/"):
@@ -78,7 +78,7 @@ def _read_headers(file: SourceFile, stream: Stream, number: int) -> dict[str, st
         )
     headers: dict[str, str] = {"": ""}
     name = ""
-    while (line := stream.readline(_LONGEST_LINE)) not in (b"\r\n", b"\n"):
+    while (line := stream.readline(_MAX_LINE_BYTES)) not in (b"\r\n", b"\n"):
         if not line.endswith(b"\n"):
             raise UserError(f"{file.path}: record {number} is cut short in its headers; fetch or write the file again")
         text = line.decode("utf-8", "replace").rstrip("\r\n")

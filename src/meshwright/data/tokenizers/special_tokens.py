@@ -89,8 +89,9 @@ def make_template_encoder(tokenizer: Tokenizer, special: Collection[str]) -> tup
 
 
 def _list_tokens_to_rename(tokenizer: Tokenizer, special: Collection[str]) -> set[str]:
-    """Return the tokens that must get random names so that no text is encoded as one of them: `special`, and the token
-    that `tokenizer` uses for unknown text."""
+    """Return the tokens that need random names so that no text is encoded as one of them: `special`, and the
+    unknown-text token of `tokenizer`.
+    """
     unknown = find_unknown_token(tokenizer)
     return {*special, *([unknown] if unknown is not None and len(unknown) > 1 else [])}
 

@@ -144,8 +144,9 @@ class ModulePrefetcher:
         self._start_all_gathers_through(self._next_unit(name))
 
     def _stays_unsharded(self, name: str) -> bool:
-        """Return True if the FSDP unit `name` stays unsharded from forward to backward: it is in `self.held` (units
-        that stay so during whole passes), or it is the last unit, with which backward begins."""
+        """Return True if the FSDP unit `name` stays unsharded from forward to backward: it is in `self.held`, or it is
+        the last unit, with which backward begins.
+        """
         others = [each for each in self._order if each not in self.held]
         return name in self.held or (self._keeps_last and others[-1:] == [name])
 
@@ -170,9 +171,9 @@ class ModulePrefetcher:
     # --- the units that are held
 
     def _before_forward(self, name: str, module: nn.Module, inputs: Any) -> None:
-        """Forward pre-hook of the submodule `module` that is FSDP unit `name`: unshard the unit. A unit that is entered
-        a second time in a forward pass is marked to stay unsharded during whole passes, from the next pass on. `inputs`
-        is ignored."""
+        """Forward pre-hook of the submodule `module`, the FSDP unit `name`: unshard the unit. A unit entered twice in
+        one forward pass is marked to stay unsharded in later passes. `inputs`: ignored.
+        """
         unit = self._units[name]
         self._entered.add(name)
         expected = unit.is_unsharded or unit.pending_all_gather is not None or name in self._to_gather
@@ -181,8 +182,9 @@ class ModulePrefetcher:
         self._unshard(name)
 
     def _after_forward(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        """Forward hook of the submodule `module` that is FSDP unit `name`: reshard the unit. If `outputs` contain one
-        of its parameters, mark the unit instead to stay unsharded during whole passes. `inputs` is ignored."""
+        """Forward hook of the submodule `module`, the FSDP unit `name`: reshard the unit, or mark it to stay unsharded
+        in later passes if `outputs` contain one of its parameters. `inputs`: ignored.
+        """
         if self._backward:  # recomputed: its backward follows
             return
         for each in tree_leaves(outputs):
@@ -192,17 +194,19 @@ class ModulePrefetcher:
             self._units[name].reshard()
 
     def _hold_outside_use(self, parameter: torch.Tensor) -> None:
-        """Unshard the FSDP unit of a parameter that is read outside of the unit's submodule, and mark the unit to stay
-        unsharded during whole passes."""
+        """Unshard the FSDP unit of `parameter`, which is read outside of the unit's submodule, and mark the unit to
+        stay unsharded in all later passes.
+        """
         name = self._unit_of.get(id(parameter))
         if name is not None and not self._units[name].is_unsharded:
             self._found.add(name)
             self._unshard(name)
 
     def _agree_on_held(self, axis: Axis) -> bool:
-        """Add to `self.held`, on all ranks, the FSDP units that any rank has marked to stay unsharded during whole
-        passes; reshard all units. Return True if any rank ran the submodule of a unit in this pass; if none did, uses
-        could not be detected, and the next pass must agree again. Collective over `axis`."""
+        """Agree over `axis` on the FSDP units that stay unsharded during whole passes: add to `self.held` those that
+        any rank has marked, and reshard all units. Return False if no rank ran the submodule of a unit in this pass, so
+        that the next pass must agree again. Collective.
+        """
         found = [*(int(name in self._found) for name in self._order), len(self._entered)]
         flags = torch.tensor(found, device=next(iter(self._units.values())).parameters.device)
         all_reduce(flags, axis, HELD_SITE)

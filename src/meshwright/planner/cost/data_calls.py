@@ -11,7 +11,7 @@ from meshwright.collectives.cutting import compute_sent_bytes
 from meshwright.collectives.named import NamedProgram
 from meshwright.layout import Layout
 from meshwright.planner.cost.teacher import TeacherWork
-from meshwright.spec.parameter_entries import TRAINED_BUFFERS, BufferKind, padded_numel
+from meshwright.spec.parameter_entries import TRAINED_BUFFERS, BufferKind, compute_padded_numel
 from meshwright.spec.parameters import ParameterTable
 from meshwright.spec.partition import Partition
 
@@ -143,7 +143,7 @@ class DataCalls:
         """Return the number of elements, padding included, of an FSDP unit's flat parameter buffer. unit: such as
         "layers.3"; part: kind of the buffer, such as "dense"."""
         shards = (self.group_position(AXES_OF[part][1])[0] if self.zero_stage(part) else 1) * (1 + (part == "packed"))
-        return padded_numel(self.table.unit_numel(unit, self.layout, part), shards)
+        return compute_padded_numel(self.table.unit_numel(unit, self.layout, part), shards)
 
     def count_gradients(self, unit: str, passes: int) -> None:
         """Count the bytes that this rank sends to reduce the gradients of an FSDP unit such as "layers.3", and under

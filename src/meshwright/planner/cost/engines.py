@@ -11,7 +11,7 @@ from typing import Any, Literal
 from meshwright.errors import UserError
 from meshwright.names import unknown
 from meshwright.spec.config import ModelConfig
-from meshwright.spec.stages import Stage, even_stages, stages_of
+from meshwright.spec.stages import Stage, cut_into_even_stages, cut_into_stages
 
 Fusion = Literal["eager", "kernels", "compiled"]
 AttentionKernel = Literal["scores", "tiled", "flash-1", "flash-2", "flash-3"]
@@ -108,7 +108,7 @@ class Engine:
     def stages(self, config: ModelConfig, count: int, sequence: int) -> tuple[Stage, ...]:
         """Return the `count` pipeline stages into which the engine splits a model. sequence: tokens of a sequence, on
         which the FLOPs of layers depend."""
-        return even_stages(config, count) if self.even_stages else stages_of(config, count, sequence)
+        return cut_into_even_stages(config, count) if self.even_stages else cut_into_stages(config, count, sequence)
 
     @property
     def activation_fusion(self) -> Fusion:

@@ -21,7 +21,7 @@ from meshwright.planner.cost.tensor_parallel import hidden_bytes
 from meshwright.program.pipeline import COMPUTING, Kind
 from meshwright.schedules.transfers import with_transfers
 from meshwright.spec.adapter_config import BLOCK, RECORD_BYTES
-from meshwright.spec.chunks import loss_chunks
+from meshwright.spec.chunks import split_loss_chunks
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.distillation import make_teacher_layout
 from meshwright.spec.parameters import parameter_table
@@ -76,7 +76,7 @@ class _StepTraffic(DataCalls):
         self.count_pipeline()
         units: Counter[str] = Counter()
         for stage, count in passes.items():
-            for unit in self.partition.needed(self.stages[stage]):
+            for unit in self.partition.needed_units(self.stages[stage]):
                 units[unit] += count
         for unit, count in units.items():
             self.count_gradients(unit, count)
@@ -145,7 +145,7 @@ class _StepTraffic(DataCalls):
         """Count the bytes that this rank sends in the distillation loss's all-reduces over tp for `count`
         micro-batches. teacher: sizes of the teacher."""
         at, tp = self.micro_batch, self.layout.tp
-        for chunk in loss_chunks(self.tokens, min(at.vocabulary, self.config.vocabulary), self.work.device):
+        for chunk in split_loss_chunks(self.tokens, min(at.vocabulary, self.config.vocabulary), self.work.device):
             for site, numbers in teacher.list_sums(self.layout):
                 self.count_all_reduce(site, "tp", tp, numbers * chunk * at.wide, count)
         if teacher.projected and self.layout.tensor_sequence_parallel:
@@ -173,7 +173,9 @@ class _StepTraffic(DataCalls):
             self.count_half(site, axis, ranks, size, times)
         elif axis == "tp" and site.startswith("loss."):  # once for each chunk of the loss
             batch = self.micro_batch
-            for chunk in loss_chunks(self.tokens, min(batch.vocabulary, self.config.vocabulary), self.work.device):
+            for chunk in split_loss_chunks(
+                self.tokens, min(batch.vocabulary, self.config.vocabulary), self.work.device
+            ):
                 self.count_all_reduce(site, axis, ranks, chunk * batch.wide, times)
         else:
             self.count_all_reduce(site, axis, ranks, size, times)
@@ -197,7 +199,7 @@ class _StepTraffic(DataCalls):
         for kind, stage, of in self.list_steps():
             units = self.partition.units(self.stages[stage])
             if kind == Kind.FORWARD:
-                gathered.update(self.partition.needed(self.stages[stage]))
+                gathered.update(self.partition.needed_units(self.stages[stage]))
             elif kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT) and not forward_only:
                 gathered.update(
                     {need for unit in units if unit not in LOOKED_UP for need in self.table.needed_by(unit)}

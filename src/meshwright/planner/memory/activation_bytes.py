@@ -20,7 +20,7 @@ from meshwright.planner.memory.stage_snapshots import queued_bytes
 from meshwright.planner.memory.states import optimizer_kinds
 from meshwright.planner.problem import Problem, StageCandidate
 from meshwright.program.durations import Floats
-from meshwright.spec.chunks import loss_chunks
+from meshwright.spec.chunks import split_loss_chunks
 from meshwright.spec.policy import SLICE_LOGITS
 from meshwright.spec.stages import Stage
 from meshwright.spec.work import count_predictions
@@ -136,7 +136,7 @@ class ActivationBytes:
         tokens, width = count_predictions(config, rows, problem.sequence) // cp, -(-config.vocabulary // tp)
         if not self.ours:
             return 0.0, tokens * width * (self.itemsize + problem.engine.loss_holds)
-        chunks = loss_chunks(tokens, min(width, config.vocabulary), device)
+        chunks = split_loss_chunks(tokens, min(width, config.vocabulary), device)
         longest = max(chunks)
         head = 0.0 if config.adapter else float(width * config.hidden * (self.itemsize if len(chunks) == 1 else 4))
         at_once = longest if device != "cpu" else min(longest, max(1, SLICE_LOGITS // width))

@@ -19,7 +19,7 @@ from meshwright.planner.cost.operations import keeps_gradient
 from meshwright.planner.cost.operators import SavedTensor
 from meshwright.planner.memory import compiled_blocks, compiled_peaks
 from meshwright.planner.memory.snapshot import Saved
-from meshwright.spec.chunks import loss_chunks
+from meshwright.spec.chunks import split_loss_chunks
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.stages import Stage
 
@@ -192,7 +192,7 @@ def _encoder_head(batch: MicroBatch) -> Iterator[SavedTensor]:
     yield SavedTensor("transform_norm.input", inside, "x")
     for what in ("mean", "deviation"):  # PyTorch keeps them in the input's type on a CPU
         yield SavedTensor(f"transform_norm.{what}", (places, 1), "x" if batch.device == "cpu" else "wide")
-    several = len(loss_chunks(places, config.vocabulary, batch.device)) > 1
+    several = len(split_loss_chunks(places, config.vocabulary, batch.device)) > 1
     yield SavedTensor("head.hidden.gradient", inside, "x")
     yield SavedTensor("head.weight.gradient", (config.vocabulary, config.hidden), "wide" if several else "x")
     yield SavedTensor("head.bias.gradient", (config.vocabulary,), "wide")
@@ -210,7 +210,7 @@ def _loss(batch: MicroBatch, stage: Stage, at_once: bool, tp_rank: int) -> Itera
         yield SavedTensor("head.hidden.gradient", (tokens, config.hidden), "x")
         several = (
             not isinstance(tokens, np.ndarray)
-            and len(loss_chunks(tokens, min(batch.vocabulary, config.vocabulary), batch.device)) > 1
+            and len(split_loss_chunks(tokens, min(batch.vocabulary, config.vocabulary), batch.device)) > 1
         )
         if config.adapter is not None:  # the head is frozen
             yield SavedTensor("loss", (), "wide")

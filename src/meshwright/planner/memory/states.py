@@ -14,8 +14,8 @@ from meshwright.layout import Layout
 from meshwright.names import OPTIMIZERS, unknown
 from meshwright.planner.cost.data_calls import AXES_OF
 from meshwright.planner.cost.micro_batch import ITEM_BYTES
-from meshwright.spec.adapter_config import BLOCK, RECORD_BYTES, scale_bytes
-from meshwright.spec.parameter_entries import TRAINED_BUFFERS, BufferKind, count_reused_buffers, padded_numel
+from meshwright.spec.adapter_config import BLOCK, RECORD_BYTES, count_scale_bytes
+from meshwright.spec.parameter_entries import TRAINED_BUFFERS, BufferKind, compute_padded_numel, count_reused_buffers
 from meshwright.spec.parameters import ParameterTable
 
 STATE_KINDS: dict[str, tuple[str, ...]] = {
@@ -97,7 +97,7 @@ def flats_of(table: ParameterTable, layout: Layout, units: Sequence[str]) -> lis
             zero = layout.zero if shards > 1 and (part in TRAINED_BUFFERS or layout.zero == 3) else 0
             shards = shards if zero else 1
             numel, packed = table.unit_numel(unit, layout, part), table.unit_tensors(unit, layout, part)[0]
-            padded, form = padded_numel(numel, shards * (1 + (part == "packed"))), packed.entries[0].packed
+            padded, form = compute_padded_numel(numel, shards * (1 + (part == "packed"))), packed.entries[0].packed
             scales = _count_scale_bytes(table, layout, unit) if form == "nf4-double" else 0
             found.append(Flat(unit, part, numel, padded, shards, zero, form, scales))
     return found
@@ -107,7 +107,7 @@ def _count_scale_bytes(table: ParameterTable, layout: Layout, unit: str) -> int:
     """Return the bytes of the scales of double quantization that any rank holds beside the packed buffer of an FSDP
     unit: those of whole matrices."""
     tensors = table.unit_tensors(unit, layout, "packed")
-    return sum(scale_bytes(entry.numel) for tensor in tensors for entry in tensor.entries)
+    return sum(count_scale_bytes(entry.numel) for tensor in tensors for entry in tensor.entries)
 
 
 def list_states(flats: Sequence[Flat], parameter_dtype: str, master_dtype: str, optimizer: str) -> Iterator[State]:

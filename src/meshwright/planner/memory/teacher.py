@@ -9,7 +9,7 @@ from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.planner.memory.saved import position_tables
 from meshwright.planner.memory.snapshot import Snapshot, Temporary, activation, workspace
 from meshwright.planner.memory.states import flats_of
-from meshwright.spec.chunks import loss_chunks
+from meshwright.spec.chunks import split_loss_chunks
 from meshwright.spec.distillation import make_teacher_layout
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.partition import Partition
@@ -73,7 +73,7 @@ def list_loss_temporaries(
     unless the chunk is `differentiated` already, gradients of the divergence and temporaries of a slice of tokens.
     batch: micro-batch of the student; compiled: the loss is compiled."""
     width = -(-batch.config.vocabulary // batch.layout.tp)
-    longest = max(loss_chunks(batch.rows * batch.tokens, width, batch.device), default=0)
+    longest = max(split_loss_chunks(batch.rows * batch.tokens, width, batch.device), default=0)
     whole = batch.device != "cpu" or compiled
     at_once = longest if whole else min(longest, max(1, SLICE_LOGITS // width))
     if not teacher.top_k:

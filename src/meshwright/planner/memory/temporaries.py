@@ -17,7 +17,7 @@ from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Number, l
 from meshwright.planner.memory.attention_tiles import Heads, InputStrides, backward_bytes
 from meshwright.planner.memory.snapshot import NamedSnapshot, Saved, Temporary, activation, message, workspace
 from meshwright.spec.adapter_config import BLOCK
-from meshwright.spec.chunks import loss_chunks
+from meshwright.spec.chunks import split_loss_chunks
 from meshwright.spec.policy import ACCELERATOR_TILE, SLICE_LOGITS, TILE_QUERIES, TILE_SCORES, UNPACKED_AT_ONCE
 
 
@@ -273,7 +273,7 @@ def loss_snapshots(batch: MicroBatch, saved: Sequence[Saved], compiled: bool, ag
     if config.head not in ("next", "masked"):
         return [("", both)]
     width = min(batch.vocabulary, config.vocabulary)
-    chunks = loss_chunks(batch.predictions, width, batch.device)
+    chunks = split_loss_chunks(batch.predictions, width, batch.device)
     longest, hidden = max(chunks, default=0), batch.predictions * config.hidden * x
     weight, several = width * config.hidden, len(chunks) > 1
     both.append(Temporary("logits", "chunk", longest * width * x))

@@ -27,7 +27,7 @@ from meshwright.spec.block_tables import (
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameter_entries import ModelParameter
 from meshwright.spec.parameters import parameter_table
-from meshwright.spec.stages import LOOKED_UP, Stage, units_of
+from meshwright.spec.stages import LOOKED_UP, Stage, list_stage_units
 
 SCORED_ROWS = 256
 """Rows of logits of a step that scores prompts."""
@@ -208,7 +208,7 @@ def serving_ledger(config: ModelConfig, layout: Layout, sizes: ServingSizes) -> 
 def stage_tensors(config: ModelConfig, stage: Stage) -> Iterator[ModelParameter]:
     """Return an iterator over the model parameters that a rank of a pipeline stage holds, in forward order."""
     table = parameter_table(config)
-    needed = dict.fromkeys(name for unit in units_of(table, stage) for name in table.needed_by(unit))
+    needed = dict.fromkeys(name for unit in list_stage_units(table, stage) for name in table.needed_by(unit))
     return (tensor for unit in needed for tensor in table.unit_tensors(unit))
 
 

@@ -15,7 +15,7 @@ from meshwright.layout import Layout
 from meshwright.parallel.module.table import ModuleDescription, check_trainable, describe_module
 from meshwright.spec.adapter_entries import PEFT_PREFIX
 from meshwright.spec.adapter_json import settings_to_peft
-from meshwright.spec.config_from_recipe import adapter_settings
+from meshwright.spec.config_from_recipe import make_adapter_config
 from meshwright.spec.parameters import ParameterTable
 from meshwright.training.module.data import derive_seed, seed_generators
 from meshwright.training.module.module_task import ModuleTask, parameter_dtype
@@ -29,7 +29,7 @@ def build_task(spec: ModuleSpec, recipe: ModuleRecipe, mesh: Mesh) -> ModuleTask
     arguments of `fit` (module, loss, data); recipe: settings of the run; mesh: device mesh of this rank."""
     layout = recipe.parsed_layout
     module = _build_module(spec, recipe.run.seed, layout, torch.device(mesh.device))
-    adapter = adapter_settings(recipe.adapter)
+    adapter = make_adapter_config(recipe.adapter)
     modules = [] if adapter is None else adapt_module(module, adapter)
     if recipe.adapter.from_path is not None:
         load_module_adapter(module, recipe.adapter.from_path, adapter)

@@ -49,8 +49,9 @@ def check_samples(data: Any, what: str) -> int:
 
 
 def derive_seed(seed: int, *what: object) -> int:
-    """Derive a 63-bit seed for one purpose from the run's `seed` by a hash. what: values that name the purpose, such as
-    "sample", 17."""
+    """Derive a 63-bit random seed for one purpose from the run's `seed`, by a hash. what: values that identify the
+    purpose, such as "sample", 17.
+    """
     text = "meshwright " + " ".join(map(str, (seed, *what)))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 

@@ -44,9 +44,9 @@ class UntrainedTensors:
         self._looking = False
 
     def begin_step(self) -> None:
-        """Copy the buffers that earlier steps have changed, so that `restore_buffers` can undo a skipped step. In
-        steps 1, 2, 4, 8 ... of this process copy all buffers, so that `end_step` can detect whether further buffers
-        change."""
+        """Copy the buffers that earlier steps have changed, so that `restore_buffers` can undo a skipped step. In steps
+        1, 2, 4, 8 ... of this process copy all buffers, by which `end_step` detects further ones that change.
+        """
         self._looks += 1
         self._looking = self._looks & (self._looks - 1) == 0
         buffers = self._buffers()

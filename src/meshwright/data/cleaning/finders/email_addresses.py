@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from meshwright.data.cleaning.finders.scripts import LATIN, SPACED, UNSPACED
 from meshwright.data.cleaning.finders.top_level_domains import TOP_LEVEL_DOMAINS
 
-_LONGEST_LOCAL_PART = 64  # RFC 5321, section 4.5.3.1.1
+_MAX_LOCAL_PART = 64  # RFC 5321, section 4.5.3.1.1
 _RESERVED = {"example", "invalid", "test"}  # RFC 2606: in no root zone, but what they end reads as an address
 _UNITS = {"target"}  # also a company's domain, but getty@tty1.target is a systemd unit
 _LOCAL_CHARACTER = rf"[{LATIN}{SPACED}_%+-]"
@@ -57,9 +57,9 @@ def find_email_addresses(text: str) -> Iterator[tuple[int, int]]:
 def _find_local_start(text: str, at: int) -> int | None:
     """Return the start index of the local part (the text before "@") of an e-mail address; None if there is none. at:
     index of the "@" in `text`."""
-    before = text[max(0, at - _LONGEST_LOCAL_PART - 1) : at]
+    before = text[max(0, at - _MAX_LOCAL_PART - 1) : at]
     match = _LOCAL_PART_REVERSED.match(before[::-1])
-    if match is None or match.end() > _LONGEST_LOCAL_PART:
+    if match is None or match.end() > _MAX_LOCAL_PART:
         return None
     local = match[0][::-1].lstrip("-+%.")
     return at - len(local) if local else None

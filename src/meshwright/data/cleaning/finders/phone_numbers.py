@@ -107,9 +107,11 @@ def find_phone_numbers(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _match_number(text: str, start: int, last: int, is_first: bool) -> int | None:
-    """Return the end index of the telephone number that begins at index `start` of `text`; None if there is none. last:
-    end index of the previous telephone number in the text; 0: none. is_first: False if digits that are no telephone
-    number come between that number and this one."""
+    """Return the end index of the telephone number that begins at index `start` of `text`; None if there is none.
+
+    last: end index of the previous telephone number; 0: none. is_first: False if digits that are no telephone number
+    come between that number and this one.
+    """
     before = text[max(last, start - _CONTEXT) : start].rpartition("\n")[2]
     if _BEFORE.search(before):
         return None
