@@ -107,10 +107,13 @@ class LatentAttention(nn.Module):
         self, q_BNSD: torch.Tensor, k_BNSD: torch.Tensor, v_BNSV: torch.Tensor, visible: AttentionMask
     ) -> torch.Tensor:
         """Return the causal attention output [B, N, S, V] of queries `q_BNSD`, keys `k_BNSD` and values `v_BNSV`, whose
-        head size V may differ from D: the smaller is padded with zeros, because attention kernels take one head size.
+        head size V may differ from D: except in tiled attention, which a single CPU uses, the smaller is padded with
+        zeros, because attention kernels take one head size.
 
         `visible`: attention mask; None: plain causal.
         """
+        if self.context.size == 1 and q_BNSD.device.type == "cpu":
+            return self.context.attend(q_BNSD, k_BNSD, v_BNSV.contiguous(), visible, self.scores)
         width, values = max(self.size, self.latent.value_dim), self.latent.value_dim
         q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q_BNSD, k_BNSD, v_BNSV))
         return self.context.attend(q, k, v, visible, self.scores)[..., :values]

@@ -6,7 +6,8 @@ keys that no query of a tile attends to (later ones, other documents, beyond the
 recomputes the probabilities as FlashAttention does (Dao et al. 2022, arXiv:2205.14135, section 3.1, algorithm 4), and
 saves only queries, keys and values. Scores and sums are in float32 or float64.
 
-Shapes: B sequences, S tokens of a sequence, N query heads, K key-value heads, G = N / K, D head size. In a tile: P
+Shapes: B sequences, S tokens of a sequence, N query heads, K key-value heads, G = N / K, D head size, V head size of the values
+(usually D). In a tile: P
 pairs of a sequence and a key-value head, X = G x queries of the tile, L visible keys.
 """
 
@@ -69,15 +70,15 @@ class ScoreSettings(NamedTuple):
 
 
 def tiled_attention(
-    q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, first_BS: torch.Tensor | None,
+    q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSV: torch.Tensor, first_BS: torch.Tensor | None,
     scores: ScoreSettings | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the causal attention softmax(q kᵀ / √D) v, [B, N, S, D], stored in memory as [B, S, N, D], of queries
-    `q_BNSD` to keys `k_BKSD` and values `v_BKSD`. Each query attends to the keys from its index in `first_BS` (None:
+    """Return the causal attention softmax(q kᵀ / √D) v, [B, N, S, V], stored in memory as [B, S, N, V], of queries
+    `q_BNSD` to keys `k_BKSD` and values `v_BKSV`. Each query attends to the keys from its index in `first_BS` (None:
     from 0) to its own index; query head n reads key-value head n // (N / K), for N query and K key-value heads.
 
     `scores`: scale (in place of 1 / √D), softcap and sinks of the scores; None: the defaults."""
-    arguments = q_BNSD, k_BKSD, v_BKSD, first_BS, *(scores or ScoreSettings(q_BNSD.shape[-1] ** -0.5))
+    arguments = q_BNSD, k_BKSD, v_BKSV, first_BS, *(scores or ScoreSettings(q_BNSD.shape[-1] ** -0.5))
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # A custom operator's first call loads the compiler (over a second); generation does without.
         return _compute_attention(*arguments)
@@ -85,55 +86,55 @@ def tiled_attention(
 
 
 def _compute_attention(
-    q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, first_BS: torch.Tensor | None, scale: float,
+    q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSV: torch.Tensor, first_BS: torch.Tensor | None, scale: float,
     softcap: float, sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute the causal attention softmax(scores) v, [B, N, S, D], of queries `q_BNSD` to keys `k_BKSD` and values
-    `v_BKSD`, without autograd.
+    """Compute the causal attention softmax(scores) v, [B, N, S, V], of queries `q_BNSD` to keys `k_BKSD` and values
+    `v_BKSV`, without autograd.
 
     `first_BS`: first visible key index of each query (None: 0). `scale`, `softcap`, `sinks`: fields of
     `ScoreSettings`."""
     settings = ScoreSettings(scale, softcap, sinks)
-    q, out = group_by_kv_head(q_BNSD, k_BKSD), empty_bsnd(q_BNSD)
-    out_BKGSD = group_by_kv_head(out, k_BKSD)
+    q, out = group_by_kv_head(q_BNSD, k_BKSD), empty_bsnd(q_BNSD, v_BKSV.shape[-1])
+    out_BKGSV = group_by_kv_head(out, k_BKSD)
     wide = at_least_float32(q.dtype)
     for rows, heads, tiles in cut_tiles(q, _make_full_span(q), first_BS):
-        k_PSD, v_PSD = flatten_heads(k_BKSD[rows, heads]), flatten_heads(v_BKSD[rows, heads])
+        k_PSD, v_PSV = flatten_heads(k_BKSD[rows, heads]), flatten_heads(v_BKSV[rows, heads])
         wide_k_PSD = k_PSD.to(wide)
         for tile in tiles:
             part = q[rows, heads, :, tile.queries]
             selected = settings.select_heads(q, heads)
             p_PXL, *_ = _compute_probabilities(flatten_heads(part), wide_k_PSD, tile, part.shape, selected)
-            o_PXD = torch.bmm(p_PXL, v_PSD[:, tile.keys])
-            out_BKGSD[rows, heads, :, tile.queries] = o_PXD.view(part.shape)
+            o_PXV = torch.bmm(p_PXL, v_PSV[:, tile.keys])
+            out_BKGSV[rows, heads, :, tile.queries] = o_PXV.view(*part.shape[:-1], -1)
     return out
 
 
 def _compute_gradients(
-    d_out_BNSD: torch.Tensor, saved: list[torch.Tensor], first_BS: torch.Tensor | None, scale: float, softcap: float,
+    d_out_BNSV: torch.Tensor, saved: list[torch.Tensor], first_BS: torch.Tensor | None, scale: float, softcap: float,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the gradients of queries, keys and values (`saved`), in their shapes, and of the sinks.
 
-    `d_out_BNSD`: gradient of the attention output. `first_BS`: first visible key index of each query; None: 0. `scale`,
+    `d_out_BNSV`: gradient of the attention output. `first_BS`: first visible key index of each query; None: 0. `scale`,
     `softcap`, `sinks`: fields of `ScoreSettings`."""
-    q_BNSD, k_BKSD, v_BKSD = saved
-    q, d_out = group_by_kv_head(q_BNSD, k_BKSD), group_by_kv_head(d_out_BNSD, k_BKSD)
-    dq, dk, dv = empty_bsnd(q_BNSD), empty_bsnd(k_BKSD), empty_bsnd(v_BKSD)
+    q_BNSD, k_BKSD, v_BKSV = saved
+    q, d_out = group_by_kv_head(q_BNSD, k_BKSD), group_by_kv_head(d_out_BNSV, k_BKSD)
+    dq, dk, dv = empty_bsnd(q_BNSD), empty_bsnd(k_BKSD), empty_bsnd(v_BKSV)
     dq_BKGSD = group_by_kv_head(dq, k_BKSD)
     wide, settings = at_least_float32(q.dtype), ScoreSettings(scale, softcap, sinks)
     d_sinks = empty_gradient(q, sinks).to(wide).zero_()
     for rows, heads, tiles in cut_tiles(q, _make_full_span(q), first_BS):
-        k_PSD, v_PSD = flatten_heads(k_BKSD[rows, heads]), flatten_heads(v_BKSD[rows, heads])
+        k_PSD, v_PSV = flatten_heads(k_BKSD[rows, heads]), flatten_heads(v_BKSV[rows, heads])
         wide_k_PSD = k_PSD.to(wide)
-        dk_PSD, dv_PSD = torch.zeros_like(wide_k_PSD), torch.zeros_like(wide_k_PSD)
+        dk_PSD, dv_PSV = torch.zeros_like(wide_k_PSD), torch.zeros_like(v_PSV, dtype=wide)
         for tile in tiles:
             part = q[rows, heads, :, tile.queries]
-            q_PXD, d_out_PXD = flatten_heads(part), flatten_heads(d_out[rows, heads, :, tile.queries])
+            q_PXD, d_out_PXV = flatten_heads(part), flatten_heads(d_out[rows, heads, :, tile.queries])
             selected = settings.select_heads(q, heads)
             p_PXL, slope_PXL, p_sinks = _compute_probabilities(q_PXD, wide_k_PSD, tile, part.shape, selected)
-            dv_PSD[:, tile.keys] += torch.bmm(p_PXL.mT, d_out_PXD)
-            dp_PXL = torch.bmm(d_out_PXD, v_PSD[:, tile.keys].mT)
+            dv_PSV[:, tile.keys] += torch.bmm(p_PXL.mT, d_out_PXV)
+            dp_PXL = torch.bmm(d_out_PXV, v_PSV[:, tile.keys].mT)
             if p_sinks is not None:
                 inner_PX = (p_PXL * dp_PXL).sum(dim=-1, dtype=wide)
                 d_sinks.view(q.shape[1:3])[heads] -= (p_sinks * inner_PX.view(p_sinks.shape)).sum(dim=(0, 3))
@@ -144,7 +145,7 @@ def _compute_gradients(
             torch.mul(dq_PXD.view(part.shape), scale, out=dq_BKGSD[rows, heads, :, tile.queries])
             dk_PSD[:, tile.keys] += torch.bmm(ds_PXL.mT, q_PXD)
         torch.mul(dk_PSD.view(dk[rows, heads].shape), scale, out=dk[rows, heads])
-        dv[rows, heads] = dv_PSD.view(dv[rows, heads].shape)
+        dv[rows, heads] = dv_PSV.view(dv[rows, heads].shape)
     return dq, dk, dv, d_sinks.to(q.dtype)
 
 
@@ -277,4 +278,6 @@ def flatten_heads(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(x.shape[0] * x.shape[1], -1, x.shape[-1])
 
 
-register_attention("tiled_attention", _compute_attention, _compute_gradients, lambda q, *_: empty_bsnd(q))
+register_attention(
+    "tiled_attention", _compute_attention, _compute_gradients, lambda q, k, v, *_: empty_bsnd(q, v.shape[-1])
+)
