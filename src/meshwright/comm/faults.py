@@ -20,12 +20,14 @@ _REMEMBER = "remember"  # not a fault: stores the result for the next stale call
 class Fault:
     """Deliberate error in collective calls, injected to test that it is detected.
 
-    site: label of the calls. operation: such as "all_reduce". kind: "skip" (the call is not made), "drop" (one rank's
-    contribution is missing), "double" (the result is multiplied by 2), "stale" (the result is that of the previous
-    call) or "wrong group" (the call is made over other ranks). position: index in the group of the rank that "drop"
+    kind: "skip": the call is not made; "drop": one rank's contribution is missing; "double": the result is multiplied
+    by 2; "stale": the result is that of the previous call; "wrong group": the call is made over other ranks.
+
+    site: label of the calls. operation: such as "all_reduce". position: index in the group of the rank that "drop"
     leaves out. call: number of the only call to corrupt, counted from 1 since injection; None: every call. axis: name
     of the mesh axis of the calls. groups: rank groups for "wrong group"; empty: the right ranks, shifted cyclically by
-    one."""
+    one.
+    """
 
     site: str
     operation: str

@@ -60,8 +60,8 @@ class Block(nn.Module):
         return self.add(x_BSH, y_BSH, self.mlp_post_norm), balance
 
     def add(self, x_BSH: torch.Tensor, y_BSH: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
-        """Return the residual sum x + s norm(y), for the output `y_BSH` of a sublayer (attention or MLP) and the
-        model's residual multiplier s (1 in most families).
+        """Return the residual sum x + s norm(y) of hidden states x (`x_BSH`) and the output y (`y_BSH`) of a sublayer
+        (attention or MLP), with the model's residual multiplier s (1 in most families).
 
         `norm`: norm of the sublayer's output; None: none.
         """

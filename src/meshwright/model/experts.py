@@ -172,8 +172,8 @@ class Router(nn.Module):
         and weighted by the sequence's number of target tokens. The caller divides the summed loss by the target tokens
         of the whole step, so that the split into micro-batches and ranks does not change the result.
 
-        If the router has a bias that balances the load, a further term of value 0 makes the gradient of an expert's
-        bias that expert's load minus the mean load, whose sign the optimizer follows.
+        For a router with a bias that balances the load, a further term of value 0 sets the bias's gradient: the
+        expert's load minus the mean load, whose sign the optimizer follows.
         """
         config, rows = self.config, len(counted_B)
         chosen_BN = chosen_TK.view(rows, -1)

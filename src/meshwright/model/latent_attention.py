@@ -118,14 +118,15 @@ class LatentAttention(nn.Module):
     def _attend_latent(
         self, q_BNSP: torch.Tensor, q_BNSE: torch.Tensor, new_B1SC: torch.Tensor, cache: AttentionCache, layer: int
     ) -> torch.Tensor:
-        """Return the attention output [B, N, S, V] of new tokens over the latent vectors in a KV cache, to which the
-        new tokens' latent vectors are first added as those of layer number `layer`.
+        """Add the latent vectors of new tokens to the KV cache of layer number `layer`; return the attention output [B,
+        N, S, V] of the new tokens over all cached latent vectors.
 
         `q_BNSP`, `q_BNSE`: features of the queries without and with rotary position; `new_B1SC`: for each new token its
         latent vector (R elements) and its rotary key (E elements), concatenated: C = R + E.
 
         Keys (W_k latent) and values (W_v latent) are never formed, as the projections move to queries and output: q
-        (W_k latent)^T = (q W_k) latent^T, and p (W_v latent) = W_v (p latent) for probabilities p."""
+        (W_k latent)^T = (q W_k) latent^T, and p (W_v latent) = W_v (p latent) for probabilities p.
+        """
         up_NOR = self.latent_up.weight.unflatten(0, (self.heads, -1))
         key_NPR, value_NVR = up_NOR.split([self.plain, self.latent.value_dim], dim=1)
         q_BNSC = torch.cat([torch.matmul(q_BNSP, key_NPR), q_BNSE], dim=-1)

@@ -282,8 +282,8 @@ def _to_gradient_(logits_CV: torch.Tensor, log_sum_C: torch.Tensor, counted_C: t
 
 
 def loss_chunk_from_logits(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> Chunk:
-    """Build a `Chunk` of C tokens from given logits and targets, without the matmul of the output head, to time the
-    loss (the constructor) and its gradients (`differentiate`) in the hardware probe.
+    """Build a `Chunk` of C tokens from given logits and targets, without the matmul of the output head. The hardware
+    probe uses it to time the loss (the constructor) and its gradients (`differentiate`).
     """
     vocabulary = logits_CV.shape[1]
     head = OutputHead(logits_CV.new_empty(vocabulary, 0), SINGLE_DEVICE.tensor, widest=vocabulary)

@@ -113,12 +113,13 @@ def varlen_attention(
     q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, mask: VarlenMask, scale: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the causal attention softmax(scale q kᵀ) v, [B, N, S, D], stored in memory as [B, S, N, D], of queries
-    `q_BNSD` to keys `k_BKSD` and values `v_BKSD`, computed by flash kernels; query head n reads key-value head n // (N
-    / K).
+    """Return the causal attention softmax(scale q kᵀ) v, [B, N, S, D], computed by flash kernels, of queries `q_BNSD`
+    to keys `k_BKSD` and values `v_BKSD`. It is stored in memory as [B, S, N, D]; query head n reads key-value head n //
+    (N / K).
 
     `mask`: documents and sliding window within which tokens attend; `scale`: None: 1 / √D. `sinks`: attention-sink
-    score of each query head [N]; None: none."""
+    score of each query head [N]; None: none.
+    """
     found = torch.ops.meshwright.varlen_attention(q_BNSD, k_BKSD, v_BKSD, mask.tensors, mask.window, scale, sinks)
     return found[0]  # type: ignore[no-any-return]
 

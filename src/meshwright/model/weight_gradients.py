@@ -338,9 +338,9 @@ _uncompiled = _apply_function
 
 
 def exclude_from_compiled_graphs() -> None:
-    """Exclude linear layers with a queue of weight gradients but without taps (dummy inputs whose gradients carry the
-    operands out of the graph) from all graphs compiled later, since a compiled backward cannot write to a queue. Call
-    it right before the first compilation: it imports torch's compiler, which takes over a second.
+    """Exclude linear layers that have a queue of weight gradients but no taps from all graphs compiled later. (A
+    compiled backward cannot write to a queue; taps are dummy inputs whose gradients carry the operands out of the
+    graph.) Call it right before the first compilation: it imports torch's compiler, which takes over a second.
     """
     global _uncompiled
     if _uncompiled is _apply_function:

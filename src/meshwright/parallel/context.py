@@ -97,9 +97,9 @@ class RingAttention(ContextParallel):
     def make_attention_mask(
         self, documents: Documents, tokens: int, window: int | None, device: torch.device, form: MaskForm = "boolean"
     ) -> VarlenMask | torch.Tensor | None:
-        """Return the attention mask that `attend` takes as `visible`: with `form` "varlen" (flash attention) a
-        `VarlenMask` of this rank's chunks; otherwise the index in the unsharded sequence of the first key that each of
-        this rank's queries attends to, integers [B or 1, C] on the CPU, or None if that is 0 for all.
+        """Return the attention mask that `attend` takes as `visible`. With `form` "varlen" (flash attention) it is a
+        `VarlenMask` of this rank's chunks. Otherwise it is the index in the unsharded sequence of the first key that
+        each of this rank's queries attends to, integers [B or 1, C] on the CPU; None if that is 0 for all.
 
         `documents`: boundaries in packed sequences; `tokens`: C, tokens of each sequence on this rank; `window`:
         sliding window in tokens (None: none); `form`: mask format of the attention kernel.

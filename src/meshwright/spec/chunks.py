@@ -25,8 +25,8 @@ def keeps_head_gradient(tokens: int, vocabulary: int, layers: int, recompute: st
     it until backward, which then need not recompute the logits. It does so
 
     - if backward follows immediately (`at_once`), or
-    - if `recompute` is not "full" and the gradient [V, H], one per micro-batch in flight, is at most half as large as
-    the stage's saved activations, estimated as 16 tensors [T, H] per layer.
+    - if `recompute` is not "full" and the gradient, [V, H] per micro-batch in flight, is small: at most half of the
+    stage's saved activations, estimated as 16 tensors [T, H] per layer.
 
     `tokens`: T, tokens of a micro-batch on this rank; `vocabulary`: V, logits per token on this rank; `layers`: layers
     of the stage; `recompute`: activation checkpointing ("none", "selective" or "full").

@@ -25,18 +25,19 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Rule by which a ``config.json`` of a family tells which layers have a sliding window.
+    """Rule by which the ``config.json`` of a family says which layers have a sliding window.
 
     Attributes:
-        layers: Layers that have a window if the key ``layer_types`` is missing: "all" layers; "late": from
-            ``max_window_layers`` on; "early": every other layer before ``max_window_layers``; "periodic": all but every
-            ``period``-th (the key ``period_key`` overrides the period); "unrotated": those without rotary positions, by
-            default every ``period``-th; "rotated": those with rotary positions.
+        layers: Layers with a window if the key ``layer_types`` is missing: "all"; "late": from ``max_window_layers``
+        on; "early": every other layer before ``max_window_layers``; "periodic": all but every ``period``-th;
+        "unrotated": those without rotary positions, by default every ``period``-th; "rotated": those with rotary
+        positions.
+        period, period_key: Period of the pattern of layers, and the key that overrides it.
         switch: True if layers have a window only where ``use_sliding_window`` is true.
         listed: True if ``layer_types`` may list the layers; if not, transformers ignores that key, and all layers or
-            none have a window.
+        none have a window.
         chunked: True if windows are chunks: the key ``attention_chunk_size`` has their size, and ``layer_types`` calls
-            them ``chunked_attention``.
+        them ``chunked_attention``.
     """
 
     layers: Literal["all", "late", "early", "periodic", "unrotated", "rotated"]

@@ -49,8 +49,8 @@ def read_rope(fields: dict[str, Any], read: Reader) -> None:
 
 
 def _read_two_rotations(fields: dict[str, Any], read: Reader, local: Setting) -> None:
-    """Read the ModelConfig fields of rotary positions of a family whose sliding-window layers have their own rotary
-    base, and add them to ``fields``.
+    """Read the rotary ModelConfig fields of a family whose sliding-window layers have a separate rotary base, and add
+    them to ``fields``.
 
     ``rope_parameters`` is used only if it has an object for each layer type ("full_attention", "sliding_attention"), as
     in transformers; ``rope_scaling`` applies only to the layers without a window. read: typed access to the file.

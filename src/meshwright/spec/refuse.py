@@ -55,8 +55,8 @@ def serving_layout(text: str, config: ModelConfig) -> Layout:
     pp, and an ep that divides tp. Raises UserError for other axes, and for a layout that the model with configuration
     `config` cannot use.
 
-    In the result tp has no sequence parallelism, because the tokens of a step cannot be split over ranks, and experts
-    are sharded within each of the dp model copies, because these exchange no tokens.
+    The result has tp without sequence parallelism, because the tokens of a step cannot be split over ranks. Experts are
+    sharded within each of the dp model copies, because these exchange no tokens.
     """
     layout = Layout.parse(text) if text.strip() else Layout()
     reading = Layout(dp=layout.dp, tp=layout.tp, tensor_sequence_parallel=layout.tp == 1, pp=layout.pp, ep=layout.ep)

@@ -90,8 +90,9 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class Temperature:
-    """Position-dependent factor on queries (Llama 4): 1 + scale log(1 + floor((p + 1) / floor)) at position p. scale:
-    strength of the factor. floor: number of positions in which it is constant."""
+    """Position-dependent temperature of queries (Llama 4): at position p they are multiplied by 1 + `scale` log(1 +
+    floor((p + 1) / `floor`)).
+    """
 
     scale: float
     floor: int

@@ -301,12 +301,12 @@ def measure_process_memory(keys: Sequence[ProcessKey], log: Callable[[str], None
 
 
 def _measure_profile(profile: _ProfileRequest, log: Callable[[str], None]) -> None:
-    """Measure a hardware profile (machine speeds) and store it, and the fastest precision if it was not known. A
-    profile that is already stored is kept if it covers as much and its measurement was disturbed less by other
-    programs.
+    """Measure a hardware profile (machine speeds) and store it, and the fastest precision if it was not known. A stored
+    profile is kept instead if it covers as much and other programs disturbed its measurement less.
 
-    profile: what it must cover; the precisions and axes of an earlier profile with the same key are measured again.
-    log: called with each line for the user. `UserError` if the measurement failed on a rank."""
+    profile: minimum coverage; the precisions and axes of an earlier profile with the same key are measured again. log:
+    called with each line for the user. `UserError` if the measurement failed on a rank.
+    """
     from meshwright.probe.ranks import probe
 
     key, earlier = profile.key, read_profile(profile.key)

@@ -127,8 +127,10 @@ class Preferences:
         return pairs / (mesh.tp.size * mesh.pp.size)
 
     def loss_share(self, sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-        """Return `sums` divided by cp x tp, the number of ranks of `mesh` that compute the same values. sums [1 +
-        metrics]: the loss, then the metric sums, over this rank's micro-batches."""
+        """Return `sums` divided by cp x tp, the number of ranks of `mesh` that compute the same values, so that a sum
+        over all ranks gives the totals. sums [1 + metrics]: the loss, then the metric sums, over this rank's
+        micro-batches.
+        """
         return loss_share(sums, mesh, of_pairs=True)
 
     def report(self, means: Sequence[float]) -> Metrics:

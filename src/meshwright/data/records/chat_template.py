@@ -73,9 +73,8 @@ class RenderedConversation(NamedTuple):
 class ChatTemplate:
     """A Jinja chat template with the special tokens of its tokenizer.
 
-    source: Jinja text. named: special tokens by the variable that stands for them in templates, such as {"bos_token":
-    "<s>"}. special: all special tokens; message text is never encoded as one of them. where: name of the template in
-    error messages.
+    source: Jinja text. named: {variable of templates: special token}, such as {"bos_token": "<s>"}. special: all
+    special tokens; message text is never encoded as one of them. where: name of the template in error messages.
     """
 
     source: str
