@@ -19,8 +19,9 @@ from meshwright.quantization.packing import QuantizedMatmul
 
 
 class Rows(NamedTuple):
-    """Range [start, start + size) of the output features of a linear layer on this rank that belong to one adapted
-    matrix, such as the query part of a fused qkv."""
+    """Range [start, start + size) of a linear layer's output features on this rank that one adapted matrix produces,
+    such as the query part of a fused qkv.
+    """
 
     start: int
     size: int

@@ -288,9 +288,9 @@ class Executable:
     # --- memory
 
     def _make_segment(self, vector: torch.Tensor, start: int, n: int) -> _Segment:
-        """Return the segment of `vector` that begins at element `start` and has chunks of `n` elements, for operations
-        in which ranks own no slice of the vector, such as broadcast. A segment beyond the end of the vector uses a
-        padded copy, which is copied back after the run.
+        """Return the segment of `vector` that begins at element `start` and has chunks of `n` elements. Used where
+        ranks own no slice of the vector, as in a broadcast. A segment beyond the end of the vector uses a padded copy,
+        which is copied back after the run.
         """
         length = n * self.program.chunks
         part = vector[start : start + length]

@@ -97,8 +97,9 @@ class LatentAttention(nn.Module):
         return [self.qkv, *([] if self.query_up is None else [self.query_up]), self.latent_up, self.output]
 
     def _decompress(self, latent_BSR: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Project the normalised latent vectors `latent_BSR` to the keys without rotary position, [B, N, S, P], and the
-        values, [B, N, S, V], of this rank's N heads; return both. P, V: sizes per head."""
+        """Project the normalised latent vectors `latent_BSR`; return (keys without rotary position [B, N, S, P], values
+        [B, N, S, V]) of this rank's N heads. P, V: sizes per head.
+        """
         both = self.latent_up(latent_BSR).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         k_BNSP, v_BNSV = both.split([self.plain, self.latent.value_dim], dim=-1)
         return k_BNSP, v_BNSV

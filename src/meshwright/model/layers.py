@@ -71,8 +71,8 @@ class RowParallelLinear(Linear):
         self.tensor, self.site = tensor, site
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x Wᵀ + b, [..., Y], where x Wᵀ is summed over the tp ranks, each with its slice `x` [..., X] of the
-        input features. With sequence parallelism, return this rank's token slice of that.
+        """Return x Wᵀ + b, [..., Y], with x Wᵀ summed over the tp ranks. `x`: this rank's slice [..., X] of the input
+        features. With sequence parallelism, return this rank's token slice of the result.
         """
         if self.tensor.trivial:
             return super().forward(x)

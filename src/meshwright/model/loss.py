@@ -271,9 +271,10 @@ def _statistics(logits_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _to_gradient_(logits_CV: torch.Tensor, log_sum_C: torch.Tensor, counted_C: torch.Tensor, softcap: float) -> None:
     """Overwrite the logits of C tokens, `logits_CV`, with the softmax part of their gradient: softmax(logits) times
-    `counted_C`, times the derivative of the softcap (if it is not 0).
+    `counted_C` times the derivative of the softcap.
 
-    `log_sum_C`: log-sum-exp of each token's logits; `counted_C`: factor on each token's loss, 0 for ignored tokens.
+    `log_sum_C`: log-sum-exp of each token's logits; `counted_C`: factor on each token's loss, 0 for ignored tokens;
+    `softcap`: 0: none.
     """
     slope_CV = 1 - (logits_CV.to(log_sum_C.dtype) / softcap).square() if softcap else None
     logits_CV.copy_((logits_CV.to(log_sum_C.dtype) - log_sum_C[:, None]).exp() * counted_C[:, None])

@@ -72,11 +72,12 @@ def tiled_attention(
     q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, first_BS: torch.Tensor | None,
     scores: ScoreSettings | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the causal attention softmax(q kᵀ / √D) v, [B, N, S, D], stored in memory as [B, S, N, D], of queries
-    `q_BNSD` to keys `k_BKSD` and values `v_BKSD`. Each query attends to the keys from its index in `first_BS` (None:
+    """Return the causal attention softmax(q kᵀ / √D) v, [B, N, S, D], of queries `q_BNSD` to keys `k_BKSD` and values
+    `v_BKSD`; it is stored in memory as [B, S, N, D]. Each query attends to the keys from its index in `first_BS` (None:
     from 0) to its own index; query head n reads key-value head n // (N / K), for N query and K key-value heads.
 
-    `scores`: scale (in place of 1 / √D), softcap and sinks of the scores; None: the defaults."""
+    `scores`: scale (in place of 1 / √D), softcap and sinks of the scores; None: the defaults.
+    """
     arguments = q_BNSD, k_BKSD, v_BKSD, first_BS, *(scores or ScoreSettings(q_BNSD.shape[-1] ** -0.5))
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # A custom operator's first call loads the compiler (over a second); generation does without.
@@ -272,8 +273,9 @@ def _make_full_span(q_BKGSD: torch.Tensor) -> Span:
 
 
 def flatten_heads(x: torch.Tensor) -> torch.Tensor:
-    """Reshape [sequences, heads, G, X, D] or [sequences, heads, X, D] to [P, G x X, D], P = sequences x heads (G = 1
-    without that dim), for batched matrix products."""
+    """Flatten a tensor for batched matrix products: [sequences, heads, G, X, D], or without the dim G, to [P, G x X,
+    D], P = sequences x heads.
+    """
     return x.reshape(x.shape[0] * x.shape[1], -1, x.shape[-1])
 
 

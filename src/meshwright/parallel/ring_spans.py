@@ -150,8 +150,9 @@ def add_gradients_by_tiles(
 
 
 def _to_column(x: torch.Tensor) -> torch.Tensor:
-    """Reshape a tensor with one number per query, [sequences, KV heads, G, X], to [sequences x KV heads, G x X, 1], to
-    broadcast it against a tile's scores. G: query heads per KV head; X: queries."""
+    """Reshape a tensor with one number per query for broadcasting against a tile's scores: [sequences, KV heads, G, X]
+    to [sequences x KV heads, G x X, 1]. G: query heads per KV head; X: queries.
+    """
     return flatten_heads(x[..., None])
 
 

@@ -43,9 +43,9 @@ def parameter_table(config: ModelConfig) -> ParameterTable:
 
 
 def make_projection_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
-    """Yield the parameter entries of distillation's projections, each [teacher's hidden size, hidden size], which map
-    hidden states of the model to the size of the teacher's. They belong to the FSDP unit of the head and are replicated
-    over tp.
+    """Yield the parameter entries of distillation's projections, which map hidden states to the size of the teacher's,
+    [teacher's hidden size, hidden size] each. They belong to the FSDP unit of the head and are replicated over tp.
+    config: configuration of the student.
     """
     for layer, width in config.projections:
         yield ParameterEntry(

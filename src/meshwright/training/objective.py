@@ -113,8 +113,8 @@ class Objective(Protocol):
         """
 
     def loss_share(self, sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-        """Return `sums` divided by the number of ranks of `mesh` that compute the same values, so that the sum over all
-        ranks is the step's loss and metric sums.
+        """Return this rank's share of the step's loss and metric sums: `sums` divided by the number of ranks of `mesh`
+        that compute the same values. The shares of all ranks sum to the totals.
 
         sums [1 + metrics]: the loss, then the metric sums, over this rank's micro-batches.
         """

@@ -127,8 +127,8 @@ class Preferences:
         return pairs / (mesh.tp.size * mesh.pp.size)
 
     def loss_share(self, sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-        """Return `sums` divided by cp x tp, the number of ranks of `mesh` that compute the same values, so that a sum
-        over all ranks gives the totals. sums [1 + metrics]: the loss, then the metric sums, over this rank's
+        """Return this rank's share of the loss and metric sums: `sums` divided by cp x tp, the number of ranks of
+        `mesh` that compute the same values. sums [1 + metrics]: the loss, then the metric sums, over this rank's
         micro-batches.
         """
         return loss_share(sums, mesh, of_pairs=True)
@@ -148,11 +148,12 @@ class Preferences:
 
     @torch.no_grad()
     def begin(self, policy: Policy, split: str, passes: Iterable[Sequence[NDArray[np.int64]]]) -> None:
-        """For KTO set the attribute `kl`, the mean of log p / p_ref over the mismatched responses of a step or
-        validation, at least 0 (arXiv:2402.01306, section 4.1).
+        """Compute KTO's KL estimate: set the attribute `kl` to the mean of log p / p_ref over the mismatched responses
+        of a step or validation, at least 0 (arXiv:2402.01306, section 4.1). Other losses need nothing.
 
         policy: the model being trained; split: "train" or "validation"; passes: for each forward pass, this rank's
-        micro-batches as arrays of sequence indices. Collective."""
+        micro-batches as arrays of sequence indices. Collective.
+        """
         if self._of == 2 or self.reference is None:
             return
         split += MISMATCHED
