@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.model.grouped_product import bias_gradients, grouped_product
+from meshwright.model.grouped_product import grouped_product, sum_bias_gradients
 
 Multiply = Callable[..., torch.Tensor]
 
@@ -324,7 +324,7 @@ class _GroupedLinear(torch.autograd.Function):
         dx_NX = operators.grouped_product_input(dy_NY, _unstack_experts(weight, ends_E), ends_E) if needs_x else None
         if needs_weight:
             context.queue.submit(context.weight, operators.grouped_product_weight, dy_NY, x_NX.detach(), ends_E)
-        d_bias = bias_gradients(dy_NY[:, context.biased], ends_E).flatten() if context.needs_input_grad[2] else None
+        d_bias = sum_bias_gradients(dy_NY[:, context.biased], ends_E).flatten() if context.needs_input_grad[2] else None
         return dx_NX, None, d_bias, None, None, None
 
 

@@ -118,12 +118,12 @@ class Preferences:
     def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> TermCount:
         """Return the number of pairs (or single responses) in a step: summed over this rank's `micro_batches` and over
         all ranks of `mesh`, at least 1. Collective."""
-        return count_pairs(_response_pairs(micro_batches), mesh)
+        return count_pairs(_list_pairs(micro_batches), mesh)
 
     def terms_share(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor | float:
         """Return the number of pairs (or single responses) in this rank's `micro_batches`, divided by the number of
         ranks of `mesh` that hold the same ones (cp x tp x pp)."""
-        pairs = sum(pairs.count / mesh.cp.size for pairs in _response_pairs(micro_batches))
+        pairs = sum(pairs.count / mesh.cp.size for pairs in _list_pairs(micro_batches))
         return pairs / (mesh.tp.size * mesh.pp.size)
 
     def loss_share(self, sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:
@@ -259,7 +259,7 @@ class Preferences:
         return found
 
 
-def _response_pairs(micro_batches: Sequence[MicroBatch]) -> list[Pairs]:
+def _list_pairs(micro_batches: Sequence[MicroBatch]) -> list[Pairs]:
     """Return the responses that `Preferences.annotate` has added to each of the `micro_batches`."""
     found = [documents.pairs for _, _, documents in micro_batches]
     assert None not in found, "every micro-batch of preference data has pairs"
