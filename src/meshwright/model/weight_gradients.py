@@ -218,8 +218,9 @@ class _MakeTaps(torch.autograd.Function):
     def forward(
         context: Any, weight_YX: nn.Parameter, queue: WeightGradients, rows: tuple[int, ...]
     ) -> tuple[torch.Tensor, ...]:
-        """Return two tensors of zeros with stride 0, [*rows, Y] and [*rows, X], for a linear layer of weight
-        `weight_YX` with input [*rows, X]. `queue`: receives dy and x in backward."""
+        """Return the taps of a linear layer with the weight `weight_YX` and inputs [*rows, X]: zeros [*rows, Y] and
+        [*rows, X] that use no memory (stride 0). `queue`: receives the operands dy and x in backward.
+        """
         context.weight, context.queue = weight_YX, queue
         return tuple(weight_YX.new_zeros(()).expand(*rows, size) for size in weight_YX.shape)
 

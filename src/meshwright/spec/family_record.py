@@ -14,9 +14,9 @@ class Setting:
     Attributes:
         key: Name of the key.
         kind: Type of its value. "flag": a boolean; "switch": a boolean or a number, of which 0 is false; "factor": a
-        number above 0; "count": a whole number above 0; "limit": a number above 0, or null for none; "inverse_square":
-        a number x above 0, where the field is x ** -0.5; "nested": a value inside ``rope_parameters``, which
-        `read_rope` reads; `key` then only selects its default in ``Family.defaults``.
+            number above 0; "count": a whole number above 0; "limit": a number above 0, or null for none;
+            "inverse_square": a number x above 0, where the field is x ** -0.5; "nested": a value inside
+            ``rope_parameters``, which `read_rope` reads; `key` then only selects its default in ``Family.defaults``.
     """
 
     key: str
@@ -29,15 +29,15 @@ class Windows:
 
     Attributes:
         layers: Layers with a window if the key ``layer_types`` is missing: "all"; "late": from ``max_window_layers``
-        on; "early": every other layer before ``max_window_layers``; "periodic": all but every ``period``-th;
-        "unrotated": those without rotary positions, by default every ``period``-th; "rotated": those with rotary
-        positions.
+            on; "early": every other layer before ``max_window_layers``; "periodic": all but every ``period``-th;
+            "unrotated": those without rotary positions, by default every ``period``-th; "rotated": those with rotary
+            positions.
         period, period_key: Period of the pattern of layers, and the key that overrides it.
         switch: True if layers have a window only where ``use_sliding_window`` is true.
         listed: True if ``layer_types`` may list the layers; if not, transformers ignores that key, and all layers or
-        none have a window.
+            none have a window.
         chunked: True if windows are chunks: the key ``attention_chunk_size`` has their size, and ``layer_types`` calls
-        them ``chunked_attention``.
+            them ``chunked_attention``.
     """
 
     layers: Literal["all", "late", "early", "periodic", "unrotated", "rotated"]

@@ -69,7 +69,7 @@ class _EntryPosition:
         part: Role of the entry, such as "query": its key in `DISK_NAMES`, which has its Hugging Face name.
         layer, expert: Index of its layer and of its expert; None if it belongs to none.
         tensor: Name, without ".weight" or ".bias", of the model parameter of which the entry is a slice along dim 0;
-        None: the same as `part`.
+            None: the same as `part`.
         offset: Index along dim 0 of that parameter at which the slice begins.
     """
 
