@@ -62,8 +62,7 @@ class ScratchBuffers:
         `like`; its contents are undefined. It is allocated on first use.
 
         name: purpose, such as "staging". lane: number of a lane (segments of a vector that run one after another);
-        concurrent lanes get different buffers.
-        """
+        concurrent lanes get different buffers."""
         size, key = numel * like.element_size(), (name, lane, like.device)
         if key not in self._kept or self._kept[key].numel() < size:
             self._kept[key] = torch.empty(size, dtype=torch.uint8, device=like.device)
@@ -355,9 +354,10 @@ class Executable:
             target[rank * share : (rank + 1) * share] = result[place]
 
     def _get_slot_memory(self, segment: _Segment, lane: int) -> Memory:
-        """Return a function (first slot, number of slots) -> 1-D tensor that gives access to a segment's slots: those
-        of the vector, the output or scratch. A slot is the buffer of one chunk of the segment. lane: number of the lane
-        (list of segments of the vector that run one after the other), which has its own scratch buffer."""
+        """Return a function (first slot, number of slots) -> 1-D tensor that gives access to a segment's slots, in the
+        vector, the output or scratch memory. A slot is the buffer of one chunk of the segment. lane: number of the lane
+        (segments of the vector that run one after another), which has its own scratch buffer.
+        """
         program, data, output = self.program, segment.data, segment.output
         if output is None and program.scratch == 0:
             return data

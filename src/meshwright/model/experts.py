@@ -291,7 +291,7 @@ class ClampedSwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, d_NF: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradient [N, 2F] of the input, given `d_NF`, that of the output; None for the other arguments."""
+        """Return the gradient of the input [N, 2F], given the output gradient `d_NF`; None for the other arguments."""
         (up_NX,) = context.saved_tensors
         limit, alpha, interleaved = context.numbers
         gate_NF, up_NF = split_gate(up_NX, interleaved)

@@ -65,13 +65,13 @@ class LatentAttention(nn.Module):
         cache: AttentionCache | None = None,
         layer: int = 0,
     ) -> torch.Tensor:
-        """Return the attention output [B, S, H] for the hidden states `x_BSH` (with sequence parallelism both are
-        this rank's token slices).
+        """Return the attention output [B, S, H] for the hidden states `x_BSH` (with sequence parallelism both are this
+        rank's token slices).
 
         `rotation`: rotary cosine and sine of each token, [B or 1, 1, S, E/2] each. `visible`: attention mask from
-        `make_attention_mask`; None: plain causal. `cache`: KV cache, to which the latent vectors and rotary keys are
-        added as those of layer number `layer`; attention then covers the cached tokens too, and `visible` is
-        ignored."""
+        `make_attention_mask`; None: plain causal. `cache`: KV cache, in which the latent vectors and rotary keys are
+        stored under the layer number `layer`; attention then covers the cached tokens too, and `visible` is ignored.
+        """
         assert rotation is not None
         parts = self.qkv(self.tensor.enter(x_BSH, "attention.input"))
         rank, rotary = self.latent.rank, self.latent.rotary_dim

@@ -251,8 +251,8 @@ class Transformer(nn.Module):
 
     def _with_taps(self, run_block: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the compiled function `run_block` so that its backward can defer weight gradients to a queue. During
-        each call, the block's linear layers with a queue get taps: two dummy inputs, as whose gradients the compiled
-        backward returns the operands of the weight gradient (dy and x).
+        each call, the block's linear layers with a queue get taps: two dummy inputs, whose gradients carry the operands
+        of the weight gradient (dy and x) out of the compiled backward.
         """
         ranks = self.axes.tensor.size if self.axes.tensor.sequence_parallel else 1
 

@@ -183,8 +183,9 @@ def _compute_attention(
     """Compute variable-length attention of queries `q_BNSD` to keys `k_BKSD` and values `v_BKSD`, without autograd;
     return the output [B, N, S, D] and each query's log-sum-exp, float32 [B, N, S].
 
-    `tensors`, `window`: those of a `VarlenMask`; `scale`: factor of the scores; `sinks`: attention-sink score of each
-    query head."""
+    `tensors`, `window`: fields of a `VarlenMask`; `scale`: factor of the scores; `sinks`: attention-sink score of each
+    query head.
+    """
     found = flash_forward(q_BNSD, k_BKSD, v_BKSD, _make_causal_call(q_BNSD, tensors, window, scale))
     if sinks is not None:
         add_sinks(*found, sinks[:, None])
@@ -207,8 +208,9 @@ def _compute_gradients(
 
 
 def _make_causal_call(q_BNSD: torch.Tensor, tensors: list[torch.Tensor], window: int, scale: float | None) -> FlashCall:
-    """Return the kernel arguments of causal attention of the queries `q_BNSD`. `tensors`, `window`: those of a
-    `VarlenMask` with one chunk a sequence; `scale`: factor of the scores; None: 1 / √D."""
+    """Return the kernel arguments of causal attention of the queries `q_BNSD`. `tensors`, `window`: fields of a
+    `VarlenMask` with one chunk per sequence; `scale`: factor of the scores; None: 1 / √D.
+    """
     tokens, left = q_BNSD.shape[2], window - 1 if window else None
     if tensors:
         cu_seqlens, lengths = tensors

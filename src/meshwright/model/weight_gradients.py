@@ -171,11 +171,12 @@ class _Linear(torch.autograd.Function):
 def _differentiate_input_and_bias(
     context: Any, dy: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return a linear layer's input x, and the gradients of x and bias (None where not required), given `dy`, that of
-    the output.
+    """Return a linear layer's input x, and the gradients of x and bias (None where not required), given the output
+    gradient `dy`.
 
     context: autograd context; its saved tensors are read once, because activation checkpointing allows only one read in
-    a backward."""
+    a backward.
+    """
     x, weight_YX = context.saved_tensors
     needs_x, _, needs_bias = context.needs_input_grad[:3]
     dy_NY = dy.flatten(0, -2)

@@ -66,8 +66,9 @@ class Rewards(NamedTuple):
         return self.chosen - self.rejected
 
     def to_metrics(self) -> dict[str, float]:
-        """Return {name: value} for the metrics named in `REWARDS` (margin, accuracy, and mean rewards of chosen and
-        rejected responses), without those of a kind of responses that the step does not have."""
+        """Return {name: value} for the metrics in `REWARDS`: margin, accuracy, and mean rewards of chosen and rejected
+        responses. Metrics of responses that the step does not have are left out.
+        """
         values = zip(REWARDS, (self.margin, self.accuracy, self.chosen, self.rejected), strict=True)
         return {name: value for name, value in values if not math.isnan(value)}
 
