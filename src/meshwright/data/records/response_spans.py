@@ -52,8 +52,8 @@ class TurnFinder:
     def exclude_repeats(
         self, regions: MessageRegions, number: int, count_masked_characters: Callable[[], int]
     ) -> MessageRegions:
-        """Shorten the range of the assistant turn with message index `number` if the template repeats its text later,
-        such as the name of a called function: the range then ends before the repetition. Return the changed `regions`.
+        """Shorten the range of the assistant turn with message index `number` if the template writes its text again
+        later, such as the name of a called function, to end before the repetition. Return the changed `regions`.
 
         count_masked_characters: renders the conversation up to this turn with placeholders for message text, and
         returns how many of the turn's placeholders occur in the text.
