@@ -73,8 +73,8 @@ class Reader:
         return float(value)
 
     def boolean(self, key: str, numbers: bool = False) -> bool:
-        """Return the boolean under ``key``: False if it is null; if the key is missing, the family's default for it, or
-        False without one. numbers: True to accept a number too, where 0 means False. ``UserError`` for any other type.
+        """Return the boolean under ``key``, False for null. A missing key has the family's default for it, else False.
+        numbers: True to accept a number too, where 0 means False. ``UserError`` for any other type.
         """
         _, value = self.get((key,), False)
         value = False if value is None else value
