@@ -352,13 +352,13 @@ def test_discarded_engine_is_garbage_collected():
 
 
 def test_gradient_norm_over_millions_stays_accurate():
-    from meshwright.parallel.zero_engine import _squared_norm
+    from meshwright.parallel.zero_engine import _sum_squares
 
     values = torch.randn(3_000_001, generator=torch.Generator().manual_seed(0))
     truth = values.double().square().sum()
-    assert abs(_squared_norm(values) - truth) < 1e-7 * truth
+    assert abs(_sum_squares(values) - truth) < 1e-7 * truth
     values[1234] = float("nan")
-    assert not torch.isfinite(_squared_norm(values))
+    assert not torch.isfinite(_sum_squares(values))
 
 
 def test_targets_are_counted_over_micro_batches():

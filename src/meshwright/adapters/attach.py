@@ -109,8 +109,8 @@ def _list_features(table: ParameterTable, first: ParameterEntry, layout: Layout,
 
 
 def _list_rows(weight: ModelParameter, second: ModelParameter, layout: Layout) -> Iterator[Rows]:
-    """Yield, for each adapted matrix of a layer, the range of output features on this rank that it produces, such as
-    the queries of a fused qkv.
+    """Yield, for each adapted matrix of a layer (such as the query part of a fused qkv), the range of the layer's
+    output features on this rank that it produces.
 
     weight: the layer's weight, which may fuse several matrices. second: the adapter's matrices B, stacked. layout:
     parallel layout.

@@ -86,7 +86,9 @@ class _AddLowRankTerms(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, dy_NY: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of x, y, A and B, given `dy_NY`, that of the sum; None for the other inputs."""
+        """Return the gradients of x, y, A and B, given the output gradient `dy_NY`; None for the other inputs. context:
+        autograd context.
+        """
         x_NX, a, b, ends_E, low = context.saved_tensors
         adapter, operators = context.adapter, torch.ops.meshwright
         d_low, d_b, dx_NX = torch.empty_like(low), torch.empty_like(b), None

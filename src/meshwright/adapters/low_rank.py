@@ -19,8 +19,9 @@ from meshwright.quantization.packing import QuantizedMatmul
 
 
 class Rows(NamedTuple):
-    """Range [start, start + size) of the output features of a linear layer on this rank that belong to one adapted
-    matrix, such as the query part of a fused qkv."""
+    """Range [start, start + size) of a linear layer's output features on this rank that one adapted matrix produces,
+    such as the query part of a fused qkv.
+    """
 
     start: int
     size: int
@@ -120,8 +121,9 @@ class _AdaptedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of x, a and b (None for the other inputs), given `dy`, that of the output. context:
-        autograd context."""
+        """Return the gradients of x, a and b, given the output gradient `dy`; None for the other inputs. context:
+        autograd context.
+        """
         x, weight, a, b, low, keys_BC = context.saved_tensors
         adapter, dx, shape = context.adapter, None, x.shape
         dy, low = dy.flatten(0, -2), low.flatten(0, -2)

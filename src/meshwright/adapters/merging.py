@@ -173,8 +173,8 @@ def rewrite_model(
 
 
 def find_format(directory: Path) -> str | None:
-    """Return the quantization format, such as "nf4", of the base model's weights when the adapter in the checkpoint
-    `directory` was trained; None: not quantized, or `directory` is not a checkpoint of a run.
+    """Return the quantization format, such as "nf4", in which the base model's weights were kept while the adapter in
+    the checkpoint `directory` was trained. None: not quantized, or `directory` is not a checkpoint of a run.
     """
     try:
         state = read_json(directory / "training" / "state.json")

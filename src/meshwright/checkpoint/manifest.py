@@ -174,8 +174,8 @@ def hash_file(path: Path, keep_going: Callable[[], None] = lambda: None) -> File
 def hash_blocks(
     path: Path, whole: bool, blocks: range | list[int], keep_going: Callable[[], None] = lambda: None
 ) -> tuple[str | None, dict[int, str]]:
-    """Compute the hash of a file and of some of its blocks, reading no more of it than needed. Return (hex SHA-256 of
-    the whole file, or None unless `whole`; {block number: hex SHA-256} for the block numbers `blocks`).
+    """Compute the hash of the file `path` and of some of its blocks, reading no more of it than needed. Return (hex
+    SHA-256 of the whole file, or None unless `whole`; {block number: hex SHA-256} for the block numbers `blocks`).
 
     keep_going: called between reads; it stops the hashing by raising an exception.
     """

@@ -30,7 +30,7 @@ def save_huggingface(
 ) -> None:
     """Save an unsharded model as a Hugging Face directory that transformers can load. Each file is replaced atomically.
 
-    dtype: dtype of the weights on disk; None: that of the model. tokenizer_from: directory whose tokenizer files are
+    dtype: dtype of the weights on disk; None: the model's dtype. tokenizer_from: directory whose tokenizer files are
     copied; None: no tokenizer. largest_file_bytes: maximum tensor bytes per file; a larger model gets several files and
     an index.
     """

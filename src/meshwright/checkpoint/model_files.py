@@ -54,8 +54,9 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Plan of a model's safetensors files. files: one plan per file. places: name of an exported tensor -> its
-    position. index: content of `model.safetensors.index.json`; None if there is only one file."""
+    """Plan of a model's safetensors files. files: one plan per file. places: {name of an exported tensor: its
+    position}. index: content of `model.safetensors.index.json`; None if there is only one file.
+    """
 
     files: tuple[ModelFile, ...]
     places: dict[str, Location]
@@ -94,9 +95,10 @@ def plan_model_files(
     """Plan the safetensors files that hold the exported parameters of a model. table: its parameter table.
 
     dtype: dtype of trained parameters on disk ("float32", "bfloat16"); buffers and frozen parameters of a user's module
-    keep their own dtype. shard_bytes: maximum tensor bytes per file; a larger tensor gets a file of its own. stem: name
-    of the files without ".safetensors". Tensors are ordered by dtype, wider dtypes first (for alignment), then as in
-    the table."""
+    keep their dtype. shard_bytes: maximum tensor bytes per file; a larger tensor gets a separate file. stem: name of
+    the files without ".safetensors". Tensors are ordered by dtype, wider dtypes first (for alignment), then as in the
+    table.
+    """
     exported = [entry for entry in table.entries if entry.exported]
     codes = {entry.name: DTYPE_CODES[entry.kept or dtype] for entry in exported}
     in_order = sorted(exported, key=lambda entry: -ITEM_BYTES[codes[entry.name]])

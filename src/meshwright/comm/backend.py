@@ -28,8 +28,8 @@ def current_stream(device: torch.device) -> torch.cuda.Stream | None:
 def compute_backend_timeout(device: torch.device | str, seconds: float) -> timedelta:
     """Return the timeout to pass to torch.distributed for calls on tensors of `device` that may take `seconds`.
 
-    On CUDA it is twice `seconds`, so that the project's own watchdog (`flight_recorder.device_calls`) reports a hang
-    before NCCL's watchdog, which counts from the time at which a call was queued, aborts the process.
+    On CUDA it is twice `seconds`: NCCL's watchdog counts from the time at which a call was queued, and aborts the
+    process. The project's own watchdog (`flight_recorder.device_calls`) thus acts first and reports the hang.
     """
     return timedelta(seconds=2 * seconds if torch.device(device).type == "cuda" else seconds)
 

@@ -156,7 +156,7 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Handle]:
         raise make_rank_lost_error(whats[0], error) from error
     handles = []
     for m, call, what, fault, (works, finish) in zip(messages, calls, whats, faults, posted, strict=True):
-        handle = Handle(works, what, _host_timeout(axis, m.tensor), communicator, call).then(finish)
+        handle = Handle(works, what, _choose_host_timeout(axis, m.tensor), communicator, call).then(finish)
         if fault is not None and fault.kind in ("skip", "drop"):
             handle.then(m.tensor.zero_)
         elif fault is not None:
@@ -242,7 +242,7 @@ def _shift_by_one_rank(parts: torch.Tensor, axis: Axis) -> torch.Tensor:
     return parts.reshape(axis.size, -1).roll(1, 0).view(parts.shape)
 
 
-def _host_timeout(axis: Axis, tensor: torch.Tensor) -> timedelta | None:
+def _choose_host_timeout(axis: Axis, tensor: torch.Tensor) -> timedelta | None:
     """Return the timeout of the host's wait for a call on `tensor` over `axis`; None (no limit) for a CUDA tensor,
     whose hanging calls `launcher.device_watch` detects.
     """
@@ -360,7 +360,7 @@ def _post_call(
             works, finish = post()
     except (RuntimeError, RankLost) as error:  # a connection that is already gone fails when the call is posted
         raise make_rank_lost_error(call, error) from error
-    handle = Handle(works, call, _host_timeout(axis, output), axis.communicator, number).then(finish).then(then)
+    handle = Handle(works, call, _choose_host_timeout(axis, output), axis.communicator, number).then(finish).then(then)
     if fault is not None:
         handle.then(lambda: axis.communicator.faults.corrupt_result(fault, output))
     if async_op:

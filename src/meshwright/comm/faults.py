@@ -20,12 +20,14 @@ _REMEMBER = "remember"  # not a fault: stores the result for the next stale call
 class Fault:
     """Deliberate error in collective calls, injected to test that it is detected.
 
-    site: label of the calls. operation: such as "all_reduce". kind: "skip" (the call is not made), "drop" (one rank's
-    contribution is missing), "double" (the result is multiplied by 2), "stale" (the result is that of the previous
-    call) or "wrong group" (the call is made over other ranks). position: index in the group of the rank that "drop"
+    kind: "skip": the call is not made; "drop": one rank's contribution is missing; "double": the result is multiplied
+    by 2; "stale": the result is that of the previous call; "wrong group": the call is made over other ranks.
+
+    site: label of the calls. operation: such as "all_reduce". position: index in the group of the rank that "drop"
     leaves out. call: number of the only call to corrupt, counted from 1 since injection; None: every call. axis: name
     of the mesh axis of the calls. groups: rank groups for "wrong group"; empty: the right ranks, shifted cyclically by
-    one."""
+    one.
+    """
 
     site: str
     operation: str
@@ -92,13 +94,13 @@ class Faults(Generic[AxisType]):
         return dataclasses.replace(fault, kind=_REMEMBER) if fault.kind == "stale" else None
 
     def redirect(self, fault: Fault | None, axis: AxisType, ordered: bool = True) -> tuple[AxisType, bool]:
-        """Return (axis over which to make a call, True if the caller must shift the ranks' data). Unless `fault` is of
-        the kind "wrong group", this is (`axis`, False).
+        """Return (axis of the call, shift): the axis over which to make a collective call, and True if the caller must
+        shift the ranks' data cyclically by one rank. Without a `fault` of the kind "wrong group" this is (`axis`,
+        False).
 
-        Under "wrong group" it is (axis over other ranks, False) if `inject` was given such an axis; else (`axis`,
-        True): the caller imitates the fault by a cyclic shift of the ranks' data by one rank. ordered: False if the
-        result does not depend on the order of ranks, so that a shift would change nothing; the second value is then
-        False.
+        Under "wrong group" the call runs over other ranks: (their axis, False) if `inject` was given one, else (`axis`,
+        True), which imitates the fault. ordered: False if the result does not depend on the order of ranks; shift is
+        then False, as it would change nothing.
         """
         if fault is None or fault.kind != "wrong group" or fault.axis != axis.name:
             return axis, False

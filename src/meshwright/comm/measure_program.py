@@ -197,10 +197,11 @@ def _run_native(executable: Executable, vector: torch.Tensor) -> torch.Tensor:
 
 
 def find_defined_slice(executable: Executable, numel: int) -> slice:
-    """Return the range of the elements of a vector of `numel` elements that hold the operation's result on this rank,
-    such as this rank's slice after a reduce-scatter; the other elements have arbitrary values.
+    """Return the slice of a vector of `numel` elements that the operation defines on this rank, such as the rank's own
+    slice after a reduce-scatter; the other elements have arbitrary values.
 
-    executable: prepared program, which gives operation and rank."""
+    executable: prepared program, which gives operation and rank.
+    """
     program, rank = executable.program, executable.rank
     if program.operation in ("reduce-scatter", "scatter"):
         share = numel // program.ranks

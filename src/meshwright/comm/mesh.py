@@ -95,11 +95,11 @@ class Communicator:
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the device mesh as seen by one rank: the group of those ranks along the axis that contains this rank.
+    """One axis of the device mesh as seen by one rank: the ranks of this rank's group along the axis.
 
-    name: such as "dp". ranks: global ranks along the axis, in order. rank: index of this rank in `ranks`. group:
-    process group of `ranks` (usually None if the axis has one rank). communicator: communication state of the
-    process."""
+    name: such as "dp". ranks: their global ranks, in order. rank: index of this rank in `ranks`. group: their process
+    group (usually None if the axis has one rank). communicator: communication state of the process.
+    """
 
     name: str
     ranks: tuple[int, ...]

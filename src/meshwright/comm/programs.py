@@ -62,8 +62,7 @@ class ScratchBuffers:
         `like`; its contents are undefined. It is allocated on first use.
 
         name: purpose, such as "staging". lane: number of a lane (segments of a vector that run one after another);
-        concurrent lanes get different buffers.
-        """
+        concurrent lanes get different buffers."""
         size, key = numel * like.element_size(), (name, lane, like.device)
         if key not in self._kept or self._kept[key].numel() < size:
             self._kept[key] = torch.empty(size, dtype=torch.uint8, device=like.device)
@@ -224,8 +223,8 @@ class Executable:
     def _get_message_memory(self, message: Message, memory: Memory, staging: Memory) -> torch.Tensor:
         """Return the memory from which a message is sent or into which it is received.
 
-        memory, staging: functions (first slot, number of slots) -> 1-D tensor, for the vector's slots (buffers of one
-        chunk each) and for the staging buffer, into which messages are received that are then reduced into the vector.
+        memory, staging: functions (first slot, number of slots) -> 1-D tensor: slots (buffers of one chunk) of the
+        vector, and of the staging buffer for messages that are then reduced into the vector.
         """
         if message.size == 0:
             return self._buffers.take("signal", 0, 1, memory(0, 1))
@@ -266,8 +265,8 @@ class Executable:
     def _apply_locally(self, event: Reduce | LocalCopy, memory: Memory, staging: Memory) -> None:
         """Execute `event`, a local copy or reduction in the rank's schedule.
 
-        memory, staging: functions (first slot, number of slots) -> 1-D tensor, for the vector's slots (buffers of one
-        chunk each) and for the staging buffer, which holds received data that are not yet reduced.
+        memory, staging: functions (first slot, number of slots) -> 1-D tensor: slots (buffers of one chunk) of the
+        vector, and of the staging buffer with received data that are not yet reduced.
         """
         target = memory(event.slot, event.size)
         source = staging(event.staging, event.size) if isinstance(event, Reduce) else memory(event.source, event.size)
@@ -288,9 +287,9 @@ class Executable:
     # --- memory
 
     def _make_segment(self, vector: torch.Tensor, start: int, n: int) -> _Segment:
-        """Return the segment of `vector` that begins at element `start` and has chunks of `n` elements, for operations
-        in which ranks own no slice of the vector, such as broadcast. A segment beyond the end of the vector uses a
-        padded copy, which is copied back after the run.
+        """Return the segment of `vector` that begins at element `start` and has chunks of `n` elements. Used where
+        ranks own no slice of the vector, as in a broadcast. A segment beyond the end of the vector uses a padded copy,
+        which is copied back after the run.
         """
         length = n * self.program.chunks
         part = vector[start : start + length]
@@ -355,9 +354,10 @@ class Executable:
             target[rank * share : (rank + 1) * share] = result[place]
 
     def _get_slot_memory(self, segment: _Segment, lane: int) -> Memory:
-        """Return a function (first slot, number of slots) -> 1-D tensor that gives access to a segment's slots: those
-        of the vector, the output or scratch. A slot is the buffer of one chunk of the segment. lane: number of the lane
-        (list of segments of the vector that run one after the other), which has its own scratch buffer."""
+        """Return a function (first slot, number of slots) -> 1-D tensor that gives access to a segment's slots, in the
+        vector, the output or scratch memory. A slot is the buffer of one chunk of the segment. lane: number of the lane
+        (segments of the vector that run one after another), which has its own scratch buffer.
+        """
         program, data, output = self.program, segment.data, segment.output
         if output is None and program.scratch == 0:
             return data

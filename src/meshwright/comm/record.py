@@ -68,9 +68,10 @@ class Record:
         return dict(+sent)
 
     def table(self) -> list[dict[str, str | int]]:
-        """Return the totals as a list of JSON-able dicts with the fields of `SiteRecord`, one per call site and
-        operation, in the order of their first calls. If a site calls over several axes, its totals are summed, and
-        "axis" is the first of them."""
+        """Return the totals as JSON-able dicts, one per call site and operation, in the order of their first calls;
+        keys are the fields of `SiteRecord`. If a site calls over several axes, its totals are summed, and "axis" is the
+        first of them.
+        """
         lines: dict[tuple[str, str], SiteRecord] = {}
         for entry in self.sites.values():
             line = lines.setdefault((entry.site, entry.operation), SiteRecord(entry.site, entry.operation, entry.axis))

@@ -56,7 +56,9 @@ def _render_document(document: Mapping[str, Any]) -> Markup:
 
 
 def _list_classes(part: Mapping[str, Any]) -> str:
-    """Return the CSS classes that style a run of equal tokens. part: entry of `parts` of `describe_samples`."""
+    """Return the CSS classes that style a run of tokens with equal properties (trained, role, special). part: entry of
+    `parts` of `describe_samples`.
+    """
     untrained = "template" if part["author"] == "template" else "context"
     kinds = ["trained" if part["trained"] else untrained, *["special"] * part["special"]]
     return " ".join(["part", *kinds])

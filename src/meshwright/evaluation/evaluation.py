@@ -171,9 +171,7 @@ def _build_requests(batch: TokenBatch) -> tuple[list[Request], dict[str, list[in
 
 
 def _choose_rows_per_batch(tokens: PackedDataset) -> int:
-    """Return the number of packed rows (sequences filled with documents) of `tokens` in a batch, for about 16,384
-    tokens.
-    """
+    """Return the batch size for `tokens` in packed rows (sequences filled with documents), about 16,384 tokens."""
     return max(1, TOKENS_PER_BATCH // tokens.sequence)
 
 

@@ -69,9 +69,10 @@ class Attention(nn.Module):
 
         `rotation`: rotary cosine and sine of each token, [B or 1, 1, S, R/2] each (R: rotated features of a head); None
         without rotary positions. `visible`: attention mask from `make_attention_mask` (encoder: from
-        `make_bidirectional_mask`); None: plain causal (encoder: unmasked). `cache`: KV cache, to which the new keys and
-        values are added as those of layer number `layer`; attention then covers the cached tokens too, and `visible` is
-        ignored."""
+        `make_bidirectional_mask`); None: plain causal (encoder: unmasked). `cache`: KV cache, in which the new keys and
+        values are stored under the layer number `layer`; attention then covers the cached tokens too, and `visible` is
+        ignored.
+        """
         x_BSH = self.tensor.enter(x_BSH, "attention.input")
         heads_BSND = self.qkv(x_BSH).unflatten(-1, (-1, self.size))
         q, k, v = heads_BSND.split([self.heads, self.kv_heads, self.kv_heads], dim=2)

@@ -52,7 +52,8 @@ class Block(nn.Module):
 
         `rotation`: rotary cosine and sine of each token, [B or 1, 1, S, D/2] each; None with learned positions.
         `visible`: attention mask; None: plain causal. `counted_B`: number of target tokens of each sequence. `cache`:
-        KV cache, to which the new keys and values are added as those of layer number `layer`."""
+        KV cache, in which the new keys and values are stored under the layer number `layer`.
+        """
         x_BSH, normed_BSH = self.attend(x_BSH, rotation, visible, cache, layer)
         if not isinstance(self.mlp, Mixture):
             return self.add(x_BSH, self.mlp(normed_BSH), self.mlp_post_norm), None
@@ -60,8 +61,8 @@ class Block(nn.Module):
         return self.add(x_BSH, y_BSH, self.mlp_post_norm), balance
 
     def add(self, x_BSH: torch.Tensor, y_BSH: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
-        """Return the residual sum x + s norm(y), for the output `y_BSH` of a sublayer (attention or MLP) and the
-        model's residual multiplier s (1 in most families).
+        """Return the residual sum x + s norm(y) of hidden states x (`x_BSH`) and the output y (`y_BSH`) of a sublayer
+        (attention or MLP), with the model's residual multiplier s (1 in most families).
 
         `norm`: norm of the sublayer's output; None: none.
         """
@@ -76,11 +77,12 @@ class Block(nn.Module):
         cache: AttentionCache | None = None,
         layer: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the first half of the block on hidden states x (`x_BSH`): return y = x + attention(norm(x)), and norm(y),
-        the input of the MLP, [B, S, H] each.
+        """Run the first half of the block on hidden states x (`x_BSH`): return (y, norm(y)), [B, S, H] each, where y =
+        x + attention(norm(x)) and norm(y) is the input of the MLP.
 
         `rotation`: rotary cosine and sine of each token; None with learned positions. `visible`: attention mask; None:
-        plain causal. `cache`: KV cache, to which the new keys and values are added as those of layer number `layer`."""
+        plain causal. `cache`: KV cache, in which the new keys and values are stored under the layer number `layer`.
+        """
         normed_BSH = x_BSH if self.attention_norm is None else self.attention_norm(x_BSH)
         y_BSH = self.attention(normed_BSH, rotation, visible, cache, layer)
         x_BSH = self.add(x_BSH, y_BSH, self.attention_post_norm)

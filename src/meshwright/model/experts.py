@@ -172,8 +172,8 @@ class Router(nn.Module):
         and weighted by the sequence's number of target tokens. The caller divides the summed loss by the target tokens
         of the whole step, so that the split into micro-batches and ranks does not change the result.
 
-        If the router has a bias that balances the load, a further term of value 0 makes the gradient of an expert's
-        bias that expert's load minus the mean load, whose sign the optimizer follows.
+        For a router with a bias that balances the load, a further term of value 0 sets the bias's gradient: the
+        expert's load minus the mean load, whose sign the optimizer follows.
         """
         config, rows = self.config, len(counted_B)
         chosen_BN = chosen_TK.view(rows, -1)
@@ -291,7 +291,7 @@ class ClampedSwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, d_NF: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradient [N, 2F] of the input, given `d_NF`, that of the output; None for the other arguments."""
+        """Return the gradient of the input [N, 2F], given the output gradient `d_NF`; None for the other arguments."""
         (up_NX,) = context.saved_tensors
         limit, alpha, interleaved = context.numbers
         gate_NF, up_NF = split_gate(up_NX, interleaved)

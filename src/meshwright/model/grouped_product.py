@@ -44,7 +44,7 @@ def _compute_grouped_product(
         y_NY = F.grouped_mm(x_NX, weight_EYX.mT, offs=ends_E)
     else:
         y_NY = x_NX.new_empty(x_NX.shape[0], weight_EYX.shape[1])
-        for expert, rows in _expert_slices(ends_E):
+        for expert, rows in _iterate_expert_slices(ends_E):
             torch.mm(x_NX[rows], weight_EYX[expert].T, out=y_NY[rows])
     if bias_EZ is not None:
         copies_E = ends_E.long().diff(prepend=ends_E.new_zeros(1, dtype=torch.long))
@@ -65,7 +65,7 @@ def _compute_input_gradient(dy_NY: torch.Tensor, weight_EYX: torch.Tensor, ends_
     if _supports_grouped_mm(dy_NY, weight_EYX):
         return F.grouped_mm(dy_NY.contiguous(), weight_EYX, offs=ends_E)
     dx_NX = dy_NY.new_empty(dy_NY.shape[0], weight_EYX.shape[2])
-    for expert, rows in _expert_slices(ends_E):
+    for expert, rows in _iterate_expert_slices(ends_E):
         torch.mm(dy_NY[rows], weight_EYX[expert], out=dx_NX[rows])
     return dx_NX
 
@@ -81,7 +81,7 @@ def _compute_weight_gradient(dy_NY: torch.Tensor, x_NX: torch.Tensor, ends_E: to
         return F.grouped_mm(dy_NY.contiguous().T, x_NX, offs=ends_E)
     dw_EYX = x_NX.new_empty(len(ends_E), dy_NY.shape[1], x_NX.shape[1])
     idle = set(range(len(ends_E)))  # zeroing all experts first would write the whole tensor once more
-    for expert, rows in _expert_slices(ends_E):
+    for expert, rows in _iterate_expert_slices(ends_E):
         torch.mm(dy_NY[rows].T, x_NX[rows], out=dw_EYX[expert])
         idle.discard(expert)
     for expert in idle:
@@ -89,14 +89,14 @@ def _compute_weight_gradient(dy_NY: torch.Tensor, x_NX: torch.Tensor, ends_E: to
     return dw_EYX
 
 
-def bias_gradients(dy_NZ: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+def sum_bias_gradients(dy_NZ: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """Return the gradient [E, Z] of the biases of E experts: for each the sum of the output gradients `dy_NZ` of its
     copies. `ends_E`: exclusive end index of each expert's copies."""
     ones_N8 = dy_NZ.new_ones(len(dy_NZ), ALIGNMENT // 2)  # as many columns as grouped_mm needs in bf16
     if _supports_grouped_mm(dy_NZ, ones_N8):  # a product with ones: no host synchronisation
         return _compute_weight_gradient(dy_NZ.contiguous(), ones_N8, ends_E)[..., 0]  # type: ignore[no-any-return]
     d_bias_EZ = dy_NZ.new_zeros(len(ends_E), dy_NZ.shape[1])
-    for expert, rows in _expert_slices(ends_E):
+    for expert, rows in _iterate_expert_slices(ends_E):
         torch.sum(dy_NZ[rows], dim=0, out=d_bias_EZ[expert])
     return d_bias_EZ
 
@@ -109,7 +109,7 @@ def _supports_grouped_mm(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.is_cuda and a.dtype == torch.bfloat16 and aligned
 
 
-def _expert_slices(ends_E: torch.Tensor) -> Iterator[tuple[int, slice]]:
+def _iterate_expert_slices(ends_E: torch.Tensor) -> Iterator[tuple[int, slice]]:
     """Yield (expert index, slice of its token copies) for each expert that has any. `ends_E`: exclusive end index of
     each expert's copies.
     """
@@ -142,7 +142,7 @@ def _backward_formula(ctx: Any, dy_NY: torch.Tensor) -> tuple[torch.Tensor | Non
         None if weight_EYX is None else torch.ops.meshwright.grouped_product_input(dy_NY, weight_EYX, ends_E),
         None if x_NX is None else torch.ops.meshwright.grouped_product_weight(dy_NY, x_NX, ends_E),
         None,
-        None if ctx.biased is None else bias_gradients(dy_NY[:, ctx.biased], ends_E),
+        None if ctx.biased is None else sum_bias_gradients(dy_NY[:, ctx.biased], ends_E),
         None,
     )
 

@@ -34,9 +34,9 @@ def load_huggingface(
     """Load the decoder in the Hugging Face directory `directory` onto `device`, its parameters cast to `dtype`; return
     the model and its configuration.
 
-    Raises UserError when a file or the configuration is missing or damaged, when the model is an encoder or of a family
-    that can only be planned, and when tensors are missing, unexpected, or of another shape than the configuration
-    implies."""
+    Raises UserError when a file is missing or damaged, when the model is an encoder or of an unsupported family, and
+    when tensors are missing, unexpected, or of another shape than the configuration implies.
+    """
     files = CheckpointFiles(directory)
     config = config_from_path(directory)
     if config.planning_only:
@@ -163,7 +163,7 @@ def match_entries(
 
 
 def _list_some(found: Sequence[str]) -> str:
-    """Return the first three of the texts `found` and how many more there are, as one text."""
+    """Format the names `found` for an error message: the first three, and the number of all others."""
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     return "; ".join(found[:3]) + more
 

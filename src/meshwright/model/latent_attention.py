@@ -65,13 +65,13 @@ class LatentAttention(nn.Module):
         cache: AttentionCache | None = None,
         layer: int = 0,
     ) -> torch.Tensor:
-        """Return the attention output [B, S, H] for the hidden states `x_BSH` (with sequence parallelism both are
-        this rank's token slices).
+        """Return the attention output [B, S, H] for the hidden states `x_BSH` (with sequence parallelism both are this
+        rank's token slices).
 
         `rotation`: rotary cosine and sine of each token, [B or 1, 1, S, E/2] each. `visible`: attention mask from
-        `make_attention_mask`; None: plain causal. `cache`: KV cache, to which the latent vectors and rotary keys are
-        added as those of layer number `layer`; attention then covers the cached tokens too, and `visible` is
-        ignored."""
+        `make_attention_mask`; None: plain causal. `cache`: KV cache, in which the latent vectors and rotary keys are
+        stored under the layer number `layer`; attention then covers the cached tokens too, and `visible` is ignored.
+        """
         assert rotation is not None
         parts = self.qkv(self.tensor.enter(x_BSH, "attention.input"))
         rank, rotary = self.latent.rank, self.latent.rotary_dim
@@ -97,8 +97,9 @@ class LatentAttention(nn.Module):
         return [self.qkv, *([] if self.query_up is None else [self.query_up]), self.latent_up, self.output]
 
     def _decompress(self, latent_BSR: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Project the normalised latent vectors `latent_BSR` to the keys without rotary position, [B, N, S, P], and the
-        values, [B, N, S, V], of this rank's N heads; return both. P, V: sizes per head."""
+        """Project the normalised latent vectors `latent_BSR`; return (keys without rotary position [B, N, S, P], values
+        [B, N, S, V]) of this rank's N heads. P, V: sizes per head.
+        """
         both = self.latent_up(latent_BSR).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         k_BNSP, v_BNSV = both.split([self.plain, self.latent.value_dim], dim=-1)
         return k_BNSP, v_BNSV
@@ -121,14 +122,15 @@ class LatentAttention(nn.Module):
     def _attend_latent(
         self, q_BNSP: torch.Tensor, q_BNSE: torch.Tensor, new_B1SC: torch.Tensor, cache: AttentionCache, layer: int
     ) -> torch.Tensor:
-        """Return the attention output [B, N, S, V] of new tokens over the latent vectors in a KV cache, to which the
-        new tokens' latent vectors are first added as those of layer number `layer`.
+        """Add the latent vectors of new tokens to the KV cache of layer number `layer`; return the attention output [B,
+        N, S, V] of the new tokens over all cached latent vectors.
 
         `q_BNSP`, `q_BNSE`: features of the queries without and with rotary position; `new_B1SC`: for each new token its
         latent vector (R elements) and its rotary key (E elements), concatenated: C = R + E.
 
         Keys (W_k latent) and values (W_v latent) are never formed, as the projections move to queries and output: q
-        (W_k latent)^T = (q W_k) latent^T, and p (W_v latent) = W_v (p latent) for probabilities p."""
+        (W_k latent)^T = (q W_k) latent^T, and p (W_v latent) = W_v (p latent) for probabilities p.
+        """
         up_NOR = self.latent_up.weight.unflatten(0, (self.heads, -1))
         key_NPR, value_NVR = up_NOR.split([self.plain, self.latent.value_dim], dim=1)
         q_BNSC = torch.cat([torch.matmul(q_BNSP, key_NPR), q_BNSE], dim=-1)

@@ -71,8 +71,9 @@ class RowParallelLinear(Linear):
         self.tensor, self.site = tensor, site
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x Wᵀ + b, [..., Y], summed over the tp ranks, each of which passes its slice `x` [..., X] of the input
-        features (with sequence parallelism return this rank's token slice of the sum)."""
+        """Return x Wᵀ + b, [..., Y], with x Wᵀ summed over the tp ranks. `x`: this rank's slice [..., X] of the input
+        features. With sequence parallelism, return this rank's token slice of the result.
+        """
         if self.tensor.trivial:
             return super().forward(x)
         y = self.tensor.leave(self._product(x), self.site)

@@ -271,9 +271,10 @@ def _statistics(logits_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _to_gradient_(logits_CV: torch.Tensor, log_sum_C: torch.Tensor, counted_C: torch.Tensor, softcap: float) -> None:
     """Overwrite the logits of C tokens, `logits_CV`, with the softmax part of their gradient: softmax(logits) times
-    `counted_C`, times the derivative of the softcap (if it is not 0).
+    `counted_C` times the derivative of the softcap.
 
-    `log_sum_C`: log-sum-exp of each token's logits; `counted_C`: factor on each token's loss, 0 for ignored tokens.
+    `log_sum_C`: log-sum-exp of each token's logits; `counted_C`: factor on each token's loss, 0 for ignored tokens;
+    `softcap`: 0: none.
     """
     slope_CV = 1 - (logits_CV.to(log_sum_C.dtype) / softcap).square() if softcap else None
     logits_CV.copy_((logits_CV.to(log_sum_C.dtype) - log_sum_C[:, None]).exp() * counted_C[:, None])
@@ -282,8 +283,8 @@ def _to_gradient_(logits_CV: torch.Tensor, log_sum_C: torch.Tensor, counted_C: t
 
 
 def loss_chunk_from_logits(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> Chunk:
-    """Build a `Chunk` of C tokens from given logits and targets, without the matmul of the output head, to time the
-    loss (the constructor) and its gradients (`differentiate`) in the hardware probe.
+    """Build a `Chunk` of C tokens from given logits and targets, without the matmul of the output head. The hardware
+    probe uses it to time the loss (the constructor) and its gradients (`differentiate`).
     """
     vocabulary = logits_CV.shape[1]
     head = OutputHead(logits_CV.new_empty(vocabulary, 0), SINGLE_DEVICE.tensor, widest=vocabulary)

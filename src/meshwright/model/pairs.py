@@ -83,12 +83,12 @@ class Pairs:
 
 
 class PreferenceLoss(NamedTuple):
-    """Preference loss and metrics of a batch. `loss`: summed over pairs (or, for KTO, single labelled responses).
+    """Preference loss and metrics of a batch. `loss`: summed over pairs (for KTO, over single labelled responses).
 
     `metric_sums`: float64 [5], detached: sums of the rewards of the chosen and of the rejected responses; number of
-    pairs whose chosen response has the higher reward; numbers of chosen and of rejected responses. For KTO, desirable
-    responses take the place of chosen and undesirable ones that of rejected responses, and the third element is the
-    number of desirable responses with a score above the KL estimate plus that of undesirable ones below it.
+    pairs whose chosen response has the higher reward; numbers of chosen and of rejected responses. For KTO read
+    desirable and undesirable for chosen and rejected; the third element then counts desirable responses with a score
+    above the KL estimate and undesirable ones below it.
     """
 
     loss: torch.Tensor

@@ -34,12 +34,12 @@ def compute_inverse_frequencies(rotation: Rotation, dtype: torch.dtype, length: 
     if scaling.kind == "llama3":
         return _scale_llama3(1.0 / wave, scaling)
     if scaling.kind == "longrope":
-        return 1.0 / (torch.tensor(_longrope_factors(scaling, length), dtype=dtype) * wave)
+        return 1.0 / (torch.tensor(_choose_longrope_factors(scaling, length), dtype=dtype) * wave)
     assert scaling.kind == "yarn", scaling.kind
-    return _yarn_frequencies(wave, scaling, rotation)
+    return _scale_yarn(wave, scaling, rotation)
 
 
-def _longrope_factors(scaling: RopeScaling, length: int) -> tuple[float, ...]:
+def _choose_longrope_factors(scaling: RopeScaling, length: int) -> tuple[float, ...]:
     """Return LongRoPE's divisors of the rotary frequencies for sequences of up to `length` tokens (Ding et al. 2024,
     arXiv:2402.13753): the short or long factors of `scaling`; empty for other scaling methods."""
     return scaling.long_factors if length > (scaling.original_max_positions or 0) else scaling.short_factors
@@ -57,7 +57,7 @@ def _scale_llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tens
     return (1 - kept_share) * frequencies / scaling.factor + kept_share * frequencies
 
 
-def _yarn_frequencies(wave: torch.Tensor, scaling: RopeScaling, rotation: Rotation) -> torch.Tensor:
+def _scale_yarn(wave: torch.Tensor, scaling: RopeScaling, rotation: Rotation) -> torch.Tensor:
     """Return the rotary frequencies [R/2] of YaRN (arXiv:2309.00071, section 3.2): high frequencies unchanged, low ones
     divided by the scaling factor, with a ramp between.
 
@@ -101,7 +101,7 @@ class RotaryTable:
         """Return (cosines, sines), [P, R/2] each, on `device`, for the positions 0 to P - 1, where P is at least
         `length`."""
         longest, scaling = length if self._length is None else self._length, self._rotation.scaling
-        factors = () if scaling is None else _longrope_factors(scaling, longest)
+        factors = () if scaling is None else _choose_longrope_factors(scaling, longest)
         table = self._tables.get(factors)
         if table is None or table[0].shape[0] < length or table[0].device != device:
             positions = torch.arange(1 << (length - 1).bit_length(), dtype=self._dtype)

@@ -65,11 +65,12 @@ def attend(
     q_BNSD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, visible: AttentionMask,
     scores: ScoreSettings | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the attention output softmax(q kᵀ / √D) v, [B, N, S, D], for queries `q_BNSD` of the last S of C tokens,
-    and keys `k_BKCD` and values `v_BKCD` of all C tokens.
+    """Return the attention output softmax(q kᵀ / √D) v, [B, N, S, D]. `k_BKCD`, `v_BKCD`: keys and values of C tokens;
+    `q_BNSD`: queries of the last S of them.
 
     `visible`: attention mask from `make_attention_mask` or a KV cache; None: causal if S = C, all keys visible if S <
-    C. `scores`: scale (in place of 1 / √D), softcap and sinks of the scores; None: the defaults."""
+    C. `scores`: scale (in place of 1 / √D), softcap and sinks of the scores; None: the defaults.
+    """
     scores = scores or ScoreSettings(q_BNSD.shape[-1] ** -0.5)
     same_length, sinks = q_BNSD.shape[2] == k_BKCD.shape[2], scores.sinks is not None
     if sinks and same_length and visible is None and not scores.softcap and supports_flash_attention(

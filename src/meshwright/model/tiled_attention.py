@@ -273,8 +273,9 @@ def _make_full_span(q_BKGSD: torch.Tensor) -> Span:
 
 
 def flatten_heads(x: torch.Tensor) -> torch.Tensor:
-    """Reshape [sequences, heads, G, X, D] or [sequences, heads, X, D] to [P, G x X, D], P = sequences x heads (G = 1
-    without that dim), for batched matrix products."""
+    """Flatten a tensor for batched matrix products: [sequences, heads, G, X, D], or without the dim G, to [P, G x X,
+    D], P = sequences x heads.
+    """
     return x.reshape(x.shape[0] * x.shape[1], -1, x.shape[-1])
 
 

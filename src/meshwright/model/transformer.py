@@ -250,9 +250,9 @@ class Transformer(nn.Module):
         self.compiled, self._loss_backend = True, options.get("backend", "inductor")
 
     def _with_taps(self, run_block: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the compiled function `run_block` so that its backward can defer weight gradients to a queue: during
-        each call, the linear layers of the block that have a queue get taps, two dummy inputs, as whose gradients the
-        compiled backward returns the operands of the weight gradient (dy and x).
+        """Wrap the compiled function `run_block` so that its backward can defer weight gradients to a queue. During
+        each call, the block's linear layers with a queue get taps: two dummy inputs, whose gradients carry the operands
+        of the weight gradient (dy and x) out of the compiled backward.
         """
         ranks = self.axes.tensor.size if self.axes.tensor.sequence_parallel else 1
 

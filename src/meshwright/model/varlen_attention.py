@@ -113,12 +113,13 @@ def varlen_attention(
     q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, mask: VarlenMask, scale: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the causal attention softmax(scale q kᵀ) v, [B, N, S, D], stored in memory as [B, S, N, D], of queries
-    `q_BNSD` to keys `k_BKSD` and values `v_BKSD`, computed by flash kernels; query head n reads key-value head n // (N
-    / K).
+    """Return the causal attention softmax(scale q kᵀ) v, [B, N, S, D], computed by flash kernels, of queries `q_BNSD`
+    to keys `k_BKSD` and values `v_BKSD`. It is stored in memory as [B, S, N, D]; query head n reads key-value head n //
+    (N / K).
 
     `mask`: documents and sliding window within which tokens attend; `scale`: None: 1 / √D. `sinks`: attention-sink
-    score of each query head [N]; None: none."""
+    score of each query head [N]; None: none.
+    """
     found = torch.ops.meshwright.varlen_attention(q_BNSD, k_BKSD, v_BKSD, mask.tensors, mask.window, scale, sinks)
     return found[0]  # type: ignore[no-any-return]
 
@@ -182,8 +183,9 @@ def _compute_attention(
     """Compute variable-length attention of queries `q_BNSD` to keys `k_BKSD` and values `v_BKSD`, without autograd;
     return the output [B, N, S, D] and each query's log-sum-exp, float32 [B, N, S].
 
-    `tensors`, `window`: those of a `VarlenMask`; `scale`: factor of the scores; `sinks`: attention-sink score of each
-    query head."""
+    `tensors`, `window`: fields of a `VarlenMask`; `scale`: factor of the scores; `sinks`: attention-sink score of each
+    query head.
+    """
     found = flash_forward(q_BNSD, k_BKSD, v_BKSD, _make_causal_call(q_BNSD, tensors, window, scale))
     if sinks is not None:
         add_sinks(*found, sinks[:, None])
@@ -206,8 +208,9 @@ def _compute_gradients(
 
 
 def _make_causal_call(q_BNSD: torch.Tensor, tensors: list[torch.Tensor], window: int, scale: float | None) -> FlashCall:
-    """Return the kernel arguments of causal attention of the queries `q_BNSD`. `tensors`, `window`: those of a
-    `VarlenMask` with one chunk a sequence; `scale`: factor of the scores; None: 1 / √D."""
+    """Return the kernel arguments of causal attention of the queries `q_BNSD`. `tensors`, `window`: fields of a
+    `VarlenMask` with one chunk per sequence; `scale`: factor of the scores; None: 1 / √D.
+    """
     tokens, left = q_BNSD.shape[2], window - 1 if window else None
     if tensors:
         cu_seqlens, lengths = tensors

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.model.grouped_product import bias_gradients, grouped_product
+from meshwright.model.grouped_product import grouped_product, sum_bias_gradients
 
 Multiply = Callable[..., torch.Tensor]
 
@@ -171,11 +171,12 @@ class _Linear(torch.autograd.Function):
 def _differentiate_input_and_bias(
     context: Any, dy: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return a linear layer's input x, and the gradients of x and bias (None where not required), given `dy`, that of
-    the output.
+    """Return a linear layer's input x, and the gradients of x and bias (None where not required), given the output
+    gradient `dy`.
 
     context: autograd context; its saved tensors are read once, because activation checkpointing allows only one read in
-    a backward."""
+    a backward.
+    """
     x, weight_YX = context.saved_tensors
     needs_x, _, needs_bias = context.needs_input_grad[:3]
     dy_NY = dy.flatten(0, -2)
@@ -218,8 +219,9 @@ class _MakeTaps(torch.autograd.Function):
     def forward(
         context: Any, weight_YX: nn.Parameter, queue: WeightGradients, rows: tuple[int, ...]
     ) -> tuple[torch.Tensor, ...]:
-        """Return two tensors of zeros with stride 0, [*rows, Y] and [*rows, X], for a linear layer of weight
-        `weight_YX` with input [*rows, X]. `queue`: receives dy and x in backward."""
+        """Return the taps of a linear layer with the weight `weight_YX` and inputs [*rows, X]: zeros [*rows, Y] and
+        [*rows, X] that use no memory (stride 0). `queue`: receives the operands dy and x in backward.
+        """
         context.weight, context.queue = weight_YX, queue
         return tuple(weight_YX.new_zeros(()).expand(*rows, size) for size in weight_YX.shape)
 
@@ -324,7 +326,7 @@ class _GroupedLinear(torch.autograd.Function):
         dx_NX = operators.grouped_product_input(dy_NY, _unstack_experts(weight, ends_E), ends_E) if needs_x else None
         if needs_weight:
             context.queue.submit(context.weight, operators.grouped_product_weight, dy_NY, x_NX.detach(), ends_E)
-        d_bias = bias_gradients(dy_NY[:, context.biased], ends_E).flatten() if context.needs_input_grad[2] else None
+        d_bias = sum_bias_gradients(dy_NY[:, context.biased], ends_E).flatten() if context.needs_input_grad[2] else None
         return dx_NX, None, d_bias, None, None, None
 
 
@@ -338,9 +340,9 @@ _uncompiled = _apply_function
 
 
 def exclude_from_compiled_graphs() -> None:
-    """Exclude linear layers with a queue of weight gradients but without taps (dummy inputs whose gradients carry the
-    operands out of the graph) from all graphs compiled later, since a compiled backward cannot write to a queue. Call
-    it right before the first compilation: it imports torch's compiler, which takes over a second.
+    """Exclude linear layers that have a queue of weight gradients but no taps from all graphs compiled later. (A
+    compiled backward cannot write to a queue; taps are dummy inputs whose gradients carry the operands out of the
+    graph.) Call it right before the first compilation: it imports torch's compiler, which takes over a second.
     """
     global _uncompiled
     if _uncompiled is _apply_function:

@@ -97,9 +97,9 @@ class RingAttention(ContextParallel):
     def make_attention_mask(
         self, documents: Documents, tokens: int, window: int | None, device: torch.device, form: MaskForm = "boolean"
     ) -> VarlenMask | torch.Tensor | None:
-        """Return the attention mask that `attend` takes as `visible`: with `form` "varlen" (flash attention) a
-        `VarlenMask` of this rank's chunks; otherwise the index in the unsharded sequence of the first key that each of
-        this rank's queries attends to, integers [B or 1, C] on the CPU, or None if that is 0 for all.
+        """Return the attention mask that `attend` takes as `visible`. With `form` "varlen" (flash attention) it is a
+        `VarlenMask` of this rank's chunks. Otherwise it is the index in the unsharded sequence of the first key that
+        each of this rank's queries attends to, integers [B or 1, C] on the CPU; None if that is 0 for all.
 
         `documents`: boundaries in packed sequences; `tokens`: C, tokens of each sequence on this rank; `window`:
         sliding window in tokens (None: none); `form`: mask format of the attention kernel.
@@ -114,11 +114,12 @@ class RingAttention(ContextParallel):
         self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: AttentionMask,
         scores: ScoreSettings | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Return the causal attention [B, N, C, D] of this rank's queries `q_BNSD` to the keys `k_BKSD` and values
-        `v_BKSD` of all cp ranks; each rank passes those of its C tokens of every sequence.
+        """Return the causal attention [B, N, C, D] of this rank's queries `q_BNSD` to the keys and values of all cp
+        ranks. `k_BKSD`, `v_BKSD`: keys and values of this rank's C tokens of every sequence.
 
         `visible`: attention mask from `make_attention_mask`; `scores`: scale and softcap of the attention scores; None:
-        1 / √D and no softcap."""
+        1 / √D and no softcap.
+        """
         operators, key = torch.ops.meshwright, self.axis.key
         scores = scores or ScoreSettings(q_BNSD.shape[-1] ** -0.5)
         if isinstance(visible, VarlenMask):
@@ -141,12 +142,13 @@ class UlyssesAttention(ContextParallel):
         self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: AttentionMask,
         scores: ScoreSettings | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Return the causal attention [B, N, C, D] of this rank's queries `q_BNSD` to the keys `k_BKSD` and values
-        `v_BKSD` of all cp ranks; each rank passes those of its C tokens of every sequence. One all-to-all gives each
-        rank unsharded sequences of N / cp heads, a second one restores token slices. With more ranks than key-value
-        heads, several ranks get copies of the same key-value head.
+        """Return the causal attention [B, N, C, D] of this rank's queries `q_BNSD` to the keys and values of all cp
+        ranks. One all-to-all gives each rank unsharded sequences of N / cp heads, a second one restores token slices.
+        With more ranks than key-value heads, several ranks get copies of the same key-value head.
 
-        `visible`: attention mask from `make_attention_mask`; `scores`: scale and softcap of the attention scores."""
+        `k_BKSD`, `v_BKSD`: keys and values of this rank's C tokens of every sequence; `visible`: attention mask from
+        `make_attention_mask`; `scores`: scale and softcap of the attention scores.
+        """
         axis, copies = self.axis, max(1, self.size // k_BKSD.shape[1])
         three = q_BNSD, k_BKSD.repeat_interleave(copies, dim=1), v_BKSD.repeat_interleave(copies, dim=1)
         by_rank = torch.cat([x.unflatten(1, (axis.size, -1)) for x in three], dim=2).flatten(1, 2)

@@ -86,8 +86,9 @@ class TensorSlice:
     columns: Columns | None = None
 
     def select(self, values: torch.Tensor) -> torch.Tensor:
-        """Return this slice's elements of `values` [..., n], which has one value for each of the n elements of the
-        unsharded entry, row-major as the model stores it: [..., stop - start]."""
+        """Return this slice's elements, [..., stop - start], of `values` [..., n], which has one value for each of the
+        n elements of the unsharded entry (row-major as the model stores it).
+        """
         return select_columns(values, self.columns)[..., self.start : self.stop]
 
     def write_into(self, values: torch.Tensor) -> None:
@@ -228,8 +229,9 @@ class FlatLayout:
             shard[count(first - start) : count(last - start)].copy_(form.pack(values, first))
 
     def fill_from_model(self, shard: torch.Tensor, start: int, model: nn.Module) -> None:
-        """Write the current values of the parameters of `model` (before `bind`) into the 1-D `shard` of the flat
-        buffer, whose first element is the buffer element `start`. Parameters on the meta device are skipped."""
+        """Copy the parameters of `model` (before `bind`) into the 1-D `shard` of the flat buffer, which begins at the
+        buffer element `start`. Parameters on the meta device are skipped.
+        """
         for placed in self.tensors:
             value, offset = model.get_parameter(placed.tensor.name).detach(), placed.offset
             first, last = max(start, offset), min(start + shard.numel(), offset + placed.numel)

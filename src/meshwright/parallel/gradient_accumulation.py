@@ -158,9 +158,10 @@ class GradientAccumulator:
         self._mark_accumulated(running, parameter)
 
     def accumulate_product(self, parameter: nn.Parameter, dy_NY: torch.Tensor, x_NX: torch.Tensor) -> None:
-        """Add dyᵀ x, the gradient of the weight `parameter` [Y, X], to the buffer of its FSDP unit, for output gradient
-        `dy_NY` and input `x_NX` of N tokens. Where dtypes agree, the matrix product itself accumulates into the buffer.
-        While a split pass computes its input gradients, the gradient is stored, and added later."""
+        """Add the gradient dyᵀ x of the weight `parameter` [Y, X] to the buffer of its FSDP unit. `dy_NY`, `x_NX`:
+        output gradient and input of N tokens. Where dtypes agree, the matrix product itself accumulates into the
+        buffer. While a split pass computes its input gradients, the gradient is stored, and added later.
+        """
         running = self._running
         assert running is not None, "a gradient outside of a backward pass"
         unit = self._units[self._place[parameter][0]]

@@ -90,8 +90,9 @@ class ActivationCheckpointing(Recompute):
 
 
 def _checkpoint_saving(function: Function, operators: frozenset[Any]) -> Function:
-    """Wrap `function` in selective activation checkpointing: save the results of `operators` (overloads of torch.ops)
-    and recompute those of all others in backward."""
+    """Wrap `function` in selective activation checkpointing: save the results of `operators` (overloads of torch.ops),
+    recompute all others in backward.
+    """
 
     def policy(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
         """Policy of PyTorch's selective activation checkpointing, which calls it for each operator with its arguments:

@@ -32,9 +32,9 @@ def list_held_chunks(rank: int, ranks: int) -> tuple[int, int]:
 
 
 def list_spans(rank: int, source: int, ranks: int, tokens: int) -> list[Span]:
-    """List the spans of causal attention between the queries of cp rank `rank` and the KV block of rank `source`. Each
-    rank holds two chunks of a sequence, so there is one `Span` (slice of queries, slice of keys) for each of four pairs
-    of chunks, without those that the causal mask hides.
+    """List the spans of causal attention between the queries of cp rank `rank` and the KV block of rank `source`: one
+    `Span` (slice of queries, slice of keys) for each pair of their chunks, two per rank, without pairs that the causal
+    mask hides.
 
     `ranks`: size of cp; `tokens`: number of tokens of a sequence on each rank.
     """
@@ -150,8 +150,9 @@ def add_gradients_by_tiles(
 
 
 def _to_column(x: torch.Tensor) -> torch.Tensor:
-    """Reshape a tensor with one number per query, [sequences, KV heads, G, X], to [sequences x KV heads, G x X, 1], to
-    broadcast it against a tile's scores. G: query heads per KV head; X: queries."""
+    """Reshape a tensor with one number per query for broadcasting against a tile's scores: [sequences, KV heads, G, X]
+    to [sequences x KV heads, G x X, 1]. G: query heads per KV head; X: queries.
+    """
     return flatten_heads(x[..., None])
 
 

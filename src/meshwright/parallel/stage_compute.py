@@ -173,9 +173,9 @@ class _SavedForward(NamedTuple):
 
 
 class _OutputRoot(torch.autograd.Function):
-    """Autograd function that stands for a stage's output in the autograd graph by an empty tensor, so that the output
-    can be freed once it is sent (as Megatron-LM's `deallocate_pipeline_outputs`). Backward starts from it with the
-    gradient that `_set_output_gradient` has set.
+    """Autograd function that replaces a stage's output in the autograd graph by an empty tensor, so that the output can
+    be freed once it is sent (as Megatron-LM's `deallocate_pipeline_outputs`). Backward starts from the empty tensor,
+    with the gradient that `_set_output_gradient` has set.
     """
 
     @staticmethod
@@ -195,8 +195,8 @@ class _OutputRoot(torch.autograd.Function):
 
 
 def _set_output_gradient(root: torch.Tensor, d_out: torch.Tensor) -> torch.Tensor:
-    """Set `d_out` as the gradient of the stage output that `root`, a result of `_OutputRoot`, stands for. Return the
-    empty gradient of `root` with which autograd's backward is called.
+    """Set `d_out` as the gradient of the stage output that `_OutputRoot` replaced by `root`. Return the empty gradient
+    of `root` with which autograd's backward is called.
     """
     exit_: Any = root.grad_fn
     exit_.gradient = d_out

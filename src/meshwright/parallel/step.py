@@ -78,14 +78,16 @@ class ForwardBackward:
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], targets: int = 1) -> torch.Tensor:
         """Return the summed loss divided by `targets`, without gradients (float64 scalar); 0 where the last stage is on
-        another rank. `micro_batches`: at most as many as a step has."""
+        another rank. `micro_batches`: no more than a step has.
+        """
         return self._run_forwards(micro_batches, targets, self._make_objective(micro_batches))
 
     def log_probabilities(self, micro_batches: Sequence[MicroBatch]) -> dict[int, torch.Tensor]:
-        """Run the forwards of preference micro-batches and return {micro-batch index: log-probabilities [B, D] (nats)
-        of the D responses of each sequence} for those whose last stage is on this rank.
+        """Run the forwards of preference micro-batches; return {micro-batch index: log-probabilities (nats) of the D
+        responses of each sequence [B, D]} for those whose last stage is on this rank.
 
-        `micro_batches`: at most as many as a step has."""
+        `micro_batches`: no more than a step has.
+        """
         found: dict[int, torch.Tensor] = {}
 
         def keep(micro_batch: int, log_probabilities_BD: torch.Tensor) -> torch.Tensor:
@@ -159,10 +161,10 @@ def sum_over_data(counts: Iterable[torch.Tensor], mesh: Mesh, copies: int = 1) -
 
 
 def loss_share(loss: torch.Tensor, mesh: Mesh, of_pairs: bool = False) -> torch.Tensor:
-    """Return `loss`, the loss of this rank's micro-batches, divided by the number of ranks of `mesh` that compute the
-    same loss, so that a sum over all ranks is the loss of the step.
+    """Return this rank's share of the step's loss: `loss`, that of its micro-batches, divided by the number of ranks of
+    `mesh` that compute the same loss. The shares of all ranks sum to the loss of the step.
 
-    These are the tp ranks and, for a preference loss (`of_pairs`), the cp ranks too.
+    Ranks along tp compute the same loss and, for a preference loss (`of_pairs`), ranks along cp too.
     """
     return loss / (mesh.tp.size * (mesh.cp.size if of_pairs else 1))
 

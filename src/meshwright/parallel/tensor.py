@@ -87,9 +87,9 @@ class TensorParallel(TensorOperations):
 
 
 class PartialGradients:
-    """Partial gradients on one rank: those of parameters that several tp ranks hold, of which each rank sees only its
-    own tokens or heads, so that the ranks' gradients must be summed. They are views of the gradient shards of the FSDP
-    `units`.
+    """Partial gradients on one rank, stored as views of the gradient shards of the FSDP `units`. They belong to
+    parameters that several tp ranks hold but apply to different tokens or heads, so that the ranks' gradients must be
+    summed.
 
     `table`: parameter table of the model; `mesh`: device mesh of this rank.
     """

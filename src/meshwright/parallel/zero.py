@@ -279,8 +279,9 @@ class GradientReducer:
             self._replica_sums.append(all_reduce(unit.gradient, unit.axes.replica, REPLICA_SITE, async_op=True))
 
     def finish(self) -> None:
-        """Wait for all reductions in flight, set the gradients of units without a backward pass to 0, then all-reduce
-        the gradients of units that several pipeline ranks hold."""
+        """Complete the gradients of a step: wait for all reductions in flight, set gradients of units without a
+        backward pass to 0, and all-reduce those of units that several pipeline ranks hold.
+        """
         while self._in_flight:
             self._wait_for_oldest()
         for handle in self._replica_sums:

@@ -189,7 +189,7 @@ class ZeroEngine:
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for unit in self.shards:
             for low, high, copies in unit.flat.split_by_copies(unit.start, unit.stop):
-                total += _squared_norm(unit.gradient[low - unit.start : high - unit.start]) / (copies * unit.replicas)
+                total += _sum_squares(unit.gradient[low - unit.start : high - unit.start]) / (copies * unit.replicas)
         return total
 
     def initialise(self, seed: int) -> None:
@@ -279,7 +279,7 @@ class ZeroEngine:
         return sizes
 
 
-def _squared_norm(values: torch.Tensor) -> torch.Tensor:
+def _sum_squares(values: torch.Tensor) -> torch.Tensor:
     """Return the sum of squares of the 1-D tensor `values` as a float64 scalar. The sums of blocks of 4096 elements are
     added in float64: a single float32 sum over millions of elements loses four digits."""
     row = 4096

@@ -94,12 +94,12 @@ class BufferSlice(Protocol):
 
 
 class _Region(NamedTuple):
-    """Range [first, stop) of a buffer's blocks (64 weights each) that belong to one matrix.
+    """Range [first, stop) of a buffer's blocks (64 weights each) that belong to one matrix, of which the buffer may
+    hold only some columns.
 
-    begin: index of block `first` among the matrix's blocks, or among those of the columns that the buffer holds.
-    columns: for each row of the matrix (first block in the buffer, number of blocks in the buffer, number of blocks in
-    the matrix). base: index in `DoubleQuantized.scales` of the mean of the matrix's scales, which the values of its
-    groups follow.
+    begin: index of block `first` among the matrix's blocks in these columns. columns: per row of the matrix, (first
+    block held, number of blocks held, number of all blocks). base: index in `DoubleQuantized.scales` of the mean of the
+    matrix's block scales; the values of its groups follow.
     """
 
     first: int

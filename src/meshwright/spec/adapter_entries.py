@@ -34,8 +34,9 @@ _ADAPTABLE = tuple(
 
 
 def find_adaptable_entries(entries: Sequence[ParameterEntry]) -> dict[str, ParameterEntry]:
-    """Return {Hugging Face module name: parameter entry of its weight} of the linear layers that can have an adapter:
-    those of attention, dense MLPs, shared experts, and routed experts that checkpoints store one by one."""
+    """Return the linear layers among `entries` that can have an adapter, {Hugging Face module name: parameter entry of
+    its weight}: those of attention, dense MLPs, shared experts, and routed experts that checkpoints store one by one.
+    """
     return {
         entry.name.removesuffix(".weight"): entry
         for entry in entries

@@ -42,8 +42,7 @@ class BlockTables:
             no window.
         layers: For each layer, (index of its block table, position of the layer within each block of that table): a
             block holds the keys and values of several layers.
-        depths: For each pipeline stage, the number of layers of which a block holds the keys and values, for the same
-            16 tokens.
+        depths: For each pipeline stage, the number of layers whose keys and values a block holds, for 16 tokens.
     """
 
     windows: tuple[int | None, ...]
@@ -115,8 +114,8 @@ def _assign_layers(config: ModelConfig, stages: Sequence[Stage], choice: dict[in
     """Distribute the layers of each pipeline stage evenly over block tables (see `BlockTables`).
 
     config: configuration of the model. stages: its pipeline stages. choice: {sliding window in tokens (None: no
-    window): number of tables for layers with this window}. If `choice` has a single window, its tables serve all
-    layers, including those with smaller windows.
+    window): number of block tables for the layers with it}; the tables of a single entry serve all layers, also those
+    with smaller windows.
     """
     windows = tuple(window for window, count in choice.items() for _ in range(count))
     layers, depths = list[tuple[int, int]](), list[int]()

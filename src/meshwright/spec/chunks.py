@@ -21,12 +21,12 @@ def split_loss_chunks(tokens: int, vocabulary: int, device: str) -> list[int]:
 
 
 def keeps_head_gradient(tokens: int, vocabulary: int, layers: int, recompute: str, at_once: bool) -> bool:
-    """Return True if the last pipeline stage computes the gradient of the head's weight in the forward pass and keeps
-    it until backward, which then need not recompute the logits. It does so
+    """Return True if the last pipeline stage computes the head's weight gradient in forward and keeps it until
+    backward, so that backward need not recompute the logits. It does so
 
     - if backward follows immediately (`at_once`), or
-    - if `recompute` is not "full" and the gradient [V, H], one per micro-batch in flight, is at most half as large as
-    the stage's saved activations, estimated as 16 tensors [T, H] per layer.
+    - if `recompute` is not "full" and the gradient, [V, H] per micro-batch in flight, is small: at most half of the
+    stage's saved activations, estimated as 16 tensors [T, H] per layer.
 
     `tokens`: T, tokens of a micro-batch on this rank; `vocabulary`: V, logits per token on this rank; `layers`: layers
     of the stage; `recompute`: activation checkpointing ("none", "selective" or "full").

@@ -47,7 +47,7 @@ def config_from_recipe(
     elif model.preset is not None:
         base = preset(model.preset)
     else:
-        base = _default_config(model, sequence, tokenizer_vocabulary)
+        base = _make_default_config(model, sequence, tokenizer_vocabulary)
     overrides: dict[str, Any] = {name: value for name in _KEYS if (value := getattr(model, name)) is not None}
     _add_derived_sizes(base, overrides)
     if model.from_path is None:
@@ -106,7 +106,7 @@ def make_adapter_config(adapter: AdapterRecipe, base: str | None = None) -> Adap
     )  # fmt: skip
 
 
-def _default_config(model: ModelRecipe, sequence: int, vocabulary: int) -> ModelConfig:
+def _make_default_config(model: ModelRecipe, sequence: int, vocabulary: int) -> ModelConfig:
     """Return the ModelConfig of a recipe's ``[model]`` table (`model`) that names neither a preset nor a directory. The
     table gives the sizes (``layers``, ``hidden``, ``heads``, ...); all other fields have the defaults of the family, as
     in a ``config.json`` with only these sizes. sequence: tokens of a sequence. vocabulary: number of token ids."""
@@ -133,13 +133,13 @@ def _default_config(model: ModelRecipe, sequence: int, vocabulary: int) -> Model
         scale = family.settings["attention_scale"]
         data[scale.key] = head_dim if scale.kind == "inverse_square" else head_dim**-0.5
     if family.latent:
-        data |= _default_latent(hidden // heads, model.head_dim)
+        data |= _make_default_latent(hidden // heads, model.head_dim)
     if family.experts:
-        data |= _default_experts(model, family.experts, intermediate)
+        data |= _make_default_experts(model, family.experts, intermediate)
     return config_from_huggingface(data, where="model")
 
 
-def _default_latent(size: int, head_dim: int | None) -> dict[str, Any]:
+def _make_default_latent(size: int, head_dim: int | None) -> dict[str, Any]:
     """Return the ``config.json`` keys of multi-head latent attention, with default values, for a recipe's ``[model]``
     table. The sizes have the same proportions as in DeepSeek-V2-Lite. size: hidden / heads. head_dim: size of a head's
     query; None: the table does not give it."""
@@ -148,7 +148,7 @@ def _default_latent(size: int, head_dim: int | None) -> dict[str, Any]:
     return write_latent_attention(LatentAttention(4 * values, rotary, values), values + rotary)
 
 
-def _default_experts(model: ModelRecipe, keys: Experts, intermediate: int) -> dict[str, Any]:
+def _make_default_experts(model: ModelRecipe, keys: Experts, intermediate: int) -> dict[str, Any]:
     """Return the ``config.json`` keys of a mixture of experts, with values, for a recipe's ``[model]`` table (`model`).
     An expert width that the table does not give is chosen so that a token's experts together cost about as much compute
     as a dense MLP of width `intermediate`; in family mixtral each expert is as wide as that MLP.

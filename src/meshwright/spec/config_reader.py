@@ -73,8 +73,8 @@ class Reader:
         return float(value)
 
     def boolean(self, key: str, numbers: bool = False) -> bool:
-        """Return the boolean under ``key``: False if it is null; if the key is missing, the family's default for it, or
-        False without one. numbers: True to accept a number too, where 0 means False. ``UserError`` for any other type.
+        """Return the boolean under ``key``, False for null. A missing key has the family's default for it, else False.
+        numbers: True to accept a number too, where 0 means False. ``UserError`` for any other type.
         """
         _, value = self.get((key,), False)
         value = False if value is None else value
@@ -84,9 +84,10 @@ class Reader:
         return value
 
     def activation(self, keys: Iterable[str], default: str) -> str:
-        """Return Meshwright's name ("silu", "gelu", "gelu_tanh", "relu", "relu2") of the activation function whose
-        Hugging Face name is under the first of the synonyms ``keys`` that is present, else of `default`, a Hugging Face
-        name too. ``UserError`` for an unknown name."""
+        """Return Meshwright's name ("silu", "gelu", "gelu_tanh", "relu", "relu2") of an activation function. Its
+        Hugging Face name is the value of the first of the synonyms ``keys`` that is present, else `default`.
+        ``UserError`` for an unknown name.
+        """
         key, value = self.get(keys, default)
         if not isinstance(value, str) or value not in ACTIVATIONS:
             raise UserError(

@@ -14,8 +14,9 @@ from meshwright.spec.refuse import refuse
 
 
 def read_teacher_config(recipe: Recipe) -> ModelConfig | None:
-    """Read the model configuration of `distill.teacher`; None without a teacher. Raises `UserError` if its directory is
-    missing or damaged, or its model cannot be run."""
+    """Read the model configuration of the teacher that `recipe` names (`distill.teacher`); None without a teacher.
+    Raises `UserError` if its directory is missing or damaged, or its model cannot be run.
+    """
     if recipe.distill.teacher is None:
         return None
     try:

@@ -42,9 +42,9 @@ def read_experts(read: Reader, keys: Experts, layers: int, intermediate: int) ->
     if keys.dense == "first":
         fields["dense_layers"] = tuple(range(min(_read_whole_number(read, "first_k_dense_replace"), layers)))
     elif keys.dense == "listed":
-        fields["dense_layers"] = _dense_layers(read, layers)
+        fields["dense_layers"] = _read_dense_layers(read, layers)
     elif keys.dense == "interleaved":
-        mixed = _mixed_layers(read, layers)
+        mixed = _read_mixed_layers(read, layers)
         fields["dense_layers"] = tuple(layer for layer in range(layers) if layer not in mixed)
     if keys.groups:
         fields |= _read_groups(read, keys)
@@ -98,27 +98,27 @@ def _read_groups(read: Reader, keys: Experts) -> dict[str, int]:
     return {"expert_groups": groups, "groups_per_token": used}
 
 
-def _dense_layers(read: Reader, layers: int) -> tuple[int, ...]:
+def _read_dense_layers(read: Reader, layers: int) -> tuple[int, ...]:
     """Return the indices of the layers with a dense MLP: those in ``mlp_only_layers``, and those whose number, counted
     from 1, is not a multiple of ``decoder_sparse_step``. read: typed access to the ``config.json``. layers: number of
     layers.
     """
     step = read.integer("layers", ("decoder_sparse_step",), 1)
     _, listed = read.get(("mlp_only_layers",))
-    dense = _layer_numbers(read, "mlp_only_layers", listed or [])
+    dense = _parse_layer_indices(read, "mlp_only_layers", listed or [])
     return tuple(layer for layer in range(layers) if layer in dense or (layer + 1) % step)
 
 
-def _mixed_layers(read: Reader, layers: int) -> frozenset[int]:
+def _read_mixed_layers(read: Reader, layers: int) -> frozenset[int]:
     """Return the indices of the mixture-of-experts layers: those in ``moe_layers`` or, without that key, every
     ``interleave_moe_layer_step``-th. read: typed access to the ``config.json``. layers: number of layers.
     """
     step = read.integer("layers", ("interleave_moe_layer_step",), 1)
     _, listed = read.get(("moe_layers",))
-    return _layer_numbers(read, "moe_layers", [*range(step - 1, layers, step)] if listed is None else listed)
+    return _parse_layer_indices(read, "moe_layers", [*range(step - 1, layers, step)] if listed is None else listed)
 
 
-def _layer_numbers(read: Reader, key: str, value: object) -> frozenset[int]:
+def _parse_layer_indices(read: Reader, key: str, value: object) -> frozenset[int]:
     """Return a list of layer indices (`value`) of a ``config.json`` as a set; ``UserError`` for another type. read:
     typed access to the file. key: name of the list in errors."""
     if not isinstance(value, list) or any(isinstance(n, bool) or not isinstance(n, int) for n in value):

@@ -14,9 +14,9 @@ class Setting:
     Attributes:
         key: Name of the key.
         kind: Type of its value. "flag": a boolean; "switch": a boolean or a number, of which 0 is false; "factor": a
-        number above 0; "count": a whole number above 0; "limit": a number above 0, or null for none; "inverse_square":
-        a number x above 0, where the field is x ** -0.5; "nested": a value inside ``rope_parameters``, which
-        `read_rope` reads; `key` then only selects its default in ``Family.defaults``.
+            number above 0; "count": a whole number above 0; "limit": a number above 0, or null for none;
+            "inverse_square": a number x above 0, where the field is x ** -0.5; "nested": a value inside
+            ``rope_parameters``, which `read_rope` reads; `key` then only selects its default in ``Family.defaults``.
     """
 
     key: str
@@ -25,13 +25,14 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Rule by which a ``config.json`` of a family tells which layers have a sliding window.
+    """Rule by which the ``config.json`` of a family says which layers have a sliding window.
 
     Attributes:
-        layers: Layers that have a window if the key ``layer_types`` is missing: "all" layers; "late": from
-            ``max_window_layers`` on; "early": every other layer before ``max_window_layers``; "periodic": all but every
-            ``period``-th (the key ``period_key`` overrides the period); "unrotated": those without rotary positions, by
-            default every ``period``-th; "rotated": those with rotary positions.
+        layers: Layers with a window if the key ``layer_types`` is missing: "all"; "late": from ``max_window_layers``
+            on; "early": every other layer before ``max_window_layers``; "periodic": all but every ``period``-th;
+            "unrotated": those without rotary positions, by default every ``period``-th; "rotated": those with rotary
+            positions.
+        period, period_key: Period of the pattern of layers, and the key that overrides it.
         switch: True if layers have a window only where ``use_sliding_window`` is true.
         listed: True if ``layer_types`` may list the layers; if not, transformers ignores that key, and all layers or
             none have a window.

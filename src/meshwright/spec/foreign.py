@@ -59,7 +59,7 @@ def build_module_table(parameters: Sequence[ForeignParameter]) -> ParameterTable
     tensors = []
     for unit in units:
         own = [each for each in parameters if each.unit == unit]
-        tensors += [_foreign_tensor(each) for each in sorted(own, key=lambda each: not each.decay)]
+        tensors += [_make_foreign_tensor(each) for each in sorted(own, key=lambda each: not each.decay)]
     return ParameterTable(tuple(entry for tensor in tensors for entry in tensor.entries), tuple(tensors), tuple(units))
 
 
@@ -67,7 +67,7 @@ def build_saved_table(table: ParameterTable, kept: Sequence[KeptValue], exported
     """Build the parameter table for checkpoints: the trained parameters of `table`, followed by the buffers and frozen
     parameters `kept`. exported: True: these are saved in the checkpoint's model file; False: only in its directory
     training/, the state for resuming."""
-    entries = [_replicated_entry(each.name, each.shape, REST, decay=False, kept=each.dtype) for each in kept]
+    entries = [_make_replicated_entry(each.name, each.shape, REST, decay=False, kept=each.dtype) for each in kept]
     entries = [replace(each, exported=exported) for each in entries]
     return ParameterTable((*table.entries, *entries), table.tensors, table.units)
 
@@ -98,14 +98,16 @@ def refuse_for_module(layout: Layout, batch: int) -> None:
         )
 
 
-def _foreign_tensor(parameter: ForeignParameter) -> ModelParameter:
+def _make_foreign_tensor(parameter: ForeignParameter) -> ModelParameter:
     """Return the `ModelParameter` for a parameter of a user's module: it has a single entry (tensor of a checkpoint)
     and is not sharded over tp."""
-    entry = _replicated_entry(parameter.name, parameter.shape, parameter.unit, parameter.decay, None)
+    entry = _make_replicated_entry(parameter.name, parameter.shape, parameter.unit, parameter.decay, None)
     return ModelParameter(parameter.name, parameter.unit, (entry,))
 
 
-def _replicated_entry(name: str, shape: tuple[int, ...], unit: str, decay: bool, kept: str | None) -> ParameterEntry:
+def _make_replicated_entry(
+    name: str, shape: tuple[int, ...], unit: str, decay: bool, kept: str | None
+) -> ParameterEntry:
     """Return a parameter entry (one tensor of a checkpoint) that every rank holds unsharded. name, shape: name and
     shape in the module. unit: name of its FSDP unit. decay: True if weight decay applies. kept: dtype of a buffer or
     frozen parameter; None for a trained parameter."""

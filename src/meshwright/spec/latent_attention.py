@@ -67,8 +67,9 @@ class LatentAttention:
         return found
 
     def find_problem(self, head_dim: int, heads: int, kv_heads: int) -> str | None:
-        """Return an error message for the first size that is invalid or does not fit to `head_dim` (size of a head's
-        query) or to the numbers of query and key-value heads; None if all fit."""
+        """Return an error message for the first invalid size; None if all are valid. head_dim: size of a head's query;
+        heads, kv_heads: numbers of query and key-value heads.
+        """
         for name in ("rank", "rotary_dim", "value_dim", "query_rank"):
             value = getattr(self, name)
             if value is not None and value < 1:

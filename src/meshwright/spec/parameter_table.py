@@ -138,8 +138,9 @@ class ParameterTable:
         return sum(math.prod(tensor.local_shape(layout or Layout())) for tensor in tensors)
 
     def tensor_range(self, tensor: ModelParameter, layout: Layout | None = None) -> tuple[int, int]:
-        """Return the range [start, stop) of elements that a rank's shard of the model parameter `tensor` (such as fused
-        qkv) occupies in its flat buffer (one per FSDP unit and kind of parameter). layout: None: one device."""
+        """Return the range [start, stop) of the flat buffer that holds a rank's shard of the model parameter `tensor`
+        (such as fused qkv), in elements. layout: None: one device.
+        """
         layout = layout or Layout()
         together = self.unit_tensors(tensor.unit, layout, tensor.buffer_kind(layout))
         before = itertools.takewhile(lambda other: other.name != tensor.name, together)
@@ -147,9 +148,9 @@ class ParameterTable:
         return start, start + math.prod(tensor.local_shape(layout))
 
     def entry_range(self, entry: ParameterEntry, layout: Layout | None = None) -> tuple[int, int]:
-        """Return the range [start, stop) of elements that a rank's shard of the parameter entry `entry` (one tensor of
-        a checkpoint) occupies in its flat buffer (one per FSDP unit and kind of parameter). layout: None: one
-        device."""
+        """Return the range [start, stop) of the flat buffer that holds a rank's shard of the parameter entry `entry`
+        (one tensor of a checkpoint), in elements. layout: None: one device.
+        """
         layout = layout or Layout()
         tensor = self.tensor(entry.tensor)
         start = self.tensor_range(tensor, layout)[0]

@@ -43,9 +43,9 @@ def parameter_table(config: ModelConfig) -> ParameterTable:
 
 
 def make_projection_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
-    """Yield the parameter entries of distillation's projections, each [teacher's hidden size, hidden size], which map
-    hidden states of the model to the size of the teacher's. They belong to the FSDP unit of the head and are replicated
-    over tp.
+    """Yield the parameter entries of distillation's projections, which map hidden states to the size of the teacher's,
+    [teacher's hidden size, hidden size] each. They belong to the FSDP unit of the head and are replicated over tp.
+    config: configuration of the student.
     """
     for layer, width in config.projections:
         yield ParameterEntry(
@@ -69,7 +69,7 @@ class _EntryPosition:
         part: Role of the entry, such as "query": its key in `DISK_NAMES`, which has its Hugging Face name.
         layer, expert: Index of its layer and of its expert; None if it belongs to none.
         tensor: Name, without ".weight" or ".bias", of the model parameter of which the entry is a slice along dim 0;
-        None: the same as `part`.
+            None: the same as `part`.
         offset: Index along dim 0 of that parameter at which the slice begins.
     """
 

@@ -49,8 +49,8 @@ def read_rope(fields: dict[str, Any], read: Reader) -> None:
 
 
 def _read_two_rotations(fields: dict[str, Any], read: Reader, local: Setting) -> None:
-    """Read the ModelConfig fields of rotary positions of a family whose sliding-window layers have their own rotary
-    base, and add them to ``fields``.
+    """Read the rotary ModelConfig fields of a family whose sliding-window layers have a separate rotary base, and add
+    them to ``fields``.
 
     ``rope_parameters`` is used only if it has an object for each layer type ("full_attention", "sliding_attention"), as
     in transformers; ``rope_scaling`` applies only to the layers without a window. read: typed access to the file.
@@ -120,14 +120,14 @@ def read_windows(fields: dict[str, Any], read: Reader) -> None:
                 f"{family.name} supports only one or the other"
             )
     else:
-        windowed = _default_windows(rule, fields, read)
+        windowed = _make_default_windows(rule, fields, read)
     if window is None or not any(windowed):
         return
     fields["sliding_window"] = read.integer("sliding_window", (rule.key,))
     fields["windowed_layers"] = None if all(windowed) else tuple(windowed)
 
 
-def _default_windows(rule: Windows, fields: Mapping[str, Any], read: Reader) -> list[bool]:
+def _make_default_windows(rule: Windows, fields: Mapping[str, Any], read: Reader) -> list[bool]:
     """Return which layers have a sliding window, bool per layer, for a ``config.json`` without the key ``layer_types``.
     rule: the family's rule. fields: ModelConfig fields read so far. read: typed access to the ``config.json``.
     """

@@ -55,8 +55,8 @@ def serving_layout(text: str, config: ModelConfig) -> Layout:
     pp, and an ep that divides tp. Raises UserError for other axes, and for a layout that the model with configuration
     `config` cannot use.
 
-    In the result tp has no sequence parallelism, because the tokens of a step cannot be split over ranks, and experts
-    are sharded within each of the dp model copies, because these exchange no tokens.
+    The result has tp without sequence parallelism, because the tokens of a step cannot be split over ranks. Experts are
+    sharded within each of the dp model copies, because these exchange no tokens.
     """
     layout = Layout.parse(text) if text.strip() else Layout()
     reading = Layout(dp=layout.dp, tp=layout.tp, tensor_sequence_parallel=layout.tp == 1, pp=layout.pp, ep=layout.ep)
@@ -136,9 +136,10 @@ def _find_tensor_problem(layout: Layout, config: ModelConfig) -> str | None:
 
 
 def _find_sequence_problem(layout: Layout, config: ModelConfig, sequence: int | None, planning: bool) -> str | None:
-    """Return an error message if `sequence`, in tokens, is longer than the model's positions or does not divide over cp
-    and tp of `layout`, else None; None: not checked. config: configuration of the model. planning: True to accept more
-    positions than the model was trained for, unless they are learned."""
+    """Return an error message if `sequence` (tokens; None: not checked) is longer than the model's positions, or does
+    not divide over cp and tp of `layout`; else None. config: configuration of the model. planning: True to accept more
+    positions than the model was trained for, unless they are learned.
+    """
     if sequence is None:
         return None
     # Learned positions end with their table; rotary positions can be extrapolated.
@@ -223,8 +224,9 @@ def _count_expert_biases(config: ModelConfig) -> int:
 
 
 def _find_adapter_problem(layout: Layout, config: ModelConfig) -> str | None:
-    """Return an error message if etp of `layout` would split experts with adapters, or tp would cut a block of
-    quantized weights (which share a scale) in two, else None. config: configuration of the model."""
+    """Return an error message if etp of `layout` would split experts with adapters, or tp a block of quantized weights,
+    which share a scale; else None. config: configuration of the model.
+    """
     if config.adapter and layout.etp > 1 and any(entry.expert for entry in parameter_table(config).trained.entries):
         return f"etp{layout.etp} splits the width of experts, and experts with adapters are not split; use ep alone"
     if config.adapter is None or config.adapter.packed is None or layout.tp == 1:

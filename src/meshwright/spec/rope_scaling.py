@@ -68,14 +68,14 @@ class RopeScaling:
                 return 1.0
             return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_positions))
         if self.mscale and self.mscale_all_dim:
-            return _yarn_scale(self.factor, self.mscale) / _yarn_scale(self.factor, self.mscale_all_dim)
-        return _yarn_scale(self.factor, 1.0)
+            return _compute_yarn_scale(self.factor, self.mscale) / _compute_yarn_scale(self.factor, self.mscale_all_dim)
+        return _compute_yarn_scale(self.factor, 1.0)
 
     @property
     def latent_score_scale(self) -> float:
         """Factor on the scores of latent attention, besides 1 / sqrt(head size): (0.1 ``mscale_all_dim`` ln(factor) +
         1)² (DeepSeek-V2); 1 without ``mscale_all_dim`` or for a factor of at most 1."""
-        return _yarn_scale(self.factor, self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+        return _compute_yarn_scale(self.factor, self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +90,15 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class Temperature:
-    """Position-dependent factor on queries (Llama 4): 1 + scale log(1 + floor((p + 1) / floor)) at position p. scale:
-    strength of the factor. floor: number of positions in which it is constant."""
+    """Position-dependent temperature of queries (Llama 4): at position p they are multiplied by 1 + `scale` log(1 +
+    floor((p + 1) / `floor`)).
+    """
 
     scale: float
     floor: int
 
 
-def _yarn_scale(factor: float, mscale: float) -> float:
+def _compute_yarn_scale(factor: float, mscale: float) -> float:
     """Return YaRN's factor on cosine and sine, 0.1 mscale ln(factor) + 1; 1 if factor <= 1 (the context is not
     extended)."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

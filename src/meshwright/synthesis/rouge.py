@@ -27,8 +27,9 @@ def compute_rouge_l(first: Sequence[str], second: Sequence[str]) -> float:
 
 
 class SimilarityPool:
-    """Pool of texts; `has_similar` compares a new text with all of them by ROUGE-L, the length of their longest common
-    subsequence of words."""
+    """Pool of texts with which `has_similar` compares a new text by ROUGE-L (F1 of the longest common subsequence of
+    words).
+    """
 
     def __init__(self, texts: Iterable[str] = ()) -> None:
         """Start with `texts`."""

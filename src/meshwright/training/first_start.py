@@ -134,16 +134,16 @@ def measure_first_start(
     layout: Layout, device: str, threads: int, log: Callable[[str], None], *, compiled: bool | None = None,
     search: bool = False,
 ) -> None:  # fmt: skip
-    """Measure and store the machine's speeds (hardware profile) and the memory of a process, from which step time and
-    memory of this layout are predicted; measurements that are already stored are left out.
-
-    If the layout has no precision, the precision that its run will take is measured and stored first.
+    """Measure and store what step time and memory of this layout are predicted from: the machine's speeds (hardware
+    profile) and the memory of a process. Stored measurements are not repeated. If the layout names no precision, the
+    one that its run will take is measured and stored first.
 
     device: the recipe's `run.device`. threads: number of OpenMP threads of each rank. log: called with each line for
     the user. compiled: True if the blocks run under torch.compile; None: process memory is not measured. search: True
-    to measure for a search over all layouts of as many ranks: every candidate precision, and the collectives of every
-    axis. A failure is logged as one line and the run continues without a prediction; only an interrupt or SIGTERM ends
-    it."""
+    to measure for a search over all layouts with this number of ranks: every candidate precision, and the collectives
+    of every axis. A failure is logged as one line, and the run continues without a prediction; only an interrupt or
+    SIGTERM ends it.
+    """
     if not may_measure() or not runs_on_cpu(device):
         return
     ranks = layout.world_size
@@ -301,12 +301,12 @@ def measure_process_memory(keys: Sequence[ProcessKey], log: Callable[[str], None
 
 
 def _measure_profile(profile: _ProfileRequest, log: Callable[[str], None]) -> None:
-    """Measure a hardware profile (machine speeds) and store it, and the fastest precision if it was not known. A
-    profile that is already stored is kept if it covers as much and its measurement was disturbed less by other
-    programs.
+    """Measure a hardware profile (machine speeds) and store it, and the fastest precision if it was not known. A stored
+    profile is kept instead if it covers as much and other programs disturbed its measurement less.
 
-    profile: what it must cover; the precisions and axes of an earlier profile with the same key are measured again.
-    log: called with each line for the user. `UserError` if the measurement failed on a rank."""
+    profile: minimum coverage; the precisions and axes of an earlier profile with the same key are measured again. log:
+    called with each line for the user. `UserError` if the measurement failed on a rank.
+    """
     from meshwright.probe.ranks import probe
 
     key, earlier = profile.key, read_profile(profile.key)

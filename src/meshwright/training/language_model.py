@@ -118,13 +118,14 @@ class LanguageModelTask:
         ]
 
     def samples_of_step(self, step: int) -> NDArray[np.int64]:
-        """Return the indices, in the training split, of the sequences that this rank reads in the step with index
-        `step` (from 0), in the order of its micro-batches: int64 [batch / dp]."""
+        """Return the training-split indices of the sequences that this rank reads in the step with index `step` (from
+        0), in the order of its micro-batches: int64 [batch / dp].
+        """
         return self.order.sample(self._sample_numbers(step))
 
     def _sample_numbers(self, step: int) -> NDArray[np.int64]:
-        """Return the global numbers, counted from 0 over all steps of the run, of the samples that this rank reads in
-        the step with index `step`: int64 [batch / dp]. They determine the data order and the dropout masks.
+        """Return the global sample numbers that this rank reads in the step with index `step`, counted from 0 over all
+        steps of the run: int64 [batch / dp]. They determine the data order and the dropout masks.
         """
         share = self.recipe.train.batch // self.mesh.dp.size
         return step * self.recipe.train.batch + self.mesh.dp.rank * share + np.arange(share)
@@ -288,8 +289,9 @@ class LanguageModelTask:
         return predicted_traffic_by_axis(self.config, self.layout, self._make_workload(), self.mesh.rank)
 
     def document_starts(self, first: int, steps: int) -> tuple[tuple[int, ...], ...]:
-        """Return the positions within each sequence at which documents begin, for the sequences that this rank reads in
-        the steps `first` to `first` + `steps` - 1: one tuple of positions per sequence."""
+        """Return the document boundaries of the sequences that this rank reads in the steps `first` to `first` +
+        `steps` - 1: for each sequence, the positions at which documents begin.
+        """
         samples = [self.samples_of_step(step) for step in range(first, first + steps)]
         return tuple(
             tuple(row.tolist()) for row in self.tokens.read_batch(np.concatenate(samples)).list_document_starts()

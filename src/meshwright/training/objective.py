@@ -108,13 +108,13 @@ class Objective(Protocol):
         `micro_batches` and over all ranks of `mesh`, at least 1. Collective."""
 
     def terms_share(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor | float:
-        """Return the number of loss terms in this rank's `micro_batches`, divided by the number of ranks of `mesh` that
-        hold the same terms, so that the sum over all ranks is the number of terms of the step.
+        """Return this rank's share of the step's number of loss terms: the number in its `micro_batches`, divided by
+        the number of ranks of `mesh` that hold the same terms. The shares of all ranks sum to the total.
         """
 
     def loss_share(self, sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-        """Return `sums` divided by the number of ranks of `mesh` that compute the same values, so that the sum over all
-        ranks is the step's loss and metric sums.
+        """Return this rank's share of the step's loss and metric sums: `sums` divided by the number of ranks of `mesh`
+        that compute the same values. The shares of all ranks sum to the totals.
 
         sums [1 + metrics]: the loss, then the metric sums, over this rank's micro-batches.
         """

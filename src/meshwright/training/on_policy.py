@@ -36,9 +36,9 @@ def is_on_policy_step(fraction: float, seed: int, step: int) -> bool:
 def find_prompts(micro_batch: MicroBatch, text_tokens: int | None) -> list[torch.Tensor]:
     """Return the prompt of each sequence of `micro_batch`, as token IDs [tokens].
 
-    text_tokens: None: the data are prompts with responses; a prompt ends where the first target begins (without targets
-    it is the whole sequence). Otherwise the data are plain text, of which a prompt is the first `text_tokens` tokens,
-    without documents that end earlier."""
+    text_tokens: None: records of prompts and responses: the tokens up to the first target (the whole sequence without
+    one). Otherwise plain text: the first `text_tokens` tokens, of which only those of the last document are kept.
+    """
     tokens_BS, targets_BS, documents = micro_batch
     prompts = []
     for row, tokens_S in enumerate(tokens_BS):

@@ -55,7 +55,7 @@ def predict(trainer: Trainer, memory: StepMemory | None = None) -> Prediction:
     if found is not None and memory is not None and trainer.device.type == "cpu" and not is_emulated_rank():
         process = try_predict("process memory", lambda: _predict_process_memory(trainer, found, memory, share))
     axes = try_predict("traffic", trainer.task.predicted_traffic_by_axis)
-    tensors = None if found is None else _bytes_by_category(found, share)
+    tensors = None if found is None else _sum_bytes_by_category(found, share)
     return Prediction(tensors, time, axes, machine, trainer.recipe.train.compile, tuple(notes), process)
 
 
@@ -110,7 +110,7 @@ def _predict_step_time(trainer: Trainer, machine: Cluster) -> StepTime:
         documents += tokens.documents * tokens.sequence / max(1, tokens.tokens)
     return step_time(
         task.config, trainer.layout, machine, trainer.recipe.data.sequence, train.batch, compile=train.compile,
-        optimizer=_optimizer_name(trainer), documents=documents, pairs=task.objective.pair_loss is not None,
+        optimizer=_find_optimizer_name(trainer), documents=documents, pairs=task.objective.pair_loss is not None,
         teacher=task.objective.teacher_work,
         step_factors=measured_step_factors(
             machine, trainer.layout.precision or default_precision(machine),
@@ -131,7 +131,7 @@ def _predict_ledger(trainer: Trainer, machine: Cluster | None, notes: list[str])
         documents = task.document_starts(trainer.steps_done, STEPS)
     found = ledger(
         task.config, trainer.layout, batch=trainer.recipe.train.batch, sequence=trainer.recipe.data.sequence,
-        optimizer=_optimizer_name(trainer), rank=trainer.mesh.rank, device=trainer.device.type,
+        optimizer=_find_optimizer_name(trainer), rank=trainer.mesh.rank, device=trainer.device.type,
         documents=documents, pairs=task.objective.pair_loss is not None,
         teacher=task.objective.teacher_work,
         compile=trainer.recipe.train.compile, architecture="" if machine is None else machine.device.architecture,
@@ -141,7 +141,7 @@ def _predict_ledger(trainer: Trainer, machine: Cluster | None, notes: list[str])
     return found
 
 
-def _bytes_by_category(predicted: Ledger, share: float) -> dict[str, int]:
+def _sum_bytes_by_category(predicted: Ledger, share: float) -> dict[str, int]:
     """Return {category: bytes} at the predicted memory peak ("parameters", "activations" ...), with two further
     entries: "peak", the predicted peak, and "unexplained", `share` times the peak.
 
@@ -171,7 +171,7 @@ def _predict_process_memory(trainer: Trainer, predicted: Ledger, memory: StepMem
     return predict_process_memory(trainer, predicted, memory.resident_before, constants, share)
 
 
-def _optimizer_name(trainer: Trainer) -> str:
+def _find_optimizer_name(trainer: Trainer) -> str:
     """Return the name by which the planner knows the trainer's optimizer: "adamw", "sgd" or "momentum" (SGD with
     momentum)."""
     train = trainer.recipe.train

@@ -66,8 +66,9 @@ class Rewards(NamedTuple):
         return self.chosen - self.rejected
 
     def to_metrics(self) -> dict[str, float]:
-        """Return {name: value} for the metrics named in `REWARDS` (margin, accuracy, and mean rewards of chosen and
-        rejected responses), without those of a kind of responses that the step does not have."""
+        """Return {name: value} for the metrics in `REWARDS`: margin, accuracy, and mean rewards of chosen and rejected
+        responses. Metrics of responses that the step does not have are left out.
+        """
         values = zip(REWARDS, (self.margin, self.accuracy, self.chosen, self.rejected), strict=True)
         return {name: value for name, value in values if not math.isnan(value)}
 
@@ -118,17 +119,19 @@ class Preferences:
     def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> TermCount:
         """Start to count the pairs (or single responses) of a step: summed over this rank's `micro_batches` and over
         all ranks of `mesh`, at least 1. Collective."""
-        return sum_over_data((pairs.count for pairs in _response_pairs(micro_batches)), mesh, copies=mesh.cp.size)
+        return sum_over_data((pairs.count for pairs in _list_pairs(micro_batches)), mesh, copies=mesh.cp.size)
 
     def terms_share(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor | float:
         """Return the number of pairs (or single responses) in this rank's `micro_batches`, divided by the number of
         ranks of `mesh` that hold the same ones (cp x tp x pp)."""
-        pairs = sum(pairs.count / mesh.cp.size for pairs in _response_pairs(micro_batches))
+        pairs = sum(pairs.count / mesh.cp.size for pairs in _list_pairs(micro_batches))
         return pairs / (mesh.tp.size * mesh.pp.size)
 
     def loss_share(self, sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-        """Return `sums` divided by cp x tp, the number of ranks of `mesh` that compute the same values. sums [1 +
-        metrics]: the loss, then the metric sums, over this rank's micro-batches."""
+        """Return this rank's share of the loss and metric sums: `sums` divided by cp x tp, the number of ranks of
+        `mesh` that compute the same values. sums [1 + metrics]: the loss, then the metric sums, over this rank's
+        micro-batches.
+        """
         return loss_share(sums, mesh, of_pairs=True)
 
     def report(self, means: Sequence[float]) -> Metrics:
@@ -146,11 +149,12 @@ class Preferences:
 
     @torch.no_grad()
     def begin(self, policy: Policy, split: str, passes: Iterable[Sequence[NDArray[np.int64]]]) -> None:
-        """For KTO set the attribute `kl`, the mean of log p / p_ref over the mismatched responses of a step or
-        validation, at least 0 (arXiv:2402.01306, section 4.1).
+        """Compute KTO's KL estimate: set the attribute `kl` to the mean of log p / p_ref over the mismatched responses
+        of a step or validation, at least 0 (arXiv:2402.01306, section 4.1). Other losses need nothing.
 
         policy: the model being trained; split: "train" or "validation"; passes: for each forward pass, this rank's
-        micro-batches as arrays of sequence indices. Collective."""
+        micro-batches as arrays of sequence indices. Collective.
+        """
         if self._of == 2 or self.reference is None:
             return
         split += MISMATCHED
@@ -256,7 +260,7 @@ class Preferences:
         return found
 
 
-def _response_pairs(micro_batches: Sequence[MicroBatch]) -> list[Pairs]:
+def _list_pairs(micro_batches: Sequence[MicroBatch]) -> list[Pairs]:
     """Return the responses that `Preferences.annotate` has added to each of the `micro_batches`."""
     found = [documents.pairs for _, _, documents in micro_batches]
     assert None not in found, "every micro-batch of preference data has pairs"

@@ -86,8 +86,9 @@ def _import_step_modules(trainer: Trainer) -> None:
 
 
 def _count_heap_bytes(items: tuple[Item, ...]) -> int:
-    """Return the total bytes of the tensors in `items` that are too small for malloc to map one by one, so that they
-    are placed on its heap. items: entries of a memory ledger."""
+    """Return the total bytes of the tensors in `items` that malloc places on its heap, because they are too small to be
+    mapped one by one. items: entries of a memory ledger.
+    """
     total = 0
     for item in items:
         if item.first == "start" or item.category in ("framework", "unexplained"):

@@ -119,8 +119,9 @@ def measure(precision: str, compiled: bool) -> ProcessConstants:
 
 
 def _measure_kernel_bytes(dtype: torch.dtype) -> int:
-    """Measure the bytes by which the RSS grows for each compiled oneDNN kernel that a matmul in `dtype` of a new shape
-    adds to the cache."""
+    """Measure how many bytes of RSS a compiled oneDNN kernel takes in the cache; each matmul in `dtype` with a new
+    shape adds one.
+    """
     weight = torch.randn(384, 192).to(dtype)
     before = _measure_rss()
     for rows in range(101, 101 + KERNELS):

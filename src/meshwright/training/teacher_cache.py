@@ -137,8 +137,9 @@ class TeacherCache:
         return hashlib.sha256(to_canonical_json(self._manifest)).hexdigest()
 
     def _map_checked(self, path: Path) -> NDArray[Any]:
-        """Return the array in the file `path` as `_map` does, after a comparison with its checksum in the manifest,
-        once for each file. Raises `UserError` if they differ."""
+        """Memory-map the array in the .npy file `path` and return it; the first time, compare its checksum with the
+        manifest's. Raises `UserError` if they differ.
+        """
         if path not in self._checked:
             if (damage := find_damage(path, self._manifest["files"][path.name], True)) is not None:
                 raise UserError(f"distill.top_k: {path} {damage}; {COMMAND} again")

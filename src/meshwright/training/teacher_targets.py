@@ -263,9 +263,10 @@ class TopKChunk(_DistillationChunk):
 
     def _all_reduce_divergence(self, tensor: TensorOperations) -> list[torch.Tensor]:
         """Set `_divergence_C`, the divergence over the K + 1 outcomes, by all-reduces over tp (`tensor`: its
-        communication). Return three tensors [C] for `_divergence_gradient`: the student's log-sum-exp, the sum of the
-        second result of `DistillationLoss.terms` over the outcomes, and that result for the outcome "all other tokens",
-        divided by the student's probability of it."""
+        communication). Return three tensors [C] for `_divergence_gradient`: the student's log-sum-exp; the sum over
+        outcomes of a, the second result of `DistillationLoss.terms`; and a / q of the outcome "all other tokens", q its
+        probability under the student.
+        """
         parts = [torch.stack(self._log_sum_exps(part)) for part in self._token_slices()]
         log_sum_C, log_others_C = _all_reduce_log_sum_exp(torch.cat(parts, dim=1), tensor)
         found_CK = torch.cat([self._gather_top_k(part) for part in self._token_slices()])

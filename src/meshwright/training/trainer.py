@@ -68,10 +68,10 @@ class Trainer:
         Collective.
 
         The loss is summed over the terms of the whole step on all ranks (target tokens, pairs or items) and divided by
-        their number, so that gradients are summed over ranks and never averaged. A step whose loss or gradient norm is
-        not finite on any rank is skipped on all. stop: True if this rank received SIGTERM or an interrupt. save_failed:
-        True if this rank could not save a checkpoint. In the returned outcome each flag is True if it is True on any
-        rank."""
+        their number; gradients are summed over ranks, never averaged. A step whose loss or gradient norm is not finite
+        on any rank is skipped on all. stop: True if this rank received SIGTERM or an interrupt. save_failed: True if
+        this rank could not save a checkpoint. In the returned outcome each flag is True if it is True on any rank.
+        """
         task, clock = self.task, self.clock
         clock.start()
         micro_batches = task.load_step(self.steps_done)

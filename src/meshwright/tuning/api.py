@@ -70,8 +70,8 @@ def tune(
     """Search the recipe keys of `[tune.space]` for the lowest validation loss, until the budget of `[tune]` is used up.
 
     Each trial is a training run in a separate process. Several workers, on one host or several, share a study by
-    calling this with the same directory; each may set its own layout and device. A study that was interrupted goes on
-    where it stopped, its unfinished trials from their checkpoints.
+    calling this with the same directory; each may set its own layout and device. An interrupted study
+    resumes, its unfinished trials from their checkpoints.
 
     Args:
         recipe: Path of a recipe, its tables as nested dictionaries, or a `Recipe`.

@@ -442,7 +442,7 @@ if __name__ == "__main__":
             enter(mock.patch.object(torch.UntypedStorage, "resize_", resized))
             enter(mock.patch.object(F, "scaled_dot_product_attention", attention(case.hopper)))
             enter(mock.patch.object(torch.Tensor, "data_ptr", lambda tensor: _address(tensor)))
-            enter(mock.patch.object(grouped_product, "_expert_slices", evenly))
+            enter(mock.patch.object(grouped_product, "_iterate_expert_slices", evenly))
             enter(mock.patch.object(expert, "read_on_host", read_on_host))
             enter(mock.patch.object(ring_spans, "list_kernel_calls", pieces))
             lengths = {"_find_lengths": lengths_of_case, "_make_causal_call": causal_call}

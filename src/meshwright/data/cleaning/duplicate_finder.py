@@ -53,8 +53,9 @@ class DuplicateFinder:
             self._remove_sentences()
 
     def _remove_sentences(self) -> None:
-        """Find spans of three consecutive sentences that occur earlier in the corpus, store their sentences in
-        `removed`, and mark documents that would have no sentence left as dropped."""
+        """Find spans of three consecutive sentences that occur earlier in the corpus. Store their sentences in
+        `removed`; mark documents that would have no sentence left as dropped.
+        """
         rule = "sentence_duplicates"
         self.removed = RemovedSentences.find(self._segments, self.codes, self._directory)
         for segment in self._segments:

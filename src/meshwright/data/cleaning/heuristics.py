@@ -99,8 +99,10 @@ def check_c4(text: str) -> Finding | None:
 
 def filter_c4_lines(text: str) -> tuple[str, int]:
     """Apply C4's line filters to `text`; return (kept lines without citation marks such as "[3]", number of non-blank
-    lines removed). A line is kept if it ends with ".", "!", "?" or a quotation mark but not with an ellipsis, has at
-    least 5 words, no word of more than 1000 characters, and mentions neither JavaScript nor a privacy or cookie policy.
+    lines removed).
+
+    A kept line ends with ".", "!", "?" or a quotation mark but not with an ellipsis. It has at least 5 words, none of
+    more than 1000 characters, and mentions neither JavaScript nor a privacy or cookie policy.
     """
     kept, dropped = [], 0
     for line in text.split("\n"):

@@ -52,8 +52,8 @@ class StoredTokens:
     """Token shards of one split ("train" or "validation") on disk.
 
     directory: folder of the shard files. shards: metadata of each shard, in order. dtype: NumPy type of a token id on
-    disk. sources: number of shards of each data source, in which case a packed row has tokens of one source only; None:
-    rows may mix sources.
+    disk. sources: number of shards of each data source, if no packed row may have tokens of two sources; None: rows may
+    mix sources.
     """
 
     directory: Path

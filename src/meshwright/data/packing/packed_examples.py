@@ -267,11 +267,11 @@ class PackedExamples(PackedDataset):
     def _read_rows(
         self, rows: NDArray[np.int64], mismatched: bool = False
     ) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int32]]:
-        """Read packed rows; return token ids, flags (loss target, role of the turn; see `token_flags`) and document
-        ids, [rows, S + 1] each. Padding has the flags 0 and a separate document id.
+        """Read packed rows; return (token ids, flags (loss target, role of the turn; see `token_flags`), document ids),
+        [rows, S + 1] each. Padding has the flags 0 and a separate document id.
 
-        rows: row indices; an index beyond the last row gives padding. mismatched: True: replace each response by that
-        of the example's partner.
+        rows: row indices; an index beyond the last row gives padding. mismatched: True: replace each response by the
+        response of the example's partner.
         """
         plan, capacity = self.plan, self.sequence + 1
         values = np.full((len(rows), capacity), self.padding, dtype=np.int64)

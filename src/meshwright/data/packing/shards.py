@@ -162,8 +162,8 @@ class ShardWriter:
         return shards
 
     def _find_shard(self, number: int, first: int) -> Shard | None:
-        """Return the metadata of the shard with index `number` if it is on disk, undamaged, begins at document number
-        `first` and was encoded with the same tokenizer; else None.
+        """Return the metadata of the shard with index `number` if it is on disk and usable: undamaged, beginning at
+        document number `first`, and encoded with the same tokenizer; else None.
         """
         record = read_json(self.directory / format_shard_file_name(number, "json"))
         if record is None:

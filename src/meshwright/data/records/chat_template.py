@@ -73,9 +73,8 @@ class RenderedConversation(NamedTuple):
 class ChatTemplate:
     """A Jinja chat template with the special tokens of its tokenizer.
 
-    source: Jinja text. named: special tokens by the variable that stands for them in templates, such as {"bos_token":
-    "<s>"}. special: all special tokens; message text is never encoded as one of them. where: name of the template in
-    error messages.
+    source: Jinja text. named: {variable of templates: special token}, such as {"bos_token": "<s>"}. special: all
+    special tokens; message text is never encoded as one of them. where: name of the template in error messages.
     """
 
     source: str
@@ -283,13 +282,15 @@ class ChatTemplate:
         return frozenset(beginnings), frozenset(ends), max(map(len, self.special), default=0)
 
     def _may_join_special_token(self, text: str) -> bool:
-        """Return True if `text`, a key or a description of a tool, could form a special token together with adjacent
-        text, because it begins or ends with a part of one."""
+        """Return True if `text`, a key or description of a tool, begins or ends with a part of a special token, so that
+        it could form one with adjacent text.
+        """
         return not text.replace("_", "").replace("-", "").isalnum() and self._may_spell_special_token(text)
 
     def _may_spell_special_token(self, content: str) -> bool:
-        """Return True if `content`, the text of a message, contains a special token, or could form one together with
-        adjacent text, because it begins or ends with a part of one."""
+        """Return True if `content`, the text of a message, contains a special token, or begins or ends with a part of
+        one, so that it could form one with adjacent text.
+        """
         if self._special_pattern.search(content):
             return True
         beginnings, ends, longest = self._special_affixes

@@ -56,9 +56,11 @@ class ConversationTurnFinder:
         self._left = _MAX_RENDERED
 
     def exclude_repeats(self, regions: MessageRegions, turns: Sequence[int]) -> MessageRegions:
-        """Shorten the ranges of assistant turns whose text the template repeats later, such as the name of a called
-        function: a range then ends before the repetition. Return the changed `regions`, the positions of the messages.
-        turns: message indices."""
+        """Shorten the ranges of assistant turns whose text the template writes again later, such as the name of a
+        called function, to end before the repetition. Return the changed `regions`.
+
+        regions: positions of the messages. turns: message indices.
+        """
         for number in turns:
             regions = self._finder.exclude_repeats(regions, number, lambda: self._count_masked_characters(number))  # noqa: B023
         return regions

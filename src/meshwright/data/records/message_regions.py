@@ -119,8 +119,9 @@ def has_text(message: Mapping[str, Any]) -> bool:
 
 
 class Placeholders:
-    """Table of placeholders: private-use Unicode characters, each of which stands for one character in one part of one
-    message. In a conversation rendered with placeholders, every character shows from which message it comes."""
+    """Table of placeholders: private-use Unicode characters, each of which replaces one character of one part of one
+    message. In a conversation rendered with placeholders, every character shows from which message it comes.
+    """
 
     def __init__(self) -> None:
         """Start with an empty table."""

@@ -52,8 +52,8 @@ class TurnFinder:
     def exclude_repeats(
         self, regions: MessageRegions, number: int, count_masked_characters: Callable[[], int]
     ) -> MessageRegions:
-        """Shorten the range of the assistant turn with message index `number` if the template repeats its text later,
-        such as the name of a called function: the range then ends before the repetition. Return the changed `regions`.
+        """Shorten the range of the assistant turn with message index `number` if the template writes its text again
+        later, such as the name of a called function, to end before the repetition. Return the changed `regions`.
 
         count_masked_characters: renders the conversation up to this turn with placeholders for message text, and
         returns how many of the turn's placeholders occur in the text.
@@ -149,9 +149,10 @@ class TurnFinder:
         return ends.end() if ends else len(text)
 
     def _measure_header(self, gap: str, header: str | None) -> int | None:
-        """Return the number of characters of `gap`, the text between the previous message and an assistant turn's text,
-        that are the turn's header; the model generates the rest. None if that cannot be determined. header: header of
-        this turn if the conversation ended with it; None: unknown."""
+        """Return the length in characters of an assistant turn's header within `gap`, the template's text between the
+        previous message and the turn's text (the model generates the rest of `gap`). None if it cannot be determined.
+        header: header of this turn if the conversation ended with it; None: unknown.
+        """
         if header is not None:
             if gap.startswith(header):
                 return len(header)
@@ -167,9 +168,10 @@ class TurnFinder:
         return place + len(self._header) if place >= 0 else None
 
     def _measure_closing(self, rest: str, closing: str | None) -> int:
-        """Return the number of characters at the beginning of `rest`, the template's text after an assistant turn, that
-        belong to the turn, such as its end token. closing: the template's text after this turn if the conversation
-        ended with it; None: unknown."""
+        """Return the number of characters of `rest`, the template's text after an assistant turn, that still belong to
+        the turn, such as its end token. closing: the template's text after this turn if the conversation ended with it;
+        None: unknown.
+        """
         common = rest if closing is None else rest[: measure_common_prefix(rest, closing)]
         if self._end is not None and self._end in common:
             return common.index(self._end) + len(self._end)

@@ -23,8 +23,8 @@ class RenderProcess(LimitedProcess):
     """Chat template from an untrusted source, rendered in a sandboxed subprocess with limits on CPU time and memory. It
     has the same methods as `Renderer`.
 
-    source: Jinja source. named: special tokens by the variable that stands for them in templates, such as {"bos_token":
-    "<s>"}."""
+    source: Jinja source. named: {variable of templates: special token}, such as {"bos_token": "<s>"}.
+    """
 
     def __init__(self, source: str, named: Mapping[str, str]) -> None:
         """Start the subprocess, which compiles the template. Raises `NotATemplate` if `source` is no valid Jinja,

@@ -39,8 +39,7 @@ class LimitReached(Exception):
 class Renderer:
     """Chat template that is compiled and rendered in this process by a Jinja sandbox, as `transformers` does.
 
-    source: Jinja source. named: special tokens by the variable that stands for them in templates, such as {"bos_token":
-    "<s>"}.
+    source: Jinja source. named: {variable of templates: special token}, such as {"bos_token": "<s>"}.
     """
 
     def __init__(self, source: str, named: Mapping[str, str]) -> None:

@@ -99,8 +99,9 @@ def group_rows(records: Iterable[ParsedRecord]) -> Iterator[ParsedRecord]:
 
 
 def _continues_tree(first: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
-    """Return True if a row belongs to the tree that begins with the row `first`: by its "message_tree_id" or, without
-    one, if it has a parent."""
+    """Return True if `row` belongs to the tree of messages that begins with the row `first`: it has the same
+    "message_tree_id" or, if there is none, a parent.
+    """
     if "message_tree_id" in first or "message_tree_id" in row:
         return bool(first.get("message_tree_id") == row.get("message_tree_id"))
     return row["parent_id"] is not None

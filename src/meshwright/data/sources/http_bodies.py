@@ -128,9 +128,11 @@ def _join_chunks(body: bytes) -> bytes | None:
 
 
 def decode_text(body: bytes, content_type: str, html: bool) -> str:
-    """Decode the body of a page to text. The encoding is that of its byte order mark, else the charset of
-    `content_type` (the HTTP header), else if `html` that of its <meta> or XML declaration, else UTF-8, else
-    Windows-1252: the order of the HTML standard (WHATWG, 13.2.3.2). Invalid bytes become U+FFFD."""
+    """Decode the body of a page to text; invalid bytes become U+FFFD.
+
+    The encoding is the first of these (HTML standard, WHATWG, 13.2.3.2): byte order mark, charset of `content_type`
+    (the HTTP header), if `html` that of the <meta> or XML declaration, UTF-8, Windows-1252.
+    """
     for mark, name in _MARKS.items():
         if body.startswith(mark):
             return body.decode(name, "replace")

@@ -169,7 +169,7 @@ def _choose_batch_rows(leaves: Sequence[Any], rows: int, path: str) -> int:
 
 
 def bound_batch_rows(file: SourceFile, stream: Stream, table: Any, group: int, leaves: Sequence[Any]) -> int:
-    """Return the number of rows of row group `group`, at least 1, that may be decoded at a time so that no column takes
+    """Return the number of rows of row group `group`, at least 1, that may be decoded at a time. No column then takes
     more than 64 MiB, even if every row holds the column's longest value: a dictionary-encoded value is stored once, and
     some hundred bytes may decode to many GiB.
 

@@ -43,12 +43,12 @@ class Document(NamedTuple):
     """One document of a source file. Newlines are LF, a byte order mark is removed, and a byte that did not decode is a
     lone surrogate.
 
-    name: name of the file and the document's position in it. text: the text; None if the file is not text, or if there
-    is a `problem`. problem: (rule that drops the document, reason as a clause), for the rules "schema" (the record
-    violates it) and "extraction" (the page's text cannot be extracted). example: the parsed instruction, chat or
-    preference record; `text` then joins its texts. record: SHA-256 of all texts of its record, if the record has
-    several examples; else empty. unread: {column that is not read: number of its rows}, only in the first document of a
-    Parquet file of records.
+    name: file and the document's position in it. text: the text; None if the file is not text, or if there is a
+    `problem`. problem: (rule that drops the document, reason as a clause): "schema" if the record violates it,
+    "extraction" if no text can be extracted from the page. example: the parsed instruction, chat or preference record,
+    whose texts `text` joins. record: SHA-256 of all texts of its record, if the record has several examples; else
+    empty. unread: {column that is not read: number of its rows}, only in the first document of a Parquet file of
+    records.
     """
 
     name: str

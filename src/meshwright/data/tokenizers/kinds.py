@@ -204,8 +204,8 @@ assert tuple(KINDS) == TOKENIZERS
 
 
 def list_byte_characters() -> list[str]:
-    """Return the character that stands for each of the 256 bytes in byte-level tokenizers: the character with the
-    byte's code if that is printable, else the next unused one from U+0100 on.
+    """Return the 256 characters that represent the bytes in byte-level tokenizers: the character with the byte's code
+    if that is printable, else the next unused one from U+0100 on.
     """
     prints = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))

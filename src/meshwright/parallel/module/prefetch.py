@@ -239,10 +239,11 @@ class ModulePrefetcher:
 
 
 class _SavedView(NamedTuple):
-    """Object that autograd saves for backward in place of a view of an FSDP unit's parameters, so that the unit can be
-    unsharded again before the view is read.
+    """Stand-in that autograd saves for backward instead of a view of an FSDP unit's parameters; the unit is unsharded
+    before the view is read.
 
-    unit: name of the unit; tensor: the view, whose storage has no memory while the unit is sharded."""
+    unit: name of the unit; tensor: the view, whose storage has no memory while the unit is sharded.
+    """
 
     unit: str
     tensor: torch.Tensor

@@ -88,10 +88,11 @@ def _build_module(spec: ModuleSpec, seed: int, layout: Layout, device: torch.dev
 
 
 def _check_same_module(derived: ModuleDescription, mesh: Mesh) -> None:
-    """Raise `UserError` on all ranks of `mesh` if a rank's module differs from rank 0's in names or shapes of
-    parameters, FSDP units, weight decay, buffers or frozen parameters.
+    """Raise `UserError` on all ranks of `mesh` if the ranks' modules differ in names or shapes of parameters, FSDP
+    units, weight decay, buffers or frozen parameters.
 
-    derived: description of this rank's module. Collective."""
+    derived: description of this rank's module. Collective.
+    """
     entries = [(entry.name, entry.shape, entry.unit, entry.decay) for entry in derived.table.entries]
     mine, agreement = derive_seed(0, entries, derived.kept), Agreement(mesh)
     problem = None

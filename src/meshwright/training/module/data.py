@@ -167,9 +167,10 @@ class _EndlessBatches:
 
 
 class _SeededSamples:
-    """Wrapper of the data set `data` that seeds the random generators (torch, numpy, Python) before it reads a sample,
-    so that random augmentation of the sample depends only on its global number. Its keys are pairs (global sample
-    number, index in `data`)."""
+    """Wrapper of the data set `data` that seeds the random generators (torch, numpy, Python) before it reads a sample.
+    Random augmentation then depends only on the sample's global number. Its keys are pairs (global sample number, index
+    in `data`).
+    """
 
     def __init__(self, data: Samples, seed: int) -> None:
         """Wrap the data set `data`. seed: seed of the run."""

@@ -137,8 +137,9 @@ def load(module: nn.Module, path: str | Path) -> nn.Module:
 
 
 def _load_buffers(module: nn.Module, directory: Path) -> None:
-    """Copy the buffers that the checkpoint of an adapter has under training/, such as running statistics, into those of
-    `module`. Raises `UserError` if the checkpoint is damaged or a buffer has another number of elements."""
+    """Copy the buffers in the checkpoint `directory` of an adapter (under training/, such as running statistics) into
+    those of `module`. Raises `UserError` if the checkpoint is damaged or a buffer has another number of elements.
+    """
     try:
         saved = {each.name for each in read_index(directory)}
         found = {name: value for name, value in module.named_buffers() if name in saved}

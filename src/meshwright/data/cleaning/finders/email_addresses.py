@@ -66,8 +66,10 @@ def _find_local_start(text: str, at: int) -> int | None:
 
 
 def _find_domain_end(text: str, domain: re.Match[str]) -> int | None:
-    """Return the index in `text` after the last existing top-level domain of a dotted name; None if the name has none,
-    or goes on after it with a lower-case word. domain: regular-expression match of the name."""
+    """Return the index in `text` at which an e-mail address's domain ends: after the last existing top-level domain in
+    a dotted name. None if there is none, or if a lower-case word follows it. domain: regular-expression match of the
+    name.
+    """
     end = domain.end()
     labels = domain[0].split(".")
     while len(labels) > 1:

@@ -86,8 +86,8 @@ def _find_ipv4(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _is_network_address(text: str, match: re.Match[str], before: str, neighbour: bool | None) -> bool:
-    """Return True if the four dotted numbers that `match` found in `text` are an IP address, and not a version or
-    section number, judged by the text around them.
+    """Return True if four dotted numbers in `text` (`match`) are an IP address, not a version or section number, judged
+    by the text around them.
 
     before: the line's text before them, back to the previous four dotted numbers. neighbour: the result for those, if
     both are in one list; None if not.

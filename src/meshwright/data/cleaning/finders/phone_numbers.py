@@ -160,8 +160,9 @@ def _match_international(text: str, start: int) -> int | None:
 
 
 def _announces_number(before: str) -> bool:
-    """Return True if `before`, the text of the line before a number, ends with a word such as "Tel.", or with such a
-    word and at most a few others."""
+    """Return True if the text before a number announces a telephone number: it ends with a word such as "Tel.", or with
+    such a word and at most a few others. before: this text, from the beginning of the line.
+    """
     announcement = max((match.span() for match in _WORDS.finditer(before)), default=None)
     if announcement is None or _SENTENCE_END.search(before, announcement[0]):
         return False
