@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from meshwright.draw.axis import linear_axis
+from meshwright.draw.axis import make_linear_axis
 from meshwright.draw.line_chart import Series, draw_lines
 from meshwright.draw.picture import Picture
 from tests.draw.labels import find_label_faults
@@ -31,7 +31,7 @@ def test_labels_of_written_pages_are_apart_and_whole(command: str, command_line,
 def test_labels_of_an_overlaid_chart_with_long_names_are_apart_and_whole():
     names = [f"runs/an experiment with a long name, number {number}" for number in range(8)]
     series = [Series(name, [(0, 123456.0), (1e6, 9.0)], "blue") for name in names]
-    axes = linear_axis(0, 1e6, most=8), linear_axis(0, 123456, "step; tokens per second")
+    axes = make_linear_axis(0, 1e6, most=8), make_linear_axis(0, 123456, "step; tokens per second")
     assert find_label_faults(draw_lines(*axes, series, hover="step")) == []
 
 

@@ -24,7 +24,7 @@ from meshwright.cli.plumbing import (
     write_file,
 )
 from meshwright.errors import UserError
-from meshwright.limits import limit_of
+from meshwright.limits import get_limit
 
 if TYPE_CHECKING:
     from meshwright.launcher.host_memory import HostMemory
@@ -315,7 +315,7 @@ def _read_lines(path: str) -> Iterator[str]:
     line is too long."""
     try:
         with sys.stdin if path == "-" else Path(path).open(encoding="utf-8") as file:
-            longest = limit_of("config_bytes")
+            longest = get_limit("config_bytes")
             for number, line in enumerate(iter(lambda: file.readline(longest + 1), ""), 1):
                 if len(line) > longest:
                     raise UserError(f"--jobs {path}: line {number} has more than {longest:,} characters")

@@ -37,12 +37,14 @@ def draw_picture(report: CollectiveReport) -> str:
 def draw_crossovers(
     curves: Curves, crossovers: list[Crossover], requested: float | None = None, named: tuple[str, float] | None = None
 ) -> str:
-    """Return an SVG chart of simulated time over vector size, both logarithmic; a band below shows the fastest
-    algorithm. Algorithms that are the fastest at some size are in colour, the others thin, the lower bound dashed.
+    """Return an SVG chart of simulated time over vector size, both logarithmic, with a band below that names the
+    fastest algorithm. Algorithms that are the fastest at some size are in colour, the others thin, the lower bound
+    dashed.
 
     curves: simulated times of all algorithms. crossovers: sizes at which the fastest algorithm changes. requested: size
-    in bytes to mark, None for no mark. named: (algorithm that the user chose, its seconds at the requested size), drawn
-    as a dot on an emphasized curve, or as a dot alone for a program from a file; None: no algorithm was chosen.
+    in bytes to mark; None: no mark. named: (algorithm that the user chose, its seconds at the requested size), drawn as
+    a dot, on an emphasized curve if the algorithm has one (a program from a file has none); None: no algorithm was
+    chosen.
     """
     names = [curves.find_fastest(0), *(crossover.after for crossover in crossovers)]
     colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(dict.fromkeys(names))}

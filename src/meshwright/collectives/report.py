@@ -23,8 +23,8 @@ from meshwright.program.load import load_program
 from meshwright.program.simulate_collective import CollectiveTiming, simulate_collective
 
 REDUCING = ("reduce", "reduce-scatter", "all-reduce")
-MOST_RANKS = 1 << 17  # limit for an answer within a minute
-MOST_RANKS_TO_CHOOSE_FOR = 1 << 14  # likewise, with `auto`
+MAX_RANKS = 1 << 17  # limit for an answer within a minute
+MAX_RANKS_TO_CHOOSE_FOR = 1 << 14  # likewise, with `auto`
 _FEW_RANKS = 32  # limit for the search of crossovers
 
 
@@ -248,7 +248,7 @@ def collective(
         ranks, root = program.ranks, program.root
     if ranks is None:
         raise UserError(f"{operation} {algorithm}: the number of ranks is missing, such as --ranks 8")
-    most = MOST_RANKS_TO_CHOOSE_FOR if algorithm == "auto" else MOST_RANKS
+    most = MAX_RANKS_TO_CHOOSE_FOR if algorithm == "auto" else MAX_RANKS
     if ranks > most:
         raise UserError(
             f"{operation} {algorithm} on {ranks:,} ranks would take too long; at most {most:,} are accepted"

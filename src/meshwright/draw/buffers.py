@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from meshwright.draw.markup import Markup, element, join
 from meshwright.draw.page import paragraph
 from meshwright.draw.picture import Picture
-from meshwright.draw.text_width import text_width
+from meshwright.draw.text_width import estimate_text_width
 from meshwright.program.buffer_frames import (
     LETTERS,
     Arrow,
@@ -32,7 +32,9 @@ def draw_buffers(checked: CheckedCollective) -> Markup:
     to draw.
     """
     program, drawn = checked.program, build_frames(checked)
-    longest = max(text_width(cell.label, monospace=True) for frame in drawn for rank in frame.cells for cell in rank)
+    longest = max(
+        estimate_text_width(cell.label, monospace=True) for frame in drawn for rank in frame.cells for cell in rank
+    )
     cell_width = max(64, round(longest) + 20)
     pictures = [_FramePicture(program, frame, cell_width) for frame in drawn]
     width = max(picture.width for picture in pictures)
@@ -133,7 +135,7 @@ class _FramePicture:
         which each long arrow runs."""
         self.ranks, self.slots = len(self.frame.cells), len(self.frame.cells[0])
         titles = [format_slot_title(self.program, slot) for slot in range(self.slots)]
-        self.left = 16 + max(round(text_width(title, 11, monospace=True)) for title in titles)
+        self.left = 16 + max(round(estimate_text_width(title, 11, monospace=True)) for title in titles)
         self.width = self.left + self.ranks * self.cell_width + (self.ranks - 1) * _GAP + _GAP // 2
         self.lane: dict[int, int] = {}  # of each long arrow
         taken: dict[int, list[list[tuple[int, int]]]] = {}  # by row, lanes of spans of ranks

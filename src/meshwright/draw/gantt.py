@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshwright.draw.axis import linear_axis
+from meshwright.draw.axis import make_linear_axis
 from meshwright.draw.markup import Markup, element, format_number
 from meshwright.draw.page import page, paragraph, table
 from meshwright.draw.picture import Picture, read_size
-from meshwright.draw.text_width import text_width
+from meshwright.draw.text_width import estimate_text_width
 from meshwright.program.timeline import Span, Timeline
 
 # Step kind -> (hue, saturation, lightness) of its colour, and of the second replica's; kinds differ in hue and label.
@@ -35,12 +35,12 @@ def draw_svg(timeline: Timeline, width: int = 1200, alone: bool = True, until: f
     ends, if later than the last step, so that several charts share one scale.
     """
     spans = [span for span in timeline.spans if span.end > span.start]
-    notes = 10 + max(map(text_width, timeline.notes)) if timeline.notes else 0.0
+    notes = 10 + max(map(estimate_text_width, timeline.notes)) if timeline.notes else 0.0
     chart = _Chart(timeline, spans, width - notes, ROW + GAP + (STRIP if timeline.levels else 0))
     chart.end = max(chart.end, until)
     if spans:
         shortest = min(span.end - span.start for span in spans)
-        label = max(text_width(span.label, 10.5) for span in spans)
+        label = max(estimate_text_width(span.label, 10.5) for span in spans)
         needed = round(chart.end / shortest * (label + 1))
         chart.plot = min(max(chart.plot, needed), 8 * width)
     total = round(chart.left + chart.plot + notes + MARGIN)
@@ -116,20 +116,24 @@ class _Chart:
     chart.
 
     timeline: tracks, steps and levels (curves of a quantity such as saved activations) to draw. spans: the steps that
-    are drawn. width: width of the whole picture in pixels. pitch: pixels from one track's row to the next. left
-    (attribute): x coordinate of time 0 in pixels. plot (attribute): length of the time axis in pixels.
+    are drawn. width: width of the whole picture in pixels. pitch: pixels from one track's row to the next.
+
+    Attributes:
+        left: x coordinate of time 0 in pixels.
+        plot: Length of the time axis in pixels.
     """
 
     def __init__(self, timeline: Timeline, spans: Sequence[Span], width: float, pitch: int) -> None:
         """Start an empty picture; arguments: see the class."""
         self.timeline, self.spans, self.pitch = timeline, spans, pitch
         self.picture = Picture()
-        self.left = round(MARGIN + 10 + max(map(text_width, timeline.tracks), default=0.0))
+        self.left = round(MARGIN + 10 + max(map(estimate_text_width, timeline.tracks), default=0.0))
         self.plot = width - self.left - MARGIN
         self.end = timeline.end or 1.0
 
     def begin(self, right: float, baseline: int, level_name: str = "") -> None:
-        """Draw the legend above the chart's rows, and set the attributes that convert times and tracks to pixels.
+        """Draw the legend above the chart's rows, and set `scale` (pixels per unit of time) and `top` (y coordinate of
+        the first row).
 
         right: x coordinate at which the legend must end, in pixels. baseline: y coordinate of the legend's first line
         of text, in pixels. level_name: name of the quantity drawn as a strip below each row, such as "activations";
@@ -188,8 +192,8 @@ class _Chart:
             "rect", title=f"{span.name}: {span.start:g} to {span.end:g}", x=x, y=y, width=max(width - 0.8, 0.3),
             height=height, rx=2, style=f"fill:{fill}",
         )  # fmt: skip
-        size = 10.5 if width >= text_width(span.label, 10.5) + 4 else 9.0
-        if width >= text_width(span.label, size) and height >= 10:
+        size = 10.5 if width >= estimate_text_width(span.label, 10.5) + 4 else 9.0
+        if width >= estimate_text_width(span.label, size) and height >= 10:
             place = x + width / 2, y + height / 2 + 3.8
             self.picture.text(
                 *place,
@@ -221,7 +225,7 @@ class _Chart:
         """Draw the time axis below the rows; return the height of the whole picture in pixels."""
         y = self.y(len(self.timeline.tracks))
         self.picture.line((self.left, y), (self.x(self.end), y), "line")
-        for tick, _ in linear_axis(0.0, self.end, most=max(1, int(self.plot / 63))).ticks:
+        for tick, _ in make_linear_axis(0.0, self.end, most=max(1, int(self.plot / 63))).ticks:
             self.picture.line((self.x(tick), y), (self.x(tick), y + 4), "line")
             self.picture.text(self.x(tick), y + 17, f"{tick:g}", "middle", class_="dim tick")
         return y + 34

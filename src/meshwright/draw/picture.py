@@ -8,7 +8,7 @@ from functools import cache
 from importlib.resources import files
 
 from meshwright.draw.markup import Markup, element, join
-from meshwright.draw.text_width import text_width
+from meshwright.draw.text_width import estimate_text_width
 
 
 class Picture:
@@ -42,7 +42,7 @@ class Picture:
         """
         x = left
         for words, css_var in entries:
-            width = 15 + text_width(words, 11)
+            width = 15 + estimate_text_width(words, 11)
             if x > left and x + width > right:
                 x, y = left, y + 17
             self.add("rect", x=x, y=y - 10, width=11, height=11, rx=2, **css_var)
@@ -57,7 +57,7 @@ class Picture:
         own.
         """
         own = {"xmlns": "http://www.w3.org/2000/svg"} if alone else {}
-        style = element("style", picture_style()) if alone else None
+        style = element("style", make_picture_style()) if alone else None
         return Markup(
             element(
                 "svg", style, join(["", *self.parts, ""], "\n"), **own, class_="picture", width=width, height=height,
@@ -94,6 +94,6 @@ def css_var(colour: str) -> str:
 
 
 @cache
-def picture_style() -> Markup:
+def make_picture_style() -> Markup:
     """Return the style sheet of pictures as CSS text: named colours as variables, for light and dark mode."""
     return Markup((files("meshwright.draw") / "picture.css").read_text(encoding="utf-8"))

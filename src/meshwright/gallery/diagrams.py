@@ -7,7 +7,7 @@ from math import hypot
 
 from meshwright.draw.markup import Markup
 from meshwright.draw.picture import Picture, css_var
-from meshwright.draw.text_width import text_width
+from meshwright.draw.text_width import estimate_text_width
 from meshwright.layout import AXES, Layout
 
 GROUP_COLOURS = ("blue", "orange", "green", "purple", "teal", "yellow", "pink", "grey")
@@ -176,7 +176,7 @@ def draw_data_flow() -> Markup:
               "server": (2, 3), "evaluation": (3, 3)}  # fmt: skip
     at = {name: (14 + column * across, 44 + line * down) for name, (column, line) in places.items()}
     for name, *lines, colour in boxes:
-        assert all(text_width(line, 11) < wide for line in lines), name
+        assert all(estimate_text_width(line, 11) < wide for line in lines), name
         draw_box(picture, at[name], (wide, high), [name, *lines], colour)
     for source, target, words in (
         ("recipe", "plan", ""), ("plan", "layout", ""), ("layout", "programs", ""), ("layout", "mesh", ""),

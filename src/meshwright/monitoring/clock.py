@@ -28,8 +28,8 @@ class StepClock:
         """Called with the name of each mark ("" for `start`) while a profile is recorded."""
 
     def start(self) -> None:
-        """Begin to time a step: discard the marks of the previous step. On CUDA these are kept, since their times are
-        read during this step, and the marks of the step before the previous one are discarded."""
+        """Start to time a step: discard the marks of the previous step. On CUDA the marks of the previous step are
+        kept, as their times are read during this one, and those of the step before it are discarded."""
         self._previous, self._marks = self._marks, []
         self.mark("")
 
@@ -52,7 +52,7 @@ class StepClock:
             parts[part] = parts.get(part, 0.0) + gap
         return parts
 
-    def working_seconds(self) -> float:
+    def compute_working_seconds(self) -> float:
         """Return the seconds from `start()` to the last mark without those spent waiting in collective calls.
 
         On CUDA the waiting time is unknown, because the device waits and not the host. The result is then the seconds

@@ -37,20 +37,20 @@ def release_freed_memory() -> None:
         trim(0)
 
 
-def kernel_cache_capacity() -> int:
+def read_kernel_cache_capacity() -> int:
     """Return the maximum number of compiled kernels in this process's oneDNN cache. oneDNN compiles one kernel for each
     shape of a 16-bit matrix product."""
     value = os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "")
     return int(value) if value.isdecimal() else KERNELS_KEPT
 
 
-def resident_bytes() -> int | None:
+def read_resident_bytes() -> int | None:
     """Return the current resident set size (RSS) of this process in bytes (proc(5)); None if the kernel does not report
     it."""
     return _read_status_bytes("VmRSS")
 
 
-def peak_resident_bytes() -> int | None:
+def read_peak_resident_bytes() -> int | None:
     """Return the peak resident set size (RSS) of this process in bytes, since its start or `reset_peak_rss` (proc(5));
     None if unknown.
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from meshwright.errors import error_reason
-from meshwright.monitoring.memory import peak_resident_bytes
+from meshwright.monitoring.memory import read_peak_resident_bytes
 from meshwright.monitoring.metrics_tail import parse_metrics_line
 from meshwright.untrusted import read_file
 
@@ -111,17 +111,16 @@ class SlowRankWatch:
 
     @property
     def between_windows(self) -> bool:
-        """True if no window of steps is in progress: no step was added yet, or the last added step completed a
-        window."""
+        """True if no window of steps is in progress: no step was added yet, or the last one completed a window."""
         return not self._steps
 
 
-def peak_memory_bytes(device: torch.device) -> int:
+def read_peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory of this process so far in bytes: allocated memory on a CUDA `device`, resident memory on a
     CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if (resident := peak_resident_bytes()) is not None:
+    if (resident := read_peak_resident_bytes()) is not None:
         return resident
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

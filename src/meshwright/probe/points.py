@@ -48,8 +48,9 @@ class MeasurementPoint:
 
     @property
     def bytes(self) -> float:
-        """Bytes read and written, by which the planner looks up the measured time: for a memory pass those of one run,
-        for a layer operation the mean of the device kernels that one run launches. Not defined for matrix products."""
+        """Bytes read and written, the key under which the planner looks up the measured time: for a memory pass those
+        of one run, for a layer operation the mean per device kernel that it launches. Not defined for matrix
+        products."""
         if self.make is not None:
             return self.kernel_bytes
         return float(PASSES[self.name] * self.sizes[0] * DTYPES[self.precision].itemsize)
@@ -155,12 +156,13 @@ class ReferenceKernel:
     """
 
     def __init__(self, device: torch.device) -> None:
+        """Allocate the operands of the product; arguments: see the class."""
         self._call = partial(torch.nn.functional.linear, torch.randn(256, 512), torch.randn(512, 512))
         self._processor = device.type == "cpu"
 
     def seconds(self) -> float:
-        """Time one fixed matrix product on the CPU, by which other timings are corrected for changes of the CPU's
-        speed; return the median of three calls in seconds. On a GPU return 1.0, as no correction is made there."""
+        """Time the reference matrix product; return the median of three calls in seconds, by which other timings are
+        corrected for changes of the CPU's speed. On a GPU return 1.0: no correction is made there."""
         if not self._processor:
             return 1.0
         with torch.no_grad():

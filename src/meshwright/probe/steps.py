@@ -61,6 +61,7 @@ class _ReferenceRun:
     layout: the layout, which uses all ranks. world: mesh of all ranks."""
 
     def __init__(self, layout: Layout, world: Mesh) -> None:
+        """Build the sharded model and its random data; arguments: see the class."""
         self.layout = layout
         self.mesh = Mesh.create(layout, str(world.device), world.communicator.timeout_seconds)
         model = reference_model(world.device.type)

@@ -217,11 +217,11 @@ def _check_micro_batches(program: PipelineProgram) -> None:
 
 
 def _check_unique(program: PipelineProgram, steps: Integers, number: Integers, verb: str) -> None:
-    """Raise `ProgramError` if two steps do the same work, such as sending the same value; the error names the later
-    one.
+    """Raise `ProgramError` if two steps do the same work, such as two sends of one value; the error names the later
+    step.
 
-    steps: step indices. number: [steps], number that is equal for steps that do the same work. verb: participle for the
-    error message, such as `sent`.
+    steps: step indices. number: [steps], identifier of each step's work, equal for steps that do the same. verb:
+    participle for the message, such as `sent`.
     """
     order = np.argsort(number, kind="stable")
     again = np.flatnonzero(number[order][1:] == number[order][:-1])

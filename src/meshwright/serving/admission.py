@@ -72,13 +72,13 @@ class AdmissionState:
         self._slack[:index] -= count * self._tables
 
     def admit(self, most: Row, remaining: int, cached: Row, shared: Mapping[tuple[int, int], int]) -> AdmissionState:
-        """Return a new admission state that includes one more running sequence, the youngest. The new state may be
-        unsafe; this state is not changed.
+        """Return a copy of the state with one more running sequence, the youngest. The copy may be unsafe; this state
+        is unchanged.
 
-        most [W]: maximum number of KV blocks that the new sequence holds at a time in each block table. remaining:
-        blocks that the new sequence may allocate in each table, besides those of its cached prefix. cached [W]: in each
-        table, number of blocks of the cached prefix that no running sequence holds. shared: {(index of a running
-        sequence, table): number of blocks of the cached prefix of which that sequence is the youngest holder so far}.
+        most [W]: maximum number of KV blocks that the new sequence holds at a time in each block table. remaining: KV
+        blocks that it may still allocate in each table. cached [W]: number of blocks of its cached prefix in each table
+        that no running sequence holds. shared: {(index of a running sequence, table): number of blocks of the cached
+        prefix that the running sequence owned so far}; the new sequence owns them from now on.
         """
         owned, prefix = self._owned.copy(), list(cached)
         for (index, table), count in shared.items():

@@ -70,8 +70,8 @@ class Engine:
         return self.scheduler.record_results(batch, sample_batch(batch, found))
 
     def _run(self, batch: StepBatch, **given: Any) -> StepOutput:
-        """Run the runner on `batch` and return the result, which a GPU may still be computing. given: further arguments
-        of the runner's method `run`."""
+        """Run the forward pass of `batch` on the runner; return its result, which a GPU may still be computing. given:
+        further keyword arguments of `Runner.run`."""
         began = time.perf_counter()
         found = self.runner.run(batch, **given)
         self._kernel_seconds += time.perf_counter() - began

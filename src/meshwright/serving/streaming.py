@@ -59,9 +59,9 @@ class JobRunner:
         return job.formatter.answer(job.choices, [Piece.join(each) for each in pieces])
 
     def start(self, job: Job, take: Take) -> asyncio.Task[None]:
-        """Submit all requests of a job to the engine. Return the task that calls `take(choice, piece)` for each new
-        piece of text. When the task ends or is cancelled, unfinished requests are cancelled. Raises ApiError if the
-        requests are refused."""
+        """Submit all requests of a job to the engine; return the task that calls `take(choice, piece)` for each new
+        piece of text. Requests that are unfinished when the task ends or is cancelled are cancelled. Raises ApiError if
+        the requests are refused."""
         refusal = self._client.admit(job.requests, job.ticket)
         if refusal is not None:
             self._metrics.refuse(refusal.reason)

@@ -18,7 +18,7 @@ import torch
 from meshwright.checkpoint.files import replace_file
 from meshwright.comm.mesh import Mesh
 from meshwright.data import PreparedData
-from meshwright.draw.axis import log_axis
+from meshwright.draw.axis import make_log_axis
 from meshwright.draw.line_chart import Plot, Series
 from meshwright.draw.picture import stack_pictures
 from meshwright.errors import UserError
@@ -63,8 +63,8 @@ class CoordinateCheck:
         for title, curves in (("before the first step", self.sizes), (f"change in {self.steps} steps", self.changes)):
             values = [max(value, 1e-12) for part in PARTS for value in curves[part]]
             plot = Plot(
-                log_axis(self.hidden, "hidden size", lambda number: f"{number:g}"),
-                log_axis(values, "", lambda number: f"{number:g}"), right=640, bottom=210,
+                make_log_axis(self.hidden, "hidden size", lambda number: f"{number:g}"),
+                make_log_axis(values, "", lambda number: f"{number:g}"), right=640, bottom=210,
             )  # fmt: skip
             series = [
                 Series(part, list(zip(self.hidden, curves[part], strict=True)), colour, "named", dots=True)

@@ -14,7 +14,7 @@ from meshwright.spec.policy import TILE_QUERIES
 from meshwright.spec.refuse import refuse
 from meshwright.training.preference_loss import Preference
 from meshwright.verification.problem import ADAMW, SGD, Problem, choose_sequence_length, scale_down_config
-from meshwright.verification.teaching import Teaching
+from meshwright.verification.teaching import DistillationSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class CaseBuilder:
     config: ModelConfig
     dtype: str = "float64"
     preference: Preference | None = None
-    teaching: Teaching | None = None
+    teaching: DistillationSettings | None = None
     batch: int = 8
     compiled: bool = False
 

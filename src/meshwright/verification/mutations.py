@@ -210,9 +210,9 @@ def list_possible_faults(layout: Layout, results: Sequence[RankResult]) -> list[
 
 
 def _get_call_signature(result: RankResult, site: str, operation: str) -> tuple[tuple[int, int], ...]:
-    """Return the number and size of a rank's calls at one call site with one operation, as tuples (number of calls,
-    payload bytes). A fault may move ranks to another process group only if these are equal on them; otherwise a call
-    would wait forever for its partner. result: the rank's results."""
+    """Return the calls of a rank at one call site with one operation, as tuples (number of calls, payload bytes). A
+    fault may move ranks to another process group only if this is equal on them; else a call would wait forever for its
+    partner. result: the rank's results."""
     return tuple(
         (call["calls"], call["payload_bytes"])
         for call in result.calls

@@ -139,9 +139,10 @@ def _describe_slice(
     before: torch.Tensor | None,
 ) -> str:
     """Describe how the gradient slice of one rank differs from the correct one, such as "zero" or "contribution of rank
-    1 missing". values [n]: the rank's gradient. truth [n]: the correct gradient. parts [contributions, n]: its
-    summands. labels: (rank, micro-batch) of each summand. before [n]: correct gradient of the previous step; None in
-    the first."""
+    1 missing".
+
+    values [n]: the rank's gradient. truth [n]: the correct gradient, the sum of `parts` [contributions, n]. labels:
+    (rank, micro-batch) of each contribution. before [n]: correct gradient of the previous step; None in the first."""
     size = float(truth.norm())
     if not bool(values.isfinite().all()):
         return "not finite"

@@ -13,7 +13,7 @@ from meshwright.serving.prompts import Prompts
 from meshwright.serving.protocol.bodies import GenerationBody
 from meshwright.serving.sampling import TokenResult
 
-LEAST_LOGPROB = -9999.0  # what OpenAI's API writes for a probability of 0, since JSON has no infinity
+MIN_LOGPROB = -9999.0  # what OpenAI's API writes for a probability of 0, since JSON has no infinity
 END_OF_STREAM = b"data: [DONE]\n\n"
 
 
@@ -226,6 +226,6 @@ def count_usage(choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 def _clamp_logprob(logprob: float | None) -> float | None:
-    """Return the log-probability `logprob`, but at least `LEAST_LOGPROB` (-9999), as JSON has no infinity; None stays
+    """Return the log-probability `logprob`, but at least `MIN_LOGPROB` (-9999), as JSON has no infinity; None stays
     None."""
-    return None if logprob is None else max(logprob, LEAST_LOGPROB)
+    return None if logprob is None else max(logprob, MIN_LOGPROB)

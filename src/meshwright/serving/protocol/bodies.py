@@ -21,14 +21,14 @@ from meshwright.serving.protocol.unsupported import UNSUPPORTED, UNSUPPORTED_IN_
 from meshwright.serving.sampling import Sampling
 from meshwright.untrusted import check_nesting
 
-MOST_SEQUENCES = 1024  # prompts x n of one HTTP request
+MAX_SEQUENCES = 1024  # prompts x n of one HTTP request
 
 _SUBJECT = re.compile("(Input|List|String|Dictionary|Tuple) should")
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
-Texts = Annotated[list[str], Field(min_length=1, max_length=MOST_SEQUENCES, fail_fast=True)]
-TokenLists = Annotated[list[Tokens], Field(min_length=1, max_length=MOST_SEQUENCES, fail_fast=True)]
+Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_SEQUENCES, fail_fast=True)]
+TokenLists = Annotated[list[Tokens], Field(min_length=1, max_length=MAX_SEQUENCES, fail_fast=True)]
 StopString = Annotated[str, Field(min_length=1, max_length=128)]
 BiasedToken = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
