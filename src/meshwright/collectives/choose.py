@@ -44,10 +44,10 @@ class AlgorithmOptions:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A collective algorithm with its options (`settings`), and its time for one size of the vector.
+    """A collective algorithm with its options, and its time for one size of the vector.
 
-    algorithm: name, such as "ring". seconds: simulated time. closed_form_seconds: time by the algorithm's formula, None
-    if it has none.
+    algorithm: name, such as "ring". settings: the options. seconds: simulated time. closed_form_seconds: time by the
+    algorithm's formula, None if it has none.
     """
 
     algorithm: str

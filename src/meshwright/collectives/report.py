@@ -196,13 +196,16 @@ def format_crossovers(crossovers: Sequence[Crossover]) -> str:
 
 @dataclass(frozen=True)
 class CollectiveOptions(AlgorithmOptions):
-    """Options of an algorithm (segments, ranks per node, sides of the grid), of the operation and of the network, for
-    the function `collective`.
+    """Options for the function `collective`: those of the algorithm (segments, ranks per node, sides of the grid), the
+    operation and the network.
 
-    root: source or destination rank (None: 0). reduction: "sum" (the default), "mean", "minimum" or "maximum". latency
-    (seconds), bandwidth (bytes per second): defaults for links whose values the topology's text does not give.
-    reduce_bytes_per_second: rate of local reductions. crossovers: True to also find the sizes at which the fastest
-    algorithm changes; applies to `auto` on few ranks only.
+    Attributes:
+        root: Source or destination rank; None: 0.
+        reduction: "sum" (None, the default), "mean", "minimum" or "maximum".
+        latency, bandwidth: Seconds, and bytes per second, of links whose values the topology's text does not give.
+        reduce_bytes_per_second: Rate of local reductions.
+        crossovers: True to also find the sizes at which the fastest algorithm changes; applies to `auto` on few ranks
+            only.
     """
 
     root: int | None = None

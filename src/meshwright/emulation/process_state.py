@@ -53,9 +53,9 @@ class ProcessState:
     """Process-wide state, such as random generators, of one emulated rank. Emulated ranks share a process, so the state
     of a rank is loaded into the process when the rank runs, and saved when it stops.
 
-    The state is torch.distributed's process groups (`world`), environment variables, `__main__`, `sys.argv`, the
-    modules of the script's directory, random states, default dtype, deterministic mode, and the mesh axes and call
-    records of Meshwright's package `comm`.
+    The state is torch.distributed's process groups, environment variables, `__main__`, `sys.argv`, the modules of the
+    script's directory, random states, default dtype, deterministic mode, and the mesh axes and call records of
+    Meshwright's package `comm`.
 
     Attributes:
         world: Process groups, an object with the fields of torch.distributed's `_World`.

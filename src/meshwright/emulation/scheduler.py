@@ -31,9 +31,10 @@ class RankStopped(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class WaitCondition:
-    """Condition that a rank waits for. ready: returns True once the rank can go on. describe: returns text such as
-    "recv from rank 1 (its call 3, ring.py:14)". polled: True if the program polls (asks again and again) instead of
-    blocking."""
+    """Condition that a rank waits for.
+
+    ready: function that returns True once the rank can go on. describe: function that returns text such as "recv from
+    rank 1 (its call 3, ring.py:14)". polled: True if the program polls (queries repeatedly) instead of blocking."""
 
     ready: Callable[[], bool]
     describe: Callable[[], str]

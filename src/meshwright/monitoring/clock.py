@@ -12,10 +12,9 @@ import torch
 class StepClock:
     """Clock of the phases of a training step, such as "forward". The caller marks the end of each phase.
 
-    On CUDA a mark records an event on the current stream, and its time is read one step later, so that the host does
-    not wait for the GPU. From the second step on, the results are therefore those of the previous step. device: device
-    of this rank. waited: function that returns the seconds that this process has spent waiting in collective calls
-    since its start.
+    device: device of this rank. On CUDA a mark records an event on the current stream, whose time is read one step
+    later, so that the host does not wait for the GPU: results are those of the previous step. waited: function that
+    returns the seconds that this process has spent waiting in collective calls since its start.
     """
 
     def __init__(self, device: torch.device, waited: Callable[[], float] = lambda: 0.0) -> None:

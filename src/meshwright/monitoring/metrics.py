@@ -20,11 +20,11 @@ from meshwright.untrusted import read_file
 
 
 class MetricsFile:
-    """Writer of `metrics.jsonl`, a file with one JSON object per line. path: the file. resume_step: number of steps
-    done in the checkpoint from which the run resumes, 0 for a fresh run; lines of later steps are removed first.
+    """Writer of `metrics.jsonl`, a file with one JSON object per line. Each line is written completely or not at all; a
+    line that could not be written (disk full) is retried with the next one.
 
-    Each line is written completely or not at all; a line that could not be written (disk full) is retried with the next
-    one.
+    path: the file. resume_step: number of steps done in the checkpoint from which the run resumes, 0 for a fresh run;
+    lines of later steps are removed first.
     """
 
     def __init__(self, path: Path, resume_step: int) -> None:

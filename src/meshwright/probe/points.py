@@ -149,8 +149,7 @@ class MeasurementPlan:
 
 class ReferenceKernel:
     """Small matrix product (256 x 512 by 512 x 512, float32) that is timed right after each measurement on a CPU, to
-    scale the measured time to the CPU's usual speed: other programs on the machine may reduce the speed by a third for
-    seconds.
+    scale the measured time to the CPU's usual speed: other programs may slow it down by a third for seconds.
 
     device: device of the measurements; on a GPU nothing is timed or corrected.
     """

@@ -69,7 +69,9 @@ class Timeline:
     """Simulated program ready to draw: spans (steps) on tracks (ranks), and arrows (transfers) between them.
 
     Attributes:
+        title: Heading.
         tracks: Title of each track.
+        spans, arrows: Steps and transfers.
         levels: Track index -> curve of a quantity over time, as (time, value from that time on) pairs.
         level_name: Name of that quantity, such as `activations`.
         notes: One text per track, drawn beside it.

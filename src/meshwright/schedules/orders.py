@@ -146,11 +146,10 @@ class Problem:
         """Lower bound of the makespan (total time) over all orders within the memory limits: the maximum, over all
         ranks, of a work bound and a memory bound.
 
-        Work bound: minimum idle time before the rank's first input gradient (the first micro-batch must arrive, and
-        memory limits the number of forwards until then), plus the time of its forwards and input gradients, plus the
-        longer of its weight gradients and the passes of earlier stages after its last input gradient. Memory bound:
-        arrival time of the first micro-batch, plus the memory-time product of all activations divided by the memory
-        limit.
+        Work bound: idle time before the rank's first input gradient, at least (its first micro-batch must arrive, and
+        memory limits the forwards until then); plus its forwards and input gradients; plus the longer of its weight
+        gradients and the passes of earlier stages after its last input gradient. Memory bound: arrival time of the
+        first micro-batch, plus the memory-time product of all activations divided by the memory limit.
         """
         s, m, t = self.stages, self.micro_batches, self.duration
         comes, after = [0.0] * s, [t[2 * s]] + [0.0] * (s - 1)

@@ -178,8 +178,8 @@ class Replica:
 
     @property
     def free_sequences(self) -> int:
-        """Number of further sequences that the replica could start at once: its maximum minus those that ran at its
-        last report (0 if requests wait in its queue), minus the waiting requests and those sent since then. May be
+        """Estimated number of further sequences that the replica could start now: its maximum minus the running ones of
+        its last report (0 if requests wait there), minus the requests that wait there or were sent since then. May be
         negative."""
         running, waiting = self.report.get("running", 0) + self.report.get("paused", 0), self.report.get("waiting", 0)
         return (0 if waiting else self.max_sequences - running) - waiting - self.sent

@@ -54,7 +54,9 @@ FaultyFunction = Callable[..., Any]  # (counter, original function, arguments of
 @dataclass(frozen=True, slots=True)
 class LocalFaultSpec:
     """Definition of a deliberate bug: the function or method called `name` of `owner` (a module or class) is replaced
-    by `wrong`. `wrong` is called with a `FaultCounter`, the original function, and the arguments of the call. case:
+    by `wrong`.
+
+    wrong: buggy function, called with a `FaultCounter`, the original function, and the arguments of the call. case:
     name of the verification case (small training problem) that detects the bug."""
 
     owner: Any

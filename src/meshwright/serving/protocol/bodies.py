@@ -160,7 +160,8 @@ class StreamOptions(Body):
 
 
 class GenerationBody(EndpointBody):
-    """Base class of the bodies of all endpoints that generate text: sampling options, stop conditions, streaming."""
+    """Base class of the bodies of all endpoints that generate text: sampling options, stop conditions and streaming, as
+    in OpenAI's API and vLLM."""
 
     default_tokens: ClassVar[int | None] = None  # of `max_tokens`; None: up to the model's maximum length
 
@@ -235,7 +236,8 @@ class GenerationBody(EndpointBody):
 
 
 class PromptBody(GenerationBody):
-    """Base class of the bodies that have a `prompt` (text or token IDs) instead of messages."""
+    """Base class of the bodies that have a `prompt` (texts or token IDs) instead of messages, which `echo` puts before
+    the answer."""
 
     prompt: str | Tokens | Texts | TokenLists
     max_tokens: TokenCount | None = Field(None, description="default: 16")
@@ -290,7 +292,8 @@ class LlamaBody(PromptBody):
 
 
 class OpenAIBody(GenerationBody):
-    """Base class of the bodies of `/v1/completions` and `/v1/chat/completions`: the fields that both have."""
+    """Base class of the bodies of `/v1/completions` and `/v1/chat/completions`: the fields that both have, as in
+    OpenAI's API and vLLM."""
 
     best_of: int | None = Field(None, ge=1, le=128, description="must equal n")
     stream_options: StreamOptions = Field(default_factory=lambda: StreamOptions.model_validate({}))
