@@ -115,8 +115,10 @@ def choose_device(wanted: str, local_rank: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RankDevices:
-    """Host and GPUs of one rank that torchrun, Kubernetes or SLURM started. host: host name. local_rank: index of the
-    rank on that host, from 0; None if unknown. devices: UUIDs of the GPUs that are visible to the rank."""
+    """Host and GPUs of one rank that torchrun, Kubernetes or SLURM started.
+
+    host: host name. local_rank: index of the rank on that host, from 0; None if unknown. devices: UUIDs of the GPUs
+    that are visible to the rank."""
 
     host: str
     local_rank: int | None

@@ -16,11 +16,8 @@ KERNELS_KEPT = 1024
 
 
 def keep_freed_memory() -> None:
-    """Configure glibc to keep freed memory instead of returning it to the kernel after every step. Does nothing without
-    glibc.
-
-    Each returned page costs the next step a page fault: some 3% of the step time at 30 M parameters.
-    """
+    """Configure glibc to keep freed memory instead of returning it to the kernel after every step, which would cost the
+    next step a page fault per page (some 3% of the step time at 30 M parameters). Does nothing without glibc."""
     if sys.platform != "linux":
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
