@@ -165,7 +165,7 @@ def test_bands_cover_axis_and_are_labelled_where_labels_fit():
     plot = Plot(make_log_axis([1, 1e6], "", str), make_linear_axis(0, 1), right=500, bottom=300)
     high = plot.x_axis.high
     plot.draw_bands("best", [Band(1e3, "ring", "ring to 1000", "blue", "1 kB"), Band(high, "tree", "tree", "red")])
-    root = ET.fromstring(plot.picture.svg(600, 400, "bands"))
+    root = ET.fromstring(plot.picture.to_svg(600, 400, "bands"))
     (x1, w1), (x2, w2) = (numbers(rect, "x", "width") for rect in root.iter("rect"))
     assert x1 == pytest.approx(plot.left, abs=0.01) and x2 == pytest.approx(x1 + w1, abs=0.02)
     assert x2 + w2 == pytest.approx(500, abs=0.02)

@@ -37,9 +37,9 @@ def test_labels_of_an_overlaid_chart_with_long_names_are_apart_and_whole():
 
 def test_overlapping_and_cut_labels_are_found():
     picture = Picture()
-    picture.text(10, 20, "a label")
-    picture.text(30, 22, "another label")
-    picture.text(190, 80, "too far right")
-    assert find_label_faults(picture.svg(200, 100, "faults")) == [
+    picture.add_text(10, 20, "a label")
+    picture.add_text(30, 22, "another label")
+    picture.add_text(190, 80, "too far right")
+    assert find_label_faults(picture.to_svg(200, 100, "faults")) == [
         "'too far right' leaves its picture", "'a label' overlaps 'another label'"
     ]  # fmt: skip

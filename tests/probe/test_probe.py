@@ -243,9 +243,9 @@ def test_time_includes_waits_if_ranks_share_cores(monkeypatch: pytest.MonkeyPatc
     waits = iter([{"7": 0}, {"7": 400_000_000}])
     monkeypatch.setattr(stopwatch, "read_waiting_times", lambda threads: next(waits))
     monkeypatch.setattr(stopwatch.time, "perf_counter", iter([1.0, 2.0, 1.0, 2.0]).__next__)
-    assert stopwatch.Stopwatch().seconds() == pytest.approx(0.6, abs=0.01)
+    assert stopwatch.Stopwatch().read_seconds() == pytest.approx(0.6, abs=0.01)
     monkeypatch.setattr(stopwatch.Stopwatch, "shared", True)
-    assert stopwatch.Stopwatch().seconds() == 1.0
+    assert stopwatch.Stopwatch().read_seconds() == 1.0
 
 
 def test_collective_time_is_slowest_rank_without_waits_for_cores():
@@ -281,7 +281,7 @@ def test_times_are_corrected_by_reference_kernel(monkeypatch: pytest.MonkeyPatch
     clock = Clock()
 
     class Slowed:
-        def seconds(self) -> float:
+        def measure_seconds(self) -> float:
             return 0.001 * clock.pace
 
     def timed(*_: object) -> float:

@@ -63,8 +63,8 @@ def draw_crossovers(
         _make_bytes_axis(curves.sizes), _make_seconds_axis([value for value in values if value > 0]), 810, 476, top=46
     )
     title = f"{curves.chooser.operation} on {network.ranks} ranks, {network.name}"
-    plot.picture.text(plot.left, 20, title, class_="title")
-    plot.picture.text(plot.left, 37, "seconds over bytes of the vector, simulated", class_="dim")
+    plot.picture.add_text(plot.left, 20, title, class_="title")
+    plot.picture.add_text(plot.left, 37, "seconds over bytes of the vector, simulated", class_="dim")
     for one in series:
         plot.draw_line(one)
     plot.draw_names(series)
@@ -72,7 +72,7 @@ def draw_crossovers(
     if requested and curves.sizes[0] <= requested <= curves.sizes[-1]:
         takes = f": {named[0]} takes {format_seconds(named[1])}" if named and named[1] > 0 else ""
         plot.draw_mark(Mark(requested, format_bytes(requested) + takes, named[1] if named and takes else None))
-    return plot.picture.svg(1000, 560, title, alone=True)
+    return plot.picture.to_svg(1000, 560, title, alone=True)
 
 
 def _list_curve_points(curves: Curves, name: str) -> list[tuple[float, float]]:

@@ -48,18 +48,20 @@ def draw_stacked_bars(
                 picture.add("rect", title=title, x=x, y=y, width=max(width, 0.5), height=thickness, style=style)
                 x += width
         if number % -(-14 // pitch) == 0:
-            picture.text(4, round(y + pitch / 2 + 1), name)
+            picture.add_text(4, round(y + pitch / 2 + 1), name)
             # Next to the limit line, not across it.
             crossed = x - 6 < line < x + 12 + estimate_text_width(show(total))
-            picture.text((line if crossed else x) + 6, y + pitch / 2 + 1, show(total), class_="dim")
+            picture.add_text((line if crossed else x) + 6, y + pitch / 2 + 1, show(total), class_="dim")
     if limit and most >= limit[0]:
-        picture.line((line, 0), (line, height - 20), "limit")
+        picture.add_line((line, 0), (line, height - 20), "limit")
         at = min(line, WIDTH - estimate_text_width(limit[1]) / 2)
-        picture.text(at, height - 6, limit[1], "middle")
+        picture.add_text(at, height - 6, limit[1], "middle")
     elif limit:
         share = largest / limit[0]
-        picture.text(left, height - 6, f"of {limit[1]}, {f'{share:.0%}' if share >= 0.005 else '<1%'}", class_="dim")
-    return picture.svg(WIDTH, height, label)
+        picture.add_text(
+            left, height - 6, f"of {limit[1]}, {f'{share:.0%}' if share >= 0.005 else '<1%'}", class_="dim"
+        )
+    return picture.to_svg(WIDTH, height, label)
 
 
 def draw_grouped_bars(names: Sequence[str], groups: Sequence[tuple[str, str, Sequence[float]]], title: str) -> Markup:
@@ -80,4 +82,4 @@ def draw_grouped_bars(names: Sequence[str], groups: Sequence[tuple[str, str, Seq
                 "rect", title=f"{group}: {value:,}", x=x, y=y, width=share * (plot.x(1) - plot.left),
                 height=plot.bottom - y, style=f"fill:{css_var(colour)}",
             )  # fmt: skip
-    return plot.picture.svg(760, 240, title)
+    return plot.picture.to_svg(760, 240, title)

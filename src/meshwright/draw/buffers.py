@@ -159,16 +159,16 @@ class _FramePicture:
         """Return the picture as SVG. width: width of the SVG picture in pixels."""
         picture = Picture()
         for slot, top in enumerate(self.top):
-            picture.text(self.left - 8, top + _CELL / 2 + 4, format_slot_title(self.program, slot), class_="side")
+            picture.add_text(self.left - 8, top + _CELL / 2 + 4, format_slot_title(self.program, slot), class_="side")
         for rank, cells in enumerate(self.frame.cells):
             words = f"rank {rank} · {LETTERS[rank]}"
-            picture.text(self._compute_rank_left(rank) + self.cell_width / 2, 16, words, class_="rank")
+            picture.add_text(self._compute_rank_left(rank) + self.cell_width / 2, 16, words, class_="rank")
             for slot, cell in enumerate(cells):
                 self._draw_cell(picture, rank, slot, cell)
         for number, arrow in enumerate(self.frame.arrows):
             self._draw_arrow(picture, number, arrow)
         title = f"{self.program.operation} {self.program.algorithm}, {self.frame.title}"
-        return picture.svg(width, self.height, title)
+        return picture.to_svg(width, self.height, title)
 
     def _compute_rank_left(self, rank: int) -> int:
         """Return the x coordinate, in pixels, of the left edge of rank number `rank`'s column."""
@@ -184,7 +184,7 @@ class _FramePicture:
             "rect", class_=kind + " fresh" * cell.fresh, style=f"--full:{0.08 + 0.5 * share:.2f}", x=x, y=y,
             width=width, height=_CELL, rx=4,
         )  # fmt: skip
-        picture.text(x + width / 2, y + _CELL / 2 + 2, cell.label, class_="cell")
+        picture.add_text(x + width / 2, y + _CELL / 2 + 2, cell.label, class_="cell")
         if cell.label and self.ranks > 1:
             picture.add("use", href=f"#{_make_stripes_id(cell.origins)}", x=x, y=y)
 

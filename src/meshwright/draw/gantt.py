@@ -47,16 +47,16 @@ def draw_svg(timeline: Timeline, width: int = 1200, alone: bool = True, until: f
     # The legend stays within `width`; a wider chart scrolls.
     chart.begin(min(total, width) - MARGIN, 41 if alone else 19, timeline.level_name if timeline.levels else "")
     if alone:
-        chart.picture.text(MARGIN, 20, timeline.title, class_="title")
+        chart.picture.add_text(MARGIN, 20, timeline.title, class_="title")
     for track, name in enumerate(timeline.tracks):
         chart.draw_row(track, name, ROW)
         if timeline.notes:
             x = chart.left + chart.plot + 10
-            chart.picture.text(x, chart.y(track) + 17, timeline.notes[track], class_="dim")
+            chart.picture.add_text(x, chart.y(track) + 17, timeline.notes[track], class_="dim")
     for span in spans:
         chart.draw_step(span)
     chart.draw_levels()
-    return chart.picture.svg(total, chart.draw_axis(), timeline.title, alone=alone)
+    return chart.picture.to_svg(total, chart.draw_axis(), timeline.title, alone=alone)
 
 
 def draw_overview(timeline: Timeline, width: int = 1200) -> Markup:
@@ -82,7 +82,7 @@ def draw_overview(timeline: Timeline, width: int = 1200) -> Markup:
         paths.setdefault(_choose_colour(span)[0], []).append(path)
     for fill, steps in paths.items():
         chart.picture.add("path", style=f"fill:{fill}", d="".join(steps))
-    return chart.picture.svg(width, chart.draw_axis(), timeline.title)
+    return chart.picture.to_svg(width, chart.draw_axis(), timeline.title)
 
 
 def draw_page(timeline: Timeline, rows: Sequence[Sequence[str]], summary: str = "") -> str:
@@ -140,7 +140,7 @@ class _Chart:
         empty if there is none.
         """
         self.scale = self.plot / self.end
-        self.top = self.picture.legend(self._list_legend_entries(level_name), self.left, right, baseline) + 11
+        self.top = self.picture.add_legend(self._list_legend_entries(level_name), self.left, right, baseline) + 11
 
     def x(self, time: float) -> float:
         """Return the x coordinate, in pixels, of a time (in the unit of the timeline)."""
@@ -179,7 +179,7 @@ class _Chart:
         """Draw the background of one row and its name. track: index of the row. name: text at the left, empty for none.
         height: height of the background in pixels."""
         if name:
-            self.picture.text(MARGIN, self.y(track) + height // 2 + 4, name)
+            self.picture.add_text(MARGIN, self.y(track) + height // 2 + 4, name)
         self.picture.add("rect", class_="row", x=self.left, y=self.y(track), width=self.plot, height=height)
 
     def draw_step(self, span: Span) -> None:
@@ -195,7 +195,7 @@ class _Chart:
         size = 10.5 if width >= estimate_text_width(span.label, 10.5) + 4 else 9.0
         if width >= estimate_text_width(span.label, size) and height >= 10:
             place = x + width / 2, y + height / 2 + 3.8
-            self.picture.text(
+            self.picture.add_text(
                 *place,
                 span.label,
                 "middle",
@@ -224,8 +224,8 @@ class _Chart:
     def draw_axis(self) -> float:
         """Draw the time axis below the rows; return the height of the whole picture in pixels."""
         y = self.y(len(self.timeline.tracks))
-        self.picture.line((self.left, y), (self.x(self.end), y), "line")
+        self.picture.add_line((self.left, y), (self.x(self.end), y), "line")
         for tick, _ in make_linear_axis(0.0, self.end, most=max(1, int(self.plot / 63))).ticks:
-            self.picture.line((self.x(tick), y), (self.x(tick), y + 4), "line")
-            self.picture.text(self.x(tick), y + 17, f"{tick:g}", "middle", class_="dim tick")
+            self.picture.add_line((self.x(tick), y), (self.x(tick), y + 4), "line")
+            self.picture.add_text(self.x(tick), y + 17, f"{tick:g}", "middle", class_="dim tick")
         return y + 34

@@ -50,8 +50,10 @@ def draw_parallel_coordinates(axes: Sequence[tuple[str, Axis]], items: Sequence[
         style = f"stroke:{css_var(item.colour)}"
         picture.add("polyline", title=item.title, points=" ".join(points), class_=item.kind, style=style)
     for number, (x, (name, axis)) in enumerate(zip(places, axes, strict=True)):
-        picture.line((x, TOP), (x, BOTTOM), "line")
-        picture.text(x, 14 if number % 2 == 0 else 27, name, "middle", class_="small")  # long names beside each other
+        picture.add_line((x, TOP), (x, BOTTOM), "line")
+        picture.add_text(
+            x, 14 if number % 2 == 0 else 27, name, "middle", class_="small"
+        )  # long names beside each other
         for value, words in axis.ticks:
-            picture.text(x - 5, y(axis, value) + 4, words, "end", class_="halo dim small")
-    return picture.svg(places[-1] + 20 + estimate_text_width(axes[-1][0]) / 2, BOTTOM + 14, label)
+            picture.add_text(x - 5, y(axis, value) + 4, words, "end", class_="halo dim small")
+    return picture.to_svg(places[-1] + 20 + estimate_text_width(axes[-1][0]) / 2, BOTTOM + 14, label)

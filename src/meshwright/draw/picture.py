@@ -23,18 +23,20 @@ class Picture:
         attributes: SVG attributes of the element (`class_` stands for class, an underscore for a hyphen)."""
         self.parts.append(element(name, element("title", title) if title else None, **attributes))
 
-    def text(self, x: float, y: float, words: str, anchor: str | None = None, **attributes: str | float | None) -> None:
+    def add_text(
+        self, x: float, y: float, words: str, anchor: str | None = None, **attributes: str | float | None
+    ) -> None:
         """Append the text `words` at (x, y), in pixels, to the picture. anchor: part of the text that lies at x: None
         (start), "middle" or "end". attributes: further SVG attributes (`class_` stands for class, an underscore for a
         hyphen)."""
         self.parts.append(element("text", words, x=x, y=y, text_anchor=anchor, **attributes))
 
-    def line(self, start: tuple[float, float], end: tuple[float, float], kind: str, title: str = "") -> None:
+    def add_line(self, start: tuple[float, float], end: tuple[float, float], kind: str, title: str = "") -> None:
         """Append a straight line to the picture, from `start` (x, y) to `end` (x, y), in pixels. kind: CSS class in the
         style sheet, such as "grid". title: text shown on hover."""
         self.add("line", title=title, x1=start[0], y1=start[1], x2=end[0], y2=end[1], class_=kind)
 
-    def legend(self, entries: Iterable[tuple[str, dict[str, str]]], left: float, right: float, y: float) -> float:
+    def add_legend(self, entries: Iterable[tuple[str, dict[str, str]]], left: float, right: float, y: float) -> float:
         """Append a legend between x = `left` and `right`, wrapped into lines from y = `y` on; return the y of its last
         line. All coordinates are in pixels.
 
@@ -46,11 +48,11 @@ class Picture:
             if x > left and x + width > right:
                 x, y = left, y + 17
             self.add("rect", x=x, y=y - 10, width=11, height=11, rx=2, **css_var)
-            self.text(x + 15, y, words, class_="dim small")
+            self.add_text(x + 15, y, words, class_="dim small")
             x += width + 16
         return y
 
-    def svg(self, width: float, height: float, label: str, *, alone: bool = False) -> Markup:
+    def to_svg(self, width: float, height: float, label: str, *, alone: bool = False) -> Markup:
         """Return the complete <svg> element of `width` x `height` pixels, with all elements added so far.
 
         label: description for screen readers. alone: True to include style sheet and XML namespace, for a file of its
@@ -75,14 +77,14 @@ def stack_pictures(pictures: Sequence[tuple[str, Markup]], label: str, gap: floa
     widest, y = 0.0, 0.0
     for heading, drawn in pictures:
         width, height = read_size(drawn)
-        whole.text(left, y + 20, heading, class_="title")
+        whole.add_text(left, y + 20, heading, class_="title")
         whole.parts.append(element("g", drawn, transform=f"translate(0 {y + 26:g})"))
         widest, y = max(widest, width), y + 26 + height + gap
-    return whole.svg(widest, y, label, alone=True)
+    return whole.to_svg(widest, y, label, alone=True)
 
 
 def read_size(drawn: Markup) -> tuple[float, float]:
-    """Return (width, height) in pixels of `drawn`, an SVG picture made by `Picture.svg`."""
+    """Return (width, height) in pixels of `drawn`, an SVG picture made by `Picture.to_svg`."""
     sizes = re.search(r'width="([\d.]+)" height="([\d.]+)"', drawn)
     assert sizes
     return float(sizes[1]), float(sizes[2])

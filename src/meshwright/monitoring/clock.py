@@ -64,7 +64,7 @@ class StepClock:
         (_, begun, waited_before), (_, ended, waited_after) = self._marks[0], self._marks[-1]
         return ended - begun - (waited_after - waited_before)  # type: ignore[operator]
 
-    def waiting_seconds(self) -> float:
+    def compute_waiting_seconds(self) -> float:
         """Return the seconds that this process waited in collective calls between `start()` and the last mark."""
         return self._marks[-1][2] - self._marks[0][2]
 

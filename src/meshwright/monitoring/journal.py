@@ -67,7 +67,7 @@ class Journal:
 
     def log(self, line: str) -> None:
         """Print one line on the console (rank 0 only)."""
-        self.progress.line(line)
+        self.progress.print_line(line)
 
     def begin(
         self,
@@ -166,7 +166,7 @@ class Journal:
             "learning_rate": record.learning_rate,
             self.rate_name: rate,
             **({} if (mfu := self._compute_mfu(rate)) is None else {"mfu": mfu}),
-            "memory_gib": self.memory.peak_bytes() / GIB,
+            "memory_gib": self.memory.read_peak() / GIB,
             "seconds": record.seconds,
             "seconds_by_part": record.seconds_by_part,
         }
@@ -309,7 +309,7 @@ class Journal:
                 "measured": {
                     "state_bytes": end.state_bytes,
                     "sent_bytes_per_step": self.sent_bytes,
-                    "peak_memory_bytes": self.memory.peak_bytes(),
+                    "peak_memory_bytes": self.memory.read_peak(),
                     **measured,
                 },
             }

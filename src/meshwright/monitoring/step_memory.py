@@ -68,19 +68,19 @@ class StepMemory:
         """Stop measuring the memory growth in the first training steps; later allocations do not belong to steps."""
         self._left = 0
 
-    def peak_bytes(self) -> int:
+    def read_peak(self) -> int:
         """Return the peak bytes of this process so far: allocated on CUDA, resident on a CPU."""
         return max(self._earlier, read_peak_memory_bytes(self.device))
 
-    def allocator_peak(self) -> int | None:
+    def read_allocator_peak(self) -> int | None:
         """Return the peak bytes of CUDA's caching allocator; None on a CPU, whose allocator keeps no count."""
-        return self.peak_bytes() if self.device.type == "cuda" else None
+        return self.read_peak() if self.device.type == "cuda" else None
 
     def peaks_to_json(self) -> dict[str, int | None]:
         """Return {"allocator_peak", "process_peak"}, the two measured peaks of this rank in bytes."""
-        return {"allocator_peak": self.allocator_peak(), "process_peak": self.process_peak()}
+        return {"allocator_peak": self.read_allocator_peak(), "process_peak": self.read_process_peak()}
 
-    def process_peak(self) -> int | None:
+    def read_process_peak(self) -> int | None:
         """Return the peak resident set size (RSS) of this process in bytes, libraries included; None if the kernel does
         not report it."""
         now = read_peak_resident_bytes()

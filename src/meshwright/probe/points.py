@@ -159,7 +159,7 @@ class ReferenceKernel:
         self._call = partial(torch.nn.functional.linear, torch.randn(256, 512), torch.randn(512, 512))
         self._processor = device.type == "cpu"
 
-    def seconds(self) -> float:
+    def measure_seconds(self) -> float:
         """Time the reference matrix product; return the median of three calls in seconds, by which other timings are
         corrected for changes of the CPU's speed. On a GPU return 1.0: no correction is made there."""
         if not self._processor:
@@ -255,7 +255,7 @@ def _time_batch(call: Callable[[], Any], device: torch.device, calls: int) -> fl
     for _ in range(calls):
         call()
     synchronize(device)
-    return watch.seconds() / calls
+    return watch.read_seconds() / calls
 
 
 class _SeededBackward(torch.autograd.Function):

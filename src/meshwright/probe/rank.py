@@ -179,7 +179,7 @@ def _time_points(
     for point in points:
         collectives.barrier(mesh.world, _SITE)  # all ranks start together
         times.append(time_point(point, mesh.device, seconds) if mine else 0.0)
-        local.append(kernel.seconds() if mine else 0.0)
+        local.append(kernel.measure_seconds() if mine else 0.0)
     collectives.barrier(mesh.world, _SITE)
     found, levels = [], []
     for taken, reference in zip(_all_gather(mesh, times), _all_gather(mesh, local), strict=True):

@@ -59,7 +59,7 @@ class Stopwatch:
         several threads compute. A wait for a core that they use is not a disturbance by other programs."""
         return time.process_time() - time.thread_time() if self._threads == 1 else 0.0
 
-    def seconds(self) -> float:
+    def read_seconds(self) -> float:
         """Return the seconds since the start, less the waits for CPU cores used by other programs if these exceed the
         fraction `DISTURBED` of the time."""
         passed, waited = self.read()

@@ -56,7 +56,7 @@ class JobRunner:
             run.result()
         finally:
             await _cancel_tasks(run, left)
-        return job.formatter.answer(job.choices, [Piece.join(each) for each in pieces])
+        return job.formatter.format_answer(job.choices, [Piece.join(each) for each in pieces])
 
     def start(self, job: Job, take: Take) -> asyncio.Task[None]:
         """Submit all requests of a job to the engine; return the task that calls `take(choice, piece)` for each new

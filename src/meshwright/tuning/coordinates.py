@@ -73,8 +73,8 @@ class CoordinateCheck:
             for one in series:
                 plot.draw_line(one)
             entries = [(one.name, {"style": f"fill:var(--{one.colour})"}) for one in series]
-            plot.picture.legend(entries, plot.left, plot.right, 262)
-            pictures.append((f"Root mean square of activations, {title}", plot.picture.svg(680, 270, title)))
+            plot.picture.add_legend(entries, plot.left, plot.right, 262)
+            pictures.append((f"Root mean square of activations, {title}", plot.picture.to_svg(680, 270, title)))
         replace_file(path, stack_pictures(pictures, "coordinate check").encode(), sync=False)
 
 

@@ -138,7 +138,7 @@ def _draw_history(trials: Sequence[FrozenTrial]) -> Iterator[Content]:
             steps.append((trial.number, best))
     if steps:
         plot.draw_line(Series("best so far", [*steps, (last, best)], "orange"))
-    yield plot.picture.svg(760, 280, "validation loss of each trial")
+    yield plot.picture.to_svg(760, 280, "validation loss of each trial")
     states = dict.fromkeys(trial.state.name for trial in trials)
     yield legend([*((_NAMES.get(name, "failed, its last loss"), _COLOURS[name]) for name in states),
                   ("best so far", "orange")])  # fmt: skip
@@ -171,7 +171,7 @@ def _draw_curves(trials: Sequence[FrozenTrial]) -> Markup:
     plot = Plot(make_linear_axis(min(0, *steps), max(steps), "step", most=8), y_axis, right=744, bottom=234)
     for one in series:
         plot.draw_line(one)
-    return plot.picture.svg(760, 280, "validation loss over the steps of each trial")
+    return plot.picture.to_svg(760, 280, "validation loss over the steps of each trial")
 
 
 def _draw_importance(study: Study, complete: Sequence[FrozenTrial]) -> Iterator[Content]:
@@ -240,4 +240,4 @@ def _draw_slice(study: Study, dimension: Dimension, trials: Sequence[FrozenTrial
     for trial in trials:
         if (place := _compute_coordinate(study, dimension, trial)) is not None:
             _draw_dot(plot, place, _get_loss(trial), trial)
-    return plot.picture.svg(760, 220, f"validation loss over {dimension.key}")
+    return plot.picture.to_svg(760, 220, f"validation loss over {dimension.key}")

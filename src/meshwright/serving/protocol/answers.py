@@ -44,7 +44,7 @@ class AnswerFormatter:
         none. choices: all choices of the response."""
         return b""
 
-    def answer(self, choices: Sequence[Choice], pieces: Sequence[Piece]) -> dict[str, Any]:
+    def format_answer(self, choices: Sequence[Choice], pieces: Sequence[Piece]) -> dict[str, Any]:
         """Return the JSON object of a response without streaming. choices: its choices (answers). pieces: all text and
         tokens of each choice, in the same order."""
         raise NotImplementedError
@@ -106,7 +106,7 @@ class OpenAIFormatter(AnswerFormatter):
         `data: [DONE]`."""
         return (self._format_event(None, choices) if self._usage else b"") + END_OF_STREAM
 
-    def answer(self, choices: Sequence[Choice], pieces: Sequence[Piece]) -> dict[str, Any]:
+    def format_answer(self, choices: Sequence[Choice], pieces: Sequence[Piece]) -> dict[str, Any]:
         """Return the JSON object of a response without streaming. choices: its choices (answers). pieces: all text and
         tokens of each choice, in the same order."""
         described = []
