@@ -151,9 +151,9 @@ class _Chart:
         return self.top + track * self.pitch
 
     def _list_legend_entries(self, level_name: str) -> list[tuple[str, dict[str, str]]]:
-        """Return the legend's entries as (text, SVG attributes of the colour sample). Each colour of steps has one
-        entry, which names all kinds of steps of that colour; several kinds with the first letters of their labels. The
-        quantity that strips below the rows show has an entry, too.
+        """Return the legend's entries as (text, SVG attributes of the colour sample): one for each colour of steps,
+        which names all kinds of steps of that colour (with the first letters of their labels if there are several), and
+        one for the quantity that strips below the rows show.
 
         level_name: name of that quantity, such as "activations"; empty if there are no strips.
         """

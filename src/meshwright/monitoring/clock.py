@@ -27,8 +27,8 @@ class StepClock:
         """Called with the name of each mark ("" for `start`) while a profile is recorded."""
 
     def start(self) -> None:
-        """Start to time a step: discard the marks of the previous step. On CUDA the marks of the previous step are
-        kept, as their times are read during this one, and those of the step before it are discarded."""
+        """Start to time a step. The marks of earlier steps are discarded; on CUDA those of the previous step are kept,
+        as their times are read during this step."""
         self._previous, self._marks = self._marks, []
         self.mark("")
 

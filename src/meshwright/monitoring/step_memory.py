@@ -49,7 +49,7 @@ class StepMemory:
             self._before += after - before
 
     def begin(self) -> None:
-        """Start measuring the memory growth in the first training steps: reset the peak memory counter. Called just
+        """Reset the peak memory counter, from which the growth in the first training steps is measured. Called just
         before the first step."""
         self._earlier = read_peak_memory_bytes(self.device)
         self._earlier_resident = read_peak_resident_bytes() or 0

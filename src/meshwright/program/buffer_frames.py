@@ -192,7 +192,7 @@ def _make_cells(
 
 def sums_contributions(program: CollectiveProgram) -> bool:
     """Return True if the program's operation sums data of several ranks in one slot (buffer for one chunk): all-reduce,
-    reduce-scatter, reduce. Also True for barrier, whose slots collect the set of ranks that have signalled."""
+    reduce-scatter, reduce; and for barrier, whose slots collect the set of ranks that have signalled."""
     return program.operation in ("all-reduce", "reduce-scatter", "reduce", "barrier")
 
 

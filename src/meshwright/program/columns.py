@@ -44,8 +44,8 @@ class StepColumns:
 
     @cached_property
     def group_index(self) -> Integers:
-        """Index of the group (consecutive steps of a rank that start together) to which each step belongs: [steps].
-        Groups are numbered from 0 over all ranks, rank by rank."""
+        """Index of the group (consecutive steps of a rank that start together) of each step: [steps]. Groups are
+        numbered from 0 over all ranks, rank by rank."""
         return np.cumsum((np.diff(self.rank, prepend=-1) != 0) | (np.diff(self.group, prepend=-1) != 0)) - 1
 
     @cached_property

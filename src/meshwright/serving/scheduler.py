@@ -77,7 +77,7 @@ class Scheduler:
     budget. Requests are admitted by priority, then arrival, as long as every admitted sequence can get all KV blocks
     that it needs to finish (`AdmissionState`).
 
-    limits: sizes of the pool and of a step, whose token budget has room for a token of each sequence. groups: number of
+    limits: sizes of the pool and of a step; its token budget is at least its number of sequences. groups: number of
     pipeline groups, each sequence in one.
 
     Attributes:

@@ -105,7 +105,7 @@ class JobRunner:
 
 
 class EventStream(Response):
-    """HTTP response that streams one job (a parsed HTTP request that generates text) as server-sent events. All events
+    """HTTP response that streams one job (a parsed HTTP request that generates text) as server-sent events; all events
     that wait are sent in one write. Construction submits the job's requests to the engine of `runner`, and raises
     ApiError if they are refused."""
 

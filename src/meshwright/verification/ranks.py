@@ -267,9 +267,9 @@ class _VerificationRun:
 
 @contextmanager
 def _require_compiled_graphs(backend: str, rank: int) -> Iterator[None]:
-    """Context manager that begins without the compiled graphs of earlier runs, and in which exceeding torch's recompile
-    limit raises an error instead of falling back to eager execution. backend: backend of torch.compile. rank: rank of
-    this process."""
+    """Context manager that discards the compiled graphs of earlier runs, and in which exceeding torch's recompile limit
+    raises an error instead of falling back to eager execution. backend: backend of torch.compile. rank: rank of this
+    process."""
     import torch._dynamo
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
