@@ -19,12 +19,12 @@ from meshwright.data.records.chat_template import ChatTemplate
 from meshwright.data.records.messages import Message
 from meshwright.data.records.template_rendering import TemplateError
 from meshwright.data.sources.resolution import find_files
-from meshwright.errors import UserError, out_of_memory_message
+from meshwright.errors import UserError, make_out_of_memory_message
 from meshwright.inspection.files import TensorFiles
 from meshwright.launcher.launcher import LaunchSpec, launch
 from meshwright.launcher.recipe_checks import check_memory
 from meshwright.layout import Layout
-from meshwright.limits import LIMITS, limit_error, limit_of, shorten_repr
+from meshwright.limits import LIMITS, get_limit, make_limit_error, shorten_repr
 from meshwright.monitoring.report import write_report
 from meshwright.monitoring.trackers import check_trackers, load_tracker_class
 from meshwright.planner.hardware.cluster import cluster
@@ -132,8 +132,8 @@ def test_limits_have_reasons_and_are_enforced(repository: Path):
     source = "".join(path.read_text() for path in (repository / "src").rglob("*.py") if path.name != "limits.py")
     assert [name for name in LIMITS if f'"{name}"' not in source] == []  # a limit that nothing reads has no effect
     for name, limit in LIMITS.items():
-        assert limit.reason and limit_error(name, limit.most) is None, name
-        assert limit.reason in str(limit_error(name, limit.most + 1)), name
+        assert limit.reason and make_limit_error(name, limit.most) is None, name
+        assert limit.reason in str(make_limit_error(name, limit.most + 1)), name
     assert shorten_repr(10**5000) == "a number of about 5,001 digits"
     assert len(shorten_repr("x" * 1000)) == 60
 
@@ -164,9 +164,11 @@ def test_model_beyond_any_memory_is_refused_before_ranks_start(tiny_recipe: Path
 
 
 def test_failed_allocation_is_one_error_line():
-    assert "out of memory" in str(out_of_memory_message(MemoryError()))
-    assert "out of memory" in str(out_of_memory_message(RuntimeError("DefaultCPUAllocator: can't allocate memory: 1")))
-    assert out_of_memory_message(RuntimeError("shapes differ")) is None
+    assert "out of memory" in str(make_out_of_memory_message(MemoryError()))
+    assert "out of memory" in str(
+        make_out_of_memory_message(RuntimeError("DefaultCPUAllocator: can't allocate memory: 1"))
+    )
+    assert make_out_of_memory_message(RuntimeError("shapes differ")) is None
 
 
 @pytest.mark.parametrize(
@@ -240,7 +242,7 @@ def test_deeply_nested_program_or_request_is_one_error_line(tmp_path: Path, comm
 def test_oversized_and_endless_files_are_not_read(tmp_path: Path):
     large, pipe = tmp_path / "large.json", tmp_path / "pipe.json"
     with large.open("wb") as file:
-        file.truncate(limit_of("config_bytes") + 1)
+        file.truncate(get_limit("config_bytes") + 1)
     os.mkfifo(pipe)
     for path, said in ((large, "16,777,216 bytes"), (pipe, "device or a pipe"), (Path("/dev/zero"), "device")):
         with pytest.raises(OSError, match=said):
@@ -409,7 +411,7 @@ def test_servers_of_entry_point_trackers_need_trusted_recipe(monkeypatch):
     """An entry point is the user's own choice; the server in its options is the recipe's."""
     from meshwright.monitoring import trackers
 
-    monkeypatch.setattr(trackers, "_entry_points", lambda: {"theirs": trackers.BUILT_IN["mlflow"]})
+    monkeypatch.setattr(trackers, "_list_entry_points", lambda: {"theirs": trackers.BUILT_IN["mlflow"]})
     options = '[track.options.theirs]\nuri = "http://evil.example"\n'
     with pytest.raises(UserError, match=r"options\.theirs\.uri: your credentials .* could be sent to the server"):
         load_tracker_class(load_recipe_text(untrusted("theirs", options), "shared.toml"), "theirs")

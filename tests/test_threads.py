@@ -14,7 +14,7 @@ import pytest
 
 from meshwright import threads
 from meshwright.errors import UserError
-from meshwright.limits import limit_of
+from meshwright.limits import get_limit
 from meshwright.threads import (
     are_threads_set_by_user,
     build_child_environment,
@@ -89,7 +89,7 @@ def test_threads_share_cores_as_far_as_work_suffices(monkeypatch):
     assert [choose_threads(ranks, 16) for ranks in (1, 2, 3, 16, 64)] == [16, 8, 5, 1, 1]
     assert [choose_threads(1, 16, work * enough) for work in (0.1, 1.9, 2, 7.5, 1000)] == [1, 1, 2, 7, 16]
     assert choose_threads(8, 16, 1000 * enough) == 2
-    assert choose_threads(1, 10_000) == limit_of("threads")
+    assert choose_threads(1, 10_000) == get_limit("threads")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")  # the user's number
     assert choose_threads(8, 16, 0.1 * enough) == 3
 

@@ -65,7 +65,7 @@ def error_reason(error: OSError) -> str:
     return (error.strerror or str(error)).lower()
 
 
-def out_of_memory_message(error: BaseException) -> str | None:
+def make_out_of_memory_message(error: BaseException) -> str | None:
     """Return a one-line message if `error` is a failed memory allocation in Python, NumPy or torch; None for other
     errors."""
     text = " ".join(str(error).split())

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from meshwright.errors import UserError
-from meshwright.limits import limit_of, shorten
+from meshwright.limits import get_limit, shorten
 from meshwright.names import (
     ASYNCHRONOUS_SCHEDULES,
     BIDIRECTIONAL_SCHEDULES,
@@ -43,9 +43,9 @@ _EXAMPLES = {
 }
 
 _ZERO_TAKES = f"zero takes {', '.join(map(str, ZERO_LEVELS[:-1]))} or {ZERO_LEVELS[-1]}"
-MAX_COUNT = limit_of("ranks")
+MAX_COUNT = get_limit("ranks")
 """Maximum ranks (of an axis and in total), micro-batches and chunks; published clusters have 200,000 devices."""
-LEAST_MICRO_BATCHES = {"dualpipe": 2, "dualpipe-v": 2, "pipedream-2bw": 1}
+MIN_MICRO_BATCHES = {"dualpipe": 2, "dualpipe-v": 2, "pipedream-2bw": 1}
 """Minimum number of micro-batches for each pipeline rank, by schedule."""
 
 
@@ -170,7 +170,7 @@ class Layout:
         if name in ("dualpipe", "chimera") and self.pp % 2:
             near = f"use pp{self.pp - 1} or pp{self.pp + 1}"
             return f"pp{self.pp}:{name}: {name} pairs the stages from both ends; pp must be even: {near}"
-        a_rank = LEAST_MICRO_BATCHES.get(name, 0)
+        a_rank = MIN_MICRO_BATCHES.get(name, 0)
         if self.micro_batches < a_rank * self.pp:
             enough = f"{'an even mb of ' if two_ways else ''}at least mb{a_rank * self.pp} ({a_rank} x pp)"
             return f"pp{self.pp}:{name}: mb{self.micro_batches} cannot fill the pipeline; use {enough}"

@@ -9,8 +9,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Upper limit of a size in files and on command lines. most: largest accepted value. reason: why larger values are
-    not needed, for the error message."""
+    """Upper limit of a size in files and on command lines. most: largest accepted value. reason: explanation for the
+    error message why larger values are not needed."""
 
     most: int
     reason: str
@@ -65,14 +65,14 @@ LIMITS: dict[str, Limit] = {
 }
 
 
-def limit_of(name: str) -> int:
+def get_limit(name: str) -> int:
     """Return the largest accepted value of the size called `name` in `LIMITS`, such as "layers"."""
     return LIMITS[name].most
 
 
-def limit_error(name: str, value: Any, called: str | None = None) -> str | None:
+def make_limit_error(name: str, value: Any, called: str | None = None) -> str | None:
     """Return an error text, such as "layers 1000000000 is too large: at most 1,024 (...)", if `value` is a number above
-    the limit called `name` in `LIMITS`; else None. called: name of the value in the text, `name` by default."""
+    the limit called `name` in `LIMITS`; else None. called: name of the value in the text, by default `name`."""
     limit = LIMITS[name]
     if not isinstance(value, (int, float)) or value <= limit.most:
         return None

@@ -124,7 +124,7 @@ CHECKPOINT_DTYPES = ("float32", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 
 
-MOST_LISTED = 24
+MAX_LISTED = 24
 """Maximum number of names that an error message lists; of a longer list it shows only similar ones."""
 
 LISTED = '"meshwright plan --list" prints them'
@@ -132,7 +132,7 @@ LISTED = '"meshwright plan --list" prints them'
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the name in `known` that is most similar to the mistyped `word`, ignoring case; None if none is
+    """Return the name in `known` that is most similar to the misspelt `word`, ignoring case; None if none is
     similar."""
     by_lower_case = {name.lower(): name for name in known}
     matches = difflib.get_close_matches(word.lower(), list(by_lower_case), n=1, cutoff=0.6)
@@ -144,12 +144,12 @@ def unknown(kind: str, word: str, known: Iterable[str], listed: str = "") -> str
     sgd)`.
 
     kind: kind of thing that is named ("optimizer"). word: the unknown name. known: all valid names. listed: command or
-    page that lists them; if there are more than `MOST_LISTED`, the message has only this and similar names.
+    page that lists them, which replaces the list in the message if there are more than `MAX_LISTED` names.
     """
     known = list(known)
     close = nearest(word, known)
     suggestion = f'; did you mean "{close}"?' if close else ""
-    if len(known) <= MOST_LISTED:
+    if len(known) <= MAX_LISTED:
         return f'unknown {kind} "{word}"{suggestion} (known: {", ".join(known)})'
     like = [name for name in difflib.get_close_matches(word.lower(), known, n=5, cutoff=0.4) if name != close]
     others = f"; similar: {', '.join(like)}" if like else ""

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic.fields import FieldInfo
 
 from meshwright.errors import UserError
-from meshwright.limits import limit_error, shorten, shorten_repr
+from meshwright.limits import make_limit_error, shorten, shorten_repr
 from meshwright.names import nearest, unknown
 from meshwright.toml import format_toml_value, parse_toml
 
@@ -28,11 +28,11 @@ class Table(BaseModel):
 
 
 def at_most(name: str) -> AfterValidator:
-    """Return a pydantic validator that rejects a number above the limit called `name` in `limits.LIMITS`."""
+    """Return a pydantic validator of numbers that rejects those above the limit called `name` in `limits.LIMITS`."""
 
     def check(value: float) -> float:
         """Return `value`; raise ValueError if it is above the limit."""
-        if problem := limit_error(name, value, ""):
+        if problem := make_limit_error(name, value, ""):
             raise ValueError(problem.strip())
         return value
 
@@ -62,8 +62,8 @@ Name = Annotated[str, Field(min_length=1)]
 
 
 def named(kind: str, known: Sequence[str]) -> AfterValidator:
-    """Return a pydantic validator that rejects strings other than the `known` names. kind: kind of thing that is named
-    ("optimizer"), for the error."""
+    """Return a pydantic validator of strings that accepts only the names in `known`. kind: kind of thing that is named,
+    such as "optimizer", for the error message."""
 
     def check(word: str) -> str:
         """Return `word`; raise ValueError if it is not a known name."""
@@ -163,9 +163,9 @@ class Schema(Generic[Root]):
         return key
 
     def _describe_problem(self, key: str, problem: Any) -> list[str]:
-        """Return the parts of the message for a pydantic error, to be joined by colons: [key, reason]; for an error in
-        a list of tables [key and number of the table in the list, key inside that table, reason]. key: dotted key.
-        problem: one entry of `ValidationError.errors()`."""
+        """Return the parts of the message for a pydantic error, to be joined by colons: [key, reason], or for an error
+        inside a list of tables [key with the table's number, key inside the table, reason]. key: dotted key. problem:
+        one entry of `ValidationError.errors()`."""
         rows = _find_list_item_table(self.keys[key].annotation) if key in self.keys else None
         inside = [part for part in problem["loc"][key.count(".") + 1 :] if isinstance(part, int)] if rows else []
         if rows is None or not inside:

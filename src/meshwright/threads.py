@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from meshwright.errors import UserError
-from meshwright.limits import limit_error, limit_of
+from meshwright.limits import get_limit, make_limit_error
 
 OPENMP_SPIN_POLICY = {"GOMP_SPINCOUNT": "1000"}
 """OpenMP environment for training: threads spin about 10 microseconds (1,000 rounds) at a barrier, then sleep.
@@ -65,7 +65,7 @@ def read_user_threads(environment: Mapping[str, str] | None = None) -> int | Non
     first = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if not first.isdecimal() or not int(first) or (first == "1" and "TORCHELASTIC_RUN_ID" in environment):
         return None
-    if problem := limit_error("threads", int(first), "OMP_NUM_THREADS"):
+    if problem := make_limit_error("threads", int(first), "OMP_NUM_THREADS"):
         raise UserError(problem)
     return int(first)
 
@@ -121,12 +121,12 @@ def choose_threads(ranks: int, cores: int | None = None, layer_flops: float | No
         return chosen
     share = max(1, (count_available_cores() if cores is None else cores) // ranks)
     busy = share if layer_flops is None else max(1, int(layer_flops / FLOPS_PER_THREAD))
-    return min(share, busy, limit_of("threads"))
+    return min(share, busy, get_limit("threads"))
 
 
 def check_local_threads(ranks: int, threads: int) -> None:
     """Raise `UserError` if `ranks` ranks with `threads` threads each are too many for one machine."""
-    most = max(limit_of("local_threads"), 4 * count_available_cores())
+    most = max(get_limit("local_threads"), 4 * count_available_cores())
     if ranks * threads > most:
         raise UserError(
             f"{ranks:,} ranks x {threads:,} threads are more than the {most:,} threads allowed on this machine; reduce "

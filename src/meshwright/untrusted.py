@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
-from meshwright.limits import limit_of
+from meshwright.limits import get_limit
 
 PairsHook: TypeAlias = Callable[[list[tuple[str, Any]]], Any]
 
@@ -22,7 +22,7 @@ def read_file(path: str | Path, limit: str = "json_bytes", *, pipe: bool = False
     pipe: True to accept a FIFO too, such as the shell's `<(...)`. Raises OSError if the file cannot be read, exceeds
     the limit, or is a device (or a FIFO without `pipe`), which may be endless.
     """
-    largest = limit_of(limit)
+    largest = get_limit(limit)
     # O_NONBLOCK: opening a FIFO that nobody writes to must not wait.
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if pipe else os.O_NONBLOCK))
@@ -76,7 +76,7 @@ def read_json(path: str | Path, limit: str = "json_bytes", object_pairs_hook: Pa
 def check_nesting(value: Any) -> None:
     """Raise ValueError if lists and dictionaries in a parsed value are nested deeper than the limit "nesting"."""
     level = [value]
-    for _ in range(limit_of("nesting")):
+    for _ in range(get_limit("nesting")):
         level = [
             inner
             for outer in level
@@ -91,4 +91,4 @@ def check_nesting(value: Any) -> None:
 
 def _format_nesting_error() -> str:
     """Return the error message for lists and objects that are nested too deeply."""
-    return f"nested deeper than {limit_of('nesting')} levels"
+    return f"nested deeper than {get_limit('nesting')} levels"

@@ -130,7 +130,7 @@ def test_distances_match_cheapest_paths(text: str, ranks: int):
     assert network.compute_distances(0) == pytest.approx(distance[0, :ranks])
     assert network.compute_distances(0, towards=True) == pytest.approx(distance[:ranks, 0])
     between = [distance[a, b] for a, b in itertools.permutations(range(ranks), 2)]
-    assert network.least_latency <= min(between, default=0.0) * (1 + 1e-12)
+    assert network.min_latency <= min(between, default=0.0) * (1 + 1e-12)
 
 
 # --- networks

@@ -6,7 +6,7 @@ import re
 from itertools import combinations
 from xml.etree import ElementTree
 
-from meshwright.draw.text_width import text_width
+from meshwright.draw.text_width import estimate_text_width
 
 SIZES = {"small": 11.0, "tick": 11.0, "on": 10.5, "title": 14.0}
 SLACK = 2.0  # pixels
@@ -25,7 +25,7 @@ def find_label_faults(page: str) -> list[str]:
             if not text.tag.endswith("text") or not text.text:
                 continue
             size = next((SIZES[name] for name in (text.get("class") or "").split() if name in SIZES), 12.0)
-            wide, x, y = text_width(text.text, size), float(text.get("x", 0)), float(text.get("y", 0))
+            wide, x, y = estimate_text_width(text.text, size), float(text.get("x", 0)), float(text.get("y", 0))
             x -= wide * {"middle": 0.5, "end": 1.0}.get(text.get("text-anchor", ""), 0.0)
             boxes.append((text.text, x, x + wide, y - 0.75 * size, y + 0.2 * size))
         for words, start, end, above, below in boxes:

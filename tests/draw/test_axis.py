@@ -6,14 +6,14 @@ from itertools import pairwise
 
 import pytest
 
-from meshwright.draw.axis import Axis, choose_ticks, linear_axis, log_axis
+from meshwright.draw.axis import Axis, choose_ticks, make_linear_axis, make_log_axis
 
 
 @pytest.mark.parametrize(
     ("low", "high"), [(1.59, 8.65), (150, 326), (30e6, 12e9), (0.007, 0.0071), (5, 800), (0.1, 9e6), (3, 3)]
 )
 def test_logarithmic_axis_has_round_ticks_within_its_range(low: float, high: float):
-    axis = log_axis([low, high], "", str)
+    axis = make_log_axis([low, high], "", str)
     ticks = [tick for tick, _ in axis.ticks]
     assert 2 <= len(ticks) <= 14 and ticks == sorted(ticks)
     assert all(axis.low <= tick <= axis.high for tick in ticks)
@@ -22,7 +22,7 @@ def test_logarithmic_axis_has_round_ticks_within_its_range(low: float, high: flo
 
 
 def test_ticks_of_logarithmic_axis_are_round_in_its_unit():
-    axis = log_axis([3 * 1024.0, 900 * 1024.0], "", lambda count: f"{count:g} KiB", unit=1024)
+    axis = make_log_axis([3 * 1024.0, 900 * 1024.0], "", lambda count: f"{count:g} KiB", unit=1024)
     assert (10 * 1024, "10 KiB") in axis.ticks and (500 * 1024, "500 KiB") in axis.ticks
 
 
@@ -37,16 +37,16 @@ def test_round_numbers_are_few_even_and_within(low: float, high: float, most: in
 
 
 def test_linear_axis_covers_its_range_and_margins():
-    axis = linear_axis(0, 10, "unit", above=0.04)
+    axis = make_linear_axis(0, 10, "unit", above=0.04)
     assert (axis.low, axis.high, [label for _, label in axis.ticks]) == (0, 10.4, ["0", "5", "10"])
-    assert linear_axis(1, 3, below=0.5, above=0.5).compute_fraction(2) == 0.5
-    assert [label for _, label in linear_axis(0, 3000, most=3).ticks] == ["0", "1,000", "2,000", "3,000"]
+    assert make_linear_axis(1, 3, below=0.5, above=0.5).compute_fraction(2) == 0.5
+    assert [label for _, label in make_linear_axis(0, 3000, most=3).ticks] == ["0", "1,000", "2,000", "3,000"]
 
 
 @pytest.mark.parametrize("value", [0.0, 2.0, -5.0, 1e30])
 @pytest.mark.parametrize("margins", [{}, {"above": 0.04}, {"below": 0.04, "above": 0.04}])
 def test_a_range_of_one_value_is_widened(value: float, margins: dict[str, float]):
-    axis = linear_axis(value, value, **margins)
+    axis = make_linear_axis(value, value, **margins)
     assert axis.low <= value <= axis.high and axis.high > axis.low
     assert 0 <= axis.compute_fraction(value) <= 1
 

@@ -11,11 +11,11 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from meshwright.draw.axis import Axis, linear_axis, log_axis
+from meshwright.draw.axis import Axis, make_linear_axis, make_log_axis
 from meshwright.draw.bars import draw_grouped_bars, draw_stacked_bars
 from meshwright.draw.line_chart import COLUMN, Band, Mark, Plot, Series, downsample, draw_lines, spread_labels
 from meshwright.draw.scatter import draw_scatter
-from meshwright.draw.text_width import text_width
+from meshwright.draw.text_width import estimate_text_width
 
 
 def numbers(element: ET.Element, *names: str) -> list[float]:
@@ -32,7 +32,7 @@ def polylines(svg: str) -> list[list[tuple[float, ...]]]:
 def extents(svg: str) -> Iterator[tuple[str, float, float]]:
     """Return each text with its left and right end."""
     for text in ET.fromstring(svg).iter("text"):
-        width, x = text_width(text.text or ""), float(text.get("x", 0))
+        width, x = estimate_text_width(text.text or ""), float(text.get("x", 0))
         left = x - width * {"middle": 0.5, "end": 1.0}.get(text.get("text-anchor", ""), 0.0)
         yield text.text or "", left, left + width
 
@@ -50,7 +50,7 @@ def assert_texts_are_inside(svg: str) -> None:
 
 
 def test_points_are_drawn_at_axis_positions():
-    x_axis, y_axis = linear_axis(10, 40), linear_axis(1, 4, below=0.04, above=0.04)
+    x_axis, y_axis = make_linear_axis(10, 40), make_linear_axis(1, 4, below=0.04, above=0.04)
     svg = draw_chart(x_axis, y_axis, [Series("a", [(10, 4), (20, 1), (40, 2)], "blue"), Series("b", [(30, 3)], "red")])
     plot = Plot(x_axis, y_axis, right=744, bottom=236)
     first, second = polylines(svg)
@@ -67,7 +67,7 @@ def test_points_are_drawn_at_axis_positions():
 
 def test_ticks_are_drawn_at_their_values():
     svg = draw_chart(
-        linear_axis(0, 100, most=8), linear_axis(0, 10, above=0.04), [Series("a", [(0, 0), (100, 10)], "")]
+        make_linear_axis(0, 100, most=8), make_linear_axis(0, 10, above=0.04), [Series("a", [(0, 0), (100, 10)], "")]
     )
     texts = {text.text: text for text in ET.fromstring(svg).iter("text")}
     (left, _), (right, high) = polylines(svg)[0]
@@ -78,7 +78,7 @@ def test_ticks_are_drawn_at_their_values():
 
 def test_labels_of_large_values_are_not_cut_off():
     svg = draw_chart(
-        linear_axis(0, 3e6, "steps"), linear_axis(0, 123_456_789, "tokens per second"),
+        make_linear_axis(0, 3e6, "steps"), make_linear_axis(0, 123_456_789, "tokens per second"),
         [Series(name * 9, [(0, 1), (3e6, 2)], "blue") for name in ("one ", "two ", "three ")],
     )  # fmt: skip
     assert_texts_are_inside(svg)
@@ -93,8 +93,8 @@ def test_tick_labels_do_not_overlap():
 
 def test_series_gaps_are_omitted_and_few_points_dotted():
     svg = draw_chart(
-        linear_axis(0, 3),
-        linear_axis(0, 3),
+        make_linear_axis(0, 3),
+        make_linear_axis(0, 3),
         [Series("a", [(0, 1), (1, math.inf), (2, math.nan), (3, 2)], "", dots=True)],
     )
     assert len(polylines(svg)[0]) == len([*ET.fromstring(svg).iter("circle")]) == 2
@@ -103,7 +103,7 @@ def test_series_gaps_are_omitted_and_few_points_dotted():
 
 def test_hover_columns_cover_the_plot_once():
     series = [Series("a", [(float(x), x * x) for x in range(1000)], ""), Series("b", [(500.0, 7.0)], "")]
-    svg = draw_chart(linear_axis(0, 999), linear_axis(0, 1e6), series, hover="step")
+    svg = draw_chart(make_linear_axis(0, 999), make_linear_axis(0, 1e6), series, hover="step")
     hits = [one for one in ET.fromstring(svg).iter("g") if one.get("class") == "hit"]
     columns = [numbers(hit[0], "x", "width") for hit in hits]
     assert 40 < len(columns) <= 744 / COLUMN
@@ -116,7 +116,9 @@ def test_hover_columns_cover_the_plot_once():
 @pytest.mark.parametrize("width", [760, 380])
 def test_values_at_a_column_stay_inside_the_picture(width: int):
     series = [Series("a curve with a long name", [(float(x), 1e5 * x) for x in range(30)], "")]
-    svg = ET.fromstring(draw_chart(linear_axis(0, 29), linear_axis(0, 3e6), series, hover="step", width=width))
+    svg = ET.fromstring(
+        draw_chart(make_linear_axis(0, 29), make_linear_axis(0, 3e6), series, hover="step", width=width)
+    )
     boxes = [tip[0] for tip in svg.iter("g") if tip.get("class") == "tip"]
     assert len(boxes) == 30
     for x, wide in (numbers(box, "x", "width") for box in boxes):
@@ -127,7 +129,7 @@ def test_values_at_a_column_stay_inside_the_picture(width: int):
 
 def test_a_long_legend_grows_the_picture_and_leaves_the_title_free():
     series = [Series(f"runs/a long name {at}", [(0, at), (1, 2)], "blue") for at in range(8)]
-    svg = draw_chart(linear_axis(0, 1), linear_axis(0, 9, "step; tokens per second"), series)
+    svg = draw_chart(make_linear_axis(0, 1), make_linear_axis(0, 9, "step; tokens per second"), series)
     lines = [text for text in ET.fromstring(svg).iter("text") if (text.text or "").startswith(("runs/", "step"))]
     assert max(numbers(text, "y")[0] for text in lines) < float(ET.fromstring(svg).get("height", 0))
     first = [end for text, _, end in extents(svg) if text.startswith("runs/")]
@@ -138,7 +140,7 @@ def test_a_long_legend_grows_the_picture_and_leaves_the_title_free():
 
 def test_a_legend_names_several_series_and_no_single_one():
     one, other = Series("<one>", [(0, 0)], "blue"), Series("other", [(1, 1)], "red")
-    axes = linear_axis(0, 1), linear_axis(0, 1)
+    axes = make_linear_axis(0, 1), make_linear_axis(0, 1)
     assert "<text" in draw_chart(*axes, [one]) and len([*ET.fromstring(draw_chart(*axes, [one])).iter("rect")]) == 0
     both = draw_chart(*axes, [one, other])
     assert len([*ET.fromstring(both).iter("rect")]) == 2 and "&lt;one&gt;" in both
@@ -146,7 +148,9 @@ def test_a_legend_names_several_series_and_no_single_one():
 
 @pytest.mark.parametrize("at", [0.0, 0.5, 1.0])
 def test_the_words_of_a_mark_stay_inside(at: float):
-    svg = draw_chart(linear_axis(0, 1), linear_axis(0, 1), [], [Mark(at, "so many words beside the line", 0.5)])
+    svg = draw_chart(
+        make_linear_axis(0, 1), make_linear_axis(0, 1), [], [Mark(at, "so many words beside the line", 0.5)]
+    )
     assert_texts_are_inside(svg)
     assert len([*ET.fromstring(svg).iter("circle")]) == 1
 
@@ -158,10 +162,10 @@ def test_series_names_do_not_overlap():
 
 
 def test_bands_cover_axis_and_are_labelled_where_labels_fit():
-    plot = Plot(log_axis([1, 1e6], "", str), linear_axis(0, 1), right=500, bottom=300)
+    plot = Plot(make_log_axis([1, 1e6], "", str), make_linear_axis(0, 1), right=500, bottom=300)
     high = plot.x_axis.high
     plot.draw_bands("best", [Band(1e3, "ring", "ring to 1000", "blue", "1 kB"), Band(high, "tree", "tree", "red")])
-    root = ET.fromstring(plot.picture.svg(600, 400, "bands"))
+    root = ET.fromstring(plot.picture.to_svg(600, 400, "bands"))
     (x1, w1), (x2, w2) = (numbers(rect, "x", "width") for rect in root.iter("rect"))
     assert x1 == pytest.approx(plot.left, abs=0.01) and x2 == pytest.approx(x1 + w1, abs=0.02)
     assert x2 + w2 == pytest.approx(500, abs=0.02)
@@ -217,7 +221,7 @@ def test_grouped_bars_are_side_by_side_on_axis():
 
 
 def test_a_scatter_marks_some_points_and_the_limit():
-    axes = log_axis([1, 10], "seconds", str), log_axis([5, 80, 40], "memory", str)
+    axes = make_log_axis([1, 10], "seconds", str), make_log_axis([5, 80, 40], "memory", str)
     svg = draw_scatter(*axes, [(1, 5), (10, 80)], [(2, 10, "<best>")], (40, "40 GiB of a device"))
     root = ET.fromstring(svg)
     kinds = [circle.get("class") for circle in root.iter("circle")]

@@ -12,7 +12,7 @@ import pytest
 
 from meshwright.draw.gantt import COLOURS, draw_overview, draw_page, draw_svg
 from meshwright.draw.gantt_text import draw_text
-from meshwright.draw.text_width import text_width
+from meshwright.draw.text_width import estimate_text_width
 from meshwright.program.collective import Builder as CollectiveBuilder
 from meshwright.program.pipeline import Builder, PipelineProgram, place_in_v_shape
 from meshwright.program.timeline import Span, Timeline, build_collective_timeline, build_pipeline_timeline
@@ -167,7 +167,7 @@ def test_an_overview_shows_every_step_within_its_width(timeline: Timeline):
 def test_notes_beside_the_rows_are_not_cut_off(timeline: Timeline):
     picture = ET.fromstring(draw_svg(timeline))
     for note in (text for text in picture.iter(f"{SVG}text") if (text.text or "").startswith("idle")):
-        assert float(note.get("x", 0)) + text_width(note.text or "") <= float(picture.get("width", 0))
+        assert float(note.get("x", 0)) + estimate_text_width(note.text or "") <= float(picture.get("width", 0))
 
 
 def test_a_name_from_a_file_cannot_spoil_the_picture():

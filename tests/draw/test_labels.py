@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from meshwright.draw.axis import linear_axis
+from meshwright.draw.axis import make_linear_axis
 from meshwright.draw.line_chart import Series, draw_lines
 from meshwright.draw.picture import Picture
 from tests.draw.labels import find_label_faults
@@ -31,15 +31,15 @@ def test_labels_of_written_pages_are_apart_and_whole(command: str, command_line,
 def test_labels_of_an_overlaid_chart_with_long_names_are_apart_and_whole():
     names = [f"runs/an experiment with a long name, number {number}" for number in range(8)]
     series = [Series(name, [(0, 123456.0), (1e6, 9.0)], "blue") for name in names]
-    axes = linear_axis(0, 1e6, most=8), linear_axis(0, 123456, "step; tokens per second")
+    axes = make_linear_axis(0, 1e6, most=8), make_linear_axis(0, 123456, "step; tokens per second")
     assert find_label_faults(draw_lines(*axes, series, hover="step")) == []
 
 
 def test_overlapping_and_cut_labels_are_found():
     picture = Picture()
-    picture.text(10, 20, "a label")
-    picture.text(30, 22, "another label")
-    picture.text(190, 80, "too far right")
-    assert find_label_faults(picture.svg(200, 100, "faults")) == [
+    picture.add_text(10, 20, "a label")
+    picture.add_text(30, 22, "another label")
+    picture.add_text(190, 80, "too far right")
+    assert find_label_faults(picture.to_svg(200, 100, "faults")) == [
         "'too far right' leaves its picture", "'a label' overlaps 'another label'"
     ]  # fmt: skip

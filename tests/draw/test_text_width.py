@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.draw.text_width import text_width
+from meshwright.draw.text_width import estimate_text_width
 
 
 @pytest.mark.parametrize(
@@ -16,12 +16,12 @@ from meshwright.draw.text_width import text_width
     ],
 )  # fmt: skip
 def test_estimated_widths_are_close_to_measured_ones(text: str, measured: float):
-    assert 0.95 * measured <= text_width(text) <= 1.2 * measured
+    assert 0.95 * measured <= estimate_text_width(text) <= 1.2 * measured
 
 
 def test_width_grows_with_text_and_size():
-    assert text_width("") == 0
-    assert text_width("ab") == text_width("a") + text_width("b")
-    assert text_width("rank", 24) == 2 * text_width("rank")
-    assert text_width("漢字") == 24 and text_width("e\u0301") == text_width("e")
-    assert text_width("iiii", monospace=True) == text_width("MMMM", monospace=True)
+    assert estimate_text_width("") == 0
+    assert estimate_text_width("ab") == estimate_text_width("a") + estimate_text_width("b")
+    assert estimate_text_width("rank", 24) == 2 * estimate_text_width("rank")
+    assert estimate_text_width("漢字") == 24 and estimate_text_width("e\u0301") == estimate_text_width("e")
+    assert estimate_text_width("iiii", monospace=True) == estimate_text_width("MMMM", monospace=True)

@@ -303,7 +303,7 @@ def test_polling_rank_lets_others_run(emulated: EmulatedRanks):
 
 
 def test_polling_for_message_of_ended_rank_is_a_deadlock(emulated: EmulatedRanks, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(scheduler, "MOST_POLLS", 50)
+    monkeypatch.setattr(scheduler, "MAX_POLLS", 50)
 
     def poll() -> None:
         if dist.get_rank() < 2:

@@ -15,7 +15,7 @@ from unittest import mock
 from meshwright.data.records.template_process import RenderProcess
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.limits import limit_of
+from meshwright.limits import get_limit
 from meshwright.names import SCHEDULES
 from tests.conftest import TINY_RECIPE
 from tests.fuzz.inputs import Inputs, decode, one_of, spoiled, spoiled_json, write_input
@@ -339,7 +339,7 @@ def read_generation_config(data: bytes, directory: Path) -> None:
 def read_token_count(data: bytes, directory: Path) -> None:
     from meshwright.planner.models import tokenizer_vocabulary
 
-    assert 0 < tokenizer_vocabulary(str(write_input(directory, "tokenizer.json", data))) <= limit_of("vocabulary")
+    assert 0 < tokenizer_vocabulary(str(write_input(directory, "tokenizer.json", data))) <= get_limit("vocabulary")
 
 
 def read_blocked_words(data: bytes, directory: Path) -> None:

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from meshwright.draw.text_width import text_width
+from meshwright.draw.text_width import estimate_text_width
 from meshwright.gallery.pictures import PICTURES
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -35,7 +35,7 @@ def test_picture_is_at_most_1200_pixels_wide_and_holds_its_shapes(name: str):
             assert 0 <= float(element.attrib["y"]) <= height
         if element.tag == f"{SVG}text" and "text-anchor" not in element.attrib:
             size = 11 if "small" in element.attrib.get("class", "") else 12
-            assert float(element.attrib["x"]) + text_width("".join(element.itertext()), size) <= width + 10, (
+            assert float(element.attrib["x"]) + estimate_text_width("".join(element.itertext()), size) <= width + 10, (
                 element.text
             )
 

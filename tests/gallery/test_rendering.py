@@ -48,7 +48,7 @@ def test_text_and_page_show_every_cell(explanations: list[Explanation]):
 
 def test_wide_table_becomes_records_on_a_narrow_terminal():
     writer = ExampleWriter()
-    writer.table("sizes", ("name", "a long heading", "count"), [("first", "some words", 1234), ("second", "", 5)])
+    writer.add_table("sizes", ("name", "a long heading", "count"), [("first", "some words", 1234), ("second", "", 5)])
     found = Explanation("x", "T", "p", "s", tuple(writer.steps), {}, "", ("cmd",), ("a.py",))
     assert "  name    a long heading  count\n" in render_text(found, 80)
     assert "  first\n    a long heading: some words\n    count: 1,234\n  second\n    count: 5" in render_text(found, 30)

@@ -14,10 +14,10 @@ from meshwright.errors import RankLost
 from meshwright.flight_recorder import call_ring
 from meshwright.flight_recorder.call_ring import CallWriter, create_named_file
 from meshwright.launcher.host_calls import HostCalls
-from meshwright.launcher.rendezvous import Place
+from meshwright.launcher.rendezvous import RendezvousInfo
 from meshwright.monitoring.run_directory import RunDirectory
 
-PLACE = Place(0, 2, 0, "env://", "torchrun", 2)
+PLACE = RendezvousInfo(0, 2, 0, "env://", "torchrun", 2)
 
 
 def leave(path: Path, rank: int, calls: int) -> None:
@@ -42,7 +42,7 @@ def test_next_start_reports_rank_behind_and_cleans_up(tmp_path, capfd, monkeypat
     for rank in (0, 1):
         leave(first._path, rank, calls[rank])
     second = HostCalls(directory, PLACE, "second")
-    other = HostCalls(directory, Place(1, 2, 1, "env://", "torchrun", 2), "second")  # starts after the report
+    other = HostCalls(directory, RendezvousInfo(1, 2, 1, "env://", "torchrun", 2), "second")  # starts after the report
     output = capfd.readouterr().err
     line = (
         "in the start before this one: rank 1 has not entered call 6 of ranks 0,1 (all_reduce data.gradients over data)"
@@ -60,7 +60,7 @@ def test_next_start_reports_rank_behind_and_cleans_up(tmp_path, capfd, monkeypat
 def test_only_one_rank_reports_when_all_time_out_at_once(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(call_ring, "_of_process", [])
     directory = RunDirectory(tmp_path)
-    ranks = [HostCalls(directory, Place(rank, 2, rank, "env://", "torchrun", 2), "run") for rank in (0, 1)]
+    ranks = [HostCalls(directory, RendezvousInfo(rank, 2, rank, "env://", "torchrun", 2), "run") for rank in (0, 1)]
     for rank in (0, 1):
         leave(ranks[0]._path, rank, (7, 5)[rank])
     errors = [RankLost(f"rank {rank} had no answer") for rank in (0, 1)]

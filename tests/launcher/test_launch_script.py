@@ -20,7 +20,7 @@ from meshwright.errors import UserError
 from meshwright.launcher import hosts
 from meshwright.launcher.hosts import find_address_towards, find_interface, is_this_host
 from meshwright.launcher.launch_script import Resources, build_launch_script, split_over_hosts
-from meshwright.launcher.rendezvous import read_place, warn_of_tensor_across_hosts
+from meshwright.launcher.rendezvous import read_rendezvous_info, warn_of_tensor_across_hosts
 from meshwright.layout import Layout
 from meshwright.monitoring.run_directory import RunDirectory
 from tests.rank_processes import read_ranks
@@ -87,7 +87,7 @@ def test_tensor_parallel_groups_across_hosts_are_warned_of(layout, per_host, ins
 
 def test_ranks_per_host_follow_torchrun_or_slurm():
     def per_host(environment):
-        return read_place("file:///x", environment).host_ranks
+        return read_rendezvous_info("file:///x", environment).host_ranks
 
     started = {"RANK": "3", "WORLD_SIZE": "16"}
     srun = {"SLURM_PROCID": "3", "SLURM_NTASKS": "16", "SLURM_LOCALID": "3", "SLURM_TASKS_PER_NODE": "8(x2)"}
@@ -314,7 +314,7 @@ def test_launch_scripts_train_and_torchrun_survives_killed_rank(recipe, cluster)
     with started(slurm.script) as undisturbed:
         assert undisturbed.wait(timeout=120) == 0, undisturbed.stderr.read()
     with started(torchrun.script) as disturbed:
-        wait_for(lambda: (directory.last_step() or 0) >= 20)
+        wait_for(lambda: (directory.read_last_step() or 0) >= 20)
         before = read_ranks(directory.path)
         os.kill(before[1], signal.SIGKILL)
         _, errors = disturbed.communicate(timeout=120)

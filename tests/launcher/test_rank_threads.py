@@ -21,7 +21,7 @@ from meshwright.launcher.rank_threads import (
     read_rank_cores,
     resolve_threads,
 )
-from meshwright.launcher.rendezvous import Place
+from meshwright.launcher.rendezvous import RendezvousInfo
 from meshwright.recipe import Recipe, load_recipe
 from meshwright.training import loop
 from meshwright.training.worker import train_as_rank
@@ -86,7 +86,7 @@ def test_every_rank_gets_threads_or_error_of_rank_0(recipe, monkeypatch, problem
 
     monkeypatch.setattr(rank_threads, "read_resumed_state", state)
     monkeypatch.setattr(rank_threads, "read_rank_cores", lambda _: {"host": "a", "cores": 6, "shared": True})
-    store, places = Store(), [Place(rank, 2, rank, "env://", "torchrun", 2) for rank in (1, 0)]
+    store, places = Store(), [RendezvousInfo(rank, 2, rank, "env://", "torchrun", 2) for rank in (1, 0)]
     with suppress(KeyError):  # rank 1 comes first, and would wait
         agree_on_threads(recipe("layout=dp2"), places[0], store)
     for place in reversed(places):
@@ -99,7 +99,7 @@ def test_every_rank_gets_threads_or_error_of_rank_0(recipe, monkeypatch, problem
 
 def test_ranks_with_own_cores_do_not_divide_host_cores(monkeypatch):
     monkeypatch.delenv("SLURM_CPUS_PER_TASK", raising=False)
-    place = Place(0, 4, 0, "env://", "SLURM", 4)
+    place = RendezvousInfo(0, 4, 0, "env://", "SLURM", 4)
     assert ranks_share_one_host(place) and not ranks_share_one_host(replace(place, host_ranks=2))
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "4")
     assert not ranks_share_one_host(place)

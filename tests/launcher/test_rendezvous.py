@@ -14,12 +14,12 @@ import pytest
 from meshwright.errors import UserError
 from meshwright.launcher import device
 from meshwright.launcher.rendezvous import (
-    Place,
+    RendezvousInfo,
     check_world_size,
     connect_to_store,
     is_started_by_others,
     parse_first_host,
-    read_place,
+    read_rendezvous_info,
 )  # fmt: skip
 from meshwright.layout import Layout
 from meshwright.monitoring.run_directory import RunDirectory
@@ -40,9 +40,9 @@ def test_externally_started_processes_are_detected_by_environment():
 
 
 def test_torchrun_environment_gives_rank_and_rendezvous():
-    assert read_place(None, TORCHRUN) == Place(3, 4, 1, "env://", "RANK=3 WORLD_SIZE=4")
-    assert read_place("tcp://a:1", TORCHRUN).method == "tcp://a:1"  # the recipe's takes precedence
-    assert read_place("file:///x", {"RANK": "0", "WORLD_SIZE": "2"}).method == "file:///x"
+    assert read_rendezvous_info(None, TORCHRUN) == RendezvousInfo(3, 4, 1, "env://", "RANK=3 WORLD_SIZE=4")
+    assert read_rendezvous_info("tcp://a:1", TORCHRUN).method == "tcp://a:1"  # the recipe's takes precedence
+    assert read_rendezvous_info("file:///x", {"RANK": "0", "WORLD_SIZE": "2"}).method == "file:///x"
 
 
 def test_local_rank_comes_from_starting_program_or_is_unknown():
@@ -52,7 +52,7 @@ def test_local_rank_comes_from_starting_program_or_is_unknown():
     intel = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}
 
     def local(environment):
-        return read_place("file:///x", environment).local_rank
+        return read_rendezvous_info("file:///x", environment).local_rank
 
     assert [local(started | by) for by in (srun, mpirun, intel, {"LOCAL_RANK": "2"} | srun)] == [1, 1, 1, 2]
     assert local(started) is None  # not 0: all ranks would take the first GPU
@@ -62,12 +62,12 @@ def test_local_rank_comes_from_starting_program_or_is_unknown():
 
 
 def test_slurm_environment_gives_rank_and_first_host_as_rendezvous():
-    found = read_place(None, SLURM | {"SLURM_JOB_NODELIST": "gpu[007-010,12],login1"})
+    found = read_rendezvous_info(None, SLURM | {"SLURM_JOB_NODELIST": "gpu[007-010,12],login1"})
     assert (found.rank, found.ranks, found.local_rank) == (5, 8, 1)
     host, port = found.method.removeprefix("tcp://").split(":")
     assert host == "gpu007" and 20000 <= int(port) < 32768  # below the ports that systems hand out
-    assert read_place(None, SLURM | {"SLURM_JOB_NODELIST": "gpu1"}).method == f"tcp://gpu1:{port}"
-    other = read_place(None, SLURM | {"SLURM_JOB_NODELIST": "gpu1", "SLURM_JOB_ID": "124"})
+    assert read_rendezvous_info(None, SLURM | {"SLURM_JOB_NODELIST": "gpu1"}).method == f"tcp://gpu1:{port}"
+    other = read_rendezvous_info(None, SLURM | {"SLURM_JOB_NODELIST": "gpu1", "SLURM_JOB_ID": "124"})
     assert other.method != f"tcp://gpu1:{port}"  # two jobs on one node do not meet
 
 
@@ -101,13 +101,13 @@ def test_first_host_of_node_list(nodes, host):
 )
 def test_wrong_environment_variable_is_named(environment, reason):
     with pytest.raises(UserError, match=reason.replace("[", r"\[")):
-        read_place(None, environment)
+        read_rendezvous_info(None, environment)
 
 
 def test_layout_of_another_world_size_is_refused():
-    check_world_size(read_place(None, TORCHRUN), Layout(dp=4))
+    check_world_size(read_rendezvous_info(None, TORCHRUN), Layout(dp=4))
     with pytest.raises(UserError, match=r'layout "dp2" needs 2 ranks, but 4 were started \(RANK=3 WORLD_SIZE=4\)'):
-        check_world_size(read_place(None, TORCHRUN), Layout(dp=2))
+        check_world_size(read_rendezvous_info(None, TORCHRUN), Layout(dp=2))
 
 
 def test_run_directory_in_use_is_reported_to_every_rank(tmp_path):
@@ -117,11 +117,11 @@ def test_run_directory_in_use_is_reported_to_every_rank(tmp_path):
         store = HashStore()
         for rank in range(2):
             with pytest.raises(UserError, match=f"{tmp_path} is in use by process {os.getpid()}"):
-                worker._lock_run_directory(RunDirectory(tmp_path), Place(rank, 2, rank, "env://", ""), store)
+                worker._lock_run_directory(RunDirectory(tmp_path), RendezvousInfo(rank, 2, rank, "env://", ""), store)
         first.unlock()
         store, directory = HashStore(), RunDirectory(tmp_path)
         for rank in range(2):
-            worker._lock_run_directory(directory, Place(rank, 2, rank, "env://", ""), store)
+            worker._lock_run_directory(directory, RendezvousInfo(rank, 2, rank, "env://", ""), store)
         assert directory.lock_descriptor
 
 
@@ -195,7 +195,7 @@ def test_ranks_agree_on_devices_at_every_store(kind, tmp_path, monkeypatch):
     def both(name):
         def agreed(rank, store):
             try:
-                return device.agree_on_device("auto", Place(rank, 2, None, "", ""), store)
+                return device.agree_on_device("auto", RendezvousInfo(rank, 2, None, "", ""), store)
             except UserError as error:
                 return str(error)
 
@@ -215,11 +215,12 @@ def test_ranks_agree_on_devices_at_every_store(kind, tmp_path, monkeypatch):
 RANK = """
 import json, os, sys
 import torch, torch.distributed as dist
-from meshwright.launcher.rendezvous import Place, initialise_process_group, connect_to_store, read_place
+from meshwright.launcher.rendezvous import RendezvousInfo, read_rendezvous_info
+from meshwright.launcher.rendezvous import connect_to_store, initialise_process_group
 sums = {}
 for name, rendezvous, environment in json.loads(sys.argv[1]):
     environment = {key: value for key, value in {**os.environ, **environment}.items() if value is not None}
-    here = read_place(rendezvous, environment)
+    here = read_rendezvous_info(rendezvous, environment)
     initialise_process_group(here, connect_to_store(here, 60.0), "cpu", 60.0)
     value = torch.tensor([2.0 ** dist.get_rank()])
     dist.all_reduce(value)
@@ -278,7 +279,7 @@ def test_busy_port_ends_every_rank_with_one_line(monkeypatch):
                 (0, f"^{variable}: {busy}"),
                 (1, f"127.0.0.1:{port} accepts connections but is not rank"),
             ):
-                place = read_place(method, os.environ | {"RANK": str(rank), "WORLD_SIZE": "2"})
+                place = read_rendezvous_info(method, os.environ | {"RANK": str(rank), "WORLD_SIZE": "2"})
                 begun = time.monotonic()
                 with pytest.raises(UserError, match=line):
                     connect_to_store(place, RunRecipe().collective_timeout if method else 1.0)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.launcher.rendezvous_directory import UNLOCKED_PREFIX, UNLOCKED_SECONDS, rendezvous_directory
+from meshwright.launcher.rendezvous_directory import UNLOCKED_PREFIX, UNLOCKED_SECONDS, create_rendezvous_directory
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_rendezvous_directory_is_removed_at_the_end(temporary: Path) -> None:
-    with pytest.raises(KeyError), rendezvous_directory() as place:
+    with pytest.raises(KeyError), create_rendezvous_directory() as place:
         (place / "ranks").touch()
         assert list(temporary.iterdir()) == [place]
         raise KeyError
@@ -34,8 +34,8 @@ def test_next_launcher_removes_rendezvous_directory_of_killed_one(
     temporary: Path,
 ) -> None:
     code = (
-        "import os; from meshwright.launcher.rendezvous_directory import rendezvous_directory\n"
-        "with rendezvous_directory() as place:\n"
+        "import os; from meshwright.launcher.rendezvous_directory import create_rendezvous_directory\n"
+        "with create_rendezvous_directory() as place:\n"
         "    (place / 'ranks').touch(); print(place, flush=True); input()"
     )
     command = [sys.executable, "-c", code]
@@ -44,7 +44,7 @@ def test_next_launcher_removes_rendezvous_directory_of_killed_one(
     os.kill(processes[0].pid, signal.SIGKILL)
     processes[0].communicate()
     assert sorted(temporary.iterdir()) == sorted(places)
-    with rendezvous_directory() as place:
+    with create_rendezvous_directory() as place:
         assert sorted(temporary.iterdir()) == sorted([places[1], place])
     processes[1].communicate("\n")
     assert list(temporary.iterdir()) == []
@@ -56,7 +56,7 @@ def test_only_own_rendezvous_directories_are_removed(temporary: Path) -> None:
     (kept / "file").touch()
     (temporary / "meshwright-rendezvous-link").symlink_to(kept)
     (temporary / "meshwright-rendezvous-file").touch()
-    with rendezvous_directory():
+    with create_rendezvous_directory():
         pass
     assert sorted(path.name for path in temporary.iterdir()) == [
         "kept", "meshwright-rendezvous-file", "meshwright-rendezvous-link",
@@ -68,5 +68,5 @@ def test_unlocked_rendezvous_directory_is_removed_after_one_minute(temporary: Pa
     old, young = temporary / f"{UNLOCKED_PREFIX}old", temporary / f"{UNLOCKED_PREFIX}young"
     old.mkdir(), young.mkdir()
     os.utime(old, (0, time.time() - 2 * UNLOCKED_SECONDS))
-    with rendezvous_directory():
+    with create_rendezvous_directory():
         assert young.exists() and not old.exists()

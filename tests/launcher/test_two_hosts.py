@@ -112,7 +112,7 @@ def test_disconnected_host_is_named_within_timeout(hosts, tmp_path):
     directory = RunDirectory(wanted.run_directory)
     with on(hosts[0], command, RANK=0, **meeting) as here, on(hosts[1], command, RANK=1, **meeting):
         deadline = time.monotonic() + 120
-        while not directory.last_step():
+        while not directory.read_last_step():
             assert here.poll() is None and time.monotonic() < deadline, here.communicate()
             time.sleep(0.05)
         ip("-n", hosts[1], "link", "set", "eth0", "down")  # the cable, not the processes: no connection is closed

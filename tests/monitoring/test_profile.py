@@ -240,7 +240,7 @@ def rank_steps(rank: int = 0, zero: int = 1_000_000) -> RankSteps:
 
 
 def test_concurrent_calls_are_drawn_on_separate_threads():
-    steps = RankSteps.from_table(json.loads(json.dumps(rank_steps().table())))
+    steps = RankSteps.from_table(json.loads(json.dumps(rank_steps().to_table())))
     assert steps == rank_steps()
     trace = Trace(build_rank_trace(steps, {"traceEvents": []})[0])
     placed = {event["name"]: event for events in trace.slices.values() for event in events}
@@ -273,7 +273,7 @@ def test_device_kernels_are_in_merged_trace_by_stream():
         assert {event["name"] for event in whole.slices[f"rank {rank}: operators of thread 99"]} == {
             "aten::mm", "cudaLaunchKernel",
         }  # fmt: skip
-        parts.append(rank_steps(rank).table() | {"kernels": kernels})
+        parts.append(rank_steps(rank).to_table() | {"kernels": kernels})
     trace = Trace(merge_rank_traces(parts, generate("1f1b", 1, 2), {0: 0, 1: 0}))
     for rank in (0, 1):
         on_device = trace.slices[f"rank {rank}: device 0, stream 7"]

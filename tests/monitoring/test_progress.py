@@ -18,11 +18,11 @@ class Terminal(io.StringIO):
 
 def run(stream: io.StringIO, steps: int = 50, show: bool = True, done: int = 0, stop: int | None = None) -> str:
     shown = Progress(steps, stream=stream, show=show)
-    shown.line("before the first step")
+    shown.print_line("before the first step")
     shown.begin(done)
     for step in range(done + 1, (stop or steps) + 1):
         shown.step(step, (f"loss {step}.0", "9 tokens/s", "lr 1.00e-03", "grad norm 1.5", "MFU 40.0%"))
-    shown.line("a [bold]line[/bold] that stays " + "and is long " * 20)
+    shown.print_line("a [bold]line[/bold] that stays " + "and is long " * 20)
     shown.close()
     return stream.getvalue()
 
@@ -64,7 +64,7 @@ def test_narrow_terminal_gets_long_lines_broken_between_items(columns: int, monk
     )
     lines = {}
     for stream in (Terminal(), io.StringIO()):
-        Progress(9, stream=stream).line(line)
+        Progress(9, stream=stream).print_line(line)
         lines[type(stream)] = stream.getvalue().splitlines()
     assert lines[io.StringIO] == [line]
     assert max(map(len, lines[Terminal])) <= columns and " ".join(map(str.strip, lines[Terminal])) == re.sub(

@@ -142,10 +142,10 @@ def test_unwritable_directory_is_one_error_line():
 
 def test_last_step_is_read_despite_truncated_line(tmp_path):
     directory = RunDirectory(tmp_path)
-    assert directory.last_step() is None
+    assert directory.read_last_step() is None
     lines = "".join(json.dumps({"step": step, "text": "x" * 100}) + "\n" for step in range(1, 2000))
     directory.metrics.write_text(lines + '{"event": "slow"}\n{"step": 20')
-    assert directory.last_step() == 1999
+    assert directory.read_last_step() == 1999
 
 
 def test_full_disk_at_lock_is_one_error_line(tmp_path, monkeypatch):

@@ -152,7 +152,7 @@ def test_killed_rank_0_leaves_tracking_without_gap_or_duplicate(home, uri):
     running = ForkedCommand(("-m", "meshwright", "train", str(place / "tiny.toml"), "--restarts", "1"), place)
     try:
         deadline = time.monotonic() + 120
-        while (RunDirectory(place / "run").last_step() or 0) < 5:
+        while (RunDirectory(place / "run").read_last_step() or 0) < 5:
             assert running.poll() is None and time.monotonic() < deadline
             time.sleep(0.001)
         os.kill(read_ranks(place / "run")[0], signal.SIGKILL)

@@ -30,7 +30,7 @@ def test_bf16_instructions_are_read_from_cpuinfo(tmp_path, line, expected):
 def test_bf16_is_not_chosen_without_instructions(monkeypatch):
     monkeypatch.setattr(matmul, "has_bf16_instructions", lambda: False)
     monkeypatch.setattr(matmul, "_time_products", lambda *_: pytest.fail("measured"))
-    assert not matmul.bf16_is_faster("cpu")
+    assert not matmul.is_bf16_faster("cpu")
 
 
 @pytest.mark.parametrize(("bf16_seconds", "expected"), [(0.5, True), (0.9, False)])
@@ -45,7 +45,7 @@ def test_precision_choice_is_robust_to_load(monkeypatch, loaded, bf16_seconds, e
 
     monkeypatch.setattr(matmul, "has_bf16_instructions", lambda: True)
     monkeypatch.setattr(matmul, "_time_products", time_products)
-    assert matmul.bf16_is_faster("cpu") is expected
+    assert matmul.is_bf16_faster("cpu") is expected
 
 
 def test_matmul_rate_is_flop_over_seconds():

@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 from meshwright.comm.local import LocalRanks
 from meshwright.errors import RankLost, UserError
 from meshwright.launcher.launcher import LaunchSpec, launch
-from meshwright.launcher.rendezvous import Place
+from meshwright.launcher.rendezvous import RendezvousInfo
 from meshwright.planner.hardware.cluster import cluster
 from meshwright.planner.hardware.measured import FORMS, read
 from meshwright.probe import points, stopwatch
@@ -243,9 +243,9 @@ def test_time_includes_waits_if_ranks_share_cores(monkeypatch: pytest.MonkeyPatc
     waits = iter([{"7": 0}, {"7": 400_000_000}])
     monkeypatch.setattr(stopwatch, "read_waiting_times", lambda threads: next(waits))
     monkeypatch.setattr(stopwatch.time, "perf_counter", iter([1.0, 2.0, 1.0, 2.0]).__next__)
-    assert stopwatch.Stopwatch().seconds() == pytest.approx(0.6, abs=0.01)
+    assert stopwatch.Stopwatch().read_seconds() == pytest.approx(0.6, abs=0.01)
     monkeypatch.setattr(stopwatch.Stopwatch, "shared", True)
-    assert stopwatch.Stopwatch().seconds() == 1.0
+    assert stopwatch.Stopwatch().read_seconds() == 1.0
 
 
 def test_collective_time_is_slowest_rank_without_waits_for_cores():
@@ -281,7 +281,7 @@ def test_times_are_corrected_by_reference_kernel(monkeypatch: pytest.MonkeyPatch
     clock = Clock()
 
     class Slowed:
-        def seconds(self) -> float:
+        def measure_seconds(self) -> float:
             return 0.001 * clock.pace
 
     def timed(*_: object) -> float:
@@ -333,12 +333,12 @@ def test_failed_reference_steps_keep_other_results(found: dict[str, Any]):
         return measure
 
     steps = [
-        probe_ranks._GuardedSteps(failing(error), Place(rank, 2, rank, "env://", "test"), store)
+        probe_ranks._GuardedSteps(failing(error), RendezvousInfo(rank, 2, rank, "env://", "test"), store)
         for rank, error in ((1, ValueError("no such\ninstruction")), (0, RankLost("rank 1 has ended")))
     ]
     assert [each(None, 1.0) for each in steps] == [[], []]
     assert {(each.failed["rank"], each.failed["line"]) for each in steps} == {(1, "ValueError: no such instruction")}
-    later = probe_ranks._GuardedSteps(failing(OSError("closed")), Place(0, 2, 0, "env://", "test"), store)
+    later = probe_ranks._GuardedSteps(failing(OSError("closed")), RendezvousInfo(0, 2, 0, "env://", "test"), store)
     assert later(None, 1.0) == [] and later.failed["rank"] == 1
     failed = {**found, "failed": steps[1].failed}
     line = (
@@ -350,7 +350,7 @@ def test_failed_reference_steps_keep_other_results(found: dict[str, Any]):
     ]
     assert line in make_document(failed, tables, "here.toml")["failed"]["line"]
     assert make_document(found, tables, "here.toml")["failed"] is None
-    alone = probe_ranks._GuardedSteps(failing(MemoryError("too much")), Place(0, 1, 0, "env://", "test"), None)
+    alone = probe_ranks._GuardedSteps(failing(MemoryError("too much")), RendezvousInfo(0, 1, 0, "env://", "test"), None)
     assert alone(None, 1.0) == [] and alone.failed["line"] == "MemoryError: too much"
 
 
@@ -358,7 +358,7 @@ def test_rank_lost_in_reference_steps_is_reported():
     def lose(*_: Any) -> Any:
         raise RankLost("rank 1 was killed")
 
-    steps = probe_ranks._GuardedSteps(lose, Place(0, 2, 0, "env://", "test"), HashStore())
+    steps = probe_ranks._GuardedSteps(lose, RendezvousInfo(0, 2, 0, "env://", "test"), HashStore())
     with pytest.raises(RankLost, match="rank 1 was killed"):
         steps(None, 1.0)
 
@@ -391,7 +391,7 @@ def test_hosts_with_unequal_ranks_are_refused(monkeypatch: pytest.MonkeyPatch):
     def size(hosts: list[str]) -> int:
         store = Store({f"meshwright/host/{rank}": host for rank, host in enumerate(hosts)})
         monkeypatch.setattr(probe_ranks.socket, "gethostname", lambda: hosts[0])
-        return probe_ranks._count_host_ranks(Place(0, len(hosts), 0, "env://", "test"), store)
+        return probe_ranks._count_host_ranks(RendezvousInfo(0, len(hosts), 0, "env://", "test"), store)
 
     assert size(["a", "a", "b", "b"]) == 2
     assert size(["a", "b"]) == 1

@@ -298,7 +298,7 @@ def test_random_programs_match_naive_simulation(seed: int):
 
 def test_least_latencies_and_distances_match_cheapest_paths():
     network = line(4, 0.5)
-    assert network.least_latency == 0.5
+    assert network.min_latency == 0.5
     assert network.compute_distances(0).tolist() == [0, 0.5, 1.0, 1.5]
     network.latency[0] = 2.0  # from rank 0 to rank 1, not back
     assert network.compute_distances(0).tolist() == [0, 2.0, 2.5, 3.0]

@@ -20,7 +20,7 @@ from meshwright.schedules.auto import search_schedule
 from meshwright.schedules.library import generate
 from meshwright.schedules.list_scheduling import GreedyParameters, reorder_out_of_order, schedule_greedily
 from meshwright.schedules.local_search import find_critical_blocks, improve_orders
-from meshwright.schedules.orders import Problem, build_program_from_orders, extract_orders, is_feasible, time_orders
+from meshwright.schedules.orders import Problem, build_program_from_orders, extract_orders, is_feasible, simulate_orders
 from meshwright.schedules.report import schedule
 from meshwright.schedules.steady_pattern import build_periodic_orders, compute_shortest_period
 from meshwright.schedules.transfers import with_transfers
@@ -143,7 +143,7 @@ def test_search_is_optimal_where_exhaustive_search_is_possible(ranks, micro_batc
         [order for order in every_order(micro_batches, rank, ranks) if is_feasible(problem, rank, order)]
         for rank in range(ranks)
     ]
-    least = min(time_orders(problem, list(each)).makespan for each in product(*orders))
+    least = min(simulate_orders(problem, list(each)).makespan for each in product(*orders))
     found = search_schedule(ranks, micro_batches, durations, memory, chunks=1, effort=THOROUGH)
     assert found.makespan == pytest.approx(least)
     assert problem.lower_bound <= least * (1 + 1e-9)
@@ -154,7 +154,7 @@ def test_taking_micro_batches_in_order_loses_no_solution():
     durations = Durations([1.0, 0.7], [0.4, 1.5], [0.3, 1.0], 0.2)
     problem = Problem.from_durations(2, 2, place_cyclically(2), durations, (inf, inf))
     by_number = min(
-        time_orders(problem, list(each)).makespan for each in product(*(every_order(2, r, 2) for r in range(2)))
+        simulate_orders(problem, list(each)).makespan for each in product(*(every_order(2, r, 2) for r in range(2)))
     )
     lasts = {
         (kind, stage): t
@@ -208,7 +208,7 @@ def test_its_clock_and_its_memory_are_the_simulators(layout, limit):
     program = build_program_from_orders("greedy", problem, orders)
     check_pipeline(program)
     timing = simulate_pipeline(program, durations)
-    assert timing.makespan == pytest.approx(makespan) == pytest.approx(time_orders(problem, orders).makespan)
+    assert timing.makespan == pytest.approx(makespan) == pytest.approx(simulate_orders(problem, orders).makespan)
     assert max(timing.peak_activations) <= limit
     assert extract_orders(program) == orders
 
@@ -217,13 +217,13 @@ def test_its_clock_and_its_memory_are_the_simulators(layout, limit):
 def test_incremental_timing_equals_full_timing(layout):
     problem, _ = uneven_problem(layout)
     _, orders = schedule_greedily(problem, GreedyParameters(problem.limit))
-    clock, differed = time_orders(problem, orders), 0
+    clock, differed = simulate_orders(problem, orders), 0
     for rank, position in product(range(4), range(len(orders[0]) - 1)):
         changed = [list(order) for order in orders]
         changed[rank][position : position + 2] = reversed(changed[rank][position : position + 2])
         if is_feasible(problem, rank, changed[rank]):
-            whole = time_orders(problem, changed)
-            part = time_orders(problem, changed, clock, clock.by_rank[rank][position])
+            whole = simulate_orders(problem, changed)
+            part = simulate_orders(problem, changed, clock, clock.by_rank[rank][position])
             assert part.makespan == whole.makespan
             assert whole.makespan == inf or part.by_task == whole.by_task
             differed += whole.makespan != clock.makespan
@@ -241,7 +241,7 @@ def test_every_search_move_respects_memory_and_order(layout, limit, seed):
     for orders in starts:
         _, overtaken = reorder_out_of_order(problem, orders, 8, 0.3)
         makespan, improved = improve_orders(problem, overtaken, 60)
-        assert makespan == time_orders(problem, improved).makespan <= time_orders(problem, overtaken).makespan
+        assert makespan == simulate_orders(problem, improved).makespan <= simulate_orders(problem, overtaken).makespan
         for found in (orders, overtaken, improved):
             program = build_program_from_orders("part", problem, found)
             check_pipeline(program)
@@ -275,7 +275,9 @@ def test_periodic_pattern_takes_one_period_per_micro_batch(ranks, layout):
         even = Durations(1.0, 1.0, 1.0)
         problem = Problem.from_durations(ranks, micro_batches, layout(ranks), even, (inf,) * ranks)
         makespans.append(
-            time_orders(problem, build_periodic_orders(problem, compute_shortest_period(problem), (0.0,) * 4)).makespan
+            simulate_orders(
+                problem, build_periodic_orders(problem, compute_shortest_period(problem), (0.0,) * 4)
+            ).makespan
         )
     assert makespans[1] - makespans[0] == 2 * ranks * compute_shortest_period(problem) == 6 * ranks * problem.chunks
 
@@ -294,18 +296,18 @@ def test_moves_along_the_critical_path_repair_a_bad_start():
     problem = Problem.from_durations(4, 8, place_cyclically(4), Durations(1.0, 1.0, 1.0), (4.0,) * 4)
     start = extract_orders(generate("1f1b", 4, 8))
     makespan, orders = improve_orders(problem, start, 500)
-    assert makespan == time_orders(problem, orders).makespan <= 28 < time_orders(problem, start).makespan
+    assert makespan == simulate_orders(problem, orders).makespan <= 28 < simulate_orders(problem, start).makespan
     problem, _ = uneven_problem("two chunks", 2.0)
     start = schedule_greedily(problem, GreedyParameters(problem.limit))[1]
     makespan, orders = improve_orders(problem, start, 500)
-    assert makespan == time_orders(problem, orders).makespan < time_orders(problem, start).makespan
+    assert makespan == simulate_orders(problem, orders).makespan < simulate_orders(problem, start).makespan
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_critical_path_adds_up_to_the_makespan(layout):
     problem, _ = uneven_problem(layout)
     _, orders = schedule_greedily(problem, GreedyParameters(problem.limit))
-    clock = time_orders(problem, orders)
+    clock = simulate_orders(problem, orders)
     lasts, lags = 0.0, 0.0
     for rank, first, last in find_critical_blocks(problem, orders, clock):
         lasts += sum(problem.duration[x] for x in orders[rank][first : last + 1])

@@ -31,7 +31,7 @@ def test_externally_started_ranks_compute_on_agreed_devices(monkeypatch: pytest.
         taken.append(device)
         raise Stop
 
-    monkeypatch.setattr(ranks.rendezvous, "read_place", lambda: "place")
+    monkeypatch.setattr(ranks.rendezvous, "read_rendezvous_info", lambda: "place")
     monkeypatch.setattr(ranks.rendezvous, "connect_to_store", lambda place, seconds: f"store of {place}")
     monkeypatch.setattr(ranks.rendezvous, "initialise_process_group", initialise)
     monkeypatch.setattr(ranks, "agree_on_device", lambda *given: f"cuda:{len(given)}" if given[0] == "auto" else "cpu")

@@ -192,14 +192,14 @@ def test_long_steps_do_not_count_as_lost_ranks_for_ever(tmp_path: Path):
 def test_limit_of_a_step_follows_its_predicted_time():
     replica = Replica(0, max_sequences=8)
     replica.streams = {"r": Stream(make_request("r", *range(40), tokens=5))}
-    assert replica.limit_step(60.0, 512) == 60.0
+    assert replica.compute_step_limit(60.0, 512) == 60.0
     replica.hangs = 2
-    assert replica.limit_step(60.0, 512) == 240.0
+    assert replica.compute_step_limit(60.0, 512) == 240.0
     for _ in range(3):
         replica.take_report({"added": 0, "seconds": 8.0, "tokens": 1, "context": 1})
-    assert replica.limit_step(60.0, 512) == pytest.approx(40 * 8)  # nothing is known of steps of several tokens
-    assert replica.limit_step(60.0, 16) == pytest.approx(16 * 8)
-    assert replica.limit_step(60.0, 4) == pytest.approx(10 * 8)
+    assert replica.compute_step_limit(60.0, 512) == pytest.approx(40 * 8)  # nothing is known of steps of several tokens
+    assert replica.compute_step_limit(60.0, 16) == pytest.approx(16 * 8)
+    assert replica.compute_step_limit(60.0, 4) == pytest.approx(10 * 8)
 
 
 def test_requests_of_a_lost_replica_continue_on_another(tmp_path: Path):

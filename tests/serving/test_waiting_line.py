@@ -292,7 +292,7 @@ def test_retry_after_is_at_most_a_minute_and_place_lasts_longer(line: WaitingLin
 def test_places_are_bounded_and_late_clients_lose_theirs_to_new_ones(
     line: WaitingLine, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(waiting_line, "MOST_PLACES", 3)
+    monkeypatch.setattr(waiting_line, "MAX_PLACES", 3)
     for key in (b"a", b"b", b"c", b"none"):
         ask(line, key)
     assert line.outstanding == 3

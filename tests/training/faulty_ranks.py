@@ -14,7 +14,7 @@ from meshwright.errors import RankLost
 from meshwright.flight_recorder.call_ring import get_process_writer
 from meshwright.launcher.launcher import LaunchSpec, launch
 from meshwright.launcher.rank_process import run_rank
-from meshwright.launcher.rendezvous import Place
+from meshwright.launcher.rendezvous import RendezvousInfo
 from meshwright.recipe import load_recipe_text
 from meshwright.training import worker
 
@@ -58,7 +58,7 @@ def join() -> None:
         os._exit(error.exit_code)
 
 
-def work(description: dict[str, Any], start: Place) -> dict[str, Any]:
+def work(description: dict[str, Any], start: RendezvousInfo) -> dict[str, Any]:
     """Train with the fault description["fault"]."""
     import torch.distributed  # noqa: F401  (slow, and must not count towards the time-out)
 

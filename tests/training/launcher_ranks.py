@@ -15,7 +15,7 @@ from meshwright.flight_recorder import device_calls
 from meshwright.flight_recorder.call_ring import get_process_writer
 from meshwright.flight_recorder.device_calls import DeviceCalls
 from meshwright.launcher.rank_process import end_as_lost, run_rank
-from meshwright.launcher.rendezvous import Place, connect_to_store, initialise_process_group
+from meshwright.launcher.rendezvous import RendezvousInfo, connect_to_store, initialise_process_group
 
 ROOT = str(Path(__file__).resolve().parents[2])
 COMMAND = (
@@ -30,7 +30,7 @@ def main() -> None:
     run_rank(work)
 
 
-def work(description: dict[str, Any], start: Place) -> dict[str, Any]:
+def work(description: dict[str, Any], start: RendezvousInfo) -> dict[str, Any]:
     """Run description["case"]."""
     return globals()["case_" + description["case"].replace(" ", "_")](description, start)
 
@@ -40,19 +40,19 @@ def until(path: Path) -> None:
         time.sleep(0.01)
 
 
-def case_tell(description: dict[str, Any], start: Place) -> dict[str, Any]:
+def case_tell(description: dict[str, Any], start: RendezvousInfo) -> dict[str, Any]:
     print("something on standard output")
     kept = {key: description[key] for key in ("threads", "ranks", "method")}
     kept["spin"] = os.environ.get("GOMP_SPINCOUNT")
     return {**kept, "rank": start.rank, "group": os.getpgid(0), "process": os.getpid(), "long": "x" * 300_000}
 
 
-def case_never_ends(description: dict[str, Any], start: Place) -> dict[str, Any]:
+def case_never_ends(description: dict[str, Any], start: RendezvousInfo) -> dict[str, Any]:
     time.sleep(600)
     return {}
 
 
-def case_rank_1_is_killed(description: dict[str, Any], start: Place) -> dict[str, Any]:
+def case_rank_1_is_killed(description: dict[str, Any], start: RendezvousInfo) -> dict[str, Any]:
     signal.signal(signal.SIGTERM, lambda *_: None)  # like a rank that hangs in a collective
     if start.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -60,7 +60,7 @@ def case_rank_1_is_killed(description: dict[str, Any], start: Place) -> dict[str
     return {}
 
 
-def case_rank_1_is_killed_and_the_others_notice(description: dict[str, Any], start: Place) -> dict[str, Any]:
+def case_rank_1_is_killed_and_the_others_notice(description: dict[str, Any], start: RendezvousInfo) -> dict[str, Any]:
     started = Path(description["directory"]) / "started"
     if start.rank == 1:
         started.touch()
@@ -72,7 +72,7 @@ def case_rank_1_is_killed_and_the_others_notice(description: dict[str, Any], sta
     raise RankLost(f"rank {start.rank} was left alone in data.gradients")
 
 
-def case_rank_2_exits(description: dict[str, Any], start: Place) -> dict[str, Any]:
+def case_rank_2_exits(description: dict[str, Any], start: RendezvousInfo) -> dict[str, Any]:
     started = Path(description["directory"]) / "started"
     if start.rank == 2:
         started.touch()
@@ -81,15 +81,15 @@ def case_rank_2_exits(description: dict[str, Any], start: Place) -> dict[str, An
     raise (RankLost, RanksDisagree)[start.rank]("left alone")
 
 
-def case_user_error(description: dict[str, Any], start: Place) -> dict[str, Any]:
+def case_user_error(description: dict[str, Any], start: RendezvousInfo) -> dict[str, Any]:
     raise UserError("data.source: no such file: corpus.txt")
 
 
-def case_check_failed(description: dict[str, Any], start: Place) -> dict[str, Any]:
+def case_check_failed(description: dict[str, Any], start: RendezvousInfo) -> dict[str, Any]:
     raise CheckFailed("11 steps in a row were not finite")
 
 
-def case_fault_on_rank_1(description: dict[str, Any], start: Place) -> dict[str, Any]:
+def case_fault_on_rank_1(description: dict[str, Any], start: RendezvousInfo) -> dict[str, Any]:
     failing = Path(description["directory"]) / "rank 1 is failing"
     if start.rank == 1:
         failing.touch()
@@ -99,21 +99,21 @@ def case_fault_on_rank_1(description: dict[str, Any], start: Place) -> dict[str,
     raise RuntimeError("a consequence: connection closed by peer")
 
 
-def case_left_alone(description: dict[str, Any], start: Place) -> dict[str, Any]:
+def case_left_alone(description: dict[str, Any], start: RendezvousInfo) -> dict[str, Any]:
     if start.rank == 0:
         raise RankLost("rank 0 was left alone in data.gradients")
     time.sleep(60)
     return {}
 
 
-def wait_in_a_call(start: Place, description: dict[str, Any], site: str) -> None:
+def wait_in_a_call(start: RendezvousInfo, description: dict[str, Any], site: str) -> None:
     """Post a call once rank 0 is waiting."""
     until(Path(description["directory"]) / "elsewhere")
     calls = get_process_writer()
     calls.wait(calls.post(calls.register_group((0, 1)), site, "all_reduce", "data", 16, "float32", (4,)))
 
 
-def case_rank_0_is_elsewhere(description: dict[str, Any], start: Place) -> dict[str, Any]:
+def case_rank_0_is_elsewhere(description: dict[str, Any], start: RendezvousInfo) -> dict[str, Any]:
     if start.rank == 0:
         (Path(description["directory"]) / "elsewhere").touch()
         time.sleep(60)
@@ -133,7 +133,7 @@ class NeverReached:
         return False
 
 
-def case_device_of_rank_0_hangs(description: dict[str, Any], start: Place) -> dict[str, Any]:
+def case_device_of_rank_0_hangs(description: dict[str, Any], start: RendezvousInfo) -> dict[str, Any]:
     """The host continues after each call and then waits for its device in C; rank 1 never makes the call."""
     if start.rank == 0:
         device_calls.LOOK_SECONDS = 0.01
@@ -150,7 +150,7 @@ def case_device_of_rank_0_hangs(description: dict[str, Any], start: Place) -> di
     return {}
 
 
-def case_stopped_in_a_call(description: dict[str, Any], start: Place) -> dict[str, Any]:
+def case_stopped_in_a_call(description: dict[str, Any], start: RendezvousInfo) -> dict[str, Any]:
     if start.rank == 0:
         (Path(description["directory"]) / "elsewhere").touch()
         time.sleep(60)
@@ -159,7 +159,7 @@ def case_stopped_in_a_call(description: dict[str, Any], start: Place) -> dict[st
     return {}
 
 
-def case_stopped_outside_calls(description: dict[str, Any], start: Place) -> dict[str, Any]:
+def case_stopped_outside_calls(description: dict[str, Any], start: RendezvousInfo) -> dict[str, Any]:
     """As in a save: rank 1 waits for a file of rank 0, which is stopped."""
     calls = get_process_writer()
     calls.done(calls.post(calls.register_group((0, 1)), "data.gradients", "all_reduce", "data", 16, "float32", (4,)))
@@ -172,7 +172,7 @@ def case_stopped_outside_calls(description: dict[str, Any], start: Place) -> dic
     return {}
 
 
-def case_save_on_sigterm(description: dict[str, Any], start: Place) -> dict[str, Any]:
+def case_save_on_sigterm(description: dict[str, Any], start: RendezvousInfo) -> dict[str, Any]:
     signals = []
     signal.signal(signal.SIGTERM, lambda *_: signals.append(1))
     directory = Path(description["directory"])
@@ -184,20 +184,20 @@ def case_save_on_sigterm(description: dict[str, Any], start: Place) -> dict[str,
     raise Terminated("stopped by SIGTERM after saving step 40")
 
 
-def case_still_loading(description: dict[str, Any], start: Place) -> dict[str, Any]:
+def case_still_loading(description: dict[str, Any], start: RendezvousInfo) -> dict[str, Any]:
     (Path(description["directory"]) / f"ready-{start.rank}").touch()
     time.sleep(60)
     return {}
 
 
-def case_never_end(description: dict[str, Any], start: Place) -> dict[str, Any]:
+def case_never_end(description: dict[str, Any], start: RendezvousInfo) -> dict[str, Any]:
     signal.signal(signal.SIGTERM, lambda *_: None)
     (Path(description["directory"]) / f"ready-{start.rank}").touch()
     while True:
         time.sleep(1)
 
 
-def case_die_twice(description: dict[str, Any], start: Place) -> dict[str, Any]:
+def case_die_twice(description: dict[str, Any], start: RendezvousInfo) -> dict[str, Any]:
     deaths = Path(description["directory"]) / "deaths"
     count = len(deaths.read_text()) if deaths.exists() else 0
     if count < 2:
@@ -208,7 +208,7 @@ def case_die_twice(description: dict[str, Any], start: Place) -> dict[str, Any]:
     return {"deaths": count}
 
 
-def case_meet(description: dict[str, Any], start: Place) -> dict[str, Any]:
+def case_meet(description: dict[str, Any], start: RendezvousInfo) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 

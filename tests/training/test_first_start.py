@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from meshwright.errors import RankLost, Terminated, UserError
-from meshwright.launcher.rendezvous import Place
+from meshwright.launcher.rendezvous import RendezvousInfo
 from meshwright.layout import Layout
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.planner.cost.bounds import StepProperties, bound_seconds
@@ -372,8 +372,8 @@ def test_launcher_measures_with_the_run_directory_locked(asked, measured_memory,
 def test_external_ranks_measure_if_all_are_on_one_host(
     asked, measured_memory, tmp_path: Path, monkeypatch, rank: int, host_ranks: int, probe: bool, measures: bool
 ):
-    place = Place(rank, 2, rank, "env://", "torchrun", host_ranks)
-    monkeypatch.setattr("meshwright.launcher.rendezvous.read_place", lambda method: place)
+    place = RendezvousInfo(rank, 2, rank, "env://", "torchrun", host_ranks)
+    monkeypatch.setattr("meshwright.launcher.rendezvous.read_rendezvous_info", lambda method: place)
     monkeypatch.setattr("meshwright.training.worker._run_as_rank", lambda *_, **__: {"done": True})
     recipe = cases.recipe(tmp_path, "dp2 fp32", run_threads=3)
     assert train_as_rank(recipe, probe=probe) == {"done": True}
@@ -387,14 +387,17 @@ def test_external_rank_measures_nothing_if_its_port_is_taken(asked, tmp_path: Pa
         other.bind(("127.0.0.1", 0))
         other.listen()
         method = f"tcp://127.0.0.1:{other.getsockname()[1]}"
-        monkeypatch.setattr("meshwright.launcher.rendezvous.read_place", lambda _: Place(0, 2, 0, method, "SLURM", 2))
+        monkeypatch.setattr(
+            "meshwright.launcher.rendezvous.read_rendezvous_info", lambda _: RendezvousInfo(0, 2, 0, method, "SLURM", 2)
+        )
         assert train_as_rank(cases.recipe(tmp_path, "dp2 fp32")) == {"done": True} and asked == []
 
 
 def test_rank_with_own_core_set_skips_measurement(asked, measured_memory, tmp_path: Path, monkeypatch):
     """A rank may not start ranks on the cores of others; the run uses the threads of its own share."""
     monkeypatch.setattr(
-        "meshwright.launcher.rendezvous.read_place", lambda method: Place(0, 2, 0, "env://", "SLURM", 2)
+        "meshwright.launcher.rendezvous.read_rendezvous_info",
+        lambda method: RendezvousInfo(0, 2, 0, "env://", "SLURM", 2),
     )
     monkeypatch.setattr("meshwright.training.worker._run_as_rank", lambda *_, **__: {"done": True})
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "4")
@@ -423,9 +426,9 @@ def test_short_measurement_prices_every_kind_of_step(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(MeasurementPlan, "short", shorter)
     wanted = {"precisions": ["fp32"], "axes": ["tp"], "fastest": True}
-    monkeypatch.setattr(communication, "bf16_is_faster", lambda device: False)
+    monkeypatch.setattr(communication, "is_bf16_faster", lambda device: False)
     found = probe_ranks._measure(
-        Place(0, 1, 0, "", "itself"), {"device": "cpu", "disk": "", "plan": {}, "short": wanted}
+        RendezvousInfo(0, 1, 0, "", "itself"), {"device": "cpu", "disk": "", "plan": {}, "short": wanted}
     )
     assert (found["kind"], found["failed"], found["fastest"]) == ("cpu", None, "fp32")
     machine = cluster(found["cluster"])

@@ -15,7 +15,7 @@ import torch
 from meshwright.comm.local import LocalRanks
 from meshwright.layout import Layout
 from meshwright.monitoring.comparison import Prediction, StepTimes, collect_measured_memory, format_comparison
-from meshwright.monitoring.metrics import peak_memory_bytes
+from meshwright.monitoring.metrics import read_peak_memory_bytes
 from meshwright.monitoring.step_memory import StepMemory
 from meshwright.planner.api import plan
 from meshwright.planner.cost.bounds import Bounds
@@ -216,7 +216,7 @@ def test_measured_states_are_itemised_by_category():
 
 def test_step_memory_counts_allocations_since_trainer_creation():
     memory, size = StepMemory(torch.device("cpu")), 64 * 2**20
-    before = peak_memory_bytes(torch.device("cpu"))
+    before = read_peak_memory_bytes(torch.device("cpu"))
     memory.start()
     with memory.exclude_allocations():
         kept = torch.ones(size // 4)
@@ -230,7 +230,7 @@ def test_step_memory_counts_allocations_since_trainer_creation():
     more = torch.ones(2 * size // 4)
     memory.step_done()
     assert memory.growth_in_first_steps < 1.5 * size
-    assert memory.peak_bytes() >= before and memory.process_peak() >= before
+    assert memory.read_peak() >= before and memory.read_process_peak() >= before
     del kept, held, more
 
 

@@ -115,8 +115,8 @@ def test_prediction_is_the_sum_of_its_items():
 
 
 def test_prediction_is_at_least_memory_already_used(monkeypatch):
-    monkeypatch.setattr(process_memory, "resident_bytes", lambda: 120 * MIB)
-    monkeypatch.setattr(process_memory, "peak_resident_bytes", lambda: 900 * MIB)
+    monkeypatch.setattr(process_memory, "read_resident_bytes", lambda: 120 * MIB)
+    monkeypatch.setattr(process_memory, "read_peak_resident_bytes", lambda: 900 * MIB)
     assert predict_process_memory(trainer(), peak_of(MIB), 100 * MIB, CONSTANTS).peak == 900 * MIB
 
 

@@ -348,11 +348,11 @@ def test_run_starts_from_hugging_face_weights(home, shared_data, two, layout):
 @pytest.mark.parametrize(("faster", "precision"), [(True, "bf16"), (False, "fp32")])
 def test_omitted_precision_is_resolved_reported_and_stored(home, monkeypatch, faster, precision):
     place = home / f"omitted {precision}"
-    monkeypatch.setattr(communication, "bf16_is_faster", lambda device: faster)
+    monkeypatch.setattr(communication, "is_bf16_faster", lambda device: faster)
     (outcome,) = cases.run(None, place, "dp1", train_steps=2)
     assert outcome["layout"].endswith(precision) and outcome["result"]["layout"].endswith(precision)
     assert any(line.startswith(f"layout: {outcome['layout']} on 1 cpu process x ") for line in outcome["said"])
-    monkeypatch.setattr(communication, "bf16_is_faster", lambda device: not faster)  # like another machine
+    monkeypatch.setattr(communication, "is_bf16_faster", lambda device: not faster)  # like another machine
     (resumed,) = cases.run(None, place, "dp1", train_steps=3)
     assert resumed["layout"] == outcome["layout"]
 

@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.launcher import rendezvous
-from meshwright.launcher.rendezvous import Place
+from meshwright.launcher.rendezvous import RendezvousInfo
 from meshwright.recipe import load_recipe
 from meshwright.training import worker
 from meshwright.verification.ranks import _require_compiled_graphs
@@ -38,8 +38,8 @@ def test_memory_is_checked_when_external_launcher_fills_one_host(
     def train(*given: object, **options: object) -> None:
         raise Passed
 
-    start = Place(0, 1, 0, "env://", rendezvous.LAUNCHER, host_ranks=host_ranks)
-    monkeypatch.setattr(rendezvous, "read_place", lambda address: start)
+    start = RendezvousInfo(0, 1, 0, "env://", rendezvous.LAUNCHER, host_ranks=host_ranks)
+    monkeypatch.setattr(rendezvous, "read_rendezvous_info", lambda address: start)
     monkeypatch.setattr(worker, "read_machine_memory", lambda: 1)
     monkeypatch.setattr(worker, "_run_as_rank", train)
     with pytest.raises(UserError if refused else Passed, match="take at least" if refused else None):

@@ -59,7 +59,7 @@ def test_study_with_killed_worker_continues_its_trial_and_equals_plain_training(
 
     assert stop_after(signal.SIGTERM, 1) == 143
     [newest] = sorted(trial.glob("checkpoints/step-*"))[-1:]
-    assert json.loads((newest / "training/state.json").read_text())["step"] == RunDirectory(trial).last_step()
+    assert json.loads((newest / "training/state.json").read_text())["step"] == RunDirectory(trial).read_last_step()
     assert stop_after(signal.SIGKILL, 2) == -9  # the kernel ends its training process too
     answer = subprocess.run(command, capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr

@@ -7,7 +7,7 @@ from dataclasses import replace
 from meshwright.layout import Layout
 from meshwright.verification.cases import CaseBuilder
 from meshwright.verification.ranks import run_rank
-from meshwright.verification.run import _default_models
+from meshwright.verification.run import _choose_default_models
 from tests.flight_recorder.circular_wait import find_circular_wait
 from tests.verification.kept_ranks import KeptRanks
 
@@ -25,7 +25,7 @@ LAYOUTS = (
 def test_healthy_ranks_agree_on_calls_of_every_layout():
     for text in LAYOUTS:
         layout = Layout.parse(text)
-        _, config = _default_models(layout, mixture=False)[0]
+        _, config = _choose_default_models(layout, mixture=False)[0]
         ranks = KeptRanks(layout.world_size)
         ranks.run(run_rank, replace(CaseBuilder(layout, config, "float32").make_sgd_problem(3), steps=2), text)
         snapshot = ranks.calls()

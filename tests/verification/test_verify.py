@@ -36,7 +36,7 @@ from meshwright.verification.patterns import list_in_backward_order
 from meshwright.verification.problem import Problem, choose_sequence_length, scale_down_config, scale_down_layout
 from meshwright.verification.ranks import RankResult, StepResult
 from meshwright.verification.reference import Reference
-from meshwright.verification.run import _default_models, _Verifier, run_verification
+from meshwright.verification.run import _choose_default_models, _Verifier, run_verification
 from tests.batches import make_batch, share_of
 from tests.conftest import exhaustive
 from tests.model.transformers_names import entry_in_transformers
@@ -75,7 +75,7 @@ def ideal_results(reference: Reference, ranks: int, shards: int = 1) -> list[Ran
         }
         optimizer = [piece for kind, entries in reference.optimizer.items() for piece in cut(kind, entries)]
         parameters = cut("parameter", reference.round_to_parameters(reference.weights[-1]))
-        counters = {step: reference.expect_counters(step) for step in range(reference.problem.steps + 1)}
+        counters = {step: reference.compute_expected_counters(step) for step in range(reference.problem.steps + 1)}
         results.append(RankResult(steps, optimizer, parameters, counters, [], reference.final_loss))
     return results
 
@@ -285,8 +285,8 @@ def test_grid_includes_mixtures_without_expert_parallelism():
     for axis in ("dp", "tp", "cp", "pp"):
         layout = next(layout for layout in MIXTURES if getattr(layout, axis) > 1)
         assert layout in GRID and not layout.expert_parallel
-        assert all(config.experts for _, config in _default_models(layout, mixture=True))
-        assert not any(config.experts for _, config in _default_models(layout, mixture=False))
+        assert all(config.experts for _, config in _choose_default_models(layout, mixture=True))
+        assert not any(config.experts for _, config in _choose_default_models(layout, mixture=False))
     assert any(layout.zero == 3 for layout in MIXTURES)
 
 
@@ -302,8 +302,8 @@ def test_single_layout_model_makes_every_call_of_its_kind(notation: str):
         work = Work(batch=8, sequence=choose_sequence_length(layout))
         return {site for rank in range(layout.world_size) for site in predicted_traffic(small, layout, work, rank)}
 
-    (only,) = _default_models(layout, mixture=False, one=True)
-    every = _default_models(layout, mixture=False)
+    (only,) = _choose_default_models(layout, mixture=False, one=True)
+    every = _choose_default_models(layout, mixture=False)
     assert only in every and len(every) == 3
     assert sites(only[1]) == set().union(*(sites(config) for _, config in every))
 

@@ -16,7 +16,7 @@ from meshwright.verification.cases import CaseBuilder
 from meshwright.verification.compare import compare
 from meshwright.verification.ranks import run_rank
 from meshwright.verification.reference import Reference
-from meshwright.verification.teaching import Teaching
+from meshwright.verification.teaching import DistillationSettings
 
 KL, JSD = DistillationLoss("forward_kl", 2.0, 0.3), DistillationLoss("jsd", 1.5, 0.0, beta=0.3)
 REVERSE = DistillationLoss("reverse_kl", 1.0, 0.5)
@@ -26,7 +26,7 @@ HIDDEN = replace(JSD, hidden_weight=0.7, layer_map=((0, 0),))
 def check(ranks: LocalRanks, text: str, loss: DistillationLoss, held: str = "same", **models: str) -> Any:
     layout = Layout.parse(text)
     student, teacher = (preset(models.get(name, "llama-3-8b")) for name in ("student", "teacher"))
-    maker = CaseBuilder(layout, student, teaching=Teaching(loss, teacher, held))
+    maker = CaseBuilder(layout, student, teaching=DistillationSettings(loss, teacher, held))
     problem = replace(maker.make_sgd_problem(3), steps=2)
     results = ranks.run(run_rank, problem, text)
     return compare(Reference(problem), [result for (result,) in results], layout)
@@ -77,6 +77,8 @@ def test_every_fault_in_calls_of_loss_and_teacher_is_caught(
     monkeypatch.setattr(
         mutations, "list_possible_faults", lambda *of: [each for each in every(*of) if each.site.startswith(sites)]
     )
-    maker = CaseBuilder(Layout.parse(text), preset("llama-3-8b"), teaching=Teaching(HIDDEN, preset("qwen3-0.6b")))
+    maker = CaseBuilder(
+        Layout.parse(text), preset("llama-3-8b"), teaching=DistillationSettings(HIDDEN, preset("qwen3-0.6b"))
+    )
     report = mutations.plant_all_faults(maker, Reference, two, lambda line: None)
     assert report["missed"] == [] and report["caught"] > 2 and report["neutral"] == (text == "tp2")

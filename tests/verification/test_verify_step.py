@@ -103,7 +103,7 @@ def test_resume_compares_every_key_of_the_state(key: str, tmp_path: Path, monkey
     monkeypatch.setattr(trainer.Trainer, "state", lambda self: {**right(self), key: f"changed {next(calls)}"})
     (result,) = run_rank(problem, str(LAYOUT), None, [None], str(tmp_path))
     assert [text.partition(" is ")[0] for text in result.not_restored] == [key, key]
-    result.counters = {steps: reference(problem).expect_counters(steps) for steps in result.counters}
+    result.counters = {steps: reference(problem).compute_expected_counters(steps) for steps in result.counters}
     assert str(compare(reference(problem), [result], LAYOUT).failure).startswith(f"{key} is changed")
 
 
@@ -117,9 +117,9 @@ def test_wrong_counters_in_checkpoint_are_detected(tmp_path: Path, monkeypatch: 
 
 def test_checkpoints_are_saved_with_every_counter_nonzero():
     right, problem = reference(PROBLEMS["updates"]), PROBLEMS["updates"]
-    saved = [right.expect_counters(steps) for steps in problem.resumed_at]
+    saved = [right.compute_expected_counters(steps) for steps in problem.resumed_at]
     assert any(each["skipped_in_a_row"] for each in saved) and any(each["loss_scale"]["finite_steps"] for each in saved)
-    assert right.expect_counters(problem.steps)["loss_scale"]["value"] != saved[-1]["loss_scale"]["value"]
+    assert right.compute_expected_counters(problem.steps)["loss_scale"]["value"] != saved[-1]["loss_scale"]["value"]
 
 
 def test_failed_or_missing_checkpoint_is_one_error_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -146,9 +146,9 @@ def test_fault_in_local_code_is_caught(name: str, tmp_path: Path):
 def test_fault_counter_recognises_only_identical_objects():
     """Each object is freed before the next is created, which may get the same id."""
     strikes = FaultCounter()
-    assert not any(strikes.seen_before([]) for _ in range(50))
+    assert not any(strikes.has_seen([]) for _ in range(50))
     kept: list[int] = []
-    assert not strikes.seen_before(kept) and strikes.seen_before(kept)
+    assert not strikes.has_seen(kept) and strikes.has_seen(kept)
 
 
 def mutant(owner: Any, name: str, wrong: Any) -> Any:

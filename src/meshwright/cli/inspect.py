@@ -135,10 +135,10 @@ def _make_tensor_table(tensors: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _merge_alike(tensors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Merge the entries of tensors that have the same type and shape and whose names differ only in numbers, such as
-    one weight of all layers. Return one entry for each such set of tensors: its name with `*` in place of the numbers,
-    "count" (number of tensors), the sum of their bytes, and the statistics over all their values. If no two entries
-    match, all are returned unchanged.
+    """Merge the entries of tensors that have equal type and shape and whose names differ only in numbers, such as one
+    weight of all layers. Return one entry for each such set: its name with `*` in place of the numbers, "count" (number
+    of tensors), the sum of their bytes, and the statistics over all their values. Entries are unchanged if no two
+    match.
 
     tensors: entries of the result of `inspect_model`, one dict for each tensor.
     """

@@ -14,7 +14,7 @@ import click
 
 from meshwright import __version__
 from meshwright.cli.plumbing import CONTEXT, Group, format_usage_error
-from meshwright.errors import MeshwrightError, ModelWarning, Terminated, UserError, out_of_memory_message
+from meshwright.errors import MeshwrightError, ModelWarning, Terminated, UserError, make_out_of_memory_message
 from meshwright.terminal import escape_control_characters, print_message
 from meshwright.threads import prepare_process
 
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             click.echo(err=True)  # newline after ^C
         return _print_error(str(error) or "interrupted", 130, kind="")
     except (MemoryError, RuntimeError) as error:
-        if (reason := out_of_memory_message(error)) is None:
+        if (reason := make_out_of_memory_message(error)) is None:
             raise
         return _print_error(reason, 2)
     except BrokenPipeError:  # the reader of standard output has exited

@@ -24,7 +24,7 @@ from meshwright.cli.plumbing import (
     write_file,
 )
 from meshwright.errors import UserError
-from meshwright.limits import limit_of
+from meshwright.limits import get_limit
 
 if TYPE_CHECKING:
     from meshwright.launcher.host_memory import HostMemory
@@ -77,8 +77,8 @@ def command(
 
     MODEL is a preset, a Hugging Face directory, a config.json or a recipe; KEY=VALUE overrides one field of a recipe.
     For any other kind of MODEL, adapter.KEY=VALUE plans the training of a LoRA adapter on it. Memory is that of the
-    fullest rank. Each time has a lower and an upper bound, between which most published runs are that the planner is
-    tested with (docs/plan.md: "Bounds"). With --serve, predict the memory of a server instead.
+    fullest rank. Each time has a lower and an upper bound; most published runs that the planner is tested with lie
+    between them (docs/plan.md: "Bounds"). With --serve, predict the memory of a server instead.
 
     \f
     names: MODEL, then overrides; if `calibrate`, run directories. cluster: device count and kind, a cluster file, or
@@ -315,7 +315,7 @@ def _read_lines(path: str) -> Iterator[str]:
     line is too long."""
     try:
         with sys.stdin if path == "-" else Path(path).open(encoding="utf-8") as file:
-            longest = limit_of("config_bytes")
+            longest = get_limit("config_bytes")
             for number, line in enumerate(iter(lambda: file.readline(longest + 1), ""), 1):
                 if len(line) > longest:
                     raise UserError(f"--jobs {path}: line {number} has more than {longest:,} characters")

@@ -39,7 +39,7 @@ def command(ranks: int | None, device: str, output: Path | None, directory: Path
     write, None for the default one. directory: a directory on the disk whose speed is measured. as_json: print JSON.
     """
     with result_printer(as_json) as answer:
-        from meshwright.launcher.rendezvous import is_started_by_others, read_place
+        from meshwright.launcher.rendezvous import is_started_by_others, read_rendezvous_info
         from meshwright.planner.hardware.cluster import this_machine
         from meshwright.probe import report
         from meshwright.probe.ranks import probe, probe_on_rank
@@ -48,7 +48,7 @@ def command(ranks: int | None, device: str, output: Path | None, directory: Path
         if not directory.is_dir():
             raise UserError(f"--directory: there is no directory {directory}")
         joining = is_started_by_others()
-        first = not joining or read_place().rank == 0
+        first = not joining or read_rendezvous_info().rank == 0
         if first:
             _check_writable(path, make=output is None)
         if joining and ranks is not None:

@@ -69,7 +69,7 @@ def _find_samples(run: Path, given: Path | None, count: int | None, prompts: tup
     count: None for the default number. prompts: texts to continue, in place of beginnings of validation documents. If
     `count` or `prompts` is given, sample.json is not read.
     """
-    from meshwright.errors import UserError, out_of_memory_message
+    from meshwright.errors import UserError, make_out_of_memory_message
     from meshwright.monitoring.run_directory import CHECKPOINTS
     from meshwright.terminal import print_message
 
@@ -90,7 +90,7 @@ def _find_samples(run: Path, given: Path | None, count: int | None, prompts: tup
     except (UserError, InvalidLogits, OSError) as error:  # OSError: a run in progress deletes its older checkpoints
         reason = str(error)
     except (MemoryError, RuntimeError) as error:
-        reason = out_of_memory_message(error)
+        reason = make_out_of_memory_message(error)
         if reason is None:
             raise
     print_message(f"warning: no samples: {reason}")

@@ -8,7 +8,7 @@ import click
 
 from meshwright.cli import plumbing
 from meshwright.cli.plumbing import json_option, result_printer
-from meshwright.emulation.api import MOST_RANKS
+from meshwright.emulation.api import MAX_RANKS
 from meshwright.terminal import print_message
 
 
@@ -21,7 +21,7 @@ from meshwright.terminal import print_message
     'meshwright run --emulate 8 examples/layouts.py LICENSE "dp2 tp2 pp2"',
 )
 @click.option("--ranks", default=1, type=click.IntRange(min=1), help="Number of local processes.")
-@click.option("--emulate", type=click.IntRange(1, MOST_RANKS), help="Number of ranks emulated by threads.")
+@click.option("--emulate", type=click.IntRange(1, MAX_RANKS), help="Number of ranks emulated by threads.")
 @click.option("--break", "stop", metavar="RANK[:CALL]", help="Emulated: debug a rank before its n-th communication.")
 @click.option("--show", is_flag=True, help="Emulated: print communications, and at the end the tensors of each rank.")
 @click.option("--check", is_flag=True, help="Emulated: compare an exercise's distributed() with its one_device().")

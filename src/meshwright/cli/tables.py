@@ -32,9 +32,9 @@ def make_fact_table() -> Table:
 
 
 class FittedTable:
-    """Rich renderable that prints `table` without those of its optional columns for which the console is too narrow, so
-    that names are not folded to a few characters per line. optional: groups of columns, each a set of headers; a group
-    is left out as a whole, beginning with the first group."""
+    """Rich renderable of `table` that leaves out optional columns if the console is too narrow for all of them, so that
+    names are not folded to a few characters per line. optional: groups of columns, each a set of headers that is left
+    out as a whole, in the order in which they are left out."""
 
     def __init__(self, table: Table, optional: Sequence[Collection[str]]) -> None:
         """Wrap `table`; arguments: see the class."""

@@ -17,15 +17,14 @@ from meshwright.program.order import Integers
 
 def compute_lower_bound_seconds(operation: str, network: Network, total_bytes: float, root: int = 0) -> float:
     """Return a lower bound on the seconds that any program needs for a collective operation on a vector of
-    `total_bytes` bytes.
+    `total_bytes` bytes: the larger of a latency bound and a bandwidth bound.
 
     operation: name such as "all-reduce". network: ranks, switches and links. root: source or destination rank of a
-    rooted operation. The result is the larger of two bounds. Latency bound: the latency from a rank to the farthest
-    rank that needs its data. Bandwidth bound: the ranks are divided into blocks (single ranks, nodes, halves of a torus
-    ...). The bytes that must leave or enter a block take at least their sum divided by the bandwidth of the block's
-    links, plus the lowest latency of a message. The largest such time over all known divisions is the bound. For
-    all-reduce on uniform links it is alpha + 2(n-1)/n S beta (n ranks, S bytes, alpha seconds per message, beta seconds
-    per byte).
+    rooted operation. Latency bound: latency from a rank to the farthest rank that needs its data. Bandwidth bound: for
+    each known cut of the network into blocks (single ranks, nodes, halves of a torus ...), the bytes that must leave or
+    enter a block divided by the bandwidth of its links, plus the lowest latency of a message; the largest over all
+    cuts. For all-reduce on uniform links it is alpha + 2(n-1)/n S beta (n ranks, S bytes, alpha seconds per message,
+    beta seconds per byte).
     """
     if network.ranks == 1:
         return 0.0
@@ -33,7 +32,7 @@ def compute_lower_bound_seconds(operation: str, network: Network, total_bytes: f
     if total_bytes == 0 or operation == "barrier":
         return latency
     transport = max((_compute_cut_seconds(operation, network, part, root) for part in network.partitions), default=0.0)
-    return max(latency, network.least_latency + transport * total_bytes)
+    return max(latency, network.min_latency + transport * total_bytes)
 
 
 def _compute_latency_bound(operation: str, network: Network, root: int) -> float:
@@ -55,8 +54,8 @@ def _compute_latency_bound(operation: str, network: Network, root: int) -> float
 
 @dataclass(frozen=True)
 class _Traffic:
-    """Least traffic between blocks of ranks (such as nodes) that a collective operation requires. All values are
-    multiples of the vector's bytes.
+    """Minimum traffic between blocks of ranks (such as nodes) that a collective operation requires, as multiples of the
+    vector's bytes.
 
     out, into: [blocks], traffic that must leave and enter each block. total: traffic between all blocks together.
     """
@@ -67,8 +66,8 @@ class _Traffic:
 
 
 def _compute_cut_seconds(operation: str, network: Network, block: Integers, root: int) -> float:
-    """Return the least time, in seconds per byte of the vector, that the links between blocks of ranks need to carry
-    the traffic that a collective operation requires between the blocks; 0.0 for a single block.
+    """Return the minimum time, in seconds per byte of the vector, in which the links between blocks of ranks can carry
+    the traffic that a collective operation requires between them; 0.0 for a single block.
 
     operation: name such as "all-reduce". block: [vertices], block number of each rank, then of each switch; -1: switch
     outside every block. root: source or destination rank of a rooted operation. network: network whose links cross the
@@ -91,15 +90,14 @@ def _compute_cut_seconds(operation: str, network: Network, block: Integers, root
 
 
 def _compute_required_traffic(operation: str, block: Integers, blocks: int, root: int) -> _Traffic:
-    """Return the least traffic between blocks of ranks (such as nodes) that a collective operation requires, as
+    """Return the minimum traffic between blocks of ranks (such as nodes) that a collective operation requires, as
     multiples of the vector's bytes.
 
     operation: name such as "all-reduce". block: [ranks], block number of each rank. blocks: number of blocks, k. root:
     source or destination rank.
-    Total traffic between the blocks: a reduction sends each chunk k-1 times, once from every block except the one where
-    the sum ends; a broadcast also sends each chunk k-1 times. An all-reduce sends each chunk 2(k-1) times, because
-    gossip among k parties takes 2(k-1) directed messages (F. Harary, A. Schwenk, The communication problem on graphs
-    and digraphs, 1974).
+    A reduction sends each chunk k-1 times between blocks, once from every block except the one where the sum ends; a
+    broadcast also sends each chunk k-1 times; an all-reduce sends it 2(k-1) times, because gossip among k parties takes
+    2(k-1) directed messages (F. Harary, A. Schwenk, The communication problem on graphs and digraphs, 1974).
     """
     ranks = len(block)
     share = np.bincount(block, minlength=blocks) / ranks

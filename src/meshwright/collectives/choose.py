@@ -18,7 +18,7 @@ from meshwright.program.collective import CollectiveProgram, MatchedCollective
 from meshwright.program.network import Network
 from meshwright.program.simulate_collective import CollectiveSimulator
 
-MOST_SEGMENTS = 256
+MAX_SEGMENTS = 256
 _NEAR_BEST = 1.2  # maximum ratio to the best time for which other numbers of segments are tried
 _MANY_RANKS, _MANY_SEGMENTS = 64, 16  # above, only algorithms with a closed form near the best are simulated
 
@@ -44,10 +44,10 @@ class AlgorithmOptions:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A collective algorithm with its options (`settings`), and its time for one size of the vector.
+    """A collective algorithm with its options, and its time for one size of the vector.
 
-    algorithm: name, such as "ring". seconds: simulated time. closed_form_seconds: time by the algorithm's formula, None
-    if it has none.
+    algorithm: name, such as "ring". settings: the options. seconds: simulated time. closed_form_seconds: time by the
+    algorithm's formula, None if it has none.
     """
 
     algorithm: str
@@ -58,11 +58,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """Ranking of the algorithms of one collective operation by simulated time, for one size of the vector.
+    """Algorithms of one collective operation, ranked by simulated time for one size of the vector.
 
     Attributes:
         ranking: Candidates, fastest first.
-        refused: Name of an algorithm that does not accept the number of ranks -> reason.
+        refused: {algorithm that does not accept the number of ranks: reason}.
         left_out: Algorithms that were not simulated, because their closed-form time is much longer than the best time.
         reason: Sentence on why the fastest candidate is the fastest.
     """
@@ -105,6 +105,7 @@ class Chooser:
     _settings: dict[str, AlgorithmOptions] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Raise UserError for an unknown operation or a root that is no rank of the network."""
         if self.operation not in OPERATIONS:
             raise UserError(unknown("operation", self.operation, OPERATIONS))
         if not 0 <= self.root < self.network.ranks:
@@ -150,9 +151,9 @@ class Chooser:
         """Simulate an algorithm with its best options on a vector of `total_bytes` bytes; return it with its time, or
         None if it does not accept the network's number of ranks.
 
-        A pipelined algorithm is simulated with k segments, the number for which its formula gives the lowest time.
-        Because the formula may be off, k/2 and 2k segments are simulated too, but only if the time with k segments is
-        at most `near` seconds (0: never): a much slower algorithm cannot win.
+        A pipelined algorithm is simulated with the number of segments k that its formula prefers; if that takes at most
+        `near` seconds, also with k/2 and 2k segments, as the formula is approximate. near: 0 (default): only k is
+        simulated.
         """
         first, *others = self._list_settings(algorithm, total_bytes)
         best = self._simulate_candidate(algorithm, first, total_bytes)
@@ -185,9 +186,8 @@ class Chooser:
         return compute_lower_bound_seconds(self.operation, self.network, total_bytes, self.root)
 
     def resolve_settings(self, algorithm: str) -> AlgorithmOptions:
-        """Return the options with which to generate an algorithm's program. An option is the one that the user
-        requested; else the one that the network suggests (such as its ranks per node); else None (the algorithm's
-        default)."""
+        """Return the options with which to generate an algorithm's program: each option as requested by the user, else
+        as the network suggests (such as its ranks per node), else None (the algorithm's default)."""
         has, n = list_options(self.operation, algorithm), self.network.ranks
         groups = self.requested.groups or (self.network.groups if 1 < (self.network.groups or 0) < n else None)
         dims = self.requested.dims or self.network.dims
@@ -199,16 +199,16 @@ class Chooser:
         )
 
     def _list_settings(self, algorithm: str, total_bytes: float) -> list[AlgorithmOptions]:
-        """Return the options of an algorithm to try for a vector of `total_bytes` bytes. The first entry has the lowest
-        time by the algorithm's formula.
+        """Return the options of an algorithm to simulate for a vector of `total_bytes` bytes, the best by formula
+        first.
 
-        For a pipelined algorithm without a requested number of segments: the power of two k with the lowest time, then
-        k/2 and 2k segments, because the formula may be off. For any other algorithm: a single entry.
+        For a pipelined algorithm without a requested number of segments: the power of two k with the lowest time by
+        formula, then k/2 and 2k. For any other algorithm: a single entry.
         """
         settings = self._settings[algorithm]
         if "segments" not in list_options(self.operation, algorithm) or settings.segments is not None:
             return [settings]
-        most = max(1, min(MOST_SEGMENTS, int(total_bytes)))
+        most = max(1, min(MAX_SEGMENTS, int(total_bytes)))
         tried = [replace(settings, segments=1 << bit) for bit in range(most.bit_length())]
         forms = [self._compute_form(algorithm, one, total_bytes) or 0.0 for one in tried]
         best = forms.index(min(forms))

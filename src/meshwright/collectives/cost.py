@@ -30,9 +30,9 @@ class Tier:
     gap: float = 0.0
 
     def time_concurrent(self, sizes: Sequence[float]) -> float:
-        """Return the seconds until the last of several messages, sent at once over one link, has arrived. sizes: bytes
-        of each message. A message starts when the link has carried the previous message, and no sooner than `gap` x
-        `alpha` after that message started."""
+        """Return the seconds until all of several messages, sent at once over one link, have arrived. sizes: bytes of
+        each message. The link carries them one after the other, with at least `gap` x `alpha` seconds between two
+        starts."""
         waits = [place * self.gap * self.alpha + sum(sizes[place:]) * self.beta for place in range(len(sizes))]
         return self.alpha + max(waits, default=0.0)
 
@@ -46,8 +46,9 @@ class CostInputs:
     """Inputs of a closed form (formula of an algorithm's time): ranks, vector size, links and options.
 
     size: bytes of the vector. link, inner: links between nodes (or leaf switches) and inside them, equal in a uniform
-    network. segments, groups (ranks per node), dims (sides of the grid): the algorithm's options. cables: True if
-    cables join neighbouring ranks, False if switches do. ports: number of links that a rank can use at once.
+    network. segments, groups, dims: options of the algorithm: segments of the vector, ranks per node, sides of the
+    grid; None: its default. cables: True if cables join neighbouring ranks, False if switches do. ports: number of
+    links that a rank can use at once.
     """
 
     ranks: int
@@ -162,9 +163,9 @@ def _compute_rabenseifner_seconds(c: CostInputs) -> float:
 
 
 def _compute_exchange_seconds(c: CostInputs) -> float:
-    """Compute the seconds of the exchanges of recursive halving or doubling. c: ranks, vector size and links. In
-    exchange i, two of m ranks (m: largest power of two up to n) send each other 2^i shares (1/n of the vector each), or
-    up to 2^(i+1) if some of the m ranks also act for one of the other n - m."""
+    """Compute the seconds of the exchanges of recursive halving or doubling among the m core ranks (m: largest power of
+    two up to the n ranks). c: ranks, vector size and links. In exchange i a core rank sends 2^i shares (1/n of the
+    vector each), or up to 2^(i+1) if core ranks also hold the shares of the other n - m ranks."""
     distances = [1 << bit for bit in range(c.core.bit_length() - 1)]
     return sum(c.link.time_rounds(1, min(2 * d, d + c.extra) * c.share) for d in distances)
 
@@ -274,8 +275,8 @@ def _make_torus_form(phases: int, dimensions: int | None, turns: bool) -> Form:
     the other, each in both directions.
 
     phases: 1 for reduce-scatter or all-gather, 2 for all-reduce. dimensions: number of axes if the inputs have no
-    `dims`. turns: True if the vector is cut into one part per axis, and part i begins with axis i; False if the whole
-    vector begins with axis 0.
+    `dims`. turns: True if the vector is split into one part per axis and part i begins with axis i, so that all axes
+    are busy; False if the whole vector begins with axis 0.
     """
 
     def form(c: CostInputs) -> float:
@@ -292,11 +293,8 @@ def _make_torus_form(phases: int, dimensions: int | None, turns: bool) -> Form:
 
 
 def _make_mesh_form(phases: int, dimensions: int | None, turns: bool) -> Form:
-    """Return the closed form (function from `CostInputs` to seconds) of a mesh algorithm, one axis after another.
-
-    phases: 1 for reduce-scatter or all-gather, 2 for all-reduce. dimensions: number of axes if the inputs have no
-    `dims`. turns: True if part i of the vector begins with axis i; False if all of it begins with axis 0.
-    """
+    """Return the closed form (function from `CostInputs` to seconds) of a mesh algorithm, which runs one axis after the
+    other; arguments: as for `_make_torus_form`."""
 
     def form(c: CostInputs) -> float:
         """Return the seconds of the algorithm for the inputs `c` (ranks, sides of the grid, vector size, links)."""
@@ -309,7 +307,7 @@ def _make_mesh_form(phases: int, dimensions: int | None, turns: bool) -> Form:
 def _compute_axis_bytes(shape: tuple[int, ...], size: float, turns: bool) -> list[list[float]]:
     """Return the bytes that a rank sends along each axis in each round of a reduce-scatter on a grid: [round][axis].
 
-    shape: sides of the grid. size: bytes of the vector. turns: True if the vector is cut into one part per axis, and
+    shape: sides of the grid. size: bytes of the vector. turns: True if the vector is split into one part per axis and
     part i begins with axis i; False if the whole vector begins with axis 0.
     """
     axes = list(range(len(shape)))

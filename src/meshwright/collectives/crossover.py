@@ -42,12 +42,12 @@ class Curves:
     def simulate(
         cls, chooser: Chooser, least: float = SMALLEST, most: float = LARGEST, within: float = math.inf
     ) -> Curves:
-        """Return the simulated time of each algorithm at sizes from `least` to `most` bytes (both included), each about
-        four times the previous one.
+        """Simulate every algorithm at vector sizes from `least` to `most` bytes (both included), each about four times
+        the previous one; return the curves of time over size.
 
-        chooser: simulator of the operation's algorithms on the network. within: limit that saves time: if an
-        algorithm's time by formula exceeds `within` times the best simulated time at a size, the algorithm is not
-        simulated there and gets infinite seconds.
+        chooser: simulator of the operation's algorithms on the network. within: an algorithm whose closed-form time at
+        a size exceeds `within` times the best simulated time is not simulated there, and gets infinite seconds;
+        infinity (default): all are simulated.
         """
         steps = max(1, math.ceil(math.log(most / least, _STEP)))
         sizes = [least * (most / least) ** (step / steps) for step in range(steps + 1)]
@@ -65,9 +65,9 @@ class Curves:
 
     @classmethod
     def simulate_promising(cls, chooser: Chooser, most: float = LARGEST) -> Curves:
-        """Return the simulated times of the algorithms at sizes from 1 KiB to `most` bytes. An algorithm whose time by
-        formula is far above the best time at a size is not simulated there, which changes no crossover (size at which
-        the fastest algorithm changes).
+        """Simulate the algorithms that may be the fastest at vector sizes from 1 KiB to `most` bytes; return the curves
+        of time over size. Algorithms that are far too slow by closed form are skipped, which changes no crossover (size
+        at which the fastest algorithm changes).
 
         chooser: simulator of the operation's algorithms on the network.
         """

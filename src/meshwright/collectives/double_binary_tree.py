@@ -129,8 +129,8 @@ def _run_in_segments(
     """Send the first half of the chunks through one tree and the second half through the other, pipelined: in every
     round one more chunk of each half starts. Return the finished program.
 
-    program: program under construction. trees: each as levels of edges (parents, children). travel: function (tree,
-    chunk number) -> round generator that moves this chunk through the tree.
+    program: builder of the program. trees: each as levels of edges (parents, children). travel: function (tree, chunk
+    number) -> round generator that moves this chunk through the tree.
     """
     half = program.chunks // 2
     segments = (run_together([travel(trees[0], chunk), travel(trees[1], half + chunk)]) for chunk in range(half))

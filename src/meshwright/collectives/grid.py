@@ -98,16 +98,14 @@ def resolve_ranks_per_node(algorithm: str, ranks: int, ranks_per_node: int | Non
 def list_axis_phases(
     grid: Integers, order: Iterable[int], first: int = 0, count: int = 1
 ) -> list[tuple[Integers, Integers, int]]:
-    """Return the phases of a reduce-scatter over a grid of ranks, one per axis: in each phase, every line of ranks
-    along the axis divides the block that these ranks hold (consecutive slots, the buffers for one chunk each) among
-    them. An all-gather runs the same phases in reverse order.
+    """Return the phases of a reduce-scatter over a grid of ranks, one per axis: in the phase of an axis, the ranks of
+    each line along it divide their common block of slots (buffers for one chunk each) among themselves. An all-gather
+    runs the phases in reverse.
 
-    Each phase is a tuple (ranks, own, count). ranks: [..., n], the ranks of every line along the axis. own: [..., n],
-    first slot of the smaller block that each of these ranks holds after the phase. count: number of slots in such a
-    block.
-
-    grid: [X, Y ...], rank at each point. order: axis numbers in order of the phases. first: first slot of the vector.
-    The argument `count`: number of slots in the block that each rank holds after the last phase.
+    grid: [X, Y ...], rank at each point. order: axis numbers in the order of the phases. first: first slot of the
+    vector. count: number of slots of the block that each rank holds after the last phase. Returns for each phase (ranks
+    [..., n] of every line along the axis; first slot [..., n] of the block that each rank holds after the phase; number
+    of slots of such a block).
     """
     coordinate, own, size = np.indices(grid.shape), np.full(grid.shape, first), grid.size * count
     result = []

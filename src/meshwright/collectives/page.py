@@ -37,12 +37,14 @@ def draw_picture(report: CollectiveReport) -> str:
 def draw_crossovers(
     curves: Curves, crossovers: list[Crossover], requested: float | None = None, named: tuple[str, float] | None = None
 ) -> str:
-    """Return an SVG chart of simulated time over vector size, both logarithmic; a band below shows the fastest
-    algorithm. Algorithms that are the fastest at some size are in colour, the others thin, the lower bound dashed.
+    """Return an SVG chart of simulated time over vector size, both logarithmic, with a band below that names the
+    fastest algorithm. Algorithms that are the fastest at some size are in colour, the others thin, the lower bound
+    dashed.
 
     curves: simulated times of all algorithms. crossovers: sizes at which the fastest algorithm changes. requested: size
-    in bytes to mark, None for no mark. named: (algorithm that the user chose, its seconds at the requested size), drawn
-    as a dot on an emphasized curve, or as a dot alone for a program from a file; None: no algorithm was chosen.
+    in bytes to mark; None: no mark. named: (algorithm that the user chose, its seconds at the requested size), drawn as
+    a dot, on an emphasized curve if the algorithm has one (a program from a file has none); None: no algorithm was
+    chosen.
     """
     names = [curves.find_fastest(0), *(crossover.after for crossover in crossovers)]
     colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(dict.fromkeys(names))}
@@ -61,8 +63,8 @@ def draw_crossovers(
         _make_bytes_axis(curves.sizes), _make_seconds_axis([value for value in values if value > 0]), 810, 476, top=46
     )
     title = f"{curves.chooser.operation} on {network.ranks} ranks, {network.name}"
-    plot.picture.text(plot.left, 20, title, class_="title")
-    plot.picture.text(plot.left, 37, "seconds over bytes of the vector, simulated", class_="dim")
+    plot.picture.add_text(plot.left, 20, title, class_="title")
+    plot.picture.add_text(plot.left, 37, "seconds over bytes of the vector, simulated", class_="dim")
     for one in series:
         plot.draw_line(one)
     plot.draw_names(series)
@@ -70,7 +72,7 @@ def draw_crossovers(
     if requested and curves.sizes[0] <= requested <= curves.sizes[-1]:
         takes = f": {named[0]} takes {format_seconds(named[1])}" if named and named[1] > 0 else ""
         plot.draw_mark(Mark(requested, format_bytes(requested) + takes, named[1] if named and takes else None))
-    return plot.picture.svg(1000, 560, title, alone=True)
+    return plot.picture.to_svg(1000, 560, title, alone=True)
 
 
 def _list_curve_points(curves: Curves, name: str) -> list[tuple[float, float]]:

@@ -53,8 +53,8 @@ def add_all_to_all_rounds(program: Builder, ranks: Integers, blocks: Integers, i
 
 
 def list_partners(n: int) -> list[Integers]:
-    """Return the destination of each rank position in each of the n - 1 rounds of a pairwise all-to-all: n - 1 arrays
-    [n]. If n is a power of two, positions exchange in pairs."""
+    """Return the destination of every rank in each of the n - 1 rounds of a pairwise all-to-all among ranks 0 to n - 1:
+    n - 1 arrays [n]. If n is a power of two, ranks exchange in pairs."""
     position = np.arange(n)
     in_pairs = n & (n - 1) == 0
     return [position ^ step if in_pairs else (position + step) % n for step in range(1, n)]

@@ -23,8 +23,8 @@ from meshwright.program.load import load_program
 from meshwright.program.simulate_collective import CollectiveTiming, simulate_collective
 
 REDUCING = ("reduce", "reduce-scatter", "all-reduce")
-MOST_RANKS = 1 << 17  # limit for an answer within a minute
-MOST_RANKS_TO_CHOOSE_FOR = 1 << 14  # likewise, with `auto`
+MAX_RANKS = 1 << 17  # limit for an answer within a minute
+MAX_RANKS_TO_CHOOSE_FOR = 1 << 14  # likewise, with `auto`
 _FEW_RANKS = 32  # limit for the search of crossovers
 
 
@@ -196,13 +196,16 @@ def format_crossovers(crossovers: Sequence[Crossover]) -> str:
 
 @dataclass(frozen=True)
 class CollectiveOptions(AlgorithmOptions):
-    """Options of an algorithm (segments, ranks per node, sides of the grid), of the operation and of the network, for
-    the function `collective`.
+    """Options for the function `collective`: those of the algorithm (segments, ranks per node, sides of the grid), the
+    operation and the network.
 
-    root: source or destination rank (None: 0). reduction: "sum" (the default), "mean", "minimum" or "maximum". latency
-    (seconds), bandwidth (bytes per second): defaults for links whose values the topology's text does not give.
-    reduce_bytes_per_second: rate of local reductions. crossovers: True to also find the sizes at which the fastest
-    algorithm changes; applies to `auto` on few ranks only.
+    Attributes:
+        root: Source or destination rank; None: 0.
+        reduction: "sum" (None, the default), "mean", "minimum" or "maximum".
+        latency, bandwidth: Seconds, and bytes per second, of links whose values the topology's text does not give.
+        reduce_bytes_per_second: Rate of local reductions.
+        crossovers: True to also find the sizes at which the fastest algorithm changes; applies to `auto` on few ranks
+            only.
     """
 
     root: int | None = None
@@ -248,7 +251,7 @@ def collective(
         ranks, root = program.ranks, program.root
     if ranks is None:
         raise UserError(f"{operation} {algorithm}: the number of ranks is missing, such as --ranks 8")
-    most = MOST_RANKS_TO_CHOOSE_FOR if algorithm == "auto" else MOST_RANKS
+    most = MAX_RANKS_TO_CHOOSE_FOR if algorithm == "auto" else MAX_RANKS
     if ranks > most:
         raise UserError(
             f"{operation} {algorithm} on {ranks:,} ranks would take too long; at most {most:,} are accepted"

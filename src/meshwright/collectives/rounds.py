@@ -66,11 +66,11 @@ def _write_next_round(part: Rounds) -> bool:
 def transfer_cyclic_range(
     program: Builder, source: ArrayLike, target: ArrayLike, chunk: ArrayLike, count: ArrayLike, size: int
 ) -> None:
-    """Add a send of `count` consecutive slots (buffers for one chunk each) to the program, where slot numbers wrap
-    around at `size`; a range that wraps is sent as two messages.
+    """Add sends of `count` consecutive slots (buffers for one chunk each), whose numbers wrap around at `size`; a range
+    that wraps is sent as two messages.
 
-    program: program under construction. source, target: ranks. chunk: first slot. size: number of slots. Arrays are
-    broadcast against each other and add one send per entry.
+    program: builder of the collective program. source, target: ranks. chunk: first slot. size: number of slots. Arrays
+    are broadcast against each other and add one send per entry.
     """
     chunk = np.asarray(chunk) % size
     count = np.asarray(count)

@@ -27,7 +27,8 @@ from meshwright.program.network import Network
 
 @dataclass(frozen=True)
 class _TopologySyntax:
-    """Syntax of one kind of topology, such as a torus, in text form: settings that may follow its name and shape.
+    """Syntax of the text form of one kind of topology, such as a torus: the settings that may follow its name and
+    shape.
 
     Attributes:
         example: Valid text, such as `torus:4x4`, for error messages.

@@ -28,22 +28,21 @@ class Axis:
         return (value - self.low) / (self.high - self.low)
 
 
-def linear_axis(
+def make_linear_axis(
     low: float, high: float, title: str = "", *, below: float = 0.0, above: float = 0.0, most: int = 5
 ) -> Axis:
     """Return a linear axis from `low` to `high` with ticks at round numbers.
 
-    title: text beside the axis. below, above: space added at the low and the high end, as a fraction of the range
-    `high` - `low`. most: maximum number of intervals between ticks. If `low` equals `high`, the range that fractions
-    refer to is the absolute value of `high`, or 1 if that is less; and `above` = 0 then counts as 1, so that the axis
-    is never empty.
+    title: text beside the axis. below, above: space added below `low` and above `high`, as a fraction of `high` -
+    `low`. most: maximum number of intervals between ticks. If `low` equals `high`, the fractions are those of max(1,
+    |high|), and the axis is extended above `high`, so that it is never empty.
     """
     span = high - low or max(1.0, abs(high))
     low, high = low - below * span, (high if high > low or above else low + span) + above * span
     return Axis(low, high, [(tick, f"{tick:,.9g}") for tick in choose_ticks(low, high, most)], title)
 
 
-def log_axis(values: Sequence[float], title: str, show: Callable[[float], str], unit: float = 1.0) -> Axis:
+def make_log_axis(values: Sequence[float], title: str, show: Callable[[float], str], unit: float = 1.0) -> Axis:
     """Return a logarithmic axis that contains all `values` (each above 0) and some space beyond them at both ends: 4%
     of the range on the logarithmic scale, more if the range is narrow.
 
@@ -69,9 +68,8 @@ def choose_ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def choose_log_ticks(low: float, high: float) -> list[float]:
-    """Return the ticks of a logarithmic axis within [low, high]: powers of ten, and multiples such as 2 and 5 times a
-    power of ten if `high` is at most 10,000 times `low`. If `high` is less than 4 times `low`: the ticks of a linear
-    axis."""
+    """Return the ticks of a logarithmic axis within [low, high]: powers of ten; also multiples such as 2 and 5 times a
+    power of ten if `high` / `low` is at most 10,000. If `high` / `low` is less than 4: the ticks of a linear axis."""
     if high < 4 * low:
         return choose_ticks(low, high, 8)
     mantissas = (1,) if high > 1e4 * low else (1, 2, 5) if high > 20 * low else (1, 2, 3, 4, 6, 8)

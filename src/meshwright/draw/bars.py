@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from meshwright.draw.axis import Axis, linear_axis
+from meshwright.draw.axis import Axis, make_linear_axis
 from meshwright.draw.line_chart import Plot
 from meshwright.draw.markup import Markup
 from meshwright.draw.picture import Picture, css_var
-from meshwright.draw.text_width import text_width
+from meshwright.draw.text_width import estimate_text_width
 
 WIDTH = 900
 FAR = 8
@@ -34,8 +34,8 @@ def draw_stacked_bars(
     totals = [sum(parts.values()) for _, parts in rows]
     largest = max(totals)
     most = max(largest, limit[0]) if limit and limit[0] <= FAR * largest else largest
-    left = 4 + max(text_width(name) for name, _ in rows) + 8 * any(name for name, _ in rows)
-    scale = (WIDTH - left - 14 - max(text_width(show(total)) for total in totals)) / most
+    left = 4 + max(estimate_text_width(name) for name, _ in rows) + 8 * any(name for name, _ in rows)
+    scale = (WIDTH - left - 14 - max(estimate_text_width(show(total)) for total in totals)) / most
     pitch = 30 if len(rows) <= 16 else 20 if len(rows) <= 40 else 12
     height = len(rows) * pitch + (26 if limit else 0)
     line = left + limit[0] * scale if limit else -1.0
@@ -48,18 +48,20 @@ def draw_stacked_bars(
                 picture.add("rect", title=title, x=x, y=y, width=max(width, 0.5), height=thickness, style=style)
                 x += width
         if number % -(-14 // pitch) == 0:
-            picture.text(4, round(y + pitch / 2 + 1), name)
+            picture.add_text(4, round(y + pitch / 2 + 1), name)
             # Next to the limit line, not across it.
-            crossed = x - 6 < line < x + 12 + text_width(show(total))
-            picture.text((line if crossed else x) + 6, y + pitch / 2 + 1, show(total), class_="dim")
+            crossed = x - 6 < line < x + 12 + estimate_text_width(show(total))
+            picture.add_text((line if crossed else x) + 6, y + pitch / 2 + 1, show(total), class_="dim")
     if limit and most >= limit[0]:
-        picture.line((line, 0), (line, height - 20), "limit")
-        at = min(line, WIDTH - text_width(limit[1]) / 2)
-        picture.text(at, height - 6, limit[1], "middle")
+        picture.add_line((line, 0), (line, height - 20), "limit")
+        at = min(line, WIDTH - estimate_text_width(limit[1]) / 2)
+        picture.add_text(at, height - 6, limit[1], "middle")
     elif limit:
         share = largest / limit[0]
-        picture.text(left, height - 6, f"of {limit[1]}, {f'{share:.0%}' if share >= 0.005 else '<1%'}", class_="dim")
-    return picture.svg(WIDTH, height, label)
+        picture.add_text(
+            left, height - 6, f"of {limit[1]}, {f'{share:.0%}' if share >= 0.005 else '<1%'}", class_="dim"
+        )
+    return picture.to_svg(WIDTH, height, label)
 
 
 def draw_grouped_bars(names: Sequence[str], groups: Sequence[tuple[str, str, Sequence[float]]], title: str) -> Markup:
@@ -71,7 +73,7 @@ def draw_grouped_bars(names: Sequence[str], groups: Sequence[tuple[str, str, Seq
     """
     highest = max((value for _, _, values in groups for value in values), default=0) or 1
     ticks = [(place + 0.5, name) for place, name in enumerate(names)]
-    plot = Plot(Axis(0, len(names), ticks, title), linear_axis(0, highest, most=4), right=744, bottom=194)
+    plot = Plot(Axis(0, len(names), ticks, title), make_linear_axis(0, highest, most=4), right=744, bottom=194)
     share = 0.84 / len(groups)
     for number, (group, colour, values) in enumerate(groups):
         for place, value in enumerate(values):
@@ -80,4 +82,4 @@ def draw_grouped_bars(names: Sequence[str], groups: Sequence[tuple[str, str, Seq
                 "rect", title=f"{group}: {value:,}", x=x, y=y, width=share * (plot.x(1) - plot.left),
                 height=plot.bottom - y, style=f"fill:{css_var(colour)}",
             )  # fmt: skip
-    return plot.picture.svg(760, 240, title)
+    return plot.picture.to_svg(760, 240, title)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from meshwright.draw.markup import Markup, element, join
 from meshwright.draw.page import paragraph
 from meshwright.draw.picture import Picture
-from meshwright.draw.text_width import text_width
+from meshwright.draw.text_width import estimate_text_width
 from meshwright.program.buffer_frames import (
     LETTERS,
     Arrow,
@@ -32,7 +32,9 @@ def draw_buffers(checked: CheckedCollective) -> Markup:
     to draw.
     """
     program, drawn = checked.program, build_frames(checked)
-    longest = max(text_width(cell.label, monospace=True) for frame in drawn for rank in frame.cells for cell in rank)
+    longest = max(
+        estimate_text_width(cell.label, monospace=True) for frame in drawn for rank in frame.cells for cell in rank
+    )
     cell_width = max(64, round(longest) + 20)
     pictures = [_FramePicture(program, frame, cell_width) for frame in drawn]
     width = max(picture.width for picture in pictures)
@@ -133,7 +135,7 @@ class _FramePicture:
         which each long arrow runs."""
         self.ranks, self.slots = len(self.frame.cells), len(self.frame.cells[0])
         titles = [format_slot_title(self.program, slot) for slot in range(self.slots)]
-        self.left = 16 + max(round(text_width(title, 11, monospace=True)) for title in titles)
+        self.left = 16 + max(round(estimate_text_width(title, 11, monospace=True)) for title in titles)
         self.width = self.left + self.ranks * self.cell_width + (self.ranks - 1) * _GAP + _GAP // 2
         self.lane: dict[int, int] = {}  # of each long arrow
         taken: dict[int, list[list[tuple[int, int]]]] = {}  # by row, lanes of spans of ranks
@@ -157,16 +159,16 @@ class _FramePicture:
         """Return the picture as SVG. width: width of the SVG picture in pixels."""
         picture = Picture()
         for slot, top in enumerate(self.top):
-            picture.text(self.left - 8, top + _CELL / 2 + 4, format_slot_title(self.program, slot), class_="side")
+            picture.add_text(self.left - 8, top + _CELL / 2 + 4, format_slot_title(self.program, slot), class_="side")
         for rank, cells in enumerate(self.frame.cells):
             words = f"rank {rank} · {LETTERS[rank]}"
-            picture.text(self._compute_rank_left(rank) + self.cell_width / 2, 16, words, class_="rank")
+            picture.add_text(self._compute_rank_left(rank) + self.cell_width / 2, 16, words, class_="rank")
             for slot, cell in enumerate(cells):
                 self._draw_cell(picture, rank, slot, cell)
         for number, arrow in enumerate(self.frame.arrows):
             self._draw_arrow(picture, number, arrow)
         title = f"{self.program.operation} {self.program.algorithm}, {self.frame.title}"
-        return picture.svg(width, self.height, title)
+        return picture.to_svg(width, self.height, title)
 
     def _compute_rank_left(self, rank: int) -> int:
         """Return the x coordinate, in pixels, of the left edge of rank number `rank`'s column."""
@@ -182,7 +184,7 @@ class _FramePicture:
             "rect", class_=kind + " fresh" * cell.fresh, style=f"--full:{0.08 + 0.5 * share:.2f}", x=x, y=y,
             width=width, height=_CELL, rx=4,
         )  # fmt: skip
-        picture.text(x + width / 2, y + _CELL / 2 + 2, cell.label, class_="cell")
+        picture.add_text(x + width / 2, y + _CELL / 2 + 2, cell.label, class_="cell")
         if cell.label and self.ranks > 1:
             picture.add("use", href=f"#{_make_stripes_id(cell.origins)}", x=x, y=y)
 

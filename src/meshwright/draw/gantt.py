@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshwright.draw.axis import linear_axis
+from meshwright.draw.axis import make_linear_axis
 from meshwright.draw.markup import Markup, element, format_number
 from meshwright.draw.page import page, paragraph, table
 from meshwright.draw.picture import Picture, read_size
-from meshwright.draw.text_width import text_width
+from meshwright.draw.text_width import estimate_text_width
 from meshwright.program.timeline import Span, Timeline
 
 # Step kind -> (hue, saturation, lightness) of its colour, and of the second replica's; kinds differ in hue and label.
@@ -35,28 +35,28 @@ def draw_svg(timeline: Timeline, width: int = 1200, alone: bool = True, until: f
     ends, if later than the last step, so that several charts share one scale.
     """
     spans = [span for span in timeline.spans if span.end > span.start]
-    notes = 10 + max(map(text_width, timeline.notes)) if timeline.notes else 0.0
+    notes = 10 + max(map(estimate_text_width, timeline.notes)) if timeline.notes else 0.0
     chart = _Chart(timeline, spans, width - notes, ROW + GAP + (STRIP if timeline.levels else 0))
     chart.end = max(chart.end, until)
     if spans:
         shortest = min(span.end - span.start for span in spans)
-        label = max(text_width(span.label, 10.5) for span in spans)
+        label = max(estimate_text_width(span.label, 10.5) for span in spans)
         needed = round(chart.end / shortest * (label + 1))
         chart.plot = min(max(chart.plot, needed), 8 * width)
     total = round(chart.left + chart.plot + notes + MARGIN)
     # The legend stays within `width`; a wider chart scrolls.
     chart.begin(min(total, width) - MARGIN, 41 if alone else 19, timeline.level_name if timeline.levels else "")
     if alone:
-        chart.picture.text(MARGIN, 20, timeline.title, class_="title")
+        chart.picture.add_text(MARGIN, 20, timeline.title, class_="title")
     for track, name in enumerate(timeline.tracks):
         chart.draw_row(track, name, ROW)
         if timeline.notes:
             x = chart.left + chart.plot + 10
-            chart.picture.text(x, chart.y(track) + 17, timeline.notes[track], class_="dim")
+            chart.picture.add_text(x, chart.y(track) + 17, timeline.notes[track], class_="dim")
     for span in spans:
         chart.draw_step(span)
     chart.draw_levels()
-    return chart.picture.svg(total, chart.draw_axis(), timeline.title, alone=alone)
+    return chart.picture.to_svg(total, chart.draw_axis(), timeline.title, alone=alone)
 
 
 def draw_overview(timeline: Timeline, width: int = 1200) -> Markup:
@@ -82,7 +82,7 @@ def draw_overview(timeline: Timeline, width: int = 1200) -> Markup:
         paths.setdefault(_choose_colour(span)[0], []).append(path)
     for fill, steps in paths.items():
         chart.picture.add("path", style=f"fill:{fill}", d="".join(steps))
-    return chart.picture.svg(width, chart.draw_axis(), timeline.title)
+    return chart.picture.to_svg(width, chart.draw_axis(), timeline.title)
 
 
 def draw_page(timeline: Timeline, rows: Sequence[Sequence[str]], summary: str = "") -> str:
@@ -116,27 +116,31 @@ class _Chart:
     chart.
 
     timeline: tracks, steps and levels (curves of a quantity such as saved activations) to draw. spans: the steps that
-    are drawn. width: width of the whole picture in pixels. pitch: pixels from one track's row to the next. left
-    (attribute): x coordinate of time 0 in pixels. plot (attribute): length of the time axis in pixels.
+    are drawn. width: width of the whole picture in pixels. pitch: pixels from one track's row to the next.
+
+    Attributes:
+        left: x coordinate of time 0 in pixels.
+        plot: Length of the time axis in pixels.
     """
 
     def __init__(self, timeline: Timeline, spans: Sequence[Span], width: float, pitch: int) -> None:
         """Start an empty picture; arguments: see the class."""
         self.timeline, self.spans, self.pitch = timeline, spans, pitch
         self.picture = Picture()
-        self.left = round(MARGIN + 10 + max(map(text_width, timeline.tracks), default=0.0))
+        self.left = round(MARGIN + 10 + max(map(estimate_text_width, timeline.tracks), default=0.0))
         self.plot = width - self.left - MARGIN
         self.end = timeline.end or 1.0
 
     def begin(self, right: float, baseline: int, level_name: str = "") -> None:
-        """Draw the legend above the chart's rows, and set the attributes that convert times and tracks to pixels.
+        """Draw the legend above the chart's rows, and set `scale` (pixels per unit of time) and `top` (y coordinate of
+        the first row).
 
         right: x coordinate at which the legend must end, in pixels. baseline: y coordinate of the legend's first line
         of text, in pixels. level_name: name of the quantity drawn as a strip below each row, such as "activations";
         empty if there is none.
         """
         self.scale = self.plot / self.end
-        self.top = self.picture.legend(self._list_legend_entries(level_name), self.left, right, baseline) + 11
+        self.top = self.picture.add_legend(self._list_legend_entries(level_name), self.left, right, baseline) + 11
 
     def x(self, time: float) -> float:
         """Return the x coordinate, in pixels, of a time (in the unit of the timeline)."""
@@ -147,9 +151,9 @@ class _Chart:
         return self.top + track * self.pitch
 
     def _list_legend_entries(self, level_name: str) -> list[tuple[str, dict[str, str]]]:
-        """Return the legend's entries as (text, SVG attributes of the colour sample). Each colour of steps has one
-        entry, which names all kinds of steps of that colour; several kinds with the first letters of their labels. The
-        quantity that strips below the rows show has an entry, too.
+        """Return the legend's entries as (text, SVG attributes of the colour sample): one for each colour of steps,
+        which names all kinds of steps of that colour (with the first letters of their labels if there are several), and
+        one for the quantity that strips below the rows show.
 
         level_name: name of that quantity, such as "activations"; empty if there are no strips.
         """
@@ -175,7 +179,7 @@ class _Chart:
         """Draw the background of one row and its name. track: index of the row. name: text at the left, empty for none.
         height: height of the background in pixels."""
         if name:
-            self.picture.text(MARGIN, self.y(track) + height // 2 + 4, name)
+            self.picture.add_text(MARGIN, self.y(track) + height // 2 + 4, name)
         self.picture.add("rect", class_="row", x=self.left, y=self.y(track), width=self.plot, height=height)
 
     def draw_step(self, span: Span) -> None:
@@ -188,10 +192,10 @@ class _Chart:
             "rect", title=f"{span.name}: {span.start:g} to {span.end:g}", x=x, y=y, width=max(width - 0.8, 0.3),
             height=height, rx=2, style=f"fill:{fill}",
         )  # fmt: skip
-        size = 10.5 if width >= text_width(span.label, 10.5) + 4 else 9.0
-        if width >= text_width(span.label, size) and height >= 10:
+        size = 10.5 if width >= estimate_text_width(span.label, 10.5) + 4 else 9.0
+        if width >= estimate_text_width(span.label, size) and height >= 10:
             place = x + width / 2, y + height / 2 + 3.8
-            self.picture.text(
+            self.picture.add_text(
                 *place,
                 span.label,
                 "middle",
@@ -200,8 +204,8 @@ class _Chart:
             )
 
     def draw_levels(self) -> None:
-        """Draw below each track's row a strip with a quantity over time, such as saved activations. All strips have one
-        scale, up to the highest value of any track."""
+        """Draw below each track's row a strip with a quantity over time, such as saved activations, on one scale for
+        all tracks, up to the highest value of any."""
         levels = self.timeline.levels
         highest = max((value for points in levels.values() for _, value in points), default=0.0)
         for track, points in levels.items() if highest else ():
@@ -220,8 +224,8 @@ class _Chart:
     def draw_axis(self) -> float:
         """Draw the time axis below the rows; return the height of the whole picture in pixels."""
         y = self.y(len(self.timeline.tracks))
-        self.picture.line((self.left, y), (self.x(self.end), y), "line")
-        for tick, _ in linear_axis(0.0, self.end, most=max(1, int(self.plot / 63))).ticks:
-            self.picture.line((self.x(tick), y), (self.x(tick), y + 4), "line")
-            self.picture.text(self.x(tick), y + 17, f"{tick:g}", "middle", class_="dim tick")
+        self.picture.add_line((self.left, y), (self.x(self.end), y), "line")
+        for tick, _ in make_linear_axis(0.0, self.end, most=max(1, int(self.plot / 63))).ticks:
+            self.picture.add_line((self.x(tick), y), (self.x(tick), y + 4), "line")
+            self.picture.add_text(self.x(tick), y + 17, f"{tick:g}", "middle", class_="dim tick")
         return y + 34

@@ -7,7 +7,7 @@ import math
 
 from meshwright.program.timeline import Span, Timeline
 
-MOST_COLUMNS = 200_000
+MAX_COLUMNS = 200_000
 
 
 def draw_text(timeline: Timeline, width: int = 100) -> str:
@@ -24,7 +24,7 @@ def draw_text(timeline: Timeline, width: int = 100) -> str:
     labels = max(len(_format_label(span)) for span in spans)
     shortest = min(span.end - span.start for span in spans)
     # Columns per unit of time: the shortest step shows its label, unless the drawing becomes too wide.
-    scale = min((labels + 1) / shortest, MOST_COLUMNS / timeline.end)
+    scale = min((labels + 1) / shortest, MAX_COLUMNS / timeline.end)
     columns = math.ceil(timeline.end * scale) + 1
     prefix = max(len(name) for name in timeline.tracks) + 1
     lanes = [

@@ -11,9 +11,9 @@ from itertools import pairwise
 from meshwright.draw.axis import Axis
 from meshwright.draw.markup import Markup, element, format_number
 from meshwright.draw.picture import Picture, css_var
-from meshwright.draw.text_width import text_width
+from meshwright.draw.text_width import estimate_text_width
 
-MOST_MARKED = 40
+MAX_MARKED = 40
 """Maximum number of points of a series that are also drawn as dots."""
 COLUMN = 8
 """Least width, in pixels, of a chart's columns that show values on hover."""
@@ -83,24 +83,24 @@ class Plot:
     def __post_init__(self) -> None:
         """Create the SVG picture and draw the tick labels, grid lines and title of the axes."""
         self.picture = Picture()
-        self.left = 20 + max((text_width(label) for _, label in self.y_axis.ticks), default=0.0)
+        self.left = 20 + max((estimate_text_width(label) for _, label in self.y_axis.ticks), default=0.0)
         self._columns = max(2, int(self.right - self.left))  # of pixels
         for value, label in self.y_axis.ticks:
-            self.picture.line((self.left, self.y(value)), (self.right, self.y(value)), "grid")
-            self.picture.text(self.left - 8, self.y(value) + 4, label, "end", class_="dim")
+            self.picture.add_line((self.left, self.y(value)), (self.right, self.y(value)), "grid")
+            self.picture.add_text(self.left - 8, self.y(value) + 4, label, "end", class_="dim")
         free = -math.inf
         for value, label in self.x_axis.ticks:
-            at, half = self.x(value), text_width(label) / 2
+            at, half = self.x(value), estimate_text_width(label) / 2
             if at - half < free:
                 continue
             if self.x_axis.logarithmic:
-                self.picture.line((at, self.top), (at, self.bottom), "grid")
+                self.picture.add_line((at, self.top), (at, self.bottom), "grid")
             place = min(at, self.right + 14 - half)  # inside the picture
-            self.picture.text(place, self.bottom + 17, label, "middle", class_="dim")
+            self.picture.add_text(place, self.bottom + 17, label, "middle", class_="dim")
             free = at + half + 6
         if self.x_axis.title:
             middle = (self.left + self.right) / 2
-            self.picture.text(middle, self.bottom + 36, self.x_axis.title, "middle", class_="dim")
+            self.picture.add_text(middle, self.bottom + 36, self.x_axis.title, "middle", class_="dim")
 
     def x(self, value: float) -> float:
         """Return the x coordinate, in pixels, of a value on the x axis."""
@@ -112,7 +112,7 @@ class Plot:
 
     def draw_line(self, series: Series) -> None:
         """Draw a series as a line through its finite points, downsampled to the chart's resolution. The points are
-        marked by dots if the series asks for that and has at most `MOST_MARKED` (40), or if there is only one."""
+        marked by dots if the series asks for that and has at most `MAX_MARKED` (40), or if there is only one."""
         places = [
             (self.x(x), self.y(y))
             for x, y in downsample([point for point in series.points if math.isfinite(point[1])], self._columns)
@@ -122,20 +122,20 @@ class Plot:
         self.picture.add(
             "polyline", title=series.name, points=points, class_=kind, style=f"stroke:{css_var(series.colour)}"
         )
-        marked = len(places) == 1 or (series.dots and len(places) <= MOST_MARKED)
+        marked = len(places) == 1 or (series.dots and len(places) <= MAX_MARKED)
         for x, y in places if marked else ():
             self.picture.add("circle", cx=x, cy=y, r=3, style=f"fill:{css_var(series.colour)}")
 
     def draw_mark(self, mark: Mark) -> None:
         """Draw the vertical line of `mark`, with its text on the side that has more space."""
         x = self.x(mark.x)
-        self.picture.line((x, self.top), (x, self.bottom), "mark")
+        self.picture.add_line((x, self.top), (x, self.bottom), "mark")
         if mark.y is not None:
             self.picture.add(
                 "circle", title=mark.words, cx=round(x, 1), cy=round(self.y(mark.y), 1), r=4.5, class_="point"
             )
         offset, anchor = (6, None) if x <= (self.left + self.right) / 2 else (-6, "end")
-        self.picture.text(x + offset, self.top + 12, mark.words, anchor, class_="halo")
+        self.picture.add_text(x + offset, self.top + 12, mark.words, anchor, class_="halo")
 
     def draw_names(self, series: Sequence[Series]) -> None:
         """Write the name of each series to the right of its last point; names of lines that end close together are
@@ -147,10 +147,12 @@ class Plot:
         )
         for (at, index), place in zip(ends, spread_labels([at for at, _ in ends], self.bottom), strict=True):
             one = series[index]
-            self.picture.line((self.right + 1, at), (self.right + 16, place), "lead")
+            self.picture.add_line((self.right + 1, at), (self.right + 16, place), "lead")
             strong = one.kind in ("thick", "named")
             style = f"fill:{css_var(one.colour)}" if strong else None
-            self.picture.text(self.right + 20, place + 4, one.name, class_="strong" if strong else "dim", style=style)
+            self.picture.add_text(
+                self.right + 20, place + 4, one.name, class_="strong" if strong else "dim", style=style
+            )
 
     def draw_hover(self, series: Sequence[Series], name: str) -> None:
         """Cover the plot with transparent columns, one for each x value of the series, or for every n-th if they lie
@@ -178,7 +180,7 @@ class Plot:
         """Return a box with the lines `texts`, for values shown on hover, on the side of the x coordinate `x` (in
         pixels) that has more space. The style sheet hides the box until its column of the chart is pointed at. A
         <title> instead would not show on a touch screen."""
-        width = max(text_width(words) for words in texts) + 12
+        width = max(estimate_text_width(words) for words in texts) + 12
         left = x + 8 if x <= (self.left + self.right) / 2 else x - 8 - width
         left = min(max(left, 2.0), max(2.0, self.right - width))  # inside the picture
         box = element("rect", x=left, y=self.top, width=width, height=LINE * len(texts) + 8, rx=3)
@@ -189,17 +191,17 @@ class Plot:
         """Draw `bands` (named x intervals) as a coloured strip below the x axis, with names where they fit. name: label
         at the left of the strip."""
         top, start, last = self.bottom + 32, self.left, -math.inf
-        self.picture.text(self.left - 8, top + 14, name, "end", class_="dim")
+        self.picture.add_text(self.left - 8, top + 14, name, "end", class_="dim")
         for band in bands:
             end = self.x(band.end)
             style = f"fill:{css_var(band.colour)}"
             self.picture.add("rect", title=band.title, x=start, y=top, width=end - start, height=STRIP, style=style)
-            if end - start > text_width(band.name, 10.5) + 4:
-                self.picture.text((start + end) / 2, top + 14, band.name, "middle", class_="on")
-            if band.until and end - last > text_width(band.until) + 10:
+            if end - start > estimate_text_width(band.name, 10.5) + 4:
+                self.picture.add_text((start + end) / 2, top + 14, band.name, "middle", class_="on")
+            if band.until and end - last > estimate_text_width(band.until) + 10:
                 last = end
-                self.picture.line((end, top + STRIP), (end, top + STRIP + 5), "lead")
-                self.picture.text(end, top + STRIP + 16, band.until, "middle")
+                self.picture.add_line((end, top + STRIP), (end, top + STRIP + 5), "lead")
+                self.picture.add_text(end, top + STRIP + 16, band.until, "middle")
             start = end
 
 
@@ -229,23 +231,25 @@ def draw_lines(
             plot.draw_line(one)
         for mark in marks:
             plot.draw_mark(mark)
-        free, y = plot.right - text_width(y_axis.title) - 16, height - 5
-        plot.picture.text(plot.right, y, y_axis.title, "end", class_="dim")
-        if any(plot.left + 15 + text_width(name, 11) > free for name, _ in entries):  # no room beside the title
+        free, y = plot.right - estimate_text_width(y_axis.title) - 16, height - 5
+        plot.picture.add_text(plot.right, y, y_axis.title, "end", class_="dim")
+        if any(
+            plot.left + 15 + estimate_text_width(name, 11) > free for name, _ in entries
+        ):  # no room beside the title
             free, y = plot.right, y + 17
-        end = plot.picture.legend(entries, plot.left, free, y) if entries else y
+        end = plot.picture.add_legend(entries, plot.left, free, y) if entries else y
         if hover:  # in front of everything
             plot.draw_hover(series, hover)
-        return plot.picture.svg(width, end + 5, y_axis.title or x_axis.title)
+        return plot.picture.to_svg(width, end + 5, y_axis.title or x_axis.title)
 
     widths = (("broad", 760), ("slim", 380))
     return element("div", [element("div", draw(width), class_=name) for name, width in widths], class_="chart")
 
 
 def spread_labels(places: Sequence[float], limit: float) -> list[float]:
-    """Move labels apart so that they do not overlap; return their vertical positions in pixels, ascending. They are at
-    least one line of text apart, at most `limit`, and as close to the wanted positions as this allows. places: wanted
-    positions in pixels, ascending."""
+    """Move labels apart so that they do not overlap; return their vertical positions in pixels, ascending: at least one
+    line of text apart, at most `limit`, and as close to the wanted positions as this allows. places: wanted positions
+    in pixels, ascending."""
     apart: list[float] = []
     for place in places:
         apart.append(max(place, apart[-1] + LINE) if apart else place)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from importlib.resources import files
 
 from meshwright.draw.markup import Content, Markup, element, join
-from meshwright.draw.picture import css_var, picture_style
+from meshwright.draw.picture import css_var, make_picture_style
 
 # A quantity, or an empty cell: "42 µs", "75.65", "40.5%", "105 / 0.30", "-".
 _QUANTITY = re.compile(r"[-–+<]?[\d.,]+( ?[^\W\d_]{0,3}|%)( / [\d.,]+)?|[-–]?")
@@ -17,7 +17,7 @@ def page(title: str, *parts: Content, narrow: bool = False) -> str:
     """Return a complete HTML page, for light and dark mode, whose body consists of `parts` (texts and markup). title:
     title of the browser tab only; a heading must be among `parts`. narrow: True for the style sheet's narrow text
     column."""
-    style = picture_style() + (files("meshwright.draw") / "page.css").read_text(encoding="utf-8")
+    style = make_picture_style() + (files("meshwright.draw") / "page.css").read_text(encoding="utf-8")
     head = (
         element("meta", charset="utf-8"),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
@@ -25,12 +25,12 @@ def page(title: str, *parts: Content, narrow: bool = False) -> str:
         element("title", title),
         element("style", Markup(style)),
     )
-    boxed = [_box_picture(part) for part in parts]
+    boxed = [_wrap_picture(part) for part in parts]
     body = element("body", "\n", join(boxed, "\n"), "\n", class_="narrow" if narrow else None)
     return f"<!doctype html>{element('html', element('head', head), body, lang='en')}\n"
 
 
-def _box_picture(part: Content) -> Content:
+def _wrap_picture(part: Content) -> Content:
     """Wrap `part`, if it is an SVG picture, in an HTML box that scrolls horizontally on a narrow screen; return other
     content unchanged."""
     return element("div", part, class_="chart") if isinstance(part, Markup) and part.startswith("<svg") else part

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from meshwright.draw.axis import Axis
 from meshwright.draw.markup import Markup, format_number
 from meshwright.draw.picture import Picture, css_var
-from meshwright.draw.text_width import text_width
+from meshwright.draw.text_width import estimate_text_width
 
 TOP, BOTTOM = 34.0, 296.0
 PITCH = 150.0  # pixels between two axes
@@ -34,7 +34,7 @@ def draw_parallel_coordinates(axes: Sequence[tuple[str, Axis]], items: Sequence[
     picture for screen readers.
     """
     picture = Picture()
-    left = 20 + max(text_width(axes[0][0]) / 2, *(text_width(words) for _, words in axes[0][1].ticks))
+    left = 20 + max(estimate_text_width(axes[0][0]) / 2, *(estimate_text_width(words) for _, words in axes[0][1].ticks))
     places = [left + PITCH * number for number in range(len(axes))]
 
     def y(axis: Axis, value: float) -> float:
@@ -50,8 +50,10 @@ def draw_parallel_coordinates(axes: Sequence[tuple[str, Axis]], items: Sequence[
         style = f"stroke:{css_var(item.colour)}"
         picture.add("polyline", title=item.title, points=" ".join(points), class_=item.kind, style=style)
     for number, (x, (name, axis)) in enumerate(zip(places, axes, strict=True)):
-        picture.line((x, TOP), (x, BOTTOM), "line")
-        picture.text(x, 14 if number % 2 == 0 else 27, name, "middle", class_="small")  # long names beside each other
+        picture.add_line((x, TOP), (x, BOTTOM), "line")
+        picture.add_text(
+            x, 14 if number % 2 == 0 else 27, name, "middle", class_="small"
+        )  # long names beside each other
         for value, words in axis.ticks:
-            picture.text(x - 5, y(axis, value) + 4, words, "end", class_="halo dim small")
-    return picture.svg(places[-1] + 20 + text_width(axes[-1][0]) / 2, BOTTOM + 14, label)
+            picture.add_text(x - 5, y(axis, value) + 4, words, "end", class_="halo dim small")
+    return picture.to_svg(places[-1] + 20 + estimate_text_width(axes[-1][0]) / 2, BOTTOM + 14, label)

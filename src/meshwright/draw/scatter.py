@@ -27,8 +27,8 @@ def draw_scatter(
     for x, y in points:
         plot.picture.add("circle", cx=round(plot.x(x), 1), cy=round(plot.y(y), 1), r=2, class_="dot")
     height, words = plot.y(limit[0]), limit[1]
-    plot.picture.line((plot.left, height), (plot.right, height), "limit")
-    plot.picture.text(plot.right - 4, height - 6, words, "end", class_="halo")
+    plot.picture.add_line((plot.left, height), (plot.right, height), "limit")
+    plot.picture.add_text(plot.right - 4, height - 6, words, "end", class_="halo")
     for x, y, title in marked:
         plot.picture.add("circle", title=title, cx=plot.x(x), cy=plot.y(y), r=4.5, class_="best")
-    return plot.picture.svg(WIDTH, HEIGHT, y_axis.title)
+    return plot.picture.to_svg(WIDTH, HEIGHT, y_axis.title)

@@ -9,14 +9,14 @@ _NARROW = dict.fromkeys("ijlI.,:;'|![]()t f/\\\" -", 0.36)
 _WIDE = dict.fromkeys("mMwW@%—→", 0.9)
 
 
-def text_width(text: str, size: float = 12.0, monospace: bool = False) -> float:
-    """Return the estimated width of `text` in pixels at a font size of `size` pixels, for labels in charts. monospace:
-    True for a font whose characters are all equally wide."""
-    return size * sum(0.61 if monospace and ord(one) < 128 else _character_width(one) for one in text)
+def estimate_text_width(text: str, size: float = 12.0, monospace: bool = False) -> float:
+    """Estimate the width of `text` in pixels at a font size of `size` pixels, for labels in charts. monospace: True for
+    a font whose characters are all equally wide."""
+    return size * sum(0.61 if monospace and ord(one) < 128 else _estimate_character_width(one) for one in text)
 
 
-def _character_width(one: str) -> float:
-    """Return the estimated width of the single character `one` in a sans-serif font, in multiples of the font size."""
+def _estimate_character_width(one: str) -> float:
+    """Estimate the width of the single character `one` in a sans-serif font, in multiples of the font size."""
     if unicodedata.east_asian_width(one) in ("W", "F"):
         return 1.0
     if unicodedata.combining(one):

@@ -10,7 +10,7 @@ from meshwright.limits import shorten_repr
 if TYPE_CHECKING:
     from meshwright.emulation.ranks import EmulatedRanks
 
-MOST_RANKS = 512
+MAX_RANKS = 512
 
 
 def emulate(ranks: int, *, initialized: bool = True) -> EmulatedRanks:
@@ -45,8 +45,8 @@ def emulate(ranks: int, *, initialized: bool = True) -> EmulatedRanks:
     """
     if not isinstance(ranks, int) or isinstance(ranks, bool):
         raise UserError(f"cannot emulate {shorten_repr(ranks)} ranks: give an integer")
-    if not 1 <= ranks <= MOST_RANKS:
-        raise UserError(f"cannot emulate {ranks} ranks: give 1 to {MOST_RANKS}")
+    if not 1 <= ranks <= MAX_RANKS:
+        raise UserError(f"cannot emulate {ranks} ranks: give 1 to {MAX_RANKS}")
     from meshwright.emulation.ranks import EmulatedRanks
 
     return EmulatedRanks(ranks, initialized=initialized)

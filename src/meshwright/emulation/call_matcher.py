@@ -52,15 +52,16 @@ class Event:
 
 
 class CollectiveCall:
-    """Collective call of a process group: it collects the calls of the individual ranks, and is complete when all ranks
-    have made theirs.
+    """One collective of a process group: collects the calls of its ranks, and is complete when all ranks have made
+    theirs. operation: name of the collective, such as "all_reduce". ranks: global ranks of the group.
 
-    operation: name of the collective, such as "all_reduce". ranks: global ranks of the group. Attributes: `calls`:
-    {index in the group: that rank's call}; `results`: result tensors, [index in the group][output], None until
-    complete.
+    Attributes:
+        calls: {index in the group: that rank's call}.
+        results: Result tensors, [index in the group][output]; None until complete.
     """
 
     def __init__(self, operation: str, ranks: tuple[int, ...]) -> None:
+        """Start without calls; arguments: see the class."""
         self.operation, self.ranks = operation, ranks
         self.calls: dict[int, RankCall] = {}
         self.results: list[list[torch.Tensor]] | None = None
@@ -87,19 +88,20 @@ class PostedMessage:
 class EmulatedWork(dist.Work):
     """Handle of an asynchronous communication call, the emulation's `torch.distributed.Work`. Results are written to
     the output tensors only when the program waits for the handle (or finds it completed), so that a forgotten `wait`
-    shows as wrong values in every run.
+    gives wrong values in every run.
 
     Attributes:
-        matcher: Matches the calls of all ranks.
-        ready: Returns True once the call is complete.
-        describe: Returns text on the call, for the deadlock report.
-        finish: Writes the results to the output tensors and returns these tensors.
+        matcher: Matcher of the calls of all ranks.
+        ready: Function that returns True once the call is complete.
+        describe: Function that returns text on the call, for the deadlock report.
+        finish: Function that writes the results to the output tensors and returns these.
         message: The posted receive, if the call is one; else None.
     """
 
     def __init__(
         self, matcher: CallMatcher, ready: Callable[[], bool], describe: Callable[[], str], finish: Any
     ) -> None:
+        """Create the handle of a call that is not complete; arguments: see the class."""
         super().__init__()
         self._matcher, self._ready, self._describe, self._finish = matcher, ready, describe, finish
 
@@ -152,14 +154,17 @@ class EmulatedWork(dist.Work):
 
 class CallMatcher:
     """Matcher of the communication calls of emulated ranks: joins the calls that a group's ranks make to one
-    collective, and each send with its receive.
+    collective, and each send with its receive. scheduler: scheduler of the ranks.
 
-    scheduler: scheduler of the ranks. Attributes: `events`: all calls in order; `on_call`: None, or a function called
-    before each call with (rank, number of the call on that rank, the caller's frame); `on_event`: None, or a function
-    called with each recorded call.
+    Attributes:
+        events: All calls in order.
+        on_call: Function called before each call with (rank, number of the call on that rank, the caller's frame), or
+            None.
+        on_event: Function called with each recorded call, or None.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
+        """Start without calls; arguments: see the class."""
         self.scheduler = scheduler
         self.events: list[Event] = []
         self.on_call: Callable[[int, int, FrameType | None], None] | None = None

@@ -16,6 +16,7 @@ class RankDebugger(pdb.Pdb):
     used instead of `sys.stdout`, which prefixes each line with the rank."""
 
     def __init__(self, rank: int, output: IO[str]) -> None:
+        """Create the debugger without opening its prompt; arguments: see the class."""
         # Readline needs a terminal; signal handlers need the main thread, and ranks run in others.
         terminal = sys.stdin.isatty()
         super().__init__(stdin=None if terminal else sys.stdin, stdout=output, nosigint=True)
@@ -51,7 +52,7 @@ def parse_breakpoint(text: str, ranks: int) -> tuple[int, int]:
     return int(rank), int(call or 1)
 
 
-def break_before(breakpoint: tuple[int, int], output: IO[str]) -> Callable[[int, int, FrameType | None], None]:
+def make_call_breakpoint(breakpoint: tuple[int, int], output: IO[str]) -> Callable[[int, int, FrameType | None], None]:
     """Return a function for `CallMatcher.on_call` that opens the debugger before one communication call.
 
     breakpoint: (rank, number of the call on that rank, from 1). output: stream for the debugger's prompt.

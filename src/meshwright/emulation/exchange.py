@@ -33,8 +33,8 @@ class RankCall:
         outputs: Tensors that receive the call's results.
         shown: Tensor whose dtype and shape are printed in reports, None if the call has no tensor.
         form: Text (root, reduction, shape) that must be equal on all ranks of a collective call.
-        sliced: True if the inputs are consecutive slices of one tensor, which are then reduced as one vector (this
-            fixes the order of the additions).
+        sliced: True if the inputs are consecutive slices of one tensor. They are then reduced as one vector, as the
+            order of additions depends on an element's index in it.
         place: File and line of the call.
         number: Position among the rank's calls, from 1.
     """

@@ -38,6 +38,7 @@ class WrongTensor:
     reason: str
 
     def __str__(self) -> str:
+        """Return name, rank and reason as one line for the user."""
         where = "" if self.rank is None else f" on rank {self.rank}"
         return f"{self.name}{where}: {self.reason}"
 
@@ -75,14 +76,13 @@ def get_function(namespace: Mapping[str, Any], name: str, script: str) -> Callab
 
 
 def compare_ranks(truth: Mapping[str, torch.Tensor], ranks: Sequence[Mapping[str, Result]]) -> ExerciseResult:
-    """Compare the results that a script's `distributed()` returned on all ranks with those of its `one_device()`. A
+    """Compare the tensors that a script's `distributed()` returned on all ranks with those of its `one_device()`. A
     tensor is wrong if its relative error ‖a-b‖ / ‖b‖ exceeds 1e-10 (`TOLERANCE`), or if no rank returns some of its
     elements.
 
-    truth: results of `one_device()`: name -> tensor, in the order of computation. ranks: results of `distributed()` by
-    rank: name -> the whole tensor, or (part, index) where part holds the elements `tensor[index]` of the whole tensor.
-    Raises UserError if a rank returns a name that is not in `truth`, a function returns anything but tensors by name,
-    or `truth` is empty.
+    truth: results of `one_device()`: {name: tensor}, in the order of computation. ranks: results of `distributed()` by
+    rank: {name: full tensor, or (slice, index) for the elements `tensor[index]`}. Raises UserError for a name that is
+    not in `truth`, for results other than tensors by name, and if `truth` is empty.
     """
     _check_returned("one_device() returns", truth, None)
     if not truth:
@@ -115,11 +115,11 @@ def compare_ranks(truth: Mapping[str, torch.Tensor], ranks: Sequence[Mapping[str
 
 def _check_returned(prefix: str, returned: Any, truth: Mapping[str, torch.Tensor] | None) -> None:
     """Raise UserError unless `returned`, the result of a script's function `distributed()` or `one_device()`, is a
-    dictionary {name: tensor}.
+    dictionary {name: tensor}. In the result of `distributed()` a value may also be a pair (slice of the tensor, its
+    index expression).
 
-    prefix: beginning of the error message. truth: None if `returned` comes from `one_device()`; else, for
-    `distributed()`, the result of `one_device()`. A value of `distributed()` may also be a pair (part, index), where
-    part is a rank's slice of the tensor and `truth[name][index]` must be a valid index expression.
+    prefix: beginning of the error message. truth: result of `one_device()`, which the names and indices must fit, to
+    check that of `distributed()`; None to check that of `one_device()` itself.
     """
     if not isinstance(returned, Mapping):
         raise UserError(f"{prefix} {shorten_repr(returned)}: return a dictionary of tensors by name")

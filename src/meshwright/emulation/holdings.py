@@ -41,15 +41,16 @@ class ModuleLog:
     script drops can still be listed at the end."""
 
     def __init__(self) -> None:
+        """Start without modules."""
         self._modules: dict[int, dict[int, torch.nn.Module]] = {}
         self._children: set[int] = set()
 
     @contextmanager
-    def watching(self, current: Callable[[], int]) -> Iterator[None]:
+    def record_modules(self, current: Callable[[], int]) -> Iterator[None]:
         """Context manager that records modules as the ranks create them.
 
-        A module is recorded when it registers a parameter or a child module, and so is the child; a module with neither
-        is not recorded. current: function that returns the running rank, for which a module is recorded.
+        A module is recorded when it registers a parameter or a child module, which is recorded too. current: function
+        that returns the running rank, for which a module is recorded.
         """
 
         def add(module: Any, *_: Any) -> None:
@@ -73,7 +74,7 @@ class ModuleLog:
             for handle in handles:
                 handle.remove()
 
-    def roots(self, rank: int) -> list[torch.nn.Module]:
+    def list_root_modules(self, rank: int) -> list[torch.nn.Module]:
         """Return the modules that a rank created and that are not children of other modules, in the order in which they
         were recorded."""
         return [module for key, module in self._modules.get(rank, {}).items() if key not in self._children]
@@ -87,7 +88,7 @@ def list_holdings(log: ModuleLog, namespaces: list[dict[str, Any]]) -> list[Held
     """
     found: dict[str, dict[tuple[str, str], list[int]]] = {}
     for rank, variables in enumerate(namespaces):
-        roots = log.roots(rank)
+        roots = log.list_root_modules(rank)
         for number, module in enumerate(roots):
             prefix = f"{type(module).__name__}{f'#{number + 1}' if len(roots) > 1 else ''}."
             held = [*module.named_parameters(), *module.named_buffers()]

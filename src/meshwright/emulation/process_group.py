@@ -20,12 +20,12 @@ _Store: Any = dist.Store  # type: ignore[attr-defined]
 
 class EmulatedGroup(_ProcessGroup):
     """Process group of one emulated rank, with the interface of a torch.distributed backend: methods take the arguments
-    that torch.distributed passes, and return handles.
+    that torch.distributed passes, and return handles. A collective call is complete when all ranks have made it, a send
+    when it is received. Reductions add in the order of gloo's ring all-reduce.
 
     matcher: matches the calls of all ranks. key: identifies the group on all its ranks: (how many times the rank had
     called `init_process_group`, name of the group), since names repeat after each call. rank: index of this rank in the
-    group. ranks: global ranks of the group. A collective call is complete when all ranks have made it, a send when it
-    is received. Reductions add in the order of gloo's ring all-reduce.
+    group. ranks: global ranks of the group.
     """
 
     def __init__(self, matcher: CallMatcher, key: GroupKey, rank: int, ranks: tuple[int, ...]) -> None:
@@ -274,6 +274,7 @@ class EmulatedStore(_Store):
     """
 
     def __init__(self, matcher: CallMatcher) -> None:
+        """Use the values of `matcher.store`."""
         super().__init__()
         self._matcher, self._values = matcher, matcher.store
 

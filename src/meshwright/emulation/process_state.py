@@ -35,6 +35,7 @@ class World:
     per emulated rank, with the same fields."""
 
     def __init__(self) -> None:
+        """Start without process groups."""
         self.default_pg: Any = None
         self.pg_map: dict[Any, Any] = {}
         self.pg_names: dict[Any, str] = {}
@@ -52,9 +53,9 @@ class ProcessState:
     """Process-wide state, such as random generators, of one emulated rank. Emulated ranks share a process, so the state
     of a rank is loaded into the process when the rank runs, and saved when it stops.
 
-    The state is torch.distributed's process groups (`world`), environment variables, `__main__`, `sys.argv`, the
-    modules of the script's directory, random states, default dtype, deterministic mode, and the mesh axes and call
-    records of Meshwright's package `comm`.
+    The state is torch.distributed's process groups, environment variables, `__main__`, `sys.argv`, the modules of the
+    script's directory, random states, default dtype, deterministic mode, and the mesh axes and call records of
+    Meshwright's package `comm`.
 
     Attributes:
         world: Process groups, an object with the fields of torch.distributed's `_World`.
@@ -64,6 +65,7 @@ class ProcessState:
     """
 
     def __init__(self, world: Any, environment: dict[Any, Any], main: ModuleType, arguments: list[str]) -> None:
+        """Store the arguments (see the class); all other state is as in a new process."""
         self.world, self.environment, self.main, self.arguments = world, environment, main, arguments
         self.directory = ""  # of the script: modules below it are imported once for each rank
         self.modules: dict[str, ModuleType] = {}
@@ -76,12 +78,12 @@ class ProcessState:
         )  # fmt: skip
 
     @classmethod
-    def of_process(cls) -> ProcessState:
-        """Create a state from that of the calling program, outside all emulated ranks."""
+    def from_process(cls) -> ProcessState:
+        """Create a state with the contents of the calling process, outside all emulated ranks."""
         return cls(c10d._world, _environment().__dict__["_data"], sys.modules["__main__"], sys.argv)
 
     @classmethod
-    def of_rank(cls, rank: int, ranks: int) -> ProcessState:
+    def create_for_rank(cls, rank: int, ranks: int) -> ProcessState:
         """Create the state (environment variables, process groups, random generators) of a process that torchrun has
         just started as rank `rank` of `ranks` on one host.
 
@@ -97,7 +99,7 @@ class ProcessState:
         state = cls(World(), environment, sys.modules["__main__"], list(sys.argv))
         state.dtype, state.deterministic = torch.float32, False
         state.torch_random = torch.Generator().manual_seed(TORCH_SEED).get_state()
-        state.numpy_random = NumpyRandom.seeded(rank)
+        state.numpy_random = NumpyRandom.from_seed(rank)
         state.python_random = random.Random(rank).getstate()
         return state
 
@@ -181,14 +183,14 @@ class NumpyRandom:
         return cls(_copy_generator_memory(), np.random.get_state(legacy=False), _numpy.get_bit_generator())
 
     @classmethod
-    def seeded(cls, seed: int) -> NumpyRandom:
+    def from_seed(cls, seed: int) -> NumpyRandom:
         """Return the state that `numpy.random.seed(seed)` gives the global generator."""
         seeded = np.random.RandomState(seed)
         return cls(b"", seeded.get_state(legacy=False), seeded._bit_generator)
 
     def read_again(self) -> NumpyRandom:
-        """Return the current state of NumPy's global generator, quickly: this same object if the generator's memory
-        shows that no number was drawn since this state was written or read, else a new one."""
+        """Return the current state of NumPy's global generator: this same object, without reading the state, if no
+        number was drawn since it was written or read; else a new one."""
         # NumPy draws normals in pairs: the second call returns the cached one without changing the memory.
         words = _copy_generator_memory()
         same = words and words == self.words and not self.state["has_gauss"]

@@ -33,13 +33,17 @@ class EmulatedRanks:
     """Emulated ranks: threads of this process, of which one runs at a time. Use it as a context manager.
 
     world_size: number of ranks. initialized: True to initialize torch.distributed on each rank; False leaves that to
-    the functions that run. Attribute `states`: process state of each rank, [rank]. Attribute `backend`: name that every
-    group reports as its backend; None: the requested one.
+    the functions that run.
+
+    Attributes:
+        states: Process state of each rank, [rank].
+        backend: Name that every group reports as its backend; None: the requested one.
     """
 
     backend: str | None = None  # reported backend of every group; None: the requested one
 
     def __init__(self, world_size: int, *, initialized: bool = True) -> None:
+        """Store the arguments (see the class); the ranks are created by `with`."""
         self.world_size, self.initialized = world_size, initialized
         self.states: list[ProcessState] = []
         self._exits = contextlib.ExitStack()
@@ -47,10 +51,11 @@ class EmulatedRanks:
         self._without_signals = False
 
     def __enter__(self) -> EmulatedRanks:
+        """Create the ranks and patch the process for them. Raises UserError if another emulation is running."""
         if _emulations:
             raise UserError("another emulation is running: one emulation at a time")
-        outside = ProcessState.of_process()
-        self.states = [ProcessState.of_rank(rank, self.world_size) for rank in range(self.world_size)]
+        outside = ProcessState.from_process()
+        self.states = [ProcessState.create_for_rank(rank, self.world_size) for rank in range(self.world_size)]
         self.scheduler = Scheduler(self.states, outside)
         self.matcher = self._make_matcher()
         self._store = EmulatedStore(self.matcher)  # referenced here: torch's objects reference only its C++ half
@@ -65,6 +70,7 @@ class EmulatedRanks:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """End the ranks' threads and undo the patches."""
         self._exits.close()
 
     @property
@@ -210,8 +216,8 @@ def _run_task(task: Callable[[], Any]) -> Any:
 
 
 def _refuse_rendezvous(*_: Any, **__: Any) -> None:
-    """Raise UserError. Stand-in for torch.distributed's `rendezvous` and `TCPStore`: ranks meet in `init_process_group`
-    alone."""
+    """Raise UserError. Stand-in for torch.distributed's `rendezvous` and `TCPStore`, which emulated ranks do not
+    support; they use `init_process_group` only."""
     raise UserError(
         "emulated ranks support no rendezvous but torch.distributed.init_process_group; start such a script with "
         "meshwright run --ranks N"
@@ -219,9 +225,9 @@ def _refuse_rendezvous(*_: Any, **__: Any) -> None:
 
 
 def _get_cached(self: Any, instance: Any, owner: Any = None) -> Any:
-    """Return the value of a cached property of `instance`, or the property `self` if `instance` is None. Stand-in for
-    `functools.cached_property.__get__`, which before Python 3.12 holds a lock: a rank that communicates in a property
-    would keep the lock while it waits for others. owner: ignored."""
+    """Stand-in for `functools.cached_property.__get__` without its lock: return the value of a cached property of
+    `instance`, or the property `self` if `instance` is None. (Before Python 3.12 the original holds a lock, which would
+    block other ranks if a property communicates.) owner: ignored."""
     if instance is None:
         return self
     if self.attrname not in instance.__dict__:

@@ -15,7 +15,7 @@ from meshwright.errors import CheckFailed
 _sleep = time.sleep
 
 GRACE = 5.0  # seconds that a rank may take to end after an interrupt
-MOST_POLLS = 1000
+MAX_POLLS = 1000
 """Number of polls of one rank without any rank making a call, after which a run in which no other rank can run is a
 deadlock."""
 
@@ -31,9 +31,10 @@ class RankStopped(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class WaitCondition:
-    """Condition that a rank waits for. ready: returns True once the rank can go on. describe: returns text such as
-    "recv from rank 1 (its call 3, ring.py:14)". polled: True if the program polls (asks again and again) instead of
-    blocking."""
+    """Condition that a rank waits for.
+
+    ready: function that returns True once the rank can go on. describe: function that returns text such as "recv from
+    rank 1 (its call 3, ring.py:14)". polled: True if the program polls (queries repeatedly) instead of blocking."""
 
     ready: Callable[[], bool]
     describe: Callable[[], str]
@@ -67,6 +68,7 @@ class RankThread:
     process while the rank runs."""
 
     def __init__(self, index: int, state: Any) -> None:
+        """Create the record of a rank whose thread has not started; arguments: see the class."""
         self.index, self.state = index, state
         self.resume = threading.Semaphore(0)
         self.wait: WaitCondition | None = None
@@ -86,6 +88,7 @@ class Scheduler:
     """
 
     def __init__(self, states: list[Any], outside: Any) -> None:
+        """Create the ranks' records without starting threads; arguments: see the class."""
         self.ranks = [RankThread(index, state) for index, state in enumerate(states)]
         self.outside = outside
         self.running: RankThread | None = None
@@ -160,27 +163,28 @@ class Scheduler:
             self.check_stopped()
 
     def yield_turn(self, describe: Callable[[], str] = lambda: "polling", polled: bool = False) -> None:
-        """Let the next rank that can run do so, and return at this rank's next turn; for programs that poll. A deadlock
-        in which all ranks only call this is not detected.
+        """Let the next rank that can run do so, and return at this rank's next turn. A deadlock of ranks that only call
+        this is not detected.
 
-        describe: returns text on what the rank does, for the deadlock report. polled: True if the program asks whether
-        a call is complete.
+        describe: returns text on the call that the rank polls, for the deadlock report. polled: True if the program
+        queries a communication call.
         """
         turns = iter((False,))
         self.wait(lambda: next(turns, True), describe, polled)
 
     def poll(self, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
-        """Let other ranks run once; called when the program asks for the state of a call that is not complete.
+        """Let other ranks run once; called when the program queries a call that is not complete, such as by
+        `is_completed`.
 
-        After 1000 polls (`MOST_POLLS`) of this rank, during which no rank made a call and no other rank could run, the
-        run fails with a deadlock. ready: returns True once the call is complete. describe: returns text on the call for
+        The run fails with a deadlock after 1000 polls (`MAX_POLLS`) of this rank during which no rank made a call and
+        no other rank could run. ready: returns True once the call is complete. describe: returns text on the call for
         the deadlock report. Raises RankStopped for a deadlock.
         """
         self.yield_turn(describe, polled=True)
         rank, calls = self.current(), sum(each.calls for each in self.ranks)
         rank.polls, rank.calls_at_poll = (rank.polls + 1 if calls == rank.calls_at_poll else 1), calls
         others = (other for other in self.ranks if other is not rank and other.task is not None)
-        if rank.polls >= MOST_POLLS and not ready() and all(map(_is_stuck, others)):
+        if rank.polls >= MAX_POLLS and not ready() and all(map(_is_stuck, others)):
             rank.wait = WaitCondition(ready, describe, polled=True)
             self.fail(EmulationFailed(self._describe_deadlock()), None)
             rank.wait = None

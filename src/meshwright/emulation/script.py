@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 
 from meshwright.emulation.call_matcher import Event
-from meshwright.emulation.debugger import break_before, make_breakpoint_hook, parse_breakpoint
+from meshwright.emulation.debugger import make_breakpoint_hook, make_call_breakpoint, parse_breakpoint
 from meshwright.emulation.exercise import ExerciseResult, compare_ranks, get_function
 from meshwright.emulation.holdings import HeldValue, ModuleLog, format_holdings, list_holdings
 from meshwright.emulation.ranks import EmulatedRanks
@@ -170,10 +170,10 @@ def run_emulated_script(path: Path, arguments: list[str], ranks: int, options: S
             stack.enter_context(mock.patch.object(where, name, hook))
         stack.enter_context(mock.patch.object(sys, "path", [str(path.resolve().parent), *sys.path]))
         emulated.matcher.events.clear()
-        emulated.matcher.on_call = None if before is None else break_before(before, printed)
+        emulated.matcher.on_call = None if before is None else make_call_breakpoint(before, printed)
         if options.show:
             emulated.matcher.on_event = lambda event: print(format_event(event), file=printed)
-            stack.enter_context(log.watching(lambda: current() or 0))
+            stack.enter_context(log.record_modules(lambda: current() or 0))
         modules = [make_main_module(path) for _ in range(ranks)]
         for state, module in zip(emulated.states, modules, strict=True):
             state.main, state.arguments = module, [str(path), *arguments]
@@ -213,7 +213,7 @@ def _check_exercise(emulated: EmulatedRanks, code: CodeType, modules: list[Modul
         _execute(code, module, "exercise")
         get_function(vars(module), "one_device", str(path))
         distributed = get_function(vars(module), "distributed", str(path))
-        with _ending_with_exit():
+        with _catch_exit():
             return distributed()
 
     results = emulated.run_each([partial(run, module) for module in modules])
@@ -239,14 +239,13 @@ def _execute(code: CodeType, module: ModuleType, name: str) -> None:
     """Execute a script's code in `module`, with `__name__` set to `name`. Raises ScriptEnded if it calls `sys.exit`
     with a non-zero exit code."""
     module.__dict__["__name__"] = name
-    with _ending_with_exit():
+    with _catch_exit():
         exec(code, module.__dict__)
 
 
 @contextmanager
-def _ending_with_exit() -> Iterator[None]:
-    """Context manager in which `sys.exit(0)` ends the script's code normally. Raises ScriptEnded for another exit
-    code."""
+def _catch_exit() -> Iterator[None]:
+    """Context manager in which `sys.exit(0)` ends the block normally, and any other exit raises ScriptEnded."""
     try:
         yield
     except SystemExit as end:

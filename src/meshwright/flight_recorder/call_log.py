@@ -12,8 +12,8 @@ class Group:
     """Ranks that must make the same calls in the same order: all ranks of a process group, or the sender and receiver
     of point-to-point messages.
 
-    ranks: global ranks of the process group. pair: for point-to-point messages, (sender, receiver) as global ranks;
-    None for collectives.
+    ranks: global ranks of the process group. pair: (sender, receiver) of point-to-point messages, as global ranks; None
+    for collectives.
     """
 
     ranks: tuple[int, ...]

@@ -99,6 +99,7 @@ class CallWriter:
     that no other process can read."""
 
     def __init__(self, descriptor: int | None = None) -> None:
+        """Map the ring buffer file into memory; arguments: see the class."""
         if descriptor is None:
             self._memory = mmap.mmap(-1, compute_file_bytes())
             rank, ranks, capacity, groups = 0, 1, CAPACITY, GROUPS

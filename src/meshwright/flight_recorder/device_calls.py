@@ -25,9 +25,9 @@ class Event(Protocol):
 
 
 class DeviceCalls:
-    """Wrapper of `calls`, the recorder of this process's collective calls, for calls on a GPU, where the host's wait
-    for a call returns before the call is complete. It records when the GPU has completed each call, and finds a call
-    that the GPU runs for too long.
+    """Recorder of this process's collective calls on a GPU, where the host's wait for a call returns before the call is
+    complete: records when the GPU has completed each call, and finds a call that runs for too long. Wraps `calls`, the
+    recorder of host calls.
 
     make_event: function that makes a device event. seconds: time limit of one call, from when the GPU begins it.
     overdue: function called at most once, in the thread that runs `watch`, with the number of the first call that
@@ -37,6 +37,7 @@ class DeviceCalls:
     def __init__(
         self, calls: CallWriter, make_event: Callable[[], Event], seconds: float, overdue: Callable[[int], object]
     ) -> None:
+        """Start without calls in flight; arguments: see the class."""
         self._calls, self._make_event, self.seconds, self._overdue = calls, make_event, seconds, overdue
         self._queued: deque[tuple[int, Event]] = deque()
         self._passed: deque[Event] = deque()  # events for reuse

@@ -78,12 +78,12 @@ def _find_divergence(ranks: Mapping[int, RankState], group: Group) -> _Divergenc
 
 
 def _fill_unknown_names(calls: dict[int, Call]) -> dict[int, Call]:
-    """Fill in the operation, site and shape of recorded calls that lack them because the recorder's text area was full.
-    They are copied from other ranks' calls at the same index: from the most common complete call that does not
-    contradict the texts which the incomplete call has.
+    """Complete recorded calls that lack operation, site or shape because the recorder's text area was full, from other
+    ranks' calls at the same index: from the most common complete call that does not contradict the texts that are
+    present.
 
-    calls: rank -> its call at one index of a group. Return the same mapping with the completed calls; an incomplete
-    call is left out if there is no single most common complete call.
+    calls: rank -> its call at one index of a group. Returns {rank: call}; an incomplete call is left out if there is no
+    single most common complete call.
     """
     if all(call.form and call.operation != "?" for call in calls.values()):
         return calls
@@ -193,12 +193,12 @@ class _Divergence:
         self, assumed: list[_Signature], allowed: Container[_Signature] | None = None
     ) -> _Signature | None:
         """Predict the signature (operation, site, dtype and shape) of the group's next call. Training repeats its calls
-        in every step, so the longest series of latest calls that also occurs earlier is found, and the call that
-        followed it there is the prediction.
+        in every step: the longest series of latest calls that also occurs earlier is found, and the call that followed
+        it there is predicted.
 
-        assumed: signatures of calls assumed to follow those before the divergence; they are the latest calls. allowed:
-        signatures that may be predicted; None: all. Return None if no series occurs earlier, or if equally long ones
-        were followed by different calls.
+        assumed: signatures appended to the calls before the divergence, as the latest calls. allowed: signatures that
+        may be predicted; None: all. Returns None if no series occurs earlier, or if equally long ones were followed by
+        different calls.
         """
         history = [*self._list_common_calls(), *assumed]
         best, follower = 0, None

@@ -34,8 +34,11 @@ def read_process_state(process: int) -> str:
 class Snapshot:
     """State of all ranks at one time, from which the hang report is made.
 
-    seen: state of each rank. now: time of the snapshot in seconds of the monotonic clock. when: date and time as text.
-    stacks: rank -> lines of its Python stack dump, for ranks of which one was taken.
+    Attributes:
+        seen: State of each rank.
+        now: Time of the snapshot in seconds of the monotonic clock.
+        when: Date and time as text.
+        stacks: {rank: lines of its Python stack dump}, for ranks of which one was taken.
     """
 
     seen: list[RankState]

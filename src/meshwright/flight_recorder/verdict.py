@@ -52,9 +52,9 @@ class RankState:
 
     @property
     def blame(self) -> str:
-        """Reason why other ranks wait for this one, which becomes the `kind` of a verdict: "dead" (its process died),
-        "stopped" (suspended), or "behind" (it runs its own code outside any call, or its calls are unknown). Empty if
-        the rank itself waits in a call."""
+        """Reason why other ranks wait for this one, a `kind` of verdict: "dead" (its process died), "stopped" (its
+        process is suspended) or "behind" (it is outside any call, or its calls are unknown). Empty if the rank itself
+        waits in a call."""
         if self.dead or self.stopped:
             return "dead" if self.dead else "stopped"
         return "behind" if self.calls is None or self.calls.waiting is None else ""
@@ -76,8 +76,9 @@ class Verdict:
             many, or made a different one; "shape": dtype or shape differs; "disagree": ranks differ without majority;
             "circle": ranks wait for each other; "late": a rank entered a call late; "link": the network carries no
             data.
-        blamed: Global ranks to blame.
-        group, index: Group and index in it of the call that shows the cause; None and 0 if there is none.
+        blamed: Global ranks that caused the hang.
+        group, index: Group of the call that shows the cause, and its position among the group's calls; None and 0
+            without one.
     """
 
     line: str

@@ -54,8 +54,8 @@ def find_awaited_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | 
 
 def _list_missing_ranks(ranks: Mapping[int, RankState], call: Call) -> list[int]:
     """Return the ranks for which `call` waits: the ranks of its group that have not entered it. Ranks whose calls
-    cannot be read may be among them, but are returned only if every other rank has entered the call. ranks: rank -> its
-    state, for the ranks whose calls can be read."""
+    cannot be read are returned only if all other ranks have entered it. ranks: rank -> its state, for the ranks whose
+    calls can be read."""
 
     def entered(rank: int) -> bool:
         """Return True if rank `rank` is known to have entered `call`; False if it has not, or if its calls cannot be
@@ -134,9 +134,9 @@ def _blame_unreadable(
 def _blame_late_or_link(
     ranks: Mapping[int, RankState], stuck: list[int], waiting: Mapping[int, Call], now: float
 ) -> Verdict:
-    """Return the verdict on a call that all ranks of its group have entered but that is not complete: either one rank
-    entered it late, or the network carries no data. The last rank to enter is late if the first one had then already
-    waited for more than the fraction `LATE_SHARE` of the time that it has waited until now.
+    """Return the verdict on a call that all ranks of its group have entered but that is not complete: one rank entered
+    it late, or the network carries no data. The last rank to enter is late if its delay after the first one exceeds the
+    fraction `LATE_SHARE` of the time since the first one entered.
 
     ranks: rank -> its state. stuck: ranks that wait in the call. waiting: rank -> call in which it waits. now: seconds
     of the monotonic clock.

@@ -48,9 +48,9 @@ def draw_zero_memory() -> Markup:
     entries = [
         (f"{part}, {said}", {"style": f"fill:{css_var(STATE_COLOURS[part])}"}) for part, said in swatches.items()
     ]
-    legend.legend(entries, 4, 880, 12)
+    legend.add_legend(entries, 4, 880, 12)
     heading = "Model states of 7.5 billion parameters on each of 64 ranks (ZeRO paper, Figure 1)"
-    return stack_pictures([(heading, bars), ("", legend.svg(900, 20, "legend"))], heading, gap=0, left=4)
+    return stack_pictures([(heading, bars), ("", legend.to_svg(900, 20, "legend"))], heading, gap=0, left=4)
 
 
 def draw_ring_all_reduce(ranks: int = 4) -> Markup:
@@ -60,20 +60,22 @@ def draw_ring_all_reduce(ranks: int = 4) -> Markup:
     picture = Picture()
     cell, gap, left, row, pitch = 44, 34, 128, 26, 66
     span = ranks * cell + gap
-    picture.text(14, 22, f"Ring all-reduce on {ranks} ranks", class_="title")
+    picture.add_text(14, 22, f"Ring all-reduce on {ranks} ranks", class_="title")
     said = "ab is the sum of the contributions of ranks a and b; Σ, in green, of all ranks"
-    picture.text(14, 42, f"Four chunks per rank; {said}. An arrow carries one chunk to the next rank.", class_="dim")
+    picture.add_text(
+        14, 42, f"Four chunks per rank; {said}. An arrow carries one chunk to the next rank.", class_="dim"
+    )
     for rank in range(ranks):
         middle = left + rank * span + ranks * cell / 2
-        picture.text(middle, 68, f"rank {rank} (its own values: {LETTERS[rank]})", "middle", class_="strong")
+        picture.add_text(middle, 68, f"rank {rank} (its own values: {LETTERS[rank]})", "middle", class_="strong")
         for chunk in range(ranks):
-            picture.text(left + rank * span + (chunk + 0.5) * cell, 86, f"{chunk}", "middle", class_="dim small")
-    picture.text(14, 86, "chunk", class_="dim small")
+            picture.add_text(left + rank * span + (chunk + 0.5) * cell, 86, f"{chunk}", "middle", class_="dim small")
+    picture.add_text(14, 86, "chunk", class_="dim small")
     for number, frame in enumerate(frames):
         top = 94 + number * pitch
         half = "reduce-scatter" if number < ranks else "all-gather"
-        picture.text(14, top + 11, frame.title.partition(" of")[0], class_="strong")
-        picture.text(14, top + 26, half if number else "", class_="dim small")
+        picture.add_text(14, top + 11, frame.title.partition(" of")[0], class_="strong")
+        picture.add_text(14, top + 26, half if number else "", class_="dim small")
         _draw_cells(picture, frame, left, top, (cell, span, row))
         for arrow in frame.arrows:
             begin = left + arrow.source * span + (arrow.slot + 0.5) * cell, top - pitch + row + 1
@@ -84,8 +86,8 @@ def draw_ring_all_reduce(ranks: int = 4) -> Markup:
     words = (
         f"{rounds} = 2(n − 1) rounds; a rank sends {rounds}/{ranks} of the vector: {ranks - 1} chunks to reduce them, "
     )
-    picture.text(14, bottom, words + f"{ranks - 1} to spread the sums.", class_="dim")
-    return picture.svg(left + ranks * span - gap + 14, bottom + 14, f"ring all-reduce on {ranks} ranks", alone=True)
+    picture.add_text(14, bottom, words + f"{ranks - 1} to spread the sums.", class_="dim")
+    return picture.to_svg(left + ranks * span - gap + 14, bottom + 14, f"ring all-reduce on {ranks} ranks", alone=True)
 
 
 def _draw_cells(picture: Picture, frame: Frame, left: float, top: float, sizes: tuple[int, int, int]) -> None:
@@ -106,7 +108,9 @@ def _draw_cells(picture: Picture, frame: Frame, left: float, top: float, sizes: 
             style = f"{fill};stroke:{css_var('ink' if one.fresh else 'line')};stroke-width:{2 if one.fresh else 1}"
             picture.add("rect", x=x + 1, y=top, width=cell - 2, height=height, rx=4, style=style)
             label = "Σ" if share == 1 else "".join(LETTERS[origin] for origin in one.origins)
-            picture.text(x + cell / 2, top + height / 2 + 4, label, "middle", class_="strong" if one.fresh else None)
+            picture.add_text(
+                x + cell / 2, top + height / 2 + 4, label, "middle", class_="strong" if one.fresh else None
+            )
 
 
 def draw_schedules(*names: str, ranks: int = 4, micro_batches: int = 8) -> Markup:

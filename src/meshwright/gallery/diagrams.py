@@ -7,7 +7,7 @@ from math import hypot
 
 from meshwright.draw.markup import Markup
 from meshwright.draw.picture import Picture, css_var
-from meshwright.draw.text_width import text_width
+from meshwright.draw.text_width import estimate_text_width
 from meshwright.layout import AXES, Layout
 
 GROUP_COLOURS = ("blue", "orange", "green", "purple", "teal", "yellow", "pink", "grey")
@@ -31,7 +31,7 @@ def draw_arrow(
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in [(x2, y2), *sides])
     picture.add("polygon", points=points, style=f"fill:{css_var(colour)}")
     if words:
-        picture.text((x1 + x2) / 2 + 8 * abs(dy), (y1 + y2) / 2 - 6 * abs(dx) + 4 * abs(dy), words,
+        picture.add_text((x1 + x2) / 2 + 8 * abs(dy), (y1 + y2) / 2 - 6 * abs(dx) + 4 * abs(dy), words,
                      "middle" if abs(dx) > abs(dy) else None, class_="dim small")  # fmt: skip
 
 
@@ -49,7 +49,7 @@ def draw_box(
     first = y + height / 2 + 4 - 8 * (len(lines) - 1)
     for number, line in enumerate(lines):
         kind = "dim small" if number else "strong"
-        picture.text(x + width / 2, first + 16 * number, line, "middle", class_=kind)
+        picture.add_text(x + width / 2, first + 16 * number, line, "middle", class_=kind)
 
 
 _TOP = 108  # y coordinate of the first box
@@ -67,18 +67,20 @@ def draw_tensor_sequence() -> Markup:
     """Return an SVG diagram of a transformer layer under tensor and sequence parallelism, with the collectives of its
     forward and backward (Korthikanti et al. 2022, arXiv 2205.05198, Figures 5 and 6)."""
     picture = Picture()
-    picture.text(14, 22, "A transformer layer under tensor + sequence parallelism, on each of t ranks", class_="title")
+    picture.add_text(
+        14, 22, "A transformer layer under tensor + sequence parallelism, on each of t ranks", class_="title"
+    )
     entries = [("sequence-parallel region: a rank has s/t tokens, all h features", "green"),
                ("tensor-parallel region: a rank has all s tokens, 1/t of heads or features", "blue"),
                ("collective over the t ranks", "orange")]  # fmt: skip
-    picture.legend([(words, {"style": f"fill:{css_var(colour)}"}) for words, colour in entries], 14, 960, 44)
+    picture.add_legend([(words, {"style": f"fill:{css_var(colour)}"}) for words, colour in entries], 14, 960, 44)
     halves = [(14, 0, "attention"), (500, 1, "MLP")]
     for left, number, name in halves:
         norm, *products = _HALVES[number]
         x, wide, y = left + 100, 230, _TOP
         middle = x + wide / 2
-        picture.text(left + 2, y - 18, f"{name} half", class_="strong")
-        picture.text(
+        picture.add_text(left + 2, y - 18, f"{name} half", class_="strong")
+        picture.add_text(
             middle + 8, y - 8, "x: (b, s/t, h)" if number == 0 else "from the attention half", class_="dim small"
         )
         draw_arrow(picture, (middle, y - 20), (middle, y), "green")
@@ -96,25 +98,25 @@ def draw_tensor_sequence() -> Markup:
             y += 64
         out = y - 64 + 42
         draw_arrow(picture, (middle, out), (middle, out + 24), "green")
-        picture.text(middle + 8, out + 18, "to the MLP half" if number == 0 else "(b, s/t, h)", class_="dim small")
+        picture.add_text(middle + 8, out + 18, "to the MLP half" if number == 0 else "(b, s/t, h)", class_="dim small")
         # The residual bypasses the half: it stays sharded over the sequence.
         line = f"M{middle} {_TOP - 8} H{left + 60} V{out - 21} H{x - 7}"
         picture.add("path", d=line, style=f"fill:none;stroke:{css_var('green')};stroke-width:1.6;stroke-dasharray:5 4")
         draw_arrow(picture, (x - 12, out - 21), (x, out - 21), "green")
-        picture.text(left + 54, (_TOP + out) / 2, "residual", "end", class_="dim small")
-        picture.text(x + wide + 12, _TOP + 64 + 26, "s/t → s tokens", class_="dim small")
-        picture.text(x + wide + 12, _TOP + 5 * 64 + 26, "s → s/t tokens,", class_="dim small")
-        picture.text(x + wide + 12, _TOP + 5 * 64 + 40, "partial sums added", class_="dim small")
+        picture.add_text(left + 54, (_TOP + out) / 2, "residual", "end", class_="dim small")
+        picture.add_text(x + wide + 12, _TOP + 64 + 26, "s/t → s tokens", class_="dim small")
+        picture.add_text(x + wide + 12, _TOP + 5 * 64 + 26, "s → s/t tokens,", class_="dim small")
+        picture.add_text(x + wide + 12, _TOP + 5 * 64 + 40, "partial sums added", class_="dim small")
     bottom = _TOP + 7 * 64 + 32
     said = (
         "An all-gather and a reduce-scatter together move the bytes of the all-reduce that they replace: 2(t − 1)/t of"
     )
-    picture.text(14, bottom, said, class_="dim")
+    picture.add_text(14, bottom, said, class_="dim")
     said = (
         "b·s·h elements per rank in each half (attention, MLP) of the layer, in the forward and again in the backward."
     )
-    picture.text(14, bottom + 17, said, class_="dim")
-    return picture.svg(980, bottom + 31, "transformer layer under tensor and sequence parallelism", alone=True)
+    picture.add_text(14, bottom + 17, said, class_="dim")
+    return picture.to_svg(980, bottom + 31, "transformer layer under tensor and sequence parallelism", alone=True)
 
 
 def draw_layout_axes() -> Markup:
@@ -125,37 +127,39 @@ def draw_layout_axes() -> Markup:
         "tp": "split a layer's matrices", "cp": "split a sequence", "dp": "split the batch", "pp": "split the layers",
     }  # fmt: skip
     picture = Picture()
-    picture.text(14, 22, f"Layout {layout}: {layout.world_size} ranks, innermost axis first", class_="title")
+    picture.add_text(14, 22, f"Layout {layout}: {layout.world_size} ranks, innermost axis first", class_="title")
     said = "Ranks of one colour form a process group of the axis: they differ in that coordinate only."
-    picture.text(14, 42, said + f" A row is a pipeline stage of {layout.world_size // layout.pp} ranks.", class_="dim")
+    picture.add_text(
+        14, 42, said + f" A row is a pipeline stage of {layout.world_size // layout.pp} ranks.", class_="dim"
+    )
     cell, a_row = 52, layout.world_size // layout.pp
     width = a_row * cell
     for number, axis in enumerate(AXES):
         left, top = 14 + number % 2 * (width + 40), 64 + number // 2 * (layout.pp * cell + 44)
-        picture.text(left, top + 12, f"{axis}{getattr(layout, axis)}", class_="strong")
+        picture.add_text(left, top + 12, f"{axis}{getattr(layout, axis)}", class_="strong")
         step = layout.groups(axis)[0][1] - layout.groups(axis)[0][0] if getattr(layout, axis) > 1 else 0
         words = f"{meanings[axis]}; neighbours are {step} rank{'s' * (step > 1)} apart"
-        picture.text(left + 36, top + 12, words, class_="dim")
+        picture.add_text(left + 36, top + 12, words, class_="dim")
         for group, ranks in enumerate(layout.groups(axis)):
             colour = GROUP_COLOURS[group % len(GROUP_COLOURS)]
             for rank in ranks:
                 x, y = left + rank % a_row * cell, top + 22 + rank // a_row * cell
                 style = f"fill:{css_var(colour)};fill-opacity:.4;stroke:{css_var(colour)}"
                 picture.add("rect", x=x + 1, y=y, width=cell - 4, height=cell - 4, rx=5, style=style)
-                picture.text(x + cell / 2 - 1, y + 20, str(rank), "middle", class_="strong")
+                picture.add_text(x + cell / 2 - 1, y + 20, str(rank), "middle", class_="strong")
                 place = layout.coordinates(rank)
                 words = "".join(str(place[one]) for one in AXES)
-                picture.text(x + cell / 2 - 1, y + 37, words, "middle", class_="dim small")
+                picture.add_text(x + cell / 2 - 1, y + 37, words, "middle", class_="dim small")
     bottom = 64 + 2 * (layout.pp * cell + 44)
-    picture.text(14, bottom, f"Below a rank's number: its coordinates {', '.join(AXES)}.", class_="dim")
-    return picture.svg(28 + 2 * width + 40, bottom + 14, f"process groups of the layout {layout}", alone=True)
+    picture.add_text(14, bottom, f"Below a rank's number: its coordinates {', '.join(AXES)}.", class_="dim")
+    return picture.to_svg(28 + 2 * width + 40, bottom + 14, f"process groups of the layout {layout}", alone=True)
 
 
 def draw_data_flow() -> Markup:
     """Return an SVG diagram of the flow of data through Meshwright, from the recipe (job file) through training to
     the server."""
     picture = Picture()
-    picture.text(14, 22, "How a job flows through Meshwright: data go one way", class_="title")
+    picture.add_text(14, 22, "How a job flows through Meshwright: data go one way", class_="title")
     boxes = [
         ("recipe", "recipe/: one TOML file", "model, data, training", "blue"),
         ("plan", "planner/: time and memory", "of every layout", "blue"),
@@ -176,7 +180,7 @@ def draw_data_flow() -> Markup:
               "server": (2, 3), "evaluation": (3, 3)}  # fmt: skip
     at = {name: (14 + column * across, 44 + line * down) for name, (column, line) in places.items()}
     for name, *lines, colour in boxes:
-        assert all(text_width(line, 11) < wide for line in lines), name
+        assert all(estimate_text_width(line, 11) < wide for line in lines), name
         draw_box(picture, at[name], (wide, high), [name, *lines], colour)
     for source, target, words in (
         ("recipe", "plan", ""), ("plan", "layout", ""), ("layout", "programs", ""), ("layout", "mesh", ""),
@@ -198,7 +202,7 @@ def draw_data_flow() -> Markup:
     picture.add("path", d=path, style=f"fill:none;stroke:{css_var('dim')};stroke-width:1.6")
     draw_arrow(picture, (lx + wide * 0.75, ly + high + 14), (lx + wide * 0.75, ly + high), "dim")
     words = "who computes what, who sends what to whom, in which order"
-    picture.text(x + wide / 2, ly + high + 38, words, "end", class_="dim small")
-    return picture.svg(
+    picture.add_text(x + wide / 2, ly + high + 38, words, "end", class_="dim small")
+    return picture.to_svg(
         14 + 3 * across + wide + 14, at["server"][1] + high + 20, "flow of data through Meshwright", alone=True
     )

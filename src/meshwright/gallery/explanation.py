@@ -66,23 +66,23 @@ class ExampleWriter:
         self.steps: list[Step] = []
         self.results: dict[str, float] = {}
 
-    def text(self, words: str) -> None:
+    def add_text(self, words: str) -> None:
         """Append a paragraph of text, `words`, to the steps."""
         self.steps.append(Text(words))
 
-    def table(self, title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    def add_table(self, title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """Append a table to the steps. title: line above the table. head: column names. rows: cells; numbers are
         formatted as text, such as `1,234,567` or `0.125`."""
         cells = tuple(tuple(map(format_cell, row)) for row in rows)
         self.steps.append(Table(title, tuple(head), cells))
 
-    def figure(self, name: str, caption: str, draw: Callable[[], Markup], drawing: str = "") -> None:
+    def add_figure(self, name: str, caption: str, draw: Callable[[], Markup], drawing: str = "") -> None:
         """Append a `Figure` to the steps. name: name of the picture's file in docs/pictures, without ".svg". caption:
         line below the picture. draw: function that returns the picture as SVG. drawing: version as text for a terminal,
         empty if there is none."""
         self.steps.append(Figure(name, caption, draw, drawing))
 
-    def result(self, name: str, value: float) -> None:
+    def record_result(self, name: str, value: float) -> None:
         """Record the result `value` of the example. name: name of the result with its unit or quantity, such as "bytes
         sent".
         """

@@ -28,14 +28,14 @@ def explain_activation_memory(writer: ExampleWriter) -> None:
     engine = ENGINES["megatron"]
     parts = published_layer(MicroBatch.of(config, Layout(), rows, s, engine=engine, kernel="scores"))
     unit = s * rows * h
-    writer.text(f"b = {rows}, s = {s:,}, h = {h:,}, a = {a}: s b h = {unit:,}.")
+    writer.add_text(f"b = {rows}, s = {s:,}, h = {h:,}, a = {a}: s b h = {unit:,}.")
     lines = [(name, f"{size / unit:g} sbh", round(size)) for name, size in parts.items()]
     total = sum(parts.values())
     lines.append(("total", f"{total / unit:g} sbh", round(total)))
     title = "What Megatron-LM's layer keeps for its backward, in 16 bits, with dropout:"
-    writer.table(title, ("operation", "", "bytes"), lines)
+    writer.add_table(title, ("operation", "", "bytes"), lines)
     core = 5 * a * s / h
-    writer.text(
+    writer.add_text(
         f"34 sbh = {34 * unit:,} and 5 a s² b = {5 * a * s * s * rows:,}: 5as/h = {core:g}, so that recomputing "
         f"attention alone (selective) saves {core / (34 + core):.0%}, or never writing the scores (flash)."
     )
@@ -49,27 +49,27 @@ def explain_activation_memory(writer: ExampleWriter) -> None:
         at = MicroBatch.of(config, Layout.parse(notation), rows, s, engine=engine, kernel="scores")
         size = sum(published_layer(at).values())
         shared.append((words, form, format_size(size)))
-        writer.result(notation, size)
-    writer.table("With t = 8 (Table 2 of the paper):", ("", "formula", "bytes a layer"), shared)
+        writer.record_result(notation, size)
+    writer.add_table("With t = 8 (Table 2 of the paper):", ("", "formula", "bytes a layer"), shared)
     found = ledger(config, Layout.parse("dp1 bf16"), batch=rows, sequence=s, device="cuda")
     own = sum(
         item.bytes for item in found.items if item.name.startswith("layers.3.") and item.category == "activations"
     )
-    writer.text(
+    writer.add_text(
         f"The planner's ledger of Meshwright's own layer (flash attention, no dropout), tensor by tensor: "
         f"{own:,} bytes, {own / unit:.4g} sbh: 34 less 2 for the dropout masks, plus the norms' statistics and a "
         "logarithm a row of scores."
     )
-    writer.result("megatron", total)
-    writer.result("5as/h", core)
-    writer.result("meshwright", own)
+    writer.record_result("megatron", total)
+    writer.record_result("5as/h", core)
+    writer.record_result("meshwright", own)
 
 
 def explain_zero_memory(writer: ExampleWriter) -> None:
     """Compute a worked example and append it to `writer`: Figure 1 of the ZeRO paper, model states per rank under ZeRO
     0 to 3."""
     parameters, ranks = 7.5e9, 64
-    writer.text(
+    writer.add_text(
         "Ψ = 7.5 billion parameters, N = 64 GPUs, mixed precision with Adam: 2 Ψ bytes of parameters, 2 Ψ of "
         "gradients, K Ψ = 12 Ψ of optimizer states (fp32 parameters, momentum, variance)."
     )
@@ -79,11 +79,11 @@ def explain_zero_memory(writer: ExampleWriter) -> None:
         parts = compute_zero_bytes(parameters, ranks, level)
         rows.append((f"zero{level}", formula, *(f"{size / 1e9:.2f}" for size in parts.values()),
                      f"{sum(parts.values()) / 1e9:.1f}"))  # fmt: skip
-        writer.result(f"zero{level}, GB", sum(parts.values()) / 1e9)
-    writer.table("GB on each GPU:", ("", "formula", "parameters", "gradients", "optimizer", "total"), rows)
-    writer.figure("zero-memory", "Model states on a GPU under ZeRO 0 to 3", draw_zero_memory)
+        writer.record_result(f"zero{level}, GB", sum(parts.values()) / 1e9)
+    writer.add_table("GB on each GPU:", ("", "formula", "parameters", "gradients", "optimizer", "total"), rows)
+    writer.add_figure("zero-memory", "Model states on a GPU under ZeRO 0 to 3", draw_zero_memory)
     wide = [state_bytes(level, ranks, wide_gradients=True).total * parameters / 1e9 for level in range(4)]
-    writer.text(
+    writer.add_text(
         "Meshwright sums gradients in fp32: 2 + 4 + 12 = 18 bytes a parameter, and "
         + ", ".join(f"{size:.1f}" for size in wide)
         + " GB here. Communication: ZeRO 1 and 2 as data parallelism "
@@ -103,9 +103,9 @@ def explain_training_memory_7b(writer: ExampleWriter) -> None:
         "dp1": one, "dp8 zero3": eight, "dp8 zero3 ac:full": again,
     })  # fmt: skip
     fp32 = parameter_table(preset("llama-3-8b")).numel * state_bytes(0, 1, narrow=False).total
-    writer.text(f"In fp32, Llama-3-8B: 4 + 4 + 8 bytes of 8,030,261,248 parameters are {fp32 / GIB:.1f} GiB.")
-    writer.result("dp1, GB", one.peak_bytes / 1e9)
-    writer.result("llama-3-8b in fp32, GiB", fp32 / GIB)
+    writer.add_text(f"In fp32, Llama-3-8B: 4 + 4 + 8 bytes of 8,030,261,248 parameters are {fp32 / GIB:.1f} GiB.")
+    writer.record_result("dp1, GB", one.peak_bytes / 1e9)
+    writer.record_result("llama-3-8b in fp32, GiB", fp32 / GIB)
 
 
 def explain_training_memory_175b(writer: ExampleWriter) -> None:
@@ -113,7 +113,7 @@ def explain_training_memory_175b(writer: ExampleWriter) -> None:
     for one rank under layouts with tensor parallelism over 8 and pipeline parallelism over 8 ranks."""
     config = preset("gpt3-175b")
     total = _show_states(writer, config, "gpt3-175b")
-    writer.text(f"{total / 1e9:,.0f} GB on GPUs of 80 GB: at least {ceil(total / 80e9)}, for the states alone.")
+    writer.add_text(f"{total / 1e9:,.0f} GB on GPUs of 80 GB: at least {ceil(total / 80e9)}, for the states alone.")
     layouts = ("tp8 pp8 mb8 bf16", "tp8 pp8 mb8 ac:full bf16", "dp8 zero1 tp8 pp8 mb8 bf16")
     found = {}
     for notation in layouts:
@@ -123,11 +123,11 @@ def explain_training_memory_175b(writer: ExampleWriter) -> None:
         )
     _show_memory_table(writer, "A rank of the first stage, one sequence of 2,048 tokens a micro-batch:", found)
     weights = 175e9 * 4
-    writer.text(
+    writer.add_text(
         f"Weights alone in fp32: 175 billion × 4 bytes = {weights / 1e9:g} GB: {ceil(weights / 80e9)} GPUs of 80 GB."
     )
-    writer.result("GPUs of 80 GB for the states", ceil(total / 80e9))
-    writer.result("GPUs of 80 GB for fp32 weights", ceil(weights / 80e9))
+    writer.record_result("GPUs of 80 GB for the states", ceil(total / 80e9))
+    writer.record_result("GPUs of 80 GB for fp32 weights", ceil(weights / 80e9))
 
 
 def _show_states(writer: ExampleWriter, config: ModelConfig, name: str) -> float:
@@ -139,9 +139,9 @@ def _show_states(writer: ExampleWriter, config: ModelConfig, name: str) -> float
              "Adam's second moment, fp32": each.optimizer / 3}  # fmt: skip
     rows = [(part, f"{size:g}", format_size(size * numel)) for part, size in parts.items()]
     total = each.total * numel
-    writer.table(f"{name}, {numel:,} parameters:", ("", "bytes each", "size"),
+    writer.add_table(f"{name}, {numel:,} parameters:", ("", "bytes each", "size"),
                [*rows, ("sum", f"{each.total:g}", f"{format_size(total)} ({total / GIB:,.1f} GiB)")])  # fmt: skip
-    writer.result("states, GB", total / 1e9)
+    writer.record_result("states, GB", total / 1e9)
     return total
 
 
@@ -155,8 +155,8 @@ def _show_memory_table(writer: ExampleWriter, title: str, found: dict[str, Ledge
     names = ("parameters", "gradients", "optimizer", "activations", "logits", "workspace", "communication")
     rows = [(name, *(f"{one.by_category()[name] / 1e9:.2f}" for one in found.values())) for name in names]
     rows.append(("peak", *(f"{one.peak_bytes / 1e9:.2f}" for one in found.values())))
-    writer.table(f"{title} the planner's ledger at the peak, GB:", ("", *found), rows)
-    writer.text(
+    writer.add_table(f"{title} the planner's ledger at the peak, GB:", ("", *found), rows)
+    writer.add_text(
         "Meshwright sums gradients in fp32 (4 bytes): 18 bytes a parameter in place of 16. Its ledger adds what the "
         "formula leaves out: activations, logits, kernels' workspaces, gathered parameters."
     )
@@ -168,18 +168,18 @@ def explain_inference_memory_7b(writer: ExampleWriter) -> None:
     token = _show_serving(writer, "llama-2-7b", 4096, 16)
     other = preset("llama-2-13b")
     opt = 2 * other.layers * other.kv_heads * other.head_dim * 2
-    writer.text(
+    writer.add_text(
         f"The vLLM paper's 800 KB a token are OPT-13B's, with the shape of Llama-2-13B: 2 · {other.layers} · "
         f"{other.hidden:,} · 2 = {opt:,} bytes, 800 KiB."
     )
     grouped = preset("llama-3-8b")
     small = 2 * grouped.layers * grouped.kv_heads * grouped.head_dim * 2
-    writer.text(
+    writer.add_text(
         f"Grouped queries: Llama-3-8B has {grouped.kv_heads} key-value heads in place of {grouped.heads}: "
         f"{small:,} bytes, a quarter of {token:,}."
     )
-    writer.result("13B, bytes per token", opt)
-    writer.result("llama-3-8b, bytes per token", small)
+    writer.record_result("13B, bytes per token", opt)
+    writer.record_result("llama-3-8b, bytes per token", small)
 
 
 def explain_inference_memory_175b(writer: ExampleWriter) -> None:
@@ -188,15 +188,15 @@ def explain_inference_memory_175b(writer: ExampleWriter) -> None:
     token = _show_serving(writer, "gpt3-175b", 2048, 16)
     weights = 175e9 * 2
     total = parameter_table(preset("gpt3-175b")).numel * 2 + 16 * 2048 * token
-    writer.text(
+    writer.add_text(
         f"175 billion × 2 bytes = {weights / 1e9:g} GB = {weights / GIB:.0f} GiB: {ceil(weights / 80e9)} GPUs of "
         "80 GB for the weights alone. The ranks of tp must divide the 96 heads, as 6 and 8 do; with the KV cache of 16 "
         f"such sequences {format_size(total)} exceed the 480 GB of 6: 8 GPUs."
     )
     four = parameter_table(preset("gpt3-175b")).numel / 2
-    writer.text(f"In 4 bits the weights are {format_size(four)}: two GPUs of 80 GB.")
-    writer.result("weights, GiB", weights / GIB)
-    writer.result("GPUs of 80 GB", ceil(weights / 80e9))
+    writer.add_text(f"In 4 bits the weights are {format_size(four)}: two GPUs of 80 GB.")
+    writer.record_result("weights, GiB", weights / GIB)
+    writer.record_result("GPUs of 80 GB", ceil(weights / 80e9))
 
 
 def _show_serving(writer: ExampleWriter, model: str, length: int, sequences: int) -> int:
@@ -210,7 +210,7 @@ def _show_serving(writer: ExampleWriter, model: str, length: int, sequences: int
     token = found.kv_block // BLOCK_TOKENS
     width = config.kv_heads * config.head_dim
     numel = parameter_table(config).numel
-    writer.text(
+    writer.add_text(
         f"{model}: L = {config.layers}, {config.kv_heads} key-value heads of {config.head_dim}. KV cache of a token: "
         f"keys and values, 2 · {config.layers} · {width:,} · 2 bytes = {2 * config.layers * width * 2:,}; the "
         f"serving ledger's block of {BLOCK_TOKENS} tokens has {found.kv_block:,} bytes, {token:,} a token."
@@ -219,8 +219,8 @@ def _show_serving(writer: ExampleWriter, model: str, length: int, sequences: int
             (f"KV cache of {length:,} tokens", f"{token:,} × {length:,}", format_size(token * length)),
             (f"KV cache of {sequences} such", "", format_size(token * length * sequences)),
             ("sum", "", format_size(2 * numel + token * length * sequences))]  # fmt: skip
-    writer.table("bf16:", ("", "", "size"), rows)
-    writer.result("bytes per token", token)
-    writer.result("weights, GB", 2 * numel / 1e9)
-    writer.result("KV cache of a sequence, GB", token * length / 1e9)
+    writer.add_table("bf16:", ("", "", "size"), rows)
+    writer.record_result("bytes per token", token)
+    writer.record_result("weights, GB", 2 * numel / 1e9)
+    writer.record_result("KV cache of a sequence, GB", token * length / 1e9)
     return token

@@ -29,7 +29,7 @@ def explain_gpt3_parameters(writer: ExampleWriter) -> None:
     """Compute a worked example and append it to `writer`: parameters of GPT-3 175B, tensor by tensor."""
     config, found = preset("gpt3-175b"), _count_by_tensor_kind("gpt3-175b")
     h, layers, vocabulary = config.hidden, config.layers, config.vocabulary
-    writer.text(
+    writer.add_text(
         f"h = {h:,}, L = {layers}, vocabulary V = {vocabulary:,}, {config.max_positions:,} positions; the output "
         "head shares the embedding's matrix."
     )
@@ -41,14 +41,14 @@ def explain_gpt3_parameters(writer: ExampleWriter) -> None:
     total = sum(found.values())
     rows = [(name, formulas[name], count, f"{count / total:.2%}") for name, count in found.items()]
     head = ("tensor", "formula", "parameters", "share")
-    writer.table("Tensors of the parameter table, summed over the layers:", head, [*rows, ("total", "", total, "")])
+    writer.add_table("Tensors of the parameter table, summed over the layers:", head, [*rows, ("total", "", total, "")])
     closed = 12 * layers * h * h * (1 + 13 / (12 * h) + (vocabulary + config.max_positions) / (12 * layers * h))
-    writer.text(
+    writer.add_text(
         f"12 L h² = {12 * layers * h * h:,}. Narayanan's equation 2, 12 L h² (1 + 13/(12 h) + (V + s)/(12 L h)) = "
         f"{closed:,.0f}; the table has {total - round(closed):,} more: the final norm, 2 h. Rounded: 175 billion."
     )
-    writer.result("parameters", total)
-    writer.result("12 L h²", 12 * layers * h * h)
+    writer.record_result("parameters", total)
+    writer.record_result("12 L h²", 12 * layers * h * h)
 
 
 def explain_llama_parameters(writer: ExampleWriter) -> None:
@@ -56,7 +56,7 @@ def explain_llama_parameters(writer: ExampleWriter) -> None:
     for model in ("llama-3-8b", "llama-2-7b"):
         config, found = preset(model), _count_by_tensor_kind(model)
         kv = config.kv_heads * config.head_dim
-        writer.text(
+        writer.add_text(
             f"{model}: h = {config.hidden:,}, L = {config.layers}, {config.heads} heads of {config.head_dim}, "
             f"{config.kv_heads} for keys and values (kv = {kv:,}), f = {config.intermediate:,}, V = "
             f"{config.vocabulary:,}."
@@ -69,10 +69,10 @@ def explain_llama_parameters(writer: ExampleWriter) -> None:
         }  # fmt: skip
         total = sum(found.values())
         rows = [(name, formulas[name], count, f"{count / total:.2%}") for name, count in found.items()]
-        writer.table(f"{model}:", ("tensor", "formula", "parameters", "share"), [*rows, ("total", "", total, "")])
+        writer.add_table(f"{model}:", ("tensor", "formula", "parameters", "share"), [*rows, ("total", "", total, "")])
         published = PRESETS[model].parameters
-        writer.text(f"Published: {published:,}; difference {total - (published or 0):,}.")
-        writer.result(model, total)
+        writer.add_text(f"Published: {published:,}; difference {total - (published or 0):,}.")
+        writer.record_result(model, total)
 
 
 def _count_adapters(model: str, names: tuple[str, ...], rank: int) -> int:
@@ -86,10 +86,10 @@ def explain_lora_parameters(writer: ExampleWriter) -> None:
     """Compute a worked example and append it to `writer`: parameters of LoRA adapters on GPT-3 175B and Llama-2-7B."""
     config = preset("gpt3-175b")
     h, layers = config.hidden, config.layers
-    writer.text(
+    writer.add_text(
         "W + (α/r) B A: B has h × r numbers and A r × h; W is frozen. A matrix m × n gets r (m + n) parameters."
     )
-    writer.text(
+    writer.add_text(
         f"GPT-3 175B, queries and values of {layers} layers: 2 · {layers} · r · ({h:,} + {h:,}). Its table has the "
         "three projections as one tensor, c_attn of h × 3h; LoRA takes two h × h blocks of it."
     )
@@ -97,18 +97,18 @@ def explain_lora_parameters(writer: ExampleWriter) -> None:
     for rank in (1, 2, 4, 8, 64):
         count = 2 * layers * rank * 2 * h
         rows.append((f"{rank}", count, f"{count / parameter_table(config).numel:.4%}", f"{2 * count / 1e6:.1f} MB"))
-        writer.result(f"gpt3-175b, rank {rank}", count)
-    writer.table("GPT-3 175B:", ("rank", "parameters", "of the model", "fp16 checkpoint"), rows)
+        writer.record_result(f"gpt3-175b, rank {rank}", count)
+    writer.add_table("GPT-3 175B:", ("rank", "parameters", "of the model", "fp16 checkpoint"), rows)
     names = ("q_proj.weight", "v_proj.weight")
     found, whole = _count_adapters("llama-2-7b", names, 8), parameter_table(preset("llama-2-7b")).numel
-    writer.text(
+    writer.add_text(
         f"Llama-2-7B, rank 8 on q_proj and v_proj, from the table's shapes: {found:,}; of {whole + found:,} with "
         f"the adapter {found / (whole + found):.4%}, as PEFT prints them. All seven matrices of a layer: "
         f"{_count_adapters('llama-2-7b', ('_proj.weight',), 8):,}."
     )
-    writer.text(
+    writer.add_text(
         "Memory: gradients and Adam states, 14 of the 16 bytes a parameter, are needed for the adapter alone; the "
         "frozen weights keep 2 bytes each. Adapters are trained by [adapter] of a recipe."
     )
-    writer.result("llama-2-7b, rank 8", found)
-    writer.result("llama-2-7b, share", found / (whole + found))
+    writer.record_result("llama-2-7b, rank 8", found)
+    writer.record_result("llama-2-7b, share", found / (whole + found))

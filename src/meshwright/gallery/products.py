@@ -20,16 +20,16 @@ def explain_column_parallel_linear(writer: ExampleWriter) -> None:
     """Compute a worked example and append it to `writer`: a column-parallel linear layer Y = X W with the columns of W
     split over two ranks, in forward and in backward with its all-reduce."""
     halves = np.split(W, 2, axis=1)
-    writer.table(
+    writer.add_table(
         "X (2 tokens) and W; rank 0 holds columns 0 and 1 of W, rank 1 columns 2 and 3:", *_make_operand_table()
     )
     parts = [X @ half for half in halves]
-    writer.table(
+    writer.add_table(
         "Forward: every rank has all of X and multiplies it with its columns.",
         ("rank", "token 0 of Y", "token 1 of Y"), [(f"rank {r}", *map(format_vector, y)) for r, y in enumerate(parts)],
     )  # fmt: skip
     whole = np.concatenate(parts, axis=1)
-    writer.text(
+    writer.add_text(
         f"Side by side: Y = [{format_vector(whole[0])}], [{format_vector(whole[1])}]. A row-split layer that follows "
         "takes the halves as they are; where the whole Y is needed, an all-gather of 2 ranks sends 1/2 of it from each."
     )
@@ -39,38 +39,38 @@ def explain_column_parallel_linear(writer: ExampleWriter) -> None:
         "dX = dY₀ W₀ᵀ + dY₁ W₁ᵀ has a part on each rank, so that the input's gradient is all-reduced; dW of "
         "a rank is Xᵀ dY of its columns and stays there.",
     )  # fmt: skip
-    writer.text(_describe_split("model.layers.0.mlp.up_proj.weight"))
-    writer.result("Y[0, 3]", whole[0, 3])
-    writer.result("difference from X W", float(np.abs(whole - X @ W).max()))
+    writer.add_text(_describe_split("model.layers.0.mlp.up_proj.weight"))
+    writer.record_result("Y[0, 3]", whole[0, 3])
+    writer.record_result("difference from X W", float(np.abs(whole - X @ W).max()))
 
 
 def explain_row_parallel_linear(writer: ExampleWriter) -> None:
     """Compute a worked example and append it to `writer`: a row-parallel linear layer Y = X W with the rows of W and
     the columns of X split over two ranks, whose partial products an all-reduce sums."""
-    writer.table("X (2 tokens) and W; rank 0 holds rows 0 and 1 of W, rank 1 rows 2 and 3:", *_make_operand_table())
+    writer.add_table("X (2 tokens) and W; rank 0 holds rows 0 and 1 of W, rank 1 rows 2 and 3:", *_make_operand_table())
     parts = [x @ w for x, w in zip(np.split(X, 2, axis=1), np.split(W, 2, axis=0), strict=True)]
     total = _show_reduction(
         writer, parts,
         "Forward: a rank has 2 features of X (a column-split layer left them there) and multiplies them with its rows. "
         "Each product has the shape of Y, and Y is their sum.",
     )  # fmt: skip
-    writer.text(
+    writer.add_text(
         "Backward: dX of a rank is dY W_rᵀ, of its own features: no communication. With sequence parallelism the "
         "all-reduce becomes a reduce-scatter, and an all-gather before the next column-split layer."
     )
-    writer.text(_describe_split("model.layers.0.mlp.down_proj.weight"))
+    writer.add_text(_describe_split("model.layers.0.mlp.down_proj.weight"))
     once, halves = 0.0, [0.0, 0.0]
     for index in range(10):
         once += 0.1
         halves[index // 5] += 0.1
-    writer.text(
+    writer.add_text(
         f"Order matters in floating point: ten times 0.1 added one by one is {once!r}; two ranks with five each give "
         f"{halves[0]!r} + {halves[1]!r} = {sum(halves)!r}."
     )
-    writer.result("Y[0, 3]", total[0, 3])
-    writer.result("difference from X W", float(np.abs(total - X @ W).max()))
-    writer.result("ten times 0.1, one by one", once)
-    writer.result("ten times 0.1, on two ranks", sum(halves))
+    writer.record_result("Y[0, 3]", total[0, 3])
+    writer.record_result("difference from X W", float(np.abs(total - X @ W).max()))
+    writer.record_result("ten times 0.1, one by one", once)
+    writer.record_result("ten times 0.1, on two ranks", sum(halves))
 
 
 def _make_operand_table() -> tuple[tuple[str, str], list[tuple[str, str]]]:
@@ -92,14 +92,14 @@ def _show_reduction(writer: ExampleWriter, parts: list[Floats], words: str) -> F
     total = np.stack(sums, axis=1).reshape(parts[0].shape)
     rows = [(f"rank {rank}", *map(format_vector, part)) for rank, part in enumerate(parts)]
     rows.append(("all-reduce", *map(format_vector, total)))
-    writer.table(words, ("", "token 0", "token 1"), rows)
+    writer.add_table(words, ("", "token 0", "token 1"), rows)
     sent = float(checked.bytes_sent(1.0)[0])
     size = parts[0].size * 4
-    writer.text(
+    writer.add_text(
         f"A ring all-reduce on 2 ranks: {checked.rounds} rounds, each rank sends {sent:g} times the "
         f"{parts[0].size} numbers, {sent * size:g} bytes in fp32."
     )
-    writer.result("bytes sent", sent * size)
+    writer.record_result("bytes sent", sent * size)
     return total
 
 

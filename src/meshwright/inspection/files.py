@@ -22,7 +22,7 @@ from meshwright.names import nearest
 from meshwright.untrusted import parse_json, read_json
 
 LONGEST_HEADER = 100_000_000  # bytes, as in the safetensors library
-MOST_DIMENSIONS = 64  # of a tensor, as in NumPy
+MAX_DIMENSIONS = 64  # of a tensor, as in NumPy
 INDEX_SUFFIXES = (".safetensors.index.json", ".bin.index.json")
 
 
@@ -125,7 +125,7 @@ def _are_records(storages: Set[tuple[int, int]], records: Mapping[int, int]) -> 
     records (stored members), or if there are no blocks.
 
     storages: (address, size in bytes) of each block. records: {offset in the file: size in bytes} of the zip file's
-    records. The address at which the file is mapped, a page boundary, is derived from the first block.
+    records. The first block tells at which address (a page boundary) the file is mapped.
     """
     if not storages:
         return True
@@ -203,8 +203,8 @@ def _parse_entry(file: Path, name: str, entry: dict[str, Any], begin: int) -> Te
         isinstance(number, int) and 0 <= number < 2**63 for number in (*shape, first, end)
     ):
         raise ValueError("not a type, a shape and two offsets")
-    if len(shape) > MOST_DIMENSIONS:  # the product of a longer one takes time that grows with the square of its length
-        raise UserError(f"{file}: tensor {name} has {len(shape):,} dimensions: at most {MOST_DIMENSIONS} are read")
+    if len(shape) > MAX_DIMENSIONS:  # the product of a longer one takes time that grows with the square of its length
+        raise UserError(f"{file}: tensor {name} has {len(shape):,} dimensions: at most {MAX_DIMENSIONS} are read")
     if dtype not in ELEMENT_TYPES:
         close = nearest(dtype, ELEMENT_TYPES)
         hint = f'; did you mean "{close}"?' if close else ""

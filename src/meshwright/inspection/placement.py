@@ -16,7 +16,7 @@ from meshwright.spec.refuse import refuse
 from meshwright.spec.stage_times import program_for
 
 PRECISION_OF = {"F64": "fp32", "F32": "fp32", "F16": "fp16", "BF16": "bf16"}
-MOST_RANKS = 100_000
+MAX_RANKS = 100_000
 
 
 def describe_placement(config: ModelConfig, layout_text: str, dtype: str, sequence: int) -> dict[str, Any]:
@@ -34,8 +34,8 @@ def describe_placement(config: ModelConfig, layout_text: str, dtype: str, sequen
     "optimizer": bytes}.
     """
     layout = Layout.parse(layout_text)
-    if layout.world_size > MOST_RANKS:
-        raise UserError(f'layout "{layout}": it has {layout.world_size:,} ranks; at most {MOST_RANKS:,} are listed')
+    if layout.world_size > MAX_RANKS:
+        raise UserError(f'layout "{layout}": it has {layout.world_size:,} ranks; at most {MAX_RANKS:,} are listed')
     refuse(layout, config, batch=layout.dp * layout.micro_batches, planning=True)
     precision = layout.precision or PRECISION_OF.get(dtype, "bf16")
     kept = DTYPES[STORED.get(precision, precision)]

@@ -18,7 +18,7 @@ from meshwright.names import DEVICES, unknown
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from meshwright.launcher.rendezvous import Place
+    from meshwright.launcher.rendezvous import RendezvousInfo
 
 
 def choose_single_device(wanted: str) -> str:
@@ -88,9 +88,9 @@ def read_device_memory() -> HostMemory:
 
 
 def refuse_device_of_layout(device: str, layout: object, prefix: str = "") -> None:
-    """Raise `UserError` if a user requests the device "cuda" together with a layout (`layout` is not None), because the
-    local ranks of a layout compute on the CPU. prefix: text before the option names "device" and "layout" in the
-    message, such as "--"."""
+    """Raise `UserError` if a user requests the device "cuda" together with a layout (`layout` is not None): the local
+    ranks of a layout compute on the CPU. prefix: text before the option names "device" and "layout" in the message,
+    such as "--"."""
     if layout is not None and device == "cuda":
         raise UserError(
             f"{prefix}layout with {prefix}device cuda: the ranks of a layout compute on the CPU; leave one of them out"
@@ -115,28 +115,30 @@ def choose_device(wanted: str, local_rank: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RankDevices:
-    """Host and GPUs of one rank that torchrun, Kubernetes or SLURM started. host: host name. local_rank: index of the
-    rank on that host, from 0; None if unknown. devices: UUIDs of the GPUs that are visible to the rank."""
+    """Host and GPUs of one rank that torchrun, Kubernetes or SLURM started.
+
+    host: host name. local_rank: index of the rank on that host, from 0; None if unknown. devices: UUIDs of the GPUs
+    that are visible to the rank."""
 
     host: str
     local_rank: int | None
     devices: Sequence[str]
 
 
-def agree_on_device(wanted: str, place: Place, store: Store) -> str:
+def agree_on_device(wanted: str, info: RendezvousInfo, store: Store) -> str:
     """Choose this rank's device, "cpu" or "cuda:N", in agreement with all other ranks that torchrun, Kubernetes or
     SLURM started.
 
-    wanted: "auto", "cpu" or "cuda". place: this rank's number, the number of ranks, and the local rank if known. store:
+    wanted: "auto", "cpu" or "cuda". info: this rank's number, the number of ranks, and the local rank if known. store:
     key-value store that all ranks share. Collective: every rank calls it, and all raise the same `UserError` if one of
     them has no device. The local rank may be unknown, and each rank may see only its own GPU.
     """
     if wanted == "cpu":
         return "cpu"
-    own = RankDevices(socket.gethostname(), place.local_rank, _list_visible_devices())
-    store.set(f"meshwright/seat/{place.rank}", json.dumps(asdict(own)))
-    if place.rank == 0:
-        texts = store.multi_get([f"meshwright/seat/{rank}" for rank in range(place.ranks)])
+    own = RankDevices(socket.gethostname(), info.local_rank, _list_visible_devices())
+    store.set(f"meshwright/seat/{info.rank}", json.dumps(asdict(own)))
+    if info.rank == 0:
+        texts = store.multi_get([f"meshwright/seat/{rank}" for rank in range(info.ranks)])
         try:
             answer: dict[str, object] = {
                 "devices": assign_devices(wanted, [RankDevices(**json.loads(text)) for text in texts])
@@ -147,7 +149,7 @@ def agree_on_device(wanted: str, place: Place, store: Store) -> str:
     agreed = json.loads(store.get("meshwright/devices"))
     if "problem" in agreed:
         raise UserError(agreed["problem"])
-    return str(agreed["devices"][place.rank])
+    return str(agreed["devices"][info.rank])
 
 
 def assign_devices(wanted: str, rank_devices: Sequence[RankDevices]) -> list[str]:

@@ -42,9 +42,9 @@ def watch_device_calls(communicator: Communicator, host_calls: HostCalls | None)
 
 
 def _end_rank(communicator: Communicator, host_calls: HostCalls | None, number: int) -> None:
-    """End this process because its GPU has not completed collective call `number` in time. host_calls: flight recorder
-    of the host's ranks, which writes the hang report first; None: the launcher writes the report. communicator:
-    communication state of the process, which has recorded the call."""
+    """End this process because its GPU has not completed collective call `number` in time. communicator: communication
+    state of the process, which has recorded the call. host_calls: flight recorder of the host's ranks, which first
+    writes the hang report; None: the launcher writes it."""
     seen = communicator.calls.read()
     call = next((f"{each.name} at {each.place}" for each in seen.calls if each.number == number), f"call {number}")
     error = RankLost(f"the GPU of rank {seen.rank} did not complete {call} within {communicator.timeout_seconds:g} s")

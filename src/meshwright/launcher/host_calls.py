@@ -24,7 +24,7 @@ from meshwright.terminal import print_message
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from meshwright.launcher.rendezvous import Place
+    from meshwright.launcher.rendezvous import RendezvousInfo
 
 _KEY = "meshwright/calls"
 
@@ -33,11 +33,12 @@ class HostCalls:
     """Flight-recorder files of this host's ranks: each rank records its collective calls in its own file, which the
     others can read. All are in one directory in memory (/dev/shm; else the temporary directory).
 
-    directory: the run directory. place: this rank's number, the number of ranks, and their rendezvous. token: random
+    directory: the run directory. info: this rank's number, the number of ranks, and their rendezvous. token: random
     text, equal on all ranks of a run, that ends the name of the directory of recorder files.
     """
 
-    def __init__(self, directory: RunDirectory, place: Place, token: str) -> None:
+    def __init__(self, directory: RunDirectory, info: RendezvousInfo, token: str) -> None:
+        """Derive the paths of the recorder files; nothing is created yet. Arguments: see the class."""
         shared = Path("/dev/shm")
         parent = shared if os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
         run = hashlib.sha256(str(directory.path.resolve()).encode()).hexdigest()[:16]
@@ -49,22 +50,22 @@ class HostCalls:
         for other in parent.glob(f"{stem}*"):
             if other != self._path:
                 self._claim_and_report(other, "in the start before this one: ")
-        self._own_file = self._path / f"rank-{place.rank:05d}"
+        self._own_file = self._path / f"rank-{info.rank:05d}"
         with suppress(OSError):  # without space for it the run continues, and a report lacks this rank
             self._path.mkdir(mode=0o700, exist_ok=True)
-            attach_process_writer(create_named_file(self._own_file, place.rank, place.ranks))
+            attach_process_writer(create_named_file(self._own_file, info.rank, info.ranks))
 
     @classmethod
-    def create(cls, directory: RunDirectory, place: Place, store: Store) -> HostCalls:
+    def create(cls, directory: RunDirectory, info: RendezvousInfo, store: Store) -> HostCalls:
         """Create this rank's flight-recorder file in the directory of all recorder files of this host. Collective:
         every rank calls it after rank 0 has locked the run directory.
 
-        directory: the run directory. place: this rank's number, the number of ranks, and their rendezvous. store:
+        directory: the run directory. info: this rank's number, the number of ranks, and their rendezvous. store:
         key-value store of all ranks, through which they learn the random directory name (token) that rank 0 chooses.
         """
-        if place.rank == 0:
+        if info.rank == 0:
             store.set(_KEY, secrets.token_hex(8))
-        return cls(directory, place, store.get(_KEY).decode())
+        return cls(directory, info, store.get(_KEY).decode())
 
     def report(self, error: RankLost) -> RankLost:
         """Write the hang report for `error`, which says that another rank stopped answering; return the error to raise
@@ -77,10 +78,9 @@ class HostCalls:
         return error if verdict is None else RankLost(verdict.line)
 
     def _claim_and_report(self, path: Path, when: str = "") -> Verdict | None:
-        """Read the recorder files in the directory `path` and remove them. If they show which rank is at fault, write
-        the hang report to the run directory and print its path. Return the verdict (rank and reason), or None if the
-        files show no cause. Several ranks may call this at the same time: the first takes all files by renaming their
-        directory; the others return None.
+        """Read and remove the recorder files in the directory `path`. If they show which rank is at fault, write the
+        hang report to the run directory, print its path, and return the verdict (rank and reason); else return None. Of
+        several ranks that call this at once, the first gets all files, and the others return None.
 
         when: text printed before the verdict, such as "in the start before this one: "; empty: the verdict is not
         printed.

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import UserError
-from meshwright.launcher.rendezvous import Place, parse_host_and_port
+from meshwright.launcher.rendezvous import RendezvousInfo, parse_host_and_port
 
 _ELSEWHERE = "198.51.100.1"  # TEST-NET-2 of RFC 5737: reserved, so that only the default route leads there
 _GET_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR of netdevice(7)
@@ -93,21 +93,21 @@ def find_interface(address: str) -> str | None:
     return None
 
 
-def agree_on_interface(place: Place, store: Any) -> str | None:
+def agree_on_interface(info: RendezvousInfo, store: Any) -> str | None:
     """Find the network interface through which gloo reaches the ranks on other hosts; return its name, None if unknown.
     Collective: every rank that torchrun, Kubernetes or SLURM started calls it.
 
-    place: this rank and its rendezvous. store: key-value store that all ranks share. This is needed since gloo by
+    info: this rank and its rendezvous. store: key-value store that all ranks share. This is needed since gloo by
     default uses the interface to which this host's own name resolves, often the loopback interface.
     """
-    if place.method.startswith("file://"):
+    if info.method.startswith("file://"):
         return None
-    meeting = parse_host_and_port(place.method)[0]
+    meeting = parse_host_and_port(info.method)[0]
     mine, there = find_address_towards(meeting), resolve_addresses(meeting)[0]
     # On the rendezvous host its name may resolve to loopback: the other ranks know its real address.
-    store.set(f"meshwright/meeting/{place.rank}", "" if is_loopback(mine) else there)
+    store.set(f"meshwright/meeting/{info.rank}", "" if is_loopback(mine) else there)
     if is_loopback(mine):
-        found = store.multi_get([f"meshwright/meeting/{rank}" for rank in range(place.ranks)])
+        found = store.multi_get([f"meshwright/meeting/{rank}" for rank in range(info.ranks)])
         mine = next((address.decode() for address in found if address), mine)
     return find_interface(mine)
 

@@ -23,8 +23,10 @@ SAVE_SECONDS = 120  # that a checkpoint may take when a run is stopped
 
 @dataclass(frozen=True, slots=True)
 class LaunchScript:
-    """Launch script of a recipe. script: its text. layout: such as "dp8 zero3". nodes: number of hosts that it uses;
-    devices_per_node: ranks on each host. warnings: one line each, for the user."""
+    """Launch script of a recipe.
+
+    script: text of the script. layout: such as "dp8 zero3". nodes: number of hosts that it uses; devices_per_node:
+    ranks on each host. warnings: lines for the user."""
 
     script: str
     layout: str
@@ -37,10 +39,13 @@ class LaunchScript:
 class Resources:
     """Hosts and limits of a job.
 
-    nodes, devices_per_node: numbers of hosts and of devices on each; None: as many as the layout's ranks need.
-    cpus_per_device: CPU cores of each rank; None: SLURM's default, or under torchrun an equal share of the host's
-    cores. restarts: maximum number of restarts after a lost rank. time: SLURM's time limit, such as "24:00:00"; None:
-    not set. sbatch: further options of sbatch, such as "--partition=gpu".
+    Attributes:
+        nodes, devices_per_node: Numbers of hosts and of devices on each; None: as many as the layout's ranks need.
+        cpus_per_device: CPU cores of each rank; None: SLURM's default, or under torchrun an equal share of the host's
+            cores.
+        restarts: Maximum number of restarts after a lost rank.
+        time: SLURM's time limit, such as "24:00:00"; None: not set.
+        sbatch: Further options of sbatch, such as "--partition=gpu".
     """
 
     nodes: int | None = None
@@ -136,7 +141,7 @@ def _fill_template(name: str, values: Mapping[str, object]) -> str:
 
 
 def _format_count(number: int, what: str) -> str:
-    """Format a number with a noun, in the plural unless it is 1: "2 hosts". what: the noun in the singular."""
+    """Format a number with a noun: "1 host", "2 hosts". what: the noun in the singular."""
     return f"{number} {what}{'s' if number != 1 else ''}"
 
 

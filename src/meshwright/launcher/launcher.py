@@ -23,7 +23,7 @@ from meshwright.errors import MeshwrightError, RankLost, Terminated, UserError
 from meshwright.flight_recorder.rank_report import Snapshot, read_process_state, write_hang_report
 from meshwright.flight_recorder.verdict import RankState, describe_position
 from meshwright.launcher.rendezvous import STOPS_ONCE, check_port_free
-from meshwright.launcher.rendezvous_directory import rendezvous_directory
+from meshwright.launcher.rendezvous_directory import create_rendezvous_directory
 from meshwright.launcher.signals import StopSignals
 from meshwright.launcher.started_rank import StartedRank, start_rank
 from meshwright.monitoring.run_directory import RunDirectory
@@ -44,15 +44,21 @@ class RankFault(Exception):
 class LaunchSpec:
     """Arguments of `launch`, which starts the ranks of a run on this machine.
 
-    description: JSON dict sent to every rank, which tells the rank's program what to do (such as its recipe); the keys
-    rank, ranks, method, threads and directory are added. ranks: number of processes. directory: run directory, locked
-    while the run lasts. restarts: maximum number of restarts after a lost rank. threads: number of threads of each
-    rank; None: OMP_NUM_THREADS, else this machine's cores divided by the ranks. method: rendezvous URL; None: that of a
-    new file, since a free port may be taken before rank 0 binds it. collective_timeout: time limit of a collective
-    call, in seconds. command: command line that starts one rank. output: file descriptor that ranks get as standard
-    output. trains: True if the run takes steps and saves checkpoints; False: `directory` is temporary. before_ranks:
-    function called once the directory is locked. log: called with each line for the user. limit_seconds: time limit of
-    one start of the ranks, after which they are ended; None: no limit.
+    Attributes:
+        description: JSON dict sent to every rank, which states its work (such as the recipe); the keys rank, ranks,
+            method, threads and directory are added.
+        ranks: Number of processes.
+        directory: Run directory, locked while the run lasts.
+        restarts: Maximum number of restarts after a lost rank.
+        threads: Threads of each rank; None: OMP_NUM_THREADS, else this machine's cores divided by the ranks.
+        method: Rendezvous URL; None: that of a new file, since a free port may be taken before rank 0 binds it.
+        collective_timeout: Time limit of a collective call, in seconds.
+        command: Command line that starts one rank.
+        output: File descriptor that ranks get as standard output.
+        trains: True if the run takes steps and saves checkpoints; False: `directory` is temporary.
+        before_ranks: Function called once the directory is locked.
+        log: Function called with each line for the user.
+        limit_seconds: Time limit of one start of the ranks, after which they are ended; None: no limit.
     """
 
     description: Mapping[str, Any]
@@ -78,7 +84,7 @@ def launch(spec: LaunchSpec) -> dict[str, Any]:
     in a rank. After SIGTERM raises `Terminated`, after SIGINT `KeyboardInterrupt`, once the ranks have ended (ranks
     that train save a checkpoint first, unless a second signal comes).
     """
-    most = max(limits.limit_of("local_ranks"), 4 * count_available_cores())
+    most = max(limits.get_limit("local_ranks"), 4 * count_available_cores())
     if spec.ranks > most:
         raise UserError(
             f"{spec.ranks:,} ranks are more than the {most} processes allowed on this machine; choose a "
@@ -112,6 +118,7 @@ class _Attempt:
     """
 
     def __init__(self, spec: LaunchSpec, directory: RunDirectory, signals: StopSignals) -> None:
+        """Start without ranks; arguments: see the class."""
         self.spec, self.directory, self.signals = spec, directory, signals
         self.ranks: list[StartedRank] = []
         self.signals_sent = 0  # stop signals forwarded so far
@@ -121,7 +128,7 @@ class _Attempt:
     def run(self) -> dict[str, Any]:
         """Start the ranks, wait until all have ended, and return rank 0's result (JSON dict); raises the error of the
         rank that failed."""
-        with rendezvous_directory() as meeting:
+        with create_rendezvous_directory() as meeting:
             try:
                 for number in range(self.spec.ranks):
                     self.ranks.append(self._start(number, self.spec.method or f"file://{meeting}/ranks"))
@@ -143,9 +150,9 @@ class _Attempt:
     # --- while they run
 
     def _watch(self) -> None:
-        """Wait until every rank has ended; or until `SETTLE_SECONDS` after a rank has ended abnormally; or until a rank
-        has been suspended (SIGSTOP) too long. Meanwhile forward SIGTERM and SIGINT to the ranks. Raises `RankLost` at
-        the end of `spec.limit_seconds`."""
+        """Supervise the ranks until all have ended. Return earlier if one failed: `SETTLE_SECONDS` after a rank ended
+        abnormally, or when a rank has been suspended (SIGSTOP) too long. Meanwhile forward SIGTERM and SIGINT to the
+        ranks. Raises `RankLost` at the end of `spec.limit_seconds`."""
         deadline: float | None = None
         limit = self.spec.limit_seconds
         last = time.monotonic() + (math.inf if limit is None else limit)
@@ -182,15 +189,17 @@ class _Attempt:
     def _take_snapshot(self) -> None:
         """Store the state of all ranks for the hang report, before any of them is ended: the collective calls that they
         have recorded, and the stacks of the blamed ranks that run outside a collective call."""
-        ended = {rank.number: rank.how_it_ended for rank in self.ranks if rank.ended is not None and not rank.report}
+        ended = {
+            rank.number: rank.exit_description for rank in self.ranks if rank.ended is not None and not rank.report
+        }
         self.snapshot = Snapshot.take({rank.number: rank.calls for rank in self.ranks}, ended)
         for seen in self.snapshot.busy_ranks:
             self.snapshot.stacks[seen.rank] = self.ranks[seen.rank].read_stack()
 
     def _is_suspended_too_long(self) -> bool:
         """Return True if a rank's process has been suspended (SIGSTOP) for `STOPPED_SECONDS` longer than the timeout of
-        collective calls. This also finds ranks for which no other rank waits in a collective call, as during a save,
-        which has a much longer time limit."""
+        collective calls. So a suspended rank is also found if no other rank waits for it in a collective call, as
+        during a save."""
         now, limit = time.monotonic(), self.spec.collective_timeout + STOPPED_SECONDS
         stopped = [
             rank.number
@@ -302,9 +311,9 @@ class _Attempt:
         """Describe in one sentence which rank was lost and why. died: ranks that ended without a report. reported:
         ranks that reported an error.
 
-        The sentence is about the first of `died`, unless NCCL aborted it because another rank was suspended or made a
-        wrong call. In that case, or if no rank died, it is about the rank at fault according to the recorded collective
-        calls. If these show no such rank, the sentence is the first reported error.
+        It describes the first of `died`; if there is none, or NCCL aborted it because another rank was suspended or
+        made a wrong call, the rank at fault by the recorded collective calls; if these show none, the first reported
+        error.
         """
         verdict = self.snapshot.verdict if self.snapshot is not None else None
         # NCCL's watchdog aborts the ranks that wait for a suspended one.
@@ -354,7 +363,7 @@ class _Attempt:
 
     def _describe_death(self, rank: StartedRank) -> str:
         """Return text on how a rank's process died, its last collective call, and the last completed training step."""
-        line = f"rank {rank.number} (process {rank.process.pid}) {rank.how_it_ended} {self._describe_progress()}"
+        line = f"rank {rank.number} (process {rank.process.pid}) {rank.exit_description} {self._describe_progress()}"
         seen: list[RankState] = [] if self.snapshot is None else self.snapshot.seen
         where = next((describe_position(each) for each in seen if each.rank == rank.number), "")
         return f"{line}, {where}" if where else line
@@ -363,7 +372,7 @@ class _Attempt:
         """Return text on the last completed training step, such as "after step 12"."""
         if not self.spec.trains:
             return "before it finished"
-        step = self.directory.last_step()
+        step = self.directory.read_last_step()
         return "before the first step" if step is None else f"after step {step}"
 
     def _describe_resume(self) -> str:

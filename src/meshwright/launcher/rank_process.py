@@ -14,19 +14,19 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn, TextIO
 
-from meshwright.errors import MeshwrightError, RankLost, UserError, ignore_model_warnings, out_of_memory_message
+from meshwright.errors import MeshwrightError, RankLost, UserError, ignore_model_warnings, make_out_of_memory_message
 from meshwright.flight_recorder.call_ring import attach_process_writer
 from meshwright.launcher import rendezvous
-from meshwright.launcher.rendezvous import Place
+from meshwright.launcher.rendezvous import RendezvousInfo
 from meshwright.processes import die_with_parent
 from meshwright.terminal import print_message
 
 
-def run_rank(work: Callable[[dict[str, Any], Place], dict[str, Any]]) -> None:
+def run_rank(work: Callable[[dict[str, Any], RendezvousInfo], dict[str, Any]]) -> None:
     """Run one rank: read its description (JSON: what the rank is to do) from standard input, call `work(description,
-    place)`, and write the result or error as JSON to the report pipe.
+    info)`, and write the result or error as JSON to the report pipe.
 
-    place: rank, world size and rendezvous. The launcher keeps standard input open: when it dies, this process is
+    info: rank, world size and rendezvous. The launcher keeps standard input open: when it dies, this process is
     killed.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal also interrupts the launcher, which sends SIGTERM
@@ -42,13 +42,13 @@ def run_rank(work: Callable[[dict[str, Any], Place], dict[str, Any]]) -> None:
     # By this signal the launcher requests the stack.
     faulthandler.register(signal.SIGUSR1, description["stack"], all_threads=False)
     attach_process_writer(description["calls"])
-    start = Place(
+    start = RendezvousInfo(
         description["rank"], description["ranks"], description["rank"], description["method"], rendezvous.LAUNCHER
     )
     try:
         text, code = json.dumps({"result": work(description, start)}), 0
     except BaseException as error:
-        if (reason := out_of_memory_message(error)) is not None:
+        if (reason := make_out_of_memory_message(error)) is not None:
             error = UserError(f"rank {start.rank}: {reason}")
         text, code = _describe_error(error), 1
     _end_process(text, code)

@@ -15,7 +15,7 @@ from meshwright.checkpoint import find_newest
 from meshwright.data.tokenizers.tokenizer import find_smallest_vocabulary
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.limits import limit_of
+from meshwright.limits import get_limit
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.planner.cost.flops import training_flops_per_token
 from meshwright.recipe import Recipe
@@ -23,7 +23,7 @@ from meshwright.spec.config_from_recipe import config_from_recipe
 from meshwright.threads import are_threads_set_by_user, choose_threads, count_available_cores
 
 if TYPE_CHECKING:
-    from meshwright.launcher.rendezvous import Place
+    from meshwright.launcher.rendezvous import RendezvousInfo
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def resolve_threads(recipe: Recipe, default: int, state: dict[str, Any] | None) 
     if state is None or not is_same_layout(recipe.parsed_layout, state.get("layout")):
         return ThreadChoice(default)
     before = state.get("threads")
-    if not isinstance(before, int) or not 1 <= before <= limit_of("threads"):  # checkpoints are untrusted
+    if not isinstance(before, int) or not 1 <= before <= get_limit("threads"):  # checkpoints are untrusted
         return ThreadChoice(default)
     if before == default:
         return ThreadChoice(before)
@@ -83,9 +83,9 @@ def is_same_layout(layout: Layout, saved: object) -> bool:
 
 
 def compute_layer_flops(recipe: Recipe, layout: Layout | None = None) -> float | None:
-    """Return the FLOPs that one rank computes for an average layer, forward and backward of one micro-batch; None for a
-    user's own module. They are the FLOPs of the whole model, LM head included, divided by its number of layers and by
-    the degrees of tensor and context parallelism.
+    """Return the FLOPs of one layer on one rank, forward and backward of one micro-batch: those of the whole model, LM
+    head included, divided by the number of layers and by the degrees of tensor and context parallelism. None for a
+    user's own module.
 
     layout: layout of the ranks; None: the recipe's.
     """
@@ -113,24 +113,24 @@ def choose_local_threads(recipe: Recipe, ranks: int, cores: int | None = None) -
     )
 
 
-def ranks_share_one_host(place: Place) -> bool:
-    """Return True if all ranks of the run are on this host and share its cores, so that the thread count can be
-    computed without asking the other ranks. False if SLURM has assigned cores to each rank. place: number of all ranks
-    and of those on this host."""
-    return place.ranks == (place.host_ranks or 1) and bool(read_rank_cores(os.environ)["shared"])
+def ranks_share_one_host(info: RendezvousInfo) -> bool:
+    """Return True if all ranks of the run are on this host and share its cores, so that the thread count can be chosen
+    without asking other ranks; False if SLURM has assigned cores to each rank. info: number of all ranks and of those
+    on this host."""
+    return info.ranks == (info.host_ranks or 1) and bool(read_rank_cores(os.environ)["shared"])
 
 
-def agree_on_threads(recipe: Recipe, place: Place, store: Any) -> ThreadChoice:
+def agree_on_threads(recipe: Recipe, info: RendezvousInfo, store: Any) -> ThreadChoice:
     """Choose the number of threads per rank in a run that torchrun, Kubernetes or SLURM started. Rank 0 chooses one
     number for all ranks, limited by the rank with the fewest cores. Collective: every rank calls it.
 
-    recipe: recipe of the run. place: this rank's number and the number of ranks. store: key-value store that all ranks
+    recipe: recipe of the run. info: this rank's number and the number of ranks. store: key-value store that all ranks
     share. If rank 0 gets a `UserError`, all ranks raise it.
     """
-    store.set(f"meshwright/cores/{place.rank}", json.dumps(read_rank_cores(os.environ)))
-    if place.rank == 0:
+    store.set(f"meshwright/cores/{info.rank}", json.dumps(read_rank_cores(os.environ)))
+    if info.rank == 0:
         share = compute_min_cores_per_rank(
-            [json.loads(store.get(f"meshwright/cores/{rank}")) for rank in range(place.ranks)]
+            [json.loads(store.get(f"meshwright/cores/{rank}")) for rank in range(info.ranks)]
         )
         try:
             found = choose_local_threads(recipe, 1, share)

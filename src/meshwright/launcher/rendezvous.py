@@ -29,16 +29,21 @@ if TYPE_CHECKING:
 
 
 LAUNCHER = "the launcher"
-"""`Place.started_by` of the ranks that Meshwright starts itself."""
+"""`RendezvousInfo.started_by` of the ranks that Meshwright starts itself."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Rank and rendezvous of this process, as its launcher (torchrun, Kubernetes, SLURM or Meshwright) set them.
+class RendezvousInfo:
+    """Rank, world size and rendezvous of this process, as its launcher (torchrun, Kubernetes, SLURM or Meshwright) set
+    them.
 
-    rank: global rank. ranks: world size. local_rank: rank on its host, from 0; None if unknown. method: URL at which
-    the ranks meet: env://, tcp:// or file://. started_by: text that names the launcher or its environment variables,
-    for error messages. host_ranks: number of ranks on each host, None if unknown or unequal.
+    Attributes:
+        rank: Global rank.
+        ranks: World size.
+        local_rank: Rank on its host, from 0; None if unknown.
+        method: URL of the rendezvous, at which the ranks meet: env://, tcp:// or file://.
+        started_by: Text that names the launcher or its environment variables, for error messages.
+        host_ranks: Number of ranks on each host; None if unknown or unequal.
     """
 
     rank: int
@@ -70,7 +75,7 @@ def is_started_by_others(environment: Mapping[str, str] | None = None) -> bool:
     return "SLURM_PROCID" in environment and environment.get("SLURM_NTASKS", "1") != "1"
 
 
-def read_place(rendezvous: str | None = None, environment: Mapping[str, str] | None = None) -> Place:
+def read_rendezvous_info(rendezvous: str | None = None, environment: Mapping[str, str] | None = None) -> RendezvousInfo:
     """Read this process's rank and rendezvous from the environment variables of torchrun, Kubernetes or SLURM.
 
     rendezvous: URL of the recipe (tcp://HOST:PORT or file:///PATH), in place of the environment's. environment:
@@ -92,7 +97,7 @@ def read_place(rendezvous: str | None = None, environment: Mapping[str, str] | N
     if not 0 <= rank < ranks:
         raise UserError(f"{started_by}: ranks count from 0 to {ranks - 1}")
     local_rank = _read_local_rank(environment, rank, ranks)
-    return Place(rank, ranks, local_rank, method, started_by, _read_host_ranks(environment, ranks))
+    return RendezvousInfo(rank, ranks, local_rank, method, started_by, _read_host_ranks(environment, ranks))
 
 
 _LOCAL_RANKS = (
@@ -138,12 +143,12 @@ def warn_of_tensor_across_hosts(layout: Layout, host_ranks: int) -> str | None:
     )
 
 
-def check_world_size(place: Place, layout: Layout) -> None:
-    """Raise `UserError` unless the number of started ranks, `place.ranks`, equals the number of ranks of the layout."""
-    if place.ranks != layout.world_size:
+def check_world_size(info: RendezvousInfo, layout: Layout) -> None:
+    """Raise `UserError` unless the number of started ranks, `info.ranks`, equals the number of ranks of the layout."""
+    if info.ranks != layout.world_size:
         raise UserError(
             f'layout "{layout}" needs {layout.world_size} rank{"s" if layout.world_size > 1 else ""}, but '
-            f"{place.ranks} {'were' if place.ranks > 1 else 'was'} started ({place.started_by}); change one of the two"
+            f"{info.ranks} {'were' if info.ranks > 1 else 'was'} started ({info.started_by}); change one of the two"
         )
 
 
@@ -179,18 +184,18 @@ def _read_int(environment: Mapping[str, str], name: str) -> int:
         raise UserError(f'{name} should be a whole number, not "{environment[name]}"') from None
 
 
-def connect_to_store(place: Place, timeout_seconds: float) -> Store:
+def connect_to_store(info: RendezvousInfo, timeout_seconds: float) -> Store:
     """Connect this rank to the torch.distributed store (key-value server or file) that all ranks share; return it.
-    place: this rank and its rendezvous. Raises `UserError` if it is unreachable within `timeout_seconds`."""
-    with _convert_rendezvous_errors(place, timeout_seconds):
-        return _connect_store(place, timedelta(seconds=timeout_seconds))
+    info: this rank and its rendezvous. Raises `UserError` if it is unreachable within `timeout_seconds`."""
+    with _convert_rendezvous_errors(info, timeout_seconds):
+        return _connect_store(info, timedelta(seconds=timeout_seconds))
 
 
-def initialise_process_group(place: Place, store: Store, device: str, timeout_seconds: float) -> None:
+def initialise_process_group(info: RendezvousInfo, store: Store, device: str, timeout_seconds: float) -> None:
     """Initialise torch.distributed on this rank: NCCL (and gloo for host tensors) if the device is "cuda:N", gloo if it
     is "cpu".
 
-    place: rank and world size. store: key-value store at which the ranks meet. timeout_seconds: time limit of the
+    info: rank and world size. store: key-value store at which the ranks meet. timeout_seconds: time limit of the
     rendezvous and of every collective call. Raises `UserError` if the rendezvous fails or exceeds this limit;
     `RankLost` if the ranks were to meet at a file made by Meshwright's launcher, since then only the loss of a rank
     explains it.
@@ -206,18 +211,16 @@ def initialise_process_group(place: Place, store: Store, device: str, timeout_se
         import torch
 
         options["device_id"] = torch.device(device)
-    with _convert_rendezvous_errors(place, timeout_seconds):
-        dist.init_process_group(
-            backend, store=store, rank=place.rank, world_size=place.ranks, timeout=timeout, **options
-        )
+    with _convert_rendezvous_errors(info, timeout_seconds):
+        dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.ranks, timeout=timeout, **options)
 
 
 @contextmanager
-def _convert_rendezvous_errors(place: Place, timeout_seconds: float) -> Iterator[None]:
+def _convert_rendezvous_errors(info: RendezvousInfo, timeout_seconds: float) -> Iterator[None]:
     """Context manager that turns every exception of torch's rendezvous into an exception with a message of one line:
     `RankLost` if the ranks of Meshwright's launcher meet at a file, else `UserError`.
 
-    place: this rank and its rendezvous. timeout_seconds: limit of the rendezvous, for the message.
+    info: this rank and its rendezvous. timeout_seconds: limit of the rendezvous, for the message.
     """
     import torch.distributed as dist
 
@@ -225,13 +228,13 @@ def _convert_rendezvous_errors(place: Place, timeout_seconds: float) -> Iterator
         yield
     except (dist.DistError, RuntimeError, ValueError, OSError) as error:
         if "EADDRINUSE" in str(error):  # in torch's text alone
-            raise UserError(format_busy_port_error(place.method)) from error
+            raise UserError(format_busy_port_error(info.method)) from error
         reason = " ".join(str(error).split())[:300]
         line = (
-            f"rank {place.rank} of {place.ranks} could not meet the others at {place.method} within "
+            f"rank {info.rank} of {info.ranks} could not meet the others at {info.method} within "
             f"{timeout_seconds:g} s ({reason})"
         )
-        if place.started_by == LAUNCHER and place.method.startswith("file://"):
+        if info.started_by == LAUNCHER and info.method.startswith("file://"):
             raise RankLost(line) from error  # a file of this host: a rank must have been lost
         raise UserError(f"{line}; were all ranks started, and can they reach it?") from error
 
@@ -279,16 +282,16 @@ STORE_TIMEOUT_SECONDS, STORE_TIMEOUT_SECONDS_PER_RANK = 3.0, 0.025
 connections, and more of it for each rank that connects at the same time; torch would wait for ever."""
 
 
-def _connect_within(place: Place, connect: Callable[[timedelta], Store], timeout: timedelta) -> Store:
-    """Connect this rank to the key-value store, and return the store. Rank 0 calls `connect(timeout)`. Every other rank
-    waits up to `timeout` until rank 0 listens at its port, then calls `connect(limit)`, where the limit grows with the
-    number of ranks up to `timeout`. Raises `RuntimeError` if either time passes.
+def _connect_within(info: RendezvousInfo, connect: Callable[[timedelta], Store], timeout: timedelta) -> Store:
+    """Connect this rank to the key-value store within time limits; return the store. Rank 0 calls `connect(timeout)` at
+    once; every other rank first waits, up to `timeout`, until rank 0 listens at its port, then calls `connect` with a
+    limit that grows with the number of ranks. Raises `RuntimeError` if a limit passes.
 
-    place: this rank and its rendezvous. connect: function that connects within the given time limit.
+    info: this rank and its rendezvous. connect: function that connects within the given time limit.
     """
-    if place.rank == 0:
+    if info.rank == 0:
         return connect(timeout)
-    host, port = parse_host_and_port(place.method)
+    host, port = parse_host_and_port(info.method)
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         try:
@@ -298,7 +301,7 @@ def _connect_within(place: Place, connect: Callable[[timedelta], Store], timeout
             if time.monotonic() > deadline:
                 raise RuntimeError(f"nothing listens at {host}:{port}: {error}") from error
             time.sleep(0.05)
-    seconds = min(timeout.total_seconds(), STORE_TIMEOUT_SECONDS + STORE_TIMEOUT_SECONDS_PER_RANK * place.ranks)
+    seconds = min(timeout.total_seconds(), STORE_TIMEOUT_SECONDS + STORE_TIMEOUT_SECONDS_PER_RANK * info.ranks)
     try:
         # In a thread, as torch may wait without limit.
         store = run_in_daemon_thread(lambda: connect(timedelta(seconds=seconds)), "store").result(seconds)
@@ -311,50 +314,49 @@ def _connect_within(place: Place, connect: Callable[[timedelta], Store], timeout
     return store
 
 
-def _connect_store(place: Place, timeout: timedelta) -> Store:
-    """Connect this rank to the key-value store at its rendezvous URL (`place.method`); return the store. timeout: time
+def _connect_store(info: RendezvousInfo, timeout: timedelta) -> Store:
+    """Connect this rank to the key-value store at its rendezvous URL (`info.method`); return the store. timeout: time
     limit of the connection, and of each wait for a key."""
     from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
     from torch.distributed.distributed_c10d import rendezvous  # type: ignore[attr-defined]
 
     if is_emulated_rank():
-        return _isolate_store_keys(next(rendezvous("env://"))[0], place, timeout.total_seconds())
-    if place.method == "env://":
+        return _isolate_store_keys(next(rendezvous("env://"))[0], info, timeout.total_seconds())
+    if info.method == "env://":
         agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         store = _connect_within(
-            place, lambda limit: next(rendezvous("env://", place.rank, place.ranks, timeout=limit))[0], timeout
+            info, lambda limit: next(rendezvous("env://", info.rank, info.ranks, timeout=limit))[0], timeout
         )
-        return _isolate_store_keys(store, place, timeout.total_seconds()) if agents and place.ranks > 1 else store
-    if place.method.startswith("file://"):
-        path = place.method.removeprefix("file://")
+        return _isolate_store_keys(store, info, timeout.total_seconds()) if agents and info.ranks > 1 else store
+    if info.method.startswith("file://"):
+        path = info.method.removeprefix("file://")
         _remove_stale_file(path)
-        store = FileStore(path, place.ranks)
+        store = FileStore(path, info.ranks)
         store.set_timeout(timeout)
         return store
-    host, port = parse_host_and_port(place.method)
+    host, port = parse_host_and_port(info.method)
     return _connect_within(
-        place, lambda limit: TCPStore(host, port, place.ranks, is_master=place.rank == 0, timeout=limit), timeout
+        info, lambda limit: TCPStore(host, port, info.ranks, is_master=info.rank == 0, timeout=limit), timeout
     )
 
 
-def _isolate_store_keys(store: Store, place: Place, timeout_seconds: float) -> Store:
-    """Return a view of torchrun's key-value store that puts a random prefix before every key. The prefix is the same on
-    all ranks and new each time that they are started. Without it, a restarted rank could read keys of ranks that were
-    killed. Collective: every rank calls it.
+def _isolate_store_keys(store: Store, info: RendezvousInfo, timeout_seconds: float) -> Store:
+    """Return a view of torchrun's key-value store with a random prefix on every key, equal on all ranks and new at each
+    start, so that restarted ranks do not read keys of killed ones. Collective: every rank calls it.
 
-    place: this rank's number and the number of ranks. Rank 0 chooses the prefix, and sends it to each other rank under
-    a random key that the other rank has chosen. (torchrun's restart counter cannot be the prefix: the counters of hosts
+    info: this rank's number and the number of ranks. Rank 0 chooses the prefix and sends it to each other rank under a
+    random key that the other rank has chosen. (torchrun's restart counter cannot be the prefix: the counters of hosts
     may differ.) `RuntimeError` if a rank does not join within `timeout_seconds`.
     """
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     mine = secrets.token_hex(8)
-    if place.rank:
-        store.set(f"meshwright/meet/{place.rank}", mine)
+    if info.rank:
+        store.set(f"meshwright/meet/{info.rank}", mine)
         name = store.get(f"meshwright/meet/{mine}").decode()
-        store.set(f"meshwright/met/{name}/{place.rank}", "here")
+        store.set(f"meshwright/met/{name}/{info.rank}", "here")
         return PrefixStore(f"meshwright/{name}", store)
-    answered, missing = set(), set(range(1, place.ranks))
+    answered, missing = set(), set(range(1, info.ranks))
     deadline = time.monotonic() + timeout_seconds
     while missing:
         for rank in sorted(missing):
@@ -375,9 +377,8 @@ _held: list[int] = []  # descriptors that stay open as long as the process
 
 
 def _remove_stale_file(path: str) -> None:
-    """Remove the rendezvous file at `path` that killed ranks have left behind, unless another process uses it, which it
-    shows by a lock on the file PATH.lock. Then take a shared lock on PATH.lock, which this process holds until it
-    ends."""
+    """Remove the rendezvous file at `path` that killed ranks have left behind. A file in use is kept: its users hold a
+    lock on PATH.lock. Then take a shared lock on PATH.lock, which this process holds until it ends."""
     descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     with suppress(BlockingIOError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

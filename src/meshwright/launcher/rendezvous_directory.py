@@ -19,7 +19,7 @@ UNLOCKED_SECONDS = 60.0
 
 
 @contextmanager
-def rendezvous_directory() -> Iterator[Path]:
+def create_rendezvous_directory() -> Iterator[Path]:
     """Context manager that creates a locked temporary directory for the file through which the ranks of this machine
     find each other, and yields its path; removed on exit, or by the next launcher if this one is killed."""
     _remove_abandoned(Path(tempfile.gettempdir()))

@@ -17,6 +17,7 @@ class StopSignals:
     """
 
     def __init__(self) -> None:
+        """Start without signals; handlers are set by `with`."""
         self.received: list[int] = []
         self.wakeup, self._write = socket.socketpair()
         self.wakeup.setblocking(False)
@@ -29,12 +30,14 @@ class StopSignals:
         return bool(self.received)
 
     def __enter__(self) -> StopSignals:
+        """Set the signal handlers."""
         with suppress(ValueError):  # not the main thread
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._before[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Restore the previous signal handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self.wakeup.close()

@@ -24,11 +24,16 @@ STACK_SECONDS = 0.5  # that a rank has to report its stack
 class StartedRank:
     """Process of one rank, as the launcher supervises it.
 
-    number: global rank. process: its handle. pipe: file descriptor from which its report is read, -1 when closed.
-    calls, stack: descriptors of the memory files to which it writes its collective calls and, on SIGUSR1, its stack.
-    report_bytes: its report (result or error, JSON) read so far; report: the parsed report, None until it is complete.
-    ended: time at which it ended, in seconds of the monotonic clock; None while it runs. stop_requested: True once the
-    launcher has sent it a signal.
+    Attributes:
+        number: Global rank.
+        process: Handle of the process.
+        pipe: File descriptor from which the rank's report is read, -1 when closed.
+        calls, stack: Descriptors of the memory files to which the rank writes its collective calls and, on SIGUSR1, its
+            stack.
+        report_bytes: The report (result or error, JSON) read so far.
+        report: The parsed report; None until it is complete.
+        ended: Time at which the process ended, in seconds of the monotonic clock; None while it runs.
+        stop_requested: True once the launcher has sent it a signal.
     """
 
     number: int
@@ -63,8 +68,8 @@ class StartedRank:
         return -code if code is not None and code < 0 else None
 
     @property
-    def how_it_ended(self) -> str:
-        """End of a sentence on how the process of a rank without a report ended, such as "was killed by signal 9
+    def exit_description(self) -> str:
+        """Predicate of a sentence on how the process of a rank without a report ended, such as "was killed by signal 9
         (SIGKILL)"."""
         number = self.signal
         if number is None:

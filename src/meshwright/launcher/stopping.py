@@ -20,12 +20,14 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
+        """Start without a request; handlers are set by `with`."""
         self.requested = False
         self.interrupted = False
         self._first = 0.0  # when the first interrupt came
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
+        """Set the signal handlers."""
         if threading.current_thread() is threading.main_thread():
             self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._on_signal)
             if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -35,6 +37,7 @@ class StopRequest:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Restore the previous signal handlers."""
         while self._before:
             number, handler = self._before.popitem()
             signal.signal(number, handler)

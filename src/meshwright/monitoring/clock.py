@@ -12,10 +12,9 @@ import torch
 class StepClock:
     """Clock of the phases of a training step, such as "forward". The caller marks the end of each phase.
 
-    On CUDA a mark records an event on the current stream, and its time is read one step later, so that the host does
-    not wait for the GPU. From the second step on, the results are therefore those of the previous step. device: device
-    of this rank. waited: function that returns the seconds that this process has spent waiting in collective calls
-    since its start.
+    device: device of this rank. On CUDA a mark records an event on the current stream, whose time is read one step
+    later, so that the host does not wait for the GPU: results are those of the previous step. waited: function that
+    returns the seconds that this process has spent waiting in collective calls since its start.
     """
 
     def __init__(self, device: torch.device, waited: Callable[[], float] = lambda: 0.0) -> None:
@@ -28,8 +27,8 @@ class StepClock:
         """Called with the name of each mark ("" for `start`) while a profile is recorded."""
 
     def start(self) -> None:
-        """Begin to time a step: discard the marks of the previous step. On CUDA these are kept, since their times are
-        read during this step, and the marks of the step before the previous one are discarded."""
+        """Start to time a step. The marks of earlier steps are discarded; on CUDA those of the previous step are kept,
+        as their times are read during this step."""
         self._previous, self._marks = self._marks, []
         self.mark("")
 
@@ -52,7 +51,7 @@ class StepClock:
             parts[part] = parts.get(part, 0.0) + gap
         return parts
 
-    def working_seconds(self) -> float:
+    def compute_working_seconds(self) -> float:
         """Return the seconds from `start()` to the last mark without those spent waiting in collective calls.
 
         On CUDA the waiting time is unknown, because the device waits and not the host. The result is then the seconds
@@ -65,7 +64,7 @@ class StepClock:
         (_, begun, waited_before), (_, ended, waited_after) = self._marks[0], self._marks[-1]
         return ended - begun - (waited_after - waited_before)  # type: ignore[operator]
 
-    def waiting_seconds(self) -> float:
+    def compute_waiting_seconds(self) -> float:
         """Return the seconds that this process waited in collective calls between `start()` and the last mark."""
         return self._marks[-1][2] - self._marks[0][2]
 

@@ -92,7 +92,7 @@ class Prediction:
             "seconds_by_part": None if time is None else dict(time.breakdown),
             "seconds_by_kind": None
             if time is None
-            else _split_kinds(time.seconds, _sum_waiting_seconds(time.breakdown)),
+            else _split_waiting(time.seconds, _sum_waiting_seconds(time.breakdown)),
             "sent_bytes_by_axis": None if self.sent_by_axis is None else dict(self.sent_by_axis),
             "device": None if machine is None else machine.device.name,
             "calibration": None if calibration is None else calibration.table(),
@@ -123,8 +123,8 @@ class Prediction:
 
 
 def _format_fullest(fullest: Mapping[str, Any]) -> list[str]:
-    """Format the predicted memory of the rank with the largest peak; return a list of one text, or an empty list if the
-    memory is unknown. fullest: that rank's "rank", "memory_bytes" and "process_memory_bytes"."""
+    """Format the predicted memory of the rank with the largest peak as a list of one text; empty if the memory is
+    unknown. fullest: that rank's "rank", "memory_bytes" and "process_memory_bytes"."""
     memory, process, rank = fullest["memory_bytes"], fullest["process_memory_bytes"], fullest["rank"]
     if memory is None:
         return []
@@ -137,8 +137,8 @@ def _format_fullest(fullest: Mapping[str, Any]) -> list[str]:
 
 
 class _StepTime(NamedTuple):
-    """Measured duration of one step. seconds: duration of the whole step. parts: {phase: seconds}. waited: seconds that
-    the host waited in collective calls."""
+    """Measured duration of one step. seconds: of the whole step. parts: {phase: seconds}. waited: seconds that the host
+    waited in collective calls."""
 
     seconds: float
     parts: Mapping[str, float]
@@ -161,7 +161,7 @@ class StepTimes:
         else:
             self._steps.append(_StepTime(seconds, parts, waited))
 
-    def median_step(self) -> _StepTime | None:
+    def find_median_step(self) -> _StepTime | None:
         """Return the measured times of the step of median duration among the stored ones; None if no step is stored."""
         return sorted(self._steps, key=lambda step: step.seconds)[(len(self._steps) - 1) // 2] if self._steps else None
 
@@ -170,14 +170,14 @@ class StepTimes:
         ({phase: seconds}), "seconds_by_kind" ({"working": seconds, "waiting": seconds}) and "waiting_seconds". On CUDA
         "seconds_by_kind" and "waiting_seconds" are None; before any step is stored, all values are None. device: device
         of this rank."""
-        step = self.median_step()
+        step = self.find_median_step()
         if step is None:
             return dict.fromkeys(("step_seconds", "seconds_by_part", "seconds_by_kind", "waiting_seconds"))
         known = device.type == "cpu"  # on CUDA the device waits, not the host
         return {
             "step_seconds": statistics.median(each.seconds for each in self._steps),
             "seconds_by_part": dict(step.parts),
-            "seconds_by_kind": _split_kinds(step.seconds, step.waited) if known else None,
+            "seconds_by_kind": _split_waiting(step.seconds, step.waited) if known else None,
             "waiting_seconds": step.waited if known else None,
         }
 
@@ -192,10 +192,10 @@ def _sum_waiting_seconds(breakdown: Mapping[str, float]) -> float:
     return sum(seconds for part, seconds in breakdown.items() if part not in WORKING_PARTS)
 
 
-def _split_kinds(seconds: float, waiting: float) -> dict[str, float]:
-    """Split the duration of a step into {"working": seconds, "waiting": seconds}. Predicted and measured steps have
-    different phases, but can be compared by these two sums. seconds: duration of the step; waiting: seconds of it in
-    which this rank waits for others."""
+def _split_waiting(seconds: float, waiting: float) -> dict[str, float]:
+    """Split the duration of a step into {"working": seconds, "waiting": seconds}, by which predicted and measured steps
+    can be compared though their phases differ. seconds: duration of the step. waiting: seconds of it in which this rank
+    waits for others."""
     return {"working": max(0.0, seconds - waiting), "waiting": waiting}
 
 
@@ -206,11 +206,11 @@ def collect_measured_memory(
 
     Keys: each category of model states ("parameters" ...); "peak": growth from before the trainer's construction to the
     peak of the first steps; "allocator_peak"; "process_peak" (RSS); "unexplained": measured minus predicted peak, of
-    the allocator on CUDA and of the process on a CPU.
+    the allocator on CUDA and of the process on a CPU, where the prediction is taken without the correction learnt from
+    earlier runs.
 
     states: bytes by kind, from `Trainer.memory`. memory: meter of the peaks. prediction: entry `predicted` of the
-    result document. A correction in it (bytes by which earlier runs exceeded their predictions) is left out of the
-    predicted peak.
+    result document.
     """
     found: dict[str, Any] = {}
     for kind, size in states.items():
@@ -241,9 +241,9 @@ def format_comparison(predicted: Mapping[str, Any], measured: Mapping[str, Any])
 
 
 def _format_peak(predicted: Mapping[str, Any] | None, measured: Mapping[str, Any] | None) -> list[str]:
-    """Format two peaks of memory: that of the rank with the largest measured peak, and that of the rank with the
-    largest predicted peak. Return a list of one text, or an empty list if nothing was measured. predicted, measured:
-    entries "fullest_rank" of the result document."""
+    """Format the peak memory of two ranks, that with the largest measured and that with the largest predicted peak, as
+    a list of one text; empty if nothing was measured. predicted, measured: entries "fullest_rank" of the result
+    document."""
     if measured is None:
         return []
     found, expected = measured["memory_bytes"], (predicted or {}).get("memory_bytes")

@@ -67,7 +67,7 @@ class Journal:
 
     def log(self, line: str) -> None:
         """Print one line on the console (rank 0 only)."""
-        self.progress.line(line)
+        self.progress.print_line(line)
 
     def begin(
         self,
@@ -99,7 +99,7 @@ class Journal:
         elif resumed_from:
             self.log_already_done(resumed_from, done, layout)
         if self.leader:
-            self.directory.write_recipe(_with_threads(recipe, threads).to_toml())
+            self.directory.write_recipe(_set_threads(recipe, threads).to_toml())
             try:
                 self.metrics = MetricsFile(self.directory.metrics, done)
             except OSError as error:
@@ -122,8 +122,9 @@ class Journal:
     def log_already_done(
         self, checkpoint: str, done: int, layout: Layout | str, state: Mapping[str, Any] | None = None
     ) -> None:
-        """Log that the run has no steps left. checkpoint: name of the newest checkpoint; done: its number of steps, at
-        least `train.steps`; layout: of this start, which is not used; state: the checkpoint's `state.json`."""
+        """Log that the run has no steps left. checkpoint: name of the newest checkpoint. done: its number of steps, at
+        least `train.steps`. layout: layout that was requested now; the line says so if the run used another. state: the
+        checkpoint's `state.json`, which names the layout that it ran with."""
         steps = self.recipe.train.steps
         more = f" of train.steps, and {done - steps} more" if done > steps else ""
         earlier = str(layout if state is None else state.get("layout", layout))
@@ -165,7 +166,7 @@ class Journal:
             "learning_rate": record.learning_rate,
             self.rate_name: rate,
             **({} if (mfu := self._compute_mfu(rate)) is None else {"mfu": mfu}),
-            "memory_gib": self.memory.peak_bytes() / GIB,
+            "memory_gib": self.memory.read_peak() / GIB,
             "seconds": record.seconds,
             "seconds_by_part": record.seconds_by_part,
         }
@@ -196,7 +197,7 @@ class Journal:
         self.log(f"step {record.step} skipped on all ranks: {reason}")
 
     def _store_values(self, line: dict[str, Any], record: StepRecord) -> None:
-        """Store a step's values for the result document, except the loss and metrics of a skipped step and the
+        """Keep a step's values for the result document, except the loss and metrics of a skipped step and the
         throughput of a profiled step. line: the step's line of `metrics.jsonl`. record: results and times of the
         step."""
         left_out = {
@@ -308,7 +309,7 @@ class Journal:
                 "measured": {
                     "state_bytes": end.state_bytes,
                     "sent_bytes_per_step": self.sent_bytes,
-                    "peak_memory_bytes": self.memory.peak_bytes(),
+                    "peak_memory_bytes": self.memory.read_peak(),
                     **measured,
                 },
             }
@@ -367,8 +368,8 @@ class Journal:
         return figures
 
 
-def _with_threads(recipe: Recipe, threads: int | None) -> Recipe:
-    """Return the recipe with `run.threads` set to `threads`, the chosen number; the recipe itself if `threads` is
+def _set_threads(recipe: Recipe, threads: int | None) -> Recipe:
+    """Return the recipe with `run.threads` set to `threads`, the chosen number of threads; unchanged if `threads` is
     None."""
     run = recipe.run.model_copy(update={"threads": threads or recipe.run.threads})
     return recipe.model_copy(update={"run": run})

@@ -16,11 +16,8 @@ KERNELS_KEPT = 1024
 
 
 def keep_freed_memory() -> None:
-    """Configure glibc to keep freed memory instead of returning it to the kernel after every step. Does nothing without
-    glibc.
-
-    Each returned page costs the next step a page fault: some 3% of the step time at 30 M parameters.
-    """
+    """Configure glibc to keep freed memory instead of returning it to the kernel after every step, which would cost the
+    next step a page fault per page (some 3% of the step time at 30 M parameters). Does nothing without glibc."""
     if sys.platform != "linux":
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -37,20 +34,20 @@ def release_freed_memory() -> None:
         trim(0)
 
 
-def kernel_cache_capacity() -> int:
+def read_kernel_cache_capacity() -> int:
     """Return the maximum number of compiled kernels in this process's oneDNN cache. oneDNN compiles one kernel for each
     shape of a 16-bit matrix product."""
     value = os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "")
     return int(value) if value.isdecimal() else KERNELS_KEPT
 
 
-def resident_bytes() -> int | None:
+def read_resident_bytes() -> int | None:
     """Return the current resident set size (RSS) of this process in bytes (proc(5)); None if the kernel does not report
     it."""
     return _read_status_bytes("VmRSS")
 
 
-def peak_resident_bytes() -> int | None:
+def read_peak_resident_bytes() -> int | None:
     """Return the peak resident set size (RSS) of this process in bytes, since its start or `reset_peak_rss` (proc(5));
     None if unknown.
 

@@ -14,17 +14,17 @@ from typing import Any
 import torch
 
 from meshwright.errors import error_reason
-from meshwright.monitoring.memory import peak_resident_bytes
+from meshwright.monitoring.memory import read_peak_resident_bytes
 from meshwright.monitoring.metrics_tail import parse_metrics_line
 from meshwright.untrusted import read_file
 
 
 class MetricsFile:
-    """Writer of `metrics.jsonl`, a file with one JSON object per line. path: the file. resume_step: number of steps
-    done in the checkpoint from which the run resumes, 0 for a fresh run; lines of later steps are removed first.
+    """Writer of `metrics.jsonl`, a file with one JSON object per line. Each line is written completely or not at all; a
+    line that could not be written (disk full) is retried with the next one.
 
-    Each line is written completely or not at all; a line that could not be written (disk full) is retried with the next
-    one.
+    path: the file. resume_step: number of steps done in the checkpoint from which the run resumes, 0 for a fresh run;
+    lines of later steps are removed first.
     """
 
     def __init__(self, path: Path, resume_step: int) -> None:
@@ -111,17 +111,16 @@ class SlowRankWatch:
 
     @property
     def between_windows(self) -> bool:
-        """True if no window of steps is in progress: no step was added yet, or the last added step completed a
-        window."""
+        """True if no window of steps is in progress: no step was added yet, or the last one completed a window."""
         return not self._steps
 
 
-def peak_memory_bytes(device: torch.device) -> int:
+def read_peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory of this process so far in bytes: allocated memory on a CUDA `device`, resident memory on a
     CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if (resident := peak_resident_bytes()) is not None:
+    if (resident := read_peak_resident_bytes()) is not None:
         return resident
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -13,6 +13,7 @@ class MetricsTail:
     exist yet."""
 
     def __init__(self, path: Path) -> None:
+        """Start at the beginning of the file `path`."""
         self._path, self._offset = path, 0
 
     def read(self) -> list[dict[str, Any]]:

@@ -55,8 +55,9 @@ class ProfiledTrainer(Protocol):
 
 class Profile:
     """Profiler of the training steps that `train.profile` names, such as "10:12"; writes Chrome traces into the run
-    directory. Every rank calls `before_step` and `after_step` around every training step. recipe: recipe of the run.
-    mesh: mesh of its ranks. directory: run directory. log: called with each log line."""
+    directory. Every rank calls `before_step` and `after_step` around every training step.
+
+    recipe: recipe of the run. mesh: mesh of its ranks. directory: run directory. log: called with each log line."""
 
     def __init__(self, recipe: Recipe, mesh: Mesh, directory: RunDirectory, log: Callable[[str], None]) -> None:
         """Parse the recipe's `train.profile`; arguments: see the class."""
@@ -73,7 +74,7 @@ class Profile:
         if self._recording is None and self.first <= trainer.steps_done + 1 <= self.last:
             self._recording = _ProfileRecording(trainer, self._mesh, self._record_operators)
         if self._recording is not None:
-            self._recording.step_begins()
+            self._recording.begin_step()
         return self._recording is not None
 
     def after_step(self, trainer: ProfiledTrainer, ending: bool) -> bool:
@@ -82,7 +83,7 @@ class Profile:
         this step."""
         if self._recording is None:
             return False
-        self._recording.step_done()
+        self._recording.end_step()
         if ending or trainer.steps_done >= self.last:
             recording, self._recording = self._recording, None
             recording.stop()
@@ -98,7 +99,7 @@ class Profile:
         rank, agreement = self._mesh.rank, Agreement(self._mesh)
         name = f"steps-{last - recording.steps + 1:06d}-{last:06d}"
         directory = self._directory.path / "profile" / name
-        recorded = recording.rank_steps()
+        recorded = recording.collect_rank_steps()
         problem = None
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -107,14 +108,14 @@ class Profile:
                 events = _load_operator_trace(recording.operators, directory / f".rank-{rank:05d}.json")
                 trace, kernels = build_rank_trace(recorded, events)
                 _write_json(directory / f"rank-{rank:05d}.json.gz", trace)
-            _write_json(_get_steps_path(directory, rank), recorded.table() | {"kernels": kernels})
+            _write_json(_get_steps_path(directory, rank), recorded.to_table() | {"kernels": kernels})
         except OSError as error:
             problem = f"the profile in {directory} cannot be written: {error_reason(error)}"
         failure = agreement.broadcast_first_text(problem)
         if rank == 0 and failure is None:
             try:
                 parts = [_read_json(_get_steps_path(directory, other)) for other in range(self._mesh.world_size)]
-                _write_json(directory / MERGED, merge_rank_traces(parts, program, self._pipeline_ranks()))
+                _write_json(directory / MERGED, merge_rank_traces(parts, program, self._map_pipeline_ranks()))
             except OSError as error:
                 failure = 0, f"the profile in {directory} cannot be written: {error_reason(error)}"
         agreement.all_true(True)  # barrier: rank 0 has read the files of all ranks
@@ -125,7 +126,7 @@ class Profile:
             steps = f"step {last}" if recording.steps == 1 else f"steps {last - recording.steps + 1} to {last}"
             self._log(failure[1] if failure else f"profile of {steps}: {directory / MERGED} (opens in ui.perfetto.dev)")
 
-    def _pipeline_ranks(self) -> dict[int, int]:
+    def _map_pipeline_ranks(self) -> dict[int, int]:
         """Return the pipeline rank of every rank, as global rank -> rank on axis pp."""
         groups = self._mesh.layout.groups("pp")
         return {rank: place for ranks in groups for place, rank in enumerate(ranks)}
@@ -158,12 +159,12 @@ class _ProfileRecording:
             mesh.communicator.around = torch.profiler.record_function
             self.operators.start()
 
-    def step_begins(self) -> None:
-        """Record the time at which a step begins."""
+    def begin_step(self) -> None:
+        """Record the start time of a step."""
         self._begun = time.time_ns()
 
-    def step_done(self) -> None:
-        """Record the interval of the step that ends now."""
+    def end_step(self) -> None:
+        """Record the interval from the step's start to now."""
         self.steps += 1
         step = self._trainer.steps_done
         self.spans.append(Span("step", f"step {step}", f"step {step}", self._begun, time.time_ns()))
@@ -180,8 +181,8 @@ class _ProfileRecording:
             self.operators.stop()
         self._timer.__exit__(None, None, None)
 
-    def rank_steps(self) -> RankSteps:
-        """Return the intervals and collective calls recorded on this rank."""
+    def collect_rank_steps(self) -> RankSteps:
+        """Return the intervals and collective calls recorded on this rank so far."""
         return RankSteps(self._mesh.rank, self._zero + self._offset, self.spans, self.calls)
 
     def _annotate_operators(self, name: str) -> AbstractContextManager[Any]:
@@ -235,9 +236,9 @@ class _NamedCompute:
 
 
 def _compare_clocks(mesh: Mesh) -> tuple[int, int]:
-    """Record, on all ranks, the time at which each leaves several barriers, and compare these times. Return (start of
-    the profile on rank 0's clock in nanoseconds since 1970, nanoseconds by which this rank's clock is ahead of rank
-    0's). All ranks of `mesh` must call this function."""
+    """Compare the clocks of all ranks by the times at which they leave several barriers. Return (start of the profile
+    on rank 0's clock in nanoseconds since 1970, nanoseconds by which this rank's clock is ahead of rank 0's).
+    Collective: all ranks of `mesh` call it."""
     size, rank = mesh.world_size, mesh.rank
     seen = torch.zeros(MEETINGS + 1, size, dtype=torch.int64)
     for meeting in range(MEETINGS):  # all ranks leave a barrier at nearly the same time

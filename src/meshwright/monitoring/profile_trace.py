@@ -29,10 +29,10 @@ Events = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Interval in a rank's trace, such as one forward pass. start, end: nanoseconds since 1970 on the rank's clock.
+    """Interval in a rank's trace, such as one forward pass.
 
-    kind: word that decides the colour, such as "forward"; label: short text; name: full description; args: further
-    values that the trace viewer shows.
+    kind: word that decides the colour, such as "forward". label: short text. name: full description. start, end:
+    nanoseconds since 1970 on the rank's clock. args: further values that the trace viewer shows.
     """
 
     kind: str
@@ -45,15 +45,17 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class RankSteps:
-    """Intervals and collective calls recorded on one rank. zero: start of the trace on the rank's clock, in nanoseconds
-    since 1970. spans: intervals of steps, phases and passes. calls: collective calls with their times."""
+    """Intervals and collective calls recorded on one rank.
+
+    rank: global rank. zero: start of the trace on the rank's clock, in nanoseconds since 1970. spans: intervals of
+    steps, phases and passes. calls: collective calls with their times."""
 
     rank: int
     zero: int
     spans: Sequence[Span]
     calls: Sequence[TimedCall]
 
-    def table(self) -> dict[str, Any]:
+    def to_table(self) -> dict[str, Any]:
         """Return this recording of a rank as a dict of JSON types, from which `from_table` builds it again."""
         return {
             "rank": self.rank,
@@ -64,7 +66,7 @@ class RankSteps:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> RankSteps:
-        """Build a recording from the dict that `table` returned; unknown keys are ignored."""
+        """Build a recording from the dict that `to_table` returned; unknown keys are ignored."""
         spans, calls = [Span(**span) for span in table["spans"]], [TimedCall(**call) for call in table["calls"]]
         return cls(table["rank"], table["zero"], spans, calls)
 
@@ -117,7 +119,7 @@ def merge_rank_traces(
 ) -> dict[str, Any]:
     """Build the Chrome trace document of all ranks, in which each rank is a process.
 
-    parts: for each rank the dict of `RankSteps.table`, with its GPU events under "kernels". program: the pipeline
+    parts: for each rank the dict of `RankSteps.to_table`, with its GPU events under "kernels". program: the pipeline
     schedule. If it has several ranks, the trace also shows a simulation of the schedule with the recorded median
     durations; it begins at the first forward pass of the last recorded step. pipeline_ranks: global rank -> pipeline
     rank.
@@ -197,8 +199,9 @@ def _simulate_events(ranks: Sequence[RankSteps], program: PipelineProgram, pipel
 
 
 class _ThreadNumbers:
-    """Thread numbers of one rank in a Chrome trace, assigned in the order in which threads are first named. Each rank
-    has `THREADS` numbers. rank: global rank. first: how many of the rank's numbers are left free for other threads."""
+    """Assignment of thread numbers to the named threads of one rank in a Chrome trace, in the order in which names
+    first occur. Each rank has a range of `THREADS` numbers. rank: global rank. first: number of leading numbers of the
+    range that are not assigned."""
 
     def __init__(self, rank: int, first: int) -> None:
         """Start without threads; arguments: see the class."""

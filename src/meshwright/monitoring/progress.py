@@ -64,7 +64,7 @@ class Progress:
             self._task = self._bar.add_task("training", total=self._steps, completed=done)
             self._bar.start()
 
-    def line(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print one line of text, above the bar if there is one. On a terminal, a line that is too long is wrapped at
         the semicolons between its items."""
         if not self._show:

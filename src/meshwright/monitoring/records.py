@@ -94,7 +94,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class RunEnd:
-    """Final results of a run on this rank.
+    """Figures of a finished or stopped run on this rank, for the result document.
 
     Attributes:
         step: Number of steps done, of which `skipped_steps` were skipped.

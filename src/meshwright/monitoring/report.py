@@ -37,9 +37,10 @@ def write_report(
 
 
 class RunFiles(NamedTuple):
-    """Content of a run directory. name: name of the run. lines: lines of metrics.jsonl that describe steps, as dicts.
-    result: the result document (JSON dict), empty if the run has not ended. recipe: the recipe as TOML text, empty
-    without one."""
+    """Content of a run directory.
+
+    name: name of the run. lines: lines of metrics.jsonl that describe steps, as dicts. result: the result document
+    (JSON dict), empty if the run has not ended. recipe: the recipe as TOML text, empty without one."""
 
     name: str
     lines: list[dict[str, Any]]
@@ -81,7 +82,7 @@ def _format_page(
     """Format the report page as HTML. name: name of the run; lines: step lines of metrics.jsonl; result: the result
     document; recipe: TOML text; evaluation: document of `evaluate`, None: left out; samples: documents of
     `generate`."""
-    parts: list[Content] = [element("h1", f"Run {name}"), table((), summarise(lines, result))]
+    parts: list[Content] = [element("h1", f"Run {name}"), table((), list_main_results(lines, result))]
     if samples:
         parts.append(element("h2", "Samples"))
         if checkpoint := samples[0].get("checkpoint"):
@@ -107,9 +108,9 @@ def _make_recipe_section(recipe: str) -> list[Markup]:
     return [paragraph("Keys that differ from the defaults:", muted=True), table((), list(keys.items())), folded]
 
 
-def summarise(lines: list[dict[str, Any]], result: dict[str, Any]) -> list[tuple[str, str]]:
+def list_main_results(lines: list[dict[str, Any]], result: dict[str, Any]) -> list[tuple[str, str]]:
     """Return a run's main results (last loss, throughput, peak memory ...) as pairs of texts (name, value). lines: step
-    lines of metrics.jsonl; result: the result document (JSON dict)."""
+    lines of metrics.jsonl. result: the result document (JSON dict)."""
     work = find_throughput_unit(lines)
     rates = sorted(line[f"{work}_per_second"] for line in lines)
     parts: dict[str, float] = {}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from meshwright.draw.axis import linear_axis
+from meshwright.draw.axis import make_linear_axis
 from meshwright.draw.line_chart import Series, draw_lines
 from meshwright.draw.markup import Markup, element
 from meshwright.draw.page import paragraph
@@ -123,8 +123,8 @@ def draw_step_chart(series: Sequence[Series], unit: str, *, from_zero: bool = Fa
         return paragraph("No finite values.")
     steps, values = ([point[at] for point in points] for at in (0, 1))
     low = min([0.0] * from_zero + values)
-    across = linear_axis(min(steps), max(steps), most=8)
+    across = make_linear_axis(min(steps), max(steps), most=8)
     return draw_lines(
-        across, linear_axis(low, max(values), f"step; {unit}", below=0.0 if from_zero else 0.04, above=0.04),
+        across, make_linear_axis(low, max(values), f"step; {unit}", below=0.0 if from_zero else 0.04, above=0.04),
         [one for one in series if one.points], hover="step", legend=legend,
     )  # fmt: skip

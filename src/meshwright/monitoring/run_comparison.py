@@ -9,7 +9,7 @@ from meshwright.draw.markup import Content, element
 from meshwright.draw.page import page, paragraph, table
 from meshwright.errors import UserError
 from meshwright.monitoring.recipe_keys import compare_recipes
-from meshwright.monitoring.report import read_run, summarise, write_page
+from meshwright.monitoring.report import list_main_results, read_run, write_page
 from meshwright.monitoring.report_charts import COLOURS, draw_runs, find_throughput_unit
 
 
@@ -28,7 +28,7 @@ def write_run_comparison(directories: Sequence[Path]) -> Path:
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
         names = [str(directory) for directory in unlike.values()]
-    facts = [dict(summarise(run.lines, run.result)) for run in runs]
+    facts = [dict(list_main_results(run.lines, run.result)) for run in runs]
     results = [
         (row, *(each.get(row, "–") for each in facts)) for row in dict.fromkeys(key for each in facts for key in each)
     ]

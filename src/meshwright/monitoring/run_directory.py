@@ -137,7 +137,7 @@ class RunDirectory:
         except (OSError, ValueError, AttributeError):
             return {}
 
-    def last_step(self) -> int | None:
+    def read_last_step(self) -> int | None:
         """Return the number of the last step in `metrics.jsonl`, None before the first."""
         try:
             with self.metrics.open("rb") as file:

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
-from meshwright.monitoring.memory import peak_resident_bytes, reset_peak_rss, resident_bytes
-from meshwright.monitoring.metrics import peak_memory_bytes
+from meshwright.monitoring.memory import read_peak_resident_bytes, read_resident_bytes, reset_peak_rss
+from meshwright.monitoring.metrics import read_peak_memory_bytes
 
 STEPS = 3
 """Number of first steps that are measured; the first allocates optimizer state and compiles."""
@@ -37,7 +37,7 @@ class StepMemory:
     def start(self) -> None:
         """Record the current memory, from which growth is measured. Called before the trainer is constructed."""
         self._before = _read_current_bytes(self.device)
-        self.resident_before = resident_bytes()
+        self.resident_before = read_resident_bytes()
 
     @contextmanager
     def exclude_allocations(self) -> Iterator[None]:
@@ -49,10 +49,10 @@ class StepMemory:
             self._before += after - before
 
     def begin(self) -> None:
-        """Start measuring the memory growth in the first training steps: reset the peak memory counter. Called just
+        """Reset the peak memory counter, from which the growth in the first training steps is measured. Called just
         before the first step."""
-        self._earlier = peak_memory_bytes(self.device)
-        self._earlier_resident = peak_resident_bytes() or 0
+        self._earlier = read_peak_memory_bytes(self.device)
+        self._earlier_resident = read_peak_resident_bytes() or 0
         self._left = STEPS if self._before is not None and _reset_peak(self.device) else 0
 
     def step_done(self) -> None:
@@ -61,36 +61,36 @@ class StepMemory:
         if self._left:
             self._left -= 1
             assert self._before is not None
-            growth = peak_memory_bytes(self.device) - self._before
+            growth = read_peak_memory_bytes(self.device) - self._before
             self.growth_in_first_steps = max(self.growth_in_first_steps or 0, growth)
 
     def stop(self) -> None:
         """Stop measuring the memory growth in the first training steps; later allocations do not belong to steps."""
         self._left = 0
 
-    def peak_bytes(self) -> int:
+    def read_peak(self) -> int:
         """Return the peak bytes of this process so far: allocated on CUDA, resident on a CPU."""
-        return max(self._earlier, peak_memory_bytes(self.device))
+        return max(self._earlier, read_peak_memory_bytes(self.device))
 
-    def allocator_peak(self) -> int | None:
+    def read_allocator_peak(self) -> int | None:
         """Return the peak bytes of CUDA's caching allocator; None on a CPU, whose allocator keeps no count."""
-        return self.peak_bytes() if self.device.type == "cuda" else None
+        return self.read_peak() if self.device.type == "cuda" else None
 
     def peaks_to_json(self) -> dict[str, int | None]:
         """Return {"allocator_peak", "process_peak"}, the two measured peaks of this rank in bytes."""
-        return {"allocator_peak": self.allocator_peak(), "process_peak": self.process_peak()}
+        return {"allocator_peak": self.read_allocator_peak(), "process_peak": self.read_process_peak()}
 
-    def process_peak(self) -> int | None:
+    def read_process_peak(self) -> int | None:
         """Return the peak resident set size (RSS) of this process in bytes, libraries included; None if the kernel does
         not report it."""
-        now = peak_resident_bytes()
+        now = read_peak_resident_bytes()
         return None if now is None else max(self._earlier_resident, now)
 
 
 def _read_current_bytes(device: torch.device) -> int | None:
     """Return the current memory of this process in bytes: allocated on a CUDA `device`, resident on a CPU (None if
     unknown)."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_bytes()
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else read_resident_bytes()
 
 
 def _reset_peak(device: torch.device) -> bool:

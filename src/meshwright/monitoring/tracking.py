@@ -32,10 +32,10 @@ Line = tuple[int, dict[str, float | str]]
 
 class Tracking:
     """Sender of a run's metrics to the trackers named in its recipe. Created on rank 0 when `metrics.jsonl` is open.
+    `UserError` if a tracker cannot be created.
 
-    layout: notation such as "dp2 zero1", sent with the recipe's values. directory: run directory. step: steps done in
-    the resumed checkpoint, 0 in a fresh run. log: prints a line on the console. `UserError` if a tracker cannot be
-    created.
+    recipe: the run's recipe. layout: notation such as "dp2 zero1", sent with the recipe's values. directory: run
+    directory. step: steps done in the resumed checkpoint, 0 in a fresh run. log: prints a line on the console.
     """
 
     def __init__(
@@ -199,8 +199,8 @@ class _TrackerThread:
             return (self._missing or self._waiting).popleft()
 
     def _retry(self, call: Callable[[], None], tries: int | None = None) -> bool:
-        """Call `call` until it succeeds (does not raise), with growing pauses, and return True. Return False after
-        `tries` failures (None: no limit), or after a failure once the run has ended."""
+        """Call `call` until it does not raise, with growing pauses in between; return True. Return False after `tries`
+        failures (None: no limit), or after a failure once the run has ended."""
         pause, tried = PAUSE, 0
         while True:
             try:

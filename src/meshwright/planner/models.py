@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError
-from meshwright.limits import limit_error
+from meshwright.limits import make_limit_error
 from meshwright.names import LISTED, TOKENIZERS, unknown
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_fields import format_foreign_architecture_warning
@@ -150,7 +150,7 @@ def tokenizer_vocabulary(tokenizer: str) -> int:
         ids: list[int] = [*listed, *(token["id"] for token in found.get("added_tokens") or ())]
         if any(type(each) is not int or each < 0 for each in ids):
             raise ValueError("a token id is a whole number from 0")
-        if too_large := limit_error("vocabulary", max(ids) + 1):
+        if too_large := make_limit_error("vocabulary", max(ids) + 1):
             raise UserError(f"data.tokenizer: {file}: {too_large}")
         return max(ids) + 1
     except OSError as error:

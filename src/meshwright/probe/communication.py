@@ -12,7 +12,7 @@ import torch
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Axis, Mesh
 from meshwright.comm.transport import Message
-from meshwright.probe.matmul import bf16_is_faster
+from meshwright.probe.matmul import is_bf16_faster
 from meshwright.probe.points import synchronize
 from meshwright.probe.stopwatch import Stopwatch
 
@@ -74,18 +74,17 @@ def time_collective(
 def choose_precision(mesh: Mesh) -> str:
     """Choose the faster precision of matrix products, measured on rank 0 of `mesh`: return "bf16" if it is faster than
     fp32, else "fp32". The result is equal on all ranks, which must all call this function."""
-    faster = torch.tensor(float(mesh.rank == 0 and bf16_is_faster(mesh.device)), device=mesh.device)
+    faster = torch.tensor(float(mesh.rank == 0 and is_bf16_faster(mesh.device)), device=mesh.device)
     collectives.all_reduce(faster, mesh.world, "start.precision")
     return "bf16" if faster > 0 else "fp32"
 
 
 def compute_slowest_median(by_rank: list[list[float]], waits: list[list[float]]) -> float:
-    """Return the duration of a collective in seconds: in each batch the time of the slowest rank, then the median over
-    batches.
+    """Return the duration of a collective in seconds: the median over batches of the slowest rank's time.
 
-    by_rank: seconds per call, [rank][batch]. waits: the part of these seconds in which the rank waited for a CPU core,
-    [rank][batch]. If the sum of a batch's waits over all ranks exceeds half of the slowest rank's time, this sum, but
-    at most 90% of the time, is subtracted from the time.
+    by_rank: seconds per call, [rank][batch]. waits: seconds of these in which the rank waited for a CPU core,
+    [rank][batch]. Waits are subtracted in batches in which their sum over ranks exceeds half of the slowest rank's time
+    (at most 90% of that time).
     """
     found = []
     for times, waited in zip(zip(*by_rank, strict=True), zip(*waits, strict=True), strict=True):

@@ -61,8 +61,7 @@ def find_slow(what: str, seconds: Sequence[Sequence[float]], hosts: Sequence[str
 
 
 def compute_ratios(seconds: Sequence[Sequence[float]]) -> list[float]:
-    """Compute how much slower each of n ranks (or hosts) is than the others; return ratios [n], about 1 for usual
-    speed.
+    """Compute the slowdown of each of n ranks (or hosts) relative to the others: ratios [n], about 1 for usual speed.
 
     seconds: duration of each measurement (a matrix product or memory pass of one size), [rank][measurement]. The ratio
     of a rank is the median, over all measurements, of its time divided by the median time of the others; 1 if n is 1.

@@ -81,7 +81,7 @@ def _list_kernels(
 ) -> Iterator[tuple[str, Callable[[torch.device], Callable[[], Any]], float, float]]:
     """Yield every layer operation on tensors of `elements` elements, as (name, make, kernels, bytes). make: function
     (device) -> function to be timed. kernels: number of device kernels that one run launches. bytes: bytes that one of
-    them reads and writes.
+    these kernels reads and writes.
 
     dtype: dtype of the tensors. axes: mesh axes of the plan; with "cp" ring attention is included. back: True for the
     backward pass, False for the forward pass.

@@ -27,7 +27,7 @@ def measure_matmul_rate(dtype: torch.dtype, device: torch.device | str = "cpu", 
     return max(flops / statistics.median(times) for flops, times in products)
 
 
-def bf16_is_faster(device: torch.device | str = "cpu") -> bool:
+def is_bf16_faster(device: torch.device | str = "cpu") -> bool:
     """Return True if matrix products on `device` reach at least 1.2 times as many FLOP/s in bf16 as in float32, so that
     bf16 pays for its casts.
 

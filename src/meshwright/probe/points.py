@@ -48,8 +48,9 @@ class MeasurementPoint:
 
     @property
     def bytes(self) -> float:
-        """Bytes read and written, by which the planner looks up the measured time: for a memory pass those of one run,
-        for a layer operation the mean of the device kernels that one run launches. Not defined for matrix products."""
+        """Bytes read and written, the key under which the planner looks up the measured time: for a memory pass those
+        of one run, for a layer operation the mean per device kernel that it launches. Not defined for matrix
+        products."""
         if self.make is not None:
             return self.kernel_bytes
         return float(PASSES[self.name] * self.sizes[0] * DTYPES[self.precision].itemsize)
@@ -148,19 +149,19 @@ class MeasurementPlan:
 
 class ReferenceKernel:
     """Small matrix product (256 x 512 by 512 x 512, float32) that is timed right after each measurement on a CPU, to
-    scale the measured time to the CPU's usual speed: other programs on the machine may reduce the speed by a third for
-    seconds.
+    scale the measured time to the CPU's usual speed: other programs may slow it down by a third for seconds.
 
     device: device of the measurements; on a GPU nothing is timed or corrected.
     """
 
     def __init__(self, device: torch.device) -> None:
+        """Allocate the operands of the product; arguments: see the class."""
         self._call = partial(torch.nn.functional.linear, torch.randn(256, 512), torch.randn(512, 512))
         self._processor = device.type == "cpu"
 
-    def seconds(self) -> float:
-        """Time one fixed matrix product on the CPU, by which other timings are corrected for changes of the CPU's
-        speed; return the median of three calls in seconds. On a GPU return 1.0, as no correction is made there."""
+    def measure_seconds(self) -> float:
+        """Time the reference matrix product; return the median of three calls in seconds, by which other timings are
+        corrected for changes of the CPU's speed. On a GPU return 1.0: no correction is made there."""
         if not self._processor:
             return 1.0
         with torch.no_grad():
@@ -254,7 +255,7 @@ def _time_batch(call: Callable[[], Any], device: torch.device, calls: int) -> fl
     for _ in range(calls):
         call()
     synchronize(device)
-    return watch.seconds() / calls
+    return watch.read_seconds() / calls
 
 
 class _SeededBackward(torch.autograd.Function):

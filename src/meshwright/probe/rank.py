@@ -56,9 +56,11 @@ def make_probe_mesh(ranks: int, host_ranks: int, device: str, timeout_seconds: f
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Properties of this rank's host. cores: number of CPU cores that the host's ranks share. directory: directory on
-    the disk to be measured. starts: seconds of start-up phases measured before: "rank" (start of the process) and
-    "meeting" (initialization of the process group)."""
+    """Properties of this rank's host.
+
+    cores: number of CPU cores that the host's ranks share. directory: directory on the disk to be measured. starts:
+    seconds of start-up phases measured before: "rank" (start of the process) and "meeting" (initialization of the
+    process group)."""
 
     cores: int
     directory: Path
@@ -167,9 +169,9 @@ def _time_points(
     the other ranks idle. Return (times, usual).
 
     times: seconds of one run of each point, scaled to the CPU's usual speed, [rank][point]; an empty list for an idle
-    rank. usual: seconds that the reference matrix product takes at that speed, which is its median over all points,
-    averaged over the computing ranks. seconds: time spent on each point. mesh: mesh of all ranks. kernel: reference
-    matrix product, timed after each point to scale the point's time.
+    rank. usual: seconds of the reference matrix product at the usual speed (median over all points, mean over the
+    computing ranks). seconds: time spent on each point. mesh: mesh of all ranks. kernel: reference matrix product,
+    timed after each point to scale the point's time.
     """
     torch.set_num_threads(threads)
     mine = mesh.tp.rank < busy
@@ -177,7 +179,7 @@ def _time_points(
     for point in points:
         collectives.barrier(mesh.world, _SITE)  # all ranks start together
         times.append(time_point(point, mesh.device, seconds) if mine else 0.0)
-        local.append(kernel.seconds() if mine else 0.0)
+        local.append(kernel.measure_seconds() if mine else 0.0)
     collectives.barrier(mesh.world, _SITE)
     found, levels = [], []
     for taken, reference in zip(_all_gather(mesh, times), _all_gather(mesh, local), strict=True):
@@ -192,9 +194,8 @@ def _time_comparison(mesh: Mesh, plan: MeasurementPlan) -> dict[str, list[list[f
     """Time matrix products and memory passes on all ranks of `mesh`, to find slow ranks. Return {"products": times,
     "memory": times}, with times in seconds, [rank][measurement]; {} if `plan.compare_seconds` is 0.
 
-    A round times each product and pass once, briefly; rounds are repeated for `plan.compare_seconds`. In one long
-    measurement of each, ranks would differ because a shared machine slows one after another for half a second at a
-    time.
+    Each round times every product and pass briefly; rounds are repeated for `plan.compare_seconds`, so that the
+    half-second slowdowns of a shared machine affect all ranks alike.
     """
     if not plan.compare_seconds:
         return {}

@@ -20,7 +20,7 @@ from meshwright.launcher.device import agree_on_device, choose_device, choose_si
 from meshwright.launcher.hosts import agree_on_interface
 from meshwright.launcher.launcher import LaunchSpec, launch
 from meshwright.launcher.rank_process import run_rank
-from meshwright.launcher.rendezvous import Place
+from meshwright.launcher.rendezvous import RendezvousInfo
 from meshwright.monitoring.memory import keep_freed_memory
 from meshwright.terminal import print_message
 from meshwright.threads import count_available_cores
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 TIMEOUT_SECONDS = 120.0
 SHORT_LIMIT_SECONDS = 60.0
 """Time limit of the short measurement before a run: several times its duration on an idle machine."""
-MOST_RANKS = 64  # maximum number of processes on one machine
+MAX_RANKS = 64  # maximum number of processes on one machine
 
 
 def probe(
@@ -63,7 +63,7 @@ def probe(
     `SHORT_LIMIT_SECONDS`.
     """
     kind = choose_single_device(device)
-    most = MOST_RANKS
+    most = MAX_RANKS
     if kind == "cuda":
         import torch
 
@@ -92,11 +92,11 @@ def probe_on_rank(device: str = "auto", directory: Path = Path()) -> dict[str, A
     """Measure the machine in a process that torchrun, Kubernetes or SLURM started as one of its ranks. Return the
     result of `probe` on every rank; its entry "rank" is this rank's number. device: "auto", "cpu" or "cuda". directory:
     directory on the disk to be measured."""
-    start = rendezvous.read_place()
+    start = rendezvous.read_rendezvous_info()
     return _measure(start, {"device": device, "disk": str(directory.absolute()), "plan": {}}, started_by_others=True)
 
 
-def _measure(start: Place, description: dict[str, Any], started_by_others: bool = False) -> dict[str, Any]:
+def _measure(start: RendezvousInfo, description: dict[str, Any], started_by_others: bool = False) -> dict[str, Any]:
     """Initialize the process group, measure the machine on this rank, and return the result of `probe`.
 
     start: this rank's number, and the address of the process group. description: what to measure, from `probe`:
@@ -160,25 +160,29 @@ def _measure(start: Place, description: dict[str, Any], started_by_others: bool 
 
 
 class _GuardedSteps:
-    """Callable that runs the short training steps which the probe times, and catches their errors, so that the results
-    of earlier measurements are kept. A rank that fails ends its process, which releases the other ranks from their
-    collective calls.
+    """Callable that times the reference training steps and catches their errors, so that the results of earlier
+    measurements are kept.
 
-    measure: function that times the steps. start: this rank's number, and the number of ranks. store: key-value
-    store of the process group, None for a single rank. Attribute `failed`: {"rank", "line" (error text), "at" (Unix
-    time)} of the first failure, None without one.
+    measure: function that times the steps. start: this rank's number, and the number of ranks. store: key-value store
+    of the process group, None for a single rank.
+
+    Attributes:
+        failed: {"rank", "line" (error text), "at" (Unix time)} of the first failure; None without one.
     """
 
     def __init__(
-        self, measure: Callable[[ReferenceKernel, float], list[ReferenceStep]], start: Place, store: Any
+        self, measure: Callable[[ReferenceKernel, float], list[ReferenceStep]], start: RendezvousInfo, store: Any
     ) -> None:
+        """Store the arguments; see the class."""
         self.measure, self.start, self.store = measure, start, store
         self.failed: dict[str, Any] | None = None
 
     def __call__(self, kernel: ReferenceKernel, usual_seconds: float) -> list[ReferenceStep]:
-        """Measure the reference training steps; return [] after a failure, so that the other measurements are kept.
+        """Time the reference training steps; return [] after a failure. Raises if a rank was lost and no rank reports
+        an error of its own.
+
         kernel: reference matrix product, by which times are scaled to the CPU's usual speed. usual_seconds: its
-        duration at that speed. Raises if a rank was lost and no rank reports an error of its own."""
+        duration at that speed."""
         try:
             return self.measure(kernel, usual_seconds)
         except Exception as error:
@@ -215,7 +219,7 @@ def _make_plan(kind: str, overrides: dict[str, Any]) -> MeasurementPlan:
     return replace(MeasurementPlan.default(kind), **as_tuples)
 
 
-def _count_host_ranks(start: Place, store: Any) -> int:
+def _count_host_ranks(start: RendezvousInfo, store: Any) -> int:
     """Return the number of ranks on each host. All ranks must call this function. start: this rank's number, and the
     number of ranks. store: key-value store of all ranks. Raises `UserError` unless all hosts have equally many ranks,
     with consecutive numbers."""

@@ -80,8 +80,8 @@ def _make_link(measured: Measured, which: str, place: str) -> dict[str, float]:
     """Return bandwidth and latency between two ranks, from timed messages, as keys of a hardware profile:
     {"<which>_gb_per_second": 10^9 bytes per second, "<which>_latency_seconds": seconds}; {} if no messages were timed.
 
-    measured: measured speeds. which: beginning of the keys. place: "inside" (ranks of one host) or "across" (ranks of
-    different hosts).
+    measured: measured speeds. which: beginning of the keys. place: scope of the messages: "inside" (ranks of one host)
+    or "across" (ranks of different hosts).
     """
     pairs = [each for each in measured.collectives if (each.operation, each.place) == ("send-receive", place)]
     if not pairs:

@@ -61,6 +61,7 @@ class _ReferenceRun:
     layout: the layout, which uses all ranks. world: mesh of all ranks."""
 
     def __init__(self, layout: Layout, world: Mesh) -> None:
+        """Build the sharded model and its random data; arguments: see the class."""
         self.layout = layout
         self.mesh = Mesh.create(layout, str(world.device), world.communicator.timeout_seconds)
         model = reference_model(world.device.type)
@@ -85,7 +86,7 @@ class _ReferenceRun:
         world: mesh of all ranks.
         """
         targets = count_targets((goals for _, goals, _ in self.batch), self.mesh)
-        times, local = list[tuple[float, float]](), [kernel.seconds()]
+        times, local = list[tuple[float, float]](), [kernel.measure_seconds()]
         for at in range(1 + steps):
             passed = torch.tensor([sum(taken - waited for taken, waited in times)], dtype=torch.float64)
             passed = passed.to(world.device)
@@ -98,7 +99,7 @@ class _ReferenceRun:
             synchronize(world.device)
             times.append(watch.read())
             self.engine.zero_gradients()
-            local.append(kernel.seconds())
+            local.append(kernel.measure_seconds())
         slowest, waited = torch.tensor(times[1:], dtype=torch.float64, device=world.device).T.contiguous()
         collectives.all_reduce(slowest, world.world, _SITE, op="max").wait()
         # Ranks that communicate in every layer add up their waits for cores; others wait for the slowest at the end.

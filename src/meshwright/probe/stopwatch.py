@@ -30,19 +30,20 @@ def read_waiting_times(threads: int) -> dict[str, int]:
 
 class Stopwatch:
     """Stopwatch, running from its creation, that leaves out the time in which a computing thread waited for a CPU core
-    used by other programs, as counted by Linux. With one computing thread, waits caused by the process's own
-    communication threads are not left out, since they occur in training too.
+    used by other programs (Linux only). With a single computing thread, waits caused by the process's own communication
+    threads are not left out, since they occur in training too.
 
-    shared: True if nothing is to be left out, because the process computes on a GPU, or the host's ranks have more
+    shared (class attribute): True to leave nothing out: the process computes on a GPU, or the host's ranks have more
     computing threads than cores.
     """
 
     shared = False  # set by `measure` for all measurements of this process
 
     def __init__(self) -> None:
+        """Start the stopwatch."""
         self._threads = 0 if self.shared or not _THREADS.is_dir() else torch.get_num_threads()
         self._waiting = read_waiting_times(self._threads) if self._threads else {}
-        self._helped = self._helper_seconds()
+        self._helped = self._read_other_threads_seconds()
         self._begun = time.perf_counter()
 
     def read(self) -> tuple[float, float]:
@@ -51,15 +52,15 @@ class Stopwatch:
         passed = time.perf_counter() - self._begun
         now = read_waiting_times(self._threads) if self._waiting else {}
         waited = max((value - self._waiting.get(thread, value) for thread, value in now.items()), default=0) / 1e9
-        return passed, max(0.0, min(waited - (self._helper_seconds() - self._helped), 0.9 * passed))
+        return passed, max(0.0, min(waited - (self._read_other_threads_seconds() - self._helped), 0.9 * passed))
 
-    def _helper_seconds(self) -> float:
-        """Return the CPU seconds used so far by all threads of this process but the calling one, such as communication
-        threads; a wait for a core that they use is no disturbance by other programs. 0 if several threads compute."""
+    def _read_other_threads_seconds(self) -> float:
+        """Return the CPU seconds used so far by the other threads of this process, such as communication threads; 0 if
+        several threads compute. A wait for a core that they use is not a disturbance by other programs."""
         return time.process_time() - time.thread_time() if self._threads == 1 else 0.0
 
-    def seconds(self) -> float:
-        """Return the seconds passed; the waits for CPU cores used by other programs are subtracted if they exceed the
-        fraction `DISTURBED` of this time."""
+    def read_seconds(self) -> float:
+        """Return the seconds since the start, less the waits for CPU cores used by other programs if these exceed the
+        fraction `DISTURBED` of the time."""
         passed, waited = self.read()
         return passed - (waited if waited > DISTURBED * passed else 0.0)

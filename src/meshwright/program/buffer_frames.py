@@ -16,14 +16,14 @@ from meshwright.program.contributions import ContributionTracker, build_local_mo
 from meshwright.program.order import Integers, PostingOrder
 
 LETTERS = "abcdefghijklmnop"  # of the ranks
-MOST_RANKS = len(LETTERS)
-MOST_SLOTS = 64
-MOST_ROUNDS = 200
+MAX_RANKS = len(LETTERS)
+MAX_SLOTS = 64
+MAX_ROUNDS = 200
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Content, as drawn, of one slot of one rank. A slot is the buffer for one chunk of the vector of a collective.
+    """Content of one slot of one rank, as drawn. A slot is the buffer for one chunk of the vector of a collective.
 
     Attributes:
         label: Text such as `a0+b0` (chunk 0, summed over ranks a and b), empty for an empty slot.
@@ -44,10 +44,10 @@ class Arrow:
 
     Attributes:
         source, target: Sending and receiving rank.
-        slot: First slot (buffer for one chunk) read on the source.
-        into: First slot written on the target.
+        slot: First slot (buffer for one chunk) that is read on the source.
+        into: First slot that is written on the target.
         count: Number of consecutive slots, 0 for a signal without data.
-        adds: True if the data are added to the target slots instead of overwriting them.
+        adds: True to add to the target slots, False to overwrite them.
     """
 
     source: int
@@ -84,9 +84,9 @@ def build_frames(checked: CheckedCollective) -> list[Frame]:
     """
     program = checked.program
     for what, number, most in (
-        ("ranks", program.ranks, MOST_RANKS),
-        ("slots per rank", program.slots, MOST_SLOTS),
-        ("rounds", checked.rounds, MOST_ROUNDS),
+        ("ranks", program.ranks, MAX_RANKS),
+        ("slots per rank", program.slots, MAX_SLOTS),
+        ("rounds", checked.rounds, MAX_ROUNDS),
     ):
         if number > most:
             raise UserError(
@@ -128,11 +128,11 @@ def build_frames(checked: CheckedCollective) -> list[Frame]:
 
 
 def _align_levels_with_rounds(checked: CheckedCollective) -> tuple[PostingOrder, int]:
-    """Renumber the dependency levels of a collective program so that one level is one drawing: all transfers of a round
-    get the same level, and the local copies and reductions before them the levels just below it. Return (posting order
-    with the new levels, number of levels per round).
+    """Renumber the dependency levels of a collective program for drawing: all transfers of a round get one level, and
+    the local copies and reductions that precede them the levels just below it. Return (posting order with the new
+    levels, number of levels per round).
 
-    checked: verified program with its dependency levels (a step depends only on steps of lower levels).
+    checked: verified program, in whose posting order a step depends only on steps of lower levels.
     """
     s, rounds = checked.program.steps, checked.order.rounds
     is_local = np.zeros(len(s.group_rank), np.bool_)
@@ -192,7 +192,7 @@ def _make_cells(
 
 def sums_contributions(program: CollectiveProgram) -> bool:
     """Return True if the program's operation sums data of several ranks in one slot (buffer for one chunk): all-reduce,
-    reduce-scatter, reduce. Also True for barrier, whose slots collect the set of ranks that have signalled."""
+    reduce-scatter, reduce; and for barrier, whose slots collect the set of ranks that have signalled."""
     return program.operation in ("all-reduce", "reduce-scatter", "reduce", "barrier")
 
 

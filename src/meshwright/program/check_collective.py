@@ -30,9 +30,11 @@ _MAX_SLOTS_MOVED = 10**8  # summed over steps: a few GiB and a minute
 class CheckedCollective(MatchedCollective):
     """Verified collective program, with its matched sends and receives and an order in which they can run.
 
-    program: steps of all ranks. sends, receives: [transfers], step indices of the two ends of each transfer. level:
-    [transfers], dependency level of each transfer, which depends on lower levels only. order: order in which groups
-    (steps that a rank posts together) can be posted.
+    Attributes:
+        program: Steps of all ranks.
+        sends, receives: [transfers], step indices of the two ends of each transfer.
+        level: [transfers], dependency level of each transfer; a transfer depends only on transfers of lower levels.
+        order: Order in which groups (steps that a rank posts together) can be posted.
     """
 
     level: Integers

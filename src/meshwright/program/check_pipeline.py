@@ -39,10 +39,12 @@ class CheckedPipeline:
     """Verified pipeline schedule, with its matched sends and receives, a valid order of its steps, and its peak
     activations.
 
-    sends, receives: [transfers], step indices of explicit sends and their receives (empty if the schedule has none).
-    order: [groups], indices of the groups (steps that a rank runs together) in dependency order. peak_activations:
-    [ranks], peak of saved activations; 1.0 is one micro-batch on all stages that the rank has of one replica (copy of
-    the model).
+    Attributes:
+        program: The schedule.
+        sends, receives: [transfers], step indices of explicit sends and their receives; empty if the schedule has none.
+        order: [groups], indices of the groups (steps that a rank runs together) in dependency order.
+        peak_activations: [ranks], peak of saved activations; 1.0 is one micro-batch on all stages that the rank has of
+            one replica (copy of the model).
     """
 
     program: PipelineProgram
@@ -91,8 +93,8 @@ def _check_placement(program: PipelineProgram) -> None:
 
 
 def _check_steps(program: PipelineProgram) -> None:
-    """Raise `ProgramError` for the first step whose kind, rank, stage, replica (copy of the model), micro-batch or
-    component is out of range, that runs on another rank than its stage, or that transfers beyond the first or last
+    """Raise `ProgramError` for the first invalid step: its kind, rank, stage, replica (copy of the model), micro-batch
+    or component is out of range, it runs on another rank than its stage, or it transfers beyond the first or last
     stage."""
     p, s = program, program.steps
 
@@ -217,11 +219,11 @@ def _check_micro_batches(program: PipelineProgram) -> None:
 
 
 def _check_unique(program: PipelineProgram, steps: Integers, number: Integers, verb: str) -> None:
-    """Raise `ProgramError` if two steps do the same work, such as sending the same value; the error names the later
-    one.
+    """Raise `ProgramError` if two steps do the same work, such as two sends of one value; the error names the later
+    step.
 
-    steps: step indices. number: [steps], number that is equal for steps that do the same work. verb: participle for the
-    error message, such as `sent`.
+    steps: step indices. number: [steps], identifier of each step's work, equal for steps that do the same. verb:
+    participle for the message, such as `sent`.
     """
     order = np.argsort(number, kind="stable")
     again = np.flatnonzero(number[order][1:] == number[order][:-1])

@@ -124,6 +124,7 @@ class CollectiveProgram(StepProgram):
     reduction: str = "sum"
 
     def __post_init__(self) -> None:
+        """Assert that operation and reduction are known names."""
         assert self.operation in OPERATIONS, self.operation
         assert self.reduction in REDUCTIONS, self.reduction
 
@@ -150,9 +151,9 @@ class CollectiveProgram(StepProgram):
         return self.first_scratch + self.scratch
 
     def find_owner(self, chunk: ArrayLike) -> Integers:
-        """Return the owner rank of each chunk number in `chunk`, in the same shape: the rank that holds the chunk in
-        operations such as reduce-scatter or all-gather. Every rank owns a contiguous, nearly equal range of the
-        vector's chunks, in rank order."""
+        """Return the rank that owns each chunk number in `chunk`, in the same shape. Every rank owns a contiguous,
+        nearly equal range of the vector's chunks, in rank order: the chunks that it ends with in a reduce-scatter or
+        starts with in an all-gather."""
         return np.asarray(chunk, np.int64) * self.ranks // self.chunks
 
     def format_slots(self, slot: int, count: int = 1) -> str:
@@ -237,6 +238,7 @@ class Builder:
     _written: int = 0
 
     def __post_init__(self) -> None:
+        """Raise UserError if the program would have too many chunks; arguments: see the class."""
         if self.ranks * self.chunks > MAX_CHUNKS:
             raise self._make_size_error(
                 f"{self.chunks:,} chunks on each rank, {MAX_CHUNKS:,} on all ranks together are the maximum"

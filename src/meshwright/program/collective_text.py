@@ -101,6 +101,7 @@ class _Parser(ProgramParser):
     optional = ("root", "scratch", "reduction")
 
     def __init__(self, where: str) -> None:
+        """Start without header values; arguments: see the class."""
         super().__init__(where)
         self.operation, self.algorithm, self.reduction = "", "", "sum"
         self.numbers = {"root": 0, "scratch": 0}

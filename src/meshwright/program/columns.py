@@ -24,14 +24,17 @@ class StepColumns:
     kind: Integers
 
     def __len__(self) -> int:
+        """Return the number of steps."""
         return len(self.rank)
 
     def __eq__(self, other: object) -> bool:
+        """Return True if `other` has the same type and equal columns."""
         return type(self) is type(other) and all(
             np.array_equal(getattr(self, column.name), getattr(other, column.name)) for column in fields(self)
         )
 
     def __hash__(self) -> int:
+        """Return the hash of all columns, so that programs can be cache keys."""
         return self._hash
 
     @cached_property
@@ -41,8 +44,8 @@ class StepColumns:
 
     @cached_property
     def group_index(self) -> Integers:
-        """Index of the group (consecutive steps of a rank that start together) to which each step belongs: [steps].
-        Groups are numbered from 0 over all ranks, rank by rank."""
+        """Index of the group (consecutive steps of a rank that start together) of each step: [steps]. Groups are
+        numbered from 0 over all ranks, rank by rank."""
         return np.cumsum((np.diff(self.rank, prepend=-1) != 0) | (np.diff(self.group, prepend=-1) != 0)) - 1
 
     @cached_property
@@ -82,7 +85,8 @@ class StepProgram:
         return ProgramError(int(self.steps.rank[step]), int(self.steps.group[step]), self.describe(step), reason)
 
     def refuse(self, bad: Mask, reason: str) -> None:
-        """Raise `ProgramError` about the first step for which `bad` [steps] is True; do nothing if there is none.
+        """Raise `ProgramError` about the first step for which the mask `bad` [steps] is True; do nothing if there is
+        none.
 
         reason: message; names of step columns in braces, such as `{rank}`, are replaced by the values of that step.
         """

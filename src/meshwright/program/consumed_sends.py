@@ -64,13 +64,12 @@ _TO_NEXT_STAGE = frozenset((int(Kind.SEND_FORWARD), int(Kind.RECEIVE_BACKWARD)))
 
 
 def find_consumed_sends(program: PipelineProgram, rank: int) -> dict[int, list[Value]]:
-    """Return the points at which a rank can free the buffers of activations and gradients that it has sent, without
-    waiting for the sends: {index of a compute step of the rank: values whose send buffers can be freed once the input
-    of this step has arrived}.
+    """Return when a rank can free the send buffers of its activations and gradients without waiting for the sends:
+    {index of a compute step of the rank: values whose send buffers are free once the input of this step has arrived}.
 
-    An input that arrives from another rank shows that this rank has run all of its steps before the send, and so has
-    received the values that these steps read from `rank`. A value is (OUTPUT or GRADIENT, replica, stage that produces
-    it, micro-batch); each value is listed once. program: the pipeline schedule.
+    An input from another rank shows that this rank has run all of its steps before the send, and so has received the
+    values that these steps read from `rank`. A value is (OUTPUT or GRADIENT, replica, stage that computes it,
+    micro-batch); each is listed once. program: the pipeline schedule. rank: number of the rank.
     """
     last, placement = program.stages - 1, program.placement
     mine = list_rank_steps(program, rank)

@@ -45,12 +45,13 @@ def check_header(operation: str, ranks: int, chunks: int, root: int, scratch: in
 
 @dataclass
 class SymbolicMemory:
-    """Contents of the slots (buffers of one chunk each) of all ranks in a symbolic execution: instead of numbers, which
-    chunk a slot holds and the contributions of which ranks it sums.
+    """Contents of the slots (buffers of one chunk each) of all ranks in a symbolic execution: instead of numbers, the
+    chunk that a slot holds and the ranks whose contributions it sums.
 
-    chunk: [ranks, slots], number of the vector's chunk in each slot; -1 for an empty slot.
-    origins: [ranks, slots, ceil(ranks / 64)], set of ranks whose contributions are summed in the slot, one bit per
-    rank.
+    Attributes:
+        chunk: [ranks, slots], number of the vector's chunk in each slot; -1 for an empty slot.
+        origins: [ranks, slots, ceil(ranks / 64)], set of ranks whose contributions are summed in the slot, one bit per
+            rank.
     """
 
     chunk: NDArray[np.int32]
@@ -116,8 +117,10 @@ def build_initial_memory(program: CollectiveProgram) -> SymbolicMemory:
 class RequiredSlots:
     """Slot contents that an operation requires at its end, as columns with one entry per slot (buffer for one chunk).
 
-    rank, slot: rank, and slot number on it. chunk: chunk of the vector that the slot must hold. origin: rank whose data
-    the slot must hold, or `ALL` (-1) for the sum over all ranks.
+    Attributes:
+        rank, slot: Rank, and number of the slot on it.
+        chunk: Chunk of the vector that the slot must hold.
+        origin: Rank whose data the slot must hold, or `ALL` (-1) for the sum over all ranks.
     """
 
     rank: Integers

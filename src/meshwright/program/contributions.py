@@ -24,18 +24,17 @@ Sets: TypeAlias = NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class SlotMoves:
-    """Moves of single slots (buffers for one chunk) by transfers or local steps of a collective program, as columns
-    with one entry per move.
+    """Copies and reductions of single slots (buffers for one chunk), into which the transfers and local steps of a
+    collective program are split; columns with one entry per slot.
 
     Attributes:
         source, target: Slot read and slot written, each numbered rank x slots per rank + slot.
         reader, writer: Step index of the step that reads (a send) and of the step that writes (a receive); equal for a
             local step.
-        read_level, write_level: Dependency level at which the source is read and the target is written; a reduction is
-            written only when all transfers of its group (steps that a rank posts together) have ended.
-        reduces: True if the move adds to the target instead of overwriting it.
-        turn: Number of earlier reductions of the same group into the same target; reductions into one target are
-            applied in the order of this number.
+        read_level, write_level: Dependency level at which the source is read and the target is written. A reduction is
+            written at the level at which all transfers of its group (steps that a rank posts together) have ended.
+        reduces: True to add to the target, False to overwrite it.
+        turn: Order of reductions of one group into one target, from 0.
     """
 
     read_level: Integers  # level of the read
@@ -138,6 +137,7 @@ class ContributionTracker:
     """
 
     def __init__(self, program: CollectiveProgram) -> None:
+        """Fill the slots with the input that the operation assumes; arguments: see the class."""
         self.program, self.memory = program, contract.build_initial_memory(program)
         # The same memory with the slots of all ranks in a row.
         self._chunk = self.memory.chunk.reshape(-1)
@@ -147,9 +147,9 @@ class ContributionTracker:
         """Execute all slot moves on `memory`, one dependency level after the other.
 
         across: moves of slots (buffers for one chunk) between ranks. inside: moves within a rank (local copies and
-        combines). watch: function called after each level with the level's number; None: none. Raises `ProgramError` at
-        the first step that reads an empty slot, reduces different chunks into each other, or adds the contribution of a
-        rank a second time.
+        combines). watch: called with the number of each level after the level; None: not called. Raises `ProgramError`
+        at the first step that reads an empty slot, reduces different chunks into each other, or adds the contribution
+        of a rank a second time.
         """
         levels = int(max(across.write_level.max(initial=-1), inside.read_level.max(initial=-1))) + 1
         starts = np.searchsorted(across.read_level, np.arange(levels + 1)).tolist()
@@ -190,11 +190,9 @@ class ContributionTracker:
         return chunk, self._sets[moves.source]
 
     def _apply_copies(self, moves: SlotMoves) -> tuple[SlotMoves, Chunks, Sets]:
-        """Perform, in `memory`, those of `moves` that overwrite their target slot (buffer for one chunk).
-
-        Returns the other moves, which are reductions still to be applied, with what they read from their source slots:
-        (moves, chunk numbers [moves], sets of contributing ranks [moves, 64-bit words]).
-        """
+        """Apply those of `moves` that overwrite their target slot (buffer for one chunk) to `memory`. Return the
+        remaining moves, the reductions, with what they have read from their source slots: (moves, chunk numbers
+        [moves], sets of contributing ranks [moves, 64-bit words])."""
         chunk, sets = self._read_slots(moves)
         reduces = int(np.searchsorted(moves.reduces, True))  # overwriting moves come first
         self._chunk[moves.target[:reduces]], self._sets[moves.target[:reduces]] = chunk[:reduces], sets[:reduces]

@@ -27,9 +27,9 @@ class ValueReads:
 
     Attributes:
         reader: Index of the step that reads the value.
-        maker: Index of the step that produces the value, -1 if no step does.
-        what: OUTPUT (0, a forward's result) or GRADIENT (1, an input gradient).
-        stage: Stage of the producing step.
+        maker: Index of the step that computes the value, -1 if no step does.
+        what: Kind of the value: OUTPUT (0, the activation that a forward computes) or GRADIENT (1, an input gradient).
+        stage: Stage of the step that computes the value.
         between_stages: True if the value comes from another stage, which may be on another rank.
     """
 
@@ -40,6 +40,7 @@ class ValueReads:
     between_stages: Mask  # True if the value is sent between stages, and so perhaps between ranks
 
     def __len__(self) -> int:
+        """Return the number of reads."""
         return len(self.reader)
 
 
@@ -89,9 +90,9 @@ class Dataflow:
 
     @cached_property
     def _ordered_components(self) -> tuple[Integers, Mask, Mask]:
-        """Compute steps, sorted by the value (output or gradient) that they produce and, for one value, by layer
-        component (attention, dispatch, MLP, combine) in execution order. Three arrays [compute steps]: step index; True
-        for the first component of a value; True for its last component."""
+        """Compute steps sorted by the value (output or gradient) that they compute, then by layer component (attention,
+        dispatch, MLP, combine) in execution order: three arrays [compute steps]: step index; True for the first
+        component of a value; True for its last."""
         s, c, made = self.program.steps, self.computing, self.produced
         part = np.where(s.kind[c] == Kind.FORWARD, s.component[c], -s.component[c])
         order = np.lexsort((part, made)) if part.any() else np.argsort(made, kind="stable")
@@ -111,11 +112,9 @@ class Dataflow:
         return self._tabulate_steps(2)
 
     def _tabulate_steps(self, which: int) -> Integers:
-        """Return, for each value (output or gradient), the index of the first or of the last step that computes it:
-        [values], in the order of `compute_value_index`; -1 for a value that no step computes.
-
-        which: 1 for the first step, 2 for the last one.
-        """
+        """Return the first or the last step that computes each value (output or gradient), as step indices [values] in
+        the order of `compute_value_index`; -1 for a value that no step computes. which: 1 for the first step, 2 for the
+        last."""
         p = self.program
         table = np.full(3 * p.replicas * p.stages * p.micro_batches, -1, np.int64)
         order, chosen = self._ordered_components[0], self._ordered_components[which]

@@ -17,10 +17,9 @@ Floats: TypeAlias = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Durations:
-    """Durations of the steps of a pipeline on one micro-batch, in any unit of time (the same for all fields).
-
-    Each field is one number for all stages, or an array [stages] or [replicas, stages] (replica: copy of the model, two
-    in bidirectional schedules).
+    """Durations of the steps of a pipeline on one micro-batch, in any unit of time (the same for all fields). Each
+    field is one number for all stages, or an array [stages] or [replicas, stages] (replica: copy of the model, two in
+    bidirectional schedules).
 
     Attributes:
         forward, input_gradient, weight_gradient: Compute times of the passes. A full backward takes the sum of input
@@ -28,13 +27,12 @@ class Durations:
         transfer: Message time between adjacent stages, in either direction; one number, or one per stage boundary
             [stages - 1]. Transfers between stages of one rank take no time.
         update: Time of the optimizer step on one stage's weights.
-        overlapped: Time of a forward and a backward that run together as one group (None: the sum of their times). If
-            the two are on different stages, the group takes the mean of both stages' values.
-        parts: Fraction of a pass that attention, dispatch, MLP and combine each take where steps are split into these
-            components. [4]: the same for all passes, except that a weight gradient is divided between attention and MLP
-            alone, in the ratio of their fractions. [4, 4]: one row each for forward, backward, input gradient and
-            weight gradient. In a group, attention and MLP run one after the other, and dispatch and combine overlap
-            with them.
+        overlapped: Time of a forward and a backward that run together as one group; None: the sum of their times. If
+            the two are on different stages, the mean of both stages' values is used.
+        parts: Fractions of a pass that attention, dispatch, MLP and combine take, for steps that are split into these
+            components: [4] for all passes (a weight gradient is divided between attention and MLP in the ratio of their
+            fractions), or [4, 4] with one row each for forward, backward, input gradient and weight gradient. In a
+            group, attention and MLP run one after the other, and dispatch and combine overlap with them.
     """
 
     forward: ArrayLike = 1.0
@@ -56,20 +54,21 @@ class Durations:
         update: ArrayLike = 0.0,
         overlapped: ArrayLike | None = None,
     ) -> Durations:
-        """Build durations by stage from durations by rank, which are divided equally among the rank's stages.
+        """Build durations by stage from durations by rank (all stages of a rank together), divided equally among the
+        rank's stages.
 
         shape: the program, or (ranks, stages per rank). forward, input_gradient, weight_gradient, update, overlapped:
-        as the fields of `Durations`, but for all stages of a rank together: one number, or one per rank. A list with
-        one number per stage is kept as it is; so is `transfer`, the message time between stages.
+        as the fields of `Durations`, but per rank: one number for all ranks, or a list [ranks]. A list [stages] has the
+        durations of stages and is not divided. transfer: message time between adjacent stages, not divided.
         """
         return cls(forward, input_gradient, weight_gradient, transfer, update, overlapped).split(shape)
 
     def split(self, shape: PipelineProgram | tuple[int, int]) -> Durations:
-        """Convert durations by rank, for all stages (model chunks) of a rank together, to durations by stage.
+        """Convert durations by rank (all stages of a rank together) to durations by stage.
 
-        shape: the program, or (ranks, chunks per rank) if stage s is on rank s modulo ranks. A field of `self` that is
-        one number, or one per rank, is divided by the chunks per rank. A field with one number per stage is kept, also
-        if ranks and stages are equally many. `transfer` is kept too. Raises UserError for a list of another length.
+        shape: the program, or (ranks, chunks per rank) for cyclic placement (stage s on rank s modulo ranks). In each
+        field, a single number and a list with one number per rank are divided by the chunks per rank; a list with one
+        number per stage is unchanged. `transfer` is unchanged. Raises UserError for a list of another length.
         """
         if isinstance(shape, tuple):
             ranks, chunks = shape
@@ -121,10 +120,10 @@ class Durations:
             raise UserError(f"{name.replace('_', ' ')}: durations must be finite and not negative")
         return np.broadcast_to(array, (program.replicas, columns))
 
-    def component_shares(self) -> Floats:
+    def compute_component_shares(self) -> Floats:
         """Return the fraction of a step's duration that each layer component (attention, dispatch, MLP, combine) takes:
-        [step kinds, components], indexed by the values of `Kind` and `Component`. The fraction is 1 for whole steps.
-        Raises UserError if the field `parts` has not the shape [4] or [4, 4]."""
+        [step kinds, components], indexed by `Kind` and `Component`; 1 for whole steps. Raises UserError if the field
+        `parts` has not the shape [4] or [4, 4]."""
         parts = np.asarray(self.parts, np.float64)
         if parts.shape not in ((4,), (4, 4)):
             raise UserError(f"parts: {parts.size} values; expected 4, or 4 for each of the 4 step kinds")

@@ -16,15 +16,15 @@ _MAX_CACHED = 4_000_000  # numbers cached by a FairSharing: 32 MB
 
 
 def compute_fair_rates(flow: Integers, link: Integers, flows: int, bandwidth: Floats) -> Floats:
-    """Return the max-min fair rate in bytes per second of each of several flows (concurrent messages) over shared
-    links: [flows].
+    """Return the max-min fair rates, in bytes per second, of several flows (concurrent messages) that share links:
+    [flows].
 
     flow, link: [hops], flow number and link number of each hop of all routes, ordered by flow; every flow has at least
     one hop. flows: number of flows. bandwidth: [all links], bytes per second.
 
-    Progressive filling: a link's share is its remaining bandwidth, divided by the number of its flows that have no rate
-    yet. Each iteration finds the links that are the bottleneck (lowest share of all links on the route) of every flow
-    over them, and sets the rate of these flows to this share.
+    Progressive filling: the share of a link is its remaining bandwidth divided by its number of flows without a rate.
+    Each iteration fixes the rates of the flows over links that are the bottleneck (lowest share on the route) of all
+    their flows.
     """
     links, link = np.unique(link, return_inverse=True)
     left = bandwidth[links]
@@ -53,6 +53,7 @@ class FairSharing:
     """
 
     def __init__(self, routes: Routes, bandwidth: Floats) -> None:
+        """Start with an empty cache; arguments: see the class."""
         self.routes, self.bandwidth = routes, bandwidth
         self._known: dict[bytes, Floats] = {}
         self._numbers = 0

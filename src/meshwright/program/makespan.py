@@ -30,6 +30,7 @@ class MakespanCache:
     durations."""
 
     def __init__(self) -> None:
+        """Start with an empty cache."""
         self._known: dict[tuple[PipelineProgram, bytes], float] = {}
 
     def get(self, program: PipelineProgram, durations: Durations) -> float:
@@ -90,18 +91,18 @@ def compute_makespans(program: PipelineProgram, durations: Sequence[Durations]) 
 
 
 class _WaveOrder(NamedTuple):
-    """Groups (steps that run together on a rank) sorted into waves, for vectorized simulation. A wave depends only on
-    earlier waves, so all of its groups are computed at once.
+    """Groups (steps that run together on a rank) sorted into waves: a group depends only on groups of earlier waves, so
+    all groups of a wave are simulated at once.
 
     Attributes:
         order: [groups], group indices, wave by wave.
         bounds: End (exclusive) of each wave in `order`.
-        before: [groups], position in `order` of the previous group on the same rank.
-        needs: Several arrays [groups] of positions in `order`: a group waits for the groups on other ranks at needs[0],
-            needs[1] ...
-        crossings: Several arrays [groups], one for each of `needs`: index in `RemoteReads` of the read (of a value from
-            another rank) that causes the wait. Entry g of `before`, `needs` and `crossings` concerns the group
-            order[g]; without such a predecessor the position is `len(order)`, the read -1.
+        before: [groups], for each entry of `order`: position in `order` of the previous group on the same rank;
+            `len(order)` if there is none.
+        needs: Arrays [groups], for each entry of `order`: positions in `order` of the groups on other ranks that it
+            waits for, one per array; `len(order)` for no further one.
+        crossings: Arrays [groups], parallel to `needs`: index in `RemoteReads` of the read that causes the wait; -1 for
+            none.
     """
 
     order: Integers
@@ -160,11 +161,11 @@ def _sort_into_waves(program: PipelineProgram) -> _WaveOrder:
 
 
 def _list_remote_predecessors(program: PipelineProgram, wait: RemoteReads) -> tuple[list[Integers], list[Integers]]:
-    """List the groups (steps run together) on other ranks for which each group waits, and the reads that cause the
-    waits.
+    """List, for each group (steps run together on a rank), the groups on other ranks that it waits for.
 
-    wait: values read across ranks. Returns two lists of arrays [groups]: awaited groups, as group indices, and reads,
-    as indices into `wait`. Entry g of array i is the i-th wait of group g; -1 if g has fewer waits.
+    wait: values read across ranks. Returns (awaited groups, reads): two lists of arrays [groups]. Entry g of the i-th
+    array is the i-th group that group g waits for, or the index in `wait` of the read that causes this wait; -1 if g
+    has no more waits.
     """
     s = program.steps
     groups = len(s.group_rank)

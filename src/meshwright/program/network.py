@@ -34,6 +34,7 @@ class Routes:
     link: Integers
 
     def __len__(self) -> int:
+        """Return the number of routes."""
         return len(self.first) - 1
 
     @classmethod
@@ -68,17 +69,17 @@ class Network:
 
     Attributes:
         name: Text for reports.
+        ranks: Number of ranks.
         link_from, link_to: [links], vertices. A full-duplex cable is two links.
         latency: [links], seconds that a link adds to a message.
         bandwidth: [links], bytes per second.
         find_routes: Function (source ranks [n], target ranks [n]) -> the n routes between these pairs.
-        tiers: (seconds, bytes per second) of a message between near ranks (on one node or leaf switch), and of one
-            between far ranks, for the closed forms (formulas) of algorithms' times; two equal pairs in a uniform
-            network.
+        tiers: (latency in seconds, bytes per second) between near ranks (on one node or leaf switch), and between far
+            ranks, for closed-form times of algorithms; two equal pairs in a uniform network.
         gap: Extra delay between two messages of one group (steps posted together) that start on the same link, as a
             fraction of the message's latency (the gap of LogP, D. Culler et al., PPoPP 1993).
-        partitions: Divisions of the network into blocks whose connecting links may be the bottleneck, for the lower
-            bound: arrays [vertices] with the block of each vertex; -1 for switches outside every block.
+        partitions: Cuts of the network that may be bottlenecks, for the lower bound: arrays [vertices] with the block
+            of each vertex; -1 for switches outside every block.
         switches: Names of the switches.
         dims: Sides of a torus or mesh, the default for algorithms on grids; None for other networks.
         groups: Ranks per node, the default for hierarchical algorithms; None for networks without nodes.
@@ -138,10 +139,10 @@ class Network:
         return distance[: self.ranks]
 
     @cached_property
-    def least_latency(self) -> float:
-        """Lower bound of the latency between any two ranks, in seconds; 0 for a single rank. It is the smaller of two
-        values: the latency of the fastest link between two ranks; and the latency of the fastest link from a rank to a
-        switch plus that of the fastest link into a rank."""
+    def min_latency(self) -> float:
+        """Lower bound of the latency between any two ranks, in seconds; 0 for a single rank. It is the latency of the
+        fastest link between two ranks, or, if less, that of the fastest link from a rank to a switch plus that of the
+        fastest link into a rank."""
         if self.ranks == 1:
             return 0.0
         into = self.latency[self.link_to < self.ranks].min()

@@ -28,6 +28,7 @@ class ProgramError(CheckFailed):
     """
 
     def __init__(self, rank: int, group: int, step: str, reason: str) -> None:
+        """Compose the message; arguments: see the class."""
         super().__init__(f"rank {rank}, step {group} ({step}): {reason}")
         self.rank, self.group, self.step, self.reason = rank, group, step, reason
 
@@ -72,10 +73,11 @@ def match_transfers(rank: Integers, peer: Integers, is_send: Mask, is_receive: M
 class PostingOrder:
     """Order in which the groups (steps that a rank posts together) of a program can be posted.
 
-    level: [groups], number of groups in the longest chain of groups that must be posted, one after the other, before
-    each group; a group depends only on groups of lower levels. rounds: [groups], largest number of transfers in such a
-    chain before each group. depth: largest number of transfers in any such chain of the program, which is its number
-    of rounds.
+    Attributes:
+        level: [groups], dependency level: length of the longest chain of groups that must be posted before the group,
+            which depends only on groups of lower levels.
+        rounds: [groups], the largest number of transfers in such a chain.
+        depth: Number of rounds of the program: the largest number of transfers in any chain.
     """
 
     level: Integers
@@ -92,8 +94,8 @@ class Deadlock(Exception):
 
 
 def find_posting_order(rank: Integers, group_a: Integers, group_b: Integers) -> PostingOrder:
-    """Compute the order in which the groups (steps posted together) of all ranks can be posted if sends are
-    synchronous.
+    """Compute the order in which the groups (steps posted together) of all ranks can be posted with synchronous sends
+    (a topological sort).
 
     rank: [groups], rank of each group; groups are numbered rank by rank, in posting order. group_a, group_b:
     [transfers], group indices of the two ends of each transfer. Raises `Deadlock` with the cycle.
@@ -150,11 +152,10 @@ def concatenate_ranges(starts: Integers, ends: Integers) -> Integers:
 
 
 def _find_cycle(before: Integers, after: Integers, stuck: Mask) -> tuple[int, ...]:
-    """Return the indices of groups (steps posted together) that form a cycle of dependencies: each waits for the next
-    one of the tuple, and the last for the first.
+    """Return a cycle in the dependency graph of groups (steps posted together), as group indices: each waits for the
+    next, the last for the first.
 
-    before, after: [edges] of the dependency graph: group that is waited for, and group that waits for it. stuck:
-    [groups], True for groups that can never be posted.
+    before, after: [edges], awaited group and waiting group. stuck: [groups], True for groups that can never be posted.
     """
     inside = stuck[before] & stuck[after]
     waits_for = dict(zip(after[inside].tolist(), before[inside].tolist(), strict=True))

@@ -217,8 +217,8 @@ class RankBuilder:
     the rank has only one stage of that replica (copy of the model; bidirectional schedules have two, others one).
 
     rank: number of the rank. stages: [replica], stages on this rank. rows: appended steps, as (group, kind, stage,
-    replica, micro-batch, component). Steps of one group run overlapped. The component is a `Component` (part of the
-    layers that the step computes), 0 for a whole step.
+    replica, micro-batch, component); steps with equal group number run overlapped. The component is a `Component` (part
+    of the layers that the step computes), 0 for a whole step.
     """
 
     rank: int
@@ -322,6 +322,7 @@ class Builder:
     """
 
     def __init__(self, name: str, ranks: int, micro_batches: int, placement: Placement) -> None:
+        """Create one `RankBuilder` per rank; arguments: see the class."""
         self.name, self.micro_batches, self.placement = name, micro_batches, placement
         stages: list[list[list[int]]] = [[[] for _ in placement] for _ in range(ranks)]  # [rank][replica]
         for replica, ranks_by_stage in enumerate(placement):

@@ -13,10 +13,9 @@ from meshwright.program.order import Integers
 from meshwright.program.pipeline import Kind, PipelineProgram
 
 
-def find_activation_lifetimes(flow: Dataflow) -> tuple[Integers, Integers]:
-    """Return the events that change the number of saved activations, as two arrays of step indices: the steps at whose
-    start an activation is allocated, and the steps at whose end one is freed. Entry i of the two arrays need not
-    concern the same activation.
+def find_activation_events(flow: Dataflow) -> tuple[Integers, Integers]:
+    """Return the steps at whose start a saved activation is allocated, and the steps at whose end one is freed: two
+    arrays of step indices, which are not paired.
 
     flow: data flow of the schedule. An activation lives from the start of its forward to the end of its weight gradient
     (or full backward).
@@ -40,7 +39,7 @@ def compute_peak_activations(flow: Dataflow) -> Floats:
     flow: data flow of the pipeline schedule.
     """
     program, s = flow.program, flow.program.steps
-    born, freed = find_activation_lifetimes(flow)
+    born, freed = find_activation_events(flow)
     groups = len(s.group_rank)
     # Activations allocated and freed by all groups before each group.
     came, went = (
@@ -54,14 +53,13 @@ def compute_peak_activations(flow: Dataflow) -> Floats:
 
 
 def count_weight_copies(program: PipelineProgram) -> Floats:
-    """Return the peak number of weight versions on each rank, indexed by rank; the unit is one copy of the rank's
-    stages of one replica (copy of the model).
+    """Return the peak number of copies of its weights that each rank holds, [ranks]; 1.0 is one copy of the rank's
+    stages of one replica.
 
-    A synchronous schedule has one version of each replica's stages. In an asynchronous one (PipeDream), each update
-    (optimizer step) makes a new version. A forward uses the newest version and its backward the same one, so a replaced
-    version is kept until the last backward that uses it. If a rank computes a gradient of the next update before an
-    update (PipeDream-2BW), it needs a second buffer, in which the new version then arises; the new version is therefore
-    counted from that gradient on.
+    A synchronous schedule holds one copy per replica. In an asynchronous one (PipeDream), each update (optimizer step)
+    makes a new version of a stage's weights, and a replaced version is kept (stashed) until the last backward that uses
+    it: a backward uses the version of its forward. With double buffering (PipeDream-2BW) a new version takes memory
+    from its first gradient on.
     """
     s = program.steps
     held = np.bincount(np.asarray(program.placement).ravel(), minlength=program.ranks) / program.chunks

@@ -88,6 +88,7 @@ class _Parser(ProgramParser):
     repeated = ("placement",)
 
     def __init__(self, where: str) -> None:
+        """Start without header values; arguments: see the class."""
         super().__init__(where)
         self.name = ""
         self.placement: list[tuple[int, ...]] = []

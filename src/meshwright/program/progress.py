@@ -15,11 +15,11 @@ from meshwright.program.pipeline import Kind, PipelineProgram
 
 @dataclass(frozen=True)
 class RemoteReads:
-    """Activations and gradients that steps read from other ranks, as columns [values].
+    """Activations and gradients that steps read from other ranks, as columns with one entry per value.
 
-    reader, maker: indices of the steps that read and produce the value. leaves, arrives: indices of the steps that send
-    and receive the value; in a program without explicit transfers, equal to maker and reader. boundary: s for a value
-    between stages s and s + 1, in either direction.
+    reader, maker: indices of the steps that read and compute the value. leaves, arrives: indices of the steps that send
+    and receive it; equal to maker and reader in a program without explicit transfers. boundary: stage boundary that the
+    value crosses: s between stages s and s + 1, in either direction.
     """
 
     reader: Integers
@@ -66,12 +66,12 @@ def find_remote_reads(flow: Dataflow) -> RemoteReads:
 def find_transfers(
     flow: Dataflow, kind: Kind, what: Integers, replica: Integers, stage: Integers, micro_batch: Integers
 ) -> Integers:
-    """Return the index of the step that sends, or of the step that receives, each of several values: [values]; -1 for a
-    value that no step sends (or receives).
+    """Return the step that sends (or receives) each of several values, as step indices [values]; -1 for a value that no
+    step sends (or receives).
 
-    flow: data flow of the schedule. kind: SEND_FORWARD to find the sending steps, RECEIVE_FORWARD to find the receiving
-    ones, both for activations and gradients. what: [values], OUTPUT (activation) or GRADIENT. replica, stage,
-    micro_batch: [values], fields of the sending (or receiving) step.
+    flow: data flow of the schedule. kind: SEND_FORWARD for sending steps, RECEIVE_FORWARD for receiving ones; transfers
+    of gradients are included. what: [values], OUTPUT (activation) or GRADIENT. replica, stage, micro_batch: [values],
+    fields of the sending (or receiving) step.
     """
     program, s = flow.program, flow.program.steps
     steps = np.flatnonzero((s.kind == kind) | (s.kind == kind + 2))

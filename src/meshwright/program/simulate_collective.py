@@ -78,6 +78,7 @@ class CollectiveSimulator:
     """
 
     def __init__(self, checked: MatchedCollective, network: Network, reduce_bytes_per_second: float = np.inf) -> None:
+        """Find messages, routes and local reductions of the program; arguments: see the class."""
         program, steps = checked.program, checked.program.steps
         assert program.ranks == network.ranks, f"{program.ranks} ranks on a network of {network.ranks}"
         self.network, self.chunks, self.ranks = network, program.chunks, program.ranks
@@ -109,9 +110,9 @@ class CollectiveSimulator:
         self._local_chunk_seconds = reduced / reduce_bytes_per_second
 
     def _count_messages_ahead(self, checked: MatchedCollective) -> Integers:
-        """Return, for each message, how many messages of the same group start before it on the same first link, each of
-        which delays it by the network's gap: [messages]. checked: program with matched sends and receives. A group is
-        the steps that a rank posts together; a message is all transfers from one group to another."""
+        """Return, for each message, the number of messages of the same group that start before it on the same first
+        link, each of which delays it by the network's gap: [messages]. A group is the steps that a rank posts together;
+        a message is all transfers from one group to another. checked: program with matched sends and receives."""
         first_step = np.full(len(self._route), len(checked.program.steps))
         np.minimum.at(first_step, self._message, checked.sends)
         line = self._sender * self.network.links + self._routes.link[self._routes.first[self._route]]
@@ -155,6 +156,7 @@ class _SimulationState:
     """
 
     def __init__(self, plan: CollectiveSimulator, message_bytes: Floats, local_seconds: Floats) -> None:
+        """Start at time 0 with no group posted; arguments: see the class."""
         self.plan, self.bytes, self.local_seconds = plan, message_bytes, local_seconds
         self.start, self.end = np.full(len(message_bytes), np.nan), np.full(len(message_bytes), np.nan)
         self.ends_posted = np.zeros(len(message_bytes), np.int64)
@@ -245,11 +247,10 @@ class _SimulationState:
         self._schedule_events(alone, self.local_seconds[alone], _EventKind.GROUPS_END)
 
     def _schedule_events(self, which: Integers, delay: Floats, kind: _EventKind) -> None:
-        """Schedule an event for each of the groups (steps that a rank posts together) or messages `which`. Entries with
-        equal delay share one event.
+        """Schedule one event for each index in `which`; indices with equal delay share an event.
 
-        which: indices of groups (if kind is GROUPS_END) or of messages (if kind is BYTES_FLOW). delay: [len(which)],
-        seconds from the current time.
+        which: indices of groups (steps that a rank posts together) if kind is GROUPS_END, of messages if kind is
+        BYTES_FLOW. delay: [len(which)], seconds from the current time.
         """
         if len(which) and (delay == delay[0]).all():
             self._push_event(float(delay[0]), kind, which)

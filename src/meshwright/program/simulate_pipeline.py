@@ -99,7 +99,7 @@ class PipelineTiming:
         rank has of one replica. Memory freed at the end of a step is free before the next step starts.
         """
         s = self.program.steps
-        born, freed = (steps[s.rank[steps] == rank] for steps in pipeline_memory.find_activation_lifetimes(self.flow))
+        born, freed = (steps[s.rank[steps] == rank] for steps in pipeline_memory.find_activation_events(self.flow))
         order = np.argsort(np.concatenate([2 * s.group[born], 2 * s.group[freed] + 1]), kind="stable")
         times = np.concatenate([self.start[born], self.end[freed]])[order]
         change = np.concatenate([np.ones(len(born)), -np.ones(len(freed))])[order]
@@ -124,9 +124,9 @@ class PipelineTiming:
 
     @cached_property
     def steady_bubble_fraction(self) -> float:
-        """Bubble fraction while the pipeline is full: fraction of the time in which a rank idles during the middle
-        third of its backwards, averaged over ranks. This third contains no warm-up or cool-down if there are at least
-        about 3 times as many micro-batches as ranks."""
+        """Bubble fraction while the pipeline is full: the fraction of time in which a rank idles during the middle
+        third of its backwards, averaged over ranks. With at least about 3 times as many micro-batches as ranks, that
+        third contains no warm-up or cool-down."""
         s, c = self.program.steps, self._computing
         shares = []
         for rank in range(self.program.ranks):
@@ -188,7 +188,7 @@ def compute_group_durations(program: PipelineProgram, durations: Durations) -> F
     of_step = np.stack([*by_kind, zero, zero, zero, zero])[s.kind, s.replica, s.stage]
     groups = len(s.group_rank)
     if s.component.any():
-        of_step = of_step * durations.component_shares()[s.kind, s.component]
+        of_step = of_step * durations.compute_component_shares()[s.kind, s.component]
         is_all_to_all = np.isin(s.component, (Component.DISPATCH, Component.COMBINE))
         computes = np.bincount(s.group_index, np.where(is_all_to_all, 0.0, of_step), groups)
         result = np.maximum(computes, np.bincount(s.group_index, np.where(is_all_to_all, of_step, 0.0), groups))

@@ -28,6 +28,7 @@ class ProgramParser(ABC):
     """Header lines that may occur several times."""
 
     def __init__(self, where: str) -> None:
+        """Start before the first line; arguments: see the class."""
         self.where, self.line = where, 0
         self.numbers: dict[str, int] = {}
         self._given: set[str] = set()

@@ -25,12 +25,11 @@ ALL_TO_ALL = (Component.DISPATCH, Component.COMBINE)
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Box on a track of a drawn timeline: one step of a program, from time `start` to `end` (any unit, as in the
-    simulation).
+    """One step of a program in a drawn timeline: a box on a track from time `start` to `end`, in any unit of time.
 
     Attributes:
         track: Index of the track (a rank).
-        kind: Word that decides the colour, such as `forward`.
+        kind: Kind of step, which determines the colour, such as `forward`.
         label: A few letters to write on the box.
         name: Full description.
         shade: 0 (dark) for the first model chunk of a rank to 1 for its last.
@@ -70,7 +69,9 @@ class Timeline:
     """Simulated program ready to draw: spans (steps) on tracks (ranks), and arrows (transfers) between them.
 
     Attributes:
+        title: Heading.
         tracks: Title of each track.
+        spans, arrows: Steps and transfers.
         levels: Track index -> curve of a quantity over time, as (time, value from that time on) pairs.
         level_name: Name of that quantity, such as `activations`.
         notes: One text per track, drawn beside it.
@@ -158,6 +159,7 @@ class StepNames:
     """
 
     def __init__(self, program: PipelineProgram) -> None:
+        """Number the stages of each rank; arguments: see the class."""
         self._replicas = program.replicas
         self._chunks: list[dict[int, int]] = []  # by replica: the number of a stage among those of its rank
         for stages in program.placement:

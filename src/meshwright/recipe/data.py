@@ -247,8 +247,8 @@ class DataRecipe(Table):
 
     @property
     def too_long_examples(self) -> str:
-        """Treatment of examples that are longer than a sample: `too_long` if it is set; else "drop" for records with
-        preferences, because a cut response is no longer the one that was judged, and "truncate" for others."""
+        """Resolved value of `too_long`, the treatment of examples longer than a sample. Default: "drop" for records
+        with preferences, because a cut response is no longer the one that was judged; "truncate" for others."""
         return self.too_long or ("drop" if self.has_preferences else "truncate")
 
     @property

@@ -44,7 +44,7 @@ _NOT_SEARCHED = {  # key, or start of keys -> why its best value cannot be found
 
 @dataclass(frozen=True)
 class Dimension:
-    """One recipe key that is searched, with the values that it can take.
+    """One dimension of the search space: a recipe key with the values that it can take.
 
     Attributes:
         key: Dotted key of the recipe, such as "train.learning_rate".
@@ -64,14 +64,14 @@ class Dimension:
     choices: tuple[Any, ...] = ()
     when: tuple[tuple[str, tuple[Any, ...]], ...] = ()
 
-    def extremes(self) -> tuple[Any, ...]:
-        """Return the values to validate, since the others are valid if these are: both bounds of a range, or all
+    def list_extreme_values(self) -> tuple[Any, ...]:
+        """Return the values to validate, which imply that all others are valid: both bounds of a range, or all
         choices."""
         return self.choices or (self.low, self.high)
 
     def is_active(self, values: Mapping[str, Any]) -> bool:
-        """Return True if all conditions of `when` are met, so that a trial has a value of this key. values: values of
-        the trial by key, for the searched keys listed before this one."""
+        """Return True if all conditions of `when` are met, so that a trial samples this key. values: {key: value} of
+        the trial for the searched keys listed before this one."""
         return all(key in values and values[key] in allowed for key, allowed in self.when)
 
 

@@ -33,7 +33,7 @@ from meshwright.schedules.orders import (
     build_program_from_orders,
     extract_orders,
     is_feasible,
-    time_orders,
+    simulate_orders,
 )
 from meshwright.schedules.steady_pattern import build_periodic_orders, compute_shortest_period
 
@@ -71,12 +71,12 @@ class SearchResult:
     Attributes:
         program: Schedule of the best candidate, renamed `auto`.
         winner: The best candidate.
-        candidates: All candidates, first those within the memory limits, then the others, each by increasing makespan
-            (total time).
-        refused: Named schedule -> reason why it does not accept the numbers of ranks and micro-batches.
-        lower_bound: Lower bound of the makespan of any schedule with the searched placements and memory limits. None if
-            a candidate may be below it, as candidates may that have two replicas, or steps that overlap in less time
-            than they take one after the other.
+        candidates: All candidates: those within the memory limits, then the others, each by increasing makespan (total
+            time).
+        refused: {named schedule: reason why it does not accept the numbers of ranks and micro-batches}.
+        lower_bound: Lower bound of the makespan of any schedule with the searched placements and memory limits; None if
+            candidates lie outside its model (two replicas, or overlapped steps that take less time than one after the
+            other).
     """
 
     program: PipelineProgram
@@ -127,9 +127,9 @@ def search_schedule(
     may differ by rank or stage. After Qi et al. 2024, arXiv 2401.10241, section 3, and arXiv 2405.15362.
 
     ranks, micro_batches: numbers of pipeline ranks and micro-batches. durations: times of the passes of one
-    micro-batch; each field is one number (or one per rank) for all stages of a rank together, which is divided equally
-    among them, or one number per stage (for transfers: per stage boundary), which fixes the number of stages per rank.
-    Or a function from the number of stages to `Durations`.
+    micro-batch. Each field is one number or a list [ranks], for all stages of a rank together (divided equally among
+    them), or a list [stages], which fixes the number of stages per rank ([stages - 1] for transfers). Or a function
+    from the number of stages to `Durations`.
 
     memory: maximum saved activations of a rank, in micro-batches on all its stages, one number or one per rank; None:
     no limit. chunks: stages per rank; None: 1 and 2 are tried. weight_copies: 2 to consider also named schedules with
@@ -199,11 +199,12 @@ def _choose_winner(candidates: list[Candidate], refused: dict[str, str], bound: 
 def _tabulate_durations(
     ranks: int, micro_batches: int, durations: Durations | StageDurations, chunks: int | None
 ) -> dict[int, Durations]:
-    """Return {stages per rank: durations} for all numbers of stages per rank that the search tries: `chunks` if given;
-    else, if `durations` has one number per stage, their count divided by `ranks`; else 1 and 2.
+    """Return {stages per rank: durations} for the numbers of stages per rank to try: `chunks` if given; else that of
+    the per-stage lists in `durations`, if there are any; else 1 and 2.
 
-    durations: `Durations` whose fields each have one number, one per rank or one per stage; or a function that returns
-    the `Durations` for a number of stages. Raises UserError for invalid or contradictory numbers.
+    ranks, micro_batches: numbers of pipeline ranks and micro-batches. durations: `Durations` whose fields have one
+    number, one per rank or one per stage; or a function from the number of stages to `Durations`. Raises UserError for
+    invalid or contradictory numbers.
     """
     for what, number in (
         ("ranks", ranks),
@@ -308,7 +309,7 @@ def _search_placement(problem: Problem, named: list[list[Order]], known: float, 
     runs = max(20, effort // problem.size)
     few = min(3, 1 + runs // 60)
     pools = (
-        ([(time_orders(problem, orders).makespan, orders) for orders in named], few),
+        ([(simulate_orders(problem, orders).makespan, orders) for orders in named], few),
         (_try_greedy(problem, max(4, min(36, runs // 50))), few),
         (_try_patterns(problem, max(16, min(300, runs // 6))), min(12, 2 + runs // 60)),
     )
@@ -371,5 +372,5 @@ def _try_patterns(problem: Problem, trials: int) -> list[TimedOrders]:
         drawn = [0.0 if trial < len(stretch) else delays[int(draw.random() * len(delays))] for _ in range(2 * v)]
         orders = build_periodic_orders(problem, every, tuple(unit * delay for delay in drawn))
         if all(is_feasible(problem, rank, order) for rank, order in enumerate(orders)):
-            found.append((time_orders(problem, orders).makespan, orders))
+            found.append((simulate_orders(problem, orders).makespan, orders))
     return found

@@ -123,10 +123,10 @@ class ComponentTiming:
     combine), in the unit of the component durations.
 
     Attributes:
-        timing: Result of the simulation, in which all steps of a group (that run together on a rank) start and end
-            together.
-        start, end: [steps], each step's own times within its group.
-        exposed: [ranks], all-to-all time during which the rank does not compute.
+        timing: Result of the simulation of whole groups: all steps of a group (that run together on a rank) start and
+            end together.
+        start, end: [steps], times of each single step within its group.
+        exposed: [ranks], exposed all-to-all time, during which the rank does not compute.
         all_to_all: [ranks], total all-to-all time.
     """
 

@@ -17,14 +17,15 @@ from meshwright.schedules.orders import Order, Problem
 
 @dataclass
 class PartialOrders:
-    """State of all ranks while a schedule is built task by task. A scheduling rule reads it to choose the next task of
-    a rank.
+    """State of all ranks while a schedule is built task by task, from which a scheduling rule chooses the next task of
+    a rank. A task is one pass on one stage, numbered kind x stages + stage, with kinds 0 forward, 1 input gradient, 2
+    weight gradient; its k-th run is that of micro-batch k.
 
-    A task is one pass on one stage, numbered kind x stages + stage, with kinds 0 forward, 1 input gradient, 2 weight
-    gradient; its k-th run is that of micro-batch k.
-    problem: ranks, placement, task durations and memory limits. ends: [tasks + 1], for each task the end
-    times of its runs so far; the last list is all zeros and stands for the input of the first stage's forward. used:
-    [ranks], saved activations on each rank, in units of one stage and micro-batch.
+    Attributes:
+        problem: Ranks, placement, task durations and memory limits.
+        ends: [tasks + 1], end times of the runs of each task so far; the last list is all zeros and stands for the
+            input of the first stage's forward.
+        used: [ranks], saved activations on each rank, in units of one stage and micro-batch.
     """
 
     problem: Problem
@@ -32,12 +33,11 @@ class PartialOrders:
     used: list[int]  # [ranks], activations held, in stages
 
     def find_input_time(self, task: int) -> float:
-        """Return the time at which the input of a task's next run arrives at its rank: the end of the run that produces
-        the input, plus the transfer time; infinite if that run is not scheduled yet. The next run is that of the first
-        micro-batch on which the task has not run.
+        """Return the time at which the input of a task's next run arrives at its rank: the end of the run that computes
+        the input, plus the transfer time; infinite if that run is not scheduled yet.
 
         task: number of a task (one pass on one stage), kind x stages + stage, with kinds 0 forward, 1 input gradient, 2
-        weight gradient.
+        weight gradient. Its next run is on the first micro-batch that it has not processed.
         """
         needed, k = self.ends[self.problem.predecessor[task]], len(self.ends[task])
         return needed[k] + self.problem.lag[task] if k < len(needed) else inf
@@ -168,13 +168,14 @@ def schedule_greedily(problem: Problem, greed: GreedyParameters) -> tuple[float,
 def reorder_out_of_order(
     problem: Problem, orders: list[Order], window: int, patience: float
 ) -> tuple[float, list[Order]]:
-    """Reorder task orders as out-of-order execution in a processor would: while a rank's next task waits for its input,
-    a later task runs ahead. Return (makespan, task numbers of each rank in order). A task is one pass on one stage.
+    """Reorder task orders as a processor with out-of-order execution would: while a rank's next task waits for its
+    input, a later task runs ahead. Return (makespan, task numbers of each rank in order). A task is one pass on one
+    stage.
 
     problem: placement, task durations and memory limits. orders: for each rank, its task numbers in execution order.
-    window: number of next tasks of which one may run ahead, if the memory limit still holds for all tasks that it
-    overtakes. patience: a task runs ahead only if the inputs of all overtaken tasks arrive no sooner than after this
-    fraction of its duration (1: no overtaken task is delayed; 0: any delay is accepted).
+    window: number of next tasks among which the one that runs ahead is chosen; the memory limit must still hold.
+    patience: fraction of its duration that a task must be able to run before the input of an overtaken task arrives (1:
+    overtaken tasks are not delayed; 0: any delay is accepted).
     """
     s, duration = problem.stages, problem.duration
     state = PartialOrders(problem, [[] for _ in range(3 * s)] + [[0.0] * problem.micro_batches], [0] * problem.ranks)

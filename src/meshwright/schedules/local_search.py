@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from random import Random
 
-from meshwright.schedules.orders import Order, Problem, TaskTimes, is_feasible, time_orders
+from meshwright.schedules.orders import Order, Problem, TaskTimes, is_feasible, simulate_orders
 
 Block = tuple[int, int, int]  # rank, first and last position
 
@@ -70,7 +70,7 @@ def improve_orders(problem: Problem, orders: list[Order], runs: int) -> tuple[fl
             stages
         )
 
-    now, clock = [list(order) for order in orders], time_orders(problem, orders)
+    now, clock = [list(order) for order in orders], simulate_orders(problem, orders)
     best, found, value = clock.makespan, now[:], compute_value(clock)
     blocks = find_critical_blocks(problem, now, clock)
     for _ in range(runs):
@@ -82,7 +82,7 @@ def improve_orders(problem: Problem, orders: list[Order], runs: int) -> tuple[fl
         old = now[rank]
         first = next(i for i, (a, b) in enumerate(zip(old, order, strict=True)) if a != b)
         now[rank] = order
-        trial = time_orders(problem, now, clock, clock.by_rank[rank][first])
+        trial = simulate_orders(problem, now, clock, clock.by_rank[rank][first])
         if trial.makespan <= clock.makespan * 1.01 and compute_value(trial) <= value * (1 + 1e-12):
             clock, value = trial, compute_value(trial)
             blocks = find_critical_blocks(problem, now, clock)
@@ -94,9 +94,9 @@ def improve_orders(problem: Problem, orders: list[Order], runs: int) -> tuple[fl
 
 
 def _draw_move(problem: Problem, orders: list[Order], blocks: list[Block], draw: Random) -> tuple[int, Order | None]:
-    """Draw a random move of one task (a pass on one stage) in a block of the critical path: by one position, or to the
-    start or the end of the block or a few positions beyond it; return (rank, new feasible order of that rank). The
-    order is None if ten draws in a row give no feasible new order.
+    """Draw a random move of one task (a pass on one stage) within a block of the critical path: by one position, or to
+    the start or end of the block or a few positions beyond; return (rank, new feasible order of that rank). The order
+    is None if ten draws in a row give no feasible one.
 
     problem: placement and memory limits. orders: for each rank, its task numbers in execution order. blocks: (rank,
     first position, last position) of consecutive tasks on the critical path. draw: random-number generator.

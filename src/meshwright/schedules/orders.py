@@ -132,10 +132,10 @@ class Problem:
         return tuple(turn)
 
     @cached_property
-    def activation_lifetime(self) -> tuple[float, ...]:
-        """Lower bound of the memory-time product of one micro-batch on each rank: its saved activations times the time
-        for which they are saved, summed over the rank's stages. Indexed by rank; the unit is the saved activations of
-        one stage times the unit of the step durations."""
+    def activation_memory_time(self) -> tuple[float, ...]:
+        """Lower bound of the memory-time product of one micro-batch on each rank, [ranks]: its saved activations times
+        the time for which they are saved, summed over the rank's stages, in (activations of one stage) x (unit of the
+        step durations)."""
         s, t = self.stages, self.duration
         return tuple(
             sum(t[x] + self.turnaround[x] + t[s + x] + t[2 * s + x] for x in held) for held in self.stages_by_rank
@@ -143,14 +143,13 @@ class Problem:
 
     @cached_property
     def lower_bound(self) -> float:
-        """Lower bound of the makespan (total time) over all orders within the memory limits: the largest of two bounds
-        for each rank.
+        """Lower bound of the makespan (total time) over all orders within the memory limits: the maximum, over all
+        ranks, of a work bound and a memory bound.
 
-        The first is a sum of times: the rank's idle time before its first input gradient (its first micro-batch must
-        arrive, and its memory limits how many forwards can run until then); its forwards and input gradients; and the
-        longer of its weight gradients and the time that earlier stages need after its last input gradient. The second
-        follows from memory: the time until the first micro-batch arrives, plus the memory-time product of all
-        micro-batches' activations divided by the rank's memory limit.
+        Work bound: idle time before the rank's first input gradient, at least (its first micro-batch must arrive, and
+        memory limits the forwards until then); plus its forwards and input gradients; plus the longer of its weight
+        gradients and the passes of earlier stages after its last input gradient. Memory bound: arrival time of the
+        first micro-batch, plus the memory-time product of all activations divided by the memory limit.
         """
         s, m, t = self.stages, self.micro_batches, self.duration
         comes, after = [0.0] * s, [t[2 * s]] + [0.0] * (s - 1)
@@ -158,7 +157,7 @@ class Problem:
             comes[x] = comes[x - 1] + t[x - 1] + self.hop[x - 1]
             after[x] = max(t[2 * s + x], self.hop[x - 1] + t[s + x - 1] + after[x - 1])
         best = 0.0
-        for limit, held, lives in zip(self.limit, self.stages_by_rank, self.activation_lifetime, strict=True):
+        for limit, held, lives in zip(self.limit, self.stages_by_rank, self.activation_memory_time, strict=True):
             first, last = held[0], held[-1]
             forwards, inputs, weights = (m * sum(t[kind * s + x] for x in held) for kind in range(3))
             gradients_from = comes[last] + t[last] + self.turnaround[last]
@@ -173,9 +172,11 @@ class TaskTimes:
     """End times of all task runs under given task orders, in the unit of the step durations. A task is one pass on one
     stage.
 
-    makespan: total time, infinite for a deadlock. by_task: for each task, the times at which it ends
-    on micro-batch 0, 1 ...; an extra last list of zeros stands for the input of the first stage's forward. by_rank: for
-    each rank, the end times of its tasks in execution order.
+    Attributes:
+        makespan: Total time, infinite for a deadlock.
+        by_task: For each task, the times at which it ends on micro-batch 0, 1 ...; an extra last list of zeros stands
+            for the input of the first stage's forward.
+        by_rank: For each rank, the end times of its tasks in execution order.
     """
 
     makespan: float  # infinite for a deadlock
@@ -183,14 +184,14 @@ class TaskTimes:
     by_rank: list[list[float]]
 
 
-def time_orders(
+def simulate_orders(
     problem: Problem, orders: list[Order], before: TaskTimes | None = None, since: float = 0.0
 ) -> TaskTimes:
     """Simulate task orders, each task as early as its rank and its input allow; return all end times.
 
     problem: placement and task durations. orders: for each rank, its task numbers in execution order (a task is one
-    pass on one stage). before: end times of earlier simulated orders, which differ from `orders` only in tasks that end
-    at time `since` or later; the end times before `since` are reused (None: all times are computed).
+    pass on one stage). before, since: to save time, result for other orders that differ only in tasks which end at time
+    `since` or later; its earlier end times are reused. None: all times are computed.
     """
     needs, lag, duration = problem.predecessor, problem.lag, problem.duration
     ranks = range(problem.ranks)

@@ -38,6 +38,7 @@ class PhraseWriter:
     """
 
     def __init__(self, rank: RankBuilder, chunks: Sequence[Chunk]) -> None:
+        """Start without steps; arguments: see the class."""
         self.rank, self.chunks = rank, chunks
         self._written: list[Integers] = []
 

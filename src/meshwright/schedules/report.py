@@ -162,13 +162,13 @@ def schedule(
 
     name: schedule such as "1f1b", `auto` (search), or `@FILE`. ranks, micro_batches: numbers of pipeline ranks and
     micro-batches; None only for a file. chunks: stages per rank (None: the schedule's default). durations: times of one
-    micro-batch, in any unit. Each field is one number, or one per rank, for all stages of a rank together, which is
-    divided equally among them; or one number per stage. memory: limit on a rank's saved activations, in units of the
-    activations of one micro-batch on all stages of the rank (None: no limit); used by `auto` only.
-    parts: times of attention, dispatch, MLP and combine in a forward on all stages of a rank, instead of `durations`;
-    the input gradient takes the same times; the weight gradient has only attention and MLP, which take the same times.
-    Steps are then split into these components and simulated with two streams per rank. None: steps are not split.
-    Raises UserError for unknown names and invalid numbers, ProgramError for an incorrect program.
+    micro-batch, in any unit: in each field one number or a list [ranks], for all stages of a rank together (divided
+    equally among them), or a list [stages]. memory: limit on a rank's saved activations, in activations of one
+    micro-batch on all stages of the rank (None: no limit); used by `auto` only. parts: times of attention, dispatch,
+    MLP and combine in a forward on all stages of a rank, instead of `durations`; the input gradient takes the same
+    times, the weight gradient those of attention and MLP. Steps are then split into these components and simulated with
+    two streams per rank. None: steps are not split. Raises UserError for unknown names and invalid numbers,
+    ProgramError for an incorrect program.
     """
     found, cut = None, None
     if name == "auto":

@@ -11,29 +11,30 @@ from meshwright.schedules.orders import Order, Problem
 
 
 def compute_shortest_period(problem: Problem) -> float:
-    """Return a lower bound of the time per micro-batch while the pipeline is full, in the unit of the step durations.
-    It is the larger of two times: the work of the busiest rank on one micro-batch; and the memory-time product of one
-    micro-batch's activations divided by the memory limit, on the rank where this quotient is largest.
+    """Return a lower bound of the time per micro-batch while the pipeline is full, in the unit of the step durations:
+    the larger of the work of the busiest rank on one micro-batch, and the largest ratio, over ranks, of the memory-time
+    product of one micro-batch's activations to the memory limit.
 
     problem: placement of stages, task durations and memory limits.
     """
     s, t = problem.stages, problem.duration
     work = max(sum(t[x] + t[s + x] + t[2 * s + x] for x in held) for held in problem.stages_by_rank)
-    return max(work, *(lives / limit for lives, limit in zip(problem.activation_lifetime, problem.limit, strict=True)))
+    return max(
+        work, *(lives / limit for lives, limit in zip(problem.activation_memory_time, problem.limit, strict=True))
+    )
 
 
 def build_periodic_orders(problem: Problem, every: float, delays: tuple[float, ...]) -> list[Order]:
-    """Build task orders in which the tasks of micro-batch k start k x `every` time units after those of micro-batch 0;
-    return for each rank its task numbers in execution order (a task is one pass on one stage).
+    """Build task orders in which the tasks of micro-batch k start k x `every` time units after those of micro-batch 0
+    (modulo scheduling); return for each rank its task numbers in execution order. A task is one pass on one stage.
 
-    problem: placement of stages, task durations and memory limits. delays: [2 x stages per rank], times added before
-    the forward of each of a rank's stages, then before the input gradient of each, to separate tasks that collide on a
-    rank.
+    problem: placement of stages, task durations and memory limits. every: period, in the unit of the durations. delays:
+    [2 x stages per rank], times added before the forward of each of a rank's stages, then before the input gradient of
+    each, to separate tasks that collide on a rank.
 
-    Forwards and input gradients of micro-batch 0 start as soon as their input has arrived and no task of the rank
-    occupies the same part of the period; weight gradients fill the remaining gaps. A task that fits into no gap starts
-    at once and overlaps others. This is valid because only the order is used: in a simulation, tasks that overlap run
-    one after the other.
+    Forwards and input gradients of micro-batch 0 start as soon as their input has arrived and the rank is free at that
+    point of the period; weight gradients fill the remaining gaps. A task that fits into no gap overlaps others; that is
+    allowed, as only the order is used.
     """
     s, ranks, hair = problem.stages, problem.ranks, 1e-9 * every
     taken: list[list[tuple[float, float]]] = [[] for _ in range(ranks)]  # [start, end) in the period, by rank

@@ -68,14 +68,13 @@ def v_min(ranks: int, micro_batches: int) -> PipelineProgram:
 
 
 def _repeat_block(name: str, block: Block, micro_batches: int, most_held: int) -> PipelineProgram:
-    """Build a V-shaped pipeline schedule by repeating the steps of one micro-batch: every micro-batch starts six time
-    slots after the one before it. A rank has six steps per micro-batch, each of one slot: two forward, two B
-    (input-gradient) and two W (weight-gradient) passes. W passes take the slots that the others leave free. Then all
-    steps move earlier into idle slots, as far as memory allows.
+    """Build a V-shaped pipeline schedule by repeating the steps of one micro-batch (the building block): micro-batch k
+    starts six time slots after micro-batch k - 1, then all steps move earlier into idle slots as far as memory allows.
 
-    name: name of the schedule. block: [ranks], the four slots in which micro-batch 0 runs its two forwards and its two
-    B passes on each rank. most_held: limit on the saved activations of a rank, in activations of one micro-batch on one
-    stage; `block` itself must keep to it.
+    name: name of the schedule. block: [ranks], time slots in which micro-batch 0 runs its two forwards and its two B
+    (input-gradient) passes on each rank; its two W (weight-gradient) passes take the two free slots of the six.
+    most_held: limit on the saved activations of a rank, in activations of one micro-batch on one stage; `block` itself
+    must keep to it.
     """
     ranks = len(block)
     program = Builder(name, ranks, micro_batches, (place_in_v_shape(ranks),))
@@ -96,23 +95,24 @@ def _repeat_block(name: str, block: Block, micro_batches: int, most_held: int) -
 
 
 class _RankState:
-    """Progress of one rank while a V-shaped schedule is built, one time slot (equal time unit) after another.
+    """State of one rank while a V-shaped schedule is built, one time slot (equal time unit) after another.
 
     writer: builder that the rank's steps are appended to. planned_slots: time slots of the two forwards and two input
     gradients of micro-batch 0 on this rank. ranks: number of ranks. micro_batches: number of micro-batches.
 
     Attributes:
-        stops: Positions of these four steps in the path of a micro-batch. The path has 4 x ranks positions: forwards
-            from rank 0 to the last rank and back to rank 0, then input gradients the same way.
+        stops: Indices of these four steps in the sequence of all 4 x ranks forwards and input gradients of a
+            micro-batch (forwards from rank 0 to the last rank and back, then input gradients likewise).
         waiting: Steps not yet run, as (planned time slot, step, micro-batch), in planned order.
         left: Number of steps not yet run, for each of the six steps of a micro-batch.
         ready_weights: Weight gradients that can run, as (step, micro-batch).
-        held: Activations that the rank holds now, in stages.
+        held: Saved activations on the rank now, in units of one micro-batch on one stage.
     """
 
     def __init__(
         self, writer: RankBuilder, planned_slots: tuple[int, int, int, int], ranks: int, micro_batches: int
     ) -> None:
+        """Plan the rank's steps, weight gradients in the free slots; arguments: see the class."""
         rank, self.writer = writer.rank, writer
         self.stops = (rank, 2 * ranks - 1 - rank, 2 * ranks + rank, 4 * ranks - 1 - rank)
         # Weight gradients take the two free slots, soon after their input gradients.

@@ -40,12 +40,11 @@ def zb_h2(ranks: int, micro_batches: int) -> PipelineProgram:
 
 
 def _generate_zero_bubble(name: str, ranks: int, micro_batches: int, ahead: int) -> PipelineProgram:
-    """Generate the zero-bubble pipeline schedule called `name`, ZB-H1 (ahead=1) or ZB-H2 (ahead=2).
+    """Generate the zero-bubble pipeline schedule called `name`: ZB-H1 (ahead=1) or ZB-H2 (ahead=2).
 
-    ahead: factor by which ranks run forwards ahead: rank r of p runs ahead x (p - 1 - r) warm-up forwards, and its
-    weight gradients lag ahead x r micro-batches behind its input gradients. The sum of both counts, and so the number
-    of saved activations, is the same on all ranks. Once a rank has no forwards left, it runs one weight gradient after
-    each input gradient.
+    ahead: rank r of p runs ahead x (p - 1 - r) warm-up forwards, and its weight gradients lag ahead x r micro-batches
+    behind its input gradients, so that all ranks save equally many activations. Once a rank has no forwards left, it
+    runs one weight gradient after each input gradient.
     """
     program = Builder(name, ranks, micro_batches, (place_cyclically(ranks),))
     for rank in program.ranks:

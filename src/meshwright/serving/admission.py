@@ -24,19 +24,19 @@ Row = Sequence[int]
 
 
 class AdmissionState:
-    """State of the banker's algorithm (deadlock avoidance) for a pool of KV blocks that N running sequences share. It
+    """State of the banker's algorithm (deadlock avoidance) for a pool of KV blocks that N running sequences share:
     limits how many blocks each sequence may allocate now, so that all can finish one after the other, from the oldest
     to the youngest.
 
-    The slack of sequence i is available + (sum of owned_j over older sequences j) - need_i. owned_j: blocks that become
-    available when sequence j and all older ones have finished. need_i: maximum number of blocks that sequence i may
-    still need. The state is safe if no slack is negative: each sequence then gets its blocks, at the latest when all
-    older ones have finished.
+    The state is safe if every sequence i can get the blocks that it may still need once all older sequences have
+    finished: its slack, available + (sum of `owned` over older sequences) - need_i, is not negative. need_i: maximum
+    number of blocks that it may still need.
 
     available: KV blocks that can be allocated now. tables: number W of block tables of each sequence. remaining [N]:
     blocks that each sequence may still allocate in each of its tables. most [N, W]: maximum number of blocks that each
     sequence holds at a time in each table (bounded by the sliding window, if there is one). owned [N, W]: blocks in
-    each table that the sequence holds and no younger sequence shares.
+    each table that the sequence holds and no younger sequence shares; they become available when it and all older
+    sequences have finished.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class AdmissionState:
         self._slack[:index] -= count * self._tables
 
     def admit(self, most: Row, remaining: int, cached: Row, shared: Mapping[tuple[int, int], int]) -> AdmissionState:
-        """Return a new admission state that includes one more running sequence, the youngest. The new state may be
-        unsafe; this state is not changed.
+        """Return a copy of the state with one more running sequence, the youngest. The copy may be unsafe; this state
+        is unchanged.
 
-        most [W]: maximum number of KV blocks that the new sequence holds at a time in each block table. remaining:
-        blocks that the new sequence may allocate in each table, besides those of its cached prefix. cached [W]: in each
-        table, number of blocks of the cached prefix that no running sequence holds. shared: {(index of a running
-        sequence, table): number of blocks of the cached prefix of which that sequence is the youngest holder so far}.
+        most [W]: maximum number of KV blocks that the new sequence holds at a time in each block table. remaining: KV
+        blocks that it may still allocate in each table. cached [W]: number of blocks of its cached prefix in each table
+        that no running sequence holds. shared: {(index of a running sequence, table): number of blocks of the cached
+        prefix that the running sequence owned so far}; the new sequence owns them from now on.
         """
         owned, prefix = self._owned.copy(), list(cached)
         for (index, table), count in shared.items():

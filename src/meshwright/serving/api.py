@@ -14,7 +14,7 @@ from meshwright.data.records.template_inputs import Conversation
 from meshwright.errors import UserError
 from meshwright.launcher.device import choose_single_device, refuse_device_of_layout
 from meshwright.layout import Layout
-from meshwright.limits import limit_error, shorten_repr
+from meshwright.limits import make_limit_error, shorten_repr
 from meshwright.names import check_options
 from meshwright.planner.serving.ledger import parse_dtype
 from meshwright.serving.choices import StopRule
@@ -155,7 +155,7 @@ class Model:
                 raise UserError(f"{name} {count}: should be 1 or more")
         if not isinstance(chosen.get("logprobs"), int | None):
             raise UserError(f"logprobs {chosen['logprobs']}: should be a whole number or None")
-        if problem := limit_error("new_tokens", wanted, "max_tokens"):
+        if problem := make_limit_error("new_tokens", wanted, "max_tokens"):
             raise UserError(problem)
         tokens = self._encode(prompt, chat)
         if len(tokens) >= self._positions:

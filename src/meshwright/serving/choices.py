@@ -15,8 +15,10 @@ from meshwright.serving.text import AnswerText
 
 
 class StopRule(NamedTuple):
-    """Rule that ends an answer at a stop string. strings: stop strings, any of which ends the answer. include: True:
-    the returned text keeps the stop string or stop token at its end."""
+    """Rule that ends an answer at a stop string.
+
+    strings: stop strings, any of which ends the answer. include: True to keep the stop string or stop token at the end
+    of the returned text."""
 
     strings: Sequence[str] = ()
     include: bool = False
@@ -139,8 +141,8 @@ class Choice:
         return text, tokens
 
     def _place_prompt(self) -> list[PlacedToken]:
-        """Return the prompt's tokens with their log-probabilities, each with the character offset at which it begins in
-        the echoed prompt; empty if no prompt log-probabilities were requested."""
+        """List the prompt's tokens with their log-probabilities and the character offset of each in the echoed prompt;
+        empty if no prompt log-probabilities were requested."""
         detokenizer, placed, characters = self._prompts.create_detokenizer(()), [], 0
         for token, result in zip(self.request.tokens, self.prompt_results, strict=False):
             placed.append(PlacedToken(result or TokenResult(token), characters))

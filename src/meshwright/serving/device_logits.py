@@ -15,7 +15,7 @@ import torch
 
 from meshwright.serving.logit_rows import Draw, HostRow, Logits
 
-MOST_RANKED = 1024
+MAX_RANKED = 1024
 """Most likely tokens of a row that are copied, at most."""
 
 
@@ -46,7 +46,7 @@ class DeviceLogits:
         self._ranked = torch.empty(rows, 0), torch.empty(rows, 0, dtype=torch.int64)  # values and tokens [R, K]
         if most := max(draw.ranked for draw in draws):
             above = max(32, 1 << most.bit_length())  # more than `most`, if not capped, so that ties are seen
-            values, tokens = logits_RV.topk(min(size, MOST_RANKED, above))
+            values, tokens = logits_RV.topk(min(size, MAX_RANKED, above))
             self._ranked = values.to("cpu", non_blocking=True), tokens.to("cpu", non_blocking=True)
         self._copied = torch.cuda.current_stream(logits_RV.device).record_event() if logits_RV.is_cuda else None
 

@@ -196,12 +196,13 @@ def grouped_product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.
 
 
 def _launch_product(grid: Any, x: Any, weight: Any, bias: Any, out: Any, rows: Any, chosen: Any) -> None:
-    """Launch the Triton kernel `product`, which writes x Wᵀ + bias to `out`. grid: (number of row tiles, number of
-    column tiles, number of splits or of experts).
+    """Launch the Triton kernel `product`, which writes x Wᵀ + bias to `out`; with `chosen[2]`, a grouped GEMM over
+    experts.
 
-    x: [rows, X]. weight: W, [Y, X] or [experts, Y, X]. bias: [Y]; any tensor if no bias is added. rows: (tensor with
-    the exclusive end of each expert's rows, or any tensor if not grouped by expert; number of rows of x). chosen:
-    (columns of a tile, splits of the inner dimension, True to group by expert, True to add the bias).
+    grid: (number of row tiles, number of column tiles, number of splits of the inner dimension or of experts). x:
+    [rows, X]. weight: W, [Y, X] or [experts, Y, X]. bias: [Y]; any tensor if no bias is added. rows: (exclusive end of
+    each expert's rows, or any tensor if not grouped; number of rows of x). chosen: (columns of a tile, splits of the
+    inner dimension, True to group by expert, True to add the bias).
     """
     *_, columns, inner = weight.shape
     halves = x.dtype.itemsize == 2

@@ -12,10 +12,11 @@ from meshwright.spec.config import ModelConfig
 
 
 def prepare_parameters(model: Transformer, config: ModelConfig) -> None:
-    """Convert the parameters of `model` in place to what the GPU kernels expect. Norm weights: the factor by which the
-    normalized values are multiplied; norms that multiply by 1 + weight get the 1 added, and the final norm is divided
-    by the model's logit divisor, in float32. Queries and keys: features in the order of half-rotations
-    (`find_half_rotation_order`)."""
+    """Convert the parameters of `model` in place to the form that the GPU kernels read.
+
+    Norm weights: 1 is added to those of norms that multiply by 1 + weight; the final norm's are divided by the model's
+    logit divisor, in float32. Query and key projections and norms: the features of each head are permuted to the order
+    of half-rotations (`find_half_rotation_order`), for RoPE."""
     for module in model.modules():
         if isinstance(module, RMSNorm) and module.centre:
             module.weight, module.centre = torch.nn.Parameter(module.factors(), requires_grad=False), 0.0

@@ -70,8 +70,8 @@ class Engine:
         return self.scheduler.record_results(batch, sample_batch(batch, found))
 
     def _run(self, batch: StepBatch, **given: Any) -> StepOutput:
-        """Run the runner on `batch` and return the result, which a GPU may still be computing. given: further arguments
-        of the runner's method `run`."""
+        """Run the forward pass of `batch` on the runner; return its result, which a GPU may still be computing. given:
+        further keyword arguments of `Runner.run`."""
         began = time.perf_counter()
         found = self.runner.run(batch, **given)
         self._kernel_seconds += time.perf_counter() - began
@@ -88,10 +88,9 @@ class Engine:
         self._last = {"tokens": len(batch.tokens), "context": int(batch.positions.sum()) + len(batch.tokens)}
 
     def report(self) -> dict[str, Any]:
-        """Return the engine's counts and times by name, for the server's metrics: those of `Scheduler.stats`; `tokens`,
-        the number of tokens of the last step, and `context`, the number of keys that each of these attends to, summed
-        over tokens (both are absent if the last step computed nothing); `kernel_seconds`, the time spent in the runner
-        since the start."""
+        """Return the engine's counts and times by name, for the server's metrics: those of `Scheduler.stats`; of the
+        last step, `tokens` (number of tokens) and `context` (number of keys that each token attends to, summed over
+        tokens), both absent if it computed nothing; `kernel_seconds`, the time spent in the runner since the start."""
         return {**self._last, **self.scheduler.stats, "kernel_seconds": self._kernel_seconds}
 
     def properties(self) -> dict[str, Any]:

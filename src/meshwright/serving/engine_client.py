@@ -29,8 +29,8 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """Identity of an HTTP request by which a retry after a refusal (429) is recognised, so that it keeps its place in
-    the waiting line (`waiting_line.WaitingLine`).
+    """Identity of an HTTP request, by which its retry after a refusal (429) is recognised and keeps its place in the
+    waiting line (`waiting_line.WaitingLine`).
 
     Attributes:
         key: Keyed digest of the API key, the path and the body; empty: no place is kept.

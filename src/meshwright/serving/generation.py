@@ -94,8 +94,8 @@ class Generation:
 class Answer:
     """Builder of the `Generation` of one request from the engine's outputs.
 
-    prompts: tokenizer. generation: object to fill. request: request that the engine runs. wanted: the caller's limit on
-    new tokens. The limit in `request` is lower if the model has too few positions left. stop: stop strings.
+    prompts: tokenizer. generation: object to fill. request: request that the engine runs. wanted: limit on new tokens
+    that the caller set; that of `request` is lower if the model has too few positions left. stop: stop strings.
 
     Attributes:
         generation: Text, token IDs and times so far.

@@ -236,8 +236,8 @@ class HttpApp:
         }  # fmt: skip
 
     def _report_state(self, *good: str) -> dict[str, str]:
-        """Handle `/health` and `/ready`: return the engine's state as JSON if it is one of the states `good`. Raises
-        ApiError (503) for another state. good: "ready"; for `/health` also "draining"."""
+        """Handle `/health` and `/ready`: return {"status": "ok", "state": engine state} if the state is one of `good`;
+        raise ApiError (503) otherwise. good: "ready", and for `/health` also "draining"."""
         state = self._client.state
         if state not in good:
             raise make_refusal_error(Refusal(state, 1.0))

@@ -131,8 +131,8 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._set_deadline(HEADER_SECONDS if self._refuse is None else REFUSED_SECONDS)
 
     def _mark_newest(self) -> None:
-        """Move the connection to the end of its group (the accepted or the refused connections), which is ordered from
-        oldest to newest: when new connections wait, `_Server` aborts the oldest refused connection first."""
+        """Move the connection to the end of its group (accepted or refused connections), which is kept in order of last
+        activity. When new connections wait, `_Server` aborts the first refused connection of that order."""
         self._group.pop(self, None)
         self._group[self] = time.monotonic()
 

@@ -39,11 +39,11 @@ Float32 = npt.NDArray[np.float32]
 
 @dataclass(slots=True)
 class Segment:
-    """Slice of a model's list of kernel operations, up to index `end` (exclusive), after which ranks all-reduce over
-    tp.
+    """Consecutive kernel operations of a model, up to index `end` (exclusive) in its list, and the tensor-parallel
+    all-reduce that follows them.
 
-    The all-reduce sums `partial` [T, H]; None: there is none. Then `bias` [H] (None: 0) is added to the sum, and the
-    result is added to `residual` [T, H]; None: it is written back to `partial`.
+    partial: buffer [T, H] that is all-reduced over tp; None: no all-reduce. bias: [H], added to the sum; None: 0.
+    residual: buffer [T, H] to which the result is added; None: the result is written to `partial`.
     """
 
     end: int
@@ -277,13 +277,14 @@ class Lowering:
         self._lower_sum(partial, bias, norm)
 
     def _adds_directly(self, norm: nn.Module | None) -> bool:
-        """Return True if a sublayer's output is added to the hidden states without a norm or a factor. norm: the
-        sublayer's post-norm, or None."""
+        """Return True if a sublayer's output is added to the residual stream as it is, without post-norm or residual
+        scale. norm: the sublayer's post-norm, or None."""
         return norm is None and self.config.residual_scale == 1
 
     def _lower_sum(self, partial: Float32, bias: Float32 | None, norm: nn.Module | None) -> None:
-        """Append to `ops` the residual sum of a sublayer: `partial` [T, H], summed over tp with `bias`, normalised and
-        scaled, is added to the hidden states. bias: [H], or None. norm: the post-norm's module, or None."""
+        """Append to `ops` the residual addition of a sublayer: all-reduce `partial` [T, H] over tp, add `bias`, apply
+        the post-norm and the residual scale, and add the result to the hidden states. bias: [H], or None. norm: the
+        post-norm's module, or None."""
         if self._adds_directly(norm):
             self._sum_over_ranks(partial, self.states, bias)
             return

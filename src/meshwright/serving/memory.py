@@ -12,7 +12,7 @@ from meshwright.collectives.quantities import GIB
 from meshwright.errors import UserError
 from meshwright.launcher.host_memory import GPU, HostMemory
 from meshwright.layout import Layout
-from meshwright.limits import limit_of, shorten_repr
+from meshwright.limits import get_limit, shorten_repr
 from meshwright.planner.serving.device_ledger import device_ledger
 from meshwright.planner.serving.ledger import (
     KERNEL_DTYPES,
@@ -32,10 +32,10 @@ DEFAULT_POOL = 4 * 2**30
 
 
 class StepSettings(NamedTuple):
-    """Maximum size of one step of the engine (one forward pass of the batch), and what computes it on a CPU.
+    """Maximum size of one engine step (one forward pass of the batch), for the prediction of the memory that it takes.
 
-    tokens: maximum number of tokens of a step. sequences: maximum number of sequences of a step. compiled: True: a CPU
-    computes it by the compiled kernels, if they support the dtype; False: by plain torch."""
+    tokens: maximum number of tokens of a step. sequences: maximum number of sequences of a step. compiled: True if the
+    compiled CPU kernels compute it (where they support the dtype), False if plain torch does; no effect on GPUs."""
 
     tokens: int = 512
     sequences: int = 64
@@ -118,7 +118,7 @@ def plan_memory(
         fits = ledger.longest_within(min(most, max(0, budget - ledger.fixed) // ledger.kv_block))
         if 0 < fits < sizes.max_length:
             ledger = predict(config, layout, replace(sizes, max_length=fits))
-    return fill_memory(ledger, budget, min(most, limit_of("new_tokens")))
+    return fill_memory(ledger, budget, min(most, get_limit("new_tokens")))
 
 
 def make_step_limits(ledger: ServingLedger, resident: bool = True) -> StepLimits:

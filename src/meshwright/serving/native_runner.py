@@ -67,8 +67,8 @@ class NativeRunner:
         return np.concatenate(list(slices_PRV), axis=1)[:, : self.config.vocabulary]  # without vocabulary padding
 
     def _sum_over_ranks(self, segment: Segment, partial_TH: npt.NDArray[np.float32]) -> None:
-        """All-reduce `partial_TH` [T, H] over the tensor-parallel ranks, in rank order, and add the segment's bias. Add
-        the sum to the segment's residual; if there is none, write the sum to `partial_TH`."""
+        """All-reduce `partial_TH` [T, H] over the tensor-parallel ranks, summed in rank order, and add the segment's
+        bias. The result is added to the segment's residual, or written back to `partial_TH` if it has none."""
         first_TH, *others = self._all_gather(partial_TH, SUM_SITE)
         for part_TH in others:
             first_TH += part_TH
@@ -80,7 +80,7 @@ class NativeRunner:
             segment.residual[: len(partial_TH)] += first_TH
 
     def _all_gather(self, own: npt.NDArray[np.float32], site: str) -> npt.NDArray[np.float32]:
-        """All-gather the array `own` over the tensor-parallel ranks; return [P, ...] in rank order. site: label of the
+        """All-gather the array `own` of each tensor-parallel rank; return [P, ...] in rank order. site: label of the
         call in traces."""
         parts = self._gathered[: self._tensor.size * own.size].view(self._tensor.size, *own.shape)
         all_gather(parts, torch.from_numpy(own), self._tensor, site)

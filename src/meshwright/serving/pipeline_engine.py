@@ -46,14 +46,13 @@ Group = tuple[tuple[Kind, int], ...]
 
 
 def derive_steady_state(stages: int, stage: int) -> tuple[Group, ...]:
-    """Return the actions of one pipeline rank in each slot (call of `PipelineEngine.step`) while all `stages` stages
-    are busy. They are the steady state of the training schedule 1F1B, with the return of a batch's sampled tokens in
-    place of its backward. stage: index of the rank's stage.
+    """Return what one pipeline rank does in each slot (call of `PipelineEngine.step`) while all `stages` stages are
+    busy: the steady state of the training schedule 1F1B, in which a batch's backward stands for the return of its
+    sampled tokens. stage: index of the rank's stage.
 
     The result is a tuple of groups in order; a group is a tuple of actions that are started together. An action is
-    (kind, offset): it is applied to the batch that was scheduled in slot number (present slot + offset). Kinds are
-    FORWARD (compute the batch), BACKWARD (record its sampled tokens), and sends and receives of hidden states or
-    tokens.
+    (kind, offset) and applies to the batch that was scheduled in slot (present slot + offset). Kinds are FORWARD
+    (compute the batch), BACKWARD (record its sampled tokens), and sends and receives of hidden states or tokens.
     """
     program = with_transfers(one_f_one_b(stages, 6 * stages))
     check_pipeline(program)

@@ -99,10 +99,11 @@ class Prompts:
 
     @cached_property
     def _special_parser(self) -> tuple[Tokenizer, dict[str, str], re.Pattern[str]]:
-        """Tuple (tokenizer, names, pattern) by which `encode` parses special tokens in a text. It replaces each special
-        token that `pattern` finds by the token's random name in `names`, {special token: random name}, and then
-        tokenizes the text by `tokenizer`. This copy of the tokenizer knows special tokens by their random names only,
-        so that no text spells one by accident. pattern: regular expression that tries longer special tokens first."""
+        """Tokenizer that parses special tokens in a text, for `encode`: (tokenizer, names, pattern).
+
+        names: {special token: random name}. `encode` replaces each special token that the regular expression `pattern`
+        finds (longer ones first) by its random name, and then tokenizes the text. This copy of the tokenizer knows
+        special tokens only by these names, so that ordinary text cannot spell one by accident."""
         encoder, names = make_template_encoder(self.tokenizer, self._special)
         longest_first = sorted(names, key=lambda token: (-len(token), token))
         return encoder, names, re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

@@ -50,7 +50,7 @@ def serve_joined(plan: RankPlan | None, device: str) -> None:
     plan: settings of the ranks on rank 0, which broadcasts them; None on all others. `device`: "auto", "cpu" or "cuda",
     equal on all ranks. Raises UserError if the model cannot be loaded or the ranks cannot have a GPU each, RankLost
     when another process of the server is gone."""
-    where = rendezvous.read_place()
+    where = rendezvous.read_rendezvous_info()
     store = rendezvous.connect_to_store(where, JOIN_SECONDS)
     device = _set_device(agree_on_device(device, where, store))
     rendezvous.initialise_process_group(where, store, device, JOIN_SECONDS)

@@ -25,7 +25,7 @@ PREDICTION_SECONDS = 0.1
 TIMES_PREDICTED = 10.0
 """Multiple of its predicted time up to which a step does not count as hanging."""
 
-MOST_DOUBLINGS = 4
+MAX_DOUBLINGS = 4
 """How often the time limit of a step may be doubled, so that a rank that hangs is found."""
 
 
@@ -178,8 +178,8 @@ class Replica:
 
     @property
     def free_sequences(self) -> int:
-        """Number of further sequences that the replica could start at once: its maximum minus those that ran at its
-        last report (0 if requests wait in its queue), minus the waiting requests and those sent since then. May be
+        """Estimated number of further sequences that the replica could start now: its maximum minus the running ones of
+        its last report (0 if requests wait there), minus the requests that wait there or were sent since then. May be
         negative."""
         running, waiting = self.report.get("running", 0) + self.report.get("paused", 0), self.report.get("waiting", 0)
         return (0 if waiting else self.max_sequences - running) - waiting - self.sent
@@ -216,18 +216,17 @@ class Replica:
         expected = max([self._predict_step(), *self._admissions[:1]])
         return max(0.0, time.monotonic() - self.last_message - expected) if self.streams else 0.0
 
-    def limit_step(self, seconds: float, budget: int) -> float:
-        """Return the time limit of the present step in seconds, above which the replica counts as hanging: the largest
-        of three times. (1) `seconds`, doubled for each time that the replica hung since its last completed step, at
-        most `MOST_DOUBLINGS` times. (2) Ten times the predicted time of the longest step that the unfinished requests
-        may need. (3) The predicted time of as many one-token steps as that step has tokens, since the model of step
-        times, learnt from short steps, may predict too little for long ones. budget: maximum number of tokens of a
-        step."""
+    def compute_step_limit(self, seconds: float, budget: int) -> float:
+        """Return the time limit of the present step in seconds, above which the replica counts as hanging. It is the
+        largest of: (1) `seconds`, doubled for each hang since the last completed step, at most `MAX_DOUBLINGS` times;
+        (2) ten times the predicted time of the longest step that the unfinished requests may need; (3) the predicted
+        time of computing that step's tokens one per step, as the model of step times may be wrong for steps longer than
+        any measured one. budget: maximum number of tokens of a step."""
         lengths = [len(each.request.tokens) + len(each.tokens) for each in self.streams.values()]
         tokens, longest = min(budget, sum(lengths)), max(lengths, default=0)
         predicted = self.step_times.predict(tokens, tokens * longest)
         return max(
-            seconds * 2.0 ** min(self.hangs, MOST_DOUBLINGS),
+            seconds * 2.0 ** min(self.hangs, MAX_DOUBLINGS),
             TIMES_PREDICTED * predicted,
             tokens * self.step_times.predict(1, longest),
         )

@@ -96,7 +96,7 @@ class Replicas:
         }  # fmt: skip
 
     @property
-    def most_requests(self) -> int:
+    def max_requests(self) -> int:
         """Maximum number of unfinished requests at a time: those in the queue and those that all replicas run."""
         return self._limits.requests + len(self._replicas) * self.plan.limits.max_sequences
 
@@ -271,16 +271,16 @@ class Replicas:
                 self._dispatch(stream)
 
     async def _watch_steps(self) -> None:
-        """Loop that marks a replica as lost if it has requests but has reported no step for longer than its limit
-        `Replica.limit_step`, which is at least the plan's `step_seconds`."""
+        """Loop that marks a replica as lost if it has requests but reported no step within its time limit
+        (`Replica.compute_step_limit`, at least the plan's `step_seconds`)."""
         seconds, budget = self.plan.step_seconds, self.plan.limits.token_budget
         while True:
             await asyncio.sleep(min(LOOK_SECONDS, seconds / 4))
-            for replica in self._replicas:
-                late = time.monotonic() - replica.last_message
-                if replica.ready and replica.streams and late > seconds and late > replica.limit_step(seconds, budget):
-                    replica.hangs += 1
-                    replica.mark_lost(f"no step within {late:.3g} s")
+            for each in self._replicas:
+                late = time.monotonic() - each.last_message
+                if each.ready and each.streams and late > seconds and late > each.compute_step_limit(seconds, budget):
+                    each.hangs += 1
+                    each.mark_lost(f"no step within {late:.3g} s")
 
     # --- messages of the ranks
 

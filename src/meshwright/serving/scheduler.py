@@ -77,7 +77,7 @@ class Scheduler:
     budget. Requests are admitted by priority, then arrival, as long as every admitted sequence can get all KV blocks
     that it needs to finish (`AdmissionState`).
 
-    limits: sizes of the pool and of a step, whose token budget has room for a token of each sequence. groups: number of
+    limits: sizes of the pool and of a step; its token budget is at least its number of sequences. groups: number of
     pipeline groups, each sequence in one.
 
     Attributes:
@@ -211,8 +211,8 @@ class Scheduler:
         return self._state
 
     def _admit(self, group: int) -> None:
-        """Admit waiting requests to a pipeline group, in order, as long as the admission state stays safe and the KV
-        pool has room for answers of the predicted lengths, so that sequences need not pause soon."""
+        """Admit waiting requests to the pipeline group `group`, in order, as long as the admission state stays safe and
+        the KV pool has room for answers of the predicted lengths, so that running sequences need not pause soon."""
         sizes = Counter(sequence.group for sequence in self._admitted)
         growth = sum(sequence.expect_growth(self._answers) for sequence in self._admitted)
         while self._queue and self._rows and sizes[group] <= min(sizes[each] for each in range(self._groups)):
@@ -220,7 +220,7 @@ class Scheduler:
             if self._refused == (sequence, self.pool.releases):
                 break
             count, found = self._find_prefix(sequence)
-            if self._will_find_more(sequence, count):
+            if self._should_wait_for_prefix(sequence, count):
                 break
             youngest = [[self.pool.find_youngest_holder(block) for block in blocks] for blocks in found]
             places = {each.age: place for place, each in enumerate(self._admitted)}
@@ -248,10 +248,10 @@ class Scheduler:
             sequence.chain.extend(sequence.tokens)
         return self.pool.find(sequence.chain.hashes[: (len(sequence.tokens) - 1) // BLOCK_TOKENS], self.windows)
 
-    def _will_find_more(self, sequence: Sequence, found: int) -> bool:
-        """Return True if a waiting sequence should be admitted later, because an admitted sequence is about to compute
-        the KV block that follows the waiting one's cached prefix: the prefix cache will soon have that block, too.
-        found: number of blocks of the cached prefix."""
+    def _should_wait_for_prefix(self, sequence: Sequence, found: int) -> bool:
+        """Return True if a waiting sequence should not be admitted yet, because a running one is about to compute the
+        KV block that follows its cached prefix, which gives it a longer prefix-cache hit. found: number of blocks of
+        the prefix."""
         if sequence.scores_prompt or found >= (len(sequence.tokens) - 1) // BLOCK_TOKENS:
             return False
         wanted = sequence.chain.hashes[found]

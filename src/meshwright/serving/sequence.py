@@ -53,8 +53,8 @@ class Sequence:
         self.counts = TokenCounts(request.tokens, request.replayed) if request.sampling.penalizes else None
 
     def expect_growth(self, answers: AnswerLengthRatio) -> int:
-        """Return the predicted number of KV blocks that the sequence will still allocate. answers: predicts the length
-        of its answer."""
+        """Return the predicted number of KV blocks that the sequence will still allocate. answers: predictor of answer
+        lengths."""
         answer = answers.predict_length(self.answered, self.request.sampling.max_tokens)
         blocks = count_blocks(len(self.request.tokens) + answer)
         return sum(

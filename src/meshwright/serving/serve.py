@@ -127,15 +127,15 @@ def serve(
     check_options(serve, options, ServeOptions)
     prepare_process()  # before torch is loaded, here or in a rank
     phases = _StartupTimer(log)
-    place = rendezvous.read_place() if rendezvous.is_started_by_others() else None
-    if place is not None and place.rank > 0:
+    info = rendezvous.read_rendezvous_info() if rendezvous.is_started_by_others() else None
+    if info is not None and info.rank > 0:
         from meshwright.serving.ranks import serve_joined
 
         serve_joined(None, options.get("device", "auto"))
         return
-    if place is None:
+    if info is None:
         start_server(PRELOADED_TO_SERVE)  # it loads torch meanwhile
-    model = _check_model(Path(path), str(layout), place, options, log)
+    model = _check_model(Path(path), str(layout), info, options, log)
     import uvloop
 
     from meshwright.serving.gate import HttpSettings, check_origins, read_api_keys
@@ -164,7 +164,7 @@ def serve(
                 if signals.received:  # ranks may have ended by it, too: that is no lost rank
                     return 0
                 prompts = starting.result()
-                connections = max(1024, 2 * replicas.most_requests)
+                connections = max(1024, 2 * replicas.max_requests)
                 raise_open_file_limit(connections, log)
                 settings = HttpSettings(name, keys, origins, connections=connections)
                 app = HttpApp(replicas, prompts, settings)
@@ -209,9 +209,11 @@ class _StartupTimer:
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """Checked settings of a server. checkpoint: model directory. config: configuration of the model. layout: layout of
-    all ranks. dtype: dtype of parameters and KV cache. ledger: predicted memory, with the number of KV blocks that fit.
-    place: rank of this process if torchrun or SLURM started one process per rank, else None. device: "cpu" or "cuda".
+    """Checked settings of a server.
+
+    checkpoint: model directory. config: configuration of the model. layout: layout of all ranks. dtype: dtype of
+    parameters and KV cache. ledger: predicted memory, with the number of KV blocks that fit. info: rank and
+    rendezvous of this process if torchrun or SLURM started one process per rank, else None. device: "cpu" or "cuda".
     plan: function that predicts the memory for given `steps` (`StepSettings`). kernels: (instruction set, reason for
     plain torch) of CPU ranks, from `prepare_kernels`."""
 
@@ -220,26 +222,26 @@ class _Settings:
     layout: Layout
     dtype: str
     ledger: ServingLedger
-    place: rendezvous.Place | None
+    info: rendezvous.RendezvousInfo | None
     device: str
     plan: partial[ServingLedger]
     kernels: tuple[str | None, str] = (None, "")
 
 
 def _check_model(
-    path: Path, layout: str, place: rendezvous.Place | None, options: ServeOptions, log: Callable[[str], None]
+    path: Path, layout: str, info: rendezvous.RendezvousInfo | None, options: ServeOptions, log: Callable[[str], None]
 ) -> _Settings:
     """Check everything that can be checked without loading the weights, and return the checked settings. path, layout,
-    options, log: arguments of `serve`. place: rank of this process if torchrun or SLURM started one process per rank,
+    options, log: arguments of `serve`. info: rank of this process if torchrun or SLURM started one process per rank,
     else None. Raises UserError if an argument is invalid or the model does not fit in memory."""
     if missing := [name for name in EXTRA if importlib.util.find_spec(name) is None]:
         raise UserError(f'serving needs {", ".join(missing)}: run pip install "meshwright[serve]"')
     checkpoint = find_checkpoint(path, log, check_hashes=False)
     config = config_from_path(checkpoint)
     reading, dtype, hosts = serving_layout(layout, config), parse_dtype(options.get("dtype")), 1
-    if place is not None:
-        rendezvous.check_world_size(place, reading)
-        hosts = place.ranks // (place.host_ranks or place.ranks)
+    if info is not None:
+        rendezvous.check_world_size(info, reading)
+        hosts = info.ranks // (info.host_ranks or info.ranks)
     budget, sequences = options.get("token_budget") or StepSettings().tokens, options.get("max_sequences")
     steps = StepSettings(budget, min(StepSettings().sequences, budget) if sequences is None else sequences)
     memory, longest = options.get("memory"), options.get("max_length")
@@ -249,12 +251,12 @@ def _check_model(
     machines = (gpus or [HostMemory.read()]) * hosts  # those of one job have the same memory
     plan = partial(plan_memory, config, reading, dtype, memory, longest, steps=steps, hosts=machines)
     ledger = plan()
-    if place is not None:
+    if info is not None:
         log("one lost rank ends this server, as torchrun or SLURM started the ranks; running streams end with it")
     if gpus and options.get("device", "auto") == "auto":
         several = "; serving has run on one GPU, not on several yet" if reading.world_size > 1 else ""
         log(f"--device auto has found a GPU for each rank{several} (--device cpu serves without)")
-    return _Settings(checkpoint, config, reading, dtype, ledger, place, "cuda" if gpus else "cpu", plan)
+    return _Settings(checkpoint, config, reading, dtype, ledger, info, "cuda" if gpus else "cpu", plan)
 
 
 def _prepare_kernels(model: _Settings, phases: _StartupTimer) -> _Settings:
@@ -272,18 +274,18 @@ def _prepare_kernels(model: _Settings, phases: _StartupTimer) -> _Settings:
 def _make_replicas(model: _Settings, directory: str, options: ServeOptions, log: Callable[[str], None]) -> Replicas:
     """Create the server's replicas, without starting their ranks. model: checked settings. directory: private directory
     for Unix sockets. options, log: arguments of `serve`."""
-    layout, place = model.layout, model.place
-    here = layout.world_size if place is None else place.host_ranks or place.ranks
+    layout, info = model.layout, model.info
+    here = layout.world_size if info is None else info.host_ranks or info.ranks
     plan = RankPlan(
         str(model.checkpoint.resolve()), str(layout), model.dtype, make_step_limits(model.ledger),
-        options.get("threads") or choose_threads(here), directory if place is None else None,
-        options.get("step_seconds", 60.0), model.device if place is None else options.get("device", "auto"),
+        options.get("threads") or choose_threads(here), directory if info is None else None,
+        options.get("step_seconds", 60.0), model.device if info is None else options.get("device", "auto"),
         options.get("batch_invariant", False), *model.kernels,
     )  # fmt: skip
     given: dict[str, Any] = {"requests": options.get("queue_requests"), "seconds": options.get("queue_seconds")}
     limits = QueueLimits(**{name: value for name, value in given.items() if value is not None})
     starter, host = (
-        (LocalStarter(), "") if place is None else (JoinedStarter(), rendezvous.parse_host_and_port(place.method)[0])
+        (LocalStarter(), "") if info is None else (JoinedStarter(), rendezvous.parse_host_and_port(info.method)[0])
     )
     return Replicas(plan, starter, limits=limits, host=host, log=log)
 

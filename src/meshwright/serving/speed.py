@@ -12,11 +12,11 @@ SWEEPS = 8  # of coordinate descent for each step
 
 
 class Work(NamedTuple):
-    """Remaining work of a request, in tokens.
+    """Remaining work of one unfinished request, in tokens.
 
     Attributes:
-        prompt: Prompt tokens that are still to be computed.
-        answer: Expected number of answer tokens that are still to be generated.
+        prompt: Prompt tokens that are still to be computed (prefill).
+        answer: Expected number of answer tokens that are still to be generated (decode).
         context: Tokens of the request that are in the KV cache.
     """
 
@@ -74,10 +74,10 @@ class StepTimes:
     ) -> list[float]:
         """Return the predicted seconds until each request of `waiting` is admitted, in their order.
 
-        The prediction assumes that each running sequence decodes one token in every `groups` steps, and that when one
-        ends, the next request is admitted and its prompt computed. running, waiting: remaining work of the requests.
-        max_sequences: maximum number of sequences that run at a time. groups: number of groups (pipeline stages) among
-        which the sequences are divided; a step computes one group.
+        The prediction assumes that each running sequence decodes one token in every `groups` steps, and that each
+        sequence that ends lets the next request be admitted and prefilled. running, waiting: remaining work of the
+        requests. max_sequences: maximum number of sequences that run at a time. groups: number of groups (pipeline
+        stages) among which the sequences are divided; a step computes one group.
         """
         seconds, step, keys = 0.0, 0, 0
         ends: list[tuple[int, int]] = []  # heap of (step of the end, keys of a step of this sequence)

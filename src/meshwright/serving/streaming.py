@@ -56,12 +56,12 @@ class JobRunner:
             run.result()
         finally:
             await _cancel_tasks(run, left)
-        return job.formatter.answer(job.choices, [Piece.join(each) for each in pieces])
+        return job.formatter.format_answer(job.choices, [Piece.join(each) for each in pieces])
 
     def start(self, job: Job, take: Take) -> asyncio.Task[None]:
-        """Submit all requests of a job to the engine. Return the task that calls `take(choice, piece)` for each new
-        piece of text. When the task ends or is cancelled, unfinished requests are cancelled. Raises ApiError if the
-        requests are refused."""
+        """Submit all requests of a job to the engine; return the task that calls `take(choice, piece)` for each new
+        piece of text. Requests that are unfinished when the task ends or is cancelled are cancelled. Raises ApiError if
+        the requests are refused."""
         refusal = self._client.admit(job.requests, job.ticket)
         if refusal is not None:
             self._metrics.refuse(refusal.reason)
@@ -105,7 +105,7 @@ class JobRunner:
 
 
 class EventStream(Response):
-    """HTTP response that streams one job (a parsed HTTP request that generates text) as server-sent events. All events
+    """HTTP response that streams one job (a parsed HTTP request that generates text) as server-sent events; all events
     that wait are sent in one write. Construction submits the job's requests to the engine of `runner`, and raises
     ApiError if they are refused."""
 

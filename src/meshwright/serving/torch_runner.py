@@ -101,8 +101,8 @@ class PagedCache:
     ) -> torch.Tensor:  # fmt: skip
         """Write the keys and values of the selected tokens to the cache of the layer with index `layer`. Return their
         causal attention, inside the layer's sliding window, [1, N, T, D]; 0 for padding. q_BNTD: queries [1, N, T, D].
-        k_BKTD, v_BKTD: keys and values [1, K, T, D]; v_BKTD None: the keys are the values too. sinks: one more score of
-        each query head [N], or None."""
+        k_BKTD, v_BKTD: keys and values [1, K, T, D]; v_BKTD None: the keys are the values too. sinks: attention-sink
+        logit of each query head [N]; None: no sinks."""
         table, place = self._layers[layer]
         tokens = self._slots_WT.shape[1]
         for cache, new in zip(self.pairs[place], (k_BKTD,) if v_BKTD is None else (k_BKTD, v_BKTD), strict=True):
@@ -120,8 +120,8 @@ class PagedCache:
         self, layer: int, q_ND: torch.Tensor, slots_C: torch.Tensor, sinks: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the attention [N, D] of one token's queries `q_ND` over its context, the KV-cache slots `slots_C`, in
-        the layer with index `layer`; computed in float32 or float64. sinks: one more score of each query head [N];
-        None: none."""
+        the layer with index `layer`; computed in float32 or float64. sinks: attention-sink logit of each query head
+        [N]; None: no sinks."""
         slots_C = slots_C[self._config.first_key(layer, len(slots_C) - 1) :]  # blocks before it may have been freed
         wide = at_least_float32(q_ND.dtype)
         k_KCD, *values = (each[slots_C].transpose(0, 1).to(wide) for each in self.pairs[self._layers[layer][1]])

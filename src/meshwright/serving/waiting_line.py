@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from meshwright.serving.engine_client import Refusal, Ticket
 
-MOST_PLACES = 4096
+MAX_PLACES = 4096
 """Maximum number of places. Beyond it a new client replaces the one that is late the longest; if none is late, it gets
 no place."""
 MARGIN, SHORTEST_SECONDS, LONGEST_SECONDS = 1.25, 0.01, 60.0
@@ -72,20 +72,19 @@ class QueueForecast:
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """Place of one refused HTTP request in the waiting line.
+    """Place of one refused HTTP request in the waiting line, kept until its client retries or the place expires.
 
     Attributes:
         key: Digest of the request. Identical requests have the same digest but separate places.
         number: Order in the line: lower numbers come first.
-        requests: Number of the engine's requests (choices) that the HTTP request makes.
+        requests: Number of engine requests (choices) of the HTTP request.
         tokens: Number of prompt tokens of these requests together.
         due: Time at which the client's retry is expected, in seconds of the line's clock; from then on a retry is not
             refused in favour of other places.
-        expires: Time at which the place is given up if the client has not retried.
-        watched: Earliest time for which a check of the place is scheduled.
-        returned: True if the client has retried when due, but is not yet counted in `WaitingLine.returning`, the
-            average share of clients that retry. It is counted at the time at which it would have been late, as clients
-            that do not retry are.
+        expires: Time at which the place is removed if the client has not retried.
+        watched: Time of the earliest scheduled check of this place.
+        returned: True if the client retried in time and its next check will count that in `WaitingLine.returning`, the
+            average share of clients that retry.
     """
 
     key: bytes
@@ -156,9 +155,9 @@ class WaitingLine:
                 self._remove_place(place, admitted=True)
             return None
         wait = max(MARGIN * max(seconds, queue.delay), SHORTEST_SECONDS)
-        if place is None and ticket.key and self._count_places() >= MOST_PLACES and self._late:
+        if place is None and ticket.key and self._count_places() >= MAX_PLACES and self._late:
             self._remove_place(next(iter(self._late)))
-        if place is None and ticket.key and self._count_places() < MOST_PLACES:
+        if place is None and ticket.key and self._count_places() < MAX_PLACES:
             place = _Place(ticket.key, next(self._counter), max(1, requests), tokens)
             self._places.setdefault(ticket.key, []).append(place)
         if place is not None:
@@ -192,19 +191,19 @@ class WaitingLine:
         return ("seconds", seconds) if seconds > 0 else ("", 0.0)
 
     def _count_expected_before(self, place: _Place | None) -> float:
-        """Return the expected number of engine requests of clients that are before `place` in the line and will retry
-        (None: of all clients in the line).
+        """Return the expected number of engine requests of clients that will retry, of those before `place` in the line
+        (None: of all in the line).
 
-        It is the number of requests of all clients before `place`, times the average share of clients that retry. Since
-        this average adapts slowly, at least 1 / `GUARD` of the limit on waiting requests is returned, or the number of
-        all these requests if that is smaller.
+        It is the number of requests of the expected clients, times the average share of clients that retry; but at
+        least 1 / `GUARD` of the limit on waiting requests (or all of these requests, if fewer), because the average
+        adapts slowly.
         """
         count = len(self._numbers) if place is None else bisect_left(self._numbers, place.number)
         return max(self.returning * count, min(count, self._limits.requests // GUARD))
 
     def _set_expected(self, place: _Place, expected: bool) -> None:
-        """Record that the client of `place` is expected to retry (`expected`), or no longer is. While a retry is
-        expected, new requests are refused if they would take its room in the queue."""
+        """Mark the client of `place` as expected to retry (`expected` True) or not (False). New requests are refused if
+        they would take the room in the queue of an expected client."""
         if (place in self._expected) is not expected:
             at = bisect_left(self._numbers, place.number)
             if expected:
@@ -215,9 +214,10 @@ class WaitingLine:
             self._expected ^= {place}
 
     def _run_due_checks(self, now: float) -> None:
-        """Run the checks of places that are scheduled up to the time `now`, in seconds of the line's clock. A check
-        updates the average `returning` by whether the place's client has retried in time; if the client is late, new
-        requests may pass it from then on; when the place has expired, the check removes it."""
+        """Run the checks of places that are scheduled up to the time `now`, in seconds of the line's clock.
+
+        A check updates `returning`, the average share of clients that retry in time. If the client is late, new
+        requests no longer wait for it; if its place has expired, the place is removed."""
         while self._ends and self._ends[0][0] <= now:
             when, _, place = heapq.heappop(self._ends)
             if place.returned:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.errors import UserError
-from meshwright.limits import LIMITS, limit_error
+from meshwright.limits import LIMITS, make_limit_error
 from meshwright.names import unknown
 from meshwright.spec.adapter_config import AdapterConfig
 from meshwright.spec.config_problems import find_experts_problem
@@ -265,7 +265,7 @@ class ModelConfig:
         `meshwright.limits`; None if none does."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in LIMITS}
         values |= {"labels": len(self.labels), "all_experts": self.layers * self.experts}
-        return next(filter(None, (limit_error(name, value) for name, value in values.items())), None)
+        return next(filter(None, (make_limit_error(name, value) for name, value in values.items())), None)
 
     def has_experts(self, layer: int) -> bool:
         """Return True if the MLP of the layer with index `layer` is a mixture of experts."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from meshwright.errors import UserError
-from meshwright.limits import limit_error, shorten_repr
+from meshwright.limits import make_limit_error, shorten_repr
 
 # Hugging Face's names of activations -> ours. Both tanh names are the same function.
 ACTIVATIONS = {
@@ -57,7 +57,7 @@ class Reader:
             raise UserError(f'{self.where}: "{key}" is missing; it must be a whole number above 0')
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UserError(f'{self.where}: "{key}" must be a whole number above 0, not {shorten_repr(value)}')
-        if problem := limit_error(limit, value, f'"{key}"'):
+        if problem := make_limit_error(limit, value, f'"{key}"'):
             raise UserError(f"{self.where}: {problem}")
         return value
 

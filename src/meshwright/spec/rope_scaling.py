@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from meshwright.errors import UserError
-from meshwright.limits import limit_of, shorten_repr
+from meshwright.limits import get_limit, shorten_repr
 from meshwright.names import ROPE_SCALINGS
 
 RopeKind = Literal["linear", "llama3", "yarn", "longrope"]
@@ -179,9 +179,9 @@ def read_rope_scaling(entry: Mapping[str, Any], *, max_positions: int, where: st
             values[field] = value
         elif key in ("short_factor", "long_factor"):
             values[field] = _read_factors(value, f'{where}: "{key}"')
-        elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= limit_of("count"):
+        elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= get_limit("count"):
             raise UserError(
-                f'{where}: "{key}" must be a number above 0 and at most {limit_of("count")}, not {shorten_repr(value)}'
+                f'{where}: "{key}" must be a number above 0 and at most {get_limit("count")}, not {shorten_repr(value)}'
             )
         elif key == "original_max_position_embeddings":
             if value != int(value):
@@ -209,10 +209,10 @@ def read_rope_scaling(entry: Mapping[str, Any], *, max_positions: int, where: st
 def _read_factors(value: object, where: str) -> tuple[float, ...]:
     """Return a list of factors of rotary frequencies (`value`) as a tuple. where: name of the key in errors. Raises
     ``UserError`` unless it is a list of numbers above 0, of bounded length."""
-    if not isinstance(value, list) or len(value) > limit_of("head_dim"):
+    if not isinstance(value, list) or len(value) > get_limit("head_dim"):
         raise UserError(f"{where} must be a list with one number for each rotated pair, not {shorten_repr(value)}")
     for factor in value:
-        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor <= limit_of("count"):
+        if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor <= get_limit("count"):
             raise UserError(f"{where} must hold numbers above 0, not {shorten_repr(factor)}")
     return tuple(float(factor) for factor in value)
 

@@ -10,7 +10,7 @@ from typing import Any
 from meshwright.documents import to_json_dict
 from meshwright.emulation.scheduler import is_emulated_rank
 from meshwright.errors import UserError, ignore_model_warnings
-from meshwright.launcher.rendezvous import check_port_free, is_started_by_others, read_place
+from meshwright.launcher.rendezvous import check_port_free, is_started_by_others, read_rendezvous_info
 from meshwright.layout import Layout
 from meshwright.recipe import Recipe, resolve_recipe
 from meshwright.terminal import print_message
@@ -108,7 +108,7 @@ def train(
     resolved = resolve_recipe(recipe, overrides, trust=trust)
     if layout is not None:
         resolved = resolve_recipe(resolved, {"layout": str(layout)})
-    started = read_place(resolved.run.rendezvous) if is_started_by_others() else None
+    started = read_rendezvous_info(resolved.run.rendezvous) if is_started_by_others() else None
     if started is not None and started.rank > 0:
         ignore_model_warnings()
     if resolved.layout == "auto":
@@ -136,4 +136,4 @@ def reports_result() -> bool:
     """
     if not is_started_by_others():
         return True
-    return read_place("file:///").rank == 0  # the rank does not depend on the rendezvous
+    return read_rendezvous_info("file:///").rank == 0  # the rank does not depend on the rendezvous

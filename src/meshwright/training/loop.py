@@ -162,7 +162,7 @@ class Run:
             validation=validation,
             seconds=seconds,
             seconds_by_part=trainer.clock.seconds(),
-            waiting_seconds=trainer.clock.waiting_seconds(),
+            waiting_seconds=trainer.clock.compute_waiting_seconds(),
             rank_seconds=outcome.rank_seconds,
             loss_scale=outcome.loss_scale if scale.dynamic else None,
             next_loss_scale=scale.value if scale.dynamic else None,
@@ -173,7 +173,7 @@ class Run:
         """Build the result document (JSON dict of figures and checkpoint paths) after the last step of the run. It
         reports the memory of the rank with the largest peak. Collective."""
         memory = self.journal.memory
-        fullest = self.agreement.broadcast_from_largest(memory.peak_bytes(), {"memory_bytes": memory.peaks_to_json()})
+        fullest = self.agreement.broadcast_from_largest(memory.read_peak(), {"memory_bytes": memory.peaks_to_json()})
         return self.journal.make_result(self._run_end(), self.checkpointer, fullest)
 
     def _run_end(self) -> RunEnd:

@@ -17,9 +17,9 @@ from meshwright.errors import UserError
 from meshwright.monitoring.comparison import ProcessMemory
 from meshwright.monitoring.memory import (
     LARGEST_MMAP_THRESHOLD,
-    kernel_cache_capacity,
-    peak_resident_bytes,
-    resident_bytes,
+    read_kernel_cache_capacity,
+    read_peak_resident_bytes,
+    read_resident_bytes,
 )
 from meshwright.planner.hardware.process_constants import ProcessConstants
 from meshwright.planner.memory.ledger import Item, Ledger
@@ -47,7 +47,7 @@ def predict_process_memory(
     runs exceeded their prediction; the item "unexplained" is this fraction of all other items. `UserError` if the
     kernel does not report the RSS (`resident_before` is then None)."""
     _import_step_modules(trainer)
-    now = resident_bytes()
+    now = read_resident_bytes()
     if now is None or resident_before is None:
         raise UserError("the kernel does not report the resident memory of this process")
     states = sum(trainer.memory().values())
@@ -70,7 +70,9 @@ def predict_process_memory(
         "mapped data": _predict_mapped_bytes(trainer),
         "checkpoint hashing buffer": min(snapshot, HASHED_AT_ONCE),
     }
-    items["startup peak"] = max(0, (peak_resident_bytes() or 0) - sum(items.values()))  # if above the peak of the steps
+    items["startup peak"] = max(
+        0, (read_peak_resident_bytes() or 0) - sum(items.values())
+    )  # if above the peak of the steps
     items["unexplained"] = round(share * sum(items.values()))
     return ProcessMemory(items)
 
@@ -113,7 +115,7 @@ def _count_cached_kernels(trainer: Trainer) -> int:
     layers = sum(config.has_experts(layer) for layer in range(config.layers)) // layout.pp
     experts = config.experts // layout.ep if layers else 0
     steps = trainer.recipe.train.steps - trainer.steps_done
-    return min(kernel_cache_capacity(), MATMULS_PER_EXPERT * layers * experts * steps)
+    return min(read_kernel_cache_capacity(), MATMULS_PER_EXPERT * layers * experts * steps)
 
 
 def _predict_mapped_bytes(trainer: Trainer) -> int:

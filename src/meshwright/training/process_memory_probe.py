@@ -18,15 +18,15 @@ import torch
 
 from meshwright.comm.mesh import Mesh
 from meshwright.launcher.rank_process import run_rank
-from meshwright.launcher.rendezvous import Place
+from meshwright.launcher.rendezvous import RendezvousInfo
 from meshwright.layout import Layout
 from meshwright.model.documents import Documents
 from meshwright.monitoring.memory import (
     keep_freed_memory,
-    peak_resident_bytes,
+    read_peak_resident_bytes,
+    read_resident_bytes,
     release_freed_memory,
     reset_peak_rss,
-    resident_bytes,
 )
 from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.parallelize import parallelize
@@ -93,7 +93,7 @@ class _ProbeRun:
             self.optimizer.step(1e-3)
             self.engine.all_gather_parameters()
             self.engine.zero_gradients()
-        highest = peak_resident_bytes() or 0
+        highest = read_peak_resident_bytes() or 0
         after = _measure_rss()
         return after - before, highest - after
 
@@ -132,10 +132,10 @@ def _measure_kernel_bytes(dtype: torch.dtype) -> int:
 def _measure_rss() -> int:
     """Return the RSS of this process in bytes, after freed memory is returned to the kernel."""
     release_freed_memory()
-    return resident_bytes() or 0
+    return read_resident_bytes() or 0
 
 
-def _measure_as_described(description: dict[str, Any], start: Place) -> dict[str, Any]:
+def _measure_as_described(description: dict[str, Any], start: RendezvousInfo) -> dict[str, Any]:
     """Measure the memory besides tensors of this rank's process, under this rank's conditions, and write the result as
     JSON to the file RANK.json. start: rank of this process.
 

@@ -15,7 +15,7 @@ from typing import Any
 from meshwright.errors import MeshwrightError, Terminated
 from meshwright.launcher.launcher import LaunchSpec, launch
 from meshwright.launcher.rank_process import run_rank
-from meshwright.launcher.rendezvous import Place, is_started_by_others, read_place
+from meshwright.launcher.rendezvous import RendezvousInfo, is_started_by_others, read_rendezvous_info
 from meshwright.terminal import print_message
 
 
@@ -23,10 +23,10 @@ from meshwright.terminal import print_message
 class LaunchedProcess:
     """State of one rank's process of a script that `meshwright run` started.
 
-    place: rank, world size and rendezvous of the process. directory: run directory, locked by the launcher. result:
+    info: rank, world size and rendezvous of the process. directory: run directory, locked by the launcher. result:
     result document of the last call of `fit`. calls: number of calls of `next_rendezvous` so far."""
 
-    place: Place
+    info: RendezvousInfo
     directory: Path
     result: dict[str, Any] = field(default_factory=dict)
     calls: int = 0
@@ -35,8 +35,9 @@ class LaunchedProcess:
 _launched: ContextVar[LaunchedProcess | None] = ContextVar("launched", default=None)
 
 
-def next_rendezvous(rendezvous: str | None = None) -> Place:
-    """Return rank, world size and rendezvous of this process for its next training run; rank 0 of 1 without a launcher.
+def next_rendezvous(rendezvous: str | None = None) -> RendezvousInfo:
+    """Return rank, world size and rendezvous of this process for its next training run. Without a launcher it is rank 0
+    of 1.
 
     Under `meshwright run` with a file rendezvous (ranks find each other through a file), each call returns a new file,
     since a script that trains several times needs one for each run. rendezvous: URL such as "tcp://host:port" or
@@ -45,11 +46,11 @@ def next_rendezvous(rendezvous: str | None = None) -> Place:
     launched = _launched.get()
     if launched is not None:
         launched.calls += 1
-        method = rendezvous or launched.place.method
-        return replace(launched.place, method=f"{method}-{launched.calls}" if method.startswith("file:") else method)
+        method = rendezvous or launched.info.method
+        return replace(launched.info, method=f"{method}-{launched.calls}" if method.startswith("file:") else method)
     if is_started_by_others():
-        return read_place(rendezvous)
-    return Place(0, 1, 0, "env://", "itself")
+        return read_rendezvous_info(rendezvous)
+    return RendezvousInfo(0, 1, 0, "env://", "itself")
 
 
 def get_locked_run_directory() -> Path | None:
@@ -79,7 +80,7 @@ def exit_codes() -> Iterator[None]:
         if _launched.get() is not None:
             raise
         stopped = isinstance(error, (Terminated, KeyboardInterrupt))
-        first = not is_started_by_others() or read_place().rank == 0
+        first = not is_started_by_others() or read_rendezvous_info().rank == 0
         if first or not stopped:  # that all ranks were stopped is printed by rank 0 alone
             text = " ".join(str(error).split()) or "interrupted"
             print_message(f"meshwright: {'' if stopped else 'error: '}{text}")
@@ -102,7 +103,7 @@ def run_script(
     return launch(spec)
 
 
-def _run_script_rank(description: dict[str, Any], start: Place) -> dict[str, Any]:
+def _run_script_rank(description: dict[str, Any], start: RendezvousInfo) -> dict[str, Any]:
     """Run the script on this rank and return the result document of its last call of `fit`.
 
     description: JSON dict from the launcher with path of the script ("script"), arguments and run directory; start:

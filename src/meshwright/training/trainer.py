@@ -168,7 +168,7 @@ class Trainer:
         mesh, scale, metrics = self.mesh, self.loss_scale.value, len(shares) - 1
         values = torch.zeros(4 + metrics + mesh.world_size, dtype=torch.float64, pin_memory=self.device.type == "cuda")
         values[2], values[3] = float(stop), float(save_failed)
-        values[4 + metrics + mesh.rank] = self.clock.working_seconds()
+        values[4 + metrics + mesh.rank] = self.clock.compute_working_seconds()
         values = values.to(self.device, non_blocking=True)
         values[0] = shares[0] / scale
         values[1] = self.parallel.squared_norm_share() / scale**2

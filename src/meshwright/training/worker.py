@@ -27,7 +27,7 @@ from meshwright.launcher.rank_threads import (
     read_resumed_state,
     resolve_threads,
 )
-from meshwright.launcher.rendezvous import Place, check_world_size
+from meshwright.launcher.rendezvous import RendezvousInfo, check_world_size
 from meshwright.monitoring.memory import keep_freed_memory
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.terminal import print_message
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 # --- started by the launcher
 
 
-def train_as_described(description: dict[str, Any], start: Place) -> dict[str, Any]:
+def train_as_described(description: dict[str, Any], start: RendezvousInfo) -> dict[str, Any]:
     """Train a recipe on this rank, a process that Meshwright's launcher started, and return the result document (JSON
     dict of figures).
 
@@ -65,7 +65,7 @@ def train_as_rank(recipe: Recipe, *, probe: bool = True, **options: Any) -> dict
     limits that wait, is too short. options: keyword arguments of `meshwright.training.loop.train` (`show_progress`)."""
     from meshwright.launcher.recipe_checks import check_memory, check_recipe
 
-    start = rendezvous.read_place(recipe.run.rendezvous)
+    start = rendezvous.read_rendezvous_info(recipe.run.rendezvous)
     check_world_size(start, recipe.parsed_layout)
     check_recipe(recipe)
     one_host = start.ranks == (start.host_ranks or 1)
@@ -85,7 +85,7 @@ def train_as_rank(recipe: Recipe, *, probe: bool = True, **options: Any) -> dict
 
 
 def run_script_as_rank(
-    recipe: Recipe, start: Place, work: Callable[..., dict[str, Any]], locked: Path | None, **options: Any
+    recipe: Recipe, start: RendezvousInfo, work: Callable[..., dict[str, Any]], locked: Path | None, **options: Any
 ) -> dict[str, Any]:
     """Set up this rank of a user's script (device, process group, mesh) and return the result of `work(recipe, mesh,
     run directory, **options)`.
@@ -100,7 +100,7 @@ def run_script_as_rank(
 
 def _run_as_rank(
     recipe: Recipe,
-    start: Place,
+    start: RendezvousInfo,
     directory: RunDirectory,
     threads: int | None,
     options: dict[str, Any],
@@ -169,10 +169,10 @@ def _run_as_rank(
             dist.destroy_process_group()
 
 
-def _set_threads(recipe: Recipe, start: Place, store: Any, given: int | None, note: bool) -> None:
-    """Set torch's number of intra-op threads: `given`, the launcher's choice; else `run.threads` of the recipe; else
-    that of the resumed checkpoint, if its layout is the same; else one chosen from cores and model size (for a user's
-    own module, torch's current number).
+def _set_threads(recipe: Recipe, start: RendezvousInfo, store: Any, given: int | None, note: bool) -> None:
+    """Set torch's number of intra-op threads to the first of these that is known: `given`, the launcher's choice;
+    `run.threads` of the recipe; the number in the resumed checkpoint, if its layout is the same; a number chosen from
+    cores and model size (for a user's own module, torch's current number).
 
     store: key-value store by which ranks agree on the number, None if they need not agree. note: True to print the
     reason for the choice. start: rank and world size of this process.
@@ -212,7 +212,7 @@ def separate_compile_caches(rank: int) -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(place))
 
 
-def _set_gloo_interface(start: Place, store: Any) -> None:
+def _set_gloo_interface(start: RendezvousInfo, store: Any) -> None:
     """Set gloo's network interface to the one by which this host reaches the other hosts, unless the environment sets
     it.
 
@@ -222,7 +222,7 @@ def _set_gloo_interface(start: Place, store: Any) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
-def _lock_run_directory(directory: RunDirectory, start: Place, store: Any) -> None:
+def _lock_run_directory(directory: RunDirectory, start: RendezvousInfo, store: Any) -> None:
     """Lock the run directory on rank 0; if that fails, every rank raises rank 0's `UserError`. start: rank and world
     size of this process. store: key-value store that all ranks share, None for one rank. Collective."""
     problem = ""
@@ -239,7 +239,7 @@ def _lock_run_directory(directory: RunDirectory, start: Place, store: Any) -> No
         raise UserError(problem)
 
 
-def _write_process_ids(directory: RunDirectory, start: Place, store: Any) -> None:
+def _write_process_ids(directory: RunDirectory, start: RendezvousInfo, store: Any) -> None:
     """Collect the process IDs of all ranks and write them to the run directory, on rank 0. start: rank and world size
     of this process. store: key-value store through which they are exchanged, None for one rank. Collective."""
     processes = [os.getpid()]

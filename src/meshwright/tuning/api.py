@@ -159,7 +159,7 @@ def _check_space(recipe: Recipe, vocabulary: int) -> None:
     tables = recipe.to_tables()
     tables.pop("tune")
     for dimension in recipe.tune.dimensions:
-        for value in dimension.extremes():
+        for value in dimension.list_extreme_values():
             values, needed = {dimension.key: value}, [dimension.key]
             while needed:
                 for key, allowed in conditions[needed.pop()].items():

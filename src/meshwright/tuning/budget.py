@@ -40,7 +40,7 @@ class Budget:
         most = {"train.steps": recipe.train.steps, "train.batch": recipe.train.batch}
         for dimension in recipe.tune.dimensions:
             if dimension.key in most:
-                most[dimension.key] = int(max(dimension.extremes()))
+                most[dimension.key] = int(max(dimension.list_extreme_values()))
         steps = most["train.steps"]
         return {"steps": steps, "tokens": steps * most["train.batch"] * recipe.data.sequence}
 

@@ -18,7 +18,7 @@ import torch
 from meshwright.checkpoint.files import replace_file
 from meshwright.comm.mesh import Mesh
 from meshwright.data import PreparedData
-from meshwright.draw.axis import log_axis
+from meshwright.draw.axis import make_log_axis
 from meshwright.draw.line_chart import Plot, Series
 from meshwright.draw.picture import stack_pictures
 from meshwright.errors import UserError
@@ -63,8 +63,8 @@ class CoordinateCheck:
         for title, curves in (("before the first step", self.sizes), (f"change in {self.steps} steps", self.changes)):
             values = [max(value, 1e-12) for part in PARTS for value in curves[part]]
             plot = Plot(
-                log_axis(self.hidden, "hidden size", lambda number: f"{number:g}"),
-                log_axis(values, "", lambda number: f"{number:g}"), right=640, bottom=210,
+                make_log_axis(self.hidden, "hidden size", lambda number: f"{number:g}"),
+                make_log_axis(values, "", lambda number: f"{number:g}"), right=640, bottom=210,
             )  # fmt: skip
             series = [
                 Series(part, list(zip(self.hidden, curves[part], strict=True)), colour, "named", dots=True)
@@ -73,8 +73,8 @@ class CoordinateCheck:
             for one in series:
                 plot.draw_line(one)
             entries = [(one.name, {"style": f"fill:var(--{one.colour})"}) for one in series]
-            plot.picture.legend(entries, plot.left, plot.right, 262)
-            pictures.append((f"Root mean square of activations, {title}", plot.picture.svg(680, 270, title)))
+            plot.picture.add_legend(entries, plot.left, plot.right, 262)
+            pictures.append((f"Root mean square of activations, {title}", plot.picture.to_svg(680, 270, title)))
         replace_file(path, stack_pictures(pictures, "coordinate check").encode(), sync=False)
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from meshwright.draw.axis import Axis, linear_axis, log_axis
+from meshwright.draw.axis import Axis, make_linear_axis, make_log_axis
 from meshwright.draw.line_chart import Plot, Series
 from meshwright.draw.markup import Content, Markup, element
 from meshwright.draw.page import bar, legend, page, paragraph, table
@@ -119,7 +119,7 @@ def _make_axis(losses: Sequence[float], title: str) -> Axis:
     label of the axis."""
     ascending = sorted(filter(math.isfinite, losses))
     high = ascending[min(len(ascending) - 1, math.ceil(0.9 * len(ascending)))]
-    return linear_axis(ascending[0], high, title, below=0.05, above=0.1)
+    return make_linear_axis(ascending[0], high, title, below=0.05, above=0.1)
 
 
 def _draw_history(trials: Sequence[FrozenTrial]) -> Iterator[Content]:
@@ -127,7 +127,7 @@ def _draw_history(trials: Sequence[FrozenTrial]) -> Iterator[Content]:
     chart's legend."""
     y_axis = _make_loss_axis(trials)
     last = max(trial.number for trial in trials)
-    plot = Plot(linear_axis(0, max(last, 1), "trial", most=10), y_axis, right=744, bottom=234)
+    plot = Plot(make_linear_axis(0, max(last, 1), "trial", most=10), y_axis, right=744, bottom=234)
     best, steps = math.inf, list[tuple[float, float]]()
     for trial in trials:
         _draw_dot(plot, trial.number, _get_loss(trial), trial)
@@ -138,7 +138,7 @@ def _draw_history(trials: Sequence[FrozenTrial]) -> Iterator[Content]:
             steps.append((trial.number, best))
     if steps:
         plot.draw_line(Series("best so far", [*steps, (last, best)], "orange"))
-    yield plot.picture.svg(760, 280, "validation loss of each trial")
+    yield plot.picture.to_svg(760, 280, "validation loss of each trial")
     states = dict.fromkeys(trial.state.name for trial in trials)
     yield legend([*((_NAMES.get(name, "failed, its last loss"), _COLOURS[name]) for name in states),
                   ("best so far", "orange")])  # fmt: skip
@@ -168,10 +168,10 @@ def _draw_curves(trials: Sequence[FrozenTrial]) -> Markup:
         for trial in ordered
     ]
     steps = [step for one in series for step, _ in one.points]
-    plot = Plot(linear_axis(min(0, *steps), max(steps), "step", most=8), y_axis, right=744, bottom=234)
+    plot = Plot(make_linear_axis(min(0, *steps), max(steps), "step", most=8), y_axis, right=744, bottom=234)
     for one in series:
         plot.draw_line(one)
-    return plot.picture.svg(760, 280, "validation loss over the steps of each trial")
+    return plot.picture.to_svg(760, 280, "validation loss over the steps of each trial")
 
 
 def _draw_importance(study: Study, complete: Sequence[FrozenTrial]) -> Iterator[Content]:
@@ -203,8 +203,8 @@ def _make_value_axis(dimension: Dimension, title: str, most: int = 5) -> Axis:
         ticks = [(float(place), _format_value(value)) for place, value in enumerate(dimension.choices)]
         return Axis(-0.5, len(ticks) - 0.5, ticks, title)
     if dimension.kind == "log":
-        return log_axis([dimension.low, dimension.high], title, lambda number: f"{number:g}")
-    return linear_axis(dimension.low, dimension.high, title, below=0.03, above=0.03, most=most)
+        return make_log_axis([dimension.low, dimension.high], title, lambda number: f"{number:g}")
+    return make_linear_axis(dimension.low, dimension.high, title, below=0.03, above=0.03, most=most)
 
 
 def _compute_coordinate(study: Study, dimension: Dimension, trial: FrozenTrial) -> float | None:
@@ -242,4 +242,4 @@ def _draw_slice(study: Study, dimension: Dimension, trials: Sequence[FrozenTrial
     for trial in trials:
         if (place := _compute_coordinate(study, dimension, trial)) is not None:
             _draw_dot(plot, place, _get_loss(trial), trial)
-    return plot.picture.svg(760, 220, f"validation loss over {dimension.key}")
+    return plot.picture.to_svg(760, 220, f"validation loss over {dimension.key}")

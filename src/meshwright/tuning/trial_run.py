@@ -144,7 +144,7 @@ class TrialRun:
     def _record_usage(self) -> None:
         """Record in the study the seconds, steps and tokens that the trial has used so far."""
         values, recipe = self.running.values, self.study.recipe
-        steps = RunDirectory(self.run_directory).last_step() or 0
+        steps = RunDirectory(self.run_directory).read_last_step() or 0
         tokens = steps * values.get("train.batch", recipe.train.batch) * recipe.data.sequence
         for name, amount in (("seconds", self._measure_seconds()), ("steps", steps), ("tokens", tokens)):
             self.running.trial.set_user_attr(name, amount)

@@ -14,16 +14,15 @@ from meshwright.spec.policy import TILE_QUERIES
 from meshwright.spec.refuse import refuse
 from meshwright.training.preference_loss import Preference
 from meshwright.verification.problem import ADAMW, SGD, Problem, choose_sequence_length, scale_down_config
-from meshwright.verification.teaching import Teaching
+from meshwright.verification.teaching import DistillationSettings
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Verification case: a training problem with a name, such as "updates".
+    """Verification case: a named training problem on which a layout is compared with one device.
 
-    problem: model, data and optimizer. resume_layout: if given, the run is stopped after its first steps, and its last
-    steps are run on this layout, from the checkpoint saved by the verified layout. None: all steps run on the verified
-    layout.
+    name: such as "updates". problem: model, data and optimizer. resume_layout: layout on which the last steps run, from
+    the checkpoint that the verified layout saved after the first ones; None: all steps run on the verified layout.
     """
 
     name: str
@@ -50,16 +49,15 @@ class CaseBuilder:
     config: ModelConfig
     dtype: str = "float64"
     preference: Preference | None = None
-    teaching: Teaching | None = None
+    teaching: DistillationSettings | None = None
     batch: int = 8
     compiled: bool = False
 
     def make_default_cases(self) -> list[Case]:
-        """Return the default cases: "updates" (optimizer updates with clipping and resumes), "long sequences"
-        (attention over several tiles), "dtypes" (parameters in a narrower dtype than their master weights) and, with
-        several ranks, "late completion" (no buffer is touched while a collective call uses it). If the
-        recipe compiles, add a step under torch.compile with backend "aot_eager", which traces graphs but generates no
-        code."""
+        """Return the default cases. "updates": optimizer updates with clipping and resumes. "long sequences": attention
+        over several tiles. "dtypes": parameters in a narrower dtype than their master weights. "late completion" (with
+        several ranks): no buffer is touched while a collective call uses it. If the recipe compiles, also a step under
+        torch.compile with backend "aot_eager", which traces graphs but generates no code."""
         cases = [
             Case("updates", self.make_update_problem()),
             Case("long sequences", self.make_long_sequence_problem()),

@@ -62,7 +62,7 @@ def compare(reference: Reference, results: Sequence[RankResult], layout: Layout)
     if refused is not None:
         return Comparison("", math.inf, math.inf, math.inf, refused)
     comparing = _LayoutComparison(reference, results, layout)
-    found = list(comparing.differences())
+    found = list(comparing.find_differences())
     text, step = found[0] if found else (None, None)
     return Comparison(comparing.worst_name, comparing.worst, comparing.loss_error, comparing.norm_error, text, step)
 
@@ -74,18 +74,20 @@ class _LayoutComparison:
     """Comparison of all ranks' results with the single-device reference, in the order of computation: step by step,
     gradients before updates, final state last.
 
-    layout: layout on which the ranks trained. Attributes: `worst`, `worst_name`: largest relative error so far of a
-    gradient, update or optimizer state, and the name of its parameter; `loss_error`, `norm_error`: largest relative
-    errors so far of a loss and of a gradient norm.
+    Attributes:
+        worst, worst_name: Largest relative error so far of a gradient, update or optimizer state, and the name of its
+            parameter.
+        loss_error, norm_error: Largest relative errors so far of a loss and of a gradient norm.
     """
 
     def __init__(self, reference: Reference, results: Sequence[RankResult], layout: Layout) -> None:
-        """Start with no errors. results: one for each rank."""
+        """Start with no errors. reference: single-device results. results: one for each rank. layout: layout on which
+        the ranks trained."""
         self.reference, self.results, self.layout = reference, results, layout
         self.tolerance = choose_tolerance(reference.problem)
         self.worst_name, self.worst, self.loss_error, self.norm_error = "", 0.0, 0.0, 0.0
 
-    def differences(self) -> Iterator[Difference]:
+    def find_differences(self) -> Iterator[Difference]:
         """Yield every difference beyond the tolerance as (description, step), in the order of computation. step:
         training step, from 0; None if the difference belongs to no single step."""
         for step in sorted(self.results[0].steps):
@@ -101,10 +103,9 @@ class _LayoutComparison:
             yield from self._compare_end()
 
     def _compare_counters(self, steps: int) -> Iterator[Difference]:
-        """Yield a difference (description, None) for each counter in the checkpoint state, such as the number of
-        samples, that differs from the reference after `steps` steps. None is in place of the step, since no single step
-        is at fault."""
-        for name, right in self.reference.expect_counters(steps).items():
+        """Yield (description, None) for each checkpoint counter, such as the number of samples, that differs from the
+        reference after `steps` steps. None: the difference belongs to no single step."""
+        for name, right in self.reference.compute_expected_counters(steps).items():
             found = (result.counters[steps][name] for result in self.results)
             if (wrong := next((value for value in found if value != right), None)) is not None:
                 yield f"{name} is {wrong} after {steps} steps, not {right}", None
@@ -135,8 +136,8 @@ class _LayoutComparison:
 
     def _compare_weights(self, step: int) -> Iterator[Difference]:
         """Yield the differences (description, None) of the master weights after step `step` (from 0): where their
-        change since the start of the run differs from that of the reference, or the copies of a weight on several ranks
-        from each other."""
+        change since the start of the run differs from the reference's, or copies of a weight on several ranks differ
+        from each other. None: the difference belongs to no single step."""
         reference, problem = self.reference, self.reference.problem
         start, end = reference.weights[0], reference.weights[step + 1]
         copies = _assemble_copies(self.layout, [result.steps[step].weights for result in self.results], reference)
@@ -223,13 +224,12 @@ def compute_relative_errors(
 
 
 def list_copy_groups(layout: Layout, part: BufferKind = "dense") -> list[tuple[int, ...]]:
-    """Return groups of global ranks, each of which together holds at least one full copy of the gradients and master
-    weights.
+    """Return groups of global ranks such that the ranks of each group together hold a full copy (or more) of all
+    gradients and master weights.
 
-    A group begins with the ranks over which ZeRO shards a parameter (without ZeRO: one rank). It is extended by the tp
-    groups of these ranks (for experts: by the blocks of ep x etp consecutive ranks that contain them), then by the pp
-    groups of all ranks so far. layout: layout of the run. part: kind of flat buffer: "dense", or "experts" (routed
-    experts under expert parallelism).
+    A group consists of the ranks over which ZeRO shards a parameter (without ZeRO: one rank), their tensor-parallel
+    peers (for experts: their blocks of ep x etp consecutive ranks), and the pipeline peers of all of these. layout:
+    layout of the run. part: kind of flat buffer: "dense", or "experts" (routed experts under expert parallelism).
     """
     everyone = range(layout.world_size)
     block = layout.ep * layout.etp
@@ -248,11 +248,11 @@ def list_copy_groups(layout: Layout, part: BufferKind = "dense") -> list[tuple[i
 def _assemble_copies(
     layout: Layout, slices: Sequence[Sequence[TensorSlice]], reference: Reference
 ) -> list[ParameterValues]:
-    """Assemble every full copy of all parameters from the ranks' slices. Return one dict {parameter: values} per copy,
+    """Assemble every full copy of all parameters from the ranks' slices; return one dict {parameter: values} per copy,
     with NaN for elements that no rank holds.
 
-    layout: layout of the run. slices: [rank][slice]. reference: gives the shapes. Dense parameters and experts may have
-    different numbers of copies; then the copies of the kind with fewer are used several times.
+    layout: layout of the run. slices: [rank][slice]. reference: gives the shapes. If dense parameters and experts have
+    different numbers of copies, copies of the kind with fewer are used more than once.
     """
     dense, experts = (_assemble_copies_of(layout, slices, reference, part) for part in TRAINED_BUFFERS)
     return [
@@ -267,9 +267,8 @@ def _assemble_copies_of(
     copy, with NaN for elements that no rank holds.
 
     layout: layout of the run. slices: [rank][slice]. reference: gives the shapes. part: "dense", or "experts" (routed
-    experts under expert parallelism). A group of ranks from `list_copy_groups` can hold several copies of an element,
-    on different pp and tp ranks. It therefore gives one assembled copy for each pp rank (and each tp rank, for dense
-    parameters), in which the elements on that rank have precedence.
+    experts under expert parallelism). Each group of `list_copy_groups` gives one copy per pp rank (and per tp rank, for
+    dense parameters): where several ranks of the group hold an element, the value of that rank is taken.
     """
     names = [entry.name for entry in reference.table.entries if entry.buffer_kind(layout) == part]
     if not names:
@@ -310,10 +309,12 @@ def _find_unequal(copies: Sequence[ParameterValues]) -> str | None:
     """Return the name of the first parameter whose values differ between full copies of the parameters; None if all
     copies are equal."""
     first, *others = copies
-    return next((name for name in first for copy in others if not _equal_or_non_finite(first[name], copy[name])), None)
+    return next(
+        (name for name in first for copy in others if not _is_equal_or_non_finite(first[name], copy[name])), None
+    )
 
 
-def _equal_or_non_finite(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return True if the tensors a and b have equal values, or if `a` contains non-finite values, which another
-    comparison reports."""
+def _is_equal_or_non_finite(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return True if the tensors a and b have equal values, or if `a` has non-finite values (these are reported
+    elsewhere)."""
     return torch.equal(a, b) or not bool(a.isfinite().all())

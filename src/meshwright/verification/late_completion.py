@@ -28,7 +28,8 @@ Delivery = tuple[torch.Tensor, torch.Tensor]
 class LateCompletion:
     """Replacement of the functions of `comm/transport.py`, which start collective calls, in one process: every call
     completes as late as possible, when it is waited for. This exposes code that reads or writes a buffer during a call.
-    faults: one line for each buffer that was touched during its call, and for each call that was not waited for."""
+
+    faults (attribute): one line for each buffer that was touched during its call, and for each call without a wait."""
 
     def __init__(self) -> None:
         """Store the original functions; no call is in flight."""
@@ -39,7 +40,7 @@ class LateCompletion:
         self._originals = {name: getattr(transport, name) for name in _REPLACED}
 
     def check_all_complete(self) -> None:
-        """Add a fault for each call that is still in flight, at a point where none should be."""
+        """Record a fault for each call that is still in flight; called at the end, when none should be."""
         self.faults += [f"{call}: never waited for" for call in self._in_flight.values()]
         self._in_flight.clear()
 
@@ -133,7 +134,7 @@ class LateCompletion:
         overwritten: Sequence[torch.Tensor] = (), name: str | None = None,
     ) -> Posted:  # fmt: skip
         """Start a call on copies of its buffers and fill its result buffers with a poison value (NaN). Return (work
-        handles, function that checks the buffers and delivers the results, called by the wait).
+        handles, function that the wait calls: it checks the buffers and delivers the results).
 
         post: function that starts the call. results: the call's result buffers with their copies. sent: buffers that
         must not change in flight. overwritten: buffers whose content is undefined afterwards. name: name of the call in
@@ -187,8 +188,8 @@ def _return_posted(posted: Posted) -> Posted:
 
 @contextmanager
 def complete_late() -> Iterator[LateCompletion]:
-    """Context manager in which the collective calls of this process on CPU tensors complete late. All ranks must enter
-    it together. At the end it records the calls that nobody waited for."""
+    """Context manager in which the collective calls of this process on CPU tensors complete only when they are waited
+    for. All ranks must enter it together. At its end, calls that were never waited for are recorded as faults."""
     late = LateCompletion()
     record = collectives._record_call
     with (
@@ -199,7 +200,7 @@ def complete_late() -> Iterator[LateCompletion]:
     late.check_all_complete()
 
 
-def _poison_value(dtype: torch.dtype) -> float | int | bool:
+def _get_poison_value(dtype: torch.dtype) -> float | int | bool:
     """Return the value that marks result elements of this dtype as undefined while a call is in flight: NaN, or the
     smallest integer."""
     if dtype.is_floating_point or dtype.is_complex:
@@ -209,12 +210,12 @@ def _poison_value(dtype: torch.dtype) -> float | int | bool:
 
 def _poison(buffer: torch.Tensor) -> None:
     """Fill a buffer with the poison value of its dtype."""
-    buffer.fill_(_poison_value(buffer.dtype))
+    buffer.fill_(_get_poison_value(buffer.dtype))
 
 
 def _is_poisoned(buffer: torch.Tensor) -> bool:
     """Return True if all elements of a buffer have the poison value."""
-    value = _poison_value(buffer.dtype)
+    value = _get_poison_value(buffer.dtype)
     return bool((buffer.isnan() if isinstance(value, float) else buffer == value).all())
 
 

@@ -40,11 +40,11 @@ class FaultCounter:
         self.count += bool(changed)
         return bool(changed)
 
-    def seen_before(self, thing: object) -> bool:
-        """Return True if an earlier call of this method got the same object `thing` (by identity). A fault uses this to
+    def has_seen(self, value: object) -> bool:
+        """Return True if an earlier call of this method got the same object `value` (by identity), so that a fault can
         act from the second use of an object on."""
-        met = any(each is thing for each in self._met)
-        self._met.append(thing)
+        met = any(each is value for each in self._met)
+        self._met.append(value)
         return met
 
 
@@ -54,7 +54,9 @@ FaultyFunction = Callable[..., Any]  # (counter, original function, arguments of
 @dataclass(frozen=True, slots=True)
 class LocalFaultSpec:
     """Definition of a deliberate bug: the function or method called `name` of `owner` (a module or class) is replaced
-    by `wrong`. `wrong` is called with a `FaultCounter`, the original function, and the arguments of the call. case:
+    by `wrong`.
+
+    wrong: buggy function, called with a `FaultCounter`, the original function, and the arguments of the call. case:
     name of the verification case (small training problem) that detects the bug."""
 
     owner: Any
@@ -75,8 +77,8 @@ class LocalFault:
         return self.name
 
     @contextmanager
-    def planted(self) -> Iterator[FaultCounter]:
-        """Context manager that plants the fault in this process: the correct function is replaced by a buggy one.
+    def plant(self) -> Iterator[FaultCounter]:
+        """Context manager in which the fault is planted in this process: the buggy function replaces the correct one.
         Yields the counter of changed values."""
         plan, counter = LOCAL_FAULTS[self.name], FaultCounter()
         kind = plan.owner.__dict__[plan.name]
@@ -125,16 +127,16 @@ def _clip_wrongly(factor: Callable[[Trainer, Any, float], float]) -> FaultyFunct
 
 
 def _clip_locally(trainer: Trainer, verdict: Any, right: float) -> float:
-    """Return a wrong clipping factor: it is computed from the norm of this rank's gradient shard instead of the global
-    norm. trainer: trainer of this rank. verdict: outcome of the step, with the loss scale. right: the right factor, not
-    used."""
+    """Return the clipping factor computed from the norm of this rank's gradient shard instead of the global norm (a
+    planted fault). trainer: trainer of this rank. verdict: outcome of the step, with the loss scale. right: the correct
+    factor, unused."""
     norm = math.sqrt(float(trainer.parallel.squared_norm_share())) / verdict.loss_scale
     return min(1.0, trainer.recipe.train.clip / (norm + 1e-6))
 
 
 def _make_decay_fault(by: int) -> FaultyFunction:
-    """Return a buggy stand-in for `FsdpUnit.__init__` (flat buffers of parameters that are sharded together), with
-    which weight decay applies to `by` elements too many of this rank's shard (by < 0: too few)."""
+    """Return a buggy stand-in for `FsdpUnit.__init__` (flat buffers of parameters that are sharded together): weight
+    decay applies to `by` elements too many of this rank's shard (by < 0: too few)."""
 
     def wrong(counter: FaultCounter, original: FaultyFunction, self: FsdpUnit, *arguments: Any) -> None:
         """Build an FSDP unit by `original`, then move the weight-decay range of its shard. `counter` counts each
@@ -218,7 +220,7 @@ def _skip_rounding(counter: FaultCounter, original: FaultyFunction, self: FsdpUn
     """Buggy stand-in for `FsdpUnit.update_parameters` (`original`): from the second call on a unit, the parameters are
     not set to the rounded master weights. `counter` counts the omitted copies."""
     master = self.master
-    if counter.seen_before(self) and counter.record_if(self.parameter_shard.data_ptr() != master.data_ptr()):
+    if counter.has_seen(self) and counter.record_if(self.parameter_shard.data_ptr() != master.data_ptr()):
         self.master = self.parameter_shard  # as where the dtypes agree: nothing is copied
     original(self)
     self.master = master
@@ -228,7 +230,7 @@ def _skip_all_gather(counter: FaultCounter, original: FaultyFunction, self: Fsdp
     """Buggy stand-in for `FsdpUnit.update_parameters` (`original`): from the second call on a unit, the parameters are
     not all-gathered under ZeRO-1 and 2. `counter` counts the omitted all-gathers."""
     zero = self.zero
-    if counter.seen_before(self) and counter.record_if(zero in (1, 2)):
+    if counter.has_seen(self) and counter.record_if(zero in (1, 2)):
         self.unshard()
         self.zero = 0
     original(self)

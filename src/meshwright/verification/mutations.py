@@ -186,9 +186,9 @@ def _merge_calls(tables: Iterable[list[dict[str, Any]]]) -> dict[tuple[str, str]
 
 
 def list_possible_faults(layout: Layout, results: Sequence[RankResult]) -> list[Fault]:
-    """Return all faults that can be planted in the collective calls of a layout. For each kind of `KINDS` ("skip",
-    "stale" ...) and each call site and operation there is one fault that affects every call and, if the first step has
-    several such calls, one that affects only the middle one of them. results: one per rank, of a run without fault."""
+    """Return all faults that can be planted in the collective calls of a layout: for each call site, operation and kind
+    of fault ("skip", "stale" ...: `KINDS`), one that affects every call and, if the first step has several such calls,
+    one that affects only the middle one. results: one per rank, of a run without fault."""
     faults = []
     in_first_step = _merge_calls(result.calls_first_step for result in results)
     for (site, operation), call in _merge_calls(result.calls for result in results).items():
@@ -210,9 +210,9 @@ def list_possible_faults(layout: Layout, results: Sequence[RankResult]) -> list[
 
 
 def _get_call_signature(result: RankResult, site: str, operation: str) -> tuple[tuple[int, int], ...]:
-    """Return the number and size of a rank's calls at one call site with one operation, as tuples (number of calls,
-    payload bytes). A fault may move ranks to another process group only if these are equal on them; otherwise a call
-    would wait forever for its partner. result: the rank's results."""
+    """Return the calls of a rank at one call site with one operation, as tuples (number of calls, payload bytes). A
+    fault may move ranks to another process group only if this is equal on them; else a call would wait forever for its
+    partner. result: the rank's results."""
     return tuple(
         (call["calls"], call["payload_bytes"])
         for call in result.calls

@@ -48,8 +48,8 @@ def describe_pattern(
     reference: Reference, slices: Sequence[Sequence[TensorSlice]], layout: Layout, step: int, name: str
 ) -> str:
     """Describe how the wrong gradient of the parameter `name` in step `step` (from 0) differs from the reference, such
-    as "contribution of rank 1 missing". Ranks' contributions are counted by a least-squares fit. slices: gradient
-    slices of each rank, [rank][slice]. layout: layout of the run."""
+    as "contribution of rank 1 missing"; a least-squares fit finds how often each rank's contribution is in the sum.
+    slices: gradient slices of each rank, [rank][slice]. layout: layout of the run."""
     truth = reference.gradients[step][name]
     mine = [[item for item in of_rank if item.name == name] for of_rank in slices]
     if _is_unsummed_over_tp(reference, mine, layout, truth, name):
@@ -139,9 +139,10 @@ def _describe_slice(
     before: torch.Tensor | None,
 ) -> str:
     """Describe how the gradient slice of one rank differs from the correct one, such as "zero" or "contribution of rank
-    1 missing". values [n]: the rank's gradient. truth [n]: the correct gradient. parts [contributions, n]: its
-    summands. labels: (rank, micro-batch) of each summand. before [n]: correct gradient of the previous step; None in
-    the first."""
+    1 missing".
+
+    values [n]: the rank's gradient. truth [n]: the correct gradient, the sum of `parts` [contributions, n]. labels:
+    (rank, micro-batch) of each contribution. before [n]: correct gradient of the previous step; None in the first."""
     size = float(truth.norm())
     if not bool(values.isfinite().all()):
         return "not finite"

@@ -20,7 +20,7 @@ from meshwright.spec.config import ModelConfig
 from meshwright.training.preference_loss import Preference
 from meshwright.verification.plain_preferences import compute_preference_loss, compute_single_response_loss
 from meshwright.verification.samples import IGNORED, Batch
-from meshwright.verification.teaching import Taught, compute_distillation_loss, compute_hidden_loss
+from meshwright.verification.teaching import ReferenceTeacher, compute_distillation_loss, compute_hidden_loss
 
 Weights = Mapping[str, torch.Tensor]  # model parameter -> its values, [output, input] for matrices
 
@@ -46,7 +46,7 @@ def run_batch(
     weights: Weights,
     batch: Batch,
     preference: Preference | None = None,
-    taught: Taught | None = None,
+    taught: ReferenceTeacher | None = None,
 ) -> BatchLoss:
     """Run the forward pass of a batch of full sequences and return its losses. config: the model. weights: float64
     tensors by the names of the training engine, which fuses query, key and value, and gate and up. preference: settings
@@ -131,10 +131,14 @@ def apply_softcap(x: torch.Tensor, limit: float | None) -> torch.Tensor:
 
 class _Forward:
     """Forward pass of a reference transformer on one batch. Tensor names end with their dims: B batch, S sequence, H
-    hidden size, N heads, D head size, E experts. config: the model. weights: float64 tensors by the training engine's
-    names. ids_BS: document number of each token. Attributes: `balance_losses`: load-balancing loss [B] of each mixture
-    of experts; `excess_loads`: router-bias name -> [E], each expert's number of tokens minus the mean; `outputs`:
-    output [B, S, H] of each layer."""
+    hidden size, N heads, D head size, E experts.
+
+    config: the model. weights: float64 tensors by the training engine's names. ids_BS: document number of each token.
+
+    Attributes:
+        balance_losses: Load-balancing loss [B] of each mixture of experts.
+        excess_loads: {router-bias name: [E], each expert's number of tokens minus the mean}.
+        outputs: Output [B, S, H] of each layer."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ids_BS: torch.Tensor) -> None:
         """Compute attention visibility and position ids from the document numbers."""

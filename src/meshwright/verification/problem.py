@@ -18,12 +18,12 @@ from meshwright.spec.config import ModelConfig
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.parameters import parameter_table
 from meshwright.training.preference_loss import Preference
-from meshwright.verification.teaching import Teaching
+from meshwright.verification.teaching import DistillationSettings
 
 SEQUENCE = 23  # tokens
 VALIDATION_SEQUENCES = 5
-MOST_RANKS = 8
-MOST_MICRO_BATCHES = 4
+MAX_RANKS = 8
+MAX_MICRO_BATCHES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Problem:
     training: TrainingSettings = TrainingSettings()
     seed: int = 11
     preference: Preference | None = None
-    teaching: Teaching | None = None
+    teaching: DistillationSettings | None = None
     master_dtype: str | None = None
     nan_step: int | None = None
     resumed_at: tuple[int, ...] = ()
@@ -302,13 +302,13 @@ def scale_down_layout(layout: Layout) -> Layout:
     layout = layout.with_(precision=None)
     if layout.schedule.startswith("@"):
         return layout
-    pp, ranks = layout.pp, MOST_RANKS
-    if layout.world_size > MOST_RANKS and pp > 1:
-        pp = min(pp, MOST_RANKS if layout.world_size == pp else 2)
-        ranks = MOST_RANKS // pp
-    most = max(MOST_MICRO_BATCHES, 2 * pp if pp > 1 else 0)  # a schedule needs as many to fill and drain
+    pp, ranks = layout.pp, MAX_RANKS
+    if layout.world_size > MAX_RANKS and pp > 1:
+        pp = min(pp, MAX_RANKS if layout.world_size == pp else 2)
+        ranks = MAX_RANKS // pp
+    most = max(MAX_MICRO_BATCHES, 2 * pp if pp > 1 else 0)  # a schedule needs as many to fill and drain
     layout = layout.with_(pp=pp, micro_batches=min(layout.micro_batches, most))
-    if layout.world_size <= MOST_RANKS:
+    if layout.world_size <= MAX_RANKS:
         return layout
     groups = layout.hybrid is not None and layout.hybrid < layout.dp * layout.cp
     cp = min(layout.cp, ranks if layout.dp == layout.tp == 1 else 2)

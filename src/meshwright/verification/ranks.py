@@ -36,7 +36,7 @@ from meshwright.training.trainer import StepOutcome, Trainer
 from meshwright.verification.late_completion import complete_late
 from meshwright.verification.local_faults import LocalFault
 from meshwright.verification.problem import Problem
-from meshwright.verification.samples import MOST_PAIRS, SyntheticData
+from meshwright.verification.samples import MAX_PAIRS, SyntheticData
 from meshwright.verification.tensor_pickle import pickle_with_tensors
 
 COMPILING_SECONDS = 600.0
@@ -46,9 +46,13 @@ COUNTERS = ("step", "samples", "optimizer_steps", "skipped_steps", "skipped_in_a
 
 @dataclass
 class StepResult:
-    """Results of one training step on one rank. loss, norm: global loss (nats per loss term) and global gradient norm.
-    scale: loss scale. gradients: this rank's slices of the gradients before clipping. weights: this rank's slices of
-    the master weights after the update."""
+    """Results of one training step on one rank.
+
+    Attributes:
+        loss, norm: Global loss (nats per loss term) and global gradient norm.
+        scale: Loss scale.
+        gradients: This rank's slices of the gradients before clipping.
+        weights: This rank's slices of the master weights after the update."""
 
     loss: float
     norm: float
@@ -129,7 +133,7 @@ def run_rank(
     try:
         results = []
         for number, fault in enumerate(faults):
-            planted = fault.planted() if isinstance(fault, LocalFault) else nullcontext()
+            planted = fault.plant() if isinstance(fault, LocalFault) else nullcontext()
             mesh.inject(None if isinstance(fault, LocalFault) else fault)
             mesh.record.clear()
             subdirectory = None if directory is None else Path(directory) / (str(number) if fault else "")
@@ -234,7 +238,7 @@ class _VerificationRun:
         if isinstance(task.objective, Preferences):
             assert problem.preference is not None
             task.objective.reference = data.response_reference()
-            task.objective.max_terms = 2 * MOST_PAIRS // problem.preference.responses
+            task.objective.max_terms = 2 * MAX_PAIRS // problem.preference.responses
         if isinstance(task.objective, Distillation):
             task.objective.teacher = make_teacher(problem, self.mesh)
         return trainer
@@ -263,9 +267,9 @@ class _VerificationRun:
 
 @contextmanager
 def _require_compiled_graphs(backend: str, rank: int) -> Iterator[None]:
-    """Context manager that begins without the compiled graphs of earlier runs, and in which exceeding torch's recompile
-    limit raises an error instead of falling back to eager execution. backend: backend of torch.compile. rank: rank of
-    this process."""
+    """Context manager that discards the compiled graphs of earlier runs, and in which exceeding torch's recompile limit
+    raises an error instead of falling back to eager execution. backend: backend of torch.compile. rank: rank of this
+    process."""
     import torch._dynamo
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 

@@ -18,7 +18,7 @@ from meshwright.verification.adapted_weights import merge_adapter_weights
 from meshwright.verification.plain_model import count_responses, run_batch, score_responses
 from meshwright.verification.problem import VALIDATION_SEQUENCES, Problem, TrainingSettings
 from meshwright.verification.samples import Batch, make_sequences
-from meshwright.verification.teaching import Taught
+from meshwright.verification.teaching import ReferenceTeacher
 
 ParameterValues = dict[str, torch.Tensor]  # parameter entry -> its values, flattened as the model stores them
 SCORES_AT_ONCE = 1 << 23  # maximum number of attention scores and logits of one forward pass
@@ -51,7 +51,7 @@ class Reference:
     finite_steps: list[int] = field(default_factory=list)
     updates: int = 0
     final_loss: float = math.nan
-    _taught: Taught | None = field(default=None, repr=False)
+    _taught: ReferenceTeacher | None = field(default=None, repr=False)
     _parts: dict[tuple[int, int], list[ParameterValues]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class Reference:
         weights = self._round_to_master(initial)
         if problem.teaching is not None:
             teacher = problem.teaching.make_weights(problem.seed + 1, getattr(torch, problem.dtype))
-            self._taught = Taught(problem.teaching, teacher)
+            self._taught = ReferenceTeacher(problem.teaching, teacher)
         self.optimizer = {kind: {name: torch.zeros_like(w) for name, w in weights.items()} for kind in kinds}
         self.weights.append(weights)
         scale, finite_in_a_row = training.loss_scale, 0
@@ -127,7 +127,7 @@ class Reference:
         self.scales.append(scale)
         self.finite_steps.append(finite_steps)
 
-    def expect_counters(self, steps: int) -> dict[str, Any]:
+    def compute_expected_counters(self, steps: int) -> dict[str, Any]:
         """Return the expected checkpoint counters by name (steps, samples, skipped steps ...) after `steps` steps."""
         poisoned = self.problem.nan_step
         skipped = int(poisoned is not None and poisoned < steps)

@@ -31,7 +31,7 @@ from meshwright.verification.mutations import plant_all_faults
 from meshwright.verification.problem import Problem, scale_down_layout
 from meshwright.verification.ranks import COMPILING_SECONDS, WHOLE, StepRange, run_rank
 from meshwright.verification.reference import Reference
-from meshwright.verification.teaching import make_teaching
+from meshwright.verification.teaching import make_distillation_settings
 
 DTYPES = ("float64", "float32")
 DEFAULT_MODELS = ("llama-3-8b", "qwen3-0.6b", "gpt2")
@@ -67,7 +67,7 @@ def run_verification(
     layouts, models, recipe = _resolve_arguments(layout, model)
     mutations = {"planted": 0, "caught": 0, "neutral": 0, "missed": [], "faults": []} if mutate else None
     if recipe is not None and len(layouts) == 1:
-        for reason in _list_misfits(layouts[0], models, recipe):
+        for reason in _list_infeasibility_reasons(layouts[0], models, recipe):
             log(f"note: train refuses this recipe: {reason}; it is verified with sizes that the layout divides")
     with _Verifier(dtype, log, recipe, thorough) as bench:
         bench.many = len(layouts) > 1
@@ -75,7 +75,7 @@ def run_verification(
         for number, wanted in enumerate(layouts):
             # Over the grid, models alternate, so that each is verified on every number of ranks.
             one = len(layouts) == 1 and not thorough
-            fitting = models or _default_models(wanted, len(layouts) > 1 and wanted in MIXTURES, one)
+            fitting = models or _choose_default_models(wanted, len(layouts) > 1 and wanted in MIXTURES, one)
             for name, config in fitting if len(layouts) == 1 else fitting[number % len(fitting) :][:1]:
                 ran = bench.verify(wanted, name, config)
                 if mutations is not None and ran["passed"]:
@@ -122,7 +122,7 @@ class _Verifier:
         self.dtype, self.log = dtype, log
         self.collectives = CollectivesRecipe() if recipe is None else recipe.collectives
         self.preference = None if recipe is None else make_preference(recipe)
-        self.teaching = None if recipe is None else make_teaching(recipe)
+        self.teaching = None if recipe is None else make_distillation_settings(recipe)
         self.compiled = recipe is not None and recipe.train.compile
         self.thorough = thorough
         self.entries: list[dict[str, Any]] = []
@@ -198,16 +198,16 @@ class _Verifier:
         `plant_all_faults`. wanted: the layout that the user named. config: the model. planted: keys of faults that were
         already planted with another model, which are skipped."""
         layout = scale_down_layout(wanted)
-        ranks = self.ranks(layout.world_size)
+        ranks = self.get_ranks(layout.world_size)
         maker = CaseBuilder(layout, config, self.dtype, self.preference, self.teaching)
-        return plant_all_faults(maker, self.reference, ranks, self.log, self.collectives, planted)
+        return plant_all_faults(maker, self.get_reference, ranks, self.log, self.collectives, planted)
 
     def compare(self, case: Case, layout: Layout) -> Comparison:
         """Run one case on `layout` and compare it with the reference. If the case has a `resume_layout`, run its last
         steps on that layout, from the checkpoint saved by `layout`."""
         problem = case.problem
-        reference = self.reference(problem)  # before the ranks: their server is still loading torch
-        ranks = self.ranks(layout.world_size)
+        reference = self.get_reference(problem)  # before the ranks: their server is still loading torch
+        ranks = self.get_ranks(layout.world_size)
         with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as directory:
 
             def run(layout: Layout, span: StepRange) -> Comparison:
@@ -236,7 +236,7 @@ class _Verifier:
         cases = [*maker.make_default_cases(), *([maker.make_bf16_case()] if wanted.precision == "bf16" else [])]
         return cases if not self.many else [cases[0], *(cases[1:2] if 1 < layout.cp <= 4 else [])]
 
-    def ranks(self, world_size: int) -> LocalRanks:
+    def get_ranks(self, world_size: int) -> LocalRanks:
         """Return `world_size` running local rank processes: those of the last call if their number is the same;
         otherwise stop those and start new ones."""
         if self._ranks is None or self._ranks.world_size != world_size:
@@ -245,8 +245,8 @@ class _Verifier:
             self._ranks = LocalRanks(world_size)
         return self._ranks
 
-    def reference(self, problem: Problem) -> Reference:
-        """Return the single-device reference results of a problem; each problem is computed once and cached."""
+    def get_reference(self, problem: Problem) -> Reference:
+        """Return the single-device reference results of a problem, computed at the first call and then cached."""
         problem = dataclasses.replace(problem, late_completion=False)
         if problem not in self._references:
             self._references[problem] = Reference(problem)
@@ -275,9 +275,9 @@ def _resolve_arguments(layout: Any, model: Any) -> tuple[list[Layout], list[tupl
     return layouts, models, recipe
 
 
-def _list_misfits(layout: Layout, models: list[tuple[str, ModelConfig]], recipe: Recipe) -> Iterator[str]:
-    """Yield the reasons why models cannot be trained on `layout` in their own sizes, before they are scaled down.
-    models: (name, configuration) pairs; recipe: its batch and sequence length are checked, too."""
+def _list_infeasibility_reasons(layout: Layout, models: list[tuple[str, ModelConfig]], recipe: Recipe) -> Iterator[str]:
+    """Yield the reasons why models, in their own sizes (not scaled down), cannot be trained on `layout`. models: (name,
+    configuration) pairs. recipe: its batch and sequence length are checked, too."""
     for _, config in models:
         # A recipe's vocabulary is known only when its tokenizer has been trained; this one suits every layout.
         known = dataclasses.replace(config, vocabulary=max(config.vocabulary, 2**16))
@@ -287,7 +287,7 @@ def _list_misfits(layout: Layout, models: list[tuple[str, ModelConfig]], recipe:
             yield str(error)
 
 
-def _default_models(layout: Layout, mixture: bool, one: bool = False) -> list[tuple[str, ModelConfig]]:
+def _choose_default_models(layout: Layout, mixture: bool, one: bool = False) -> list[tuple[str, ModelConfig]]:
     """Return the (name, configuration) pairs of the default models for a layout. mixture: True to choose models with
     experts; one: True to return only one pair."""
     experts = layout.expert_parallel or mixture

@@ -20,17 +20,22 @@ from meshwright.training.reference import ResponseLogProbabilities
 from meshwright.verification.problem import VALIDATION_SEQUENCES, Problem
 
 IGNORED = -100
-MOST_PAIRS = 2  # preference pairs per sequence; twice as many single responses
+MAX_PAIRS = 2  # preference pairs per sequence; twice as many single responses
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Batch of B sequences of S tokens. tokens, targets (-100: ignored) and document_ids (number, from 0, of the
-    document that holds each token): int64 [B, S]. reference: for preference training, the reference policy's
-    log-probability of each response in nats, float64 [B, 2 x MOST_PAIRS]; else None. undesirable: for single labelled
-    responses (KTO), True where a response is undesirable, bool [B, 2 x MOST_PAIRS]. kl: KTO's estimate of the KL
-    divergence in nats, None before it is computed. mismatched: sequences from which it is computed: other random ones,
-    in place of prompts with responses to other prompts."""
+    """Batch of B sequences of S tokens of synthetic training data.
+
+    Attributes:
+        tokens, targets, document_ids: int64 [B, S]: token IDs, target IDs (-100: ignored), and the number, from 0, of
+            the document that holds each token.
+        reference: For preference training, the reference policy's log-probability of each response in nats, float64 [B,
+            2 x MAX_PAIRS]; else None.
+        undesirable: For single labelled responses (KTO), True where a response is undesirable, bool [B, 2 x MAX_PAIRS].
+        kl: KTO's estimate of the KL divergence in nats; None before it is computed.
+        mismatched: Other random sequences from which `kl` is computed; they stand in for prompts with responses to
+            other prompts."""
 
     tokens: NDArray[np.int64]
     targets: NDArray[np.int64]
@@ -60,7 +65,7 @@ def make_sequences(problem: Problem, numbers: Sequence[int], mismatched: bool = 
     tokens, targets, ids, references = (np.stack(part) for part in zip(*made, strict=True))
     if problem.preference is None:
         return Batch(tokens, targets, ids)
-    labels = [np.random.default_rng([problem.seed, number, 2]).random(2 * MOST_PAIRS) < 0.5 for number in numbers]
+    labels = [np.random.default_rng([problem.seed, number, 2]).random(2 * MAX_PAIRS) < 0.5 for number in numbers]
     if problem.preference.responses == 2:
         return Batch(tokens, targets, ids, references)
     others = None if mismatched else make_sequences(problem, numbers, mismatched=True)
@@ -92,7 +97,7 @@ def _make_sequence(problem: Problem, number: int) -> tuple[NDArray[Any], ...]:
 
 def _make_pairs(problem: Problem, number: int, mismatched: bool = False) -> tuple[NDArray[Any], ...]:
     """Generate sequence number `number` for preference training; return (tokens [S], targets [S], document numbers [S],
-    reference log-probabilities in nats [2 x MOST_PAIRS]). It has zero to two pairs of a preferred and a rejected
+    reference log-probabilities in nats [2 x MAX_PAIRS]). It has zero to two pairs of a preferred and a rejected
     response (or twice as many single responses). Each response is a document that begins with a prompt. Prompt tokens,
     the last token of a document and padding have target -100. mismatched: True for another random sequence with as many
     responses (KTO)."""
@@ -109,7 +114,7 @@ def _make_pairs(problem: Problem, number: int, mismatched: bool = False) -> tupl
         prompt = begin + int(random.integers(0, max(1, (end - begin) // 2)))
         targets[prompt : end - 1] = tokens[prompt + 1 : end]
         ids[end:] = document + 1
-    trained = np.array([((ids == document) & (targets != IGNORED)).sum() for document in range(2 * MOST_PAIRS)])
+    trained = np.array([((ids == document) & (targets != IGNORED)).sum() for document in range(2 * MAX_PAIRS)])
     noise = random.uniform(-1, 1, len(trained)) * (trained > 0)
     return tokens[:-1].copy(), targets, ids, -math.log(problem.config.vocabulary) * trained + noise
 
@@ -120,9 +125,11 @@ def _count_pairs(number: int) -> int:
 
 
 class SyntheticSplit:
-    """Data split of generated sequences, with the interface of `PackedDataset`. first: number of its first sequence,
-    counted over both splits of the problem's data. sequences: number of sequences. is_mismatched: True for other random
-    sequences in their place, from which KTO estimates the KL divergence."""
+    """Data split of generated sequences, with the interface of `PackedDataset`.
+
+    problem: problem whose data are generated. first: number of the split's first sequence, counted over both splits of
+    the problem. sequences: number of sequences. is_mismatched: True for other random sequences in their place, from
+    which KTO estimates the KL divergence."""
 
     def __init__(self, problem: Problem, first: int, sequences: int, is_mismatched: bool = False) -> None:
         """Define the split; sequences are generated when read. Arguments: see the class."""

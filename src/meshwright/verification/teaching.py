@@ -22,18 +22,22 @@ Weights = Mapping[str, torch.Tensor]  # model parameter -> its values, [output, 
 
 
 @dataclass(frozen=True, slots=True)
-class Teaching:
-    """Settings of distillation in a verification problem. loss: settings of the loss. teacher: configuration of the
-    teacher, whose parameters are random. layout: how the teacher is sharded, a value of `distill.layout`."""
+class DistillationSettings:
+    """Settings of distillation in a verification problem.
+
+    loss: settings of the loss. teacher: configuration of the teacher, whose parameters are random. layout: how the
+    teacher is sharded, a value of `distill.layout`."""
 
     loss: DistillationLoss
     teacher: ModelConfig
     layout: str = "same"
 
-    def scale_down(self, layout: Layout, student: ModelConfig, scale: Callable[[ModelConfig], ModelConfig]) -> Teaching:
-        """Return these settings with a small teacher for `student`, a scaled-down model on `layout`. The teacher's
-        hidden size differs from the student's if its family allows that. scale: function that scales a configuration
-        down. Raises `UserError` if hidden states cannot be compared."""
+    def scale_down(
+        self, layout: Layout, student: ModelConfig, scale: Callable[[ModelConfig], ModelConfig]
+    ) -> DistillationSettings:
+        """Return these settings with a scaled-down teacher for `student`, a scaled-down model on `layout`. The
+        teacher's hidden size differs from the student's if its family allows that. scale: function that scales a
+        configuration down. Raises `UserError` if hidden states cannot be compared."""
         make_teacher_layout(layout, self.layout, self.teacher)
         teacher = dataclasses.replace(scale(self.teacher), vocabulary=student.vocabulary)
         try:
@@ -80,21 +84,21 @@ class Teaching:
         }  # fmt: skip
 
 
-class Taught(NamedTuple):
-    """Distillation settings and teacher for the single-device reference. teaching: the settings. weights: the teacher's
-    parameters, by the training engine's names."""
+class ReferenceTeacher(NamedTuple):
+    """Teacher of a distillation problem for the single-device reference. teaching: distillation settings. weights: the
+    teacher's parameters, by the training engine's names."""
 
-    teaching: Teaching
+    teaching: DistillationSettings
     weights: Weights
 
 
-def make_teaching(recipe: Recipe) -> Teaching | None:
+def make_distillation_settings(recipe: Recipe) -> DistillationSettings | None:
     """Return the settings of the distillation that a recipe describes; None if it names no teacher."""
     teacher = read_teacher_config(recipe)
     loss = make_distillation(recipe, layers=1 << 20 if recipe.distill.layer_map else 1)
     if teacher is None or loss is None:
         return None
-    return Teaching(loss, teacher, recipe.distill.layout)
+    return DistillationSettings(loss, teacher, recipe.distill.layout)
 
 
 def compute_distillation_loss(

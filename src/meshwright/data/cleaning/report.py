@@ -8,7 +8,7 @@ from typing import Any
 from meshwright.data.cleaning.characters import KINDS
 from meshwright.data.cleaning.minhash import MinHash
 from meshwright.data.cleaning.rule_notes import RULE_NOTES
-from meshwright.draw.axis import linear_axis
+from meshwright.draw.axis import make_linear_axis
 from meshwright.draw.bars import draw_grouped_bars
 from meshwright.draw.line_chart import Mark, Series, draw_lines
 from meshwright.draw.markup import Content, Markup, element
@@ -113,8 +113,10 @@ def _render_minhash_curve(minhash: MinHash) -> Iterator[Markup]:
     )  # fmt: skip
     points = [(at / 200, minhash.match_probability(at / 200)) for at in range(201)]
     mark = Mark(minhash.threshold, f"threshold {minhash.threshold:.3f}")
-    across = linear_axis(0, 1, "Jaccard similarity")
-    yield draw_lines(across, linear_axis(0, 1, "probability"), [Series("found", points, "blue")], [mark], height=250)
+    across = make_linear_axis(0, 1, "Jaccard similarity")
+    yield draw_lines(
+        across, make_linear_axis(0, 1, "probability"), [Series("found", points, "blue")], [mark], height=250
+    )
     tenths = [at / 10 for at in range(4, 11)]
     found = ("found", *(f"{minhash.match_probability(at):.3f}" for at in tenths))
     yield table(("similarity", *(f"{at:.1f}" for at in tenths)), [found])

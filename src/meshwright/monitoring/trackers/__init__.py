@@ -34,11 +34,11 @@ class TrackedRun:
     Attributes:
         name: Name of the run.
         directory: Run directory.
-        fresh: True if the run is not resumed.
-        step: Last step whose values the tracker has certainly received. Values of later steps may be sent a second
-            time; the tracker should then show them once.
-        kept: Strings to be stored in the run directory for a resume, such as the run's id on a server; the tracker may
-            change them.
+        fresh: False if the run is resumed.
+        step: Last step whose values the tracker has certainly received. Values of later steps may be sent again; the
+            tracker should then show each step once.
+        kept: Strings that are stored in the run directory for the next resume, such as the run's id on a server; the
+            tracker may change them.
     """
 
     name: str
@@ -73,7 +73,7 @@ def check_trackers(recipe: Recipe) -> None:
     track = recipe.track
     for name in track.to:
         load_tracker_class(recipe, name)
-    known = {*BUILT_IN, *_entry_points(), *track.to}
+    known = {*BUILT_IN, *_list_entry_points(), *track.to}
     for name in track.options:
         if name not in known:
             where = f"{recipe.where('track.options')}: track.options"
@@ -85,7 +85,7 @@ def load_tracker_class(recipe: Recipe, name: str) -> Callable[..., Tracker]:
     that needs a trusted recipe (--trust-recipe), cannot be loaded, is not a tracker, or does not accept its
     `track.options`."""
     where = f"{recipe.where('track.to')}: track.to"
-    known = BUILT_IN | _entry_points()
+    known = BUILT_IN | _list_entry_points()
     if name not in known and ":" not in name:
         raise UserError(f"{where}: {unknown('tracker', name, (*known, 'module:Class'))}")
     if name not in known and not recipe.trusted:
@@ -115,7 +115,7 @@ def load_tracker_class(recipe: Recipe, name: str) -> Callable[..., Tracker]:
                 )
     _check_options(recipe, name, made)
     for option, value in recipe.track.options.get(name, {}).items():
-        if not recipe.trusted and _names_server(value):
+        if not recipe.trusted and _contains_server_address(value):
             raise UserError(
                 f"{recipe.where('track.options')}: track.options.{name}.{option}: your credentials (environment, files "
                 "such as ~/.mlflow/credentials) could be sent to the server that the recipe names; if you trust the "
@@ -139,13 +139,13 @@ def _is_tracker(made: object) -> bool:
     return True
 
 
-def _names_server(value: object) -> bool:
+def _contains_server_address(value: object) -> bool:
     """Return True if the value of a tracker's option is, or contains, the address of a server, to which credentials
     could be sent; False for a local file or SQLite database."""
     if isinstance(value, Mapping):
-        return any(map(_names_server, value.values()))
+        return any(map(_contains_server_address, value.values()))
     if isinstance(value, list | tuple):
-        return any(map(_names_server, value))
+        return any(map(_contains_server_address, value))
     text = str(value).strip().lower()
     scheme, separator, _ = text.partition("://")
     return text in _HOSTED or (bool(separator) and scheme.split("+")[0] not in ("file", "sqlite"))
@@ -177,6 +177,6 @@ def _check_options(recipe: Recipe, name: str, made: Callable[..., Tracker]) -> N
         ) from None
 
 
-def _entry_points() -> dict[str, str]:
+def _list_entry_points() -> dict[str, str]:
     """Return the trackers that installed packages provide: entry-point name -> "module:Class"."""
     return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}

@@ -51,10 +51,10 @@ class MLflowTracker:
             else:
                 if before:  # killed before its first checkpoint: not resumed
                     client.set_terminated(before, "KILLED")
-                made = client.create_run(self._experiment_id(), run_name=self._name or run.name)
+                made = client.create_run(self._get_experiment_id(), run_name=self._name or run.name)
                 self._run = run.kept[_RUN_ID] = made.info.run_id
         data = client.get_run(self._run).data
-        self._has = {key: self._last_step(key) for key in data.metrics}
+        self._has = {key: self._get_last_step(key) for key in data.metrics}
         values = {key: str(value)[:LONGEST_PARAMETER] for key, value in recipe.items()}
         self._send(parameters={key: value for key, value in values.items() if key not in data.params})
         for key, value in values.items():
@@ -92,11 +92,11 @@ class MLflowTracker:
         for first in range(0, len(left), PARAMETERS_AT_ONCE):
             self._client.log_batch(self._run, params=left[first : first + PARAMETERS_AT_ONCE])
 
-    def _last_step(self, key: str) -> int:
+    def _get_last_step(self, key: str) -> int:
         """Return the last step for which the MLflow run has a value of the metric `key`; -1 without one."""
         return max((metric.step for metric in self._client.get_metric_history(self._run, key)), default=-1)
 
-    def _experiment_id(self) -> str:
+    def _get_experiment_id(self) -> str:
         """Return the id of the MLflow experiment, which is created if missing."""
         found = self._client.get_experiment_by_name(self._experiment)
         made: str = found.experiment_id if found else self._client.create_experiment(self._experiment)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import UserError
-from meshwright.limits import limit_error, limit_of, shorten, shorten_repr
+from meshwright.limits import get_limit, make_limit_error, shorten, shorten_repr
 from meshwright.names import LISTED, PRECISIONS, unknown
 from meshwright.planner.hardware.calibration import Calibration
 from meshwright.planner.hardware.calibration import read as read_calibration
@@ -173,7 +173,7 @@ def _whole(part: str, where: str) -> int:
     """Parse a number in a shorthand such as 64xh100-sxm. part: its text, such as "64". Raises `UserError`, whose text
     begins with `where`, for a number that is not whole or too large."""
     if not re.fullmatch("[0-9]{1,9}", part) or int(part) < 1:
-        right = f"a whole number, at least 1 and at most {limit_of('ranks'):,}"
+        right = f"a whole number, at least 1 and at most {get_limit('ranks'):,}"
         raise UserError(f'{where}: "{shorten(part)}" devices; it takes {right}')
     return int(part)
 
@@ -348,7 +348,7 @@ def _count(value: Any, key: str, where: str) -> int:
     its name in the table; where: beginning of the error text."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UserError(f"{where}: {key} takes a whole number, at least 1, not {shorten_repr(value)}")
-    if problem := limit_error("ranks", value, key):
+    if problem := make_limit_error("ranks", value, key):
         raise UserError(f"{where}: {problem}")
     return value
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.limits import limit_error, shorten_repr
+from meshwright.limits import make_limit_error, shorten_repr
 from meshwright.names import check_options
 from meshwright.planner.cost import engines
 from meshwright.planner.cost.engines import Engine
@@ -169,7 +169,7 @@ def problem_of(
     for name, value in (("sequence", sequence), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UserError(f"{name}: takes a whole number, at least 1, not {shorten_repr(value)}")
-        if problem := limit_error(name, value):
+        if problem := make_limit_error(name, value):
             raise UserError(problem)
     if isinstance(documents, bool) or not 1 <= documents <= sys.float_info.max:
         raise UserError(f"documents: takes a number, at least 1, not {shorten_repr(documents)}")

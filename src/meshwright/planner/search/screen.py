@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshwright.layout import LEAST_MICRO_BATCHES, Layout
+from meshwright.layout import MIN_MICRO_BATCHES, Layout
 from meshwright.names import BIDIRECTIONAL_SCHEDULES, RECOMPUTE
 from meshwright.planner.cost.bubbles import BusiestRank, closed_makespan, find_busiest_rank, in_flight, stages_by_rank
 from meshwright.planner.cost.layer_times import LayerTimes
@@ -277,7 +277,7 @@ def _screen_pipeline(
     sharding group, seconds of a step, bytes at the memory peak. costs: predicted times and memory of the pipeline's
     ranks."""
     grid = costs.grid
-    fits = grid.micro >= LEAST_MICRO_BATCHES.get(pipeline.schedule, 0) * pipeline.ranks
+    fits = grid.micro >= MIN_MICRO_BATCHES.get(pipeline.schedule, 0) * pipeline.ranks
     if pipeline.schedule in BIDIRECTIONAL_SCHEDULES:
         fits = fits & (grid.micro % 2 == 0)
     if not fits.any():

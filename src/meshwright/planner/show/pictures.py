@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from meshwright.draw.axis import log_axis
+from meshwright.draw.axis import make_log_axis
 from meshwright.draw.bars import draw_stacked_bars
 from meshwright.draw.markup import Markup, join
 from meshwright.draw.page import legend
@@ -44,10 +44,10 @@ def memory_time_scatter(result: SearchResult, marked: Sequence[Estimate]) -> Mar
     ]
     seconds, sizes = ([*(point[at] for point in points), *(one[at] for one in best)] for at in (0, 1))
     unit = Unit.of(max(min(*sizes, room), room / 100))
-    across = log_axis(
+    across = make_log_axis(
         seconds, "seconds per step; a sample of all layouts, those of the tables in colour", lambda at: f"{at:.4g} s"
     )
-    up = log_axis(
+    up = make_log_axis(
         [*sizes, room], "memory against time",
         lambda at: f"{at:,.0f} {unit.name}" if at >= 1 else f"{at:g} {unit.name}", unit.bytes,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from meshwright.serving.prompts import Prompts
 from meshwright.serving.protocol.bodies import GenerationBody
 from meshwright.serving.sampling import TokenResult
 
-LEAST_LOGPROB = -9999.0  # what OpenAI's API writes for a probability of 0, since JSON has no infinity
+MIN_LOGPROB = -9999.0  # what OpenAI's API writes for a probability of 0, since JSON has no infinity
 END_OF_STREAM = b"data: [DONE]\n\n"
 
 
@@ -44,7 +44,7 @@ class AnswerFormatter:
         none. choices: all choices of the response."""
         return b""
 
-    def answer(self, choices: Sequence[Choice], pieces: Sequence[Piece]) -> dict[str, Any]:
+    def format_answer(self, choices: Sequence[Choice], pieces: Sequence[Piece]) -> dict[str, Any]:
         """Return the JSON object of a response without streaming. choices: its choices (answers). pieces: all text and
         tokens of each choice, in the same order."""
         raise NotImplementedError
@@ -106,7 +106,7 @@ class OpenAIFormatter(AnswerFormatter):
         `data: [DONE]`."""
         return (self._format_event(None, choices) if self._usage else b"") + END_OF_STREAM
 
-    def answer(self, choices: Sequence[Choice], pieces: Sequence[Piece]) -> dict[str, Any]:
+    def format_answer(self, choices: Sequence[Choice], pieces: Sequence[Piece]) -> dict[str, Any]:
         """Return the JSON object of a response without streaming. choices: its choices (answers). pieces: all text and
         tokens of each choice, in the same order."""
         described = []
@@ -226,6 +226,6 @@ def count_usage(choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 def _clamp_logprob(logprob: float | None) -> float | None:
-    """Return the log-probability `logprob`, but at least `LEAST_LOGPROB` (-9999), as JSON has no infinity; None stays
+    """Return the log-probability `logprob`, but at least `MIN_LOGPROB` (-9999), as JSON has no infinity; None stays
     None."""
-    return None if logprob is None else max(logprob, LEAST_LOGPROB)
+    return None if logprob is None else max(logprob, MIN_LOGPROB)

@@ -21,14 +21,14 @@ from meshwright.serving.protocol.unsupported import UNSUPPORTED, UNSUPPORTED_IN_
 from meshwright.serving.sampling import Sampling
 from meshwright.untrusted import check_nesting
 
-MOST_SEQUENCES = 1024  # prompts x n of one HTTP request
+MAX_SEQUENCES = 1024  # prompts x n of one HTTP request
 
 _SUBJECT = re.compile("(Input|List|String|Dictionary|Tuple) should")
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
-Texts = Annotated[list[str], Field(min_length=1, max_length=MOST_SEQUENCES, fail_fast=True)]
-TokenLists = Annotated[list[Tokens], Field(min_length=1, max_length=MOST_SEQUENCES, fail_fast=True)]
+Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_SEQUENCES, fail_fast=True)]
+TokenLists = Annotated[list[Tokens], Field(min_length=1, max_length=MAX_SEQUENCES, fail_fast=True)]
 StopString = Annotated[str, Field(min_length=1, max_length=128)]
 BiasedToken = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -160,7 +160,8 @@ class StreamOptions(Body):
 
 
 class GenerationBody(EndpointBody):
-    """Base class of the bodies of all endpoints that generate text: sampling options, stop conditions, streaming."""
+    """Base class of the bodies of all endpoints that generate text: sampling options, stop conditions and streaming, as
+    in OpenAI's API and vLLM."""
 
     default_tokens: ClassVar[int | None] = None  # of `max_tokens`; None: up to the model's maximum length
 
@@ -235,7 +236,8 @@ class GenerationBody(EndpointBody):
 
 
 class PromptBody(GenerationBody):
-    """Base class of the bodies that have a `prompt` (text or token IDs) instead of messages."""
+    """Base class of the bodies that have a `prompt` (texts or token IDs) instead of messages, which `echo` puts before
+    the answer."""
 
     prompt: str | Tokens | Texts | TokenLists
     max_tokens: TokenCount | None = Field(None, description="default: 16")
@@ -290,7 +292,8 @@ class LlamaBody(PromptBody):
 
 
 class OpenAIBody(GenerationBody):
-    """Base class of the bodies of `/v1/completions` and `/v1/chat/completions`: the fields that both have."""
+    """Base class of the bodies of `/v1/completions` and `/v1/chat/completions`: the fields that both have, as in
+    OpenAI's API and vLLM."""
 
     best_of: int | None = Field(None, ge=1, le=128, description="must equal n")
     stream_options: StreamOptions = Field(default_factory=lambda: StreamOptions.model_validate({}))

@@ -11,7 +11,7 @@ from meshwright.serving.choices import Choice, StopRule
 from meshwright.serving.engine_client import Ticket
 from meshwright.serving.prompts import Prompts
 from meshwright.serving.protocol.answers import AnswerFormatter, ChatFormatter, CompletionFormatter
-from meshwright.serving.protocol.bodies import MOST_SEQUENCES, ChatBody, CompletionBody, GenerationBody, LlamaBody
+from meshwright.serving.protocol.bodies import MAX_SEQUENCES, ChatBody, CompletionBody, GenerationBody, LlamaBody
 from meshwright.serving.protocol.errors import ApiError
 from meshwright.serving.protocol.llama_cpp import LlamaFormatter
 from meshwright.serving.request import Request
@@ -52,8 +52,8 @@ def build_job(body: GenerationBody, prompts: Prompts, model: str, name: str) -> 
     each prompt. prompts: tokenizer. model: model name in the response. name: ID of the HTTP request. Raises ApiError if
     there are too many prompts or tokens, and UserError for an invalid prompt or sampling option."""
     inputs = body.encode(prompts)
-    if len(inputs) * body.n > MOST_SEQUENCES:
-        raise ApiError(400, f"n: {len(inputs)} prompts x n should be at most {MOST_SEQUENCES}", param="n")
+    if len(inputs) * body.n > MAX_SEQUENCES:
+        raise ApiError(400, f"n: {len(inputs)} prompts x n should be at most {MAX_SEQUENCES}", param="n")
     longest = max(len(tokens) for tokens, _ in inputs)
     room = max(prompts.max_length - longest, 0)
     max_tokens = min(body.default_tokens or room, room) if body.max_tokens is None else body.max_tokens

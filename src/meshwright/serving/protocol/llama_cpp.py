@@ -25,7 +25,7 @@ class LlamaFormatter(AnswerFormatter):
             return b""
         return b"data: " + to_json({**self._describe(choice, piece), "stop": False}) + b"\n\n"
 
-    def answer(self, choices: Sequence[Choice], pieces: Sequence[Piece]) -> dict[str, Any]:
+    def format_answer(self, choices: Sequence[Choice], pieces: Sequence[Piece]) -> dict[str, Any]:
         """Return the JSON object of a response without streaming. choices: its only choice. pieces: all text and tokens
         of this choice."""
         return self._describe_end(choices[0], pieces[0])
