@@ -104,8 +104,9 @@ class EntrySlice:
     numel) are the elements [begin, begin + numel) of the flattened `entry`.
 
     `columns`: only these columns of the matrix are flattened and counted by `begin` (None: all columns). `copies`:
-    number of neighbouring tp ranks that hold the same slice. `partial`: True if each of these ranks computes only a
-    partial gradient of the slice, so that their gradients must be summed."""
+    number of neighbouring ranks of the mesh axis `axis` ("tp" or, for experts, "etp") that hold the same slice.
+    `partial`: True if each of these ranks computes only a partial gradient of the slice, so that their gradients must
+    be summed."""
 
     entry: ParameterEntry
     offset: int
@@ -113,6 +114,7 @@ class EntrySlice:
     begin: int
     columns: Columns | None
     copies: int
+    axis: str
     partial: bool
 
 
@@ -169,10 +171,10 @@ class FlatLayout:
                 yield part, first, last
 
     def ranges_by_copies(self, low: int, high: int) -> list[tuple[int, int, int]]:
-        """Divide the buffer elements [low, high) into ranges whose elements are held by the same number of tp ranks, so
-        that a gradient norm can count each element once. Return (first, last, copies) for each range [first, last),
-        where `copies` is that number. Elements that do not count in gradient norms are left out: padding, and the
-        routers' load-balancing biases."""
+        """Divide the buffer elements [low, high) into ranges whose elements are held by the same number of ranks along
+        tp (etp), so that a gradient norm can count each element once. Return (first, last, copies) for each range
+        [first, last), where `copies` is that number. Elements that do not count in gradient norms are left out:
+        padding, and the routers' load-balancing biases."""
         ranges: list[tuple[int, int, int]] = []
         for part, first, last in self.slices_within(low, high):
             if part.entry.balances:
@@ -275,7 +277,7 @@ def _list_entry_slices(
 
     `table`: the model's parameter table; `coordinates`: {axis: index} of this rank in `layout`; `placed`: position, in
     the buffer, of the model's parameter that contains the entry (such as fused qkv)."""
-    copies, partial = entry.replicas(layout), "tp" in entry.gradient_axes(layout)
+    held = entry.replicas(layout), entry.width_axis(layout), entry.partial_axis(layout) is not None
     slices = []
     for box in table.local_slices(entry, layout, coordinates):
         whole = entry.model_shape
@@ -288,23 +290,24 @@ def _list_entry_slices(
             columns = Columns(start * inner, (start + box.shape[dim]) * inner, whole[dim] * inner)
         stride = math.prod(box.shape[1:])
         offset = placed.offset + box.local_start[0] * stride
-        slices.append(EntrySlice(entry, offset, math.prod(box.shape), box.start[0] * stride, columns, copies, partial))
+        slices.append(EntrySlice(entry, offset, math.prod(box.shape), box.start[0] * stride, columns, *held))
     return slices
 
 
 def cut_slices(
-    flat: FlatLayout, kind: str, values: torch.Tensor, start: int, low: int, high: int, position: int | None = None
-) -> list[TensorSlice]:
+    flat: FlatLayout, kind: str, values: torch.Tensor, start: int, low: int, high: int,
+    position: Mapping[str, int] | None = None,
+) -> list[TensorSlice]:  # fmt: skip
     """Return the elements [low, high) of a flat buffer as slices of checkpoint tensors: one `TensorSlice` for each
     parameter entry (checkpoint tensor) in that range, each a view of the 1-D `values`.
 
     `flat`: layout of the buffer; `values`: consecutive elements of the buffer from its element `start` on; `kind`: name
-    of the quantity in `values` ("master", "exp_avg", ...); `position`: index of this rank on tp, if elements that
-    several tp ranks hold are to be divided equally among these; None: this rank gets them all."""
+    of the quantity in `values` ("master", "exp_avg", ...); `position`: {axis: index of this rank}, if elements that
+    several ranks of an axis hold are to be divided equally among these; None: this rank gets them all."""
     slices = []
     for part, first, last in flat.slices_within(low, high):
         if position is not None:
-            first, last = split_evenly(first, last, position % part.copies, part.copies)
+            first, last = split_evenly(first, last, position[part.axis] % part.copies, part.copies)
         if first < last:
             view, shift = values[first - start : last - start], part.begin - part.offset
             slices.append(TensorSlice(kind, part.entry.name, first + shift, last + shift, view, part.columns))
