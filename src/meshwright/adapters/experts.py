@@ -231,7 +231,7 @@ class _KeyDispatcher:
     keys_N: torch.Tensor | None = None
 
     def __init__(self, dispatcher: TokenDispatcher) -> None:
-        self._dispatcher, self.combine = dispatcher, dispatcher.combine
+        self._dispatcher, self.combine, self.dispatch_keys = dispatcher, dispatcher.combine, dispatcher.dispatch_keys
         self.expert_ranks, self.width_ranks = dispatcher.expert_ranks, dispatcher.width_ranks
         self.width_rank = dispatcher.width_rank
 
@@ -239,7 +239,7 @@ class _KeyDispatcher:
         """Dispatch token copies `x_NH` and their keys; arguments and result: those of `TokenDispatcher.dispatch`."""
         found = self._dispatcher.dispatch(x_NH, ends_E)
         if self.keys_N is not None:
-            self.keys_N = self._dispatcher.dispatch_keys(self.keys_N, found[2])
+            self.keys_N = self.dispatch_keys(self.keys_N, found[2])
         return found
 
 

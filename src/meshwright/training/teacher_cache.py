@@ -46,11 +46,11 @@ COMMAND = "`meshwright data teacher RECIPE` writes it"
 
 
 class Shard(NamedTuple):
-    """Part of a cache with files of its own: `count` sequences of the split `split`, from index `first` on."""
+    """Part of a cache with its own files: `sequences` sequences of the split `split`, from index `first` on."""
 
     split: str
     first: int
-    count: int
+    sequences: int
 
 
 class TeacherCache:
@@ -102,7 +102,7 @@ class TeacherCache:
         for shard in self._shards():
             paths = self._paths(shard)
             damaged = any(find_damage(path, known[path.name], True) for path in paths if path.name in known)
-            if damaged or not self._shard_fits(paths, shard.count):
+            if damaged or not self._shard_fits(paths, shard.sequences):
                 missing.append(shard)
         self._maps.clear()
         return missing
@@ -111,7 +111,7 @@ class TeacherCache:
         """Create the two unfinished files of a shard, of their full size. Raises `OSError` on a full disk, which would
         otherwise end a process that writes to the memory map."""
         for path, width, dtype in zip(self._paths(shard), self._widths, self._dtypes, strict=True):
-            shape = shard.count, self.data.sequence, width
+            shape = shard.sequences, self.data.sequence, width
             np.lib.format.open_memmap(_unfinished(path), mode="w+", dtype=dtype, shape=shape).flush()
             with _unfinished(path).open("r+b") as file:
                 os.posix_fallocate(file.fileno(), 0, _unfinished(path).stat().st_size)
@@ -140,7 +140,7 @@ class TeacherCache:
                 files[path.name] = {"sha256": hash_file(path), "bytes": path.stat().st_size}
             outside = np.exp(self._map(paths[1])[..., -1])
             rest, tokens = rest + float(outside.sum(dtype=np.float64)), tokens + outside.size
-            sequences += shard.count
+            sequences += shard.sequences
         write_atomic(self.directory / MANIFEST, to_canonical_json({"identity": self.identity, "files": files}))
         size = sum(about["bytes"] for about in files.values())
         return {
@@ -158,7 +158,7 @@ class TeacherCache:
             paths = self._paths(shard)
             known = self._manifest["files"]
             cut = any(path.name not in known or find_damage(path, known[path.name], False) for path in paths)
-            if cut or not self._shard_fits(paths, shard.count):
+            if cut or not self._shard_fits(paths, shard.sequences):
                 raise UserError(f"distill.top_k: {self.directory} is damaged ({paths[0].name}); {COMMAND} again")
 
     def read(self, split: str, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:

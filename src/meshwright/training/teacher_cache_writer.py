@@ -61,7 +61,7 @@ def write_teacher_cache(
             compute_shards(cache, recipe, Mesh.single(layout, device), missing, log)
         elif missing:
             _launch_ranks(recipe, layout, cache, missing, log)
-        return cache.write_manifest() | {"computed": sum(shard.count for shard in missing)}
+        return cache.write_manifest() | {"computed": sum(shard.sequences for shard in missing)}
 
 
 def check_teacher_on_layout(recipe: Recipe, layout: Layout) -> None:
@@ -97,8 +97,8 @@ def compute_shards(
         agreement.all_true(True)  # all ranks have written
         if mesh.rank == 0:
             cache.finish_files(shard)
-            done += shard.count
-            log(f"teacher: {done:,} of {sum(each.count for each in shards):,} sequences")
+            done += shard.sequences
+            log(f"teacher: {done:,} of {sum(each.sequences for each in shards):,} sequences")
 
 
 def _compute_shard(cache: TeacherCache, teacher: Teacher, mesh: Mesh, shard: Shard) -> None:
@@ -107,12 +107,12 @@ def _compute_shard(cache: TeacherCache, teacher: Teacher, mesh: Mesh, shard: Sha
     given = cache.recipe.distill
     ids, values = cache.map_unfinished(shard)
     rows, passes = max(1, TOKENS // cache.data.sequence), mesh.layout.micro_batches
-    for start in range(0, shard.count, rows * mesh.dp.size * passes):
+    for start in range(0, shard.sequences, rows * mesh.dp.size * passes):
         firsts = [start + rows * (number * mesh.dp.size + mesh.dp.rank) for number in range(passes)]
         # All ranks run equally many micro-batches; what lies beyond the shard's end is not written.
         loaded = [_load_sequences(cache, mesh, shard, first + np.arange(rows)) for first in firsts]
         for number, found in teacher.run(loaded).items():
-            head, count = teacher.output_head(mesh.tp), max(0, min(rows, shard.count - firsts[number]))
+            head, count = teacher.output_head(mesh.tp), max(0, min(rows, shard.sequences - firsts[number]))
             top = top_log_probabilities(found.states_TH, head, cache.vocabulary, given.temperature, given.top_k)
             if mesh.tp.rank == 0 and count:
                 indices_C = loaded[number][2].indices_C
@@ -127,7 +127,7 @@ def _compute_shard(cache: TeacherCache, teacher: Teacher, mesh: Mesh, shard: Sha
 def _load_sequences(cache: TeacherCache, mesh: Mesh, shard: Shard, places: NDArray[np.int64]) -> MicroBatch:
     """Load sequences as a micro-batch; return this rank's context-parallel slice of it. mesh: device mesh; places:
     indices of the sequences in `shard`; its last one stands for those beyond the end."""
-    indices = shard.first + np.minimum(places, shard.count - 1)
+    indices = shard.first + np.minimum(places, shard.sequences - 1)
     batch = cache.data.split(shard.split).read_batch(indices, padded=True)
     tokens, targets = (torch.from_numpy(part).to(mesh.device) for part in (batch.tokens, batch.targets))
     documents = Documents.from_ids(batch.document_ids).to(mesh.device)

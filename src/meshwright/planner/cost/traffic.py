@@ -236,6 +236,6 @@ class _StepTraffic(DataCalls):
                 length = self.buffer_numel(entry.unit, part) // shards
                 start, stop = max(start, shard * length), min(stop, (shard + 1) * length)
             found[axis, entry.replicas(layout)] += max(0, stop - start)
-        for (axis, copies), numel in found.items():
-            site = "tensor.gradients" if copies == getattr(layout, axis) else "tensor.gradients.shared_heads"
-            self.count_all_reduce(site, axis, copies, numel * self.work.master_bytes)
+        for (name, copies), numel in found.items():
+            site = "tensor.gradients" if copies == getattr(layout, name) else "tensor.gradients.shared_heads"
+            self.count_all_reduce(site, name, copies, numel * self.work.master_bytes)
