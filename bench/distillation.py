@@ -1,6 +1,6 @@
 """Distillation of a trained model: a student of two layers, with the teacher's distribution and on the text alone.
 
-Run: `python bench/distillation.py --teacher DIRECTORY [--steps 120] [--seeds 3] [--variants A,B]`. The teacher is
+Run: `python bench/distillation.py --teacher DIRECTORY [--steps 120] [--seeds 3] [--variants "A;B"]`. The teacher is
 stories260k (a Llama of five layers, trained on TinyStories), the text are stories that it samples at temperature 1. All
 students have two layers of the teacher's width, the same initial values, data, steps and learning rate for a seed; they
 differ in [distill]. Measured by transformers in float64 on stories that no student saw: the mean of
@@ -10,6 +10,7 @@ KL(teacher ‖ student) and the cross-entropy of the text, in nats per token. Wr
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import tempfile
@@ -24,9 +25,13 @@ from common import write_result
 VARIANTS: dict[str, dict[str, Any]] = {
     "text alone": {},
     "forward_kl": {"loss": "forward_kl", "mixing": 0.0},
-    "jsd": {"loss": "jsd", "mixing": 0.0},
-    "forward_kl and hidden states": {"loss": "forward_kl", "mixing": 0.0, "hidden": True},
+    "forward_kl and hidden states": {"loss": "forward_kl", "mixing": 0.0, "hidden": True, "hidden_weight": 0.1},
+    "hidden states at weight 1": {"loss": "forward_kl", "mixing": 0.0, "hidden": True},
     "forward_kl of 32 cached tokens": {"loss": "forward_kl", "mixing": 0.0, "top_k": 32},
+    "jsd": {"loss": "jsd", "mixing": 0.0},
+    "jsd, beta 0.1": {"loss": "jsd", "mixing": 0.0, "beta": 0.1},
+    "jsd and half of the text": {"loss": "jsd", "mixing": 0.5},
+    "jsd at three times the rate": {"loss": "jsd", "mixing": 0.0, "learning_rate": 9e-3},
 }
 SEQUENCE, STORIES, BATCH = 128, 400, 16
 
@@ -44,20 +49,23 @@ def sample_stories(model: Any, tokenizer: Any, count: int) -> list[str]:
 
 
 @torch.no_grad()
-def measure(teacher: Any, directory: Path, texts: list[list[int]]) -> tuple[float, float]:
-    """Return the mean of KL(teacher ‖ student) and of the student's cross-entropy over the tokens of held-out texts."""
+def measure(teacher: Any, directory: Path, texts: list[list[int]]) -> dict[str, float]:
+    """Return means over the tokens of held-out texts: "kl", KL(teacher ‖ student); "jsd", their Jensen-Shannon
+    divergence; "loss", the student's cross-entropy."""
     from transformers import LlamaForCausalLM
 
     student = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float64)
-    divergence = loss = 0.0
+    found = {"kl": 0.0, "jsd": 0.0, "loss": 0.0}
     count = 0
     for ids in texts:
         tokens = torch.tensor([ids])
         log_p, log_q = (model(tokens).logits[0, :-1].log_softmax(-1) for model in (teacher, student))
-        divergence += float((log_p.exp() * (log_p - log_q)).sum())
-        loss -= float(log_q.gather(1, tokens[0, 1:, None]).sum())
+        middle = torch.logaddexp(log_p, log_q) - math.log(2)
+        found["kl"] += float((log_p.exp() * (log_p - log_q)).sum())
+        found["jsd"] += float(sum((each.exp() * (each - middle)).sum() for each in (log_p, log_q))) / 2
+        found["loss"] -= float(log_q.gather(1, tokens[0, 1:, None]).sum())
         count += len(ids) - 1
-    return divergence / count, loss / count
+    return {name: value / count for name, value in found.items()}
 
 
 def train(place: Path, teacher: str, distill: dict[str, Any], steps: int, seed: int) -> tuple[Path, float]:
@@ -67,7 +75,7 @@ def train(place: Path, teacher: str, distill: dict[str, Any], steps: int, seed: 
     from meshwright.monitoring.run_directory import RunDirectory
     from meshwright.recipe import Recipe
     from meshwright.training import loop
-    from meshwright.training.teacher_cache import TeacherCache
+    from meshwright.training.teacher_cache_writer import write_teacher_cache
 
     tables: dict[str, Any] = {
         "layout": "dp1 fp32",
@@ -80,13 +88,16 @@ def train(place: Path, teacher: str, distill: dict[str, Any], steps: int, seed: 
             "source": str(place.parent / "stories.jsonl"), "tokenizer": teacher, "sequence": SEQUENCE,
             "cache": str(place.parent / "cache"), "validation_fraction": 0.0,
         },
-        "train": {"steps": steps, "batch": BATCH, "learning_rate": 3e-3, "warmup": 20, "weight_decay": 0.0},
+        "train": {
+            "steps": steps, "batch": BATCH, "learning_rate": distill.pop("learning_rate", 3e-3), "warmup": 20,
+            "weight_decay": 0.0,
+        },
     }  # fmt: skip
     if distill:
         tables["distill"] = {"teacher": teacher, **distill}
     recipe = Recipe.from_tables(tables)
     if distill.get("top_k"):
-        TeacherCache(recipe, prepare(recipe.data, recipe.run.seed)).write(lambda line: None)
+        write_teacher_cache(recipe, prepare(recipe.data, recipe.run.seed), lambda line: None)
     directory = RunDirectory(recipe.run_directory)
     with directory:
         result = loop.train(recipe, Mesh.single(recipe.parsed_layout), directory, show_progress=False)
@@ -102,13 +113,14 @@ def main() -> None:
     parser.add_argument("--teacher", required=True)
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--variants", default=";".join(VARIANTS))
     options = parser.parse_args()
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(options.teacher)
     teacher = LlamaForCausalLM.from_pretrained(options.teacher, dtype=torch.float64)
-    chosen = {name: VARIANTS[name] for name in options.variants.split(",")}
-    found: dict[str, dict[str, list[float]]] = {name: {"kl": [], "loss": [], "step_seconds": []} for name in chosen}
+    chosen = {name: VARIANTS[name] for name in options.variants.split(";")}
+    keys = "kl", "jsd", "loss", "step_seconds"
+    found: dict[str, dict[str, list[float]]] = {name: {key: [] for key in keys} for name in chosen}
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory)
         stories = sample_stories(teacher.float(), tokenizer, STORIES)
@@ -119,11 +131,13 @@ def main() -> None:
         texts = [[start, *tokenizer.encode(text, add_special_tokens=False)][:256] for text in unseen]
         for seed in range(options.seeds):
             for number, (name, distill) in enumerate(chosen.items()):
-                checkpoint, seconds = train(home / f"{seed}-{number}", options.teacher, distill, options.steps, seed)
-                divergence, loss = measure(teacher, checkpoint, texts)
-                for key, value in (("kl", divergence), ("loss", loss), ("step_seconds", seconds)):
+                place = home / f"{seed}-{number}"
+                checkpoint, seconds = train(place, options.teacher, dict(distill), options.steps, seed)
+                values = measure(teacher, checkpoint, texts) | {"step_seconds": seconds}
+                for key, value in values.items():
                     found[name][key].append(round(value, 5))
-                print(f"seed {seed}  {name:<30} KL {divergence:.4f}  loss {loss:.4f}", flush=True)
+                shown = "  ".join(f"{key} {value:.4f}" for key, value in values.items())
+                print(f"seed {seed}  {name:<30} {shown}", flush=True)
             report(found, {"steps": options.steps, "batch": BATCH, "sequence": SEQUENCE, "stories": len(seen)})
 
 

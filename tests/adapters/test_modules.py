@@ -169,7 +169,12 @@ def test_killed_run_with_dropout_resumes_bit_for_bit(tmp_path: Path):
     train(str(tmp_path / "none"), "dp1", {})
     other = load_file(tmp_path / "none/checkpoints/step-000004/adapter_model.safetensors")
     assert any(not torch.equal(value, other[name]) for name, value in values[0].items())
-    train(str(tmp_path / "from"), "dp1", {"from": str(tmp_path / "one/checkpoints/step-000004")})
+    found = []
+    for name in ("one", "one/checkpoints/step-000004"):  # a run directory stands for its newest checkpoint
+        place = tmp_path / name.replace("/", "-from-") / "from"
+        train(str(place), "dp1", {"from": str(tmp_path / name)})
+        found.append(load_file(place / "checkpoints/step-000004/adapter_model.safetensors"))
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
 @pytest.mark.parametrize(

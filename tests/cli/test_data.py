@@ -235,5 +235,16 @@ def test_teacher_caches_its_most_probable_tokens_once(command_line, recipe: Path
     first, again = (json.loads(command_line(*given, "distill.top_k=3").output) for _ in range(2))
     assert first["computed"] == first["sequences"] > 0 and again["computed"] == 0
     assert 0 < first["mean_rest"] < 1 and first["directory"] == again["directory"]
-    refused = command_line(*given)
-    assert refused.code == 2 and "distill.top_k is 0" in refused.errors and len(refused.errors.splitlines()) == 1
+    for more, message in (
+        ((), "distill.top_k is 0"),
+        (("distill.top_k=3", "--layout", "tp3"), "tp3 does not divide the model's"),
+        (("distill.top_k=3", "--layout", "dp2 bf16"), "computed in fp32; leave bf16 out"),
+        (("distill.top_k=3", "--layout", "dp2 zeppelin"), "zeppelin"),
+    ):
+        refused = command_line(*given, *more)
+        assert refused.code == 2 and message in refused.errors and len(refused.errors.splitlines()) == 1
+    (file,) = Path(first["directory"]).glob("validation-*-ids.npy")
+    expected = file.read_bytes()
+    file.unlink()
+    on_ranks = json.loads(command_line(*given, "distill.top_k=3", "--layout", "dp2 zero3").output)
+    assert 0 < on_ranks["computed"] < first["sequences"] and file.read_bytes() == expected

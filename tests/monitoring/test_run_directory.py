@@ -40,9 +40,24 @@ def test_start_that_fails_leaves_no_new_directory(tmp_path):
     fail(tmp_path / "new")
     assert not (tmp_path / "new").exists()
     fail(tmp_path)  # one that existed
-    fail(tmp_path / "used", "ranks.json")
+    fail(tmp_path / "used", "metrics.jsonl")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "used"]
-    assert sorted(path.name for path in (tmp_path / "used").iterdir()) == [".lock", "ranks.json"]
+    assert sorted(path.name for path in (tmp_path / "used").iterdir()) == [".lock", "metrics.jsonl"]
+
+
+def test_start_that_fails_on_its_ranks_leaves_no_process_ids(tmp_path):
+    for name, made in (("new", False), ("empty", True), ("used", True)):
+        place = tmp_path / name
+        if made:
+            place.mkdir()
+        if name == "used":
+            (place / "metrics.jsonl").write_text("")
+        directory = RunDirectory(place)
+        directory.lock()
+        directory.write_ranks([1, 2])
+        directory.close()
+        assert (place / "ranks.json").exists() == (name == "used") and place.exists() == made
+        RunDirectory(place).lock()
 
 
 def test_start_that_waited_for_a_removed_lock_file_locks_the_directory(tmp_path, monkeypatch):

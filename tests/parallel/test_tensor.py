@@ -55,7 +55,7 @@ def test_every_element_is_saved_once_with_holder_count(config, layout_text):
             start = coordinates["dp"] * length
             stop = min(start + length, unit.numel)
             flat = torch.ones(length)
-            for counts, position in ((written, coordinates["tp"]), (held, None)):
+            for counts, position in ((written, coordinates), (held, None)):
                 for piece in cut_slices(unit, "master", flat, start, start, stop, position):
                     place = piece.select(torch.arange(counts[piece.name].numel()))
                     assert len(place) == piece.tensor.numel() == piece.stop - piece.start > 0

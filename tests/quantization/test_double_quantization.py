@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.quantization.double_quantization import DoubleQuantized
+from meshwright.quantization.double_quantization import DoubleQuantized, _scale_tables
 from meshwright.quantization.formats import round_trip
 
 ROWS, INPUTS = 150, 256  # 600 blocks: two groups of 256 and an incomplete one
@@ -127,6 +127,29 @@ def test_matrices_in_a_buffer_have_separate_scales():
     expected = torch.cat([round_trip("nf4-double", each) for each in (first, second)])
     assert torch.equal(form.unpack(records, torch.float64), expected.flatten())
     assert len(form.scales[0]) == 2 * (1 + 3)
+
+
+def test_scales_are_divided_in_an_incomplete_group_alone():
+    """In complete groups they are multiplied by the reciprocal, as in bitsandbytes. Reference: both in numpy's float32,
+    for values whose quotient and product lie on different sides of a bound between two codes."""
+    bounds = _scale_tables(torch.device("cpu"))[1].numpy()
+    largest = np.float32(0.7)
+    near = (bounds[bounds > 0.01] * largest).astype(np.float32)
+    near = np.concatenate([(near.view(np.int32) + step).view(np.float32) for step in range(-2, 3)])
+    divided, multiplied = (np.searchsorted(bounds, each) for each in (near / largest, near * (1 / largest)))
+    chosen = np.flatnonzero(divided != multiplied)
+    assert (1 / largest).dtype == np.float32 and 10 < len(chosen) < 200
+    scales = np.zeros(256 + 200, np.float32)
+    scales[: len(chosen)] = scales[256 : 256 + len(chosen)] = near[chosen]
+    for blocks in (456, 512):  # the second group is incomplete, complete
+        form = DoubleQuantized([Slice(Entry("weight", (blocks, 64), blocks * 64), 0, blocks * 64, 0)])
+        form.scales = (torch.tensor([0.0, largest, largest]),)  # a mean of 0, which leaves the scales as they are
+        values = torch.zeros(blocks, 64)
+        values[:456, 0] = torch.from_numpy(scales)
+        codes = form.pack(values.flatten()).view(blocks, 33)[:, 32].numpy()
+        np.testing.assert_array_equal(codes[: len(chosen)], multiplied[chosen])
+        in_second = divided if blocks == 456 else multiplied
+        np.testing.assert_array_equal(codes[256 : 256 + len(chosen)], in_second[chosen])
 
 
 def test_error_is_close_to_that_of_float32_scales():

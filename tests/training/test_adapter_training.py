@@ -13,6 +13,9 @@ from safetensors.torch import load_file
 
 from meshwright.comm.local import LocalRanks
 from meshwright.errors import UserError
+from meshwright.launcher.recipe_checks import check_adapter_from
+from meshwright.planner.cost.traffic import ROUTED
+from meshwright.planner.models import config_of
 from meshwright.recipe import Recipe
 from meshwright.spec.config_from_recipe import config_from_recipe
 from meshwright.spec.parameters import parameter_table
@@ -63,6 +66,31 @@ def test_run_resumes_on_another_layout_and_saves_peft_directory(ranks: LocalRank
     assert found["measured"]["sent_bytes_per_step"] == found["predicted"]["sent_bytes_per_step"]
 
 
+def test_adapter_from_a_run_starts_at_its_newest_checkpoint(base: Path, tmp_path: Path):
+    settings = {"train_steps": 2, "checkpoint_every": 1}
+    cases.run_without_error(None, tmp_path / "first", "dp1 fp32", **changes(base, **settings))
+    run, adapter = tmp_path / "first/run", changes(base)["adapter"]
+    losses = []
+    for number, place in enumerate((run, run / "checkpoints/step-000002", run / "checkpoints/step-000001")):
+        given = changes(base, adapter=adapter | {"from": str(place)}, **settings)
+        recipe = cases.recipe(tmp_path / str(number), "dp1 fp32", **given)
+        check_adapter_from(recipe)
+        cases.run_without_error(None, tmp_path / str(number), "dp1 fp32", **given)
+        losses.append([line["loss"] for line in cases.metrics(tmp_path / str(number)) if "loss" in line])
+    assert losses[0] == losses[1] != losses[2]
+    for other, expected in (
+        (adapter | {"rank": 3, "from": str(run)}, "holds an adapter with rank 2, not 3"),
+        (adapter | {"targets": ["q_proj"], "from": str(run)}, "an adapter of model.layers.0.self_attn.o_proj"),
+        (adapter | {"from": str(base)}, "adapter_model.safetensors cannot be read"),
+    ):
+        recipe = cases.recipe(tmp_path / "refused", "dp1", **changes(base, adapter=other))
+        with pytest.raises(UserError, match=expected) as error:
+            check_adapter_from(recipe)
+        with pytest.raises(UserError, match=expected):
+            config_of(recipe)  # what is planned
+        assert "\n" not in str(error.value)
+
+
 def test_double_quantized_base_is_the_same_on_every_layout(ranks: LocalRanks, tmp_path: Path):
     """Memory and bytes sent are those predicted, scales of whole matrices included."""
     config = dataclasses.replace(small(), hidden=192, heads=6, kv_heads=2, head_dim=64, intermediate=128)
@@ -90,6 +118,34 @@ def test_dropout_drops_the_same_elements_on_every_layout(ranks: LocalRanks, base
     cases.run_without_error(None, none, "fp32", **changes(base, adapter=dropped | {"dropout": 0.0}, **settings))
     with pytest.raises(AssertionError):
         cases.assert_same_steps(none, one)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "layouts"),
+    [
+        (
+            {"kind": "lora", "dropout": 0.3},
+            ("tp2 fp32", "tp2 ep1:etp2 fp32", "dp2 ep2 zero3 ac:full fp32", "tp2:nosp ep2 ac:selective fp32"),
+        ),
+        ({"kind": "dora"}, ("tp2 ep1:etp2 fp32", "dp2 ep1:etp2 zero3 fp32")),
+    ],
+)
+def test_adapted_experts_train_alike_on_every_layout(
+    ranks: LocalRanks, tmp_path: Path, adapter: dict[str, Any], layouts: tuple[str, ...]
+):
+    config = dataclasses.replace(small("mixtral-8x7b-v0.1"), experts=4, intermediate=36, expert_intermediate=36)
+    write_base(tmp_path / "base", config, torch.float32)
+    adapter = {"rank": 2, "targets": ["v_proj", "w1", "w2", "w3"]} | adapter
+    settings = changes(tmp_path / "base", adapter=adapter, train_steps=3, checkpoint_every=0)
+    cases.run_without_error(None, tmp_path / "one", "mb2 fp32", **settings)
+    for number, layout in enumerate(layouts):
+        result = cases.run_without_error(ranks, tmp_path / str(number), layout, **settings)[0]["result"]
+        cases.assert_same_steps(tmp_path / str(number), tmp_path / "one")
+        sent = [
+            {site: size for site, size in result[key]["sent_bytes_per_step"].items() if site not in ROUTED}
+            for key in ("measured", "predicted")
+        ]
+        assert sent[0] == sent[1]
 
 
 @pytest.mark.parametrize(

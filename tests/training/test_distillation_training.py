@@ -42,9 +42,12 @@ from meshwright.training.on_policy import Sampler, _DenseCache, find_prompts
 from meshwright.training.precision import Arithmetic
 from meshwright.training.task import RunStart
 from meshwright.training.teacher_cache import MANIFEST, TeacherCache, hash_teacher
+from meshwright.training.teacher_cache_writer import compute_shards, write_teacher_cache
 from tests.adapters.adapter_cases import adapted, small, write_base
 from tests.training import training_cases as cases
 
+TOLERANCE = 2e-5
+"""Difference of log-probabilities in fp32 between a layout that splits sums and one device."""
 METRICS = ("hard_loss", "divergence", "hidden_loss")
 
 
@@ -86,7 +89,7 @@ SAMPLED = {"on_policy": 1.0, "on_policy_prompt": 24}
 
 def write_cache(home: Path) -> dict[str, Any]:
     recipe = cases.recipe(home / "alone", "dp1", **changes(home, CACHED))
-    return TeacherCache(recipe, prepare(recipe.data, recipe.run.seed)).write(lambda line: None)
+    return write_teacher_cache(recipe, prepare(recipe.data, recipe.run.seed), lambda line: None)
 
 
 @pytest.mark.parametrize(
@@ -203,6 +206,55 @@ def test_cache_holds_what_transformers_computes_and_continues(home: Path):
     assert again | {"computed": 0} == document | {"computed": 0} and write_cache(home)["computed"] == 0
     (cache.directory / MANIFEST).unlink()
     assert write_cache(home)["computed"] == 0
+
+
+def compute_on_rank(recipe: Recipe, layout: str) -> None:
+    """Compute the missing files of a teacher's cache on this rank of a layout. A rank calls it."""
+    mesh = Mesh.create(Layout.parse(layout))
+    cache = TeacherCache(recipe, prepare(recipe.data, recipe.run.seed))
+    cache.directory.mkdir(parents=True, exist_ok=True)
+    compute_shards(cache, recipe, mesh, cache.find_missing_shards(), lambda line: None)
+    mesh.close()
+
+
+@pytest.mark.parametrize(
+    "layout, experts, exact",
+    [
+        ("dp2 zero3 mb2", False, True),
+        ("pp2:interleaved:2 mb4", False, True),
+        ("tp2", False, False),
+        ("cp2", False, False),
+        ("dp2 ep2", True, True),
+    ],
+)
+def test_cache_of_a_layout_is_that_of_one_device(two: LocalRanks, home: Path, layout: str, experts: bool, exact: bool):
+    given: dict[str, Any] = CACHED
+    if experts:
+        config = dataclasses.replace(small("mixtral-8x7b-v0.1"), vocabulary=257, max_positions=64, experts=4)
+        write_base(home / "mixture", config, torch.float32)
+        given |= {"teacher": str(home / "mixture")}
+    else:  # the head's last slice is short, and has padding
+        given |= {"teacher": str(make_padded_teacher(home, 320))}
+    (home / "short.py").write_text((home / "text.py").read_text()[:12_000])
+    made = changes(home, given)
+    recipe = cases.recipe(home / "alone", "dp1", **made | {"data": made["data"] | {"source": str(home / "short.py")}})
+    data = prepare(recipe.data, recipe.run.seed)
+    write_teacher_cache(recipe, data, lambda line: None)
+    cache = TeacherCache(recipe, data)
+    names = sorted(path.name for path in cache.directory.glob("*.npy"))
+    expected = {name: np.load(cache.directory / name) for name in names}
+    shutil.rmtree(cache.directory)
+    two.run(compute_on_rank, recipe, layout)
+    assert sorted(path.name for path in cache.directory.iterdir()) == names
+    found = {name: np.load(cache.directory / name) for name in names}
+    for ids, values in zip(names[::2], names[1::2], strict=True):
+        if exact:
+            np.testing.assert_array_equal(found[values], expected[values])
+        else:
+            np.testing.assert_allclose(found[values], expected[values], rtol=0, atol=TOLERANCE)
+        gaps = -np.diff(expected[values][..., :-1], axis=-1, prepend=np.inf)
+        tied = np.minimum(gaps, np.append(gaps[..., 1:], np.zeros_like(gaps[..., :1]), axis=-1)) < TOLERANCE
+        assert tied.mean() < 0.1 and ((found[ids] == expected[ids]) | (tied & (not exact))).all()
 
 
 def test_file_of_a_cache_is_compared_with_its_checksum_at_its_first_read(home: Path, monkeypatch: pytest.MonkeyPatch):
@@ -329,8 +381,8 @@ def test_padding_of_the_teachers_vocabulary_changes_nothing(two: LocalRanks, hom
     for distill in (small, padded):
         recipe = cases.recipe(home / "alone", "dp1", **changes(home, CACHED | distill))
         data = prepare(recipe.data, recipe.run.seed)
+        write_teacher_cache(recipe, data, lambda line: None)
         cache = TeacherCache(recipe, data)
-        cache.write(lambda line: None)
         cache.open()
         cached.append(cache.read("validation", np.arange(4)))
     for of_small, of_padded in zip(*cached, strict=True):

@@ -23,7 +23,7 @@ SOME = [
     ("llama-3-8b", "lora", ("all-linear",), "dp2 tp2 zero3"),  # two key-value heads, shared by no ranks
     ("gpt2", "dora", ("c_attn", "c_proj"), "tp2 pp2 mb2 ac:full"),
     ("deepseek-v2-lite", "lora", ("all-linear",), "tp2"),  # latent attention
-    ("mixtral-8x7b-v0.1", "lora", ("w1", "w2", "w3", "q_proj"), "dp2 ep2 zero3"),  # routed experts
+    ("mixtral-8x7b-v0.1", "dora", ("w1", "w2", "w3", "q_proj"), "dp2 tp2 ep2:etp2 zero3"),  # routed experts
 ]
 MORE = [
     ("qwen3-0.6b", "rslora", ("q_proj",), "pp2:zb-v mb4"), ("qwen3-0.6b", "lora", ("all-linear",), "tp4:nosp"),
@@ -32,6 +32,9 @@ MORE = [
     ("deepseek-v2", "dora", ("all-linear",), "tp2 zero3"),
     ("qwen1.5-moe-a2.7b", "rslora", ("*.experts.*.down_proj", "*.experts.*.up_proj"), "tp2 pp2 mb2"),
     ("mixtral-8x7b-v0.1", "lora", ("w1", "w2", "w3"), "pp2:zb-v mb4 ac:full"),
+    ("mixtral-8x7b-v0.1", "lora", ("w1", "w2", "w3", "q_proj"), "dp2 ep2 zero3"),
+    ("mixtral-8x7b-v0.1", "lora", ("w1", "w2"), "tp2 ep1:etp2"), ("mixtral-8x7b-v0.1", "dora", ("w1", "w2"), "tp2"),
+    ("mixtral-8x7b-v0.1", "dora", ("w2", "w3"), "dp4 ep2:etp2 zero2 ac:full"),
 ]  # fmt: skip
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from meshwright.adapters.dora import WeightDecomposed
+from meshwright.adapters.dora import SumOverRanks, WeightDecomposed
 from meshwright.adapters.dropout import Dropout, TokenKeys
-from meshwright.adapters.experts import ExpertLowRank, attach_to_experts
+from meshwright.adapters.experts import ExpertLowRank, ExpertWeightDecomposed, attach_to_experts
 from meshwright.adapters.low_rank import LowRank, Rows
+from meshwright.comm.operators import reduce_from
 from meshwright.layout import Layout
 from meshwright.model.axis_operations import TensorOperations
 from meshwright.model.initialise import initial_value
@@ -79,31 +80,49 @@ def _attach_low_rank(
             continue
         second, weight = tensors[f"{layer}.adapter.b"], tensors[f"{layer}.weight"]
         rows, inputs = list(_list_rows(weight, second, layout)), first.local_shape(layout)[1]
-        settings = rows, inputs, adapter.rank, adapter.scale
+        settings = adapter.rank, adapter.scale
+        dispatcher = transformer.axes.dispatcher if weight.entries[0].expert_parallel(layout) else None
+        sums = _make_sums(tensor, dispatcher) if weight.entries[0].split.get("tp") == 1 else None
+        dropout = None
+        if adapter.dropout:
+            at = {"tp": tensor.rank if tensor else 0, "etp": dispatcher.width_rank if dispatcher else 0}
+            features = _list_features(table, first.entries[0], layout, at)
+            dropout = Dropout(adapter.dropout, layer, features, tokens)
+        made: Any
         if weight.entries[0].expert is not None:
             experts, _, part = layer.rpartition(".")
             held = modules[experts].held
             of_one = rows[: len(rows) // held]  # rows of the first expert
-            made = ExpertLowRank(of_one, held, inputs, adapter.rank, adapter.scale, **options)
-            attach_to_experts(modules[experts], part, made)
-        elif adapter.kind == "dora":
-            sums = tensor if weight.entries[0].split.get("tp") == 1 else None
-            modules[layer].adapter = WeightDecomposed(*settings, sums, **options)
+            if adapter.kind == "dora":
+                made = ExpertWeightDecomposed(of_one, held, inputs, *settings, sums, **options)
+            else:
+                made = ExpertLowRank(of_one, held, inputs, *settings, **options)
+            made.dropout = dropout
+            attach_to_experts(modules[experts], part, made, tokens, tensor)
         else:
-            modules[layer].adapter = LowRank(*settings, **options)
-        if adapter.dropout and weight.entries[0].expert is None:
-            features = _list_features(table, first.entries[0], layout, tensor.rank if tensor else 0)
-            modules[layer].adapter.dropout = Dropout(adapter.dropout, layer, features, tokens)
+            if adapter.kind == "dora":
+                made = WeightDecomposed(rows, inputs, *settings, sums, **options)
+            else:
+                made = LowRank(rows, inputs, *settings, **options)
+            made.dropout, modules[layer].adapter = dropout, made
 
 
-def _list_features(table: ParameterTable, first: ParameterEntry, layout: Layout, tp_rank: int) -> torch.Tensor:
-    """Return the index, in the unsharded layer, of each input feature in this rank's shard of an adapted layer: int64
-    [inputs on the rank].
+def _make_sums(tensor: TensorOperations | None, dispatcher: Any) -> SumOverRanks | None:
+    """Return the function that sums a tensor over the ranks that split the inputs of a row-parallel layer. tensor:
+    communication of tensor parallelism; dispatcher: token dispatcher of a layer of experts under expert parallelism,
+    whose ranks of etp split it; None for other layers."""
+    if dispatcher is not None:
+        return lambda x, site: reduce_from(x, dispatcher.etp, site)
+    return None if tensor is None else tensor.reduce
 
-    table: parameter table of the model. first: parameter entry of one of the layer's adapter matrices A. layout:
-    parallel layout. tp_rank: index of the rank on tp.
-    """
-    coordinates = dict.fromkeys(("tp", "cp", "dp", "pp", "ep", "etp"), 0) | {"tp": tp_rank}
+
+def _list_features(
+    table: ParameterTable, first: ParameterEntry, layout: Layout, position: Mapping[str, int]
+) -> torch.Tensor:
+    """Return for each input feature of this rank's shard of an adapted layer its index in the unsharded layer, int64
+    [inputs of the rank]. table: parameter table of the model; first: parameter entry of one of the layer's adapter
+    matrices A; layout: parallel layout; position: {"tp", "etp": index of the rank}."""
+    coordinates = {**dict.fromkeys(("cp", "dp", "pp", "ep"), 0), **position}
     boxes = table.local_slices(first, layout, coordinates)
     return torch.cat([torch.arange(box.start[1], box.start[1] + box.shape[1]) for box in boxes])
 

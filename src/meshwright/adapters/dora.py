@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from meshwright.adapters.low_rank import LowRank, Rows
-from meshwright.model.axis_operations import TensorOperations
 from meshwright.model.layers import Linear
 from meshwright.model.precision import at_least_float32
 
 NORM_SITE = "adapter.norms"
+SumOverRanks = Callable[[torch.Tensor, str], torch.Tensor]
+"""Function (tensor, label of the call in traces) -> the tensor summed over the ranks that split a layer's inputs."""
 
 
 class WeightDecomposed(LowRank):
@@ -23,8 +24,8 @@ class WeightDecomposed(LowRank):
     matrices A and B as in `LowRank`, and `magnitude`, the m_i of all adapted output features.
 
     rows: range of output features of each adapted matrix; inputs: number of inputs; rank: rank of A and B; scale: s;
-    options: `device` and `dtype` of the parameters. tensor: communication of tensor parallelism for a row-parallel
-    layer, whose ranks each hold some columns of W'; None: this rank holds all columns."""
+    options: `device` and `dtype` of the parameters. sums: sums over the ranks of a row-parallel layer, which each hold
+    some columns of W'; None: this rank holds all columns."""
 
     def __init__(
         self,
@@ -32,11 +33,11 @@ class WeightDecomposed(LowRank):
         inputs: int,
         rank: int,
         scale: float,
-        tensor: TensorOperations | None = None,
+        sums: SumOverRanks | None = None,
         **options: Any,
     ) -> None:
         super().__init__(rows, inputs, rank, scale, **options)
-        self.tensor = tensor
+        self.sums = sums
         self.magnitude = nn.Parameter(torch.empty(self.b.shape[0], **options))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor, layer: Linear) -> torch.Tensor:
@@ -49,31 +50,43 @@ class WeightDecomposed(LowRank):
         if not self.enabled:
             return y
         weight = layer.weight if layer.packed is None else layer.packed.unpack(layer.weight, self.a.dtype)
-        factors, parts, end = self.magnitude / self._row_norms(weight), [], 0
-        for each, factor in zip(self.rows, factors.split([each.size for each in self.rows]), strict=True):
-            if each.start > end:
-                parts.append(factor.new_ones(each.start - end))
-            parts.append(factor)
-            end = each.start + each.size
-        if end < y.shape[-1]:
-            parts.append(factors.new_ones(y.shape[-1] - end))
-        return (y + self.product(x, y.shape[-1])) * torch.cat(parts)
-
-    @torch.no_grad()
-    def _row_norms(self, weight_YX: torch.Tensor) -> torch.Tensor:
-        """Return the Euclidean norms of the adapted rows of W + s B A, [adapted output features], without forming that
-        matrix: row by row, the squared norm is ||W||² + 2 s (W Aᵀ) B + s² B (A Aᵀ) Bᵀ.
-
-        `weight_YX`: W; in a row-parallel layer this rank's columns of W, where squared norms are summed over tp.
-        """
-        squares, wide = [], at_least_float32(weight_YX.dtype)
         groups = zip(self.rows, self.a.split(self.rank), self.b.split([r.size for r in self.rows]), strict=True)
-        for each, a_RX, b_YR in groups:
-            weight = weight_YX[each.start : each.start + each.size]
-            crossed = 2 * (weight @ a_RX.T).to(wide) + self.scale * (b_YR @ (a_RX @ a_RX.T)).to(wide)
-            norms = torch.linalg.vector_norm(weight, dim=1, dtype=wide)
-            squares.append(norms.square() + self.scale * (crossed * b_YR).sum(dim=1))
-        total = torch.cat(squares)
-        if self.tensor is not None:
-            total = self.tensor.reduce(total, NORM_SITE)
-        return total.clamp(min=torch.finfo(wide).tiny).sqrt().to(weight_YX.dtype)
+        matrices = ((weight[each.start : each.start + each.size], a_RX, b_YR) for each, a_RX, b_YR in groups)
+        factors = self.magnitude / compute_row_norms(matrices, self.scale, self.sums)
+        return (y + self.product(x, y.shape[-1])) * fill_factors(factors, self.rows, y.shape[-1])
+
+
+@torch.no_grad()
+def compute_row_norms(
+    matrices: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], scale: float, sums: SumOverRanks | None
+) -> torch.Tensor:
+    """Return the Euclidean norm of each row of W + s B A for all adapted matrices of a layer, [..., rows], without
+    forming these matrices: its square is ||W||² + 2 s (W Aᵀ) B + s² B (A Aᵀ) Bᵀ, row by row.
+
+    matrices: (W [..., rows, X], A [..., R, X], B [..., rows, R]) of each adapted matrix; in a row-parallel layer this
+    rank's columns of W and A. scale: s; sums: sums the squares over the ranks that hold the other columns; None: this
+    rank holds all."""
+    squares, dtype = [], torch.float32
+    for weight, a, b in matrices:
+        dtype, wide = weight.dtype, at_least_float32(weight.dtype)
+        crossed = 2 * (weight @ a.mT).to(wide) + scale * (b @ (a @ a.mT)).to(wide)
+        norms = torch.linalg.vector_norm(weight, dim=-1, dtype=wide)
+        squares.append(norms.square() + scale * (crossed * b).sum(dim=-1))
+    total = torch.cat(squares, dim=-1)
+    if sums is not None:
+        total = sums(total, NORM_SITE)
+    return total.clamp(min=torch.finfo(total.dtype).tiny).sqrt().to(dtype)
+
+
+def fill_factors(factors: torch.Tensor, rows: Sequence[Rows], outputs: int) -> torch.Tensor:
+    """Return a factor for each output feature of a layer, [..., outputs]: `factors` [..., adapted output features] for
+    those in the ranges `rows`, 1 for the others."""
+    parts, end = [], 0
+    for each, part in zip(rows, factors.split([each.size for each in rows], dim=-1), strict=True):
+        if each.start > end:
+            parts.append(factors.new_ones(*factors.shape[:-1], each.start - end))
+        parts.append(part)
+        end = each.start + each.size
+    if end < outputs:
+        parts.append(factors.new_ones(*factors.shape[:-1], outputs - end))
+    return torch.cat(parts, dim=-1)

@@ -36,6 +36,12 @@ def sample_keys(seed: int, numbers: torch.Tensor) -> torch.Tensor:
     return _mix_64(numbers.long() * _STEP + int.from_bytes(digest[:8], "little", signed=True))
 
 
+def copy_keys(keys_N: torch.Tensor, experts_N: torch.Tensor) -> torch.Tensor:
+    """Return the random keys of token copies, int32 [N], so that the inputs of a token's experts have independent
+    masks. keys_N: key of each copy's token; experts_N: index of its expert among all."""
+    return _mix_64(keys_N.long() + experts_N.long() * _STEP).int()
+
+
 class TokenKeys:
     """Random keys of the tokens of the current micro-batch, from which all adapters of a model derive their dropout
     masks. Attribute `keys_BC`: int32 [B, C] for C tokens of each of B sequences on this rank; None: nothing is

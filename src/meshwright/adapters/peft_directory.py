@@ -12,7 +12,7 @@ from meshwright.errors import UserError
 from meshwright.model.checkpoint_files import CheckpointFiles
 from meshwright.model.initialise import initial_value
 from meshwright.spec.adapter_config import AdapterConfig
-from meshwright.spec.adapter_json import ADAPTER_FILE, find_adapter_difference, read_adapter_config
+from meshwright.spec.adapter_json import ADAPTER_FILE, read_adapter_config, refuse_other_adapter
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameter_entries import ParameterEntry
 from meshwright.spec.parameters import parameter_table
@@ -63,7 +63,6 @@ def read_peft_adapter(
     directory holds another adapter than that of the configuration `config`.
     """
     files, adapter = open_adapter(directory)
-    if (difference := find_adapter_difference(config, adapter)) is not None:
-        raise UserError(f"{directory}: holds an adapter with {difference}; give [adapter] the values of the directory")
+    refuse_other_adapter(directory, config, adapter)
     check_adapter(files, config)
     return lambda entry: files.read_weights(entry.name) if entry.exported else initial_value(entry, seed)

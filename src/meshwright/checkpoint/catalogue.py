@@ -175,6 +175,13 @@ def find_checkpoint(
     return found.path
 
 
+def find_adapter(path: os.PathLike[str] | str) -> Path:
+    """Find the PEFT directory that `path` refers to: `path` itself or, if it is a run directory, its newest intact
+    checkpoint. Raises `UserError` if the run has none."""
+    path = Path(path)
+    return path if (path / ADAPTER_CONFIG).is_file() or not path.is_dir() else find_checkpoint(path)
+
+
 def find_best(directory: Path | str) -> CheckpointPath | None:
     """Return the intact checkpoint in `directory` with the lowest validation loss (in a tie, the one of the highest
     step); None if no checkpoint has a validation loss."""

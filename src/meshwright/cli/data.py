@@ -149,11 +149,16 @@ def tokenizer(recipe: str, overrides: tuple[str, ...], text: str | None, html: P
         answer(document, render_tables(parts))
 
 
-@plumbing.command("teacher", "meshwright data teacher recipe.toml distill.top_k=64")
+@plumbing.command(
+    "teacher",
+    "meshwright data teacher recipe.toml distill.top_k=64",
+    'meshwright data teacher recipe.toml distill.top_k=64 --layout "tp2 pp2"',
+)
 @click.argument("recipe")
 @overrides_argument
+@click.option("--layout", help='Run the teacher on ranks of this machine, such as "dp2 zero3" or "tp2 pp2".')
 @json_option
-def teacher(recipe: str, overrides: tuple[str, ...], as_json: bool) -> None:
+def teacher(recipe: str, overrides: tuple[str, ...], layout: str | None, as_json: bool) -> None:
     """Run the teacher model of RECIPE's distillation over all training data, and cache its most probable tokens at each
     position (as many as the recipe's distill.top_k); distillation then reads these instead of running the teacher. If
     the cache exists already, check it byte for byte.
@@ -161,9 +166,11 @@ def teacher(recipe: str, overrides: tuple[str, ...], as_json: bool) -> None:
     If it was killed, the same command continues where it stopped.
 
     \f
-    recipe: path of the recipe. overrides: KEY=VALUE for fields of it. as_json: print JSON.
+    recipe: path of the recipe. overrides: KEY=VALUE for fields of it. layout: layout of the ranks that run the teacher,
+    None for one device. as_json: print JSON.
     """
     from meshwright.launcher.recipe_checks import check_recipe, check_teacher_tokenizer
+    from meshwright.layout import Layout
     from meshwright.recipe import load_recipe
 
     with result_printer(as_json) as answer:
@@ -171,11 +178,12 @@ def teacher(recipe: str, overrides: tuple[str, ...], as_json: bool) -> None:
         if not loaded.distill.top_k:
             raise UserError(f"{loaded.where('distill.top_k')}: distill.top_k is 0: a teacher and top_k make a cache")
         check_recipe(loaded)
+        parsed = None if layout is None else Layout.parse(layout)
         data, _ = _load_prepared(recipe, overrides, check=False)
         check_teacher_tokenizer(loaded, data)
-        from meshwright.training.teacher_cache import TeacherCache
+        from meshwright.training.teacher_cache_writer import write_teacher_cache
 
-        document = TeacherCache(loaded, data).write(print_message)
+        document = write_teacher_cache(loaded, data, print_message, parsed)
         facts = make_fact_table()
         for name, value in document.items():
             facts.add_row(name.replace("_", " "), str(value) if isinstance(value, str) else f"{value:,.6g}")

@@ -317,8 +317,7 @@ def _record_call(
     communicator.record.count_call(site, operation, axis.name, payload, sent)
     faults = communicator.faults
     fault = faults.match_call(site, operation) if faults.active is not None else None
-    skipped = fault is not None and fault.kind == "skip"
-    return None if skipped else _RecordedCall(operation, axis, site, payload, fault)
+    return None if fault is not None and fault.kind == "skip" else _RecordedCall(operation, axis, site, payload, fault)
 
 
 def _drop_source(call: _RecordedCall, source: torch.Tensor) -> torch.Tensor:

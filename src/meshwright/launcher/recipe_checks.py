@@ -10,6 +10,7 @@ from meshwright.data.tokenizers.tokenizer import FILES, find_smallest_vocabulary
 from meshwright.errors import UserError
 from meshwright.monitoring.trackers import check_trackers
 from meshwright.recipe import Recipe
+from meshwright.spec.adapter_json import check_initial_adapter
 from meshwright.spec.config_from_recipe import config_from_recipe
 from meshwright.spec.config_json import config_from_path
 from meshwright.spec.distillation import check_teacher, check_vocabularies, read_teacher_config
@@ -40,6 +41,15 @@ def check_vocabulary(recipe: Recipe, tokens: int) -> None:
     layout = recipe.parsed_layout
     config = config_from_recipe(recipe.model, recipe.data.sequence, tokens, recipe.adapter)
     refuse(layout, config, recipe.train.batch, recipe.data.sequence, layout.world_size)
+
+
+def check_adapter_from(recipe: Recipe) -> None:
+    """Raise `UserError` if `adapter.from` names no adapter with the settings of the recipe's, which starts from its
+    values."""
+    if recipe.adapter.from_path is not None:
+        least = find_smallest_vocabulary(recipe.data.tokenizer)
+        config = config_from_recipe(recipe.model, recipe.data.sequence, least, recipe.adapter)
+        check_initial_adapter(recipe.adapter.from_path, config)
 
 
 def check_teacher_tokenizer(recipe: Recipe, data: PreparedData) -> None:

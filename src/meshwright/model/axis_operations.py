@@ -135,6 +135,10 @@ class TokenDispatcher(Protocol):
         received for this rank's experts, [R, H], sorted by expert; the exclusive end index of each of these experts'
         copies; and an opaque state for `combine`."""
 
+    def dispatch_keys(self, keys_N: torch.Tensor, routes: Any) -> torch.Tensor:
+        """Send a number for each token copy of a dispatch, `keys_N`, to the rank of the copy's expert. Return the
+        numbers of the received copies, [R]. routes: third result of `dispatch`."""
+
     def combine(self, y_RH: torch.Tensor, routes: Any) -> torch.Tensor:
         """Send expert outputs `y_RH` (R token copies that this rank received) back to the ranks of their tokens. Return
         [N, H], in the order of the `x_NH` that was dispatched.

@@ -42,8 +42,7 @@ class Documents:
         if not bool(changes.any()):
             return cls(None)
         begins = torch.arange(1, ids.shape[1], device=ids.device) * changes
-        first = torch.zeros_like(begins[:, :1])
-        return cls(torch.cummax(torch.cat([first, begins], dim=1), dim=1).values)
+        return cls(torch.cummax(torch.cat([torch.zeros_like(begins[:, :1]), begins], dim=1), dim=1).values)
 
     def on_host(self) -> Documents:
         """Return a copy on the CPU that has only the document boundaries, without context-parallel slicing."""

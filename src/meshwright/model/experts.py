@@ -242,8 +242,7 @@ class Experts(nn.Module):
         sums.
 
         `ends_E`: exclusive end index of each expert's copies."""
-        hidden_NF = self.activate(grouped_linear(x_NH, self.up, ends_E))
-        return grouped_linear(hidden_NF, self.down, ends_E, self.first)
+        return grouped_linear(self.activate(grouped_linear(x_NH, self.up, ends_E)), self.down, ends_E, self.first)
 
     def activate(self, up_NX: torch.Tensor) -> torch.Tensor:
         """Return the activations [N, F] of N token copies, the input of the down projection: activation(gate) * up, or

@@ -163,9 +163,8 @@ def match_entries(
 
 
 def _list_some(found: Sequence[str]) -> str:
-    """Format the names `found` for an error message: the first three, and the number of all others."""
-    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    return "; ".join(found[:3]) + more
+    """Return the first three of the texts `found` and how many more there are, as one text."""
+    return "; ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
 
 def _map_current_names(files: CheckpointFiles, config: ModelConfig) -> dict[str, str]:

@@ -134,5 +134,4 @@ class LatentAttention(nn.Module):
         up_NOR = self.latent_up.weight.unflatten(0, (self.heads, -1))
         key_NPR, value_NVR = up_NOR.split([self.plain, self.latent.value_dim], dim=1)
         q_BNSC = torch.cat([torch.matmul(q_BNSP, key_NPR), q_BNSE], dim=-1)
-        out_BNSC = cache.attend(layer, q_BNSC, new_B1SC, None)
-        return torch.matmul(out_BNSC[..., : self.latent.rank], value_NVR.mT)
+        return torch.matmul(cache.attend(layer, q_BNSC, new_B1SC, None)[..., : self.latent.rank], value_NVR.mT)

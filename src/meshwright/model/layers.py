@@ -226,5 +226,4 @@ class _Lookup(torch.autograd.Function):
         None for the IDs."""
         (ids_BS,) = context.saved_tensors
         wide = gradient_BSH.to(at_least_float32(context.dtype))
-        total_VH = torch.ops.aten.embedding_dense_backward(wide, ids_BS, context.rows, -1, False)
-        return total_VH.to(context.dtype), None
+        return torch.ops.aten.embedding_dense_backward(wide, ids_BS, context.rows, -1, False).to(context.dtype), None

@@ -6,9 +6,9 @@ keys that no query of a tile attends to (later ones, other documents, beyond the
 recomputes the probabilities as FlashAttention does (Dao et al. 2022, arXiv:2205.14135, section 3.1, algorithm 4), and
 saves only queries, keys and values. Scores and sums are in float32 or float64.
 
-Shapes: B sequences, S tokens of a sequence, N query heads, K key-value heads, G = N / K, D head size, V head size of the values
-(usually D). In a tile: P
-pairs of a sequence and a key-value head, X = G x queries of the tile, L visible keys.
+Shapes: B sequences, S tokens of a sequence, N query heads, K key-value heads, G = N / K, D head size, V head size of
+the values (usually D). In a tile: P pairs of a sequence and a key-value head, X = G x queries of the tile, L visible
+keys.
 """
 
 from __future__ import annotations

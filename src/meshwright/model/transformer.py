@@ -208,8 +208,7 @@ class Transformer(nn.Module):
         x_BSH, _ = self._forward_blocks(StageInput(stage, x_BSH, tokens_BS, documents), units, cache, positions)
         if not stage.last:
             return x_BSH
-        normed_BSH = self._normalise(units.enter("head", x_BSH))
-        return units.leave("head", self.axes.tensor.enter(normed_BSH, "head.input"))
+        return units.leave("head", self.axes.tensor.enter(self._normalise(units.enter("head", x_BSH)), "head.input"))
 
     def logits(
         self,

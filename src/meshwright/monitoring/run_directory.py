@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from meshwright.checkpoint.directory_lock import DirectoryLock
+from meshwright.checkpoint.directory_lock import LOCK, DirectoryLock
 from meshwright.checkpoint.files import replace_file, to_json_bytes
 from meshwright.errors import UserError, error_reason
 from meshwright.untrusted import parse_json, read_json
@@ -95,10 +96,19 @@ class RunDirectory:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Unlock the directory, and remove it if it is new and still empty: the start has failed."""
-        if self._is_new and self._lock is not None:
-            self._lock.discard()
-            self._lock = None
+        """Unlock the directory, as `close` does."""
+        self.close()
+
+    def close(self) -> None:
+        """Unlock the directory. If there is nothing but `ranks.json` in it, the start has failed: remove this file, and
+        the directory if it is new."""
+        if self._lock is not None:
+            with suppress(OSError):
+                if {path.name for path in self.path.iterdir()} <= {LOCK, RANKS}:
+                    (self.path / RANKS).unlink(missing_ok=True)
+            if self._is_new:
+                self._lock.discard()
+                self._lock = None
         self.unlock()
 
     def write_ranks(self, processes: Sequence[int]) -> None:

@@ -28,7 +28,7 @@ from meshwright.errors import RanksDisagree
 from meshwright.model.permutation import Permuted, invert_permutation
 from meshwright.parallel.recompute import compute_once
 
-COUNTS_SITE = "experts.counts"
+COUNTS_SITE, KEYS_SITE = "experts.counts", "experts.keys"
 
 
 class Routes(NamedTuple):
@@ -79,6 +79,13 @@ class AllToAllTokenDispatcher:
         inverse_R = invert_permutation(order_R)
         ends_L = routes.counts_GPL.sum(dim=(0, 1)).cumsum(0, dtype=torch.int32)
         return Permuted.apply(x_RH, order_R, inverse_R, None), ends_L, (routes, order_R, inverse_R)
+
+    def dispatch_keys(self, keys_N: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
+        """Send a number for each token copy of a dispatch, `keys_N`, to the rank of the copy's expert. Return the
+        numbers of the received copies, [R], sorted by local expert. `dispatched`: third result of `dispatch`."""
+        routes, order_R, _ = dispatched
+        keys_R = all_to_all_rows(keys_N, self.ep, KEYS_SITE, routes.sent, routes.received)
+        return gather_rows(keys_R, self.etp, KEYS_SITE, routes.shared)[order_R]
 
     def combine(self, y_RH: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
         """Send the expert outputs `y_RH` back to the ranks of their tokens, summed over the etp ranks that split each

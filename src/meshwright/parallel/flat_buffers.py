@@ -106,8 +106,9 @@ class EntrySlice:
     numel) are the elements [begin, begin + numel) of the flattened `entry`.
 
     `columns`: only these columns of the matrix are flattened and counted by `begin` (None: all columns). `copies`:
-    number of neighbouring tp ranks that hold the same slice. `partial`: True if each of these ranks computes only a
-    partial gradient of the slice, so that their gradients must be summed."""
+    number of neighbouring ranks of the mesh axis `axis` ("tp" or, for experts, "etp") that hold the same slice.
+    `partial`: True if each of these ranks computes only a partial gradient of the slice, so that their gradients must
+    be summed."""
 
     entry: ParameterEntry
     offset: int
@@ -115,6 +116,7 @@ class EntrySlice:
     begin: int
     columns: Columns | None
     copies: int
+    axis: str
     partial: bool
 
 
@@ -172,11 +174,10 @@ class FlatLayout:
                 yield part, first, last
 
     def split_by_copies(self, low: int, high: int) -> list[tuple[int, int, int]]:
-        """Split the buffer elements [low, high) into ranges by the number of tp ranks that hold them, so that a
-        gradient norm can count each element once. Return (first, last, number of ranks) for each range [first, last).
-
-        Elements that gradient norms do not count are left out: padding, and the routers' load-balancing biases.
-        """
+        """Divide the buffer elements [low, high) into ranges whose elements are held by the same number of ranks along
+        tp (etp), so that a gradient norm can count each element once. Return (first, last, copies) for each range
+        [first, last), where `copies` is that number. Elements that do not count in gradient norms are left out:
+        padding, and the routers' load-balancing biases."""
         ranges: list[tuple[int, int, int]] = []
         for part, first, last in self.find_slices(low, high):
             if part.entry.balances:
@@ -282,7 +283,7 @@ def _list_entry_slices(
 
     `table`: the model's parameter table; `coordinates`: {axis: index} of this rank in `layout`; `placed`: position, in
     the buffer, of the model's parameter that contains the entry (such as fused qkv)."""
-    copies, partial = entry.replicas(layout), "tp" in entry.gradient_axes(layout)
+    held = entry.replicas(layout), entry.width_axis(layout), entry.partial_axis(layout) is not None
     slices = []
     for box in table.local_slices(entry, layout, coordinates):
         whole = entry.model_shape
@@ -295,24 +296,24 @@ def _list_entry_slices(
             columns = Columns(start * inner, (start + box.shape[dim]) * inner, whole[dim] * inner)
         stride = math.prod(box.shape[1:])
         offset = placed.offset + box.local_start[0] * stride
-        slices.append(EntrySlice(entry, offset, math.prod(box.shape), box.start[0] * stride, columns, copies, partial))
+        slices.append(EntrySlice(entry, offset, math.prod(box.shape), box.start[0] * stride, columns, *held))
     return slices
 
 
 def cut_slices(
-    flat: FlatLayout, kind: str, values: torch.Tensor, start: int, low: int, high: int, position: int | None = None
-) -> list[TensorSlice]:
-    """Cut the elements [low, high) of a flat buffer into slices of checkpoint tensors: return one `TensorSlice`, a view
-    of `values`, for each parameter entry in that range.
+    flat: FlatLayout, kind: str, values: torch.Tensor, start: int, low: int, high: int,
+    position: Mapping[str, int] | None = None,
+) -> list[TensorSlice]:  # fmt: skip
+    """Return the elements [low, high) of a flat buffer as slices of checkpoint tensors: one `TensorSlice` for each
+    parameter entry (checkpoint tensor) in that range, each a view of the 1-D `values`.
 
-    `flat`: layout of the buffer; `values`: 1-D, elements of the buffer from element `start` on; `kind`: quantity in
-    `values` ("master", "exp_avg", ...); `position`: index of this rank on tp, to divide elements that several tp ranks
-    hold equally among these; None: return all of them.
-    """
+    `flat`: layout of the buffer; `values`: consecutive elements of the buffer from its element `start` on; `kind`: name
+    of the quantity in `values` ("master", "exp_avg", ...); `position`: {axis: index of this rank}, if elements that
+    several ranks of an axis hold are to be divided equally among these; None: this rank gets them all."""
     slices = []
     for part, first, last in flat.find_slices(low, high):
         if position is not None:
-            first, last = split_evenly(first, last, position % part.copies, part.copies)
+            first, last = split_evenly(first, last, position[part.axis] % part.copies, part.copies)
         if first < last:
             view, shift = values[first - start : last - start], part.begin - part.offset
             slices.append(TensorSlice(kind, part.entry.name, first + shift, last + shift, view, part.columns))

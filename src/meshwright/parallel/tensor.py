@@ -87,31 +87,33 @@ class TensorParallel(TensorOperations):
 
 
 class PartialGradients:
-    """Partial gradients on one rank, stored as views of the gradient shards of the FSDP `units`. They belong to
-    parameters that several tp ranks hold but apply to different tokens or heads, so that the ranks' gradients must be
-    summed.
+    """Partial gradients of one rank: those of parameters that several tp (for experts, etp) ranks hold, but each
+    applies only to its own tokens, heads or part of a width, so that the ranks' gradients must be summed. They are
+    stored as views of the gradient shards of the FSDP `units`.
 
     `table`: parameter table of the model; `mesh`: device mesh of this rank.
     """
 
     def __init__(self, units: Iterable[FsdpUnit], table: ParameterTable, mesh: Mesh) -> None:
-        views: dict[int, list[torch.Tensor]] = {}
-        neighbours: dict[int, Axis] = {}
+        views: dict[tuple[str, int], list[torch.Tensor]] = {}
+        neighbours: dict[tuple[str, int], Axis] = {}
         for entry in table.entries:  # entries of other ranks too: all ranks create all groups
-            copies = entry.replicas(mesh.layout)
-            if "tp" in entry.gradient_axes(mesh.layout) and copies not in neighbours:
-                neighbours[copies] = mesh.make_block_axis("tp", copies)
+            key = entry.width_axis(mesh.layout), entry.replicas(mesh.layout)
+            if entry.partial_axis(mesh.layout) and key not in neighbours:
+                neighbours[key] = mesh.make_block_axis(*key)
         for unit in units:
             for part, low, high in unit.flat.find_slices(unit.start, unit.stop):
                 if part.partial:
-                    views.setdefault(part.copies, []).append(unit.gradient[low - unit.start : high - unit.start])
+                    views.setdefault((part.axis, part.copies), []).append(
+                        unit.gradient[low - unit.start : high - unit.start]
+                    )
         self._groups = [
-            (neighbours[copies], GRADIENT_SITE if copies == mesh.tp.size else SHARED_HEADS_SITE, found)
-            for copies, found in views.items()
+            (neighbours[key], GRADIENT_SITE if key[1] == getattr(mesh, key[0]).size else SHARED_HEADS_SITE, found)
+            for key, found in views.items()
         ]
 
     def all_reduce(self) -> None:
-        """Replace this rank's partial gradients by their sums over the tp ranks that hold the same parameters, in
+        """Replace this rank's partial gradients by their sums over the ranks that hold the same parameters, in
         place."""
         in_flight = []
         for axis, site, views in self._groups:

@@ -228,7 +228,7 @@ class ZeroEngine:
         must read.
         """
         slices: list[TensorSlice] = []
-        position = self.mesh.tp.rank if owned else None
+        position = self.mesh.layout.coordinates(self.mesh.rank) if owned else None
         for tensor, unit in zip(tensors, self.shards, strict=True):
             low, high = unit.start, min(unit.stop, unit.flat.numel)
             if owned:

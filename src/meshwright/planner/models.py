@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.errors import UserError
 from meshwright.limits import make_limit_error
 from meshwright.names import LISTED, TOKENIZERS, unknown
+from meshwright.spec.adapter_json import check_initial_adapter
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_fields import format_foreign_architecture_warning
 from meshwright.spec.config_from_recipe import config_from_recipe, with_adapter
@@ -62,7 +63,11 @@ def adapted_model(
     model."""
     from meshwright.recipe.adapter import read_adapter
 
-    return with_adapter(model_of(wanted), read_adapter(adapter))
+    given = read_adapter(adapter)
+    config = with_adapter(model_of(wanted), given)
+    if given.from_path is not None:
+        check_initial_adapter(given.from_path, config)
+    return config
 
 
 def model_substitution_note(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> str | None:
@@ -123,7 +128,10 @@ def config_of(recipe: Recipe) -> tuple[ModelConfig, str | None]:
         vocabulary = 1  # the model says its own; whether the tokenizer's files fit it is seen when data are prepared
     else:
         vocabulary, assumed = _of_files(data.tokenizer, model.preset)
-    return config_from_recipe(model, data.sequence, vocabulary, recipe.adapter), assumed
+    config = config_from_recipe(model, data.sequence, vocabulary, recipe.adapter)
+    if recipe.adapter.from_path is not None:
+        check_initial_adapter(recipe.adapter.from_path, config)
+    return config, assumed
 
 
 def _of_files(tokenizer: str, preset_name: str | None) -> tuple[int, str | None]:

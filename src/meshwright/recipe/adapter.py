@@ -25,7 +25,8 @@ class AdapterRecipe(Table):
             "int8" pack them in blocks of 64.
         double_quantization: Quantize the scales of NF4 to 8 bits too.
         targets: Linear layers, by full name, last parts of the name, pattern with * ? or [], or "all-linear".
-        from_path: PEFT directory whose adapter values are the initial ones; None: A random, B zero.
+        from_path: PEFT directory, or run directory (its newest checkpoint), whose adapter values are the initial ones;
+            None: A random, B zero.
     """
 
     kind: Annotated[str, named("adapter", ADAPTER_KINDS)] = "none"

@@ -118,9 +118,6 @@ def add_adapter_entries(entries: Sequence[ParameterEntry], adapter: AdapterConfi
                 f'has rows of {entry.model_shape[1]}; use base = "bf16"'
             )
     for module, entry in target_modules(entries, adapter.targets).items():
-        if entry.expert and (adapter.kind == "dora" or adapter.dropout):
-            what = "dropout" if adapter.dropout else "DoRA"
-            raise UserError(f"adapter.targets: {module} is a routed expert, which takes LoRA or rsLoRA without {what}")
         outputs, inputs = entry.model_shape
         if adapter.rank > min(outputs, inputs):
             raise UserError(

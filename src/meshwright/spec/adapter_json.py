@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from meshwright.errors import UserError, error_reason
 from meshwright.spec.adapter_config import AdapterConfig, AdapterKind
 from meshwright.spec.adapter_entries import PEFT_PREFIX, target_modules
@@ -72,6 +74,30 @@ def find_base_directory(directory: Path) -> Path | None:
     except (OSError, ValueError, AttributeError):
         return None
     return Path(base) if isinstance(base, str) and base and Path(base).is_dir() else None
+
+
+def check_initial_adapter(directory: str | Path, config: ModelConfig) -> None:
+    """Raise `UserError` unless the PEFT directory that `adapter.from` names, or the newest checkpoint of the run
+    directory that it names, holds an adapter with the settings and modules of that of `config`. Its values are not
+    read."""
+    place = Path(directory)
+    if not (place / ADAPTER_CONFIG).is_file():
+        found = sorted(place.glob(f"checkpoints/step-*/{ADAPTER_CONFIG}"))
+        place = found[-1].parent if found else place
+    path = place / ADAPTER_FILE
+    try:
+        with safe_open(path, framework="numpy") as file:
+            names = list(file.keys())
+    except (OSError, SafetensorError) as error:
+        what = error_reason(error) if isinstance(error, OSError) else str(error)
+        raise UserError(f"adapter.from: {path} cannot be read: {what}; a PEFT directory or a run is needed") from None
+    refuse_other_adapter(place, config, read_adapter_config(place, names))
+
+
+def refuse_other_adapter(directory: str | Path, config: ModelConfig, other: AdapterConfig) -> None:
+    """Raise `UserError` if the adapter of a PEFT directory, `other`, differs from that of a model (`config`)."""
+    if (difference := find_adapter_difference(config, other)) is not None:
+        raise UserError(f"{directory}: holds an adapter with {difference}; give [adapter] the values of the directory")
 
 
 def read_adapter_config(directory: str | Path, tensors: Iterable[str]) -> AdapterConfig:

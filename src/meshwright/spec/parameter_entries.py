@@ -194,42 +194,50 @@ class ParameterEntry:
         return number // (experts // layout.ep)
 
     def sharded_dims(self, layout: Layout) -> Mapping[str, int]:
-        """Return {axis: dim along which this axis shards the entry} under `layout`: ``split``, with "etp" in place of
-        "tp" for routed experts under expert parallelism.
-        """
-        axis = "etp" if self.expert_parallel(layout) else "tp"
-        return {axis: self.split["tp"]} if "tp" in self.split else {}
+        """Return {axis: dim along which this axis shards the entry} for `layout`: ``split``, with "etp" in place of
+        "tp" for routed experts under expert parallelism."""
+        return {self.width_axis(layout): self.split["tp"]} if "tp" in self.split else {}
+
+    def width_axis(self, layout: Layout) -> Literal["tp", "etp"]:
+        """Return the mesh axis that shards the widths of layers under `layout`: "tp", or "etp" for routed experts under
+        expert parallelism."""
+        return "etp" if self.expert_parallel(layout) else "tp"
 
     def replicas(self, layout: Layout) -> int:
-        """Return the number of consecutive tp ranks that hold the same shard of the entry under `layout`; 1 if every tp
-        rank has a different shard.
+        """Return the number of consecutive ranks of the axis `width_axis` that hold the same values of the entry; 1 if
+        each of these ranks has a shard of its own.
 
-        A sum over all tp ranks counts each element this many times. For routed experts under expert parallelism the
-        result is always 1; these are replicated over the mesh axis "expert_data".
+        A sum over all ranks of that axis counts each element this many times. Routed experts under expert parallelism
+        also have the same values on all ranks of a group of the mesh axis "expert_data", which are not counted.
         """
+        if "tp" not in self.split:
+            return int(getattr(layout, self.width_axis(layout)))
         if self.expert_parallel(layout):
             return 1
-        if "tp" not in self.split:
-            return layout.tp
         pieces = self.model_shape[self.split["tp"]] // self.granularity
         return layout.tp // pieces if self.remainder == "replicate" and pieces < layout.tp else 1
 
     def gradient_axes(self, layout: Layout) -> tuple[str, ...]:
         """Return the mesh axes over which the entry's gradient is all-reduced under `layout`; () for a frozen entry.
 
-        They are "data" (dp x cp; for routed experts under expert parallelism "expert_data") and, if each tp rank
-        computes only a partial gradient, "tp", among the ``replicas(layout)`` consecutive tp ranks with the same shard.
-        Axis pp is not listed: the pipeline ranks that hold the same FSDP unit (`partition.Partition.holders`)
-        all-reduce its gradient, too.
+        "data" (dp x cp) is always one of them, because ranks see different samples and different slices of a sequence;
+        for routed experts under expert parallelism it is "expert_data" instead. `partial_axis` is another one. Not
+        listed is axis pp, over which the pipeline ranks that hold the same FSDP unit (`partition.Partition.holders`)
+        all-reduce its gradient.
         """
         if not self.trainable:
             return ()
-        axes = ["expert_data" if self.expert_parallel(layout) else "data"]
-        if self.replicas(layout) > 1 and (
-            self.partial == "heads" or (self.partial == "sequence" and layout.tensor_sequence_parallel)
-        ):
-            axes.append("tp")
-        return tuple(axes)
+        partial = self.partial_axis(layout)
+        return ("expert_data" if self.expert_parallel(layout) else "data", *(() if partial is None else (partial,)))
+
+    def partial_axis(self, layout: Layout) -> Literal["tp", "etp"] | None:
+        """Return the mesh axis ("tp" or, for experts, "etp") of which each rank computes only a partial gradient of the
+        entry, so that the ``replicas(layout)`` consecutive ranks with the same values all-reduce it; None if each rank
+        computes the complete gradient, and for a frozen entry."""
+        if not self.trainable or self.replicas(layout) == 1:
+            return None
+        partial = self.partial == "heads" or (self.partial == "sequence" and layout.tensor_sequence_parallel)
+        return self.width_axis(layout) if partial else None
 
     def local_shape(self, layout: Layout) -> tuple[int, ...]:
         """Return the shape of a rank's shard of the entry under this layout, vocabulary padding included. It is equal

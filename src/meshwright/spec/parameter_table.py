@@ -119,7 +119,7 @@ class ParameterTable:
         {axis: position} of the rank, from ``layout.coordinates``.
 
         The blocks of all ranks cover the entry, with each element on ``entry.replicas(layout)`` tp ranks. A routed
-        expert under expert parallelism is covered once by the ep x etp ranks among which the experts are distributed.
+        expert under expert parallelism is covered by the ep x etp ranks among which the experts are distributed.
         """
         offset = self.tensor(entry.tensor).local_offset(entry, layout)
         dims = range(len(entry.model_shape))

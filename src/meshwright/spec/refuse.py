@@ -224,11 +224,8 @@ def _count_expert_biases(config: ModelConfig) -> int:
 
 
 def _find_adapter_problem(layout: Layout, config: ModelConfig) -> str | None:
-    """Return an error message if etp of `layout` would split experts with adapters, or tp a block of quantized weights,
-    which share a scale; else None. config: configuration of the model.
-    """
-    if config.adapter and layout.etp > 1 and any(entry.expert for entry in parameter_table(config).trained.entries):
-        return f"etp{layout.etp} splits the width of experts, and experts with adapters are not split; use ep alone"
+    """Return an error message if tp of `layout` would cut a block of quantized weights (which share a scale) in two,
+    else None. config: configuration of the model."""
     if config.adapter is None or config.adapter.packed is None or layout.tp == 1:
         return None
     for entry in parameter_table(config).entries:

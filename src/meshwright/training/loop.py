@@ -237,8 +237,7 @@ class Run:
         """Return `layout` with an explicit precision: its own; without one, the precision of `previous`, the layout
         text in the checkpoint; without both, the faster of bf16 and fp32 on this device."""
         earlier = None if previous is None else Layout.parse(previous).precision
-        precision = layout.precision or earlier or choose_precision(self.mesh)
-        return dataclasses.replace(layout, precision=precision)
+        return dataclasses.replace(layout, precision=layout.precision or earlier or choose_precision(self.mesh))
 
     def _resume(self, layout: Layout, config: ModelConfig, data: PreparedData) -> str | None:
         """Create the trainer and load the newest complete checkpoint into it; return the checkpoint's name, None if the

@@ -144,7 +144,9 @@ def frozen_slices(engine: ZeroEngine) -> list[TensorSlice]:
         low, high = unit.start, min(unit.stop, unit.flat.numel)
         low, high = split_evenly(low, max(low, high), unit.replica, unit.replicas)
         values = unit.flat.storage_format.unpack(unit.master, torch.float32, unit.start)
-        slices += cut_slices(unit.flat, "frozen", values, unit.start, low, high, engine.mesh.tp.rank)
+        slices += cut_slices(
+            unit.flat, "frozen", values, unit.start, low, high, engine.mesh.layout.coordinates(engine.mesh.rank)
+        )
     return slices
 
 

@@ -12,7 +12,13 @@ from meshwright.collectives.named import load_named_programs
 from meshwright.launcher.host_memory import read_machine_memory
 from meshwright.launcher.launcher import LaunchSpec, launch
 from meshwright.launcher.rank_threads import choose_local_threads
-from meshwright.launcher.recipe_checks import check_memory, check_recipe, check_teacher_tokenizer, check_vocabulary
+from meshwright.launcher.recipe_checks import (
+    check_adapter_from,
+    check_memory,
+    check_recipe,
+    check_teacher_tokenizer,
+    check_vocabulary,
+)
 from meshwright.launcher.rendezvous import check_port_free
 from meshwright.monitoring.resuming import check_resume
 from meshwright.monitoring.run_directory import RunDirectory
@@ -40,7 +46,8 @@ def launch_recipe(recipe: Recipe, *, restarts: int = 0, probe: bool = True, **op
     load_named_programs(recipe.collectives, recipe.parsed_layout, recipe.where)
     with RunDirectory(recipe.run_directory):  # locked first: a second start of the same run reports the lock
         check_port_free(recipe.run.rendezvous or "")
-    check_resume(recipe)
+    if check_resume(recipe) is None:
+        check_adapter_from(recipe)
     data = prepare(recipe.data, recipe.run.seed, log=print_message)
     check_resume(recipe, data.sha256)
     check_vocabulary(recipe, data.vocabulary)

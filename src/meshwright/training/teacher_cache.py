@@ -3,7 +3,7 @@ with `distill.top_k` read.
 
 A cache lies beside the prepared data in a directory named by the SHA-256 of its identity: data, weights of the teacher,
 temperature, number of tokens. Its shards of `ROWS` sequences are written one after another, each replaced atomically,
-so that a killed command continues; `manifest.json` comes last.
+so that a killed command continues; `manifest.json` comes last. `teacher_cache_writer` computes them.
 
 Shapes: B sequences, S tokens of each, K most probable tokens.
 """
@@ -11,25 +11,31 @@ Shapes: B sequences, S tokens of each, K most probable tokens.
 from __future__ import annotations
 
 import hashlib
-import io
+import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from meshwright.data import PreparedData
-from meshwright.data.files import find_damage, hash_file, read_json, to_canonical_json, write_atomic
+from meshwright.data.files import (
+    PARTIAL,
+    find_damage,
+    hash_file,
+    hold_lock,
+    read_json,
+    sync_directory,
+    to_canonical_json,
+    write_atomic,
+)
 from meshwright.errors import UserError, error_reason
 from meshwright.model.checkpoint_files import CheckpointFiles
-from meshwright.model.documents import Documents
-from meshwright.model.huggingface import load_huggingface
 from meshwright.recipe import Recipe
 from meshwright.spec.config_from_recipe import config_from_recipe
 from meshwright.spec.config_json import config_from_path
-from meshwright.training.teacher_targets import top_log_probabilities
 
 ROWS = 256
 """Sequences in one file."""
@@ -39,21 +45,29 @@ SPLITS = ("train", "validation")
 COMMAND = "`meshwright data teacher RECIPE` writes it"
 
 
+class Shard(NamedTuple):
+    """Part of a cache with its own files: `sequences` sequences of the split `split`, from index `first` on."""
+
+    split: str
+    first: int
+    sequences: int
+
+
 class TeacherCache:
     """Cache on disk of the teacher's most probable next tokens, for every token of the prepared `data`.
 
     recipe: settings, which name the teacher. teacher_sha256: result of `hash_teacher`; None: compute it. Attributes:
     `identity`: JSON object of everything that the content depends on (data, teacher, temperature ...); `directory`:
-    directory of the files."""
+    directory of the files; `vocabulary`: number of token IDs that teacher and student have in common."""
 
     def __init__(self, recipe: Recipe, data: PreparedData, teacher_sha256: str | None = None) -> None:
         """Compute the identity, which includes the hash of the teacher's files. Raises `UserError` if these are
         damaged."""
-        self._recipe, self._data = recipe, data
+        self.recipe, self.data = recipe, data
         assert recipe.distill.teacher is not None
         teacher = config_from_path(recipe.distill.teacher).vocabulary
         student = config_from_recipe(recipe.model, recipe.data.sequence, data.vocabulary, recipe.adapter).vocabulary
-        self._vocabulary = min(teacher, student)
+        self.vocabulary = min(teacher, student)
         self.identity: dict[str, Any] = {
             "format": FORMAT,
             "data": data.sha256,
@@ -63,46 +77,74 @@ class TeacherCache:
             "temperature": recipe.distill.temperature,
             "top_k": recipe.distill.top_k,
         }
-        if self._vocabulary < teacher:  # the rest of the teacher's token IDs is padding
-            self.identity["vocabulary"] = self._vocabulary
+        if self.vocabulary < teacher:  # the rest of the teacher's token IDs is padding
+            self.identity["vocabulary"] = self.vocabulary
         parent = data.directory.parent / "teachers"
         self.directory = parent / hashlib.sha256(to_canonical_json(self.identity)).hexdigest()[:32]
         self._maps: dict[Path, NDArray[Any]] = {}
         self._checked: set[Path] = set()
         self._manifest: Mapping[str, Any] = {}
 
-    def write(self, log: Callable[[str], None]) -> dict[str, Any]:
-        """Complete the cache: run the teacher on the sequences whose files are missing or damaged (found by checksums).
-        Return the JSON document of `meshwright data teacher`: "directory", "sequences", "bytes", "computed" (number of
-        sequences computed now), "mean_rest" (mean probability of the tokens other than the K stored ones).
-
-        log: called with progress lines. Raises `UserError` if a file cannot be written."""
-        known = self._read_manifest().get("files", {})
-        model: Any = None
-        files, computed, done, rest, tokens = dict[str, Any](), 0, 0, 0.0, 0
-        total = sum(self._data.split(name).sequences for name in SPLITS)
+    @contextmanager
+    def lock(self, log: Callable[[str], None]) -> Iterator[None]:
+        """Context manager in which this process alone writes the cache. An `OSError` inside it, such as a full disk,
+        becomes `UserError`. log: called with a line if another process has to end first."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            for split, first, count, paths in self._shards():
-                damaged = any(find_damage(path, known[path.name], True) for path in paths if path.name in known)
-                if damaged or not self._shard_fits(paths, count):
-                    model = self._load_teacher() if model is None else model
-                    for path, values in zip(paths, self._compute(model, split, first, count), strict=True):
-                        write_atomic(path, _serialize(values))
-                    computed += count
-                    log(f"teacher: {done + count:,} of {total:,} sequences")
-                done += count
-                for path in paths:
-                    files[path.name] = {"sha256": hash_file(path), "bytes": path.stat().st_size}
-                outside = np.exp(self._map(paths[1])[..., -1])
-                rest, tokens = rest + float(outside.sum(dtype=np.float64)), tokens + outside.size
-            write_atomic(self.directory / MANIFEST, to_canonical_json({"identity": self.identity, "files": files}))
+            with hold_lock(self.directory / "lock", log, "writing the same teacher's cache"):
+                yield
         except OSError as error:
             raise UserError(f"data.cache: {self.directory} cannot be written: {error_reason(error)}") from None
+
+    def find_missing_shards(self) -> list[Shard]:
+        """Return the shards whose files are missing, do not fit, or differ from their checksums in the manifest."""
+        known, missing = self._read_manifest().get("files", {}), []
+        for shard in self._shards():
+            paths = self._paths(shard)
+            damaged = any(find_damage(path, known[path.name], True) for path in paths if path.name in known)
+            if damaged or not self._shard_fits(paths, shard.sequences):
+                missing.append(shard)
+        self._maps.clear()
+        return missing
+
+    def create_files(self, shard: Shard) -> None:
+        """Create the two unfinished files of a shard, of their full size. Raises `OSError` on a full disk, which would
+        otherwise end a process that writes to the memory map."""
+        for path, width, dtype in zip(self._paths(shard), self._widths, self._dtypes, strict=True):
+            shape = shard.sequences, self.data.sequence, width
+            np.lib.format.open_memmap(_unfinished(path), mode="w+", dtype=dtype, shape=shape).flush()
+            with _unfinished(path).open("r+b") as file:
+                os.posix_fallocate(file.fileno(), 0, _unfinished(path).stat().st_size)
+
+    def map_unfinished(self, shard: Shard) -> tuple[Any, Any]:
+        """Return the unfinished files of a shard as memory maps to write to: token IDs [sequences, S, K], and
+        log-probabilities [sequences, S, K + 1], of these tokens and, last, of all other tokens together."""
+        first, second = (np.lib.format.open_memmap(_unfinished(path), mode="r+") for path in self._paths(shard))
+        return first, second
+
+    def finish_files(self, shard: Shard) -> None:
+        """Fsync the files of a shard, into which all ranks have written, and rename them to their final names."""
+        for path in self._paths(shard):
+            with _unfinished(path).open("r+b") as file:
+                os.fsync(file.fileno())
+            os.replace(_unfinished(path), path)
+        sync_directory(self.directory)
+
+    def write_manifest(self) -> dict[str, Any]:
+        """Write the manifest of a cache with all of its files. Return its entries of the JSON document of `meshwright
+        data teacher`: "directory", "sequences", "bytes", "mean_rest"."""
+        files, rest, tokens, sequences = dict[str, Any](), 0.0, 0, 0
+        for shard in self._shards():
+            paths = self._paths(shard)
+            for path in paths:
+                files[path.name] = {"sha256": hash_file(path), "bytes": path.stat().st_size}
+            outside = np.exp(self._map(paths[1])[..., -1])
+            rest, tokens = rest + float(outside.sum(dtype=np.float64)), tokens + outside.size
+            sequences += shard.sequences
+        write_atomic(self.directory / MANIFEST, to_canonical_json({"identity": self.identity, "files": files}))
         size = sum(about["bytes"] for about in files.values())
         return {
-            "directory": str(self.directory), "sequences": total, "computed": computed, "bytes": size,
-            "mean_rest": rest / max(1, tokens),
+            "directory": str(self.directory), "sequences": sequences, "bytes": size, "mean_rest": rest / max(1, tokens),
         }  # fmt: skip
 
     def open(self) -> None:
@@ -112,10 +154,11 @@ class TeacherCache:
         self._manifest = self._read_manifest()
         if not self._manifest:
             raise UserError(f"distill.top_k: the teacher's logits are not cached{self._explain_stale()}; {COMMAND}")
-        for _, _, count, paths in self._shards():
+        for shard in self._shards():
+            paths = self._paths(shard)
             known = self._manifest["files"]
             cut = any(path.name not in known or find_damage(path, known[path.name], False) for path in paths)
-            if cut or not self._shard_fits(paths, count):
+            if cut or not self._shard_fits(paths, shard.sequences):
                 raise UserError(f"distill.top_k: {self.directory} is damaged ({paths[0].name}); {COMMAND} again")
 
     def read(self, split: str, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
@@ -123,7 +166,7 @@ class TeacherCache:
         token IDs [B, S, K], and log-probabilities [B, S, K + 1], of these tokens and, last, of all other tokens
         together. An index beyond the last sequence (padding) reads the last sequence. The first read of a file compares
         its checksum with the manifest's; raises `UserError` if they differ."""
-        last = self._data.split(split).sequences - 1
+        last = self.data.split(split).sequences - 1
         found = []
         for row in np.minimum(rows, last).tolist():
             paths = [self.directory / name for name in _file_names(split, row // ROWS)]
@@ -178,53 +221,37 @@ class TeacherCache:
                     best = differing
         return f" (a cache in {self.directory.parent} is stale: another {', '.join(best)})" if best else ""
 
-    def _shards(self) -> Iterator[tuple[str, int, int, list[Path]]]:
-        """Yield (split, index of the first sequence, number of sequences, [file of token IDs, file of
-        log-probabilities]) for each shard of the cache, which has at most `ROWS` sequences."""
+    def _shards(self) -> Iterator[Shard]:
+        """Yield the shards of the cache, which have at most `ROWS` sequences."""
         for split in SPLITS:
-            rows = self._data.split(split).sequences
+            rows = self.data.split(split).sequences
             for first in range(0, rows, ROWS):
-                names = _file_names(split, first // ROWS)
-                yield split, first, min(ROWS, rows - first), [self.directory / name for name in names]
+                yield Shard(split, first, min(ROWS, rows - first))
+
+    def _paths(self, shard: Shard) -> list[Path]:
+        """Return [file of token IDs, file of log-probabilities] of a shard."""
+        return [self.directory / name for name in _file_names(shard.split, shard.first // ROWS)]
+
+    @property
+    def _widths(self) -> tuple[int, int]:
+        """Numbers at each position in the two files of a shard: K, K + 1."""
+        return self.recipe.distill.top_k, self.recipe.distill.top_k + 1
+
+    @property
+    def _dtypes(self) -> tuple[Any, Any]:
+        """Dtypes of the two files of a shard."""
+        return self.data.tokenizer.dtype, np.float32
 
     def _shard_fits(self, paths: list[Path], count: int) -> bool:
         """Return True if the two files `paths` of a shard (token IDs, log-probabilities) exist with the shapes and
         dtypes of `count` sequences."""
-        k, sequence = self._recipe.distill.top_k, self._data.sequence
         try:
-            ids, values = map(self._map, paths)
+            found = [self._map(path) for path in paths]
         except (OSError, ValueError, EOFError):
             return False
-        if ids.dtype != self._data.tokenizer.dtype or values.dtype != np.float32:
+        if any(each.dtype != dtype for each, dtype in zip(found, self._dtypes, strict=True)):
             return False
-        return [ids.shape, values.shape] == [(count, sequence, k), (count, sequence, k + 1)]
-
-    def _load_teacher(self) -> Any:
-        """Load the teacher, unsharded and in float32, on a GPU if the run uses one, else on the CPU, and return the
-        model."""
-        assert self._recipe.distill.teacher is not None
-        device = "cuda" if self._recipe.run.device != "cpu" and torch.cuda.is_available() else "cpu"
-        model, _ = load_huggingface(self._recipe.distill.teacher, torch.float32, device)
-        return model.requires_grad_(False)
-
-    @torch.no_grad()
-    def _compute(self, model: Any, split: str, first: int, count: int) -> tuple[NDArray[Any], NDArray[np.float32]]:
-        """Run the teacher `model` on `count` sequences of a split, from index `first` on. Return its K most probable
-        next tokens: IDs [count, S, K], and log-probabilities [count, S, K + 1], of these tokens and, last, of all other
-        tokens together."""
-        given, device = self._recipe.distill, model.head_weight.device
-        ids, values = [], []
-        for row in range(first, first + count):
-            batch = self._data.split(split).read_batch([row], padded=True)
-            documents = Documents.from_ids(batch.document_ids).to(device)
-            states_SH = model.hidden(torch.from_numpy(batch.tokens).to(device), documents)[0]
-            cap = model.config.logit_softcap or 0.0
-            weight_VH = model.head_weight[: self._vocabulary]
-            found = top_log_probabilities(states_SH, weight_VH, cap, given.temperature, given.top_k)
-            ids.append(found[0].cpu().numpy().astype(self._data.tokenizer.dtype))
-            values.append(found[1].cpu().numpy().astype(np.float32))
-        self._maps.clear()
-        return np.stack(ids), np.stack(values)
+        return [each.shape for each in found] == [(count, self.data.sequence, width) for width in self._widths]
 
 
 def hash_teacher(directory: str) -> str:
@@ -244,8 +271,6 @@ def _file_names(split: str, shard: int) -> tuple[str, str]:
     return f"{split}-{shard:05d}-ids.npy", f"{split}-{shard:05d}-log-probabilities.npy"
 
 
-def _serialize(values: NDArray[Any]) -> bytes:
-    """Return the array `values` as the bytes of a .npy file."""
-    buffer = io.BytesIO()
-    np.save(buffer, values, allow_pickle=False)
-    return buffer.getvalue()
+def _unfinished(path: Path) -> Path:
+    """Return the name of a file of the cache, `path`, until it is complete."""
+    return path.with_name(PARTIAL + path.name)

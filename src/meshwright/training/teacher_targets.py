@@ -303,29 +303,51 @@ def _all_reduce_log_sum_exp(values_NC: torch.Tensor, tensor: TensorOperations) -
     return highest_NC + sums_NC.log()
 
 
+@torch.no_grad()
 def top_log_probabilities(
-    states_TH: torch.Tensor, weight_VH: torch.Tensor, softcap: float, temperature: float, top_k: int
+    states_TH: torch.Tensor, head: OutputHead, vocabulary: int, temperature: float, top_k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return, for each of T tokens, the K most probable next tokens: their IDs [T, K] (int64), and log-probabilities
     [T, K + 1] (float64), of these tokens and, last, of all other tokens together. The logits are computed chunk by
-    chunk of tokens and, in float64, of fewer tokens at a time.
+    chunk of tokens and, in float64, of fewer tokens at a time. With tensor parallelism the results are equal on all tp
+    ranks. Collective.
 
-    states_TH: input of the output head. weight_VH: the head's unsharded weight. softcap: cap of the logits, 0 for none.
-    temperature: divisor of the logits. top_k: K."""
-    tokens, vocabulary = len(states_TH), len(weight_VH)
+    states_TH: input of the output head. head: output head, on this rank's vocabulary slice. vocabulary: number of token
+    IDs; further ones of `head` are padding. temperature: divisor of the logits. top_k: K."""
+    tokens, width = len(states_TH), len(head.weight_VH)
     ids_TK = torch.empty(tokens, top_k, dtype=torch.int64, device=states_TH.device)
     log_p_TO = torch.empty(tokens, top_k + 1, dtype=torch.float64, device=states_TH.device)
     start = 0
-    for chunk in split_loss_chunks(tokens, vocabulary, states_TH.device.type):
-        logits_CV = states_TH[start : start + chunk] @ weight_VH.T
-        if softcap:
-            cap_logits_(logits_CV, softcap)
-        at_once = max(1, _WIDE_LOGITS[states_TH.device.type] // vocabulary)
+    for chunk in split_loss_chunks(tokens, width, states_TH.device.type):
+        logits_CV = states_TH[start : start + chunk] @ head.weight_VH.T
+        if head.softcap:
+            cap_logits_(logits_CV, head.softcap)
+        at_once = max(1, _WIDE_LOGITS[states_TH.device.type] // width)
         for first in range(0, chunk, at_once):
-            log_p_PV = F.log_softmax(logits_CV[first : first + at_once].double() / temperature, dim=1)
-            here = slice(start + first, start + first + len(log_p_PV))
-            log_p_TO[here, :-1], ids_TK[here] = log_p_PV.topk(top_k, dim=1)
-            others_PV = log_p_PV.scatter_(1, ids_TK[here], float("-inf"))
-            log_p_TO[here, -1] = torch.logsumexp(others_PV, dim=1).clamp(min=_MIN_LOG_PROBABILITY)
+            scaled_PV = logits_CV[first : first + at_once].double() / temperature
+            scaled_PV[:, max(0, vocabulary - head.first_token) :] = torch.finfo(torch.float64).min
+            here = slice(start + first, start + first + len(scaled_PV))
+            ids_TK[here], log_p_TO[here] = _find_top_k(scaled_PV, head, top_k)
         start += chunk
     return ids_TK, log_p_TO
+
+
+def _find_top_k(scaled_PV: torch.Tensor, head: OutputHead, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the K most probable tokens of `scaled_PV`, the logits / T of P tokens over this rank's vocabulary slice,
+    which are overwritten: their IDs [P, K], and log-probabilities [P, K + 1] of these tokens and of all others
+    together. head: output head, which has the slice's first token ID and the communication over tp. Collective."""
+    tensor, lowest = head.tensor, torch.finfo(scaled_PV.dtype).min
+    log_sum_P = _all_reduce_log_sum_exp(torch.logsumexp(scaled_PV, dim=1)[None], tensor)[0]
+    best_PK, local_PK = scaled_PV.topk(min(top_k, scaled_PV.shape[1]), dim=1)
+    missing = top_k - best_PK.shape[1]  # of a slice with fewer tokens than K
+    best_PK, ids_PK = F.pad(best_PK, (0, missing), value=lowest), F.pad(local_PK + head.first_token, (0, missing))
+    best_PK, order_PK = tensor.gather(best_PK, TOP_K_SITE, 1).topk(top_k, dim=1)
+    ids_PK = tensor.gather(ids_PK, TOP_K_SITE, 1).gather(1, order_PK)
+    held_PK = (ids_PK >= head.first_token) & (ids_PK < head.first_token + scaled_PV.shape[1])
+    tokens, places = held_PK.nonzero(as_tuple=True)
+    scaled_PV[tokens, ids_PK[tokens, places] - head.first_token] = lowest
+    # Summed, not 1 minus the sum of the K: that would round a small probability to nothing.
+    others_P = _all_reduce_log_sum_exp(torch.logsumexp(scaled_PV, dim=1)[None], tensor)[0]
+    log_p_PO = torch.cat([best_PK, others_P[:, None]], dim=1) - log_sum_P[:, None]
+    log_p_PO[:, -1].clamp_(min=_MIN_LOG_PROBABILITY)
+    return ids_PK, log_p_PO

@@ -196,8 +196,7 @@ class Trainer:
         """Return the factor by which gradients are multiplied before the update: the clipping factor of the global norm
         (1 without clipping) divided by the loss scale. outcome: norm and loss scale of this step."""
         clip = self.recipe.train.clip
-        clipped = min(1.0, clip / (outcome.gradient_norm + 1e-6)) if clip else 1.0
-        return clipped / outcome.loss_scale
+        return (min(1.0, clip / (outcome.gradient_norm + 1e-6)) if clip else 1.0) / outcome.loss_scale
 
     def _gpu_scale(self, values: torch.Tensor) -> GpuScale:
         """Return the gradient scale of the step (norm clipping and loss scale), computed on the GPU so that the host
@@ -206,8 +205,7 @@ class Trainer:
         values: result of `_all_reduce_outcome`."""
         clip, norm = self.recipe.train.clip, values[1].sqrt()
         divisor = ((norm + 1e-6) / clip).clamp(min=1.0) if clip else torch.ones_like(norm)
-        finite = values[:2].isfinite().all()
-        return GpuScale((divisor * self.loss_scale.value).float(), (~finite).float())
+        return GpuScale((divisor * self.loss_scale.value).float(), (~values[:2].isfinite().all()).float())
 
     def _update(self, gradient_scale: float | GpuScale) -> None:
         """Run the optimizer on the master weights with the gradients multiplied by `gradient_scale`, then copy or

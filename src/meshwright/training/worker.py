@@ -164,7 +164,7 @@ def _run_as_rank(
         if calls is not None and not isinstance(sys.exc_info()[1], RankLost):
             calls.close()
         if start.rank == 0:
-            directory.unlock()
+            directory.close()
         if start.ranks > 1 and not joined and sys.exc_info()[0] is None:
             dist.destroy_process_group()
 

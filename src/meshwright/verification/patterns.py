@@ -91,14 +91,15 @@ def describe_pattern(
 def _is_unsummed_over_tp(
     reference: Reference, slices: Sequence[Sequence[TensorSlice]], layout: Layout, truth: torch.Tensor, name: str
 ) -> bool:
-    """Return True if the tp ranks hold partial gradients of the parameter `name` that were not summed. truth: the
-    correct gradient. reference: gives the sharding of the parameter. slices: slices of this gradient on each rank,
-    [rank][slice]."""
+    """Return True if the tp (for experts, etp) ranks hold partial gradients of the parameter `name` that were not
+    summed. truth: the correct gradient. reference: gives the sharding of the parameter. slices: slices of this gradient
+    on each rank, [rank][slice]."""
     entry = reference.table.entry(name)
-    if "tp" not in entry.gradient_axes(layout):
+    axis = entry.partial_axis(layout)
+    if axis is None:
         return False
     copies = entry.replicas(layout)
-    sharing = [group[at : at + copies] for group in layout.groups("tp") for at in range(0, len(group), copies)]
+    sharing = [group[at : at + copies] for group in layout.groups(axis) for at in range(0, len(group), copies)]
     return all(_are_partial([slices[rank] for rank in ranks], truth) for ranks in sharing)
 
 

@@ -39,7 +39,10 @@ LORA, QLORA, DOUBLE, DORA = (
         {"kind": "dora", "targets": ("q_proj", "down_proj")},
     )
 )
-ROUTED_LORA = dataclasses.replace(MIXTURE, adapter=AdapterConfig(rank=4, targets=("w1", "w2", "w3")))
+ROUTED_LORA, ROUTED_DORA = (
+    dataclasses.replace(MIXTURE, adapter=AdapterConfig(rank=4, targets=("w1", "w2", "w3"), **settings))  # type: ignore[arg-type]
+    for settings in ({}, {"kind": "dora"})
+)
 DROPPED = dataclasses.replace(SMALL_HEAD, intermediate=1024, adapter=AdapterConfig(rank=4, dropout=0.1))
 SHARED = dataclasses.replace(preset("qwen2-moe-tiny"), vocabulary=256, experts=4, expert_intermediate=512)
 
@@ -54,7 +57,7 @@ SHARED = dataclasses.replace(preset("qwen2-moe-tiny"), vocabulary=256, experts=4
         Step(SMALL_HEAD, "dp1", 4, 256, dtype="bfloat16", starts=((0, 128),) * 4),
         Step(SMALL_HEAD, "dp1", 4, 256, starts=UNEQUAL), Step(WINDOWED, "dp1", 4, 256, starts=UNEQUAL),
         Step(LORA, "dp1", 4, 128), Step(QLORA, "mb2", 4, 128, dtype="bfloat16"), Step(DORA, "ac:full", 4, 128),
-        Step(ROUTED_LORA, "dp1", 4, 128),
+        Step(ROUTED_LORA, "dp1", 4, 128), Step(ROUTED_DORA, "dp1", 4, 128),
         Step(DROPPED, "dp1", 4, 64), Step(DROPPED, "ac:full", 4, 64, dtype="bfloat16"),
         Step(dataclasses.replace(LORA, vocabulary=2048), "dp1", 4, 128),
         Step(dataclasses.replace(DOUBLE, hidden=256, intermediate=1024, head_dim=32), "dp1", 4, 32),  # wide weights

@@ -10,6 +10,7 @@ from functools import lru_cache
 from meshwright.planner.cost import elementwise
 from meshwright.planner.cost.micro_batch import ITEM_BYTES, Adapted, LayerKind, MicroBatch, Number
 from meshwright.planner.cost.operators import (
+    CollectiveCall,
     LinearShape,
     Operation,
     Operator,
@@ -46,9 +47,24 @@ def adapt_operators(
             # The input that the shared expert's adapter reads.
             read = tuple(one for one in operator.saved if one.name == "mlp.input")
             found = found._replace(saved=(*read, *found.saved))
+        if operator.name == "mlp.exchange" and kind and any(".experts." in one.layer for one in kind.adapted):
+            found = found._replace(collectives=(*found.collectives, *_list_key_calls(batch)))
         yield found if differentiable else found._replace(kept=())
         beside = beside or (shared and adapted is not None)
         arrives = arrives or adapted is not None
+
+
+def _list_key_calls(batch: MicroBatch) -> list[CollectiveCall]:
+    """Return the calls that send the random keys of token copies, of 4 bytes, to the ranks of their experts, whose
+    adapters draw dropout masks from them; [] without dropout."""
+    if batch.config.adapter is None or not batch.config.adapter.dropout:
+        return []
+    sites, again = (("experts.keys", 4 * batch.copies),), batch.layout.recompute == "full"
+    gathered = (("experts.keys", 4 * batch.copies * batch.etp),)
+    return [
+        CollectiveCall("expert", "ep", "all-to-all", sites, again=again, timed=False),
+        CollectiveCall("expert", "etp", "all-gather", gathered, again=again, timed=False),
+    ]
 
 
 def _select_saved_by_combine(batch: MicroBatch, saved: tuple[SavedTensor, ...]) -> tuple[SavedTensor, ...]:
@@ -127,13 +143,14 @@ def _add_adapter(
     found += elementwise_kernels(batch, f"{name}.scale", rows * count * matrices * rank, "scaled")
     found += elementwise_kernels(batch, f"{name}.sum", rows * count * outputs, "adapted")
     if batch.config.adapter.dropout:
-        dropped = elementwise_kernels(batch, f"{name}.dropout", rows * inputs, "adapter_dropout")
+        dropped = elementwise_kernels(batch, f"{name}.dropout", rows * count * inputs, "adapter_dropout")
         found += [one for one in dropped if input_gradient or one.phase != "input"]
     saved, parameters = [SavedTensor(f"{name}.low", (rows, matrices * rank), "x")], matrices * rank * inputs
     parameters = (parameters + rank * written) * count
     kept = saved[:1]
+    copies, held = rows, 1
     if routed:  # of the copies that this rank's experts compute
-        copies = operator.kept[0].shape[0]
+        copies, held = operator.kept[0].shape[0], count
         kept = saved = [SavedTensor(f"{name}.low", (copies, matrices * rank), "x")]
         kept = kept + [
             SavedTensor(f"{name}.product.{number}", (copies, outputs * share), "x")
@@ -145,17 +162,18 @@ def _add_adapter(
             LinearShape(rank, rank, inputs, matrices),
             LinearShape(written, rank, rank),
         )
-        found += [linear_kernels(batch, f"{name}.norms", each)[0] for each in norms]
-        found += elementwise_kernels(batch, f"{name}.magnitude", rows * outputs, "scaled_by_vector")
+        found += [linear_kernels(batch, f"{name}.norms", each._replace(count=each.count * held))[0] for each in norms]
+        found += elementwise_kernels(batch, f"{name}.magnitude", rows * held * outputs, "scaled_by_vector")
         saved += [
-            SavedTensor(f"{name}.unscaled", (rows, outputs), "x"),
-            SavedTensor(f"{name}.factors", (outputs,), "x"),
+            SavedTensor(f"{name}.unscaled", (copies, outputs), "x"),
+            SavedTensor(f"{name}.factors", (held, outputs), "x"),
         ]
-        saved += [SavedTensor(f"{name}.norms", (written,), "x")]
+        saved += [SavedTensor(f"{name}.norms", (held, written), "x")]
         for number, share in enumerate(adapted.shares):  # products of which the norms are computed
-            parts.append(SavedTensor(f"{name}.norms.{number}.aa", (rank, rank), "x"))
-            parts += [SavedTensor(f"{name}.norms.{number}.{of}", (outputs * share, rank), "x") for of in ("wa", "baa")]
-        parameters = parameters + written
+            parts.append(SavedTensor(f"{name}.norms.{number}.aa", (held, rank, rank), "x"))
+            shape = held, outputs * share, rank
+            parts += [SavedTensor(f"{name}.norms.{number}.{of}", shape, "x") for of in ("wa", "baa")]
+        parameters = parameters + written * held
     owned = "expert_parameters" if routed and batch.expert_parallel else "parameters"
     return operator._replace(
         operations=(*operator.operations, *found), saved=(*operator.saved, *saved),

@@ -30,7 +30,10 @@ from meshwright.spec.policy import DISTILLATION_METRICS, PREFERENCE_METRICS
 from meshwright.spec.stage_times import program_for
 from meshwright.spec.stages import LOOKED_UP, Stage
 
-ROUTED = tuple(f"experts.{what}{way}" for what in ("dispatch", "gather", "sum", "combine") for way in ("", ".backward"))
+ROUTED = (
+    *(f"experts.{what}{way}" for what in ("dispatch", "gather", "sum", "combine") for way in ("", ".backward")),
+    "experts.keys",
+)
 """Call sites of expert parallelism whose bytes depend on the router: predicted for equal load of the experts."""
 
 
@@ -153,14 +156,18 @@ class _StepTraffic(DataCalls):
 
     def count_adapter_norms(self, stage: Stage, count: int) -> None:
         """Count the bytes that this rank sends for DoRA's weight norms in `count` micro-batches of a stage: an
-        all-reduce over tp for each adapted row-parallel layer."""
+        all-reduce over tp (etp for experts) for each adapted row-parallel layer."""
         adapter = self.config.adapter
         if adapter is None or adapter.kind != "dora":
             return
-        names = ("attention.output", "mlp.down", "mlp.shared.down")
-        layers = sum(one.layer in names for layer in stage.layers for one in layer_kind(self.config, layer).adapted)
-        size, repeated = self.config.hidden * self.micro_batch.wide, self.layout.recompute == "full"
-        self.count_all_reduce("adapter.norms", "tp", self.layout.tp, size, count * layers * (1 + repeated))
+        layout, size = self.layout, self.config.hidden * self.micro_batch.wide
+        axis = "etp" if layout.expert_parallel else "tp"
+        row_parallel = {"mlp.experts.down": (axis, size * self.config.experts // layout.ep)}
+        row_parallel |= dict.fromkeys(("attention.output", "mlp.down", "mlp.shared.down"), ("tp", size))
+        calls = Counter(one.layer for layer in stage.layers for one in layer_kind(self.config, layer).adapted)
+        for layer, (axis, size) in row_parallel.items():
+            times = count * calls[layer] * (1 + (layout.recompute == "full"))
+            self.count_all_reduce("adapter.norms", axis, getattr(layout, axis), size, times)
 
     def count_collective(self, call: CollectiveCall, site: str, size: int, times: int) -> None:
         """Count the bytes that this rank sends in `times` calls of an operator's collective. site: call site; size:
@@ -218,11 +225,11 @@ class _StepTraffic(DataCalls):
                     self.count_zero_collective("data.parameters", "all_gather", part, numel, size, times)
 
     def count_partial_gradients(self, units: Counter[str]) -> None:
-        """Count the bytes that this rank sends in the all-reduces over tp of gradients that are partial sums on each tp
-        rank; one all-reduce for all FSDP units together. units: FSDP units of the rank, as keys."""
-        layout, found = self.layout, Counter[int]()
+        """Count the bytes that this rank sends in the all-reduces over tp (etp) of gradients that are partial sums on
+        each rank; one all-reduce for all FSDP units together. units: FSDP units of the rank, as keys."""
+        layout, found = self.layout, Counter[tuple[str, int]]()
         for entry in self.table.entries:
-            if entry.unit not in units or "tp" not in entry.gradient_axes(layout):
+            if entry.unit not in units or (axis := entry.partial_axis(layout)) is None:
                 continue
             start, stop = self.table.entry_range(entry, layout)
             part = entry.buffer_kind(layout)
@@ -230,7 +237,7 @@ class _StepTraffic(DataCalls):
                 shards, shard = self.group_position(AXES_OF[part][1])
                 length = self.buffer_numel(entry.unit, part) // shards
                 start, stop = max(start, shard * length), min(stop, (shard + 1) * length)
-            found[entry.replicas(layout)] += max(0, stop - start)
-        for copies, numel in found.items():
-            site = "tensor.gradients" if copies == layout.tp else "tensor.gradients.shared_heads"
-            self.count_all_reduce(site, "tp", copies, numel * self.work.master_bytes)
+            found[axis, entry.replicas(layout)] += max(0, stop - start)
+        for (name, copies), numel in found.items():
+            site = "tensor.gradients" if copies == getattr(layout, name) else "tensor.gradients.shared_heads"
+            self.count_all_reduce(site, name, copies, numel * self.work.master_bytes)

@@ -240,7 +240,7 @@ def adapter_masks(batch: MicroBatch, layer: int, name: str = "") -> list[Tempora
     found = (
         one for each in layer_operators(batch, layer) for one in each.operations if one.name.endswith(".adapter.a")
     )
-    sizes = [one.shape[0] * one.shape[2] for one in found if one.shape and one.name.startswith(name)]
+    sizes = [one.shape[0] * one.shape[2] * one.count for one in found if one.shape and one.name.startswith(name)]
     return [workspace("dropout masks of adapters", int(MASK_BYTES * max(sizes, default=0)))]
 
 
