@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.kernels.library import Kernels
-from meshwright.kernels.operations import Attention, LayerCache, RopeStore
+from meshwright.kernels.operations import Attention, LatentAttention, LayerCache, RopeStore
 from tests.kernels.conftest import Batch
 
 LENGTHS = (1, 16, 17, 65, 130, 200)
@@ -19,7 +19,7 @@ LENGTHS = (1, 16, 17, 65, 130, 200)
 
 @dataclass(frozen=True)
 class Case:
-    """An attention layer. `rotated`: features that are rotated."""
+    """An attention layer. `rotated`: features that are rotated. `chunks`: the window is cut from position 0."""
 
     heads: int
     kv_heads: int
@@ -28,6 +28,14 @@ class Case:
     norms: bool = False
     window: int = 0
     dtype: str = "float32"
+    sinks: bool = False
+    chunks: bool = False
+    softcap: float = 0.0
+
+    def first_key(self, position: int) -> int:
+        if self.chunks:
+            return position // self.window * self.window
+        return max(0, position + 1 - self.window) if self.window else 0
 
 
 CASES = [
@@ -36,6 +44,9 @@ CASES = [
     Case(4, 4, 8, 8, norms=True, window=5),
     Case(8, 2, 18, 10, norms=True, dtype="bfloat16"),
     Case(5, 1, 128, 0, window=33),
+    Case(6, 2, 16, 16, sinks=True, softcap=2.0),
+    Case(6, 2, 16, 16, window=20, dtype="bfloat16", sinks=True),
+    Case(4, 2, 16, 16, window=20, chunks=True),
 ]
 
 
@@ -44,6 +55,11 @@ def tables(case: Case) -> tuple[np.ndarray, np.ndarray]:
     half = case.rotated // 2
     angles = np.outer(np.arange(max(LENGTHS)), 100.0 ** -(np.arange(half) / max(1, half)))
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def draw_sinks(case: Case) -> np.ndarray | None:
+    """Sinks of the query heads, some far below and some far above the scores."""
+    return np.linspace(-100, 100, case.heads, dtype=np.float32) / 10 if case.sinks else None
 
 
 def draw_inputs(case: Case) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
@@ -77,14 +93,15 @@ def run_in_chunks(kernels: Kernels, case: Case, members: list[int], chunk: int, 
         blocks = np.concatenate([table[i, np.array(r) // 16] for i, r in enumerate(ranges)])
         slots = (blocks * 16 + positions % 16).astype(np.int32)
         for i, r in enumerate(ranges if case.window else ()):  # the scheduler has freed what is behind the window
-            table[i, : max(0, r.start - case.window + 1) // 16] = 0
+            table[i, : case.first_key(r.start) // 16] = 0
         qkv = np.concatenate([inputs[s][r.start : r.stop] for s, r in zip(active, ranges, strict=True)])
         out = np.zeros((len(qkv), case.heads * case.head_dim), np.float32)
         operations = kernels.create_op_list()
         rotation = (cosine, sine) if case.rotated else (None, None)
         norms = (query_norm, key_norm) if case.norms else (None, None)
         operations.append(RopeStore(qkv, cache, case.heads, *rotation, *norms))
-        operations.append(Attention(out, qkv, cache, case.heads, case.head_dim**-0.5, case.window))
+        options = (case.head_dim**-0.5, case.window, case.softcap, draw_sinks(case), case.chunks)
+        operations.append(Attention(out, qkv, cache, case.heads, *options))
         operations.run(Batch(positions, positions, slots, starts, table, positions[:0]))
         for i, (s, r) in enumerate(zip(active, ranges, strict=True)):
             outs[s][r.start : r.stop], done[s] = out[starts[i] : starts[i + 1]], r.stop
@@ -107,10 +124,18 @@ def attend_exactly(case: Case, sequence: int) -> torch.Tensor:
     q, k = prepare(q, norms[0]), prepare(k, norms[1])
     if case.dtype == "bfloat16":
         k, v = k.float().bfloat16().double(), v.float().bfloat16().double()
-    age = torch.arange(len(x))[:, None] - torch.arange(len(x))
-    visible = (age >= 0) & (age < (case.window or len(x)))
+    first = torch.tensor([case.first_key(position) for position in range(len(x))])[:, None]
+    key = torch.arange(len(x))
+    visible = (key <= key[:, None]) & (key >= first)
     q, k, v = (t.transpose(0, 1) for t in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True).transpose(0, 1).flatten(1)
+    if not case.sinks:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True).transpose(0, 1).flatten(1)
+    k, v = (t.repeat_interleave(case.heads // case.kv_heads, 0) for t in (k, v))
+    scores = q @ k.mT * case.head_dim**-0.5
+    scores = case.softcap * torch.tanh(scores / case.softcap) if case.softcap else scores
+    sinks = torch.from_numpy(draw_sinks(case)).double()[:, None, None].expand(-1, len(x), 1)
+    weights = torch.cat([scores.masked_fill(~visible, -torch.inf), sinks], -1).softmax(-1)[..., :-1]
+    return (weights @ v).transpose(0, 1).flatten(1)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -144,6 +169,133 @@ def test_long_context_has_the_same_bits_on_any_number_of_threads(
     for threads, members, chunk in [(3, [0], 2099), (2, [0, 1], 2099), (2, [1, 0], 16), (3, [0], 1033)]:
         kernels.set_threads(threads)
         for member, out in zip(members, run_in_chunks(kernels, case, members, chunk), strict=True):
+            assert np.array_equal(out, whole[member]), (threads, members, chunk)
+
+
+@dataclass(frozen=True)
+class LatentCase:
+    """A layer of latent attention. `plain`, `rotated`: features of a query without and with position."""
+
+    heads: int
+    rank: int
+    plain: int
+    rotated: int
+    value_dim: int
+    query_rank: int | None = None
+    dtype: str = "float32"
+
+    def draw(self, *names: str) -> list[np.ndarray]:
+        """Weights by name; each is the same in every call."""
+        cached, queries = self.rank + self.rotated, self.heads * (self.plain + self.rotated)
+        shapes = {
+            "down": (cached + (self.query_rank or queries), 40),
+            "latent_norm": (self.rank,),
+            "query_norm": (self.query_rank or 1,),
+            "query_up": (queries, self.query_rank or 1),
+            "key_up": (self.heads, self.rank, self.plain),
+            "value_up": (self.heads, self.value_dim, self.rank),
+            **{f"x{number}": (length, 40) for number, length in enumerate(LENGTHS)},
+        }
+        seeds = {name: number for number, name in enumerate(shapes)}
+        return [np.random.default_rng(seeds[name]).standard_normal(shapes[name], np.float32) for name in names]
+
+
+LATENT_CASES = [
+    LatentCase(3, 20, 8, 4, 6, query_rank=9),
+    LatentCase(32, 16, 5, 6, 17),
+    LatentCase(17, 33, 8, 4, 6, query_rank=9, dtype="bfloat16"),
+]
+
+
+def run_latent_in_chunks(
+    kernels: Kernels, case: LatentCase, members: list[int], chunk: int, seed: int = 0
+) -> list[np.ndarray]:
+    """Latent attention of the sequences `members`, which run together; arguments as for `run_in_chunks`."""
+    longest, cached = -(-max(LENGTHS) // 16), case.rank + case.rotated
+    shapes = LayerCache.compute_shapes(1 + len(members) * longest, 1, cached, latent=True)
+    dtype = np.float32 if case.dtype == "float32" else np.uint16
+    keys, values = (np.full(shape, np.nan if dtype == np.float32 else 0x7FC0, dtype) for shape in shapes)
+    order = 1 + np.random.default_rng(seed).permutation(len(members) * longest)
+    block_tables = order.reshape(len(members), longest).astype(np.int32)
+    names = ("down", "query_up", "key_up", "value_up")
+    down, query_up, key_up, value_up = (kernels.pack(each, case.dtype) for each in case.draw(*names))
+    latent_norm, query_norm = case.draw("latent_norm", "query_norm")
+    with_queries = case.query_rank is not None
+    cosine, sine = tables(Case(1, 1, case.rotated, case.rotated))
+    done = dict.fromkeys(members, 0)
+    outs = {s: np.zeros((LENGTHS[s], case.heads * case.value_dim), np.float32) for s in members}
+    while active := [s for s in members if done[s] < LENGTHS[s]]:
+        ranges = [range(done[s], min(LENGTHS[s], done[s] + chunk)) for s in active]
+        positions = np.concatenate([np.array(r, np.int32) for r in ranges])
+        starts = np.cumsum([0, *map(len, ranges)]).astype(np.int32)
+        table = np.ascontiguousarray(block_tables[[members.index(s) for s in active]])
+        blocks = np.concatenate([table[i, np.array(r) // 16] for i, r in enumerate(ranges)])
+        x = np.concatenate([case.draw(f"x{s}")[0][r.start : r.stop] for s, r in zip(active, ranges, strict=True)])
+        out, wide, queries, attended = (
+            np.zeros((len(x), case.heads * width + more), np.float32)
+            for width, more in ((case.value_dim, 0), (cached, down.n), (case.plain + case.rotated, 0), (cached, 0))
+        )
+        operations = kernels.create_op_list()
+        operations.append(
+            LatentAttention(
+                out, x, down, latent_norm, query_norm if with_queries else None, query_up if with_queries else None,
+                key_up, value_up, wide, queries, attended, LayerCache(keys, values, cached), cosine, sine, 0.3,
+            )
+        )  # fmt: skip
+        slots = (blocks * 16 + positions % 16).astype(np.int32)
+        operations.run(Batch(positions, positions, slots, starts, table, positions[:0]))
+        for i, (s, r) in enumerate(zip(active, ranges, strict=True)):
+            outs[s][r.start : r.stop], done[s] = out[starts[i] : starts[i + 1]], r.stop
+    return list(outs.values())
+
+
+def attend_to_latents_exactly(case: LatentCase, sequence: int) -> torch.Tensor:
+    """The output of one sequence in float64, with keys and values of all heads; weights rounded as they are packed."""
+    names = ("down", "query_up", "key_up", "value_up", "latent_norm", "query_norm", f"x{sequence}")
+    wide = [torch.from_numpy(each) for each in case.draw(*names)]
+    down, query_up, key_up, value_up = (
+        (each.bfloat16() if case.dtype == "bfloat16" else each).double() for each in wide[:4]
+    )
+    latent_norm, query_norm, x = (each.double() for each in wide[4:])
+
+    def normalise(vectors: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return vectors * torch.rsqrt(vectors.square().mean(-1, keepdim=True) + 1e-6) * weight
+
+    latent, k_rotary, q = (x @ down.T).split([case.rank, case.rotated, len(down) - case.rank - case.rotated], -1)
+    if case.query_rank is not None:
+        q = normalise(q, query_norm) @ query_up.T
+    q_plain, q_rotary = q.unflatten(-1, (case.heads, -1)).split([case.plain, case.rotated], -1)
+    cosine, sine = (
+        torch.from_numpy(t[: len(x)]).double()[:, None] for t in tables(Case(1, 1, case.rotated, case.rotated))
+    )
+
+    def rotate(heads: torch.Tensor) -> torch.Tensor:
+        a, b = heads.chunk(2, -1)
+        return torch.cat([a * cosine - b * sine, b * cosine + a * sine], -1)
+
+    latent = normalise(latent, latent_norm)
+    k = torch.cat(
+        [torch.einsum("tr,hrp->thp", latent, key_up), rotate(k_rotary[:, None]).expand(-1, case.heads, -1)], -1
+    )
+    v = torch.einsum("tr,hvr->thv", latent, value_up)
+    q, k, v = (t.transpose(0, 1) for t in (torch.cat([q_plain, rotate(q_rotary)], -1), k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3).transpose(0, 1).flatten(1)
+
+
+@pytest.mark.parametrize("case", LATENT_CASES, ids=str)
+def test_latent_attention_equals_decompressed_keys_and_values_in_float64(kernels: Kernels, case: LatentCase):
+    for sequence, out in enumerate(run_latent_in_chunks(kernels, case, list(range(len(LENGTHS))), 1000)):
+        exact = attend_to_latents_exactly(case, sequence)
+        tolerance = 2e-5 if case.dtype == "float32" else 0.1  # rounded inputs of products and latent vectors
+        assert np.abs(out - exact.numpy()).max() < tolerance * exact.abs().max()
+
+
+@pytest.mark.parametrize("case", LATENT_CASES, ids=str)
+def test_latent_attention_bits_ignore_chunks_batch_threads_and_blocks(kernels: Kernels, case: LatentCase):
+    whole = run_latent_in_chunks(kernels, case, list(range(len(LENGTHS))), 1000)
+    for threads, members, chunk in [(1, [5], 1), (3, [5, 0, 3], 7), (2, [2, 4, 5, 1], 16), (2, [3, 5], 50)]:
+        kernels.set_threads(threads)
+        for member, out in zip(members, run_latent_in_chunks(kernels, case, members, chunk, seed=chunk), strict=True):
             assert np.array_equal(out, whole[member]), (threads, members, chunk)
 
 

@@ -19,10 +19,11 @@ from meshwright.kernels.operations import (
     Linear,
     Norm,
     Scale,
-    TakeRows,
 )
-from meshwright.model.experts import Mixture
+from meshwright.kernels.row_order import separate_gates
+from meshwright.model.experts import ClampedSwiGLU, Mixture
 from meshwright.spec.config import ModelConfig
+from meshwright.spec.latent_attention import LatentAttention
 from tests.kernels.conftest import Batch, one_sequence
 
 ROWS = 5
@@ -93,6 +94,14 @@ def test_activations_equal_float64(kernels: Kernels, kind: str):
     assert relative_error(gated, exact[:, :1003] * wide(x[:, 1003:])) < 1e-6
 
 
+def test_clamped_activation_equals_the_model_function(kernels: Kernels):
+    x, out = 9 * draw_floats(0, ROWS, 74), np.empty((ROWS, 37), np.float32)
+    run(kernels, Activation(out, x, "silu", True, limit=7.0, alpha=1.702))
+    exact = ClampedSwiGLU.apply(wide(x), 7.0, 1.702, False)
+    assert (wide(x) > 7).any() and (wide(x) < -7).any()
+    assert relative_error(out, exact) < 1e-6
+
+
 def test_activations_have_the_right_limits(kernels: Kernels):
     x = np.array([[-1e30, -100, -0.0, 0, 100, 1e30]], np.float32)
     for kind in ACTIVATIONS:
@@ -118,14 +127,33 @@ def test_embedding_reads_plain_and_packed_tables_and_slices(kernels: Kernels):
     assert np.array_equal(out[:3], 2 * table[:3]) and np.array_equal(out[3:], table[3:ROWS])
 
 
-def test_rows_are_gathered_and_multiplied_by_gates(kernels: Kernels):
-    x, y, taken = draw_floats(0, ROWS, 19), draw_floats(1, ROWS, 19), np.zeros((2, 19), np.float32)
-    run(kernels, TakeRows(taken, x), batch=one_sequence(ROWS, (3, 1)))
-    assert np.array_equal(taken, x[[3, 1]])
-    total = y + x
-    weight, gates = draw_floats(2, 7), draw_floats(3, ROWS, 7)
-    run(kernels, Gate(total, gates, weight))
-    assert relative_error(total, wide(y + x) * (wide(gates) @ wide(weight)).sigmoid()[:, None]) < 1e-6
+def test_norm_of_outputs_reads_the_rows_of_their_tokens(kernels: Kernels):
+    x, weight = draw_floats(0, ROWS, 19), draw_floats(1, 19)
+    every, taken = np.empty_like(x), np.zeros((2, 19), np.float32)
+    run(kernels, Norm(every, x, weight), Norm(taken, x, weight, rows="outputs"), batch=one_sequence(ROWS, (3, 1)))
+    assert np.array_equal(taken, every[[3, 1]])
+
+
+def test_gate_multiplies_rows_by_a_sigmoid(kernels: Kernels):
+    total, weight, gates = draw_floats(1, ROWS, 19), draw_floats(2, 1, 7), draw_floats(3, ROWS, 7)
+    exact = wide(total) * (wide(gates) @ wide(weight).T).sigmoid()
+    run(kernels, Gate(total, gates, kernels.pack(weight, "float32"), np.empty((ROWS, 1), np.float32)))
+    assert relative_error(total, exact) < 1e-6
+
+
+@pytest.mark.parametrize("heads", [1, 3, 40])
+def test_linear_multiplies_each_head_by_its_own_matrix(kernels: Kernels, heads: int):
+    weight, x = draw_floats(0, heads, 21, 12), draw_floats(2, ROWS, 13 * heads)
+    out, bias = draw_floats(3, ROWS, 24 * heads), draw_floats(4, heads, 21)
+    before = out.copy().reshape(ROWS, heads, 24)
+    run(kernels, Linear(out, x, kernels.pack(weight, "float32"), bias, steps=(24, 13)))
+    exact = torch.einsum("thk,hnk->thn", wide(x.reshape(ROWS, heads, 13)[..., :12]), wide(weight)) + wide(bias)
+    found = out.reshape(ROWS, heads, 24)
+    assert relative_error(found[..., :21], exact) < 1e-6
+    assert np.array_equal(found[..., 21:], before[..., 21:])
+    alone = np.empty((1, 24 * heads), np.float32)
+    run(kernels, Linear(alone, x[2:3], kernels.pack(weight, "float32"), bias, steps=(24, 13)), batch=one_sequence(1))
+    assert np.array_equal(alone.reshape(heads, 24)[:, :21], found[2, :, :21])
 
 
 def test_linear_adds_bias_and_residual_and_reads_strided_input(kernels: Kernels):
@@ -157,7 +185,23 @@ CONFIGS = {
         normalise_choice=True,
         shared_intermediate=21,
     ),
-}
+    "softmax groups": expert_config(
+        family="deepseek_v2", query_key_norm=False, rotary_interleaved=True, latent=LatentAttention(8, 4, 8),
+        expert_groups=5, groups_per_token=2, router_loss=0.0, shared_intermediate=21,
+    ),
+    "sigmoid groups": expert_config(
+        family="dots1", router="sigmoid", router_bias=True, expert_groups=5, groups_per_token=2, normalise_choice=True,
+        shared_intermediate=21,
+    ),
+    "biases": expert_config(
+        family="gpt_oss", query_key_norm=False, mlp_bias=True, attention_sinks=True, normalise_choice=True,
+        swiglu_limit=1.5, swiglu_alpha=1.702, intermediate=21,
+    ),
+    "weighted inputs": expert_config(
+        family="llama4_text", query_key_norm=False, rotary_interleaved=True, window_chunks=True, router="sigmoid",
+        routed_input=True, experts_per_token=2, shared_intermediate=21,
+    ),
+}  # fmt: skip
 
 
 def mixture_op(
@@ -165,7 +209,13 @@ def mixture_op(
 ) -> Experts:
     """The operation of a layer's routed experts, of which a rank holds `held`."""
     config, numpy = mixture.router.config, lambda tensor: tensor.detach().numpy()
-    up = numpy(mixture.experts.up.weight).reshape(config.experts, -1, config.hidden)
+    biases, rows = (None, None, None), numpy(mixture.experts.up.weight)
+    if config.experts_interleaved:
+        rows = separate_gates(rows, config.experts)
+    if config.mlp_bias:
+        up_bias = separate_gates(numpy(mixture.experts.up.bias), config.experts)
+        biases = numpy(mixture.router.bias), up_bias, numpy(mixture.experts.down.bias)
+    up = rows.reshape(config.experts, -1, config.hidden)
     down = numpy(mixture.experts.down.weight).reshape(config.experts, config.hidden, -1)
     return Experts(
         out=out,
@@ -177,8 +227,12 @@ def mixture_op(
             len(x), config.experts, config.experts_per_token, config.hidden, config.expert_intermediate
         ),
         top_k=config.experts_per_token,
-        router_kind=config.router,
-        router_bias=None if mixture.router.bias is None else numpy(mixture.router.bias),
+        activation=(config.activation, config.swiglu_limit or 0.0, config.swiglu_alpha),
+        router_kind="logits" if config.routed_input else config.router,
+        biases=biases,
+        choice_bias=numpy(mixture.router.bias) if config.router_bias else None,
+        groups=(config.expert_groups, config.groups_per_token),
+        on_input=config.routed_input,
         normalise=config.normalise_choice,
         scale=config.routed_scale,
         first=held.start,
@@ -260,7 +314,7 @@ def test_buffers_of_a_wrong_shape_or_type_are_refused(kernels: Kernels):
         Linear(np.zeros((4, 6)), x, packed),  # float64
         Linear(np.zeros((4, 6), np.float32), x, packed, bias=np.zeros(5, np.float32)),
         Norm(x, x, np.zeros(7, np.float32)),
-        TakeRows(x, x[:, :7]),
+        Linear(x, x, kernels.pack(draw_floats(1, 2, 4, 8), "float32"), steps=(4, 1)),
         Activation(x, x, "silu", True),
     ]:
         with pytest.raises(ValueError, match=r"rows|expected"):

@@ -24,10 +24,8 @@ FAMILIES = (
     *("mixtral-tiny", "qwen2-moe-tiny", "qwen3-moe-tiny", "dots1-tiny"),
     *("granite-tiny", "olmo2-tiny", "olmo3-tiny", "smollm3-tiny", "gemma2-tiny", "gemma3-tiny"),
     *("phi3-tiny", "glm4-tiny", "glm4-moe-tiny", "granitemoe-tiny"),
+    *("deepseek-v2-tiny", "deepseek-v3-tiny", "gpt-oss-tiny", "llama4-tiny"),
 )
-
-IN_TORCH = ("deepseek-v2-tiny", "deepseek-v3-tiny", "gpt-oss-tiny", "llama4-tiny")
-"""Families for which there are no kernels of a CPU, which plain torch serves."""
 
 
 def small_config(name: str, **changes: Any) -> ModelConfig:

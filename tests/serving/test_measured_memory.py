@@ -26,7 +26,7 @@ LIMITS = StepLimits(BLOCKS, TOKENS, SEQUENCES, LENGTH, logit_rows=40)
 
 def small_config(name: str) -> ModelConfig:
     """A small model; of an even number of experts."""
-    return small_models.small_config(name, **({"experts": 4} if name == "mixtral-tiny" else {}))
+    return small_models.small_config(name, **({"experts": 4} if name in ("mixtral-tiny", "gpt-oss-tiny") else {}))
 
 
 def measure(directory: str, layout: str, dtype: str, kernels: str | None = None) -> tuple[int, dict[str, int]]:
@@ -55,7 +55,13 @@ def check(rank: RankLedger, measured: dict[str, int]) -> None:
 
 @NEEDS_COMPILER
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["qwen2-tiny", "gpt2-tiny", "qwen2-moe-tiny", "dots1-tiny"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("qwen2-tiny", "gpt2-tiny", "qwen2-moe-tiny", "dots1-tiny", "glm4-tiny"),
+        *("deepseek-v2-tiny", "deepseek-v3-tiny", "gpt-oss-tiny", "llama4-tiny"),
+    ],
+)
 def test_predicted_memory_matches_allocation_of_one_rank(name: str, dtype: str, tmp_path: Path):
     directory = write_model(tmp_path / name, small_config(name))
     (rank,) = predict(name, "", dtype)
@@ -65,7 +71,10 @@ def test_predicted_memory_matches_allocation_of_one_rank(name: str, dtype: str, 
 @NEEDS_COMPILER
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [("qwen3-tiny", "tp2"), ("qwen2-tiny", "pp2"), ("mixtral-tiny", "tp2 ep2"), ("qwen2-moe-tiny", "tp2")],
+    [
+        *(("qwen3-tiny", "tp2"), ("qwen2-tiny", "pp2"), ("mixtral-tiny", "tp2 ep2"), ("qwen2-moe-tiny", "tp2")),
+        *(("deepseek-v3-tiny", "tp2"), ("gpt-oss-tiny", "tp2 ep2")),
+    ],
 )
 def test_predicted_memory_matches_allocation_of_each_of_two_ranks(
     name: str, layout: str, two: LocalRanks, tmp_path: Path

@@ -23,6 +23,10 @@ CASES = [
     ("qwen2-moe-tiny", "tp2 pp2"),
     *(pytest.param("qwen2-moe-tiny", layout, marks=NEEDS_COMPILER) for layout in ("tp4 ep4", "tp4 ep2")),
     pytest.param("mixtral-tiny", "tp2 pp2 ep2", marks=NEEDS_COMPILER),
+    ("gpt-oss-tiny", "tp2 pp2"),  # each rank adds a slice of the experts' biases
+    pytest.param("gpt-oss-tiny", "tp2 pp2 ep2", marks=NEEDS_COMPILER),
+    ("llama4-tiny", "tp2 pp2"),
+    pytest.param("deepseek-v3-tiny", "tp2 pp2 ep2", marks=NEEDS_COMPILER),
 ]
 Run = tuple[Path, dict[str, Any]]
 
@@ -34,7 +38,7 @@ def run_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
 
     def find(name: str) -> Run:
         if name not in made:
-            changes = {"experts": 4} if name in ("qwen2-moe-tiny", "mixtral-tiny") else {"tied": True}
+            changes = {"experts": 4} if name in ("qwen2-moe-tiny", "mixtral-tiny", "gpt-oss-tiny") else {"tied": True}
             directory = write_model(place / name, small_config(name, **changes))
             made[name] = directory, cases.run(str(directory), "dp1")
         return made[name]

@@ -16,7 +16,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.kernels.choice import PLAIN_TORCH
 from meshwright.layout import Layout
 from meshwright.model.huggingface import load_huggingface
-from meshwright.planner.serving.ledger import KERNEL_DTYPES, ServingSizes, find_kernel_gap
+from meshwright.planner.serving.ledger import KERNEL_DTYPES, ServingSizes, serving_ledger
 from meshwright.planner.serving.torch_ledger import torch_ledger
 from meshwright.serving import runner as runners
 from meshwright.serving.engine import Engine, build_scheduler
@@ -28,7 +28,7 @@ from meshwright.serving.sampling import Sampling, TokenResult
 from meshwright.serving.step_limits import StepLimits
 from meshwright.spec.block_tables import block_tables, max_blocks_held
 from tests.serving.pool_checks import check_scheduler
-from tests.serving.small_models import FAMILIES, IN_TORCH, NEEDS_COMPILER, small_config, write_model
+from tests.serving.small_models import FAMILIES, NEEDS_COMPILER, small_config, write_model
 from tests.serving.step_batches import Chunk, make_batch, read_in_pieces
 
 LIMITS = StepLimits(blocks=128, token_budget=64, max_sequences=8, max_length=64, logit_rows=64)
@@ -67,8 +67,7 @@ def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bu
 
     def make(directory: Path, dtype: str = "float32", threads: int = 1, limits: StepLimits = LIMITS) -> Runner:
         built = build_runner(RankPlan(str(directory), "dp1", dtype, limits, threads), Mesh.single())
-        plain = request.param == "torch" or find_kernel_gap(built.config, Layout()) is not None
-        assert built.version.startswith("torch") == plain
+        assert built.version.startswith("torch") == (request.param == "torch")
         return built
 
     return make
@@ -96,7 +95,7 @@ def run_greedily(
     return answers
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *IN_TORCH])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_tokens_match_transformers(name: str, build: Build, directories: Callable[[str], Path]):
     runner = build(directories(name))
     prompts, count = (PROMPTS[:2], 4) if runner.version.startswith("torch") else (PROMPTS, 8)  # torch is slow
@@ -108,13 +107,17 @@ def test_greedy_tokens_match_transformers(name: str, build: Build, directories: 
     assert len({token for answer in expected for token in answer}) > 3
 
 
-@pytest.mark.parametrize("name", IN_TORCH[:2])
-def test_latent_attention_caches_one_vector_per_token_and_layer(name: str, directories: Callable[[str], Path]):
-    """In place of the keys and values of all heads, in as many bytes as the ledger has."""
-    runner = build_runner(RankPlan(str(directories(name)), "dp1", "bfloat16", LIMITS), Mesh.single())
+@pytest.mark.parametrize("name", ["deepseek-v2-tiny", "deepseek-v3-tiny"])
+def test_latent_attention_caches_one_vector_per_token_and_layer(
+    name: str, build: Build, directories: Callable[[str], Path]
+):
+    """In place of the keys and values of all heads, in as many bytes as the ledger has; kernels pad the vector."""
+    runner = build(directories(name), "bfloat16")
     sizes = ServingSizes(LIMITS.token_budget, LIMITS.max_sequences, LIMITS.max_length, "bfloat16")
-    ledger = torch_ledger(runner.config, Layout(), sizes)
-    assert runner.memory()["kv"] == LIMITS.blocks * ledger.kv_block == LIMITS.blocks * 16 * 3 * (16 + 8) * 2
+    plain = runner.version.startswith("torch")
+    ledger = (torch_ledger if plain else serving_ledger)(runner.config, Layout(), sizes)
+    vector = 16 + 8 if plain else 32
+    assert runner.memory()["kv"] == LIMITS.blocks * ledger.kv_block == LIMITS.blocks * 16 * 3 * vector * 2
     assert runner.memory()["weights"] == ledger.stages[0].weights
 
 
@@ -126,7 +129,7 @@ def test_plain_torch_runs_where_the_plan_names_it(directories: Callable[[str], P
     assert runner.version.startswith("torch")
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *IN_TORCH])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_logits_match_training_forward(name: str, build: Build, directories: Callable[[str], Path]):
     model, _ = load_huggingface(directories(name))
     tokens = np.random.default_rng(1).integers(0, 256, 25).tolist()

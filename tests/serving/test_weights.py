@@ -15,10 +15,10 @@ from meshwright.layout import Layout
 from meshwright.model.huggingface import load_huggingface
 from meshwright.serving import weights as weights_module
 from meshwright.serving.weights import RankWeights
-from tests.serving.small_models import FAMILIES, IN_TORCH, small_config, write_model
+from tests.serving.small_models import FAMILIES, small_config, write_model
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *IN_TORCH])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_weights_are_the_models_parameters(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch):
     directory = write_model(tmp_path, small_config(name))
     read_entry, sizes = weights_module.read_entry, list[int]()

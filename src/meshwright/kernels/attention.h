@@ -21,18 +21,14 @@ static long partial_floats(long head_dim) { return 2 * LANES + (head_dim + LANES
 // turns them into weights, and rescales what earlier sections gave.
 static void update_softmax(float* scores, long blocks, long low, long high, float scale, float cap, float* sums,
                            long floats) {
-    if (cap != 0) {
-        for (long i = 0; i < blocks * BLOCK; i += LANES)
-            store(scores + i, softcap(load(scores + i) * broadcast(scale), cap));
-        scale = 1;
+    for (long b = 0; b < blocks; ++b) {
+        const Vec x = load(scores + b * BLOCK) * broadcast(scale);
+        store(scores + b * BLOCK, cap != 0 ? softcap(x, cap) : x);
     }
     std::fill_n(scores, low, -INFINITY);
     std::fill(scores + high, scores + blocks * BLOCK, -INFINITY);
     Vec most = broadcast(-INFINITY);
-    for (long b = 0; b < blocks; ++b) {
-        store(scores + b * BLOCK, load(scores + b * BLOCK) * broadcast(scale));
-        most = maximum(most, load(scores + b * BLOCK));
-    }
+    for (long b = 0; b < blocks; ++b) most = maximum(most, load(scores + b * BLOCK));
     const float peak = std::max(sums[0], largest(most));
     const Vec kept = exponential(broadcast(sums[0] - peak));
     for (long i = LANES; i < floats; i += LANES) store(sums + i, load(sums + i) * kept);
@@ -46,17 +42,20 @@ static void update_softmax(float* scores, long blocks, long low, long high, floa
 
 // Adds the result of later keys, none of which may have been visible.
 static void merge(float* sums, const float* more, long floats) {
-    if (more[0] == -INFINITY) return;
-    if (sums[0] == -INFINITY) return (void)std::copy_n(more, floats, sums);
-    const float peak = std::max(sums[0], more[0]);
+    const float peak = std::max(sums[0], more[0]);  // the exponential of -inf - -inf is 0
     const Vec kept = exponential(broadcast(sums[0] - peak)), added = exponential(broadcast(more[0] - peak));
     for (long i = LANES; i < floats; i += LANES) store(sums + i, load(sums + i) * kept + load(more + i) * added);
     sums[0] = peak;
 }
 
+// The first position that the token at `position` sees, in its window or (`mode`) its chunk of as many positions.
+static long first_visible(const Op& op, long position) {
+    return op.mode ? position / op.window * op.window : std::max(0L, position - op.window + 1);
+}
+
 // The spans of a tile: [first, last).
 static std::pair<long, long> spans_of(const Op& op, const Step& step, const QueryTile& tile) {
-    return {std::max<long>(0, step.positions[tile.first] - op.window + 1) / SPAN_TOKENS,
+    return {first_visible(op, step.positions[tile.first]) / SPAN_TOKENS,
             step.positions[tile.first + tile.count - 1] / SPAN_TOKENS + 1};
 }
 
@@ -71,45 +70,53 @@ static void attend_span(const Op& op, const Step& step, const QueryTile& tile, l
     const int32_t* blocks = step.block_tables + (cache.table * step.sequences + tile.sequence) * step.table_width;
     const int32_t* positions = step.positions + tile.first;
     std::vector<const float*> query(rows), weight(rows);
-    std::vector<const W*> panel(width / LANES);
+    std::vector<const W*> panel(((cache.keys ? size : op.first) + LANES - 1) / LANES);  // of the values
+    // Latent attention multiplies the cached vectors, which are rows, by panels of 16 queries.
+    const long panels = cache.keys ? 0 : (rows + LANES - 1) / LANES, columns = panels * LANES;
+    thread_local std::vector<float> packed, transposed;
+    packed.assign(columns * size, 0.0f);
+    std::vector<const float*> queries(panels);
     std::fill_n(sums, rows * floats, 0.0f);
     for (long r = 0; r < rows; ++r) {
         sums[r * floats] = -INFINITY;
         query[r] = op.in + (tile.first + r / group) * op.in_stride + (head * group + r % group) * size;
+        float* panel = packed.data() + r / LANES * size * LANES;
+        for (long d = 0; d < size && panels; ++d) queries[r / LANES] = panel, panel[d * LANES + r % LANES] = query[r][d];
     }
-    const auto low_of = [&](long t) { return std::max<long>(0, positions[t] - op.window + 1); };
+    const auto low_of = [&](long t) { return first_visible(op, positions[t]); };
     const auto high_of = [&](long t) { return long(positions[t]) + 1; };
     const long end = std::min(high_of(tile.count - 1), (span + 1) * SPAN_TOKENS);
     for (long begin = std::max(low_of(0) / SECTION_TOKENS * SECTION_TOKENS, span * SPAN_TOKENS); begin < end;
          begin += SECTION_TOKENS) {
-        long first = 0, last = tile.count;  // the tokens that see anything of this section
-        while (high_of(first) <= begin) ++first;
-        while (low_of(last - 1) >= begin + SECTION_TOKENS) --last;
-        const auto low = [&](long t) { return std::max(0L, low_of(t) - begin); };
-        const auto high = [&](long t) { return std::min(SECTION_TOKENS, high_of(t) - begin); };
-        const long count = (high(last - 1) + BLOCK - 1) / BLOCK;
-        const W *keys[SECTION_BLOCKS], *values[SECTION_BLOCKS];
+        const auto low = [&](long t) { return std::clamp(low_of(t) - begin, 0L, SECTION_TOKENS); };
+        const auto high = [&](long t) { return std::clamp(high_of(t) - begin, 0L, SECTION_TOKENS); };
+        const long count = (high(tile.count - 1) + BLOCK - 1) / BLOCK;
+        const W *keys[SECTION_BLOCKS], *values[SECTION_BLOCKS], *vectors[SECTION_TOKENS];
         for (long b = 0; b < count; ++b) {
-            const long block = blocks[begin / BLOCK + b] * cache.kv_heads + head;
+            const long number = blocks[begin / BLOCK + b], block = panels ? number : number * cache.kv_heads + head;
             keys[b] = (const W*)cache.keys + block * size * BLOCK;
             values[b] = (const W*)cache.values + block * width * BLOCK;
         }
-        std::fill_n(scores + first * group * SECTION_TOKENS, (last - first) * group * SECTION_TOKENS, 0.0f);
-        multiply(query.data() + first * group, (last - first) * group, keys, count, LANES, size,
-                 scores + first * group * SECTION_TOKENS, SECTION_TOKENS);
-        for (long r = first * group; r < last * group; ++r)
-            update_softmax(scores + r * SECTION_TOKENS, count, low(r / group), high(r / group), op.scale,
-                           op.softcap, sums + r * floats, floats);
+        std::fill_n(scores, rows * SECTION_TOKENS, 0.0f);
+        if (!panels) multiply(query.data(), rows, keys, count, LANES, size, scores, SECTION_TOKENS);
+        for (long i = 0; i < count * BLOCK; ++i) vectors[i] = values[i / BLOCK] + i % BLOCK * width;
+        transposed.assign(count * BLOCK * columns, 0.0f);
+        multiply(vectors, count * BLOCK, queries.data(), panels, LANES, size, transposed.data(), columns);
+        for (long r = 0; r < rows; ++r) {
+            float* row = scores + r * SECTION_TOKENS;
+            for (long i = 0; i < count * BLOCK && panels; ++i) row[i] = transposed[i * columns + r];
+            update_softmax(row, count, low(r / group), high(r / group), op.scale, op.softcap, sums + r * floats, floats);
+        }
         for (long b = 0; b < count; ++b) {
             const auto from = [&](long t) { return std::max(low(t), b * BLOCK); };
             const auto to = [&](long t) { return std::min(high(t), b * BLOCK + BLOCK); };
-            for (long t = first, end; t < last; t = end) {  // tokens that see the same part of the block
-                for (end = t + 1; end < last && from(end) == from(t) && to(end) == to(t); ++end) {}
+            for (long t = 0, end; t < tile.count; t = end) {  // tokens that see the same part of the block
+                for (end = t + 1; end < tile.count && from(end) == from(t) && to(end) == to(t); ++end) {}
                 if (to(t) <= from(t)) continue;
                 for (long r = t * group; r < end * group; ++r) weight[r] = scores + r * SECTION_TOKENS + from(t);
-                for (long d = 0; d < width; d += LANES)
-                    panel[d / LANES] = values[b] + (from(t) - b * BLOCK) * width + d;
-                multiply(weight.data() + t * group, (end - t) * group, panel.data(), width / LANES, width,
+                for (size_t p = 0; p < panel.size(); ++p)
+                    panel[p] = values[b] + (from(t) - b * BLOCK) * width + p * LANES;
+                multiply(weight.data() + t * group, (end - t) * group, panel.data(), panel.size(), width,
                          to(t) - from(t), sums + t * group * floats + 2 * LANES, floats);
             }
         }
@@ -122,8 +129,10 @@ static void finish_tile(const Op& op, const QueryTile& tile, long head, long spa
     const long size = op.cache.head_dim, floats = partial_floats(size), group = op.heads / op.cache.kv_heads;
     for (long r = 0; r < tile.count * group; ++r, sums += floats) {
         for (long span = 1; span < spans; ++span) merge(sums, sums + span * stride, floats);
-        float* to = op.out + (tile.first + r / group) * op.out_stride + (head * group + r % group) * size;
-        const Vec norm = broadcast(sum(load(sums + LANES)));
+        const long query_head = head * group + r % group;
+        float* to = op.out + (tile.first + r / group) * op.out_stride + query_head * size;
+        Vec norm = broadcast(sum(load(sums + LANES)));
+        if (op.bias) norm = norm + exponential(broadcast(op.bias[query_head] - sums[0]));  // the sink
         for (long d = 0; d < size; d += LANES) store(to + d, load(sums + 2 * LANES + d) / norm, size - d);
     }
 }

@@ -10,10 +10,9 @@
 
 // --- rows of one token ------------------------------------------------------------------------------------------------
 
-static void embed(const Op& op, const Step& step, long t) {
+static void embed(const Op& op, const Step& step, long t, float* out) {
     const Matrix& table = op.matrix;
     const long id = (op.mode ? step.positions : step.tokens)[t] - op.first;
-    float* out = op.out + t * op.out_stride;
     const bool found = id >= 0 && id < table.n;
     const char* data = table.packed && found ? panel_at(table, 0, id / LANES) : (const char*)table.data;
     for (long h = 0; h < table.k; ++h) {
@@ -53,86 +52,93 @@ static void rope_store(const Op& op, const Step& step, long t) {
     const long size = cache.head_dim, width = (size + LANES - 1) / LANES * LANES, half = op.rotated / 2;
     float* row = op.out + t * op.out_stride;
     for (long h = 0; h < op.heads + cache.kv_heads; ++h) {
-        float* x = row + h * size;
-        if (const float* norm = h < op.heads ? op.query_norm : op.key_norm)
+        const bool query = h < op.heads;
+        float* x = row + h * size + op.first;
+        const float* in = query && op.in ? op.in + t * op.in_stride + h * op.in_step : x;
+        if (const float* norm = query ? op.query_norm : op.key_norm)
             normalise(x, x, norm, nullptr, size, op.epsilon, false);
         const float *cosine = op.cosine + step.positions[t] * half, *sine = op.sine + step.positions[t] * half;
-        for (long i = 0; i < half; ++i) {
-            const float a = x[i], b = x[i + half];
-            x[i] = a * cosine[i] - b * sine[i];
-            x[i + half] = b * cosine[i] + a * sine[i];
+        for (long i = 0; i < half && (query || !op.mode); ++i) {  // `mode`: the queries alone
+            const float a = in[i], b = in[i + half];
+            x[i] = a * cosine[i] - b * sine[i], x[i + half] = b * cosine[i] + a * sine[i];
         }
     }
     const long slot = step.slots[cache.table * step.token_count + t], block = slot / BLOCK, place = slot % BLOCK;
-    const float *k = row + op.heads * size, *v = k + cache.kv_heads * size;
+    const float *k = row + op.heads * size, *v = cache.keys ? k + cache.kv_heads * size : k;
     for (long h = 0; h < cache.kv_heads; ++h) {
         W* keys = (W*)cache.keys + (block * cache.kv_heads + h) * size * BLOCK + place;
         W* values = (W*)cache.values + ((block * cache.kv_heads + h) * BLOCK + place) * width;
-        for (long d = 0; d < size; ++d) put(keys + d * BLOCK, k[h * size + d]), put(values + d, v[h * size + d]);
+        for (long d = 0; d < size && cache.keys; ++d) put(keys + d * BLOCK, k[h * size + d]);
+        for (long d = 0; d < size; ++d) put(values + d, v[h * size + d]);
     }
 }
 
-static Vec activate(const Vec& x, int kind) {
+static Vec activate(const Vec& x, int kind, float alpha) {
     const Vec positive = maximum(x, broadcast(0.0f));
-    if (kind == SILU) return x * sigmoid(x);
+    if (kind == SILU) return x * sigmoid(x * broadcast(alpha));
     if (kind == GELU) return gelu(x);
     if (kind == GELU_TANH) return gelu_tanh(x);
     return kind == RELU ? positive : positive * positive;
 }
 
+// activation(gate) * up, of which gate is cut at `softcap` and up at ± `softcap`, then 1 added to it, if that is not 0.
+// Llama 4's experts: `weight` is the factor of each assignment's input, here of its products.
 static void activation(const Op& op, long t, long begin) {
     const float* x = op.in + t * op.in_stride;
     float* out = op.out + t * op.out_stride;
+    const Vec factor = broadcast(op.weight ? op.weight[t] : 1.0f), limit = broadcast(op.softcap), one = broadcast(1.0f);
     for (long i = begin; i < std::min(op.size, begin + 1024); i += LANES) {
-        Vec y = activate(load(x + i, op.size - i), op.mode);
-        if (op.gated) y = y * load(x + op.size + i, op.size - i);
-        store(out + i, y, op.size - i);
+        Vec gate = load(x + i, op.size - i) * factor, up = op.gated ? load(x + op.size + i, op.size - i) * factor : one;
+        if (op.softcap != 0)
+            gate = minimum(limit, gate), up = maximum(broadcast(-op.softcap), minimum(limit, up)) + one;
+        store(out + i, activate(gate, op.mode, op.scale) * up, op.size - i);
     }
 }
 
-// scale * x, capped if `softcap` is not 0.
-static void scale_row(const Op& op, const float* in, float* out) {
+// scale * x, capped if `softcap` is not 0; a gate's `weight` has the factor of each token before a sigmoid.
+static void scale_row(const Op& op, long t, const float* in, float* out) {
+    const Vec factor = op.weight ? sigmoid(broadcast(op.weight[t])) : broadcast(op.scale);
     for (long i = 0; i < op.size; i += LANES) {
-        Vec y = load(in + i, op.size - i) * broadcast(op.scale);
+        Vec y = load(in + i, op.size - i) * factor;
         if (op.softcap != 0) y = softcap(y, op.softcap);
         if (op.accumulate) y = load(out + i, op.size - i) + y;
         store(out + i, y, op.size - i);
     }
 }
 
-static void gate(const Op& op, const float* in, float* out) {
-    Vec total = broadcast(0.0f);
-    const long k = op.matrix.k;
-    for (long i = 0; i < k; i += LANES) total = fma(load(in + i, k - i), load(op.weight + i, k - i), total);
-    const Vec factor = sigmoid(broadcast(sum(total)));
-    for (long i = 0; i < op.size; i += LANES) store(out + i, load(out + i, op.size - i) * factor, op.size - i);
-}
-
 // --- mixture of experts -----------------------------------------------------------------------------------------------
 
-// Turns one token's router logits into scores (`mode` 1: sigmoid, else softmax) and chooses its experts.
+// Turns one token's router logits into scores (`mode`: `Router`) and chooses its experts.
 static void route(const Op& op, long t) {
     const Routing& r = op.routing;
-    float* scores = op.out + t * op.out_stride;
+    const long size = r.count / r.groups;
+    float *scores = op.out + t * op.out_stride, *rating = take_scratch(r.count + r.groups + 1);
     const float most = *std::max_element(scores, scores + r.count);
     Vec total = broadcast(0.0f);
-    for (long e = 0; e < r.count; e += LANES) {
+    for (long e = 0; e < r.count && op.mode != LOGITS; e += LANES) {
         const Vec x = load(scores + e, r.count - e, -INFINITY);
         const Vec y = op.mode ? sigmoid(x) : exponential(x - broadcast(most));
         total = total + y;
         store(scores + e, y, r.count - e);
     }
     const float scale = op.mode ? 1.0f : sum(total);
-    for (long e = 0; e < r.count; ++e) scores[e] /= scale;
+    for (long e = 0; e < r.count; ++e) scores[e] /= scale, rating[e] = scores[e] + (op.bias ? op.bias[e] : 0.0f);
+    float* best = rating + r.count;  // of each group: the best rating, of sigmoids the sum of the two best
+    for (long g = 0; g < r.groups && r.kept < r.groups; ++g) {
+        const float* group = rating + g * size;
+        std::partial_sort_copy(group, group + size, best + g, best + g + 1 + op.mode, std::greater<float>());
+        if (op.mode) best[g] += best[g + 1];
+    }
+    for (long kept = r.groups, worst = 0; kept > r.kept; --kept, worst = 0) {
+        for (long g = 1; g < r.groups; ++g) worst = best[g] <= best[worst] ? g : worst;
+        std::fill_n(rating + worst * size, size, -INFINITY), best[worst] = INFINITY;
+    }
     float *weights = r.weights + t * r.top_k, chosen_sum = 0;
-    int32_t* experts = r.experts + t * r.top_k;
-    const auto rating = [&](long e) { return scores[e] + (op.bias ? op.bias[e] : 0.0f); };
     for (long k = 0; k < r.top_k; ++k) {
-        long best = -1;
-        for (long e = 0; e < r.count; ++e)
-            if ((best < 0 || rating(e) > rating(best)) && std::find(experts, experts + k, e) == experts + k) best = e;
-        experts[k] = int32_t(best);
-        weights[k] = scores[best];
+        const long chosen = std::max_element(rating, rating + r.count) - rating;
+        r.experts[t * r.top_k + k] = int32_t(chosen);
+        rating[chosen] = -INFINITY;
+        weights[k] = op.mode == LOGITS ? largest(sigmoid(broadcast(scores[chosen]))) : scores[chosen];
         chosen_sum += weights[k];
     }
     const float norm = r.normalise ? chosen_sum + 1e-20f : 1.0f;
@@ -148,18 +154,15 @@ static void group_assignments(const Op& op, const Step& step) {
     }
 }
 
-static bool is_held(const Routing& r, long assignment) {
-    return r.experts[assignment] >= r.first && r.experts[assignment] < r.first + r.held;
-}
+INLINE bool is_held(const Routing& r, long a) { return r.experts[a] >= r.first && r.experts[a] < r.first + r.held; }
 
-static void combine(const Op& op, long t) {
+static void combine(const Op& op, long t, float* out) {
     const Routing& r = op.routing;
-    float* out = op.out + t * op.out_stride;
     for (long i = 0; i < op.size; i += LANES) {
         Vec total = broadcast(0.0f);
         for (long a = t * r.top_k; a < (t + 1) * r.top_k; ++a)
-            if (is_held(r, a))
-                total = fma(broadcast(r.weights[a]), load(op.in + a * op.in_stride + i, op.size - i), total);
+            if (const float weight = op.mode ? 1.0f : r.weights[a]; is_held(r, a))
+                total = fma(broadcast(weight), load(op.in + a * op.in_stride + i, op.size - i), total);
         if (op.accumulate) total = load(out + i, op.size - i) + total;
         store(out + i, total, op.size - i);
     }
@@ -173,7 +176,7 @@ struct Run {
     long spans = 1, tile_tokens = 1;  // most of any tile
     long parts = 1, floats = 0;  // of the current attention: items of a tile and head; floats of a span's results
     std::vector<float> partials;  // results of spans that several threads compute
-    std::vector<long> done;  // parts of each tile and head
+    std::vector<long> done, ends;  // parts of each tile and head; items up to the end of each matrix
 };
 
 static void find_tiles(Run& run) {
@@ -190,17 +193,15 @@ static long count_rows(const Op& op, const Step& step) {
     return op.rows == OUTPUTS ? step.outputs : step.token_count * (op.rows == ASSIGNMENTS ? op.routing.top_k : 1);
 }
 
-// Executes an item of the products with all matrices (-1: none), and returns how many there are.
-static long multiply_matrices(const Op& op, const Run& run, long item) {
-    long items_before = 0;
-    for (long index = 0, begin = 0, end; index < op.matrix.count; ++index, begin = end) {
-        end = op.kind == LINEAR ? count_rows(op, *run.step) : op.routing.ends[index];
-        const Items items(end - begin, op.matrix.n, run.threads);
-        const long here = item - items_before;
-        if (here >= 0 && here < items.count()) multiply_item(op, items, here, index, begin);
-        items_before += items.count();
-    }
-    return items_before;
+// The work items of the product with matrix `index`.
+static Items items_of(const Op& op, const Run& run, long index) {
+    if (op.kind == LINEAR) return {0, count_rows(op, *run.step), op.matrix.n, run.threads};
+    return {index ? op.routing.ends[index - 1] : 0, op.routing.ends[index], op.matrix.n, run.threads};
+}
+
+static void multiply_matrix(const Op& op, const Run& run, long item) {
+    const long index = std::upper_bound(run.ends.begin(), run.ends.end(), item) - run.ends.begin();
+    multiply_item(op, items_of(op, run, index), index ? item - run.ends[index - 1] : item, index);
 }
 
 static void attend(const Op& op, Run& run, long item) {
@@ -220,8 +221,10 @@ static void attend(const Op& op, Run& run, long item) {
 static long count_items(const Op& op, Run& run) {
     const long rows = count_rows(op, *run.step), units = long(run.tiles.size()) * op.cache.kv_heads;
     switch (op.kind) {
-        case LINEAR:
-        case GROUPED_LINEAR: return multiply_matrices(op, run, -1);
+        case LINEAR: case GROUPED_LINEAR:
+            run.ends.resize(op.matrix.count);
+            for (long e = 0, items = 0; e < op.matrix.count; ++e) run.ends[e] = items += items_of(op, run, e).count();
+            return run.ends.back();
         case ATTENTION:
             run.floats = run.tile_tokens * op.heads / op.cache.kv_heads * partial_floats(op.cache.head_dim);
             run.parts = run.threads > 1 && units * run.spans * run.floats <= MOST_PARTIALS ? run.spans : 1;
@@ -237,12 +240,12 @@ static long count_items(const Op& op, Run& run) {
 static void execute(const Op& op, Run& run, long item) {
     const long rows = count_rows(op, *run.step);
     float* out = op.out + item * op.out_stride;
-    const float* in = op.in + item * op.in_stride;
+    const bool takes = op.kind == NORM && op.rows == OUTPUTS;  // reads the rows of the tokens whose logits are wanted
+    const float* in = op.in + (takes ? run.step->output_rows[item] : item) * op.in_stride;
     switch (op.kind) {
-        case EMBED: return embed(op, *run.step, item);
+        case EMBED: return embed(op, *run.step, item, out);
         case NORM: return normalise(in, out, op.weight, op.bias, op.size, op.epsilon, op.mode);
-        case LINEAR:
-        case GROUPED_LINEAR: return (void)multiply_matrices(op, run, item);
+        case LINEAR: case GROUPED_LINEAR: return multiply_matrix(op, run, item);
         case ROPE_STORE: return (op.cache.bf16 ? rope_store<bfloat16> : rope_store<float>)(op, *run.step, item);
         case ATTENTION: return attend(op, run, item);
         case ACTIVATION:  // assignments to experts of other ranks have no input
@@ -250,38 +253,28 @@ static void execute(const Op& op, Run& run, long item) {
             return;
         case ROUTE: return route(op, item);
         case GROUP: return group_assignments(op, *run.step);
-        case COMBINE: return combine(op, item);
-        case GATE: return gate(op, in, out);
-        case SCALE: return scale_row(op, in, out);
-        case TAKE_ROWS: std::copy_n(op.in + run.step->output_rows[item] * op.in_stride, op.size, out); return;
+        case COMBINE: return combine(op, item, out);
+        case SCALE: return scale_row(op, item, in, out);
     }
 }
 
 // Threads take items of the current operation one by one; whoever finishes the last item begins the next operation, so
 // that a thread without a core (another process has it) holds nobody up unless it is inside an item.
-class Pool {
-  public:
+struct Pool {
     explicit Pool(long threads) {
         for (long i = 1; i < threads; ++i)
-            workers_.emplace_back([this] {
-                while (!stop_) wait_for_change(take_items());
-            });
+            workers_.emplace_back([this] { while (!stop_) wait_for_change(take_items()); });
     }
-    ~Pool() {
-        stop_ = true;
-        publish(0);
-    }
+    ~Pool() { stop_ = true, publish(0); }
     void run(const Op* ops, long count, const Step* step) {
-        run_ = {ops, count, step, long(workers_.size()) + 1, {}, 1, 1, 1, 0, std::move(run_.partials), {}};
+        run_ = {ops, count, step, long(workers_.size()) + 1, {}, 1, 1, 1, 0, std::move(run_.partials), {}, {}};
         find_tiles(run_);
         current_ = -1;
         begin_next();
         for (uint64_t seen; (seen = take_items()) & MASK;) wait_for_change(seen);  // no items: all is done
     }
 
-  private:
-    static constexpr int BITS = 24;
-    static constexpr uint64_t MASK = (1 << BITS) - 1;
+    static constexpr uint64_t BITS = 24, MASK = (1 << BITS) - 1;
 
     // Executes items until none is left; returns number and items of the operation that had none.
     uint64_t take_items() {

@@ -17,13 +17,13 @@ from meshwright.kernels.operations import (
     Embed,
     Experts,
     Gate,
+    LatentAttention,
     LayerCache,
     Linear,
     Norm,
     RopeStore,
     Scale,
     StepArrays,
-    TakeRows,
 )
 from meshwright.kernels.structures import BFLOAT16, Float32, PackedMatrix, get_address, get_row_layout
 
@@ -32,7 +32,7 @@ Execute = Callable[["ctypes.Array[structures.Op]", int, int, structures.Step], N
 
 _KINDS = (
     *("embed", "norm", "linear", "rope_store", "attention", "activation", "route", "group", "grouped_linear"),
-    *("combine", "gate", "take_rows", "scale"),
+    *("combine", "scale"),
 )
 KIND = {name: number for number, name in enumerate(_KINDS)}
 """Numbers of the kinds of operations in `structures.h`."""
@@ -40,7 +40,8 @@ KIND = {name: number for number, name in enumerate(_KINDS)}
 _ROWS = {"tokens": 0, "outputs": 1, "assignments": 2}
 _NORM = {"rms": 0, "layer": 1}
 _ACTIVATION = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
-_ROUTER = {"softmax": 0, "sigmoid": 1}
+_ROUTER = {"softmax": 0, "sigmoid": 1, "logits": 2}
+_HEADS_TOGETHER = 16  # most heads of latent attention that one thread computes at a time
 
 
 class OpList:
@@ -70,7 +71,8 @@ class OpList:
 
     def append(self, op: AnyOp) -> int:
         """Append the operation `op`, such as a `Linear`; return the index of its first entry, for use as `begin` or
-        `end` of `run`. A mixture-of-experts layer takes several entries, every other operation one. Raises `ValueError`
+        `end` of `run`. A mixture-of-experts layer, latent attention and a gate take several entries, every other
+        operation one. Raises `ValueError`
         if the shapes of the operation's arrays are inconsistent."""
         begin = len(self._ops)
         self._ops += list(_LOWER[type(op)](op))  # all or, after an error, none
@@ -104,13 +106,14 @@ def _make_cache_struct(cache: LayerCache) -> structures.Cache:
     """Convert a layer's KV cache to its ctypes struct. Raises `ValueError` if keys and values have different numbers of
     blocks or heads, or other shapes than `LayerCache.compute_shapes` has for these numbers."""
     blocks, kv_heads = cache.keys.shape[:2]
-    if (cache.keys.shape, cache.values.shape) != LayerCache.compute_shapes(blocks, kv_heads, cache.head_dim):
+    latent = not cache.keys.size
+    if (cache.keys.shape, cache.values.shape) != LayerCache.compute_shapes(blocks, kv_heads, cache.head_dim, latent):
         raise ValueError(
             f"keys {cache.keys.shape} and values {cache.values.shape} are not those of LayerCache.compute_shapes"
         )
     wide = BFLOAT16 if cache.keys.dtype == BFLOAT16 else np.dtype(np.float32)
     return structures.Cache(
-        get_address(cache.keys, wide),
+        None if latent else get_address(cache.keys, wide),
         get_address(cache.values, wide),
         kv_heads,
         cache.head_dim,
@@ -158,11 +161,18 @@ def _lower_norm(op: Norm) -> Iterator[structures.Op]:
 
 
 def _lower_linear(op: Linear) -> Iterator[structures.Op]:
-    """Yield the ctypes struct of the `Linear` operation `op`."""
-    bias = get_address(op.bias, np.float32, op.weight.n)
+    """Yield the ctypes struct of the `Linear` operation `op`. Raises `ValueError` if a matrix reads or writes columns
+    that a buffer does not have."""
+    weight, (out_step, in_step) = op.weight, op.steps
+    bias, last = get_address(op.bias, np.float32, weight.count * weight.n), weight.count - 1
+    out, x = op.out, op.x
+    if any(op.steps):
+        if last * out_step + weight.n > out.shape[1] or last * in_step + weight.k > x.shape[1]:
+            raise ValueError(f"linear: {weight.count} matrices [{weight.n}, {weight.k}], expected rows for all of them")
+        out, x = out[:, : weight.n], x[:, : weight.k]
     yield _make_op(
-        "linear", op.out, op.x, width=op.weight.n, in_width=op.weight.k, rows=_ROWS[op.rows], bias=bias,
-        accumulate=op.accumulate, matrix=make_matrix_struct(op.weight),
+        "linear", out, x, width=weight.n, in_width=weight.k, rows=_ROWS[op.rows], bias=bias,
+        accumulate=op.accumulate, matrix=make_matrix_struct(weight), out_step=out_step, in_step=in_step,
     )  # fmt: skip
 
 
@@ -175,7 +185,7 @@ def _lower_rope_store(op: RopeStore) -> Iterator[structures.Op]:
         "rope_store", op.qkv, None, width=(op.heads + 2 * cache.kv_heads) * size, cache=cache, heads=op.heads,
         rotated=rotated, cosine=get_address(op.cosine, np.float32), sine=get_address(op.sine, np.float32, count),
         query_norm=get_address(op.query_norm, np.float32, size), key_norm=get_address(op.key_norm, np.float32, size),
-        epsilon=op.epsilon,
+        epsilon=op.epsilon, mode=op.queries_alone,
     )  # fmt: skip
 
 
@@ -185,8 +195,44 @@ def _lower_attention(op: Attention) -> Iterator[structures.Op]:
     cache, size, window = _make_cache_struct(op.cache), op.cache.head_dim, op.window or 1 << 40
     yield _make_op(
         "attention", op.out, op.qkv, width=op.heads * size, in_width=(op.heads + 2 * cache.kv_heads) * size,
-        cache=cache, heads=op.heads, scale=op.scale, window=window, softcap=op.softcap,
+        cache=cache, heads=op.heads, scale=op.scale, window=window, softcap=op.softcap, mode=op.chunks,
+        bias=get_address(op.sinks, np.float32, op.heads),
     )  # fmt: skip
+
+
+def _lower_latent_attention(op: LatentAttention) -> Iterator[structures.Op]:
+    """Yield the ctypes structs of the latent attention `op`: projection, norm of the latent vector, norm and projection
+    of the queries' (if they have one), rotation and cache write, queries times the projection to keys, attention, its
+    output times the projection to values."""
+    heads, rank, plain, cached = op.key_up.count, op.key_up.n, op.key_up.k, op.cache.head_dim
+    begin = heads * cached
+    queries = op.wide[:, begin + cached :]
+    yield from _lower_linear(Linear(op.wide[:, begin:], op.x, op.down))
+    latent = op.wide[:, begin : begin + rank]
+    yield from _lower_norm(Norm(latent, latent, op.latent_norm, epsilon=op.epsilon))
+    if op.query_up is not None and op.query_norm is not None and op.queries is not None:
+        yield from _lower_norm(Norm(queries, queries, op.query_norm, epsilon=op.epsilon))
+        yield from _lower_linear(Linear(op.queries, queries, op.query_up))
+        queries = op.queries
+    size, cache = queries.shape[1] // heads, _make_cache_struct(op.cache)
+    if size != plain + cached - rank or cache.keys:
+        raise ValueError(f"expected a cache of latent vectors, and queries of {plain + cached - rank} elements")
+    keyed = op.wide[:, : begin + cached]
+    tables = {name: get_address(getattr(op, name), np.float32, op.cosine.size) for name in ("cosine", "sine")}
+    rotated = _make_op(
+        "rope_store", keyed, queries, width=begin + cached, in_width=heads * size, cache=cache, heads=heads, first=rank,
+        in_step=size, rotated=cached - rank, **tables,
+    )  # fmt: skip
+    rotated.input += 4 * plain  # the rotated features of a query are its last
+    yield rotated
+    yield from _lower_linear(Linear(op.wide[:, :begin], queries, op.key_up, steps=(cached, size)))
+    parts = range(1, heads + 1)
+    cache.kv_heads = next(count for count in parts if heads % count == 0 and heads <= count * _HEADS_TOGETHER)
+    yield _make_op(
+        "attention", op.attended, keyed, width=begin, in_width=begin + cached, cache=cache, heads=heads, first=rank,
+        scale=op.scale, window=1 << 40,
+    )  # fmt: skip
+    yield from _lower_linear(Linear(op.out, op.attended, op.value_up, steps=(op.value_up.n, cached)))
 
 
 def _lower_activation(op: Activation, rows: str = "tokens", **fields: Any) -> Iterator[structures.Op]:
@@ -198,7 +244,7 @@ def _lower_activation(op: Activation, rows: str = "tokens", **fields: Any) -> It
     width = op.out.shape[1]
     yield _make_op(
         "activation", op.out, op.x, width=width, in_width=2 * width if op.gated else width,
-        mode=_ACTIVATION[op.kind], gated=op.gated, rows=_ROWS[rows], **fields,
+        mode=_ACTIVATION[op.kind], gated=op.gated, rows=_ROWS[rows], scale=op.alpha, softcap=op.limit, **fields,
     )  # fmt: skip
 
 
@@ -213,29 +259,38 @@ def _lower_experts(op: Experts) -> Iterator[structures.Op]:
         )
     routing = structures.Routing(
         *(array.ctypes.data for array in (space.weights, space.chosen, space.order, space.ends)),
-        *(op.top_k, count, op.first, op.up.count, op.scale, op.normalise),
+        *(op.top_k, count, op.first, op.up.count, *op.groups, op.scale, op.normalise),
     )
-    bias = get_address(op.router_bias, np.float32, count)
+    bias = get_address(op.choice_bias, np.float32, count)
     up, down = make_matrix_struct(op.up), make_matrix_struct(op.down)
     width, hidden = op.up.n, op.up.k
-    yield from _lower_linear(Linear(space.scores, op.x, op.router))
+    of_up = get_address(op.biases[1], np.float32, up.count * width)
+    of_down = get_address(op.biases[2], np.float32, up.count * hidden)
+    yield from _lower_linear(Linear(space.scores, op.x, op.router, op.biases[0]))
     yield _make_op("route", space.scores, None, width=count, mode=_ROUTER[op.router_kind], bias=bias, routing=routing)
     yield _make_op("group", space.scores, None, width=count, routing=routing)
     yield _make_op(
-        "grouped_linear", space.up, op.x, width=width, in_width=hidden, mode=True, matrix=up, routing=routing
-    )
-    yield from _lower_activation(Activation(space.act, space.up, op.kind, gated=True), "assignments", routing=routing)
+        "grouped_linear", space.up, op.x, width=width, in_width=hidden, mode=True, matrix=up, bias=of_up,
+        routing=routing,
+    )  # fmt: skip
+    kind, limit, alpha = op.activation
+    activation = Activation(space.act, space.up, kind, gated=True, limit=limit, alpha=alpha)
+    factors = space.weights.ctypes.data if op.on_input else None
+    yield from _lower_activation(activation, "assignments", weight=factors, routing=routing)
     yield _make_op(
-        "grouped_linear", space.down, space.act, width=hidden, in_width=width // 2, matrix=down, routing=routing
+        "grouped_linear", space.down, space.act, width=hidden, in_width=width // 2, matrix=down, bias=of_down,
+        routing=routing,
+    )  # fmt: skip
+    yield _make_op(
+        "combine", op.out, space.down, width=hidden, mode=op.on_input, accumulate=op.accumulate, routing=routing
     )
-    yield _make_op("combine", op.out, space.down, width=hidden, accumulate=op.accumulate, routing=routing)
 
 
 def _lower_gate(op: Gate) -> Iterator[structures.Op]:
-    """Yield the ctypes struct of the `Gate` operation `op` (sigmoid gate of a shared expert)."""
-    matrix = structures.Matrix(k=op.x.shape[1])
-    weight = get_address(op.weight, np.float32, op.x.shape[1])
-    yield _make_op("gate", op.out, op.x, width=op.out.shape[1], in_width=op.x.shape[1], weight=weight, matrix=matrix)
+    """Yield the ctypes structs of the `Gate` operation `op`: product, scaling by its sigmoid."""
+    yield from _lower_linear(Linear(op.scores, op.x, op.weight))
+    factors = get_address(op.scores, np.float32)
+    yield _make_op("scale", op.out, op.out, width=op.out.shape[1], weight=factors)
 
 
 def _lower_scale(op: Scale) -> Iterator[structures.Op]:
@@ -246,20 +301,15 @@ def _lower_scale(op: Scale) -> Iterator[structures.Op]:
     )  # fmt: skip
 
 
-def _lower_take_rows(op: TakeRows) -> Iterator[structures.Op]:
-    """Yield the ctypes struct of the `TakeRows` operation `op` (copy of the rows whose logits are wanted)."""
-    yield _make_op("take_rows", op.out, op.x, width=op.out.shape[1], rows=_ROWS["outputs"])
-
-
 _LOWER: dict[type, Callable[[Any], Iterator[structures.Op]]] = {
     Embed: _lower_embed,
     Norm: _lower_norm,
     Linear: _lower_linear,
     RopeStore: _lower_rope_store,
     Attention: _lower_attention,
+    LatentAttention: _lower_latent_attention,
     Activation: _lower_activation,
     Experts: _lower_experts,
     Gate: _lower_gate,
     Scale: _lower_scale,
-    TakeRows: _lower_take_rows,
 }

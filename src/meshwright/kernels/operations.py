@@ -46,7 +46,8 @@ class LayerCache:
     """KV cache of one layer of the model, in B blocks of 16 tokens. The layer has K key-value heads of size D.
 
     keys: [B, K, D, 16]. values: [B, K, 16, D rounded up to a multiple of 16]. Both are float32, or uint16 that holds
-    the bits of bfloat16; they start as zeros. head_dim: D. table: number of the block table that lists the blocks of
+    the bits of bfloat16; they start as zeros. For latent attention, with one head of latent vectors and rotary keys,
+    keys is empty. head_dim: D. table: number of the block table that lists the blocks of
     each sequence in this layer: index into the first dimension of `StepArrays.block_tables`. Layers with different
     block tables may share the two arrays.
     """
@@ -57,11 +58,14 @@ class LayerCache:
     table: int = 0
 
     @staticmethod
-    def compute_shapes(blocks: int, kv_heads: int, head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def compute_shapes(
+        blocks: int, kv_heads: int, head_dim: int, latent: bool = False
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return (shape of keys, shape of values) of a layer's KV cache. blocks: number of KV blocks of 16 tokens.
-        kv_heads: key-value heads of size `head_dim`."""
+        kv_heads: key-value heads of size `head_dim`. latent: True for latent attention, whose keys are the values."""
         padded = -(-head_dim // 16) * 16
-        return (blocks, kv_heads, head_dim, BLOCK_TOKENS), (blocks, kv_heads, BLOCK_TOKENS, padded)
+        keys = (blocks, kv_heads, 0 if latent else head_dim, BLOCK_TOKENS)
+        return keys, (blocks, kv_heads, BLOCK_TOKENS, padded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +90,8 @@ class Norm:
 
     out, x: [rows, H], may be the same array. weight, bias: [H] (bias None: 0). kind: "rms" (RMSNorm) or "layer"
     (LayerNorm). epsilon: added to the mean square or variance. rows: "tokens" if the buffers have a row per token of
-    the step, "outputs" if a row per token whose logits are wanted."""
+    the step; "outputs": `out` has a row per token whose logits are wanted, which is read from that token's row of
+    `x`."""
 
     out: Float32
     x: Float32
@@ -103,7 +108,9 @@ class Linear:
 
     out, x: [rows, Y] and [rows, X]. weight: packed W [Y, X]. bias: [Y] (None: 0). accumulate: if True, add to the
     present values of `out` (a residual connection). rows: "tokens" if `x` and `out` have a row per token of the step,
-    "outputs" if a row per token whose logits are wanted."""
+    "outputs" if a row per token whose logits are wanted. steps: (columns of `out`, columns of `x`) from one matrix to
+    the next if `weight` has one for each head; matrix i then reads the X columns from i times the second on, and writes
+    the Y columns from i times the first on."""
 
     out: Float32
     x: Float32
@@ -111,6 +118,7 @@ class Linear:
     bias: Float32 | None = None
     accumulate: bool = False
     rows: Rows = "tokens"
+    steps: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +129,7 @@ class RopeStore:
     qkv: [T, (N + 2K) D], queries first, then keys, then values. cache: KV cache of the layer. heads: N. cosine, sine:
     [positions, R/2], where the first R <= D features of a head are rotated in pairs i and i + R/2; None: no rotation
     (learned positions). query_norm, key_norm: RMSNorm weights [D] (None: no norm); epsilon: of these norms.
+    queries_alone: if True, the keys are not rotated.
     """
 
     qkv: Float32
@@ -131,6 +140,7 @@ class RopeStore:
     query_norm: Float32 | None = None
     key_norm: Float32 | None = None
     epsilon: float = 1e-6
+    queries_alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +150,9 @@ class Attention:
 
     qkv: [T, (N + 2K) D], of which the queries are read, the first N D columns. out: [T, N D]. cache: the layer's KV
     cache. heads: N. window: tokens that a token attends to, itself included (0: no limit). scale: factor of the scores,
-    usually D ** -0.5. softcap: c that turns the scaled scores x into c tanh(x / c) (0: none). Attention sinks are not
-    implemented.
+    usually D ** -0.5. softcap: c that turns the scaled scores x into c tanh(x / c) (0: none). sinks: [N], for each
+    query head one more score, to a key without a value (None: none). chunks: if True, a token attends only to tokens of
+    its chunk of `window` positions, counted from position 0.
     """
 
     out: Float32
@@ -151,6 +162,41 @@ class Attention:
     scale: float
     window: int = 0
     softcap: float = 0.0
+    sinks: Float32 | None = None
+    chunks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2: arXiv:2405.04434, section 2.1) over cached latent vectors, up to the
+    input of the output projection. The projections to keys and values are absorbed into those of the queries and of the
+    attention's output (section 2.1.2). T tokens; N heads, whose queries have size D = P + E with E rotated features and
+    whose values have size V; latent vectors of size R, cached with the rotary key as C = R + E elements.
+
+    out: [T, N V]. x: [T, H]. down: packed [C + Q, H], which projects to the latent vector, the rotary key and the
+    queries' latent vector of size Q, or without `query_up` the queries themselves, Q = N D. latent_norm, query_norm:
+    weights of the RMSNorms on both latent vectors, [R] and [Q] (None: no norm), with epsilon. query_up: packed
+    [N D, Q]. key_up: packed, a matrix [R, P] for each head. value_up: packed, a matrix [V, R] for each head. wide:
+    temporary buffer [T, N C + C + Q]. queries: temporary buffer [T, N D], unused without `query_up`. attended:
+    temporary buffer [T, N C]. cache: the layer's KV cache, of latent vectors. cosine, sine: [positions, E/2]. scale:
+    factor of the scores."""
+
+    out: Float32
+    x: Float32
+    down: PackedMatrix
+    latent_norm: Float32
+    query_norm: Float32 | None
+    query_up: PackedMatrix | None
+    key_up: PackedMatrix
+    value_up: PackedMatrix
+    wide: Float32
+    queries: Float32 | None
+    attended: Float32
+    cache: LayerCache
+    cosine: Float32
+    sine: Float32
+    scale: float
+    epsilon: float = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,13 +205,16 @@ class Activation:
 
     gated: if True, out = activation(gate) * up, where x [T, 2F] holds the columns of gate, then those of up; if False,
     out = activation(x), with x [T, F]. out: [T, F]. kind: "relu2" is relu squared, "gelu_tanh" GELU's tanh
-    approximation.
+    approximation. limit: if not 0, gate is at most this, up is clamped to this magnitude, and 1 is added to up. alpha:
+    "silu" is x sigmoid(alpha x).
     """
 
     out: Float32
     x: Float32
     kind: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
     gated: bool
+    limit: float = 0.0
+    alpha: float = 1.0
 
 
 class ExpertsWorkspace:
@@ -192,10 +241,14 @@ class Experts:
     that this rank does not hold add nothing. T tokens, H hidden size, F intermediate size, E experts.
 
     out, x: [T, H]. router: packed [E, H], float32. up, down: packed [held, 2F, H] (gate first) and [held, H, F] of the
-    experts that this rank holds, from number `first` on. workspace: temporary buffers. top_k: experts per token. kind:
-    activation function. router_kind: function that turns router logits into scores. router_bias: [E], added to the
-    scores for the top-k choice, not for the weights. normalise: if True, the top-k weights of a token are divided by
-    their sum. scale: factor on the weights. accumulate: if True, add the result to the present out[t]."""
+    experts that this rank holds, from number `first` on. workspace: temporary buffers. top_k: experts per token.
+    activation: (kind, limit, alpha) of the `Activation`. router_kind: function that turns router logits into scores;
+    "logits": the choice is by logits, the weights are their sigmoids. biases: of router [E], up [held, 2F] and down
+    [held, H] (None: 0). choice_bias: [E], added to the scores for the top-k choice, not for the weights. normalise: if
+    True, the top-k weights of a token are divided by their sum. scale: factor on the weights. groups: (G, K): the
+    experts form G groups, and a token's are in its K best groups, by the best score of each or, with "sigmoid", the sum
+    of the two best. on_input: if True, the weights are factors of the experts' inputs, not of their outputs.
+    accumulate: if True, add the result to the present out[t]."""
 
     out: Float32
     x: Float32
@@ -204,23 +257,27 @@ class Experts:
     down: PackedMatrix
     workspace: ExpertsWorkspace
     top_k: int
-    kind: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"] = "silu"
-    router_kind: Literal["softmax", "sigmoid"] = "softmax"
-    router_bias: Float32 | None = None
+    activation: tuple[Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"], float, float] = ("silu", 0.0, 1.0)
+    router_kind: Literal["softmax", "sigmoid", "logits"] = "softmax"
+    biases: tuple[Float32 | None, Float32 | None, Float32 | None] = (None, None, None)
+    choice_bias: Float32 | None = None
     normalise: bool = False
     scale: float = 1.0
+    groups: tuple[int, int] = (1, 1)
+    on_input: bool = False
     first: int = 0
     accumulate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """Sigmoid gate of a shared expert, which scales `out` in place: out[t] *= sigmoid(x[t] · weight). out, x: [T, H]
-    for T tokens and hidden size H. weight: [H]."""
+    """Sigmoid gate of a shared expert, which scales `out` in place: out[t] *= sigmoid(x[t] · weight). out: [T, X]. x:
+    [T, H]. weight: packed [1, H]. scores: temporary buffer [T, 1]."""
 
     out: Float32
     x: Float32
-    weight: Float32
+    weight: PackedMatrix
+    scores: Float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,14 +295,4 @@ class Scale:
     rows: Rows = "tokens"
 
 
-@dataclass(frozen=True, slots=True)
-class TakeRows:
-    """Copy of the rows of the R tokens whose logits are wanted: out[r] = x[step.output_rows[r]], where `step` is the
-    batch (`StepArrays`) on which the list of operations is run. out: [R, H]. x: [T, H] for T tokens and hidden size
-    H."""
-
-    out: Float32
-    x: Float32
-
-
-AnyOp = Embed | Norm | Linear | RopeStore | Attention | Activation | Experts | Gate | Scale | TakeRows
+AnyOp = Embed | Norm | Linear | RopeStore | Attention | LatentAttention | Activation | Experts | Gate | Scale

@@ -42,7 +42,7 @@ template <class X, class W, int R, int P>
         const long at = k / (1 + pairs) * stride;
         UNROLL for (int p = 0; p < P; ++p) {
 #ifdef __AVX512BF16__  // VDPBF16PS adds x[0] times the even and x[1] times the odd k
-            if constexpr (std::is_same_v<X, bfloat16>) {
+            if constexpr (pairs && std::is_same_v<X, bfloat16>) {
                 const __m512bh weights = (__m512bh)_mm512_loadu_si512(w[p] + at);
                 UNROLL for (int r = 0; r < R; ++r) {
                     const __m512bh both = (__m512bh)_mm512_broadcastd_epi32(_mm_loadu_si32(x[r] + k));
@@ -53,7 +53,8 @@ template <class X, class W, int R, int P>
 #endif
             UNROLL for (int odd = 0; odd <= pairs; ++odd) {
                 const Vec weights = load_k(w[p] + at, odd);
-                UNROLL for (int r = 0; r < R; ++r) total[r][p] = fma(broadcast(x[r][k + odd]), weights, total[r][p]);
+                UNROLL for (int r = 0; r < R; ++r)
+                    total[r][p] = fma(broadcast(to_float(x[r][k + odd])), weights, total[r][p]);
             }
         }
     }
@@ -172,8 +173,9 @@ static void multiply_panels(const float* const* x, long rows, const Matrix& w, l
 
 // Work items of a product: row blocks x groups of panels. Smaller groups where there are few.
 struct Items {
-    long rows, panels, block_rows, group, row_blocks, groups;
-    Items(long rows, long n, long threads) : rows(rows), panels((n + LANES - 1) / LANES) {
+    long begin, rows, panels, block_rows, group, row_blocks, groups;
+    Items(long begin, long end, long n, long threads)
+        : begin(begin), rows(end - begin), panels((n + LANES - 1) / LANES) {
         row_blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
         block_rows = row_blocks ? (rows + row_blocks - 1) / row_blocks : 0;
         for (group = GROUP_PANELS; group > 1 && row_blocks * (panels / group) < 4 * threads; group /= 2) {}
@@ -182,17 +184,17 @@ struct Items {
     long count() const { return row_blocks * groups; }
 };
 
-// One item of the product with matrix `index`, whose rows begin at `begin`: out[row] (+)= x[row] Wᵀ + bias. Rows of
-// experts are assignments, which `order` sorts; the input of the first product (`mode`) is that of their token.
-static void multiply_item(const Op& op, const Items& items, long item, long index, long begin) {
+// One item of the product with matrix `index`: out[row] (+)= x[row] Wᵀ + bias. Rows of experts are assignments, which
+// `order` sorts; the input of the first product (`mode`) is that of their token.
+static void multiply_item(const Op& op, const Items& items, long item, long index) {
     const long first = item % items.row_blocks * items.block_rows, panel = item / items.row_blocks * items.group;
     const long rows = std::min(items.block_rows, items.rows - first);
     const long panels = std::min(items.group, items.panels - panel), columns = panels * LANES;
     const float* x[BLOCK_ROWS]; float* out[BLOCK_ROWS];
     for (long r = 0; r < rows; ++r) {
-        const long place = op.kind == LINEAR ? first + r : op.routing.order[begin + first + r];
-        x[r] = op.in + (op.mode ? place / op.routing.top_k : place) * op.in_stride;
-        out[r] = op.out + place * op.out_stride;
+        const long place = op.kind == LINEAR ? first + r : op.routing.order[items.begin + first + r];
+        x[r] = op.in + (op.mode ? place / op.routing.top_k : place) * op.in_stride + index * op.in_step;
+        out[r] = op.out + place * op.out_stride + index * op.out_step;
     }
     float* sums = take_scratch(BLOCK_ROWS * GROUP_PANELS * LANES + BLOCK_ROWS * SECTION / 2);
     (op.matrix.bf16 ? multiply_panels<Pairs> : multiply_panels<float>)(x, rows, op.matrix, index, panel, panels, sums);
@@ -200,7 +202,7 @@ static void multiply_item(const Op& op, const Items& items, long item, long inde
         for (long c = 0; c < columns; c += LANES) {
             const long column = panel * LANES + c, count = op.matrix.n - column;
             Vec y = load(sums + r * columns + c);
-            if (op.bias) y = y + load(op.bias + column, count);
+            if (op.bias) y = y + load(op.bias + index * op.matrix.n + column, count);
             if (op.accumulate) y = load(out[r] + column, count) + y;
             store(out[r] + column, y, count);
         }

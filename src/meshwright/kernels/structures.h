@@ -11,34 +11,36 @@ struct Matrix {
 };
 
 // Keys [block][kv_heads][head_dim][16 tokens], values [block][kv_heads][16 tokens][head_dim padded to 16], in the blocks
-// of block table number `table` of the step.
+// of block table number `table` of the step. Latent attention: no keys, the values [block][16 tokens][head_dim padded]
+// are those too, and `kv_heads` of the attention is into how many groups its query heads are cut.
 struct Cache {
     void *keys, *values;
     int64_t kv_heads, head_dim, bf16, table;
 };
 
 // `top_k` experts of each token (an assignment is a token times top_k plus its place), and the assignments of the `held`
-// experts from `first` on, sorted by expert: `order`, of which expert e's end at `ends[e]`.
+// experts from `first` on, sorted by expert: `order`, of which expert e's end at `ends[e]`. Those of a token are in the
+// `kept` best of `groups` groups.
 struct Routing {
     float* weights;
     int32_t *experts, *order, *ends;
-    int64_t top_k, count, first, held;
+    int64_t top_k, count, first, held, groups, kept;
     float scale;
     int32_t normalise;
 };
 
 enum Kind : int32_t {
-    EMBED, NORM, LINEAR, ROPE_STORE, ATTENTION, ACTIVATION, ROUTE, GROUP, GROUPED_LINEAR, COMBINE, GATE, TAKE_ROWS,
-    SCALE,
+    EMBED, NORM, LINEAR, ROPE_STORE, ATTENTION, ACTIVATION, ROUTE, GROUP, GROUPED_LINEAR, COMBINE, SCALE,
 };
 enum Rows : int32_t { TOKENS, OUTPUTS, ASSIGNMENTS };
+enum Router : int32_t { SOFTMAX, SIGMOID, LOGITS };  // LOGITS: the choice is by logits, the weights are their sigmoids
 enum ActivationKind : int32_t { SILU, GELU, GELU_TANH, RELU, RELU2 };
 
 struct Op {
     int32_t kind, mode, rows, accumulate, gated;
     float* out;
     const float* in;
-    int64_t out_stride, in_stride, size, first, heads, window, rotated;
+    int64_t out_stride, in_stride, out_step, in_step, size, first, heads, window, rotated;  // step: to the next matrix
     const float *weight, *bias, *cosine, *sine, *query_norm, *key_norm;
     float epsilon, scale, softcap;
     Matrix matrix;

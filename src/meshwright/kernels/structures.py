@@ -56,7 +56,8 @@ class Cache(ctypes.Structure):
     """ctypes struct `Cache` of structures.h: KV cache of one layer.
 
     Addresses of keys and values, with the shapes of `operations.LayerCache`. bfloat16: True if the elements are
-    bfloat16, else float32. table: number of the layer's block table.
+    bfloat16, else float32. table: number of the layer's block table. keys: null for latent attention, where kv_heads is
+    the number of groups of query heads that are computed apart.
     """
 
     _fields_ = [
@@ -72,11 +73,12 @@ class Routing(ctypes.Structure):
     weights, experts: addresses of float32 weights and int32 expert indices, [tokens, top_k]. count: number of all
     experts. first, held: first expert of this rank and number of its experts. order: address of this rank's assignments
     (token * top_k + k), sorted by expert. ends: address of the exclusive end in `order` of each of this rank's experts.
-    scale: factor on the weights. normalise: 1 if the weights of a token are divided by their sum."""
+    groups, kept: number of groups of experts, and of those from which a token's experts are chosen. scale: factor on
+    the weights. normalise: 1 if the weights of a token are divided by their sum."""
 
     _fields_ = [
         *_make_typed_fields(_POINTER, "weights experts order ends"),
-        *_make_typed_fields(_LONG, "top_k count first held"),
+        *_make_typed_fields(_LONG, "top_k count first held groups kept"),
         *_make_typed_fields(_FLOAT, "scale"),
         *_make_typed_fields(_INT, "normalise"),
     ]
@@ -89,14 +91,15 @@ class Op(ctypes.Structure):
     kind: number of the operation in `op_list.KIND`; each kind reads only the fields that it needs. mode: its variant,
     such as RMSNorm or LayerNorm. rows: which rows it computes: 0: one per token of the step; 1: one per token whose
     logits are needed; 2: one per (token, expert) assignment. out, input: addresses of float32 rows, `out_stride` and
-    `in_stride` elements apart. size: number of elements that it writes to a row of `out`. rotated: number of rotated
+    `in_stride` elements apart. out_step, in_step: elements from the columns of one matrix, or head, to those of the
+    next. size: number of elements that it writes to a row of `out`. rotated: number of rotated
     features of a head. matrix: weight or embedding table. routing: assignment to experts. Other fields have the name
     and meaning that they have in the dataclasses of `operations`."""
 
     _fields_ = [
         *_make_typed_fields(_INT, "kind mode rows accumulate gated"),
         *_make_typed_fields(_POINTER, "out input"),
-        *_make_typed_fields(_LONG, "out_stride in_stride size first heads window rotated"),
+        *_make_typed_fields(_LONG, "out_stride in_stride out_step in_step size first heads window rotated"),
         *_make_typed_fields(_POINTER, "weight bias cosine sine query_norm key_norm"),
         *_make_typed_fields(_FLOAT, "epsilon scale softcap"),
         *_make_typed_fields(Matrix, "matrix"),

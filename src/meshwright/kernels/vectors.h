@@ -12,11 +12,11 @@ typedef uint16_t bfloat16;
 
 #ifdef __AVX512F__
 typedef __m512 Part;
-#define FUSED_MULTIPLY_ADD _mm512_fmadd_ps
+#define MULTIPLY_ADD _mm512_fmadd_ps
 #define LOAD_UINT16(p) _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(p)))
 #else
 typedef __m256 Part;
-#define FUSED_MULTIPLY_ADD _mm256_fmadd_ps
+#define MULTIPLY_ADD _mm256_fmadd_ps
 #define LOAD_UINT16(p) _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(p)))
 #endif
 typedef int32_t IntPart __attribute__((vector_size(sizeof(Part))));
@@ -38,7 +38,7 @@ OPERATOR(+) OPERATOR(-) OPERATOR(*) OPERATOR(/)
 INLINE Vec maximum(Vec a, const Vec& b) { EACH a.part[i] = a.part[i] > b.part[i] ? a.part[i] : b.part[i]; return a; }
 INLINE Vec minimum(Vec a, const Vec& b) { EACH a.part[i] = a.part[i] < b.part[i] ? a.part[i] : b.part[i]; return a; }
 INLINE Vec fma(Vec a, const Vec& b, const Vec& c) {
-    EACH a.part[i] = FUSED_MULTIPLY_ADD(a.part[i], b.part[i], c.part[i]);
+    EACH a.part[i] = MULTIPLY_ADD(a.part[i], b.part[i], c.part[i]);
     return a;
 }
 // a where a >= low, else b.
@@ -47,6 +47,7 @@ INLINE Vec choose_at_least(const Vec& x, float low, Vec a, const Vec& b) {
     return a;
 }
 
+INLINE float to_float(float x) { return x; }
 INLINE float to_float(bfloat16 x) { return __builtin_bit_cast(float, uint32_t(x) << 16); }
 // Round to nearest even; NaN stays NaN.
 INLINE bfloat16 to_bfloat16(float x) {

@@ -60,8 +60,7 @@ class AdmissionState:
     def compute_allowance(self, index: int) -> int:
         """Return the maximum number of KV blocks that the sequence at `index` (0: the oldest) may allocate now in each
         of its tables such that the state stays safe."""
-        older = self._slack[:index]
-        return (min(self.available, int(older.min())) if index else self.available) // self._tables
+        return min(self.available, int(self._slack[:index].min()) if index else self.available) // self._tables
 
     def take(self, index: int, count: int) -> None:
         """Record that the sequence at `index` (0: the oldest) allocates `count` KV blocks in each of its tables. count:

@@ -210,8 +210,7 @@ class DeviceRunner:
     def _compute_tile_rows(self, decoding: bool) -> int:
         """Return the number of query rows (tokens x query heads per key-value head) of an attention tile. decoding:
         True if every sequence of the step has one token."""
-        rows = DECODE_ROWS if decoding or self._invariant else PREFILL_ROWS
-        return max(rows, self._padded_group)
+        return max(DECODE_ROWS if decoding or self._invariant else PREFILL_ROWS, self._padded_group)
 
     def _stage_batch(self, batch: StepBatch, size: int, decoding: bool) -> int:
         """Write a batch into the pinned host buffers, and return the number of its attention tiles (groups of tokens of

@@ -385,8 +385,7 @@ async def serve_http(
         deadline = time.monotonic() + drain_seconds
         while server.server_state.tasks and len(signals.received) < 2 and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
-        unfinished = len(server.server_state.tasks)
-        return unfinished
+        return len(server.server_state.tasks)
     finally:
         again = asyncio.create_task(wait_for_signals(signals, 1 + signalled.done()))
         signalled.cancel()

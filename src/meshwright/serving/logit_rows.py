@@ -116,8 +116,7 @@ class HostRow:
 
     def highest_logits(self, count: int) -> Logits:
         """Return the `count` highest logits in descending order."""
-        part = self._logits if count == self.size else np.partition(self._logits, -count)[-count:]
-        return np.sort(part)[::-1]
+        return np.sort(self._logits if count == self.size else np.partition(self._logits, -count)[-count:])[::-1]
 
     def most_likely(self, count: int) -> list[int]:
         """Return the IDs of the `count` most likely tokens, most likely first, the lower ID first among equals."""

@@ -19,20 +19,23 @@ from meshwright.kernels import operations as op
 from meshwright.kernels.library import Kernels
 from meshwright.kernels.memory_pages import reserve_pool
 from meshwright.kernels.op_list import OpList
+from meshwright.kernels.rank_memory import RankMemory
+from meshwright.kernels.row_order import order_rows, separate_gates, spread_bias
 from meshwright.kernels.structures import PackedMatrix
 from meshwright.model import layers as modules
 from meshwright.model.attention import Attention as AttentionModule
 from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.block import Block
 from meshwright.model.experts import Mixture
-from meshwright.model.rope import RotaryTable, find_half_rotation_order, pad_pairs
+from meshwright.model.latent_attention import LatentAttention
+from meshwright.model.rope import find_half_rotation_order, make_table, pad_pairs
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.expert import AllToAllTokenDispatcher
 from meshwright.parallel.tensor import TensorParallel
 from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.weights import RankWeights
 from meshwright.spec.block_tables import block_tables
-from meshwright.spec.rope_scaling import Rotation
+from meshwright.spec.rope_scaling import Rotation, Temperature
 
 Float32 = npt.NDArray[np.float32]
 
@@ -66,8 +69,7 @@ class Lowering:
         states: Hidden states [T, H], input and output of the stage; T: the token budget of a step.
         logits: Logits [R, V / P] of this rank's vocabulary slice, P tensor-parallel ranks; None unless this is the last
             stage.
-        nbytes: {kind: bytes}: `weights` (embeddings, norms, biases), `packed` (weight matrices), `workspace`, `kv`
-            (cache), `logits`.
+        nbytes: {kind: bytes}, as `RankMemory` counts them.
     """
 
     def __init__(self, kernels: Kernels, weights: RankWeights, mesh: Mesh, dtype: str, limits: StepLimits) -> None:
@@ -78,13 +80,15 @@ class Lowering:
         self._split = not mesh.tp.trivial
         self.ops: OpList = kernels.create_op_list()
         self.segments: list[Segment] = []
-        self.nbytes = dict.fromkeys(("weights", "packed", "workspace", "kv", "logits"), 0)
-        kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
-        self._order, self._value_rows = find_half_rotation_order(self.config), kv_heads * self.config.head_dim
+        self._memory = RankMemory(kernels, dtype, limits.token_budget)
+        self.nbytes = self._memory.nbytes
+        self._kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
+        self._order = find_half_rotation_order(self.config)
         self._tables = block_tables(self.config, mesh.pp.size)
-        self._caches = [self._make_cache(kv_heads) for _ in range(self._tables.depths[self._stage.index])]
-        self._buffers: dict[str, Float32] = {}
-        self._experts_workspace: op.ExpertsWorkspace | None = None
+        self._caches = [  # each for one layer of every block table, because a KV block belongs to only one table
+            self._memory.allocate_cache(self.config, limits.blocks, self._kv_heads)
+            for _ in range(self._tables.depths[self._stage.index])
+        ]
         axes = AxisOperations(
             tensor=TensorParallel(mesh.tp, sequence_parallel=False),
             dispatcher=AllToAllTokenDispatcher(mesh.ep, mesh.etp) if mesh.layout.expert_parallel else None,
@@ -97,29 +101,30 @@ class Lowering:
         self._first_token = mesh.tp.rank * -(-self.config.vocabulary // mesh.tp.size)
         self._model = Transformer(self.config, axes=axes, device="meta", stages=[self._stage])
         self._names = {id(module): name for name, module in self._model.named_modules()}
-        self._rotations: dict[Rotation | None, tuple[Float32, Float32] | tuple[None, None]] = {None: (None, None)}
-        for rotation in self.config.rotations(self._stage.layers):
-            tables = RotaryTable(rotation, torch.float32).get_table(limits.max_length, torch.device("cpu"))
-            tables = pad_pairs(tables, self.config.head_dim)
-            cosine, sine = (self._copy_weight(table[: limits.max_length].numpy()) for table in tables)
-            self._rotations[rotation] = cosine, sine
-        self.states = self._get_buffer("states", self.config.hidden)
+        self._rotations: dict[Rotation | Temperature | None, Any] = {None: (None, None)}
+        for turn in map(self._find_turn, self._stage.layers):
+            if turn is not None and turn not in self._rotations:
+                self._rotations[turn] = self._make_rotation(turn)
+        self.states = self._memory.get_buffer("states", self.config.hidden)
         self.logits: Float32 | None = None
         with reserve_pool([each for pair in self._caches for each in pair if limits.resident]):
             self._lower_stage()  # reads and packs the weights meanwhile
         kernels.end_packing()
 
-    def _make_cache(self, kv_heads: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Allocate one pair of KV-cache arrays (keys, values). It serves one layer of each block table: layers with
-        different tables can share arrays, because a KV block belongs to only one table. kv_heads: key-value heads of
-        this rank."""
-        dtype, size = np.float32 if self._dtype == "float32" else np.uint16, self.config.head_dim
-        keys, values = (
-            self._kernels.allocate(shape, dtype)
-            for shape in op.LayerCache.compute_shapes(self._limits.blocks, kv_heads, size)
-        )
-        self.nbytes["kv"] += keys.nbytes + values.nbytes
-        return keys, values
+    def _find_turn(self, layer: int) -> Rotation | Temperature | None:
+        """Return the rotary embedding of the layer with index `layer`, or the temperature of its queries; None: it has
+        neither."""
+        return self.config.layer_rotation(layer) or self.config.layer_temperature(layer)
+
+    def _make_rotation(self, turn: Rotation | Temperature) -> tuple[Float32, Float32]:
+        """Return (cosines, sines) [positions, pairs of features] of a rotary embedding; of a temperature, its factors
+        in place of cosines, and zeros."""
+        length, size = self._limits.max_length, self.config.rotary_dim
+        table = make_table(turn, torch.float32, None).look_up(None, 0, length, torch.device("cpu"))
+        cosine, sine = table[0][0, 0], table[0][0, 0] * 0 if table[1] is None else table[1][0, 0]
+        cosine, sine = (each.expand(-1, size // 2) if each.shape[1] == 1 else each for each in (cosine, sine))
+        pair = (cosine, sine) if self.config.latent else pad_pairs((cosine, sine), self.config.head_dim)
+        return self._memory.copy(pair[0].numpy()), self._memory.copy(pair[1].numpy())
 
     def _lower_stage(self) -> None:
         """Append to `ops` the kernel operations of the whole pipeline stage: embedding, transformer blocks, head."""
@@ -134,21 +139,21 @@ class Lowering:
         """Append to `ops` the lookup of token and position embeddings. Return the packed embedding matrix if this stage
         also has a tied output head, else None."""
         packed = self._pack_weight(self._model.embedding) if self._stage.last and self.config.tied else None
-        table = packed or self._copy_weight(self._read_shard("embedding.weight", self._dtype == "bfloat16"))
+        table = packed or self._memory.copy(self._read_shard("embedding.weight", self._dtype == "bfloat16"))
         self.ops.append(op.Embed(self.states, table, first=self._first_token))
         self._sum_over_ranks(self.states)
         if (factor := self.config.embedding_factor) != 1:
             factor = torch.tensor(factor, dtype=getattr(torch, self._dtype)).item()  # as the model rounds it
             self.ops.append(op.Scale(self.states, self.states, factor))
         if self._model.positions is not None:
-            positions = self._copy_weight(self._read_shard("positions.weight", self._dtype == "bfloat16"))
+            positions = self._memory.copy(self._read_shard("positions.weight", self._dtype == "bfloat16"))
             self.ops.append(op.Embed(self.states, positions, ids="positions", accumulate=True))
         return packed
 
     def _lower_block(self, block: Block, layer: int) -> None:
         """Append to `ops` the operations of the transformer block with index `layer`. block: the block's module."""
-        assert isinstance(block.attention, AttentionModule)  # others: `find_kernel_gap`
-        attended = self._lower_attention(block.attention, self._lower_input(block.attention_norm), layer)
+        lower: Any = self._lower_latent_attention if self.config.latent else self._lower_attention
+        attended = lower(block.attention, self._lower_input(block.attention_norm), layer)
         self._lower_row_parallel(block.attention.output, attended, block.attention_post_norm)
         normed = self._lower_input(block.mlp_norm)
         if isinstance(block.mlp, Mixture):
@@ -161,7 +166,7 @@ class Lowering:
         norm's module; None: there is none, and the hidden states are the input."""
         if norm is None:
             return self.states
-        normed = self._get_buffer("normed", self.config.hidden)
+        normed = self._memory.get_buffer("normed", self.config.hidden)
         self._lower_norm(norm, normed, self.states)
         return normed
 
@@ -170,7 +175,7 @@ class Lowering:
         the buffer of the attention output [T, N D]. attention: the layer's module. x: input [T, H]."""
         config = self.config
         heads, kv_heads, size = attention.heads, attention.kv_heads, attention.size
-        qkv = self._get_buffer("qkv", (heads + 2 * kv_heads) * size)
+        qkv = self._memory.get_buffer("qkv", (heads + 2 * kv_heads) * size)
         self._lower_linear(attention.qkv, qkv, x)
         q_norm, k_norm = (self._read_optional(each, "weight") for each in (attention.query_norm, attention.key_norm))
         if config.projection_norm:
@@ -181,12 +186,36 @@ class Lowering:
                 self.ops.append(op.Norm(part, part, weight, None, config.norm_epsilon))
             q_norm = k_norm = None
         table, place = self._tables.layers[layer]
-        cache = op.LayerCache(*self._caches[place], size, table)
-        cosine, sine = self._rotations[self.config.layer_rotation(layer)]
-        self.ops.append(op.RopeStore(qkv, cache, heads, cosine, sine, q_norm, k_norm, config.norm_epsilon))
-        out, window = self._get_buffer("attention", heads * size), config.layer_window(layer) or 0
-        softcap = config.attention_softcap or 0.0
-        self.ops.append(op.Attention(out, qkv, cache, heads, config.score_scale, window, softcap))
+        cache, turn = op.LayerCache(*self._caches[place], size, table), self._find_turn(layer)
+        if config.rotated_norm and isinstance(turn, Rotation):  # a rotation does not change the root mean square
+            q_norm = k_norm = np.ones(size, np.float32)
+        (cosine, sine), alone = self._rotations[turn], isinstance(turn, Temperature)
+        self.ops.append(op.RopeStore(qkv, cache, heads, cosine, sine, q_norm, k_norm, config.norm_epsilon, alone))
+        out, window = self._memory.get_buffer("attention", heads * size), config.layer_window(layer) or 0
+        softcap, sinks = config.attention_softcap or 0.0, self._read_optional(attention, "sinks")
+        chunks = config.window_chunks and window > 0
+        self.ops.append(op.Attention(out, qkv, cache, heads, config.score_scale, window, softcap, sinks, chunks))
+        return out
+
+    def _lower_latent_attention(self, attention: LatentAttention, x: Float32, layer: int) -> Float32:
+        """Append to `ops` the latent attention of the layer with index `layer`; return the buffer of the attention
+        output [T, N V], V: size of a head's values. attention: the layer's module. x: input [T, H]."""
+        latent, heads, (table, place) = attention.latent, attention.heads, self._tables.layers[layer]
+        queries = None if attention.query_up is None else self._memory.get_buffer("queries", heads * attention.size)
+        both, plain = self._read_matrix(attention.latent_up).reshape(heads, -1, latent.rank), attention.plain
+        ups = [self._memory.pack(each) for each in (both[:, :plain].swapaxes(1, 2), both[:, plain:])]
+        cosine, sine = self._rotations[self._find_turn(layer)]
+        out = self._memory.get_buffer("attention", heads * latent.value_dim)
+        self.ops.append(
+            op.LatentAttention(
+                out, x, self._pack_weight(attention.qkv), self._read_parameter(attention.latent_norm, "weight"),
+                self._read_optional(attention.query_norm, "weight"),
+                None if attention.query_up is None else self._pack_weight(attention.query_up), ups[0], ups[1],
+                self._memory.get_buffer("wide", heads * latent.cached_dim + attention.qkv.weight.shape[0]), queries,
+                self._memory.get_buffer("attended", heads * latent.cached_dim),
+                op.LayerCache(*self._caches[place], latent.cached_dim, table), cosine, sine, self.config.score_scale,
+            )
+        )  # fmt: skip
         return out
 
     def _lower_mixture(self, mixture: Mixture, x: Float32, norm: nn.Module | None) -> None:
@@ -194,22 +223,28 @@ class Lowering:
         states. mixture: the layer's module. x: normed input [T, H]. norm: post-norm of the result, or None.
         """
         config, experts = self.config, mixture.experts
-        width = experts.down.weight.shape[1]
-        if self._experts_workspace is None:
-            self._experts_workspace = op.ExpertsWorkspace(
-                self._limits.token_budget, config.experts, config.experts_per_token, config.hidden, width
-            )
-            self.nbytes["workspace"] += self._experts_workspace.nbytes
+        workspace = self._memory.get_experts_workspace(config, experts.down.weight.shape[1])
         added = not self._split and self._adds_directly(norm)
-        out = self.states if added else self._get_buffer("partial", config.hidden)
+        out = self.states if added else self._memory.get_buffer("partial", config.hidden)
         router_bias = self._read_optional(mixture.router, "bias")
         router = self._pack_weight(mixture.router, dtype="float32")
-        up, down = (self._pack_weight(stacked, count=experts.held) for stacked in (experts.up, experts.down))
+        values = self._read_matrix(experts.up)
+        values = separate_gates(values, experts.held) if config.experts_interleaved else values
+        up = self._memory.pack(values.reshape(experts.held, -1, config.hidden))
+        down = self._memory.pack(self._read_matrix(experts.down).reshape(experts.held, config.hidden, -1))
+        biases: tuple[Float32 | None, Float32 | None, Float32 | None] = (None, None, None)
+        if config.mlp_bias:
+            up_bias, down_bias = (self._read_parameter(each, "bias") for each in (experts.up, experts.down))
+            up_bias = separate_gates(up_bias, experts.held) if config.experts_interleaved else up_bias
+            down_bias = spread_bias(down_bias, experts.held, config.hidden, experts.first)
+            biases, router_bias = (router_bias, up_bias, down_bias), None
         self.ops.append(
             op.Experts(
-                out, x, router, up, down, self._experts_workspace, config.experts_per_token, config.activation,
-                config.router, router_bias, config.normalise_choice, config.routed_scale, self._first_expert,
-                accumulate=added,
+                out, x, router, up, down, workspace, config.experts_per_token,
+                (config.activation, config.swiglu_limit or 0.0, config.swiglu_alpha),
+                "logits" if config.routed_input else config.router, biases, router_bias, config.normalise_choice,
+                config.routed_scale, (config.expert_groups, config.groups_per_token), config.routed_input,
+                self._first_expert, accumulate=added,
             )
         )  # fmt: skip
         if mixture.shared is not None:
@@ -222,29 +257,28 @@ class Lowering:
         one; the result is added to `out` [T, H]. shared: the expert's MLP. x: normed input [T, H]."""
         hidden = self._lower_up(shared, x)
         if mixture.shared_gate is not None:  # a factor per token, applied before the down projection
-            self.ops.append(op.Gate(hidden, x, self._read_parameter(mixture.shared_gate, "weight").reshape(-1)))
+            weight, scores = self._pack_weight(mixture.shared_gate, "float32"), self._memory.get_buffer("gate", 1)
+            self.ops.append(op.Gate(hidden, x, weight, scores))
         self._lower_linear(shared.down, out, hidden, accumulate=True)
 
     def _lower_up(self, mlp: modules.FeedForward, x: Float32) -> Float32:
         """Append to `ops` the up projection and activation of the MLP `mlp`; return the buffer of the result, [T, F].
         x: normed input [T, H]."""
-        up = self._get_buffer("up", mlp.up.weight.shape[0])
+        up = self._memory.get_buffer("up", mlp.up.weight.shape[0])
         self._lower_linear(mlp.up, up, x)
-        hidden = self._get_buffer("hidden", mlp.down.weight.shape[1])
+        hidden = self._memory.get_buffer("hidden", mlp.down.weight.shape[1])
         self.ops.append(op.Activation(hidden, up, mlp.activation, mlp.gated))
         return hidden
 
     def _lower_head(self, packed: PackedMatrix | None) -> None:
         """Append to `ops` the final norm of the output rows (tokens whose logits are wanted) and the output head.
         packed: the packed embedding matrix of a tied head; None: the head's own weight is packed."""
-        rows = self._get_buffer("rows", self.config.hidden, self._limits.logits)
-        self.ops.append(op.TakeRows(rows, self.states))
+        rows = self._memory.get_buffer("rows", self.config.hidden, self._limits.logits)
         assert self._model.final_norm is not None
-        self._lower_norm(self._model.final_norm, rows, rows, "outputs", self.config.logit_divisor)
+        self._lower_norm(self._model.final_norm, rows, self.states, "outputs", self.config.logit_divisor)
         if packed is None:
             packed = self._pack_weight(self._model.embedding if self._model.head is None else self._model.head)
-        self.logits = self._kernels.allocate((self._limits.logits, packed.n), np.float32)
-        self.nbytes["logits"] += self.logits.nbytes
+        self.logits = self._memory.allocate_logits(self._limits.logits, packed.n)
         self.ops.append(op.Linear(self.logits, rows, packed, rows="outputs"))
         if self.config.logit_softcap is not None:
             self.ops.append(op.Scale(self.logits, self.logits, softcap=self.config.logit_softcap, rows="outputs"))
@@ -272,7 +306,7 @@ class Lowering:
         if not self._split and self._adds_directly(norm):
             self._lower_linear(linear, self.states, x, accumulate=True)
             return
-        partial, bias = self._get_buffer("partial", self.config.hidden), self._read_optional(linear, "bias")
+        partial, bias = self._memory.get_buffer("partial", self.config.hidden), self._read_optional(linear, "bias")
         self.ops.append(op.Linear(partial, x, self._pack_weight(linear), None if self._split else bias))
         self._lower_sum(partial, bias, norm)
 
@@ -300,65 +334,35 @@ class Lowering:
         if self._split:
             self.segments.append(Segment(len(self.ops), partial, residual, bias))
 
-    def _pack_weight(self, module: nn.Module, dtype: str | None = None, count: int = 1) -> PackedMatrix:
+    def _pack_weight(self, module: nn.Module, dtype: str | None = None) -> PackedMatrix:
         """Return the weight of `module`, packed for the kernels' matrix products. dtype: "float32" or "bfloat16" (None:
-        that of the model). count: number of experts' matrices that are stacked along dim 0."""
+        that of the model)."""
+        return self._memory.pack(self._read_matrix(module), dtype)
+
+    def _read_matrix(self, module: nn.Module) -> npt.NDArray[Any]:
+        """Return this rank's shard of the weight of `module` [Y, X], float32 or bfloat16 bits, with the rows in the
+        order that the kernels need. It is valid until the next read."""
         name = f"{self._names[id(module)]}.weight"
         # Packing widens bfloat16 in the processor's cache.
-        values = self._read_shard(name, self._dtype == "bfloat16" or self._weights.is_bfloat16(name))
-        values = self._order_features(name, values)
-        if count > 1:
-            values = values.reshape(count, -1, values.shape[-1])
-        packed = self._kernels.pack(values, dtype or self._dtype)
-        self.nbytes["packed"] += packed.buffer.nbytes
-        return packed
+        return self._read_shard(name, self._dtype == "bfloat16" or self._weights.is_bfloat16(name))
 
     def _read_parameter(self, module: nn.Module | None, leaf: str) -> Float32:
         """Return the parameter named `leaf` ("weight" or "bias") of `module`, a norm or linear layer, as a new float32
         array. The weight of a norm that multiplies by 1 + weight is returned with the 1 added."""
         name = f"{self._names[id(module)]}.{leaf}"
-        values = self._copy_weight(self._order_features(name, self._read_shard(name, bfloat16=False)))
+        values: Float32 = self._memory.copy(self._read_shard(name, bfloat16=False))
         if isinstance(module, modules.RMSNorm):
             values += np.float32(module.centre)
         return values
-
-    def _order_features(self, name: str, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return the weight rows `values` of the parameter `name` with the features of queries and keys permuted to the
-        order of half-rotations (`find_half_rotation_order`), for RoPE in the kernels; other parameters are returned as
-        they are."""
-        if self._order is None or not any(part in name for part in (".qkv.", ".query_norm.", ".key_norm.")):
-            return values
-        ordered, size = values.copy(), self.config.head_dim
-        count = len(values) - (self._value_rows if ".qkv." in name else 0)
-        ordered[:count] = (
-            values[:count].reshape(-1, size, *values.shape[1:])[:, self._order].reshape(ordered[:count].shape)
-        )
-        return ordered
 
     def _read_optional(self, module: nn.Module | None, leaf: str) -> Float32 | None:
         """Return the parameter named `leaf` of a module as float32; None if the module is None or lacks it."""
         return None if getattr(module, leaf, None) is None else self._read_parameter(module, leaf)
 
     def _read_shard(self, name: str, bfloat16: bool) -> npt.NDArray[Any]:
-        """Read this rank's shard of the parameter `name`. Return it as a float32 array, or if `bfloat16` as a uint16
-        array of bfloat16 bits. The array is valid until the next read."""
-        if bfloat16:
-            return self._weights.read(name, torch.bfloat16).view(torch.uint16).numpy()
-        return self._weights.read(name, torch.float32).numpy()
-
-    def _copy_weight(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return a copy of the weight array `values`, a view that the next read of a parameter overwrites, and count
-        its bytes as `weights`."""
-        self.nbytes["weights"] += values.nbytes
-        return values.copy()
-
-    def _get_buffer(self, name: str, width: int, rows: int | None = None) -> Float32:
-        """Return the workspace buffer named `name`, float32 [rows, width]. It is allocated once and shared by all
-        layers. rows: None: the token budget."""
-        rows = self._limits.token_budget if rows is None else rows
-        key = f"{name}.{width}"
-        if key not in self._buffers:
-            self._buffers[key] = self._kernels.allocate((rows, width), np.float32)
-            self._buffers[key][...] = 0
-            self.nbytes["workspace"] += self._buffers[key].nbytes
-        return self._buffers[key]
+        """Read this rank's shard of the parameter `name`, with its rows in the order that the kernels need. Return it
+        as a float32 array, or if `bfloat16` as a uint16 array of bfloat16 bits. The array is valid until the next
+        read."""
+        values = self._weights.read(name, torch.bfloat16 if bfloat16 else torch.float32)
+        array = (values.view(torch.uint16) if bfloat16 else values).numpy()
+        return order_rows(self.config, name, array, self._order, self._kv_heads)

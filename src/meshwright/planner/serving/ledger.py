@@ -48,9 +48,11 @@ _PANEL = 16  # output columns of a packed panel
 def find_kernel_gap(config: ModelConfig, layout: Layout) -> str | None:
     """Return the reason, as text for users, why the CPU kernels cannot serve a model on a layout; None if they can.
     Without kernels a CPU computes in plain torch."""
-    if config.attention_sinks:
-        return "there are no kernels for attention sinks and experts with biases"
-    return find_device_gap(config, layout)
+    if config.projection_norm and layout.tp > 1:
+        return f"no kernel normalises the queries of several ranks together, as family {config.family} does"
+    if config.rotated_norm and config.rope_scaling and config.rope_scaling.attention_scale != 1:
+        return "no kernel normalises queries after a rotation that scales them"
+    return None
 
 
 def find_device_gap(config: ModelConfig, layout: Layout) -> str | None:
@@ -59,9 +61,7 @@ def find_device_gap(config: ModelConfig, layout: Layout) -> str | None:
         return "there are no kernels for latent attention"
     if config.window_chunks or config.routed_input:
         return "there are no kernels for attention in chunks and weighted inputs of experts"
-    if config.projection_norm and layout.tp > 1:
-        return f"no kernel normalises the queries of several ranks together, as family {config.family} does"
-    return None
+    return find_kernel_gap(config, layout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +216,7 @@ def unpadded_kv_block(config: ModelConfig, rank: RankLedger) -> int:
     """Return the bytes of a KV block without the padding of value vectors that CPU kernels need. rank: ledger with the
     padded size."""
     if config.latent is not None:
-        return rank.kv_block
+        return rank.kv_block * config.latent.cached_dim // _round_up(config.latent.cached_dim)
     return rank.kv_block * 2 * config.head_dim // (config.head_dim + _round_up(config.head_dim))
 
 
@@ -230,12 +230,13 @@ def _rank_ledger(config: ModelConfig, layout: Layout, stage: Stage, sizes: Servi
         numel = math.prod(tensor.local_shape(layout))
         as_table, as_matrix = _forms(config, tensor, stage)
         transit = max(transit, numel * item - packed)
-        if as_table:  # norms, biases and the shared expert's gate are float32
+        if as_table:  # norms and biases are float32
             weights += numel * (item if tensor.unit in LOOKED_UP else 4)
         if as_matrix:
             packed += _packed_bytes(config, layout, tensor, item)
-    # Cosines and sines of half the features each.
-    weights += len(config.rotations(stage.layers)) * sizes.max_length * config.rotary_dim * 4
+    # Cosines and sines of half the features each; temperatures of queries in place of cosines.
+    turns = {config.layer_rotation(layer) or config.layer_temperature(layer) for layer in stage.layers} - {None}
+    weights += len(turns) * sizes.max_length * (config.rotary_dim if config.latent else config.head_dim) * 4
     heads, kv_heads = config.heads // layout.tp, max(1, config.kv_heads // layout.tp)
     widths = _buffer_widths(config, layout, stage, heads, kv_heads)
     vocabulary = -(-config.vocabulary // layout.tp)
@@ -246,7 +247,7 @@ def _rank_ledger(config: ModelConfig, layout: Layout, stage: Stage, sizes: Servi
     messages = tokens * config.hidden * ((not stage.first) + (not stage.last))
     cached = kv_heads * (config.head_dim + _round_up(config.head_dim))
     if config.latent is not None:
-        cached = config.latent.cached_dim
+        cached = _round_up(config.latent.cached_dim)
     return RankLedger(
         weights=weights,
         packed=packed,
@@ -264,16 +265,20 @@ def _forms(config: ModelConfig, tensor: ModelParameter, stage: Stage) -> tuple[b
     if tensor.name == "embedding.weight":
         shared = config.tied and stage.last  # the head's matrix, from which the first stage looks up, too
         return stage.first and not shared, shared
-    matrix = len(tensor.shape) > 1 and tensor.unit != "positions" and "shared_gate" not in tensor.name
+    matrix = len(tensor.shape) > 1 and tensor.unit != "positions"
     return not matrix, matrix
 
 
 def _packed_bytes(config: ModelConfig, layout: Layout, tensor: ModelParameter, item: int) -> int:
     """Return the bytes of the packed matrices of a model parameter (`tensor`) on a rank: rows padded to whole panels,
-    columns of 2-byte elements to whole tiles; routers are float32. item: bytes of an element."""
+    columns of 2-byte elements to whole tiles; routers and gates are float32. item: bytes of an element."""
     rows, columns = tensor.local_shape(layout)
+    if config.latent and "latent_up" in tensor.name:  # for each head a matrix [R, P] of keys and one [V, R] of values
+        heads, plain = config.heads // layout.tp, config.head_dim - config.latent.rotary_dim
+        wide = [(columns, plain), (config.latent.value_dim, columns)]
+        return sum(heads * _round_up(n) * (_round_up(k, 32) if item == 2 else k) * item for n, k in wide)
     count = config.experts // layout.ep if ".experts." in tensor.name else 1
-    item = 4 if "router" in tensor.name else item
+    item = 4 if "router" in tensor.name or "shared_gate" in tensor.name else item
     return count * _round_up(rows // count) * (_round_up(columns, 32) if item == 2 else columns) * item
 
 
@@ -285,8 +290,14 @@ def _buffer_widths(config: ModelConfig, layout: Layout, stage: Stage, heads: int
         found["normed"] = config.hidden
     if tp > 1 or not config.plain_residual:
         found["partial"] = config.hidden
-    found["qkv"] = (heads + 2 * kv_heads) * config.head_dim
-    found["attention"] = heads * config.head_dim
+    if latent := config.latent:
+        queries, cached = heads * config.head_dim, heads * latent.cached_dim
+        found |= {"wide": cached + latent.cached_dim + (latent.query_rank or queries), "attended": cached}
+        found |= {"queries": queries if latent.query_rank else 0, "attention": heads * latent.value_dim}
+    else:
+        found |= {"qkv": (heads + 2 * kv_heads) * config.head_dim, "attention": heads * config.head_dim}
+    if config.shared_gate and any(map(config.has_experts, stage.layers)):
+        found["gate"] = 1
     inner = set()
     for layer in stage.layers:
         inner.add((config.shared_intermediate if config.has_experts(layer) else config.intermediate) // tp)
