@@ -11,16 +11,9 @@ from meshwright.collectives.cutting import compute_sent_bytes
 from meshwright.collectives.named import NamedProgram
 from meshwright.layout import Layout
 from meshwright.planner.cost.teacher import TeacherWork
-from meshwright.spec.parameter_entries import TRAINED_BUFFERS, BufferKind, padded_numel
+from meshwright.spec.parameter_entries import AXES_OF, TRAINED_BUFFERS, BufferKind, padded_numel
 from meshwright.spec.parameters import ParameterTable
 from meshwright.spec.partition import Partition
-
-_DENSE, _EXPERTS = ("data", "shard", "replica"), ("expert_data", "expert_shard", "expert_replica")
-AXES_OF: dict[BufferKind, tuple[str, str, str]] = {
-    "dense": _DENSE, "experts": _EXPERTS, "frozen": _DENSE, "frozen_experts": _EXPERTS, "packed": _DENSE,
-}  # fmt: skip
-"""Mesh axes of a kind of flat parameter buffer: over which gradients are summed, over which ZeRO shards, and over whose
-ranks shards are replicated."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshwright.planner.cost.adapters import frozen_bytes_per_trained
-from meshwright.planner.cost.data_calls import AXES_OF
 from meshwright.planner.cost.engines import Engine
 from meshwright.planner.cost.layer_times import LayerTimes
 from meshwright.planner.cost.operators import Collective
 from meshwright.planner.cost.process_groups import Array, ProcessGroups
 from meshwright.program.durations import Floats
+from meshwright.spec.parameter_entries import AXES_OF
 from meshwright.spec.stages import Stage
 
 OPTIMIZER_BYTES = {"adamw": 42.0, "adam": 42.0, "sgd": 22.0, "momentum": 30.0}

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from meshwright.layout import Layout
 from meshwright.planner.cost.blocks import embedding_operators, head_operators, layer_operators
-from meshwright.planner.cost.data_calls import AXES_OF, DataCalls, Work, sum_by_axis, sum_by_site
+from meshwright.planner.cost.data_calls import DataCalls, Work, sum_by_axis, sum_by_site
 from meshwright.planner.cost.micro_batch import MicroBatch, layer_kind
 from meshwright.planner.cost.operators import CollectiveCall
 from meshwright.planner.cost.teacher import TeacherWork
@@ -24,6 +24,7 @@ from meshwright.spec.adapter_config import BLOCK, RECORD_BYTES
 from meshwright.spec.chunks import loss_chunks
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.distillation import make_teacher_layout
+from meshwright.spec.parameter_entries import AXES_OF
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.partition import Partition
 from meshwright.spec.policy import DISTILLATION_METRICS, PREFERENCE_METRICS
