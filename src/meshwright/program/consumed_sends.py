@@ -63,6 +63,7 @@ _FORWARD_TRANSFERS = frozenset((int(Kind.SEND_FORWARD), int(Kind.RECEIVE_FORWARD
 _TO_NEXT_STAGE = frozenset((int(Kind.SEND_FORWARD), int(Kind.RECEIVE_BACKWARD)))
 
 
+@lru_cache(maxsize=64)
 def find_consumed_sends(program: PipelineProgram, rank: int) -> dict[int, list[Value]]:
     """Return the points at which a rank can free the buffers of activations and gradients that it has sent, without
     waiting for the sends: {index of a compute step of the rank: values whose send buffers can be freed once the input
@@ -70,7 +71,7 @@ def find_consumed_sends(program: PipelineProgram, rank: int) -> dict[int, list[V
 
     An input that arrives from another rank shows that this rank has run all of its steps before the send, and so has
     received the values that these steps read from `rank`. A value is (OUTPUT or GRADIENT, replica, stage that produces
-    it, micro-batch); each value is listed once. program: the pipeline schedule.
+    it, micro-batch); each value is listed once. program: the pipeline schedule. Cached: not to be changed.
     """
     last, placement = program.stages - 1, program.placement
     mine = list_rank_steps(program, rank)
