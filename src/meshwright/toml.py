@@ -6,6 +6,8 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping
+from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,13 @@ def read_toml(path: Path, kind: str) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     return parse_toml(text, str(path))
+
+
+@cache
+def read_packaged_toml(package: str, name: str) -> Mapping[str, Any]:
+    """Return the tables of a TOML file of the package itself; cached. package: such as "meshwright.planner.cost"; name:
+    name of the file in it."""
+    return tomllib.loads(resources.files(package).joinpath(name).read_text(encoding="utf-8"))
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:

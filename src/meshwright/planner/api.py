@@ -14,7 +14,7 @@ from meshwright.layout import Layout
 from meshwright.limits import shorten_repr
 from meshwright.names import check_options
 from meshwright.planner.hardware.cluster import Cluster
-from meshwright.planner.models import adapted_model, is_recipe, layout_of_recipe, recipe_of, values_from_recipe
+from meshwright.planner.models import adapted_model, is_recipe, recipe_of, values_from_recipe
 from meshwright.planner.problem import Problem, parse_reserve
 from meshwright.planner.search.estimate import Estimate, ProblemOptions, estimate_layout, problem_of, recipe_layout
 from meshwright.planner.search.nearest import Nearest, find_nearest
@@ -167,7 +167,9 @@ def plan(
         if given[name] is None:
             raise UserError(f"{name} is missing: {example}")
     parsed = Layout.parse(layout) if isinstance(layout, str) else layout
-    own = None if recipe is None or parsed is not None else layout_of_recipe(recipe)
+    own = None  # layout that the recipe names
+    if recipe is not None and parsed is None and recipe.layout != "auto":
+        own = recipe.parsed_layout
     top = options.get("top", 5)
     if isinstance(top, bool) or not isinstance(top, int) or not 1 <= top <= MOST_TOP:
         raise UserError(f"top: takes a whole number from 1 to {MOST_TOP}, not {shorten_repr(top)}")

@@ -20,7 +20,6 @@ from meshwright.spec.presets import PRESETS, preset
 from meshwright.untrusted import read_json
 
 if TYPE_CHECKING:
-    from meshwright.layout import Layout
     from meshwright.recipe import Recipe
 
 
@@ -91,11 +90,6 @@ def recipe_of(wanted: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     from meshwright.recipe import load_recipe
 
     return load_recipe(wanted, overrides)
-
-
-def layout_of_recipe(recipe: Recipe) -> Layout | None:
-    """Return the layout that a recipe names; None for "auto", for which the planner searches one."""
-    return None if recipe.layout == "auto" else recipe.parsed_layout
 
 
 def values_from_recipe(recipe: Recipe, given: Mapping[str, Any]) -> dict[str, Any]:

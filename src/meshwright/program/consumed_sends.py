@@ -63,13 +63,15 @@ _FORWARD_TRANSFERS = frozenset((int(Kind.SEND_FORWARD), int(Kind.RECEIVE_FORWARD
 _TO_NEXT_STAGE = frozenset((int(Kind.SEND_FORWARD), int(Kind.RECEIVE_BACKWARD)))
 
 
+@lru_cache(maxsize=64)
 def find_consumed_sends(program: PipelineProgram, rank: int) -> dict[int, list[Value]]:
     """Return when a rank can free the send buffers of its activations and gradients without waiting for the sends:
     {index of a compute step of the rank: values whose send buffers are free once the input of this step has arrived}.
 
     An input from another rank shows that this rank has run all of its steps before the send, and so has received the
     values that these steps read from `rank`. A value is (OUTPUT or GRADIENT, replica, stage that computes it,
-    micro-batch); each is listed once. program: the pipeline schedule. rank: number of the rank.
+    micro-batch); each is listed once. program: the pipeline schedule. rank: number of the rank. Cached: not to
+    be changed.
     """
     last, placement = program.stages - 1, program.placement
     mine = list_rank_steps(program, rank)

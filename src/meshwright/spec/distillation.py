@@ -4,13 +4,16 @@ that the student gets, and the check that it can teach the model."""
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.recipe import Recipe
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_from_path
 from meshwright.spec.refuse import refuse
+
+if TYPE_CHECKING:
+    from meshwright.recipe import Recipe
 
 
 def read_teacher_config(recipe: Recipe) -> ModelConfig | None:

@@ -25,6 +25,13 @@ BUFFER_KINDS: tuple[BufferKind, ...] = ("dense", "experts", "frozen", "frozen_ex
 EXPERT_BUFFERS: tuple[BufferKind, ...] = ("experts", "frozen_experts")
 TRAINED_BUFFERS: tuple[BufferKind, ...] = ("dense", "experts")
 
+_DENSE, _EXPERTS = ("data", "shard", "replica"), ("expert_data", "expert_shard", "expert_replica")
+AXES_OF: dict[BufferKind, tuple[str, str, str]] = {
+    "dense": _DENSE, "experts": _EXPERTS, "frozen": _DENSE, "frozen_experts": _EXPERTS, "packed": _DENSE,
+}  # fmt: skip
+"""Mesh axes of a kind of flat parameter buffer: over which gradients are summed, over which ZeRO shards, and over whose
+ranks shards are replicated."""
+
 ALIGNMENT = 32
 """Every shard holds a multiple of this many elements, for vector registers and NCCL."""
 

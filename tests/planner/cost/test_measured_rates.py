@@ -128,24 +128,30 @@ def test_unmeasured_attention_uses_published_rates():
 def test_collective_time_is_that_of_its_vector():
     collectives = Collectives(here())
     for size in (1e3, 5e4, 1e6):
-        assert collectives.seconds("all-reduce", Group(2, 2), size) == pytest.approx(1e-4 + 1e-9 * size)
-        assert collectives.seconds("send", Group(2, 2), size) == pytest.approx(1e-4 + 1e-9 * size)
-    assert collectives.seconds("all-reduce", Group(2, 2), 10.0) == pytest.approx(1e-4 + 1e-6)  # like the smallest one
-    assert collectives.seconds("all-reduce", Group(2, 2), 2e7) == pytest.approx(2 * (1e-4 + 1e-2))
-    assert collectives.seconds("all-reduce", Group(2, 2), 0.0) == 0.0
-    assert collectives.seconds("all-reduce", Group(1, 1), 1e6) == 0.0
+        assert collectives.cost("all-reduce", Group(2, 2)).seconds_at(size) == pytest.approx(1e-4 + 1e-9 * size)
+        assert collectives.cost("send", Group(2, 2)).seconds_at(size) == pytest.approx(1e-4 + 1e-9 * size)
+    assert collectives.cost("all-reduce", Group(2, 2)).seconds_at(10.0) == pytest.approx(
+        1e-4 + 1e-6
+    )  # like the smallest one
+    assert collectives.cost("all-reduce", Group(2, 2)).seconds_at(2e7) == pytest.approx(2 * (1e-4 + 1e-2))
+    assert collectives.cost("all-reduce", Group(2, 2)).seconds_at(0.0) == 0.0
+    assert collectives.cost("all-reduce", Group(1, 1)).seconds_at(1e6) == 0.0
     many = np.array([[1e3, 0.0], [1e5, 2e7]])
-    assert collectives.seconds("all-gather", Group(2, 2), many) == pytest.approx(
-        np.array([[collectives.seconds("all-gather", Group(2, 2), size) for size in row] for row in many])
+    assert collectives.cost("all-gather", Group(2, 2)).seconds_at(many) == pytest.approx(
+        np.array([[collectives.cost("all-gather", Group(2, 2)).seconds_at(size) for size in row] for row in many])
     )
 
 
 def test_collectives_of_unmeasured_groups_are_scaled_or_priced_by_links():
     collectives = Collectives(here(devices=4))
-    two = collectives.seconds("all-reduce", Group(2, 2), 1e6)
-    assert collectives.seconds("all-reduce", Group(4, 4), 1e6) == pytest.approx(two * (3 / 4) / (1 / 2))
+    two = collectives.cost("all-reduce", Group(2, 2)).seconds_at(1e6)
+    assert collectives.cost("all-reduce", Group(4, 4)).seconds_at(1e6) == pytest.approx(two * (3 / 4) / (1 / 2))
     bare = Collectives(here(measured(collectives=())))
-    assert collectives.seconds("all-to-all", Group(2, 2), 1e6) == bare.seconds("all-to-all", Group(2, 2), 1e6) > 0
+    assert (
+        collectives.cost("all-to-all", Group(2, 2)).seconds_at(1e6)
+        == bare.cost("all-to-all", Group(2, 2)).seconds_at(1e6)
+        > 0
+    )
 
 
 def test_cpus_do_not_overlap_communication():
@@ -159,7 +165,8 @@ def test_vectorized_collective_costs_match_single_ones():
     groups = [Group(2, 2), Group(4, 4)]
     chosen = CostByLayout([collectives.cost("all-reduce", group) for group in groups], which)
     sizes = np.array([[1e4, 1e4, 1e6], [0.0, 1e6, 2e7]])
-    expected = [[collectives.seconds("all-reduce", groups[at], size) for at, size in zip(which, row)] for row in sizes]  # noqa: B905
+    costs = [collectives.cost("all-reduce", groups[at]) for at in which]
+    expected = [[cost.seconds_at(size) for cost, size in zip(costs, row, strict=True)] for row in sizes]
     assert chosen.seconds_at(sizes) == pytest.approx(np.array(expected))
     assert chosen.seconds_at(1e5).shape == (3,)
 

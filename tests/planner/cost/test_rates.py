@@ -68,7 +68,7 @@ def test_large_all_reduces_within_a_node_are_predicted_within_a_fifth(shared_dat
             if row["collective"] == "all_reduce" and row["nodes"] == "1" and size >= 1e6 and "pairwise" not in where:
                 cluster = of("h100-sxm" if "H100" in where else "a100-80")
                 ranks = int(row["ranks"])
-                predicted = Collectives(cluster).seconds("all-reduce", Group(ranks, ranks), size)
+                predicted = Collectives(cluster).cost("all-reduce", Group(ranks, ranks)).seconds_at(size)
                 errors[where, ranks].append(abs(predicted / float(row["time_us"]) / 1e-6 - 1))
     assert len(errors) == 4
     assert all(statistics.mean(found) < 0.2 for found in errors.values())
@@ -78,7 +78,7 @@ def test_all_reduce_on_four_b200_nodes_matches_published_bandwidth():
     """stas00/ml-engineering: 16 MiB reach an eighth of the network, 1 GiB seven tenths, both within a factor of 1.5."""
     cluster = of("b200", 32, across=50e9)
     for size, share in ((2**24, 0.125), (2**30, 0.70)):
-        seconds = Collectives(cluster).seconds("all-reduce", Group(32, 8), size)
+        seconds = Collectives(cluster).cost("all-reduce", Group(32, 8)).seconds_at(size)
         reached = 2 * 31 / 32 * size / seconds / (8 * 50e9)
         assert share / 1.5 < reached < share * 1.5
 
@@ -104,19 +104,19 @@ def test_small_product_is_launch_bound_and_thin_one_memory_bound():
 def test_link_tier_determines_collective_time():
     inside, across, spread = Group(8, 8), Group(8, 4), Group(8, 1)
     cluster = of("a100-80", 16)
-    times = [Collectives(cluster).seconds("all-reduce", group, 1e8) for group in (inside, across, spread)]
+    times = [Collectives(cluster).cost("all-reduce", group).seconds_at(1e8) for group in (inside, across, spread)]
     assert times == sorted(times)
-    assert Collectives(cluster).seconds("all-reduce", Group(1, 1), 1e8) == 0.0
+    assert Collectives(cluster).cost("all-reduce", Group(1, 1)).seconds_at(1e8) == 0.0
     # Ranks of a node use all links to other nodes concurrently.
-    gathered = Collectives(cluster).seconds("all-gather", Group(16, 8), 1e9)
+    gathered = Collectives(cluster).cost("all-gather", Group(16, 8)).seconds_at(1e9)
     assert gathered > 15 / 16 * 1e9 / (8 * 25e9)
     assert pair_bandwidth(of("mi300x")) < pair_bandwidth(of("h100-sxm"))  # every pair has a direct link there
 
 
 def test_all_gather_takes_half_a_ring_all_reduce():
     cluster = of("a100-80")
-    both = Collectives(cluster).seconds("all-gather", Group(8, 8), 1e9) * 2
-    assert Collectives(cluster).seconds("all-reduce", Group(8, 8), 1e9) == pytest.approx(both, rel=0.05)
+    both = Collectives(cluster).cost("all-gather", Group(8, 8)).seconds_at(1e9) * 2
+    assert Collectives(cluster).cost("all-reduce", Group(8, 8)).seconds_at(1e9) == pytest.approx(both, rel=0.05)
 
 
 def test_in_switch_reduction_helps_all_reduce_from_five_ranks_on():
@@ -124,7 +124,7 @@ def test_in_switch_reduction_helps_all_reduce_from_five_ranks_on():
 
     def bus(operation: str, ranks: int) -> float:
         wire = 4e9 * (ranks - 1) / ranks * (2 if operation == "all-reduce" else 1)
-        return wire / Collectives(h100).seconds(operation, Group(ranks, ranks), 4e9)  # type: ignore[arg-type]
+        return wire / Collectives(h100).cost(operation, Group(ranks, ranks)).seconds_at(4e9)  # type: ignore[arg-type]
 
     assert bus("all-reduce", 8) > 1.2 * bus("all-gather", 8)
     assert bus("all-reduce", 4) == pytest.approx(bus("all-gather", 4), rel=0.1)

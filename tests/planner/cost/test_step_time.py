@@ -110,7 +110,9 @@ def test_layer_times_match_publication(shared_data: Path):
             for one in list_operations(batch, stage):
                 seconds += rates.seconds(one) * ((one.phase == "forward") == forward)
             for exchange, phase, count in timed_calls(layer_operators(batch, stage.layers[0])):
-                taken = collectives.seconds(exchange.operation, group_of(layout, exchange.axis, cluster), exchange.size)
+                taken = collectives.cost(exchange.operation, group_of(layout, exchange.axis, cluster)).seconds_at(
+                    exchange.size
+                )
                 seconds += count * taken * ((phase == "forward") == forward and exchange.overlaps is None)
             assert seconds * 1e3 == pytest.approx(float(row["value"]), rel=0.12), row
             seen += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Number, at_least
 from meshwright.planner.cost.operators import (
@@ -14,8 +14,14 @@ from meshwright.planner.cost.operators import (
     Phase,
     SavedTensor,
     elementwise_kernels,
+    elementwise_operator,
+    forward_and_backward,
+    index_tensor,
     linear_operator,
+    make_operator,
     rms_norm_saved,
+    wide_tensor,
+    x_tensor,
 )
 from meshwright.planner.cost.tensor_parallel import (
     column_parallel_calls,
@@ -34,58 +40,50 @@ _ACTIVATIONS: tuple[tuple[Phase, int], ...] = (("forward", 1), ("input", 2))
 def attention_operators(batch: MicroBatch, kind: LayerKind) -> Iterator[Operator]:
     """Yield the operators of attention in forward order: projections, rotary positions, softmax(q kᵀ) v and output
     projection. kind: kind of the layer."""
-    config = batch.config
+    config, tokens, window = batch.config, (batch.rows, batch.tokens), kind.window
     size = max(config.head_dim, config.value_dim)  # of queries, keys and values in the kernel
-    tokens, window = (batch.rows, batch.tokens), kind.window
+    query, key, value = (
+        x_tensor(f"attention.{name}", batch.rows, heads, batch.tokens, size)
+        for name, heads in (("query", batch.heads), ("key", batch.kv_heads), ("value", batch.kv_heads))
+    )
     rotated = kind.rotates or config.query_key_norm  # then queries and keys are copies of the product's
     repeated = batch.repeats(window)
-    fused = SavedTensor("attention.qkv.output", (*tokens, batch.qkv_width), "x")
-    # Views of the product's result that live on: queries, keys, values; or what is normalised in place of a copy.
-    views = not batch.ulysses and (not rotated or not repeated)
-    read = views or (config.query_key_norm and not batch.narrow)
-    saved = (SavedTensor("attention.qkv.input", (*tokens, config.hidden), "x"), *([fused] if read else []))
     if config.latent is not None:
         yield from _latent_projections(batch, config.latent)
     else:
+        fused = x_tensor("attention.qkv.output", *tokens, batch.qkv_width)
+        # Views of the product's result that live on: queries, keys, values; or what is normalised in place of a copy.
+        views = not batch.ulysses and (not rotated or not repeated)
+        read = views or (config.query_key_norm and not batch.narrow)
         yield linear_operator(
             batch, "attention.qkv", LinearShape(batch.all_tokens, batch.qkv_width, config.hidden, bias=config.qkv_bias),
-            saved=saved, kept=(fused,), collectives=tuple(column_parallel_calls(batch, "attention.input")),
+            saved=(x_tensor("attention.qkv.input", *tokens, config.hidden), *([fused] if read else [])), kept=(fused,),
+            collectives=column_parallel_calls(batch, "attention.input"),
         )  # fmt: skip
-    yield Operator(
-        "attention.join", elementwise_kernels(batch, "attention.join", batch.all_tokens * batch.qkv_width, "join")
-    )
+    yield elementwise_operator(batch, "attention.join", batch.all_tokens * batch.qkv_width, "join")
     elements = batch.all_tokens * (batch.heads + batch.kv_heads) * size
     if config.query_key_norm:
-        yield Operator(
-            "attention.norms", elementwise_kernels(batch, "attention.norms", elements, "rmsnorm"),
-            tuple(_query_key_norms(batch)), kept=_saved_mean_squares(batch),
-            collectives=tuple(mean_square_calls(batch)) * 2 if config.projection_norm else (),
+        yield elementwise_operator(
+            batch, "attention.norms", elements, "rmsnorm", saved=_query_key_norms(batch),
+            kept=_saved_mean_squares(batch), collectives=[*mean_square_calls(batch)] * (2 * config.projection_norm),
             parameters=(batch.heads + batch.kv_heads if config.projection_norm else 2) * size,
         )  # fmt: skip
     if kind.rotates:
-        yield Operator("attention.rotary", elementwise_kernels(batch, "attention.rotary", elements, "rotary"))
+        yield elementwise_operator(batch, "attention.rotary", elements, "rotary")
         if config.rotated_norm:
-            name = "attention.rotated_norms"
-            yield Operator(
-                name, elementwise_kernels(batch, name, elements, "rmsnorm"), tuple(_rotated_norms(batch, size))
-            )
+            norms = _rotated_norms(batch, size)
+            yield elementwise_operator(batch, "attention.rotated_norms", elements, "rmsnorm", saved=norms)
     elif kind.tempered:
         queries = batch.all_tokens * batch.heads * size
-        saved = (
-            ()
-            if batch.ulysses
-            else (SavedTensor("attention.query", (batch.rows, batch.heads, batch.tokens, size), "x"),)
-        )
-        yield Operator("attention.temper", elementwise_kernels(batch, "attention.temper", queries, "scaled"), saved)
+        saved = () if batch.ulysses else (query,)
+        yield elementwise_operator(batch, "attention.temper", queries, "scaled", saved=saved)
     if batch.ulysses:
-        yield from _ulysses_operators(batch)
+        yield _ulysses_operator(batch)
     elif rotated:
-        query = SavedTensor("attention.query", (batch.rows, batch.heads, batch.tokens, size), "x")
-        key = SavedTensor("attention.key", (batch.rows, batch.kv_heads, batch.tokens, size), "x")
-        value = (SavedTensor("attention.value", key.shape, "x"),) if config.latent else ()  # padded
-        yield Operator("attention.rotated", saved=((query,) if repeated else (query, key)) + value)
+        padded = (value,) if config.latent else ()
+        yield make_operator("attention.rotated", saved=((query,) if repeated else (query, key)) + padded)
     if batch.ring:
-        yield Operator("attention.ring", collectives=tuple(_ring_messages(batch)))
+        yield make_operator("attention.ring", collectives=_ring_messages(batch))
     if batch.kernel == "scores":
         yield from _unfused_attention(batch)
     elif batch.kernel == "tiled":
@@ -93,13 +91,12 @@ def attention_operators(batch: MicroBatch, kind: LayerKind) -> Iterator[Operator
     else:
         yield _flash_attention(batch, window)
     if config.attention_sinks:
-        yield Operator("attention.sinks", parameters=batch.heads)
+        yield make_operator("attention.sinks", parameters=batch.heads)
     inner = batch.heads * config.value_dim
     yield linear_operator(
         batch, "attention.output", LinearShape(batch.all_tokens, config.hidden, inner, bias=config.output_bias),
-        saved=(SavedTensor("attention.output.input", (*tokens, inner), "x"),),
-        kept=row_parallel_saved(batch, "attention.output"),
-        collectives=tuple(row_parallel_calls(batch, "attention.output")),
+        saved=(x_tensor("attention.output.input", *tokens, inner),), kept=row_parallel_saved(batch, "attention.output"),
+        collectives=row_parallel_calls(batch, "attention.output"),
     )  # fmt: skip
 
 
@@ -109,21 +106,18 @@ def _latent_projections(batch: MicroBatch, latent: LatentAttention) -> Iterator[
     config, tokens = batch.config, (batch.rows, batch.tokens)
     for name, (outputs, inputs) in latent.products(config.hidden, batch.heads, config.head_dim).items():
         first = name == "qkv"
-        output = SavedTensor(f"attention.{name}.output", (*tokens, outputs), "x")
-        saved = SavedTensor(f"attention.{name}.input", (*tokens, inputs), "x")
+        output = x_tensor(f"attention.{name}.output", *tokens, outputs)
+        saved = x_tensor(f"attention.{name}.input", *tokens, inputs)
         if not first:  # the input is normalised
-            norm = name.replace("_up", "_norm")
-            copies = (SavedTensor(f"attention.{norm}.input", saved.shape, "wide"),) if batch.narrow else ()
-            yield Operator(
-                f"attention.{norm}",
-                elementwise_kernels(batch, f"attention.{norm}", batch.all_tokens * inputs, "rmsnorm"),
-                (*copies, *rms_norm_saved(f"attention.{norm}", saved.shape, centred=False)), parameters=inputs,
-            )  # fmt: skip
+            norm, elements = f"attention.{name.replace('_up', '_norm')}", batch.all_tokens * inputs
+            copies = [wide_tensor(f"{norm}.input", *saved.shape)] * batch.narrow
+            tensors = *copies, *rms_norm_saved(norm, saved.shape, centred=False)
+            yield elementwise_operator(batch, norm, elements, "rmsnorm", saved=tensors, parameters=inputs)
         # Latent vectors are views of the first product, which the norms of wide types keep.
         yield linear_operator(
             batch, f"attention.{name}", LinearShape(batch.all_tokens, outputs, inputs),
             saved=(saved, output) if first and not batch.narrow else (saved,), kept=(output,),
-            collectives=tuple(column_parallel_calls(batch, "attention.input")) if first else (),
+            collectives=column_parallel_calls(batch, "attention.input") if first else (),
         )  # fmt: skip
 
 
@@ -135,7 +129,7 @@ def _query_key_norms(batch: MicroBatch) -> Iterator[SavedTensor]:
         one = (heads * size,) if batch.config.projection_norm else (heads, size)
         shape = batch.rows, batch.tokens, *one
         if batch.narrow:
-            yield SavedTensor(f"{name}.input", shape, "wide")
+            yield wide_tensor(f"{name}.input", *shape)
         yield from rms_norm_saved(name, shape, batch.config.zero_centred_norms)
 
 
@@ -143,37 +137,34 @@ def _rotated_norms(batch: MicroBatch, size: int) -> Iterator[SavedTensor]:
     """Yield the tensors saved for the backward by norms of queries and keys that follow the rotary rotation. size:
     elements of a head."""
     for name, heads in (("attention.query_rotated", batch.heads), ("attention.key_rotated", batch.kv_heads)):
-        shape = batch.rows, heads, batch.tokens
-        yield SavedTensor(f"{name}.input", (*shape, size), "wide")
-        yield SavedTensor(f"{name}.scale", (*shape, 1), "wide")
+        yield wide_tensor(f"{name}.input", batch.rows, heads, batch.tokens, size)
+        yield wide_tensor(f"{name}.scale", batch.rows, heads, batch.tokens, 1)
 
 
-def _saved_mean_squares(batch: MicroBatch) -> tuple[SavedTensor, ...]:
+def _saved_mean_squares(batch: MicroBatch) -> list[SavedTensor]:
     """Return the mean squares of queries and keys, all-reduced over tp. Selective recompute saves them, as it saves the
     results of all collectives."""
-    if not batch.config.projection_norm or batch.layout.tp == 1:
-        return ()
-    shape = batch.rows, batch.tokens, 1
-    return tuple(SavedTensor(f"attention.{name}_norm.mean_square", shape, "wide") for name in ("query", "key"))
+    names = ("query", "key") if batch.config.projection_norm and batch.layout.tp > 1 else ()
+    return [wide_tensor(f"attention.{name}_norm.mean_square", batch.rows, batch.tokens, 1) for name in names]
 
 
-def _ulysses_operators(batch: MicroBatch) -> Iterator[Operator]:
-    """Yield the all-to-alls of Ulysses context parallelism: before attention each cp rank receives all tokens of some
-    heads; after it, its own tokens of all heads."""
+def _ulysses_operator(batch: MicroBatch) -> Operator:
+    """Return the operator of the all-to-alls of Ulysses context parallelism: before attention each cp rank receives all
+    tokens of some heads; after it, its own tokens of all heads."""
     one = batch.all_tokens * batch.config.head_dim * batch.itemsize
     again = batch.layout.recompute != "none"
     sent = {
         "attention.heads": batch.heads + 2 * batch.kv_heads * batch.key_value_copies,
         "attention.tokens": batch.heads,
     }
-    calls = []
-    for site, heads in sent.items():
-        calls.append(CollectiveCall("context", "cp", "all-to-all", ((site, heads * one),), "forward", 1, again))
-        calls.append(CollectiveCall("context", "cp", "all-to-all", ((f"{site}.backward", heads * one),), "input"))
+    calls = [
+        call
+        for site, heads in sent.items()
+        for call in forward_and_backward("context", "cp", "all-to-all", site, (heads * one,) * 2, again)
+    ]
     heads, kv_heads = _kernel_heads(batch)
-    shape = batch.rows, heads + 2 * kv_heads, batch.sequence, batch.config.head_dim
-    exchanged = SavedTensor("attention.exchanged", shape, "x")
-    yield Operator("attention.all_to_all", saved=(exchanged,), collectives=tuple(calls))
+    exchanged = x_tensor("attention.exchanged", batch.rows, heads + 2 * kv_heads, batch.sequence, batch.config.head_dim)
+    return make_operator("attention.all_to_all", saved=[exchanged], collectives=calls)
 
 
 def _kernel_heads(batch: MicroBatch) -> tuple[Number, Number]:
@@ -193,11 +184,11 @@ def _unfused_attention(batch: MicroBatch) -> Iterator[Operator]:
     moved = batch.itemsize * (queries * keys + (queries + keys) * size)
     for name, shape in (("attention.scores", (queries, keys, size)), ("attention.values", (queries, size, keys))):
         both = [Operation(name, "product", phase, flops, moved, shape, heads * times) for phase, times in _ACTIVATIONS]
-        yield Operator(name, tuple(both))
+        yield make_operator(name, both)
     scores = heads * queries * keys
-    yield Operator("attention.softmax", elementwise_kernels(batch, "attention.softmax", scores, "softmax"))
+    yield elementwise_operator(batch, "attention.softmax", scores, "softmax")
     if batch.engine.dropout:
-        yield Operator("attention.dropout", elementwise_kernels(batch, "attention.dropout", scores, "scores_dropout"))
+        yield elementwise_operator(batch, "attention.dropout", scores, "scores_dropout")
 
 
 def _tiled_attention(batch: MicroBatch, window: int | None) -> Iterator[Operator]:
@@ -218,16 +209,14 @@ def _tiled_attention(batch: MicroBatch, window: int | None) -> Iterator[Operator
     operands = (lines + batch.all_tokens * batch.kv_heads) * size
     wide = batch.wide * (scores + operands) / tiles
     narrow = batch.itemsize * (scores + operands) / tiles
-    both: tuple[Phase, Phase] = ("forward", "input")
-    products = [Operation("attention.scores", "float32 product", phase, flops, wide, shape, tiles) for phase in both]
-    yield Operator("attention.scores", tuple(products))
+    product = Operation("attention.scores", "float32 product", "forward", flops, wide, shape, tiles)
+    yield make_operator("attention.scores", (product, product._replace(phase="input")))
     passes = elementwise_kernels(batch, "attention.softmax", scores / tiles, "capped_softmax")
-    yield Operator("attention.softmax", tuple(one._replace(count=one.count * tiles) for one in passes))
+    yield make_operator("attention.softmax", (one._replace(count=one.count * tiles) for one in passes))
     value = Operation("attention.values", "product", "forward", flops, narrow, shape, tiles)
     # Of probabilities, values, queries and keys.
     gradients = Operation("attention.gradients", "product", "input", flops, narrow, shape, 4 * tiles)
-    saved = _flash_attention(batch, window)
-    yield Operator("attention.values", (value, gradients), saved.saved, saved.kept)
+    yield _flash_attention(batch, window)._replace(name="attention.values", operations=(value, gradients))
 
 
 def keys_per_tile(sequence: int, tile: int, window: int | None) -> float:
@@ -254,25 +243,23 @@ def _flash_attention(batch: MicroBatch, window: int | None) -> Operator:
     flops = 2.0 * keys_seen * batch.heads * columns * batch.all_tokens
     moved = batch.itemsize * batch.all_tokens * (batch.qkv_width + batch.heads * size)
     name = "attention.core.ring" if batch.ring else "attention.core"
-    shape = (
-        batch.sequence / (2 * batch.cp) if batch.ring else batch.sequence,
-        keys_seen,
-        size,
-    )  # a rank has pieces of each sequence
+    row = batch.sequence / (2 * batch.cp) if batch.ring else batch.sequence  # a rank has pieces of each sequence
     operations = (
-        Operation(name, "attention", "forward", flops, moved, shape),
-        Operation(name, "attention", "input", FLASH_BACKWARD * flops, 2 * moved, shape),
+        Operation(name, "attention", "forward", flops, moved, (row, keys_seen, size)),
+        Operation(name, "attention", "input", FLASH_BACKWARD * flops, 2 * moved, (row, keys_seen, size)),
     )
     heads, _ = _kernel_heads(batch)
     length = batch.sequence if batch.ulysses else batch.tokens
-    log_sum = SavedTensor("attention.log_sum", (batch.rows, heads, length), "wide")
+    log_sum = wide_tensor("attention.log_sum", batch.rows, heads, length)
+    saved: Iterable[SavedTensor] = (log_sum,) if config.encoder else ()
+    kept: tuple[SavedTensor, ...] = ()
     if batch.ring:
-        result = SavedTensor("attention.core", (batch.rows, batch.heads, batch.tokens, size), "x")
-        padded = (result,) if config.value_dim < size else ()  # of which the output's input is a copy
-        return Operator("attention.core", operations, (log_sum, *padded), (result, log_sum))
-    if batch.device == "cuda" and not batch.capped:
-        return Operator("attention.core", operations, tuple(_cuda_kernel_saved(batch, heads, length, window)))
-    return Operator("attention.core", operations, (log_sum,) if config.encoder else ())
+        result = x_tensor("attention.core", batch.rows, batch.heads, batch.tokens, size)
+        # The output's input is a copy of a padded result.
+        saved, kept = (log_sum, result) if config.value_dim < size else (log_sum,), (result, log_sum)
+    elif batch.device == "cuda" and not batch.capped:
+        saved = _cuda_kernel_saved(batch, heads, length, window)
+    return make_operator("attention.core", operations, saved=saved, kept=kept)
 
 
 def _ring_messages(batch: MicroBatch) -> Iterator[CollectiveCall]:
@@ -300,13 +287,13 @@ def _cuda_kernel_saved(batch: MicroBatch, heads: Number, length: Number, window:
     limited, size = batch.dense_mask(window), batch.config.head_dim
     if batch.repeats(window):
         for what in ("keys", "values"):
-            yield SavedTensor(f"attention.{what}_repeated", (batch.rows, heads, length, size), "x")
+            yield x_tensor(f"attention.{what}_repeated", batch.rows, heads, length, size)
     # An encoder's additive mask is one for all layers.
     if limited and not batch.config.encoder:
-        yield SavedTensor("attention.mask", (batch.rows if batch.masked else 1, 1, length, length), "x")
+        yield x_tensor("attention.mask", batch.rows if batch.masked else 1, 1, length, length)
     queries = -(-length // 32) * 32 if limited or not batch.narrow else length
-    yield SavedTensor("attention.log_sum", (batch.rows, heads, queries), "wide")
+    yield wide_tensor("attention.log_sum", batch.rows, heads, queries)
     if not batch.varlen(window):
-        yield SavedTensor("attention.random_state", (2,), "index")
+        yield index_tensor("attention.random_state", 2)
     if batch.ulysses:  # the kernel's own result, before the all-to-all
-        yield SavedTensor("attention.core", (batch.rows, heads, length, size), "x")
+        yield x_tensor("attention.core", batch.rows, heads, length, size)

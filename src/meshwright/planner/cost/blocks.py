@@ -15,11 +15,15 @@ from meshwright.planner.cost.operators import (
     LinearShape,
     Operation,
     Operator,
-    Phase,
     SavedTensor,
     elementwise_kernels,
+    elementwise_operator,
+    index_tensor,
     linear_operator,
+    make_operator,
     rms_norm_saved,
+    wide_tensor,
+    x_tensor,
 )
 from meshwright.planner.cost.tensor_parallel import column_parallel_calls, row_parallel_calls
 
@@ -78,23 +82,22 @@ def norm_operator(batch: MicroBatch, name: str, rows: Number | None = None) -> O
     """Return the operator of a norm over the hidden dimension. name: such as "mlp_norm"; rows: number of normalised
     vectors; None: all tokens of this rank's residual stream."""
     config = batch.config
-    stream = batch.rows * batch.slice if rows is None else rows
     shape = (batch.rows, batch.slice, config.hidden) if rows is None else (rows, config.hidden)
-    return Operator(
-        name, elementwise_kernels(batch, "norm", stream * config.hidden, config.norm),
-        tuple(_norm_saved(batch, name, shape)), parameters=config.hidden * (1 + config.norm_bias),
-    )  # fmt: skip
+    elements = (batch.rows * batch.slice if rows is None else rows) * config.hidden
+    kernels = elementwise_kernels(batch, "norm", elements, config.norm)
+    parameters = config.hidden * (1 + config.norm_bias)
+    return make_operator(name, kernels, saved=_norm_saved(batch, name, shape), parameters=parameters)
 
 
 def _norm_saved(batch: MicroBatch, name: str, shape: tuple[Number, ...]) -> Iterator[SavedTensor]:
     """Yield the tensors that a norm saves for the backward. name: prefix of their names; shape: shape of the norm's
     input."""
     if batch.config.norm == "layernorm":
-        yield SavedTensor(f"{name}.input", shape, "x")
+        yield x_tensor(f"{name}.input", *shape)
         for what in ("mean", "deviation"):  # PyTorch keeps them in the input's type on a CPU
             yield SavedTensor(f"{name}.{what}", (*shape[:-1], 1), "x" if batch.device == "cpu" else "wide")
     else:
-        yield SavedTensor(f"{name}.input", shape, "wide")
+        yield wide_tensor(f"{name}.input", *shape)
         yield from rms_norm_saved(name, shape, batch.config.zero_centred_norms)
 
 
@@ -103,10 +106,10 @@ def residual_operators(batch: MicroBatch) -> Iterator[Operator]:
     a constant (Granite) and dropout."""
     elements = batch.rows * batch.slice * batch.config.hidden
     if batch.config.residual_scale != 1:
-        yield Operator("residual.scale", elementwise_kernels(batch, "residual.scale", elements, "scaled_residual"))
-    yield Operator("residual", elementwise_kernels(batch, "residual", elements, "residual"))
+        yield elementwise_operator(batch, "residual.scale", elements, "scaled_residual")
+    yield elementwise_operator(batch, "residual", elements, "residual")
     if batch.engine.dropout:
-        yield Operator("dropout", elementwise_kernels(batch, "dropout", elements, "residual_dropout"))
+        yield elementwise_operator(batch, "dropout", elements, "residual_dropout")
 
 
 # --- both ends
@@ -126,34 +129,29 @@ def _unadapted_embedding(batch: MicroBatch) -> Iterator[Operator]:
     back = looked_up * (size + 3 * elementwise.WIDE) + table * (2 * elementwise.WIDE + size)
     saved = []
     if batch.layout.tp > 1:
-        saved.append(SavedTensor("embedding.places", (batch.rows, batch.tokens), "index"))
+        saved.append(index_tensor("embedding.places", batch.rows, batch.tokens))
         saved.append(SavedTensor("embedding.elsewhere", (batch.rows, batch.tokens), "bool"))
-    yield Operator(
-        "embedding",
-        (
-            Operation("embedding", "lookup", "forward", 0.0, 2.0 * size * looked_up),
-            Operation("embedding", "lookup", "input", 0.0, 1.0 * back),
-        ),
-        tuple(saved), collectives=tuple(row_parallel_calls(batch, "embedding", in_block=False)), parameters=table,
-    )  # fmt: skip
+    lookups = (
+        Operation("embedding", "lookup", "forward", 0.0, 2.0 * size * looked_up),
+        Operation("embedding", "lookup", "input", 0.0, 1.0 * back),
+    )
+    calls = row_parallel_calls(batch, "embedding", in_block=False)
+    yield make_operator("embedding", lookups, saved=saved, collectives=calls, parameters=table)
     stream = batch.rows * batch.slice * hidden
     if config.embedding_factor != 1:
-        yield Operator("embedding.scale", elementwise_kernels(batch, "embedding.scale", stream, "scaled"))
+        yield elementwise_operator(batch, "embedding.scale", stream, "scaled")
     if config.embedding_norm:
         yield norm_operator(batch, "embedding_norm")
-    places = batch.rows if batch.masked else 1, batch.tokens
-    if config.positions == "learned":
-        index = SavedTensor("positions.places", places, "index")
-        yield Operator(
-            "positions", elementwise_kernels(batch, "positions", stream, "residual", "eager"),
-            (index,) if batch.masked or batch.layout.cp == 1 else (), parameters=config.max_positions * hidden,
-        )  # fmt: skip
-    if config.token_types:
-        index = SavedTensor("token_types.places", places, "index")
-        yield Operator(
-            "token types", elementwise_kernels(batch, "token types", stream, "residual", "eager"),
-            (index,) if config.positions == "learned" else (), parameters=config.token_types * hidden,
-        )  # fmt: skip
+    shape, learned = (batch.rows if batch.masked else 1, batch.tokens), config.positions == "learned"
+    for name, entries, indexed in (
+        ("positions", config.max_positions if learned else 0, batch.masked or batch.layout.cp == 1),
+        ("token types", config.token_types, learned),
+    ):
+        if entries:
+            index = [index_tensor(f"{name.replace(' ', '_')}.places", *shape)] * indexed
+            yield elementwise_operator(
+                batch, name, stream, "residual", "eager", saved=index, parameters=entries * hidden
+            )
 
 
 def head_operators(batch: MicroBatch, keeps_gradient: bool) -> tuple[Operator, ...]:
@@ -175,21 +173,18 @@ def _unadapted_head(batch: MicroBatch, keeps_gradient: bool) -> Iterator[Operato
     yield norm_operator(batch, "final_norm")
     if batch.config.logit_divisor != 1:  # the head's input is divided, not the logits
         stream = batch.rows * batch.slice * batch.config.hidden
-        yield Operator("head.scale", elementwise_kernels(batch, "head.scale", stream, "scaled"))
-    product = linear_operator(
-        batch, "head", LinearShape(batch.all_tokens, batch.vocabulary, batch.config.hidden),
-        collectives=tuple(column_parallel_calls(batch, "head.input", in_block=False)),
-    )  # fmt: skip
+        yield elementwise_operator(batch, "head.scale", stream, "scaled")
+    shape = LinearShape(batch.all_tokens, batch.vocabulary, batch.config.hidden)
+    calls = column_parallel_calls(batch, "head.input", in_block=False)
+    product = linear_operator(batch, "head", shape, collectives=calls)
     if not keeps_gradient:
         product = product._replace(operations=(*product.operations, product.operations[0]._replace(phase="recompute")))
     yield product
     if batch.config.logit_softcap:
         capped = elementwise_kernels(batch, "head.softcap", batch.all_tokens * batch.vocabulary, "capped_logits")
         again = () if keeps_gradient else (capped[0]._replace(phase="recompute"),)
-        yield Operator("head.softcap", (*capped, *again))
-    yield _loss_operator(batch, batch.all_tokens * batch.vocabulary)._replace(
-        collectives=tuple(_loss_collectives(batch))
-    )
+        yield make_operator("head.softcap", (*capped, *again))
+    yield _loss_operator(batch, batch.all_tokens * batch.vocabulary, _loss_collectives(batch))
 
 
 def prediction_input_operators(batch: MicroBatch) -> Iterator[Operator]:
@@ -197,18 +192,14 @@ def prediction_input_operators(batch: MicroBatch) -> Iterator[Operator]:
     eq. 21): norms of the hidden states and of the next tokens' embeddings, and the linear layer that reads both
     concatenated."""
     yield from (norm_operator(batch, name) for name in ("prediction_hidden_norm", "prediction_embedding_norm"))
-    yield linear_operator(
-        batch,
-        "prediction_projection",
-        LinearShape(batch.rows * batch.slice, batch.config.hidden, 2 * batch.config.hidden),
-    )
+    shape = LinearShape(batch.rows * batch.slice, batch.config.hidden, 2 * batch.config.hidden)
+    yield linear_operator(batch, "prediction_projection", shape)
 
 
-def _loss_operator(batch: MicroBatch, logits: Number) -> Operator:
-    """Return the operator of the cross-entropy loss. logits: their number on this rank."""
-    moved = logits * batch.engine.loss_bytes / 2
-    both: tuple[Phase, Phase] = ("forward", "input")
-    return Operator("loss", tuple(Operation("loss", "loss", phase, 0.0, moved) for phase in both))
+def _loss_operator(batch: MicroBatch, logits: Number, calls: Iterable[CollectiveCall] = ()) -> Operator:
+    """Return the operator of the cross-entropy loss. logits: their number on this rank; calls: its collectives."""
+    forward = Operation("loss", "loss", "forward", 0.0, logits * batch.engine.loss_bytes / 2)
+    return make_operator("loss", (forward, forward._replace(phase="input")), collectives=calls)
 
 
 def _loss_collectives(batch: MicroBatch) -> Iterator[CollectiveCall]:
@@ -232,9 +223,7 @@ def encoder_head_operators(batch: MicroBatch) -> Iterator[Operator]:
     dense, out = ("transform", "head") if masked else ("pooler", "classifier")
     outputs = config.vocabulary if masked else len(config.labels)
     yield linear_operator(batch, dense, LinearShape(places, hidden, hidden, bias=True))
-    yield Operator(
-        f"{dense}.activation", elementwise_kernels(batch, f"{dense}.activation", places * hidden, "activation")
-    )
+    yield elementwise_operator(batch, f"{dense}.activation", places * hidden, "activation")
     if masked:
         yield norm_operator(batch, "transform_norm", places)
     if outputs:

@@ -8,23 +8,22 @@ the runs of every project from the runs of the others.
 
 The quantiles guarantee no coverage, as those of a conformal predictor would: the rates were fitted to most of these
 runs, and the quantile level was chosen by the coverage that resulted. No published run used the engine `meshwright`:
-its bounds also include this repository's own measurements (`EngineRuns`).
+its bounds also include this repository's own measurements.
 """
 
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import resources
 from typing import Any, NamedTuple
 
 from meshwright.layout import Layout
 from meshwright.planner.cost.rates import architecture_family, constants
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.problem import Problem
+from meshwright.toml import read_packaged_toml
 
 LIMITS = {"devices": 1, "sequence": 1, "context": 1, "seconds": -1}
 """Properties whose largest (1) or smallest (-1) value among a kind's runs limits the bounds: devices, tokens of a
@@ -76,10 +75,11 @@ _PROPERTIES = ("experts", "architecture", "eight_bit")
 
 @dataclass(frozen=True, slots=True)
 class RunKind:
-    """Statistics of published training runs of one kind, such as dense models on Hopper in fp8.
+    """Statistics of published training runs of one kind, such as dense models on Hopper in fp8, or of this project's
+    own runs of one engine.
 
     Attributes:
-        low, high: Quantiles of measured / predicted step seconds over the runs.
+        low, high: Quantiles of measured / predicted step seconds over the runs (of own runs: smallest and largest).
         runs, projects: Number of runs, and of projects (an organisation with one engine) that published them.
         limits: Largest (for "seconds": smallest) value in the runs of each property in `LIMITS`.
         experts, architecture, eight_bit: Properties that the runs share, as in `StepProperties`; None if they differ.
@@ -88,7 +88,7 @@ class RunKind:
     low: float
     high: float
     runs: int
-    projects: int
+    projects: int = 0
     limits: Mapping[str, float] = field(default_factory=dict)
     experts: bool | None = None
     architecture: str | None = None
@@ -108,15 +108,6 @@ class RunKind:
             {None: "", True: "fp8", False: "16 or 32 bits"}[self.eight_bit],
         )
         return ", ".join(filter(None, words)) or "all"
-
-
-class EngineRuns(NamedTuple):
-    """Runs of an engine without published runs, measured in this project. low, high: smallest and largest measured /
-    predicted step seconds; runs: number of runs."""
-
-    low: float
-    high: float
-    runs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +155,7 @@ class BoundsTable:
     kinds: tuple[RunKind, ...]
     engines: frozenset[str]
     widen: float
-    own: Mapping[str, EngineRuns] = field(default_factory=dict)
+    own: Mapping[str, RunKind] = field(default_factory=dict)
 
     def bounds(self, step: StepProperties) -> Bounds:
         """Return the bounds of a predicted step from the first kind that it belongs to, widened for properties outside
@@ -183,7 +174,7 @@ class BoundsTable:
                 wider += self.widen * abs(math.log2(value / limit))
                 what = _OUTSIDE[name].format(_number(value), _number(limit))
                 outside.append(f"no published run ({kind.name}) {what}")
-        own = self.own.get(step.engine, EngineRuns(1.0, 1.0, 0))
+        own = self.own.get(step.engine, RunKind(1.0, 1.0, 0))
         known = (min(kind.low, own.low), max(kind.high, own.high))
         low, high = min(kind.low**wider, own.low), max(kind.high**wider, own.high)
         widened = (low, high) != known
@@ -198,14 +189,13 @@ def _number(value: float) -> str:
 @cache
 def read_bounds_table() -> BoundsTable:
     """Return the parsed content of the packaged file bounds.toml; cached."""
-    text = resources.files("meshwright.planner.cost").joinpath("bounds.toml").read_text(encoding="utf-8")
-    return parse_bounds_table(tomllib.loads(text))
+    return parse_bounds_table(read_packaged_toml("meshwright.planner.cost", "bounds.toml"))
 
 
 def parse_bounds_table(table: Mapping[str, Any]) -> BoundsTable:
     """Build a `BoundsTable` from the tables of bounds.toml."""
     kinds = [RunKind(**each) for each in table["kinds"]]
-    own = {name: EngineRuns(**each) for name, each in table.get("own", {}).items()}
+    own = {name: RunKind(**each) for name, each in table.get("own", {}).items()}
     return BoundsTable(tuple(kinds), frozenset(table["engines"]), table["widen"], own)
 
 

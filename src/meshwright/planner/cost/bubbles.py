@@ -29,6 +29,12 @@ def stages_by_rank(schedule: str, ranks: int, chunks: int) -> list[list[int]]:
     return [list(range(rank, ranks * chunks, ranks)) for rank in range(ranks)]
 
 
+def followed_at_once(schedule: str, ranks: int) -> bool:
+    """Return True if, under a schedule, the last stage runs each backward directly after its forward; False if all
+    forwards run first (GPipe). ranks: pipeline ranks."""
+    return schedule not in ("gpipe", "looped-bfs") or ranks == 1
+
+
 class BusiestRank(NamedTuple):
     """Seconds of one micro-batch on the pipeline rank that computes longest, under several layouts, by phase (forward,
     input gradient, weight gradient). own: seconds on this rank [3, layouts]; others: sum over all other ranks

@@ -1,26 +1,21 @@
 """Bytes of the data-parallel calls in one rank's step, for any parameter table: gradient reductions, ZeRO's
-collectives. `traffic.py` adds those of a transformer, `module_traffic.py` those of a foreign module."""
+collectives. `traffic.py` adds those of a transformer, `ModuleCalls` those of a foreign module."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from meshwright.collectives.cutting import compute_sent_bytes
 from meshwright.collectives.named import NamedProgram
 from meshwright.layout import Layout
 from meshwright.planner.cost.teacher import TeacherWork
-from meshwright.spec.parameter_entries import TRAINED_BUFFERS, BufferKind, compute_padded_numel
+from meshwright.spec.foreign import REST, ModulePartition
+from meshwright.spec.parameter_entries import AXES_OF, TRAINED_BUFFERS, BufferKind, compute_padded_numel
 from meshwright.spec.parameters import ParameterTable
 from meshwright.spec.partition import Partition
-
-_DENSE, _EXPERTS = ("data", "shard", "replica"), ("expert_data", "expert_shard", "expert_replica")
-AXES_OF: dict[BufferKind, tuple[str, str, str]] = {
-    "dense": _DENSE, "experts": _EXPERTS, "frozen": _DENSE, "frozen_experts": _EXPERTS, "packed": _DENSE,
-}  # fmt: skip
-"""Mesh axes of a kind of flat parameter buffer: over which gradients are summed, over which ZeRO shards, and over whose
-ranks shards are replicated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,61 +64,30 @@ class DataCalls:
         a failed save, working seconds of each rank. figures: number of the objective's metrics that it carries in
         addition."""
         ranks = self.layout.world_size
-        self.count_all_reduce("step.verdict", "world", ranks, 8 * (4 + figures + ranks))
+        self.count_call("step.verdict", "world", "all-reduce", ranks, 8 * (4 + figures + ranks))
 
     # --- bytes of an operation
 
-    def count_all_reduce(self, site: str, axis: str, ranks: int, size: int, times: int = 1) -> None:
-        """Count the bytes that this rank sends in `times` all-reduces of `size` bytes over the `ranks` ranks of an
-        axis. site: call site, such as "data.gradients"."""
-        self.sent[site, axis] += times * (2 * size * (ranks - 1) // ranks)
+    def count_call(self, site: str, axis: str, operation: str, ranks: int, size: int, times: int = 1) -> None:
+        """Count the bytes that this rank sends in `times` collectives of the backend: an all-reduce sends twice as much
+        as a reduce-scatter, an all-gather or an all-to-all.
 
-    def count_half(self, site: str, axis: str, ranks: int, size: int, times: int = 1) -> None:
-        """Count the bytes that this rank sends in `times` reduce-scatters or all-gathers, each of which sends half as
-        much as an all-reduce.
-
-        site: call site, such as "data.parameters"; axis, ranks: axis and number of its ranks; size: bytes of the full
-        vector.
+        site: call site, such as "data.gradients"; axis, ranks: axis and number of its ranks; operation: such as
+        "all-reduce"; size: bytes of the full vector.
         """
-        self.sent[site, axis] += times * (size * (ranks - 1) // ranks)
+        self.sent[site, axis] += times * ((2 if operation == "all-reduce" else 1) * size * (ranks - 1) // ranks)
 
-    def count_data_all_reduce(self, site: str, axis: str, numel: int, itemsize: int) -> None:
-        """Count the bytes that this rank sends in an all-reduce of `numel` elements of `itemsize` bytes over a
-        data-parallel axis, in the backend's or in the collective program that replaces it. site: call site, such as
-        "data.gradients"."""
+    def count_data_call(self, site: str, axis: str, operation: str, numel: int, itemsize: int, times: int = 1) -> None:
+        """Count the bytes that this rank sends in `times` collectives over a data-parallel axis, of the backend or in
+        the collective program that replaces it. numel, itemsize: elements of the full vector, bytes of each; other
+        arguments: as of `count_call`."""
         ranks, place = self.group_position(axis)
-        if not self.count_by_program(site, axis, "all_reduce", numel, itemsize, place, 1):
-            self.count_all_reduce(site, axis, ranks, numel * itemsize)
-
-    def count_zero_collective(
-        self, site: str, operation: str, part: BufferKind, numel: int, itemsize: int, times: int = 1
-    ) -> None:
-        """Count the bytes that this rank sends in `times` reduce-scatters or all-gathers over its ZeRO sharding group,
-        in the backend's or in the collective program that replaces them.
-
-        site: call site; operation: "reduce_scatter" or "all_gather"; part: kind of the flat parameter buffer, such as
-        "dense", which decides the sharding group; numel, itemsize: elements of the full vector, bytes of each.
-        """
-        axis = AXES_OF[part][1]
-        ranks, place = self.group_position(axis)
-        if not self.count_by_program(site, axis, operation, numel, itemsize, place, times):
-            self.count_half(site, axis, ranks, numel * itemsize, times)
-
-    def count_by_program(
-        self, site: str, axis: str, operation: str, numel: int, itemsize: int, place: int, times: int
-    ) -> bool:
-        """Count the bytes that this rank sends in `times` runs of the collective program that replaces the backend's
-        collective; return False, and count nothing, if there is no such program.
-
-        site: call site; axis, operation: such as "data" and "all_reduce"; numel, itemsize: elements of the full vector,
-        bytes of each; place: index of this rank in the axis's group.
-        """
-        named = self.work.collectives.get((axis, operation))
+        named = self.work.collectives.get((axis, operation.replace("-", "_")))
         if named is None:
-            return False
+            self.count_call(site, axis, operation, ranks, numel * itemsize, times)
+            return
         checked, whole = named.choose_program(numel * itemsize), self.work.device == "cuda"
         self.sent[site, axis] += times * compute_sent_bytes(checked, place, numel, itemsize, whole)
-        return True
 
     def group_position(self, axis: str) -> tuple[int, int]:
         """Return (size, index): number of ranks in this rank's process group of an axis such as "data", and this rank's
@@ -156,17 +120,56 @@ class DataCalls:
             data, shard, replica = AXES_OF[part]
             numel, size, zero = self.buffer_numel(unit, part), self.work.master_bytes, self.zero_stage(part)
             if zero == 0:
-                self.count_data_all_reduce("data.gradients", data, numel, size)
+                self.count_data_call("data.gradients", data, "all-reduce", numel, size)
                 held = self.table.unit_numel(unit, self.layout, part)
             else:
-                self.count_zero_collective(
-                    "data.gradients", "reduce_scatter", part, numel, size, passes if zero >= 2 else 1
-                )
+                times = passes if zero >= 2 else 1
+                self.count_data_call("data.gradients", shard, "reduce-scatter", numel, size, times)
                 held = numel // self.group_position(shard)[0]
-                self.count_data_all_reduce("data.gradients.replicas", replica, held, size)
-            self.count_all_reduce("pipeline.gradients.shared", "pp", len(holders), held * size)
+                self.count_data_call("data.gradients.replicas", replica, "all-reduce", held, size)
+            self.count_call("pipeline.gradients.shared", "pp", "all-reduce", len(holders), held * size)
             if zero in (1, 2):
-                self.count_zero_collective("data.parameters", "all_gather", part, numel, self.work.parameter_bytes)
+                self.count_data_call("data.parameters", shard, "all-gather", numel, self.work.parameter_bytes)
+
+
+class BufferChanges(NamedTuple):
+    """Changes of a module's buffers (such as running statistics) in a step, which ranks synchronise. averaged: elements
+    of changed float buffers; copied: elements of changed integer buffers; reported: number of buffers for which ranks
+    report if they changed."""
+
+    averaged: int = 0
+    copied: int = 0
+    reported: int = 0
+
+
+class ModuleCalls(DataCalls):
+    """Counter of the bytes that one rank sends in a training step of a user's own module. table: the module's
+    parameters; work: sizes of the step; rank: global rank."""
+
+    def __init__(self, table: ParameterTable, layout: Layout, work: Work, rank: int) -> None:
+        super().__init__(table, ModulePartition.whole(table), layout, work, rank)
+
+    def count_step(self, held: Collection[str] = (), buffers: BufferChanges | None = None) -> Counter[tuple[str, str]]:
+        """Count all calls of the step; return bytes sent by (call site, axis). held: FSDP units that stay gathered for
+        a whole micro-batch, as they are used outside their modules: ZeRO-3 gathers these, and the last unit, once, the
+        others in forward and backward; buffers: what changes in the module's buffers in a step."""
+        passes, buffers = self.layout.micro_batches, buffers or BufferChanges()
+        others = [unit for unit in self.table.units if unit not in (REST, *held)]
+        self.count_data_call("data.targets", "data", "all-reduce", 1, 8)
+        for unit in self.table.units:
+            self.count_gradients(unit, passes)
+            if self.zero_stage("dense") == 3:
+                times = passes * (2 if unit in others[:-1] else 1)
+                numel, size = self.buffer_numel(unit, "dense"), self.work.parameter_bytes
+                self.count_data_call("data.parameters", AXES_OF["dense"][1], "all-gather", numel, size, times)
+        for site, numel in (
+            ("module.buffers.changed", buffers.reported),
+            ("module.buffers", buffers.averaged),
+            ("module.buffers", buffers.copied),
+        ):
+            self.count_data_call(site, "data", "all-reduce", numel, 8)
+        self.count_outcome()
+        return self.sent
 
 
 def sum_by_site(calls: Mapping[tuple[str, str], int]) -> dict[str, int]:

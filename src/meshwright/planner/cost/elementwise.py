@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
 from functools import cache
-from importlib import resources
 from typing import NamedTuple
 
 from meshwright.planner.cost.engines import Fusion
+from meshwright.toml import read_packaged_toml
 
 WIDE = 4
 """Bytes of a float32 value."""
@@ -38,12 +37,6 @@ def traffic(operation: str, fusion: Fusion = "eager") -> Traffic:
     """Return the memory accesses of an elementwise operation in forward and backward. operation: key of
     elementwise.toml, such as "rmsnorm"; fusion: "eager" (one kernel per operation), "kernels" (hand-fused) or
     "compiled" (torch.compile)."""
-    table = _tables()[operation]
+    table = read_packaged_toml("meshwright.planner.cost", "elementwise.toml")[operation]
     forward, backward = table.get(fusion) or table["any"]
     return Traffic(MemoryAccess(*forward), MemoryAccess(*backward))
-
-
-@cache
-def _tables() -> dict[str, dict[str, list[list[float]]]]:
-    """Return the content of elementwise.toml."""
-    return tomllib.loads(resources.files(__package__).joinpath("elementwise.toml").read_text(encoding="utf-8"))

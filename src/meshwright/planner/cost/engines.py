@@ -3,15 +3,14 @@ properties that decide the cost of a step in addition to the model, the layout a
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass, replace
-from importlib import resources
 from typing import Any, Literal
 
 from meshwright.errors import UserError
 from meshwright.names import unknown
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.stages import Stage, cut_into_even_stages, cut_into_stages
+from meshwright.toml import read_packaged_toml
 
 Fusion = Literal["eager", "kernels", "compiled"]
 AttentionKernel = Literal["scores", "tiled", "flash-1", "flash-2", "flash-3"]
@@ -128,10 +127,9 @@ _COMPILED_LOSS = 12.0  # bf16 logits read for the maxima, for the sums, and read
 
 def _engines() -> dict[str, Engine]:
     """Return {name: engine} for the engines described in engines.toml."""
-    text = resources.files("meshwright.planner.cost").joinpath("engines.toml").read_text(encoding="utf-8")
     tables: dict[str, dict[str, Any]] = {
         name: {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
-        for name, table in tomllib.loads(text).items()
+        for name, table in read_packaged_toml("meshwright.planner.cost", "engines.toml").items()
     }
     return {name: Engine(name, **table) for name, table in tables.items()}
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from meshwright.planner.cost.cached import cached_method
 from meshwright.planner.cost.micro_batch import Number
 from meshwright.planner.cost.operators import FLASH_BACKWARD, Operation
 from meshwright.planner.hardware.measured import Curve, Measured, Products
@@ -63,7 +64,6 @@ class MeasuredRates:
         """Prepare the predictions for a precision such as "bf16". eager: elementwise operations run as single kernels,
         which were measured one by one; False for compiled ones."""
         self._measured, self._precision, self._eager = measured, precision, eager
-        self._passes: dict[str, Curve | None] = {}
         starts = dict(measured.starts)
         # Overhead of autograd for a kernel: recording it in the forward, finding it in the backward. Devices to which
         # work is submitted asynchronously hide it.
@@ -119,13 +119,11 @@ class MeasuredRates:
             return operation.count * max(1.0, slices) * curve.seconds_at(operation.bytes / max(1.0, slices))
         return operation.count * (curve.seconds_at(operation.bytes) + self.start)
 
+    @cached_method
     def one_pass(self, name: str) -> Curve | None:
         """Return the measured curve (seconds as a function of bytes read and written) of a memory-bound kernel, in this
         precision or else in float32; None if neither was measured. name: such as "add"."""
-        if name not in self._passes:
-            own = self._measured.one_pass(name, self._precision)
-            self._passes[name] = own or self._measured.one_pass(name, "fp32")
-        return self._passes[name]
+        return self._measured.one_pass(name, self._precision) or self._measured.one_pass(name, "fp32")
 
     @property
     def memory(self) -> float:

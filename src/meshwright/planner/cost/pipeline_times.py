@@ -9,12 +9,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from meshwright.planner.cost.adapters import frozen_bytes_per_trained
-from meshwright.planner.cost.data_calls import AXES_OF
+from meshwright.planner.cost.bubbles import BusiestRank, closed_makespan, find_busiest_rank
+from meshwright.planner.cost.cached import cached_method
 from meshwright.planner.cost.engines import Engine
 from meshwright.planner.cost.layer_times import LayerTimes
 from meshwright.planner.cost.operators import Collective
 from meshwright.planner.cost.process_groups import Array, ProcessGroups
 from meshwright.program.durations import Floats
+from meshwright.spec.parameter_entries import AXES_OF
 from meshwright.spec.stages import Stage
 
 OPTIMIZER_BYTES = {"adamw": 42.0, "adam": 42.0, "sgd": 22.0, "momentum": 30.0}
@@ -34,15 +36,6 @@ def communicated_zero_stage(zero: int, ranks: int, engine: Engine) -> int:
     2 and 3 for engines that gather parameters and reduce gradients only once a step if there is a pipeline. ranks:
     number of pipeline ranks."""
     return 1 if zero >= 2 and ranks > 1 and engine.holds_in_pipelines else zero
-
-
-def overlapping_passes(schedule: str, ranks: int, micro_batches: Floats | int) -> Floats:
-    """Return the number of micro-batches whose forward or backward on a rank can overlap its gradient reductions or
-    parameter all-gathers: 1; under "interleaved", the smaller of the numbers of pipeline ranks and of micro-batches.
-
-    schedule: such as "1f1b"; ranks: number of pipeline ranks; micro_batches: number of micro-batches of a step.
-    """
-    return np.minimum(ranks, micro_batches) if schedule == "interleaved" else np.ones(())
 
 
 def exposed_zero_seconds(
@@ -90,6 +83,8 @@ class PipelineTimes:
     Attributes:
         layer_times: Times of layers, embedding and head.
         index: Indices of the candidates in `layer_times` [n].
+        micro: Number of micro-batches of a step [n].
+        transfer: Seconds of one message between stages (activations of a micro-batch) [n].
         count: Number of stages of the pipeline.
         which: Index of the distinct stage of each stage.
         of_rank: Number of stages of each distinct kind on each distinct rank [r, s].
@@ -99,11 +94,14 @@ class PipelineTimes:
     """
 
     def __init__(
-        self, layer_times: LayerTimes, index: Array, stages: Sequence[Stage], places: Sequence[Sequence[int]]
-    ) -> None:
-        """Prepare the predictions. stages: all stages of the pipeline; places: stage indices of each pipeline rank."""
+        self, layer_times: LayerTimes, index: Array, micro: Floats, transfer: Floats, stages: Sequence[Stage],
+        places: Sequence[Sequence[int]],
+    ) -> None:  # fmt: skip
+        """Prepare the predictions. stages: all stages of the pipeline; places: stage indices of each pipeline rank;
+        other arguments: attributes of the object."""
         config = layer_times.problem.config
         self.layer_times, self.index, self.count, self.ranks = layer_times, index, len(stages), len(places)
+        self.micro, self.transfer = micro, transfer
         self.replicas = sum(map(len, places)) // len(stages)
         numbers: dict[object, int] = {}
         self.examples, self.which = list[Stage](), []
@@ -133,17 +131,12 @@ class PipelineTimes:
             np.stack([np.broadcast_to(each[part], len(index)) for each in sizes]) for part in (0, 1)
         )
         self.rank_dense, self.rank_expert = self.of_rank @ self.dense, self.of_rank @ self.expert
-        self._times: dict[tuple[bool, int, int], Floats] = {}
-        self._calls: dict[tuple[int, int], tuple[Floats, Floats]] = {}
 
     def stage_seconds(self, at_once: bool, zero: int, groups: ProcessGroups) -> Floats:
         """Return the seconds of a micro-batch in each distinct stage, including exposed communication of ZeRO-2 and 3:
         [s, phases, p, n]. at_once: the last stage's backward directly follows its forward; zero: ZeRO stage; groups:
         process groups."""
-        key = (at_once, zero, id(groups)) if zero >= 2 else (at_once, 0, 0)
-        if key not in self._times:
-            self._times[key] = self._sharded(at_once, zero, groups) if zero >= 2 else self._unsharded(at_once)
-        return self._times[key]
+        return self._sharded(at_once, zero, groups) if zero >= 2 else self._unsharded(at_once)
 
     def keeps_gradient(self, at_once: bool) -> Array:
         """Return an array of bool [n]: True if the forward of the last stage computes and saves the head's gradients.
@@ -151,6 +144,7 @@ class PipelineTimes:
         layers = int(self.layers[self.last][0])
         return self.layer_times.keeps_gradient(self.index, layers, at_once)
 
+    @cached_method
     def _unsharded(self, at_once: bool) -> Floats:
         """Return `stage_seconds` without communication of ZeRO-2 and 3. at_once: the last stage's backward directly
         follows its forward."""
@@ -161,10 +155,11 @@ class PipelineTimes:
         found[self.last] += np.where(self.keeps_gradient(at_once), kept, computed_later)
         return found
 
+    @cached_method
     def _sharded(self, at_once: bool, zero: int, groups: ProcessGroups) -> Floats:
         """Return `stage_seconds` (same arguments) with the exposed communication of ZeRO-2 and 3 added to the last part
         ("data")."""
-        found = self.stage_seconds(at_once, 0, groups).copy()
+        found = self._unsharded(at_once).copy()
         layers = self.layers[:, None]
         gather, scatter = self.zero_calls(zero, groups, self.dense / layers, self.expert / layers)
         forward, input_gradient, weight_gradient = np.moveaxis(add_parts(found), 1, 0)
@@ -187,39 +182,58 @@ class PipelineTimes:
                     gather = gather + groups.seconds("all-gather", axis, numel * size)
         return gather, scatter
 
-    def rank_seconds(self, times: Floats) -> Floats:
-        """Return the seconds of a micro-batch on each distinct rank, summed over its stages: [r, phases, p, n]. times:
-        seconds in each distinct stage, from `stage_seconds`."""
-        found: Floats = np.tensordot(self.of_rank, times, 1)
+    def rank_seconds(self, at_once: bool, zero: int, groups: ProcessGroups) -> tuple[Floats, BusiestRank]:
+        """Return the seconds of a micro-batch (on each distinct rank, summed over its stages [r, phases, p, n]; on the
+        busiest rank). Arguments: as of `stage_seconds`; below ZeRO-2 no collectives over the groups overlap with it."""
+        return self._rank_seconds(at_once, zero, groups) if zero >= 2 else self._rank_seconds(at_once, 0, None)
+
+    @cached_method
+    def _rank_seconds(self, at_once: bool, zero: int, groups: ProcessGroups | None) -> tuple[Floats, BusiestRank]:
+        """Return `rank_seconds`. groups: None below ZeRO-2; other arguments: as of `stage_seconds`."""
+        times = self._unsharded(at_once) if groups is None else self._sharded(at_once, zero, groups)
+        ranks: Floats = np.tensordot(self.of_rank, times, 1)
+        return ranks, find_busiest_rank(add_parts(ranks) / self.replicas, self.counts)
+
+    def makespan(
+        self, schedule: str, chunks: int, at_once: bool, zero: int, groups: ProcessGroups
+    ) -> tuple[Floats, Floats]:
+        """Return (makespan, seconds of it due to messages) of a pipeline schedule in closed form: [n]. schedule,
+        chunks: as of `closed_makespan`; other arguments: as of `stage_seconds`."""
+        _, busiest = self.rank_seconds(at_once, zero, groups)
+        if self.ranks == 1:
+            return self.micro * busiest.total, np.zeros(())
+        return closed_makespan(schedule, chunks, self.micro, busiest, self.count, self.transfer)
+
+    @cached_method
+    def once_seconds(self, interleaved: bool, at_once: bool, zero: int, groups: ProcessGroups) -> Floats:
+        """Return the seconds that occur once a step, on the rank on which they are longest: exposed gradient
+        reductions and all-gathers of updated parameters, and the optimizer step: [n]. interleaved: True under the
+        schedule "interleaved"; other arguments: as of `stage_seconds`."""
+        exposed = self.gradient_seconds(interleaved, at_once, zero, groups).max(axis=0)
+        found: Floats = exposed + self.optimizer_seconds(zero, groups)
         return found
 
-    def gradient_seconds(
-        self, zero: int, groups: ProcessGroups, ranks: Floats, passes: Floats, *, overlaps: bool = True
-    ) -> Floats:
+    def gradient_seconds(self, interleaved: bool, at_once: bool, zero: int, groups: ProcessGroups) -> Floats:
         """Return the exposed seconds, once a step, of gradient reductions and of all-gathers of updated parameters on
-        each distinct rank: [r, n].
-
-        zero: ZeRO stage; groups: process groups; ranks: seconds of a micro-batch, from `rank_seconds`; passes: number
-        of micro-batches that can overlap the communication; overlaps: False to return all seconds of communication, as
-        if nothing overlapped it.
-        """
+        each distinct rank: [r, n]. They overlap the forward or backward of one micro-batch; under "interleaved", of as
+        many as there are pipeline ranks. Arguments: as of `once_seconds`."""
         engine, layers = self.layer_times.problem.engine, (self.of_rank @ self.layers)[:, None]
-        if (zero, id(groups)) not in self._calls:
-            self._calls[zero, id(groups)] = self._gradient_calls(zero, groups, layers)
-        sums, gathers = self._calls[zero, id(groups)]
-        if not (overlaps and engine.overlaps_data):
+        sums, gathers = self.gradient_calls(zero, groups)
+        if not engine.overlaps_data:
             return sums + gathers
-        busy = add_parts(ranks)
+        passes = np.minimum(self.ranks, self.micro) if interleaved else np.ones(())
+        busy = add_parts(self.rank_seconds(at_once, zero, groups)[0])
         forward, backward = (passes * each.max(axis=0) for each in (busy[:, 0], busy[:, 1] + busy[:, 2]))
         slowdown = groups.gradient_slowdown(zero > 0)
         waits = exposed_seconds(sums, backward, layers, slowdown)
         return waits + (exposed_seconds(gathers, forward, layers, slowdown) if engine.overlaps_gathers else gathers)
 
-    def _gradient_calls(self, zero: int, groups: ProcessGroups, layers: Floats) -> tuple[Floats, Floats]:
+    @cached_method
+    def gradient_calls(self, zero: int, groups: ProcessGroups) -> tuple[Floats, Floats]:
         """Return the seconds, once a step, of (gradient reductions, all-gathers of updated parameters) on each distinct
-        rank [r, n], overlapped or not. zero: ZeRO stage; groups: process groups; layers: number of a rank's layers
-        [r, 1]."""
+        rank [r, n], overlapped or not. zero: ZeRO stage; groups: process groups."""
         layer_times, engine = self.layer_times, self.layer_times.problem.engine
+        layers = (self.of_rank @ self.layers)[:, None]
         sums = gathers = np.zeros((1, 1))
         numbers = (self.rank_dense, groups.shards[0]), (self.rank_expert, groups.shards[1])
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.layout import Layout
+from meshwright.planner.cost.cached import cached_method
 from meshwright.planner.cost.communication import group_of
 from meshwright.planner.cost.measured_rates import CostByLayout
 from meshwright.planner.cost.operators import Collective
@@ -28,18 +29,14 @@ class ProcessGroups:
     def __init__(self, collectives: Collectives, layouts: Sequence[Layout], which: Array | None = None) -> None:
         self.collectives, self.layouts = collectives, layouts
         self.which = np.arange(len(layouts)) if which is None else which
-        self._costs: dict[tuple[str, str], Cost | CostByLayout] = {}
-        self._groups: dict[str, tuple[list[Group], Array]] = {}
-        self._slowdown: dict[bool, Floats] = {}
 
+    @cached_method
     def groups(self, axis: str) -> tuple[list[Group], Array]:
         """Return (distinct process groups of an axis such as "data", index of each candidate's [candidates])."""
-        if axis not in self._groups:
-            numbers: dict[Group, int] = {}
-            of = [group_of(layout, axis, self.collectives.cluster) for layout in self.layouts]
-            index = np.array([numbers.setdefault(group, len(numbers)) for group in of], dtype=np.int64)
-            self._groups[axis] = list(numbers), index[self.which]
-        return self._groups[axis]
+        numbers: dict[Group, int] = {}
+        of = [group_of(layout, axis, self.collectives.cluster) for layout in self.layouts]
+        index = np.array([numbers.setdefault(group, len(numbers)) for group in of], dtype=np.int64)
+        return list(numbers), index[self.which]
 
     def _by_group(self, axis: str, get: Callable[[Group], float]) -> Floats:
         """Return get(process group of an axis) for each candidate: [candidates]."""
@@ -53,15 +50,17 @@ class ProcessGroups:
     def seconds(self, operation: Collective, axis: str, size: Floats) -> Floats:
         """Return the seconds of a collective over an axis: [..., candidates]. operation: such as "all-reduce"; axis:
         such as "data"; size: bytes of the full vector."""
-        if (operation, axis) not in self._costs:
-            groups, which = self.groups(axis)
-            costs = [self.collectives.cost(operation, group) for group in groups]
-            if all(isinstance(each, Cost) for each in costs):
-                parts = (np.array([getattr(each, name) for each in costs]) for name in ("start", "byte", "root"))
-                self._costs[operation, axis] = Cost(*(part[which] for part in parts))
-            else:
-                self._costs[operation, axis] = CostByLayout(costs, which)
-        return self._costs[operation, axis].seconds_at(size)
+        return self._cost(operation, axis).seconds_at(size)
+
+    @cached_method
+    def _cost(self, operation: Collective, axis: str) -> Cost | CostByLayout:
+        """Return the cost function of a collective over an axis for all candidates."""
+        groups, which = self.groups(axis)
+        costs = [self.collectives.cost(operation, group) for group in groups]
+        if not all(isinstance(each, Cost) for each in costs):
+            return CostByLayout(costs, which)
+        parts = (np.array([getattr(each, name) for each in costs]) for name in ("start", "byte", "root"))
+        return Cost(*(part[which] for part in parts))
 
     def distinct_places(self, axis: str, chosen: int, groups: tuple[int, int] = (1, 1)) -> Floats:
         """Return the expected number of distinct nodes (or, if the group is within a node, ranks) to which a token is
@@ -84,12 +83,11 @@ class ProcessGroups:
         """Number of ranks over which ZeRO shards (dense, expert-parallel) parameters."""
         return self.ranks("shard"), self.ranks("expert_shard")
 
+    @cached_method
     def gradient_slowdown(self, sharded: bool) -> Floats:
         """Return the seconds by which computation slows for each second of gradient communication that overlaps it:
         [candidates]. sharded: True if ZeRO shards gradients, so that communication stays within a sharding group."""
-        if sharded not in self._slowdown:
-            dense, experts = ("shard", "expert_shard") if sharded else ("data", "expert_data")
-            mixed = np.array([layout.expert_parallel for layout in self.layouts])[self.which]
-            of_experts = np.where(mixed, self.overlap_slowdown(experts), 0.0)
-            self._slowdown[sharded] = np.maximum(self.overlap_slowdown(dense), of_experts)
-        return self._slowdown[sharded]
+        dense, experts = ("shard", "expert_shard") if sharded else ("data", "expert_data")
+        mixed = np.array([layout.expert_parallel for layout in self.layouts])[self.which]
+        of_experts = np.where(mixed, self.overlap_slowdown(experts), 0.0)
+        return np.maximum(self.overlap_slowdown(dense), of_experts)

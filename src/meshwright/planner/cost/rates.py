@@ -4,16 +4,15 @@ the data sheet's peaks, or, on a machine that `meshwright probe` measured, from 
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from meshwright.errors import UserError
+from meshwright.planner.cost.cached import cached_method
 from meshwright.planner.cost.engines import AttentionKernel, Engine, Fusion
 from meshwright.planner.cost.measured_rates import MeasuredCost, MeasuredRates, measured_cost
 from meshwright.planner.cost.micro_batch import Number
@@ -22,6 +21,7 @@ from meshwright.planner.hardware.cluster import Cluster, Link
 from meshwright.planner.hardware.devices import Device, architecture_share
 from meshwright.program.durations import Floats
 from meshwright.spec.config import ModelConfig
+from meshwright.toml import read_packaged_toml
 
 Sizes = TypeVar("Sizes", float, Floats)
 
@@ -30,11 +30,9 @@ _ATTENTION = {"Hopper": ("-hopper", ""), "Blackwell": ("-blackwell", "-hopper", 
 """Suffixes of the flash kernels' rates for an architecture, in order of preference; the first known rate counts."""
 
 
-@cache
 def constants() -> Mapping[str, Any]:
-    """Return the parsed tables of rates.toml, the constants of the time model, such as efficiencies and latencies;
-    cached."""
-    return tomllib.loads(resources.files("meshwright.planner.cost").joinpath("rates.toml").read_text(encoding="utf-8"))
+    """Return the parsed tables of rates.toml, the constants of the time model, such as efficiencies and latencies."""
+    return read_packaged_toml("meshwright.planner.cost", "rates.toml")
 
 
 def attention_kernel(engine: Engine, cluster: Cluster, config: ModelConfig) -> AttentionKernel:
@@ -217,24 +215,15 @@ class Collectives:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self._costs: dict[tuple[Collective, Group], Cost | SlowerOfTwo | MeasuredCost] = {}
 
-    def seconds(self, operation: Collective, group: Group, size: Sizes) -> Sizes:
-        """Return the seconds of a collective on a vector of `size` bytes (a number or an array). operation: such as
-        "all-reduce"; group: size of the process group; size: bytes of the full vector (of an all-to-all: one rank's
-        input; of a send: the message)."""
-        seconds: Sizes = self.cost(operation, group).seconds_at(size)
-        return seconds
-
+    @cached_method
     def cost(self, operation: Collective, group: Group) -> Cost | SlowerOfTwo | MeasuredCost:
-        """Return the function that gives the seconds of a collective in a group from its bytes. operation: such as
-        "all-reduce"."""
-        if (operation, group) not in self._costs:
-            measured, found = self.cluster.measured, None
-            if measured is not None and group.ranks > 1:
-                found = measured_cost(measured, operation, group.ranks, group.nodes)
-            self._costs[operation, group] = _published_cost(self.cluster, operation, group) if found is None else found
-        return self._costs[operation, group]
+        """Return the function that gives the seconds of a collective in a group from the bytes of the full vector (of
+        an all-to-all: one rank's input; of a send: the message). operation: such as "all-reduce"."""
+        measured, found = self.cluster.measured, None
+        if measured is not None and group.ranks > 1:
+            found = measured_cost(measured, operation, group.ranks, group.nodes)
+        return _published_cost(self.cluster, operation, group) if found is None else found
 
     def overlap_slowdown(self, group: Group) -> float:
         """Return the seconds by which computation slows for each second of communication in a group that overlaps it: 0

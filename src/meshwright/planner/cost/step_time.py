@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,9 @@ from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.planner.cost import engines
 from meshwright.planner.cost.bounds import Bounds, StepProperties, bound_seconds
-from meshwright.planner.cost.bubbles import closed_makespan, find_busiest_rank, stages_by_rank
+from meshwright.planner.cost.bubbles import followed_at_once, stages_by_rank
 from meshwright.planner.cost.layer_times import MICRO_BATCH_PARTS, UNCORRECTED, LayerTimes
-from meshwright.planner.cost.pipeline_times import OPTIMIZER_BYTES, PipelineTimes, add_parts, overlapping_passes
+from meshwright.planner.cost.pipeline_times import OPTIMIZER_BYTES, PipelineTimes
 from meshwright.planner.cost.process_groups import ProcessGroups
 from meshwright.planner.cost.rates import straggler_terms
 from meshwright.planner.hardware.cluster import Cluster
@@ -105,6 +106,7 @@ class StepPredictor:
         if problem.optimizer not in OPTIMIZER_BYTES:
             raise UserError(f'unknown optimizer "{problem.optimizer}" (known: {", ".join(OPTIMIZER_BYTES)})')
         self.problem, self.layout = problem, layout
+        self.at_once = followed_at_once(layout.schedule, layout.pp)
         self.layer_times = layer_times or LayerTimes(
             problem, [StageCandidate(layout, problem.batch // share)], step_factors
         )
@@ -120,7 +122,8 @@ class StepPredictor:
         else:
             count, places = program.stages, program.stages_by_rank
         stages = problem.engine.stages(problem.config, count, problem.sequence)
-        return PipelineTimes(self.layer_times, np.zeros(1, dtype=np.int64), stages, places)
+        micro, transfer = np.array([float(layout.micro_batches)]), np.array([self.transfer])
+        return PipelineTimes(self.layer_times, np.zeros(1, dtype=np.int64), micro, transfer, stages, places)
 
     def price(self, simulate: bool = True, parts: bool = True) -> StepTime:
         """Return the predicted seconds of the step. simulate: True for the pipeline simulator, False for the closed
@@ -130,9 +133,8 @@ class StepPredictor:
         if simulate and layout.pp > 1:
             program = program_for(layout, problem.config, problem.sequence)
         of = self.pipeline(program)
-        zero = of.communicated_zero(layout.zero)
-        times = of.stage_seconds(followed_at_once(layout), zero, groups)
-        ranks = of.rank_seconds(times)
+        priced = self.at_once, of.communicated_zero(layout.zero), groups
+        ranks, _ = of.rank_seconds(*priced)
         totals = layout.micro_batches / of.replicas * ranks[..., 0]
         busiest = totals.sum(axis=(1, 2)).argmax()
         breakdown = dict(zip(MICRO_BATCH_PARTS, totals[busiest].sum(axis=0).tolist(), strict=True))
@@ -141,14 +143,14 @@ class StepPredictor:
         breakdown |= {"pipeline": 0.0, "bubble": 0.0}
         if layout.pp > 1:
             if program is None:
-                makespan, messages = self._closed(of, ranks)
+                closed = of.makespan(layout.schedule, layout.chunks, *priced)
+                makespan, messages = (np.asarray(each).item() for each in closed)
             else:
-                makespan, messages = self._simulated(program, self.durations(of, times), parts)
+                makespan, messages = self._simulated(program, self.durations(of), parts)
             breakdown["pipeline"] = messages
             breakdown["bubble"] = max(0.0, makespan - messages - float(totals[busiest].sum()))
-        passes = overlapping_passes(layout.schedule, layout.pp, layout.micro_batches)
-        breakdown["data"] += float(of.gradient_seconds(zero, groups, ranks, passes).max())
-        breakdown["optimizer"] = float(of.optimizer_seconds(zero, groups)[0])
+        breakdown["data"] += float(of.gradient_seconds(layout.schedule == "interleaved", *priced).max())
+        breakdown["optimizer"] = float(of.optimizer_seconds(*priced[1:])[0])
         seconds = sum(breakdown.values())
         cluster = problem.cluster
         factor, once = straggler_terms(cluster)
@@ -158,26 +160,17 @@ class StepPredictor:
         expected, low, high, bounds = bound_seconds(cluster, StepProperties.of(problem, layout, seconds))
         return StepTime(expected, low, high, breakdown, simulate, bounds)
 
+    @cached_property
     def transfer(self) -> float:
-        """Return the seconds of one message between pipeline stages (activations of a micro-batch)."""
+        """Seconds of one message between pipeline stages (activations of a micro-batch)."""
         return float(self.groups.seconds("send", "pp", self.layer_times.message_bytes(np.zeros(1, dtype=np.int64)))[0])
 
-    def durations(self, pipeline: PipelineTimes, times: Floats, factor: float = 1.0) -> Durations:
+    def durations(self, pipeline: PipelineTimes, factor: float = 1.0) -> Durations:
         """Return the seconds, multiplied by `factor`, of forward, input-gradient and weight-gradient passes in each
-        stage, and of messages. pipeline: times of the pipeline; times: seconds in each distinct stage [s, phases, p,
-        1]."""
+        stage, and of messages. pipeline: times of the pipeline."""
+        times = pipeline.stage_seconds(self.at_once, pipeline.communicated_zero(self.layout.zero), self.groups)
         forward, back, weight = factor * times[..., 0].sum(axis=-1)[pipeline.which].T
-        return Durations(forward, back, weight, factor * self.transfer() if self.layout.pp > 1 else 0.0)
-
-    def _closed(self, pipeline: PipelineTimes, ranks: Floats) -> tuple[float, float]:
-        """Return (makespan, seconds of it due to messages) of the pipeline schedule in closed form. pipeline: times of
-        the pipeline; ranks: seconds of a micro-batch on each distinct rank [r, phases, p, 1]."""
-        layout = self.layout
-        busiest = find_busiest_rank(add_parts(ranks) / pipeline.replicas, pipeline.counts)
-        found, messages = closed_makespan(
-            layout.schedule, layout.chunks, layout.micro_batches, busiest, pipeline.count, self.transfer()
-        )
-        return float(found[0]), float(messages)
+        return Durations(forward, back, weight, factor * self.transfer if self.layout.pp > 1 else 0.0)
 
     def _simulated(self, program: PipelineProgram, durations: Durations, parts: bool) -> tuple[float, float]:
         """Return (makespan, seconds of it due to messages) of the pipeline schedule by simulation. program: schedule
@@ -194,8 +187,7 @@ class StepPredictor:
         included."""
         of, layout = self.pipeline(None), self.layout
         zero = of.communicated_zero(layout.zero)
-        ranks = np.zeros((len(of.members), 3, 1, 1))
-        once = of.gradient_seconds(zero, self.groups, ranks, np.zeros(()), overlaps=False)[:, 0]
+        once = sum(of.gradient_calls(zero, self.groups))[:, 0]
         if zero < 2:
             return float(once.max())
         layers = (of.of_rank @ of.layers)[:, None]  # a call each, as in the exposed time: each has its latency
@@ -208,15 +200,7 @@ def pipeline_durations(problem: Problem, layout: Layout, step_factors: Floats) -
     factor [parts of a micro-batch] by which each part takes longer than its operations timed alone."""
     step = StepPredictor(problem, layout, step_factors)
     program = program_for(layout, problem.config, problem.sequence)
-    of = step.pipeline(program)
-    times = of.stage_seconds(followed_at_once(layout), of.communicated_zero(layout.zero), step.groups)
-    return program, step.durations(of, times, problem.cluster.time_factor)
-
-
-def followed_at_once(layout: Layout) -> bool:
-    """Return True if, under the layout's schedule, the last stage runs each backward directly after its forward; False
-    if all forwards run first (GPipe)."""
-    return layout.schedule not in ("gpipe", "looped-bfs") or layout.pp == 1
+    return program, step.durations(step.pipeline(program), problem.cluster.time_factor)
 
 
 def default_precision(cluster: Cluster) -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from meshwright.layout import Layout
 from meshwright.planner.cost.flops import forward_flops_per_token, training_flops_per_token
-from meshwright.recipe import Recipe
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.distillation import fit_vocabulary, map_layers, read_teacher_config
+
+if TYPE_CHECKING:
+    from meshwright.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True)

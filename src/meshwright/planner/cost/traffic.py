@@ -8,12 +8,12 @@ Bytes of an operation over n ranks on a vector of b bytes, which are also the le
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from meshwright.layout import Layout
 from meshwright.planner.cost.blocks import embedding_operators, head_operators, layer_operators
-from meshwright.planner.cost.data_calls import AXES_OF, DataCalls, Work, sum_by_axis, sum_by_site
+from meshwright.planner.cost.data_calls import DataCalls, Work, sum_by_axis, sum_by_site
 from meshwright.planner.cost.micro_batch import MicroBatch, layer_kind
 from meshwright.planner.cost.operators import CollectiveCall
 from meshwright.planner.cost.teacher import TeacherWork
@@ -24,6 +24,7 @@ from meshwright.spec.adapter_config import BLOCK, RECORD_BYTES
 from meshwright.spec.chunks import split_loss_chunks
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.distillation import make_teacher_layout
+from meshwright.spec.parameter_entries import AXES_OF
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.partition import Partition
 from meshwright.spec.policy import DISTILLATION_METRICS, PREFERENCE_METRICS
@@ -72,7 +73,7 @@ class _StepTraffic(DataCalls):
 
     def count_calls(self) -> Counter[tuple[str, str]]:
         """Count all communication of the step; return bytes sent by (call site, axis)."""
-        self.count_data_all_reduce("data.targets", "data", 1, 8)
+        self.count_data_call("data.targets", "data", "all-reduce", 1, 8)
         passes = self.count_passes()
         for stage, count in passes.items():
             self.count_operators(self.stages[stage], count)
@@ -91,7 +92,7 @@ class _StepTraffic(DataCalls):
             self.sent.update(
                 _StepTraffic(self.config, replace(self.layout, recompute="none"), self.work, self.rank).count_forward()
             )
-            self.count_all_reduce("loss.kl", "world", self.layout.world_size, 16)
+            self.count_call("loss.kl", "world", "all-reduce", self.layout.world_size, 16)
         if teacher is not None and not teacher.top_k:
             layout = make_teacher_layout(self.layout, teacher.held, teacher.config)
             size = teacher.item_bytes or self.work.parameter_bytes
@@ -142,17 +143,22 @@ class _StepTraffic(DataCalls):
             self.count_distillation(self.work.teacher, count)
         if self.config.router_loss and not self.work.responses and any(map(self.config.has_experts, stage.layers)):
             # Of responses with preferences every rank counts the targets itself.
-            self.count_all_reduce("router.targets", "cp", self.layout.cp, 8 * self.rows, count)
+            self.count_call("router.targets", "cp", "all-reduce", self.layout.cp, 8 * self.rows, count)
 
     def count_distillation(self, teacher: TeacherWork, count: int) -> None:
         """Count the bytes that this rank sends in the distillation loss's all-reduces over tp for `count`
         micro-batches. teacher: sizes of the teacher."""
         at, tp = self.micro_batch, self.layout.tp
-        for chunk in split_loss_chunks(self.tokens, min(at.vocabulary, self.config.vocabulary), self.work.device):
+        for chunk in self.list_loss_chunks():
             for site, numbers in teacher.list_sums(self.layout):
-                self.count_all_reduce(site, "tp", tp, numbers * chunk * at.wide, count)
+                self.count_call(site, "tp", "all-reduce", tp, numbers * chunk * at.wide, count)
         if teacher.projected and self.layout.tensor_sequence_parallel:
-            self.count_all_reduce("distill.hidden", "tp", tp, at.wide, count)
+            self.count_call("distill.hidden", "tp", "all-reduce", tp, at.wide, count)
+
+    def list_loss_chunks(self) -> Iterable[int]:
+        """Return the numbers of tokens of the chunks in which the loss is computed."""
+        widest = min(self.micro_batch.vocabulary, self.config.vocabulary)
+        return split_loss_chunks(self.tokens, widest, self.work.device)
 
     def count_adapter_norms(self, stage: Stage, count: int) -> None:
         """Count the bytes that this rank sends for DoRA's weight norms in `count` micro-batches of a stage: an
@@ -167,7 +173,7 @@ class _StepTraffic(DataCalls):
         calls = Counter(one.layer for layer in stage.layers for one in layer_kind(self.config, layer).adapted)
         for layer, (axis, size) in row_parallel.items():
             times = count * calls[layer] * (1 + (layout.recompute == "full"))
-            self.count_all_reduce("adapter.norms", axis, getattr(layout, axis), size, times)
+            self.count_call("adapter.norms", axis, "all-reduce", getattr(layout, axis), size, times)
 
     def count_collective(self, call: CollectiveCall, site: str, size: int, times: int) -> None:
         """Count the bytes that this rank sends in `times` calls of an operator's collective. site: call site; size:
@@ -176,16 +182,11 @@ class _StepTraffic(DataCalls):
         ranks = getattr(self.layout, axis)
         if call.operation == "send":
             self.sent[site, axis] += times * size
-        elif call.operation != "all-reduce":
-            self.count_half(site, axis, ranks, size, times)
         elif axis == "tp" and site.startswith("loss."):  # once for each chunk of the loss
-            batch = self.micro_batch
-            for chunk in split_loss_chunks(
-                self.tokens, min(batch.vocabulary, self.config.vocabulary), self.work.device
-            ):
-                self.count_all_reduce(site, axis, ranks, chunk * batch.wide, times)
+            for chunk in self.list_loss_chunks():
+                self.count_call(site, axis, call.operation, ranks, chunk * self.micro_batch.wide, times)
         else:
-            self.count_all_reduce(site, axis, ranks, size, times)
+            self.count_call(site, axis, call.operation, ranks, size, times)
 
     def count_pipeline(self) -> None:
         """Count the bytes of activations and gradients that this rank sends to other pipeline stages."""
@@ -222,7 +223,7 @@ class _StepTraffic(DataCalls):
                     numel, size = self.buffer_numel(unit, part), self.work.parameter_bytes
                     if part == "packed":
                         numel, size = numel // BLOCK * record, 1
-                    self.count_zero_collective("data.parameters", "all_gather", part, numel, size, times)
+                    self.count_data_call("data.parameters", AXES_OF[part][1], "all-gather", numel, size, times)
 
     def count_partial_gradients(self, units: Counter[str]) -> None:
         """Count the bytes that this rank sends in the all-reduces over tp (etp) of gradients that are partial sums on
@@ -240,4 +241,4 @@ class _StepTraffic(DataCalls):
             found[axis, entry.replicas(layout)] += max(0, stop - start)
         for (name, copies), numel in found.items():
             site = "tensor.gradients" if copies == getattr(layout, name) else "tensor.gradients.shared_heads"
-            self.count_all_reduce(site, name, copies, numel * self.work.master_bytes)
+            self.count_call(site, name, "all-reduce", copies, numel * self.work.master_bytes)

@@ -38,12 +38,8 @@ class Calibration:
     def table(self) -> dict[str, float | int]:
         """Return the calibration as a table for a cluster file, {field: number}, which `calibration.read` parses;
         memory fields are omitted if unknown."""
-        found: dict[str, float | int] = {
-            "time_factor": self.time_factor, "time_low": self.time_low, "time_high": self.time_high, "runs": self.runs,
-        }  # fmt: skip
-        if self.unexplained_share is not None:
-            found |= {"unexplained_share": self.unexplained_share, "unexplained_runs": self.unexplained_runs}
-        return found
+        known = FIELDS if self.unexplained_share is not None else FIELDS[:4]
+        return {name: getattr(self, name) for name in known}
 
     @property
     def line(self) -> str:
@@ -80,18 +76,12 @@ def read(table: Any, where: str) -> Calibration:
         if key not in table:
             raise UserError(f"{where}: {key} is missing{again}")
     for key, value in table.items():
-        whole = key in ("runs", "unexplained_runs")
-        good = is_finite_number(value) and (isinstance(value, int) or not whole)
-        good = good and (value > 0 or key == "unexplained_share")
-        if not good:
-            kind = (
-                "a whole number above 0" if whole else "a number" + (" above 0" if key != "unexplained_share" else "")
-            )
+        whole, positive = key in ("runs", "unexplained_runs"), key != "unexplained_share"
+        if not is_finite_number(value) or (whole and not isinstance(value, int)) or (positive and value <= 0):
+            kind = f"{'a whole number' if whole else 'a number'}{' above 0' * positive}"
             raise UserError(f"{where}: {key} takes {kind}, not {shorten_repr(value)}{again}")
     low, factor, high = (float(table[f"time_{name}"]) for name in ("low", "factor", "high"))
     if not low <= factor <= high:
         raise UserError(f"{where}: time_factor {factor:g} is not between time_low and time_high{again}")
-    share = table.get("unexplained_share")
-    return Calibration(
-        factor, low, high, table["runs"], None if share is None else float(share), table.get("unexplained_runs", 0)
-    )
+    whole = {key: value for key, value in table.items() if key in ("runs", "unexplained_runs")}
+    return Calibration(**{key: float(value) for key, value in table.items()} | whole)

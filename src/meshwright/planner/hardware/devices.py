@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 import statistics
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import resources
 from typing import Any
+
+from meshwright.toml import read_packaged_toml
 
 _TERA = 1e12
 _GIGA = 1e9
+
+_CATALOGUE = read_packaged_toml("meshwright.planner.hardware", "devices.toml")
 
 PEAKS = ("fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
 """Precisions whose peaks the catalogue has."""
@@ -118,18 +120,10 @@ class Device:
         return shares.get(precision) or next(iter(shares.values()), None)
 
 
-@cache
-def _read() -> dict[str, Any]:
-    """Return the parsed tables of the device catalogue, devices.toml."""
-    text = resources.files("meshwright.planner.hardware").joinpath("devices.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
-
-
 def _device(name: str, entry: Mapping[str, Any]) -> Device:
     """Build a `Device` from its entry in the device catalogue devices.toml. name: its catalogue name, such as
     "h100-sxm"."""
-    catalogue = _read()
-    words, latencies = catalogue["sources"], catalogue["latency_seconds"]
+    words, latencies = _CATALOGUE["sources"], _CATALOGUE["latency_seconds"]
     peaks, measured, memory, chip = (entry.get(key, {}) for key in ("peaks", "measured", "memory", "chip"))
     links = entry["links"]
     sources = {figure: words[source] for figure, source in entry.get("sources", {}).items()}
@@ -158,7 +152,7 @@ def _times(figure: float | None, unit: float) -> float | None:
     return None if figure is None else figure * unit
 
 
-DEVICES: tuple[Device, ...] = tuple(_device(name, entry) for name, entry in _read()["devices"].items())
+DEVICES: tuple[Device, ...] = tuple(_device(name, entry) for name, entry in _CATALOGUE["devices"].items())
 
 
 @cache

@@ -179,14 +179,6 @@ class Measured:
         chosen = _nearest(found, self.ranks if ranks is None else ranks)
         return None if chosen is None else chosen.curve
 
-    def collective(self, operation: str, ranks: int, place: str = "inside") -> Curve | None:
-        """Return the curve (seconds as a function of bytes) of a collective among `ranks` ranks; None if not measured.
-        operation: such as "all-reduce"; place: "inside" a node, "across" nodes (one rank each), or "world"."""
-        for each in self.collectives:
-            if (each.operation, each.ranks, each.place) == (operation, ranks, place):
-                return each.curve
-        return None
-
     def tables(self) -> dict[str, Any]:
         """Return the measurements as dictionaries, lists and numbers for a cluster file; `measured.read` is the
         inverse."""

@@ -12,10 +12,15 @@ from typing import NamedTuple
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.names import OPTIMIZERS, unknown
-from meshwright.planner.cost.data_calls import AXES_OF
 from meshwright.planner.cost.micro_batch import ITEM_BYTES
 from meshwright.spec.adapter_config import BLOCK, RECORD_BYTES, count_scale_bytes
-from meshwright.spec.parameter_entries import TRAINED_BUFFERS, BufferKind, compute_padded_numel, count_reused_buffers
+from meshwright.spec.parameter_entries import (
+    AXES_OF,
+    TRAINED_BUFFERS,
+    BufferKind,
+    compute_padded_numel,
+    count_reused_buffers,
+)
 from meshwright.spec.parameters import ParameterTable
 
 STATE_KINDS: dict[str, tuple[str, ...]] = {

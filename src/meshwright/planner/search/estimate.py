@@ -19,11 +19,11 @@ from meshwright.planner.cost.reference_step import measured_step_factors
 from meshwright.planner.cost.step_time import StepPredictor, StepTime, default_precision
 from meshwright.planner.cost.teacher import make_teacher_work
 from meshwright.planner.hardware.cluster import Cluster, cluster
-from meshwright.planner.hardware.process_constants import find_process_items
+from meshwright.planner.hardware.machine_profile import find_process_items
 from meshwright.planner.memory.compiled_blocks import version_warning
 from meshwright.planner.memory.rank_memory import RankMemory, fullest_rank
 from meshwright.planner.memory.states import optimizer_kinds
-from meshwright.planner.models import config_of, is_recipe, model_of, model_substitution_note, recipe_of
+from meshwright.planner.models import config_of, model_of, model_substitution_note
 from meshwright.planner.problem import Problem
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
@@ -180,9 +180,6 @@ def problem_of(
     recipe: Recipe | None = None
     if not isinstance(model, ModelConfig | str | Path | Mapping):
         recipe = model
-        config, assumed = config_of(recipe)
-    elif is_recipe(model):
-        recipe = recipe_of(str(model))
         config, assumed = config_of(recipe)
     else:
         config, assumed = model_of(model), model_substitution_note(model)

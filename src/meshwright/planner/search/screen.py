@@ -10,9 +10,10 @@ import numpy as np
 
 from meshwright.layout import MIN_MICRO_BATCHES, Layout
 from meshwright.names import BIDIRECTIONAL_SCHEDULES, RECOMPUTE
-from meshwright.planner.cost.bubbles import BusiestRank, closed_makespan, find_busiest_rank, in_flight, stages_by_rank
+from meshwright.planner.cost.bubbles import followed_at_once, in_flight, stages_by_rank
+from meshwright.planner.cost.cached import cached_method
 from meshwright.planner.cost.layer_times import LayerTimes
-from meshwright.planner.cost.pipeline_times import PipelineTimes, add_parts, overlapping_passes
+from meshwright.planner.cost.pipeline_times import PipelineTimes
 from meshwright.planner.cost.process_groups import Array, ProcessGroups
 from meshwright.planner.cost.rates import straggler_terms
 from meshwright.planner.cost.reference_step import measured_step_factors
@@ -191,65 +192,34 @@ class _Pipeline:
     ) -> None:
         self.grid, self.memory, problem = grid, memory, grid.layer_times.problem
         stages = problem.engine.stages(problem.config, pipeline.ranks * pipeline.chunks, problem.sequence)
-        self.of = of = PipelineTimes(grid.layer_times, grid.index, stages, places)
+        self.of = of = PipelineTimes(grid.layer_times, grid.index, grid.micro, grid.transfer, stages, places)
         index = grid.index
         ends = np.outer(of.first, memory.first[index]) + np.outer(of.last, memory.last[index])
         # [ranks, candidates] of a micro-batch that waits for its backward, and of one whose weight gradients are left.
         self.saved = of.of_rank @ (of.of_kind @ memory.layer[:, index] + ends)
         self.queued = of.of_rank @ (of.of_kind @ memory.queued_layer[:, index])
         self.passing = memory.passing[index]
-        self._ranks: dict[tuple[bool, int, bool], tuple[Floats, BusiestRank]] = {}
-        self._once: dict[tuple[bool, int, bool, bool], Floats] = {}
-        self._states: dict[tuple[int, bool], tuple[Floats, Floats]] = {}
 
-    @staticmethod
-    def ranks_key(at_once: bool, zero: int, inside: bool) -> tuple[bool, int, bool]:
-        """Return the arguments on which the seconds of a micro-batch depend: below ZeRO-2 no collectives over the
-        sharding groups overlap with it. Arguments: as of `seconds`."""
-        return (at_once, zero, inside) if zero >= 2 else (at_once, 0, False)
-
-    def seconds(
-        self, pipeline: PipelineCandidate, at_once: bool, zero: int, inside: bool
-    ) -> tuple[BusiestRank, Floats]:
-        """Return (seconds of a micro-batch on the busiest rank, seconds that occur once a step [candidates]).
-
-        pipeline: schedule of the pipeline; at_once: the last stage's backward directly follows its forward; zero: ZeRO
-        stage; inside: True for sharding groups within nodes.
-        """
-        of, groups = self.of, self.grid.sharding[inside].groups
-        key = self.ranks_key(at_once, zero, inside)
-        if key not in self._ranks:
-            ranks = of.rank_seconds(of.stage_seconds(at_once, zero, groups))
-            self._ranks[key] = ranks, find_busiest_rank(add_parts(ranks) / of.replicas, of.counts)
-        ranks, busiest = self._ranks[key]
-        once = at_once, zero, inside, pipeline.schedule == "interleaved"
-        if once not in self._once:
-            passes = overlapping_passes(pipeline.schedule, pipeline.ranks, self.grid.micro)
-            communicating = of.gradient_seconds(zero, groups, ranks, passes).max(axis=0)
-            self._once[once] = communicating + of.optimizer_seconds(zero, groups)
-        return busiest, self._once[once]
-
+    @cached_method
     def states(self, zero: int, inside: bool) -> tuple[Floats, Floats]:
         """Return (bytes of model states on each distinct rank [ranks, candidates], bytes of a layer that ZeRO-2 and 3
         temporarily gather and reduce [candidates]). zero: ZeRO stage; inside: True for sharding groups within nodes."""
-        if (zero, inside) not in self._states:
-            of, problem = self.of, self.grid.layer_times.problem
-            shards, expert_shards = self.grid.sharding[inside].groups.shards
-            dense, expert = of.rank_dense, of.rank_expert
-            if problem.config.tied_head and of.count > 1:  # a rank with both ends has their matrix once
-                both = (of.of_rank @ of.first) * (of.of_rank @ of.last)
-                matrix = problem.config.vocabulary * problem.config.hidden / self.grid.layer_times.tp[self.grid.index]
-                dense = dense - np.outer(both / of.replicas**2, matrix)
-            stay = state_sizes(problem, zero, dense, shards) + state_sizes(problem, zero, expert, expert_shards)
-            layer, itemsize = np.zeros(stay.shape[1]), self.grid.layer_times.itemsize
-            if of.communicated_zero(zero) < zero:  # held until the pipeline ends
-                gathered = itemsize if zero == 3 else 0
-                stay = stay + (dense + expert) * (gathered + state_bytes_per_parameter(problem).gradients)
-            elif zero >= 2:
-                largest = ((of.dense + of.expert) / of.layers[:, None]).max(axis=0)
-                layer = largest * (3 * self.grid.layer_times.gradient_bytes + (2 * itemsize if zero == 3 else 0))
-            self._states[zero, inside] = stay, layer
-        return self._states[zero, inside]
+        of, problem = self.of, self.grid.layer_times.problem
+        shards, expert_shards = self.grid.sharding[inside].groups.shards
+        dense, expert = of.rank_dense, of.rank_expert
+        if problem.config.tied_head and of.count > 1:  # a rank with both ends has their matrix once
+            both = (of.of_rank @ of.first) * (of.of_rank @ of.last)
+            matrix = problem.config.vocabulary * problem.config.hidden / self.grid.layer_times.tp[self.grid.index]
+            dense = dense - np.outer(both / of.replicas**2, matrix)
+        stay = state_sizes(problem, zero, dense, shards) + state_sizes(problem, zero, expert, expert_shards)
+        layer, itemsize = np.zeros(stay.shape[1]), self.grid.layer_times.itemsize
+        if of.communicated_zero(zero) < zero:  # held until the pipeline ends
+            gathered = itemsize if zero == 3 else 0
+            stay = stay + (dense + expert) * (gathered + state_bytes_per_parameter(problem).gradients)
+        elif zero >= 2:
+            largest = ((of.dense + of.expert) / of.layers[:, None]).max(axis=0)
+            layer = largest * (3 * self.grid.layer_times.gradient_bytes + (2 * itemsize if zero == 3 else 0))
+        return stay, layer
 
     def activations(self, pipeline: PipelineCandidate, at_once: bool) -> Floats:
         """Return the bytes of saved activations of all micro-batches in flight at the peak of each distinct rank
@@ -282,26 +252,20 @@ def _screen_pipeline(
         fits = fits & (grid.micro % 2 == 0)
     if not fits.any():
         return
-    at_once = pipeline.schedule not in ("gpipe", "looped-bfs") or pipeline.ranks == 1
+    at_once = followed_at_once(pipeline.schedule, pipeline.ranks)
     activations = costs.activations(pipeline, at_once) + costs.passing
-    makespans: dict[tuple[bool, int, bool], Floats] = {}
+    makespans: dict[tuple[int, bool], Floats] = {}
     for zero, inside in grid.levels():
         sharding = grid.sharding[inside]
         chosen = fits & sharding.fits if zero else fits
         if not chosen.any():
             continue
-        communicated = costs.of.communicated_zero(zero)
-        busiest, once = costs.seconds(pipeline, at_once, communicated, inside)
-        key = costs.ranks_key(at_once, communicated, inside)
+        priced = at_once, costs.of.communicated_zero(zero), sharding.groups
+        key = (priced[1], inside) if priced[1] >= 2 else (0, False)
         if key not in makespans:
-            makespans[key] = (
-                grid.micro * busiest.total
-                if pipeline.ranks == 1
-                else closed_makespan(
-                    pipeline.schedule, pipeline.chunks, grid.micro, busiest, costs.of.count, grid.transfer
-                )[0]
-            )
+            makespans[key] = costs.of.makespan(pipeline.schedule, pipeline.chunks, *priced)[0]
+        seconds = makespans[key] + costs.of.once_seconds(pipeline.schedule == "interleaved", *priced)
         states, layer = costs.states(zero, inside)
         size = (states + activations).max(axis=0) + layer
         at = np.flatnonzero(chosen)
-        yield zero, grid.index[at], sharding.hybrid[at], (makespans[key] + once)[at], size[at]
+        yield zero, grid.index[at], sharding.hybrid[at], seconds[at], size[at]

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from meshwright.layout import Layout
 from meshwright.names import BIDIRECTIONAL_SCHEDULES
+from meshwright.planner.cost.bubbles import followed_at_once
 from meshwright.planner.cost.layer_times import MICRO_BATCH_PARTS
 from meshwright.planner.cost.micro_batch import DTYPES, MicroBatch
 from meshwright.planner.cost.operations import list_operations
 from meshwright.planner.cost.operators import Operation
 from meshwright.planner.cost.rates import Rates, attention_kernel
 from meshwright.planner.cost.reference_step import measured_step_factors
-from meshwright.planner.cost.step_time import followed_at_once
 from meshwright.planner.memory.rank_memory import distinct_ranks, stages_at
 from meshwright.planner.problem import Problem
 
@@ -68,17 +68,31 @@ def explain(problem: Problem, layout: Layout, pp_rank: int = 0) -> list[Operatio
         problem.config, layout, rows, problem.sequence, dtype=DTYPES[problem.precision], engine=problem.engine,
         kernel=kernel, documents=problem.documents, eight_bit=rates.eight_bit,
     )  # fmt: skip
-    found: dict[tuple[str, str], list[tuple[Operation, float]]] = {}
     place = stages_at(problem, layout)[pp_rank]
     if layout.schedule in BIDIRECTIONAL_SCHEDULES:  # a micro-batch is of one replica
         place = place[:1]
+    at_once = followed_at_once(layout.schedule, layout.pp) and not problem.pairs
+    calls: dict[tuple[str, str], list[Operation]] = {}
     for stage in place:
-        for one in list_operations(batch, stage, at_once=followed_at_once(layout) and not problem.pairs):
-            found.setdefault((one.name, one.phase), []).append((one, longer * rates.seconds(one, kernel)))
-    whole = sum(seconds for each in found.values() for _, seconds in each) or 1.0
-    return sorted(
-        (_operation_time(name, phase, each, whole, rates) for (name, phase), each in found.items()), key=_longest
-    )
+        for one in list_operations(batch, stage, at_once=at_once):
+            calls.setdefault((one.name, one.phase), []).append(one)
+    seconds = {key: sum(longer * rates.seconds(one, kernel) for one in each) for key, each in calls.items()}
+    whole = sum(seconds.values()) or 1.0
+    rows = (_time_calls(each, seconds[key], seconds[key] / whole, rates) for key, each in calls.items())
+    return sorted(rows, key=lambda row: -row.seconds)
+
+
+def _time_calls(calls: list[Operation], seconds: float, share: float, rates: Rates) -> OperationTime:
+    """Return the cost of an operation in a phase. calls: its calls, one entry for each size; seconds, share: of all
+    calls; rates: speeds of the device, which decide `bound`."""
+    first = calls[0]
+    count = sum(one.count for one in calls)
+    flops, moved = (sum(getattr(one, of) * one.count for one in calls) for of in ("flops", "bytes"))
+    product = first.kind in ("product", "float32 product", "attention")
+    start = rates.product_launch if product else rates.memory_launch
+    parts = {"compute": flops / rates.product, "memory": moved / rates.memory, "start": count * start}
+    bound = max(parts, key=lambda part: parts[part])
+    return OperationTime(first.name, first.phase, count, first.shape or (), flops, moved, seconds, share, bound)
 
 
 def find_busiest_rank(problem: Problem, layout: Layout) -> int:
@@ -86,25 +100,3 @@ def find_busiest_rank(problem: Problem, layout: Layout) -> int:
     return max(
         distinct_ranks(problem, layout), key=lambda rank: sum(row.seconds for row in explain(problem, layout, rank))
     )
-
-
-def _longest(row: OperationTime) -> float:
-    """Return the sort key of an operation's cost (`row`) that puts the longest operation first."""
-    return -row.seconds
-
-
-def _operation_time(
-    name: str, phase: str, each: list[tuple[Operation, float]], whole: float, rates: Rates
-) -> OperationTime:
-    """Return the cost of an operation in a phase. each: its calls, (operation, seconds) for each size; whole: seconds
-    of the micro-batch; rates: speeds of the device, which decide `bound`."""
-    count = sum(one.count for one, _ in each)
-    flops, moved = (sum(getattr(one, of) * one.count for one, _ in each) for of in ("flops", "bytes"))
-    seconds = sum(took for _, took in each)
-    first = each[0][0]
-    starts = count * (
-        rates.product_launch if first.kind in ("product", "float32 product", "attention") else rates.memory_launch
-    )
-    parts = {"compute": flops / rates.product, "memory": moved / rates.memory, "start": starts}
-    bound = max(parts, key=lambda part: parts[part])
-    return OperationTime(name, phase, count, first.shape or (), flops, moved, seconds, seconds / whole, bound)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 from meshwright.draw import page as draw
 from meshwright.draw.gantt import draw_overview, draw_svg
@@ -22,13 +23,16 @@ from meshwright.planner.show.notation import notation_legend, recipe_block, sele
 from meshwright.planner.show.pictures import memory_bars, memory_time_scatter, time_bar
 from meshwright.planner.show.text import (
     LEAST_PART,
+    NO_CHANGE,
     Unit,
+    best_cells,
+    change_text,
     communication_text,
     headline,
-    marked_reasons,
     memory_text,
     nearest_line,
     seconds_text,
+    step_text,
     tensor_rows,
     undecided_text,
 )
@@ -85,9 +89,7 @@ def _search(result: SearchResult, least: Nearest | None) -> Iterator[Markup]:
         larger = [
             (
                 str(one.layout), seconds_text(result.problem, one.layout, one.seconds),
-                Unit.of(one.bytes).format(one.bytes),
-                "no combination of three changes" if one.instead is None or one.instead_seconds is None
-                else f"{one.change}: {seconds_text(result.problem, one.instead, one.instead_seconds)}",
+                Unit.of(one.bytes).format(one.bytes), change_text(result.problem, one) or NO_CHANGE,
             )
             for one in result.advice
         ]  # fmt: skip
@@ -100,24 +102,14 @@ def _best(result: SearchResult) -> Markup:
     """Return the HTML table of the best layouts of a search."""
     unit = Unit.of(max(one.memory.device_bytes for one in result.best))
     head = ("layout", "step s", "low", "high", "tokens/s/device", "MFU", f"memory {unit.name}")
-    rows = [
-        (
-            str(one.layout), f"{one.time.seconds:.4g}", f"{one.time.low:.4g}", f"{one.time.high:.4g}",
-            f"{one.tokens_per_second_per_device:,.0f}", f"{one.mfu:.1%}", unit.number(one.memory.device_bytes), why,
-        )
-        for one, why in zip(result.best, marked_reasons(result), strict=True)
-    ]  # fmt: skip
-    return table((*head, "compared with the first"), rows)
+    return table((*head, "compared with the first"), best_cells(result, unit))
 
 
 def _layout(estimate: Estimate) -> Iterator[Markup]:
     """Yield the page's sections on one layout: time by part, memory of each stage, largest tensors, pipeline."""
     time, problem, room = estimate.time, estimate.problem, estimate.problem.usable_bytes
     yield element("h2", str(estimate.layout))
-    yield paragraph(
-        f"{time.seconds:.4g} s per step ({time.low:.4g} to {time.high:.4g}), "
-        f"{estimate.tokens_per_second_per_device:,.0f} tokens/s per device, MFU {estimate.mfu:.1%}"
-    )
+    yield paragraph(step_text(estimate))
     yield paragraph(f"Memory of a device: {memory_text(estimate)}")
     for line in estimate.warnings:
         yield paragraph(f"warning: {line}")
@@ -155,9 +147,10 @@ def _categories(ranks: Sequence[RankMemory]) -> Iterator[Markup]:
     rank's peak; of more than eight ranks, only the first, the last, and those with most and least memory."""
     shown = list(ranks)
     if len(shown) > 8:
-        shown = sorted({id(rank): rank for rank in (ranks[0], min(ranks, key=_device), max(ranks, key=_device),
-                                                    ranks[-1])}.values(), key=lambda rank: rank.pp_rank)  # fmt: skip
-    unit = Unit.of(max(map(_device, shown)))
+        size = attrgetter("device_bytes")
+        some = {rank.pp_rank: rank for rank in (ranks[0], min(ranks, key=size), max(ranks, key=size), ranks[-1])}
+        shown = [some[number] for number in sorted(some)]
+    unit = Unit.of(max(rank.device_bytes for rank in shown))
     named = [part for part in shown[0].by_category() if any(rank.by_category()[part] for rank in shown)]
     rows = [(part, *(unit.number(rank.by_category()[part]) for rank in shown)) for part in named]
     rows.append(("total", *(unit.number(rank.device_bytes) for rank in shown)))
@@ -165,20 +158,15 @@ def _categories(ranks: Sequence[RankMemory]) -> Iterator[Markup]:
     yield paragraph("Peak at: " + "; ".join(f"pp {rank.pp_rank} {rank.peak_snapshot}" for rank in shown), muted=True)
 
 
-def _device(rank: RankMemory) -> int:
-    """Return a rank's total bytes on the device, for sorting."""
-    return rank.device_bytes
-
-
 def _bill(memory: RankMemory) -> Iterator[Markup]:
     """Yield the page's section with a table of a pipeline rank's tensors at its memory peak."""
     yield element("h2", f"Memory of pipeline rank {memory.pp_rank} at its peak ({memory.peak_snapshot})")
     unit, smallest = Unit.of(memory.peak_bytes), 1e-3 * memory.peak_bytes
     items = merge_layers(memory.items)
-    rows = tensor_rows([item for item in items if abs(item.bytes) >= smallest], unit)
+    head, *rows = tensor_rows([item for item in items if abs(item.bytes) >= smallest], unit)
     rest = sum(item.bytes for item in items if abs(item.bytes) < smallest)
     rows.append((f"{len(items) - len(rows)} smaller tensors", "", "", "", unit.number(rest), "", ""))
-    yield table(("tensor", "category", "shape", "dtype", unit.name, "stage", "lifetime"), rows)
+    yield table(head, rows)
 
 
 def _pipeline(estimate: Estimate) -> Iterator[Markup]:

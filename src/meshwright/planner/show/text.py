@@ -69,7 +69,7 @@ def _best(result: SearchResult, width: int) -> Iterator[str]:
     """Yield the lines of the table of a search's best layouts. width: characters of a line, which long words may
     exceed."""
     unit = Unit.of(max(one.memory.device_bytes for one in result.best))
-    rows = [_row(one, unit) for one in result.best]
+    rows = [(step, f"{low} - {high}", *rest) for _, step, low, high, *rest, _ in best_cells(result, unit)]
     head = ("step s", "low - high", "tokens/s/device", "MFU", unit.name)
     figures = format_table([head, *rows])
     names = [f"{number}  {one.layout}" for number, one in enumerate(result.best, 1)]
@@ -77,17 +77,25 @@ def _best(result: SearchResult, width: int) -> Iterator[str]:
     beside = widest + len(figures[1]) + 4 + LEAST_WORDS <= width  # else the figures stand below their layout
     before = widest if beside else 1
     indent = " " * (before + len(figures[1]) + 4)
-    words = ("compared with the first", *marked_reasons(result))
+    words = ("compared with the first", *(row[-1] for row in best_cells(result, unit)))
     for name, line, why in zip(["   layout", *names], figures, words, strict=True):
         if not beside:
             yield name
         yield from wrap_line(f"{name if beside else '':{before}}  {line}  {why}", width, indent)
 
 
-def marked_reasons(result: SearchResult) -> list[str]:
-    """Return, for each of a search's best layouts, text on why it is slower than the first, followed by "tight" if
+def best_cells(result: SearchResult, unit: Unit) -> list[tuple[str, ...]]:
+    """Return, for each of a search's best layouts, the cells of a table: layout, seconds of a step, its low and high
+    bound, tokens/s/device, MFU, memory in `unit`, and text on why it is slower than the first, followed by "tight" if
     little memory stays free."""
-    return [f"{why}; tight" if one.tight else why for one, why in zip(result.best, result.reasons, strict=True)]
+    return [
+        (
+            str(one.layout), f"{one.time.seconds:.4g}", f"{one.time.low:.4g}", f"{one.time.high:.4g}",
+            f"{one.tokens_per_second_per_device:,.0f}", f"{one.mfu:.1%}", unit.number(one.memory.device_bytes),
+            f"{why}; tight" if one.tight else why,
+        )
+        for one, why in zip(result.best, result.reasons, strict=True)
+    ]  # fmt: skip
 
 
 def advice_text(result: SearchResult, too_large: TooLargeLayout) -> str:
@@ -96,10 +104,18 @@ def advice_text(result: SearchResult, too_large: TooLargeLayout) -> str:
     more = too_large.bytes - problem.usable_bytes
     wants = f"{too_large.layout}: {seconds_text(problem, too_large.layout, too_large.seconds)}, "
     wants += f"but {Unit.of(more).format(more)} too much"
+    change = change_text(problem, too_large)
+    return f"{wants}; it fits with {change}" if change else f"{wants}; {NO_CHANGE} makes it fit"
+
+
+NO_CHANGE = "no combination of three changes"
+
+
+def change_text(problem: Problem, too_large: TooLargeLayout) -> str | None:
+    """Format the change that makes a layout fit, with the seconds of a step; None if none is known."""
     if too_large.instead is None or too_large.instead_seconds is None:
-        return f"{wants}; no combination of three changes makes it fit"
-    seconds = seconds_text(problem, too_large.instead, too_large.instead_seconds)
-    return f"{wants}; it fits with {too_large.change}: {seconds}"
+        return None
+    return f"{too_large.change}: {seconds_text(problem, too_large.instead, too_large.instead_seconds)}"
 
 
 def seconds_text(problem: Problem, layout: Layout, seconds: float) -> str:
@@ -137,16 +153,6 @@ def undecided_text(result: SearchResult) -> str:
     return f"stopped after {MOST_PRICED} exact prices: {result.undecided:,} more layouts may be {what}"
 
 
-def _row(estimate: Estimate, unit: Unit) -> tuple[str, ...]:
-    """Return an estimate's cells in the table of best layouts: seconds, bounds, tokens/s/device, MFU, memory in
-    `unit`."""
-    time = estimate.time
-    return (
-        f"{time.seconds:.4g}", f"{time.low:.4g} - {time.high:.4g}", f"{estimate.tokens_per_second_per_device:,.0f}",
-        f"{estimate.mfu:.1%}", unit.number(estimate.memory.device_bytes),
-    )  # fmt: skip
-
-
 def recipe_text(recipe_estimate: Estimate | str, best: Estimate | None) -> str:
     """Format the cost of the layout that a recipe names, relative to the best layout; or the reason why it cannot run,
     if `recipe_estimate` is this reason as text."""
@@ -168,19 +174,10 @@ def estimate_text(estimate: Estimate, width: int = WIDE) -> str:
         for part, seconds in time.breakdown.items()
         if seconds > LEAST_PART * time.seconds
     )
-    lines = wrap_line(
-        f"{estimate.layout}: {time.seconds:.4g} s per step ({time.low:.4g} to {time.high:.4g}), "
-        f"{estimate.tokens_per_second_per_device:,.0f} tokens/s per device, "
-        f"{_flops(estimate.model_flops_per_device)} per device, MFU {estimate.mfu:.1%}",
-        width,
-        "  ",
-    )
+    lines = wrap_line(f"{estimate.layout}: {step_text(estimate)}", width, "  ")
     lines += wrap_line(f"  time: {parts}", width, "    ")
-    lines += (
-        wrap_line(f"  communication: {communication_text(estimate)}", width, "    ")
-        if estimate.layout.world_size > 1
-        else []
-    )
+    if estimate.layout.world_size > 1:
+        lines += wrap_line(f"  communication: {communication_text(estimate)}", width, "    ")
     lines += wrap_line(f"  memory: {memory_text(estimate)}", width, "    ")
     figures = format_table([row[:2] for row in _bill(estimate, unit)])
     for line, (*_, what) in zip(figures, _bill(estimate, unit), strict=True):
@@ -188,6 +185,16 @@ def estimate_text(estimate: Estimate, width: int = WIDE) -> str:
     for said in estimate.warnings:
         lines += wrap_line(f"  warning: {said}", width, "    ")
     return "\n".join(lines)
+
+
+def step_text(estimate: Estimate) -> str:
+    """Format an estimate's seconds of a step with their bounds, throughput and model FLOP utilisation."""
+    time, rate = estimate.time, estimate.model_flops_per_device
+    flops = f"{rate / 1e12:.1f} TFLOP/s" if rate >= 1e11 else f"{rate / 1e9:.1f} GFLOP/s"
+    return (
+        f"{time.seconds:.4g} s per step ({time.low:.4g} to {time.high:.4g}), "
+        f"{estimate.tokens_per_second_per_device:,.0f} tokens/s per device, {flops} per device, MFU {estimate.mfu:.1%}"
+    )
 
 
 def memory_text(estimate: Estimate) -> str:
@@ -245,30 +252,21 @@ def ledger_text(memory: RankMemory, width: int = WIDE) -> str:
     """Format every tensor of a rank at its memory peak as a table, equal tensors of several layers in one line. width:
     characters of a line, to which columns are dropped."""
     unit = Unit.of(memory.peak_bytes)
-    head = ("tensor", "category", "shape", "dtype", unit.name, "stage", "lifetime")
     rows = tensor_rows(merge_layers(memory.items), unit)
     title = f"pipeline rank {memory.pp_rank} at {memory.peak_snapshot}: {unit.format(memory.peak_bytes)} of tensors"
-    return "\n".join(
-        [title, *format_narrow_table([head, *rows], width, ("category", "stage", "lifetime", "dtype", "shape"))]
-    )
+    return "\n".join([title, *format_narrow_table(rows, width, ("category", "stage", "lifetime", "dtype", "shape"))])
 
 
 def tensor_rows(items: Sequence[Item], unit: Unit) -> list[tuple[str, ...]]:
-    """Return the cells of a table of tensors (`items`): name, category, shape, dtype, size in `unit`, stage,
-    lifetime."""
-    return [
-        (
-            item.name, item.category, shape_text(item.shape), item.dtype or "-", unit.number(item.bytes),
-            "-" if item.stage is None else str(item.stage), lifetime_text(item),
-        )
-        for item in items
-    ]  # fmt: skip
-
-
-def lifetime_text(item: Item) -> str:
-    """Format the lifetime of a tensor in memory, such as `forward to backward`; "temporary" if it begins and ends at
-    one event."""
-    return "temporary" if item.first == item.last else f"{item.first} to {item.last}"
+    """Return the cells of a table of tensors (`items`): the header, then name, category, shape, dtype, size in `unit`,
+    stage, and events between which each is allocated ("temporary" if both are the same)."""
+    rows = [("tensor", "category", "shape", "dtype", unit.name, "stage", "lifetime")]
+    for item in items:
+        lifetime = "temporary" if item.first == item.last else f"{item.first} to {item.last}"
+        stage = "-" if item.stage is None else str(item.stage)
+        size, shape = unit.number(item.bytes), shape_text(item.shape)
+        rows.append((item.name, item.category, shape, item.dtype or "-", size, stage, lifetime))
+    return rows
 
 
 def shape_text(shape: Sequence[float]) -> str:
@@ -377,11 +375,6 @@ class Unit:
 
 
 _UNITS = (("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10))
-
-
-def _flops(rate: float) -> str:
-    """Format a rate in FLOP/s as TFLOP/s or GFLOP/s."""
-    return f"{rate / 1e12:.1f} TFLOP/s" if rate >= 1e11 else f"{rate / 1e9:.1f} GFLOP/s"
 
 
 def _count(number: int) -> str:

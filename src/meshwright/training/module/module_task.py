@@ -19,8 +19,7 @@ from meshwright.parallel.module.table import ModuleDescription
 from meshwright.parallel.stage_compute import Divisor
 from meshwright.parallel.step import TermCount, sum_over_data
 from meshwright.parallel.zero_engine import ZeroEngine
-from meshwright.planner.cost.data_calls import Work, sum_by_axis, sum_by_site
-from meshwright.planner.cost.module_traffic import BufferChanges, module_calls
+from meshwright.planner.cost.data_calls import BufferChanges, ModuleCalls, Work, sum_by_axis, sum_by_site
 from meshwright.spec.foreign import ModulePartition
 from meshwright.training.module.data import BatchShare, TrainingSamples, derive_seed, move_to_device, seed_generators
 from meshwright.training.module.passes import Batch, ModulePasses
@@ -197,14 +196,9 @@ class ModuleTask:
             device=self.mesh.device.type,
             collectives=self.mesh.communicator.programs.named,
         )
-        return module_calls(
-            self.table,
-            self.layout,
-            work,
-            self.mesh.rank,
-            held=self.passes.prefetcher.held,
-            buffers=BufferChanges(averaged, copied, self.values.count_compared()),
-        )
+        changes = BufferChanges(averaged, copied, self.values.count_compared())
+        calls = ModuleCalls(self.table, self.layout, work, self.mesh.rank)
+        return calls.count_step(self.passes.prefetcher.held, changes)
 
     def _make_batch(self, number: int, samples: int, content: Any) -> Batch:
         """Build a micro-batch: move collated content to the device and count the items over which its loss averages.
