@@ -126,7 +126,7 @@ DIRECT_READS = {
             "planner.cost.bounds",
             "planner.cost.elementwise",
             "planner.cost.engines",
-            "planner.memory.compiled_blocks",
+            "planner.memory.tables",
             "planner.cost.rates",
             "launcher.launch_script",
         ),
