@@ -11,13 +11,14 @@ from meshwright.planner.cost.operators import SavedTensor
 from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, INPUT_GRADIENT, CompiledBlock
 from meshwright.planner.memory.inductor import KernelMemory, find_peak
 from meshwright.planner.memory.snapshot import NamedSnapshot, Saved, Temporary, activation, workspace
-from meshwright.planner.memory.temporaries import mixture_backward
+from meshwright.planner.memory.temporaries import Pass
 
 COLLECTED = ".weight gradients"
 """Snapshot at the end of a compiled backward, which returns all weight gradients of the block together."""
 
 PRODUCTS = "mlp.down", "mlp.up", "attention.output", "attention.qkv"
 """Linear layers in the order in which their queued weight gradients are computed."""
+
 
 class Backward(NamedTuple):
     """State in which a compiled layer's backward runs.
@@ -63,13 +64,13 @@ def peak_temporaries(batch: MicroBatch, layer: int) -> int:
 
 
 def mixture_backward_extras(
-    batch: MicroBatch, layer: int, saved: tuple[Sequence[Saved], Sequence[Saved]], stream: int, state: Backward
+    batch: MicroBatch, layer: int, saved: tuple[Sequence[Saved], Sequence[Saved]], state: Backward
 ) -> Iterator[NamedSnapshot]:
     """Yield (snapshot name, temporaries) for the backward of a layer that is compiled except for its expert-parallel
     mixture.
 
-    saved: the stage's saved activations, as a pair (without recompute, with the layout's recompute); stream: bytes of
-    the layer's output; state: how the backward runs.
+    saved: the stage's saved activations, as a pair (without recompute, with the layout's recompute); state: how the
+    backward runs.
     """
     mlp = f"layers.{layer}.mlp"
     whole, here = (sum(each.bytes for each in of if each.name.startswith(f"{mlp}.")) for of in saved)
@@ -79,10 +80,8 @@ def mixture_backward_extras(
         yield front.pop(0)
         block = CompiledBlock(batch, layer)
         again += sum(map(block.bytes, block.saved))
-    gradient = activation("gradient of the layer's output", stream * (2 if batch.layout.tp > 1 else 1))
-    more = [gradient, activation("recomputed", again)]
-    for name, extras in mixture_backward(batch, mlp, saved[0], False):
-        yield f".mlp{name}", [*more, *extras]
+    for name, extras in Pass.of_layer(batch, layer, saved[0]).snapshots("mixture"):
+        yield name, [activation("recomputed", again), *extras]
     for name, extras in front:
         yield name, [*extras, activation(f"{mlp}: freed", -here)]
 
