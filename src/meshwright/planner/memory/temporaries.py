@@ -1,4 +1,4 @@
-"""Temporary tensors in addition to saved activations, in forward and backward, by the rows of `temporaries.toml`;
+"""Temporary tensors in addition to saved activations, in forward and backward, by the rows of `tensors.toml`;
 workspaces of attention, and of the weights and masks of adapters.
 
 They follow the engine's code: a variable keeps its tensor until the next one is assigned, so that the tensors of two
@@ -26,7 +26,7 @@ from meshwright.spec.policy import SLICE_LOGITS, UNPACKED_AT_ONCE
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A snapshot in `temporaries.toml`. name: after its unit's; conditions: under which it exists; tensors: temporaries
+    """A snapshot in `tensors.toml`. name: after its unit's; conditions: under which it exists; tensors: temporaries
     with their sizes; freed, held: beginnings of the names of saved activations freed before and made by then."""
 
     name: str
@@ -38,8 +38,8 @@ class _Row:
 
 @cache
 def _rows(section: str) -> list[_Row]:
-    """Return the snapshots of a pass in `temporaries.toml`. section: such as "attention"."""
-    table = load_table("temporaries.toml")
+    """Return the snapshots of a pass in `tensors.toml`. section: such as "attention"."""
+    table = load_table("tensors.toml")
     return [
         _Row(
             row["name"], (row["if"],) if "if" in row else (),
@@ -54,7 +54,7 @@ class Pass:
     """Sizes of a pass through a unit, from which its snapshots follow.
 
     Attributes:
-        dimensions, properties: Of the layer or of the loss, as in `temporaries.toml`.
+        dimensions, properties: Of the layer or of the loss, as in `tensors.toml`.
         saved: Saved activations to which the rows' `freed` and `held` refer.
         prefix: Beginning of their names that the rows leave out, such as "layers.3.".
     """
