@@ -123,7 +123,7 @@ DIRECT_READS = {
             "draw.picture",
             "spec.presets",
             "toml",
-            "planner.memory.compiled_blocks",
+            "planner.memory.tables",
             "launcher.launch_script",
         ),
         "files of the package",

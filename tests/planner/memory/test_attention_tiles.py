@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from meshwright.model.tiled_attention import Span, cut_tiles
-from meshwright.planner.memory.attention_tiles import Heads, InputStrides, Starts, _tiles, backward_bytes
+from meshwright.planner.cost.micro_batch import Starts
+from meshwright.planner.memory.attention_tiles import TiledAttention, Tiles, backward_bytes, list_tiles
 from tests.packed_documents import documents_from_starts
 
 
@@ -31,11 +32,12 @@ def test_predicted_tiles_match_engine(rows: int, kv_heads: int, length: int, win
     done = 0
     for at, heads, tiles in cut_tiles(q_BKGSD, Span(everything, everything), first_BS):
         together = at.stop - at.start
-        whole = Heads(rows, kv_heads, together, heads.stop - heads.start, group, 4, length, min(128, length))
-        predicted = [(tile.queries, tile.keys, tile.mask) for tile in _tiles(whole, window, starts[at], 4)]
+        sizes = Tiles(together, heads.stop - heads.start, group, min(128, length), length)
+        whole = TiledAttention(sizes, rows, kv_heads, 4, 4, 4, window=window)
+        predicted = [(tile.queries, tile.keys, tile.mask) for tile in list_tiles(whole, starts[at])]
         wide = [0 if each.mask is None or each.mask.dim() == 2 else each.mask.nbytes // together for each in tiles]
-        sizes = [(each.queries.stop - each.queries.start, each.keys.stop - each.keys.start) for each in tiles]
-        assert predicted == [(*size, mask) for size, mask in zip(sizes, wide, strict=True)]
+        cut = [(each.queries.stop - each.queries.start, each.keys.stop - each.keys.start) for each in tiles]
+        assert predicted == [(*size, mask) for size, mask in zip(cut, wide, strict=True)]
         done += together * (heads.stop - heads.start)
     assert done == rows * kv_heads
 
@@ -44,9 +46,9 @@ def test_predicted_tiles_match_engine(rows: int, kv_heads: int, length: int, win
 def test_unknown_documents_are_priced_at_their_maximum(seed: int) -> None:
     make = random.Random(seed)
     rows, length, group = make.choice((1, 2, 6)), make.choice((128, 300, 1024)), make.choice((1, 2))
-    heads = Heads(rows, 2, make.randint(1, rows), 2, group, 32, length, min(128, length))
+    tiles = Tiles(make.randint(1, rows), 2, group, min(128, length), length)
     starts = rows_of(rows, length, seed)
     for (x, wide), window, turned in product(((4, 4), (2, 4)), (None, 64), (True, False)):
-        known = backward_bytes(heads, InputStrides(turned), window, x, wide, starts, False)
-        most = backward_bytes(heads, InputStrides(turned), window, x, wide, None, True)
-        assert known.all <= most.all, (heads, starts)
+        attention = TiledAttention(tiles, rows, 2, 32, x, wide, rotated=turned, window=window)
+        known, most = (backward_bytes(attention._replace(**each)) for each in ({"starts": starts}, {"unknown": True}))
+        assert sum(known) <= sum(most), (attention, starts)

@@ -13,44 +13,82 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from meshwright.planner.cost.micro_batch import Starts
+from meshwright.planner.cost.micro_batch import MicroBatch, Starts
+from meshwright.spec.policy import ACCELERATOR_TILE, TILE_QUERIES, TILE_SCORES
 
 LAST_TILES = 4
 """Number of last tiles that are replayed for a sequence of one document; they have the most keys."""
 
 
-class Heads(NamedTuple):
-    """Sizes of CPU attention that is computed in tiles of queries, on one rank.
+class Tiles(NamedTuple):
+    """Sizes of the tiles into which attention over `length` queries and keys is split.
 
-    Attributes:
-        rows: Sequences of the micro-batch.
-        kv_heads: Key-value heads.
-        rows_at_once: Sequences processed together.
-        kv_heads_at_once: Key-value heads processed together.
-        group: Query heads of each key-value head.
-        size: Elements of a head.
-        length: Tokens of a sequence.
-        queries: Queries of a tile.
+    rows, kv_heads: sequences and key-value heads processed together; group: query heads of each key-value head;
+    queries: queries of a tile; several_groups: False if all sequences and heads are processed together.
     """
 
     rows: int
     kv_heads: int
-    rows_at_once: int
-    kv_heads_at_once: int
     group: int
-    size: int
-    length: int
     queries: int
+    length: int
+    several_groups: bool = True
+
+    @property
+    def lines(self) -> int:
+        """Number of rows of a tile's score matrix: queries, times sequences and query heads processed together."""
+        return self.rows * self.kv_heads * self.group * self.queries
+
+    @property
+    def before(self) -> int:
+        """Number of keys of the tile computed before the largest one, whose tensors are still allocated; 0 if there is
+        none."""
+        if self.length > self.queries:
+            return (self.length - 1) // self.queries * self.queries
+        return self.length if self.several_groups else 0
 
 
-class InputStrides(NamedTuple):
-    """Memory layout of attention's inputs. rotated: queries and keys are copies in head-major order (made by rotary
-    positions or query-key norms); apart: only the queries are copies, with rows that are not contiguous; capped: scores
-    have a softcap, whose derivative is allocated in addition."""
+def choose_tiles(batch: MicroBatch, heads: int, kv_heads: int, length: int) -> Tiles:
+    """Return the tile sizes of attention with `heads` query and `kv_heads` key-value heads over `length` tokens. batch:
+    sizes of the micro-batch."""
+    most_queries, most = (TILE_QUERIES, TILE_SCORES) if batch.device == "cpu" else ACCELERATOR_TILE
+    group, queries = max(1, heads // kv_heads), min(most_queries, length)
+    per_head = group * queries * length
+    together = max(1, min(kv_heads, most // per_head))
+    rows = max(1, min(batch.rows, most // (per_head * kv_heads)))
+    return Tiles(rows, together, group, queries, length, together < kv_heads or rows < batch.rows)
 
-    rotated: bool
+
+class TiledAttention(NamedTuple):
+    """Attention of one rank that is computed in tiles of queries.
+
+    Attributes:
+        tiles: Sizes of the tiles.
+        rows: Sequences of the micro-batch.
+        kv_heads: Key-value heads.
+        size: Elements of a head.
+        itemsize, sum_itemsize: Bytes of an element of the inputs, and of sums.
+        rotated: Queries and keys are copies in head-major order (made by rotary positions or query-key norms).
+        apart: Only the queries are copies, with rows that are not contiguous.
+        capped: Scores have a softcap, whose derivative is allocated in addition.
+        window: Most tokens that a query attends to; None for all.
+        starts: For each sequence of all micro-batches, the token positions at which documents begin; None: each
+            sequence is one document.
+        unknown: True, with `starts` None, to allow documents to begin anywhere (worst case).
+    """
+
+    tiles: Tiles
+    rows: int
+    kv_heads: int
+    size: int
+    itemsize: int
+    sum_itemsize: int
+    rotated: bool = False
     apart: bool = False
     capped: bool = False
+    window: int | None = None
+    starts: Starts | None = None
+    unknown: bool = False
 
 
 class Tile(NamedTuple):
@@ -73,123 +111,66 @@ class TileBytes(NamedTuple):
     tiles: int
     keys_and_values: int
 
-    @property
-    def all(self) -> int:
-        """Total temporary bytes at the peak."""
-        return sum(self)
-
 
 @lru_cache(maxsize=256)
-def backward_bytes(
-    heads: Heads,
-    strides: InputStrides,
-    window: int | None,
-    itemsize: int,
-    sum_itemsize: int,
-    starts: Starts | None,
-    unknown: bool,
-) -> TileBytes:
-    """Return the temporary memory at the peak of tiled attention's backward, the maximum over all micro-batches.
-
-    Args:
-        heads: Sizes.
-        strides: Memory layout of the inputs.
-        window: Most tokens that a query attends to; None for all.
-        itemsize, sum_itemsize: Bytes of an element of the inputs, and of sums.
-        starts: For each sequence of all micro-batches, the token positions at which documents begin; None: each
-            sequence is one document.
-        unknown: True, with `starts` None, to allow documents to begin anywhere (worst case).
-    """
-    micro_batches = [None] if not starts else [starts[at : at + heads.rows] for at in range(0, len(starts), heads.rows)]
-    loops = [_BackwardReplay(heads, strides, window, itemsize, sum_itemsize, each, unknown) for each in micro_batches]
-    return max((loop.run() for loop in loops), key=lambda each: each.all)
+def backward_bytes(attention: TiledAttention) -> TileBytes:
+    """Return the temporary memory at the peak of tiled attention's backward, the maximum over all micro-batches."""
+    starts, rows = attention.starts, attention.rows
+    of_each = [starts[at : at + rows] for at in range(0, len(starts), rows)] if starts else [None]
+    return max((_BackwardReplay(attention._replace(starts=each)).run() for each in of_each), key=sum)
 
 
-def _worst_masks(rows: int, tiles: Sequence[Tile], sum_itemsize: int) -> int:
-    """Return the most bytes that the masks of sequences processed together can take if documents may begin anywhere.
-
-    rows: number of sequences; tiles: tiles of a sequence that is one document; sum_itemsize: bytes of a mask's element.
-    For one sequence, masks of different tiles overlap by at most a tile, as each ends at the start of a document. For
-    several, each tile may have a mask over all its keys.
-    """
-    queries, length = tiles[0].queries, sum(tile.queries for tile in tiles)
-    if rows == 1:
-        return queries * (length + queries * (len(tiles) - 1)) * sum_itemsize
-    return rows * sum(tile.queries * tile.keys for tile in tiles) * sum_itemsize
-
-
-def _tiles(heads: Heads, window: int | None, starts: Starts | None, sum_itemsize: int) -> list[Tile]:
+def list_tiles(attention: TiledAttention, starts: Starts | None) -> list[Tile]:
     """Return the tiles of sequences that are processed together, in order. A tile's keys include every key to which one
-    of its queries attends in any of the sequences.
+    of its queries attends in any of the sequences. starts: for each of these sequences, the token positions at which
+    documents begin; None if each is one document."""
+    found, (length, step) = [], (attention.tiles.length, attention.tiles.queries)
+    window = length if attention.window is None else attention.window
 
-    heads: sizes; window: most tokens that a query attends to, None for all; starts: for each of these sequences, the
-    token positions at which documents begin, None if each is one document; sum_itemsize: bytes of a mask's element.
-    """
-    found = []
-    limited = window is not None and window < heads.length
-
-    def first(row: Sequence[int], place: int) -> int:
+    def find_first_key(row: Sequence[int], place: int) -> int:
         """Return the first token that the query at token `place` attends to; row: where the sequence's documents
         begin."""
-        begins = row[bisect_right(row, place) - 1]
-        return max(begins, place - window + 1) if limited and window is not None else begins
+        return max(row[bisect_right(row, place) - 1], place - window + 1)
 
-    for start in range(0, heads.length, heads.queries):
-        stop = min(heads.length, start + heads.queries)
-        rows = starts or ((0,),)
-        oldest = min(first(row, start) for row in rows)
-        newest = max(first(row, stop - 1) for row in rows)
+    for start in range(0, length, step):
+        stop = min(length, start + step)
+        oldest, newest = (
+            choose(find_first_key(row, place) for row in starts or ((0,),))
+            for choose, place in ((min, start), (max, stop - 1))
+        )
         queries, keys = stop - start, stop - oldest
-        found.append(Tile(queries, keys, queries * keys * sum_itemsize if newest > oldest else 0))
+        found.append(Tile(queries, keys, queries * keys * attention.sum_itemsize if newest > oldest else 0))
     return found
 
 
 class _BackwardReplay:
-    """Replay of the allocations of tiled attention's backward, tile by tile, to find the memory peak; arguments as of
-    `backward_bytes`, for one micro-batch.
+    """Replay of the allocations of tiled attention's backward for one micro-batch, tile by tile, to find the memory
+    peak.
 
     Attributes:
         names: {variable: bytes} of the tensors that are allocated.
         now: Sum of these bytes.
         most: Peak bytes so far.
-        then: {variable: bytes} at the peak.
+        then: {variable: bytes} at the peak, with those being assigned.
     """
 
-    def __init__(
-        self,
-        heads: Heads,
-        strides: InputStrides,
-        window: int | None,
-        itemsize: int,
-        sum_itemsize: int,
-        starts: Starts | None,
-        unknown: bool,
-    ) -> None:
-        self.heads, self.strides, self.window, self.x, self.wide, self.starts = (
-            heads,
-            strides,
-            window,
-            itemsize,
-            sum_itemsize,
-            starts,
-        )
-        self.unknown = unknown
-        self.names: dict[str, int] = {"triangle": heads.queries**2 * sum_itemsize}
+    def __init__(self, attention: TiledAttention) -> None:
+        self.attention = attention
+        self.names: dict[str, int] = {"triangle": attention.tiles.queries**2 * attention.sum_itemsize}
         self.now = self.names["triangle"]
         self.most, self.then = 0, dict(self.names)
 
     def run(self) -> TileBytes:
         """Replay all tiles; return the temporary bytes at the peak."""
+        attention = self.attention
+        heads = range(0, attention.kv_heads, attention.tiles.kv_heads)[:2]  # later groups add nothing to the peak
         for rows, tiles in self._row_groups():
             masks = sum(tile.mask for tile in tiles) * rows
-            if self.unknown:
-                masks = max(masks, _worst_masks(rows, tiles, self.wide))
-            self._assign_together(masks=masks)
-            if self.starts is None:
-                tiles = tiles[-LAST_TILES:]
-            for kv_heads in self._head_groups():
-                self._group(rows, kv_heads, tiles)
-        of_keys = sum(size for name, size in self.then.items() if name in ("k", "v", "wide k", "dk", "dv"))
+            self._assign(masks=max(masks, self._worst_masks(rows, tiles)) if attention.unknown else masks)
+            for head in heads:
+                last = tiles if attention.starts else tiles[-LAST_TILES:]
+                self._group(rows, min(attention.tiles.kv_heads, attention.kv_heads - head), last)
+        of_keys = sum(self.then.get(name, 0) for name in ("k", "v", "wide k", "dk", "dv"))
         masks = self.then.get("masks", 0) + self.then.get("new masks", 0)
         return TileBytes(masks, self.most - of_keys - masks, of_keys)
 
@@ -199,75 +180,75 @@ class _BackwardReplay:
         If every sequence is one document, all groups are alike and only the first two are yielded: the second, because
         tensors of the first are still allocated when it begins.
         """
-        heads = self.heads
-        groups = range(0, heads.rows, heads.rows_at_once)
-        for row in groups if self.starts else groups[:2]:
-            rows = min(heads.rows_at_once, heads.rows - row)
-            starts = None if self.starts is None else self.starts[row : row + rows]
-            yield rows, _tiles(heads, self.window, starts, self.wide)
+        attention, together = self.attention, self.attention.tiles.rows
+        groups = range(0, attention.rows, together)
+        for row in groups if attention.starts else groups[:2]:
+            rows = min(together, attention.rows - row)
+            yield rows, list_tiles(attention, attention.starts and attention.starts[row : row + rows])
 
-    def _head_groups(self) -> list[int]:
-        """Return the number of key-value heads of each group that is processed together; only of the first two groups,
-        as later ones add nothing to the peak."""
-        heads = self.heads
-        groups = range(0, heads.kv_heads, heads.kv_heads_at_once)
-        return [min(heads.kv_heads_at_once, heads.kv_heads - head) for head in groups[:2]]
+    def _worst_masks(self, rows: int, tiles: Sequence[Tile]) -> int:
+        """Return the most bytes that the masks of `rows` sequences processed together can take if documents may begin
+        anywhere. tiles: tiles of a sequence that is one document.
+
+        For one sequence, masks of different tiles overlap by at most a tile, as each ends at the start of a document.
+        For several, each tile may have a mask over all its keys.
+        """
+        queries, wide = tiles[0].queries, self.attention.sum_itemsize
+        if rows == 1:
+            return queries * (self.attention.tiles.length + queries * (len(tiles) - 1)) * wide
+        return rows * sum(tile.queries * tile.keys for tile in tiles) * wide
 
     def _group(self, rows: int, kv_heads: int, tiles: Sequence[Tile]) -> None:
         """Replay the allocations for one group of sequences and key-value heads. rows, kv_heads: numbers of sequences
         and heads; tiles: tiles of one sequence."""
-        heads, x, wide = self.heads, self.x, self.wide
+        of, x, wide = self.attention, self.attention.itemsize, self.attention.sum_itemsize
         together = rows == 1 or kv_heads == 1  # then rows and heads are one dimension, wherever they lie
-        head_after_head = together or (self.strides.rotated and kv_heads == heads.kv_heads)
-        each = rows * kv_heads * heads.length * heads.size
-        self._assign_together(k=0 if head_after_head else each * x, v=0 if together else each * x)
-        self._assign_together(**{"wide k": each * wide if x < wide else 0})
-        self._assign_together(dk=each * wide, dv=each * wide)
+        head_after_head = together or (of.rotated and kv_heads == of.kv_heads)
+        each = rows * kv_heads * of.tiles.length * of.size
+        self._assign(k=0 if head_after_head else each * x, v=0 if together else each * x)
+        self._assign(**{"wide k": each * wide if x < wide else 0})
+        self._assign(dk=each * wide, dv=each * wide)
         for tile in tiles:
-            lines = rows * kv_heads * heads.group * tile.queries
-            scores, columns = lines * tile.keys, lines * heads.size
-            copied = self.strides.rotated or self.strides.apart
-            whole = heads.group == 1 or (copied and tile.queries == heads.length)
-            self._assign_together(
+            lines = rows * kv_heads * of.tiles.group * tile.queries
+            scores, columns = lines * tile.keys, lines * of.size
+            whole = of.tiles.group == 1 or ((of.rotated or of.apart) and tile.queries == of.tiles.length)
+            self._assign(
                 q=0 if head_after_head and whole else columns * x,
-                d_out=0 if together and heads.group == 1 else columns * x,
+                d_out=0 if together and of.tiles.group == 1 else columns * x,
             )
-            capped = self.strides.capped
-            self._update_peak(columns * wide + (4 if capped else 1) * scores * wide)
-            slope = scores * wide if capped else 0
+            self._update_peak(columns * wide + (4 if of.capped else 1) * scores * wide)
+            slope = scores * wide if of.capped else 0
             self._update_peak(2 * scores * wide + slope)
             if x < wide:
                 self._update_peak(scores * (wide + x) + slope)
-            self._assign("slope", slope)
-            self._assign("p", scores * x)
-            of_keys = rows * kv_heads * tile.keys * heads.size * (x if x == wide else x + wide)
+            self._replace("slope", slope)
+            self._replace("p", scores * x)
+            of_keys = rows * kv_heads * tile.keys * of.size * (x if x == wide else x + wide)
             self._update_peak(of_keys)
-            self._assign_together(dp=scores * x)
-            self._assign_together(ds=scores * x)
-            if capped:
+            self._assign(dp=scores * x)
+            self._assign(ds=scores * x)
+            if of.capped:
                 self._update_peak(scores * (wide + x if x < wide else wide))
-            self._assign_together(dq=columns * x)
+            self._assign(dq=columns * x)
             self._update_peak(of_keys)
         if x < wide:
             self._update_peak(each * wide)
 
-    def _assign_together(self, **names: int) -> None:
-        """Assign new tensors to variables: all are allocated before the tensors that the variables held are freed.
-        names: bytes by name of the variable."""
-        for name, size in names.items():
-            self.names[f"new {name}"] = size
-            self.now += size
-        self._update_peak(0)
-        for name in names:
-            self._assign(name, self.names.pop(f"new {name}"), made=True)
+    def _assign(self, **sizes: int) -> None:
+        """Assign new tensors of given bytes to variables: all are allocated before the tensors that the variables held
+        are freed."""
+        self._update_peak(0, **sizes)
+        for name, size in sizes.items():
+            self._replace(name, size)
 
-    def _assign(self, name: str, size: int, made: bool = False) -> None:
-        """Assign a new tensor of `size` bytes to a variable, and free the tensor that it held. made: True if `now`
-        already includes the new tensor."""
-        self.now += (0 if made else size) - self.names.get(name, 0)
+    def _replace(self, name: str, size: int) -> None:
+        """Free the tensor that a variable held, and assign a new one of `size` bytes."""
+        self.now += size - self.names.get(name, 0)
         self.names[name] = size
 
-    def _update_peak(self, size: int) -> None:
-        """Raise the peak to the bytes of all variables plus `size` bytes of temporaries, if this is more."""
-        if self.now + size > self.most:
-            self.most, self.then = self.now + size, dict(self.names)
+    def _update_peak(self, size: int, **new: int) -> None:
+        """Raise the peak to the bytes of all variables plus `size` bytes of temporaries, if this is more. new: bytes of
+        the tensors that are being assigned, by variable."""
+        total = self.now + size + sum(new.values())
+        if total > self.most:
+            self.most, self.then = total, self.names | {f"new {name}": each for name, each in new.items()}

@@ -6,20 +6,18 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from meshwright.planner.cost.micro_batch import MicroBatch
+from meshwright.planner.cost.micro_batch import MicroBatch, layer_examples, layer_kind
 from meshwright.planner.cost.operators import SavedTensor
 from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, INPUT_GRADIENT, CompiledBlock
 from meshwright.planner.memory.inductor import KernelMemory, find_peak
 from meshwright.planner.memory.snapshot import NamedSnapshot, Saved, Temporary, activation, workspace
-from meshwright.planner.memory.temporaries import mixture_backward
+from meshwright.planner.memory.temporaries import Pass
 
 COLLECTED = ".weight gradients"
 """Snapshot at the end of a compiled backward, which returns all weight gradients of the block together."""
 
 PRODUCTS = "mlp.down", "mlp.up", "attention.output", "attention.qkv"
 """Linear layers in the order in which their queued weight gradients are computed."""
-
-Snapshots = list[tuple[str, KernelMemory]]
 
 
 class Backward(NamedTuple):
@@ -51,8 +49,7 @@ def forward_extras(batch: MicroBatch, layer: int) -> Iterator[Temporary]:
 def backward_extras(batch: MicroBatch, layer: int, state: Backward) -> Iterator[NamedSnapshot]:
     """Yield (snapshot name, tensors other than saved activations) for the memory snapshots of a compiled layer's
     backward. state: how the backward runs."""
-    run = _queuing_backward if state.queues else _backward
-    for name, held in run(batch, _first_equal(batch, layer), state):
+    for name, held in _backward(batch, _first_equal(batch, layer), state):
         yield name, list(_extras(held, f"layers.{layer}"))
 
 
@@ -67,13 +64,13 @@ def peak_temporaries(batch: MicroBatch, layer: int) -> int:
 
 
 def mixture_backward_extras(
-    batch: MicroBatch, layer: int, saved: tuple[Sequence[Saved], Sequence[Saved]], stream: int, state: Backward
+    batch: MicroBatch, layer: int, saved: tuple[Sequence[Saved], Sequence[Saved]], state: Backward
 ) -> Iterator[NamedSnapshot]:
     """Yield (snapshot name, temporaries) for the backward of a layer that is compiled except for its expert-parallel
     mixture.
 
-    saved: the stage's saved activations, as a pair (without recompute, with the layout's recompute); stream: bytes of
-    the layer's output; state: how the backward runs.
+    saved: the stage's saved activations, as a pair (without recompute, with the layout's recompute); state: how the
+    backward runs.
     """
     mlp = f"layers.{layer}.mlp"
     whole, here = (sum(each.bytes for each in of if each.name.startswith(f"{mlp}.")) for of in saved)
@@ -83,10 +80,8 @@ def mixture_backward_extras(
         yield front.pop(0)
         block = CompiledBlock(batch, layer)
         again += sum(map(block.bytes, block.saved))
-    gradient = activation("gradient of the layer's output", stream * (2 if batch.layout.tp > 1 else 1))
-    more = [gradient, activation("recomputed", again)]
-    for name, extras in mixture_backward(batch, mlp, saved[0], False):
-        yield f".mlp{name}", [*more, *extras]
+    for name, extras in Pass.of_layer(batch, layer, saved[0]).snapshots("mixture"):
+        yield name, [activation("recomputed", again), *extras]
     for name, extras in front:
         yield name, [*extras, activation(f"{mlp}: freed", -here)]
 
@@ -99,11 +94,9 @@ def queued_bytes(batch: MicroBatch, layer: int) -> int:
 
 
 def _first_equal(batch: MicroBatch, layer: int) -> int:
-    """Return the index of the first layer that has the same kernels and sizes as `layer` (same attention window,
-    experts or none), so that results are cached once for equal layers."""
-    config = batch.config
-    kinds = [(config.layer_window(each), config.has_experts(each)) for each in range(layer + 1)]
-    return kinds.index(kinds[-1])
+    """Return the index of the first layer of the same kind as `layer`, so that results are cached once for equal
+    layers."""
+    return layer_examples(batch.config)[layer_kind(batch.config, layer)]
 
 
 def _extras(memory: KernelMemory, unit: str) -> Iterator[Temporary]:
@@ -124,53 +117,32 @@ def _forward(batch: MicroBatch, layer: int) -> KernelMemory:
 
 
 @lru_cache(maxsize=64)
-def _backward(batch: MicroBatch, layer: int, state: Backward) -> Snapshots:
+def _backward(batch: MicroBatch, layer: int, state: Backward) -> list[tuple[str, KernelMemory]]:
     """Return (snapshot name, memory) at the peak and at the end of a compiled layer's backward; under full recompute,
     these are preceded by the peak of the recomputed forward. state: how the backward runs."""
     block, found = CompiledBlock(batch, layer), []
+    again, kernels = block.recompute == "full", block.backward
+    returned = {INPUT_GRADIENT}
+    if state.queues:
+        kernels = [each for each in kernels if not each.name.startswith("weight gradient")]
+        returned |= {name for pair in _operands(block).values() for name in pair}
+    else:
+        returned |= {made.name for kernel in kernels for made in kernel.makes if made.category == "gradients"}
     saved = {name: block.bytes(name) for name in block.saved}
     given = {name: block.bytes(name) for name in (INPUT, *block.gradients) if name not in state.arrived}
-    weights = {made.name for kernel in block.backward for made in kernel.makes if made.category == "gradients"}
     gradients = tuple(activation(name, block.bytes(name)) for name in block.gradients)
-    recomputed: tuple[Temporary, ...] = ()
-    if block.recompute == "full":
-        again = _forward(batch, layer)
-        found.append((".forward again", KernelMemory(again.name, again.buffers, 0, (*again.inside, *gradients))))
-        recomputed = tuple(activation(name, size) for name, size in saved.items())
-    held = find_peak(block.backward, given | saved, {*weights, INPUT_GRADIENT})
-    inside = (*held.inside, *gradients, *recomputed)
-    found.append((f".{held.name}", KernelMemory(held.name, held.buffers, held.gone, inside)))
-    returned = {*weights, INPUT_GRADIENT}
-    last = {made.name: made for kernel in block.backward for made in kernel.makes if made.name in returned}
-    gone = 0 if recomputed else sum(saved.values())
-    stays = gradients[:1] if GRADIENT in state.arrived else ()
-    found.append((COLLECTED, KernelMemory(COLLECTED, last, gone + given.get(INPUT, 0), stays)))
-    return found
-
-
-@lru_cache(maxsize=64)
-def _queuing_backward(batch: MicroBatch, layer: int, state: Backward) -> Snapshots:
-    """Return (snapshot name, memory) for the memory snapshots of a compiled layer's backward that queues its weight
-    gradients. state: how the backward runs."""
-    block, found = CompiledBlock(batch, layer), []
-    kernels = [each for each in block.backward if not each.name.startswith("weight gradient")]
-    saved = {name: block.bytes(name) for name in block.saved}
-    stays = {INPUT_GRADIENT, *(name for pair in _operands(block).values() for name in pair)}
-    given = {name: block.bytes(name) for name in (INPUT, GRADIENT) if name not in state.arrived}
-    gradient = activation(GRADIENT, block.bytes(GRADIENT))
-    again = block.recompute == "full"
-    recomputed = {name: activation(name, size) for name, size in saved.items()} if again else {}
+    recomputed = tuple(activation(name, size) for name, size in saved.items()) if again else ()
     if again:
         held = _forward(batch, layer)
-        found.append((".forward again", KernelMemory(held.name, held.buffers, 0, (*held.inside, gradient))))
-    held = find_peak(kernels, given | saved, stays)
-    inside = (*held.inside, gradient, *recomputed.values())
+        found.append((".forward again", KernelMemory(held.name, held.buffers, 0, (*held.inside, *gradients))))
+    held = find_peak(kernels, given | saved, returned)
+    inside = (*held.inside, *gradients, *recomputed)
     found.append((f".{held.name}", KernelMemory(held.name, held.buffers, held.gone, inside)))
-    made = {each.name: each for kernel in kernels for each in kernel.makes if each.name in stays}
-    gone = 0 if again else sum(size for name, size in saved.items() if name not in stays)
-    left = [each for name, each in recomputed.items() if name in stays]
-    if GRADIENT in state.arrived or GRADIENT in stays:
-        left.append(gradient)
+    made = {each.name: each for kernel in kernels for each in kernel.makes if each.name in returned}
+    gone = 0 if again else sum(size for name, size in saved.items() if name not in returned)
+    left = [each for each in recomputed if each.name in returned]
+    if GRADIENT in state.arrived or GRADIENT in returned:
+        left += gradients[:1]
     if state.at_once and batch.narrow:  # of wide types the products add their weight gradients to the sums themselves
         left.append(workspace("weight gradient", _weight_gradients(block)))
     found.append((COLLECTED, KernelMemory(COLLECTED, made, gone + given.get(INPUT, 0), tuple(left))))
@@ -184,7 +156,7 @@ def _operands(block: CompiledBlock) -> dict[str, tuple[str, str]]:
     The gradient of the last product is the block's output gradient, unless a rank holds only a slice of that.
     """
     down, output = GRADIENT, "gradient between"
-    if block.gathers:
+    if "gathers" in block.true:
         down, output = "mlp.down.product.gradient", "attention.output.product.gradient"
     gradients = down, "mlp.up.output.gradient", output, "attention.qkv.output.gradient"
     return {name: (f"{name}.input", made) for name, made in zip(PRODUCTS, gradients, strict=True)}

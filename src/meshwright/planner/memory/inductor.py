@@ -8,7 +8,7 @@ not see allocations inside operators.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -72,7 +72,7 @@ def simulate_allocations(
     inputs: {name: bytes} of the graph's inputs that are freed after their last use; results: names of the tensors that
     the graph returns, which are never freed.
     """
-    last = _last_uses(kernels)
+    last = {name: at for at, kernel in enumerate(kernels) for name in kernel.reads}
     reckoned = _estimate_bytes(kernels, inputs, results, last)
     overall = max(reckoned, default=0)
     live: dict[str, Buffer] = {}
@@ -84,7 +84,7 @@ def simulate_allocations(
     def take(made: Buffer, now: int) -> None:
         """Reuse a freed buffer for `made` if inductor would: it then counts as allocated from its release until kernel
         `now`."""
-        at = next((at for at in reversed(range(len(waiting))) if _can_replace(waiting[at][0], made)), None)
+        at = next((at for at in reversed(range(len(waiting))) if waiting[at][0][1:3] == made[1:3]), None)  # kind, bytes
         if at is None:
             return
         buffer, freed = waiting[at]
@@ -116,17 +116,6 @@ def simulate_allocations(
             for held in found[freed + 1 : taken]:
                 held.buffers[f"{buffer.name} (its place)"] = buffer
     return found
-
-
-def _can_replace(one: Buffer, other: Buffer) -> bool:
-    """Return True if inductor may reuse the memory of one buffer for the other: both have the same element type and
-    size."""
-    return (one.kind, one.bytes) == (other.kind, other.bytes)
-
-
-def _last_uses(kernels: Iterable[Kernel]) -> dict[str, int]:
-    """Return {tensor: index of the last kernel that reads it} for kernels that run in order."""
-    return {name: at for at, kernel in enumerate(kernels) for name in kernel.reads}
 
 
 def _estimate_bytes(

@@ -37,7 +37,6 @@ from meshwright.spec.parameters import parameter_table
 from meshwright.spec.partition import Partition
 from meshwright.spec.refuse import refuse
 from meshwright.spec.stage_times import program_for
-from meshwright.spec.stages import Stage
 
 CATEGORIES = (
     *("parameters", "gradients", "optimizer", "activations", "communication", "logits", "workspace", "framework"),
@@ -86,12 +85,12 @@ class Item:
 
     category: str
     name: str
-    shape: tuple[int, ...]
-    dtype: str
-    bytes: int
-    stage: int | None
-    first: str
-    last: str
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    bytes: int = 0
+    stage: int | None = None
+    first: str = "start"
+    last: str = "end"
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +232,7 @@ class _StepReplay:
         items = [*stay, *self._snapshot_items(peak_snapshot, others)]
         total = base + transient
         framework = (0, 0) if self.batch.device == "cpu" else (int(CUDA_CONTEXT[0]), int(CUDA_CONTEXT[1]))
-        items.append(Item("framework", "CUDA context", (), "", framework[1], None, "start", "end"))
-        items.append(Item("unexplained", "not itemised", (), "", 0, None, "start", "end"))
+        items += [Item("framework", "CUDA context", bytes=framework[1]), Item("unexplained", "not itemised")]
         assert sum(item.bytes for item in items) == total + framework[1]
         return Ledger(
             tuple(items), total, peak_snapshot.name, base, framework, self.compiled and can_predict_compiled(self.batch)
@@ -245,14 +243,14 @@ class _StepReplay:
         ..."""
         for state in self.states:
             category = CATEGORY_OF_STATE[state.kind]
-            yield Item(category, state.name, (state.numel,), state.dtype, state.bytes, None, "start", "end")
+            yield Item(category, state.name, (state.numel,), state.dtype, state.bytes)
         if any(stage.layers for stage in self.partition.stages_on(self.place["pp"])):
             for table in position_tables(self.config, self.batch.sequence, self.batch.dtype):
-                yield Item("workspace", table.name, table.shape, table.dtype, table.bytes, None, "start", "end")
+                yield Item("workspace", table.name, table.shape, table.dtype, table.bytes)
         for category, name, size in list_teacher_tensors(self.teacher, self.batch, self.place["pp"]):
-            yield Item(category, name, (), "", size, None, "start", "end")
+            yield Item(category, name, bytes=size)
         for way in ("forward", "backward") if self.workspace else ():
-            yield Item("workspace", f"cuBLAS, {way}", (self.workspace,), "uint8", self.workspace, None, "start", "end")
+            yield Item("workspace", f"cuBLAS, {way}", (self.workspace,), "uint8", self.workspace)
         shape = self.layout.micro_batches * self.batch.rows, self.batch.tokens
         targets = (shape[0],) if self.config.head == "classes" else shape
         documents = [("batch.documents", (shape[0], self.batch.sequence))] if self.batch.masked else []
@@ -266,7 +264,7 @@ class _StepReplay:
         answers = find_consumed_sends(self.program, rank)
         left = dict(self.passes)
         at_once = self._followed_at_once()
-        stream = self._stream()
+        stream = self.batch.rows * self.batch.slice * self.config.hidden * self.batch.itemsize
         leaving: dict[Value, int] = {}
         now = 0
 
@@ -347,22 +345,17 @@ class _StepReplay:
         """Return the generator of memory snapshots of the stage with index `index`. at_once: each backward directly
         follows its forward."""
         if (index, at_once) not in self.stages:
-            self.stages[index, at_once] = self._stage(self.partition.stages[index], at_once)
+            stage = self.partition.stages[index]
+            kept, whole = (
+                saved_activations(each, stage, at_once=at_once, tp_rank=self.place["tp"], compiled=self.compiled)
+                for each in (self.batch, replace(self.batch, layout=replace(self.layout, recompute="none")))
+            )
+            flats = {unit: [flat for flat in self.flats if flat.unit == unit] for unit in self.units}
+            buffers = Buffers(self.partition.units(stage), flats, gradient_buffers(self.flats), self.table.tied)
+            self.stages[index, at_once] = StageSnapshots(
+                self.batch, stage, buffers, kept, whole, compiled=self.compiled, queues=self.split
+            )
         return self.stages[index, at_once]
-
-    def _stage(self, stage: Stage, at_once: bool) -> StageSnapshots:
-        """Build the generator of a stage's memory snapshots. at_once: each backward directly follows its forward."""
-        kept, whole = (
-            saved_activations(each, stage, at_once=at_once, tp_rank=self.place["tp"], compiled=self.compiled)
-            for each in (self.batch, replace(self.batch, layout=replace(self.layout, recompute="none")))
-        )
-        flats = {unit: [flat for flat in self.flats if flat.unit == unit] for unit in self.units}
-        buffers = Buffers(self.partition.units(stage), flats, gradient_buffers(self.flats), self.table.tied)
-        return StageSnapshots(self.batch, stage, buffers, kept, whole, compiled=self.compiled, queues=self.split)
-
-    def _stream(self) -> int:
-        """Return the bytes of the hidden states that pass from stage to stage."""
-        return int(self.batch.rows * self.batch.slice * self.config.hidden * self.batch.itemsize)
 
     def _followed_at_once(self) -> set[tuple[int, int, int]]:
         """Return the (stage, replica, micro-batch) of forwards that are directly followed by their own backward."""

@@ -180,7 +180,7 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Item]
     for kind, numel, axis in (("dense", dense, "shard"), ("experts", experts, "expert_shard")):
         ranks = group_of(layout, axis, problem.cluster).ranks
         for category, size in zip(MEMORY_PARTS, each.sharded(layout.zero, ranks), strict=False) if numel else ():
-            yield _make_item(category, f"{kind} {category}", numel * size)
+            yield Item(category, f"{kind} {category}", bytes=round(numel * size))
     waiting, _ = in_flight(layout.schedule, layout.pp, layout.chunks, layout.micro_batches)
     flying = float(waiting[:, pp_rank].max())
     again = 0.0
@@ -190,7 +190,9 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Item]
     for mixture, layers in Counter(config.has_experts(layer) for stage in place for layer in stage.layers).items():
         saved = published_layer(batch, mixture)
         for name, size in saved.items():
-            yield _make_item("activations", f"{name} of {layers} layers x {flying:g}", size * x / 2 * layers * flying)
+            yield Item(
+                "activations", f"{name} of {layers} layers x {flying:g}", bytes=round(size * x / 2 * layers * flying)
+            )
         again = max(again, sum(published_layer(unrecomputed, mixture).values()) - sum(saved.values()))
     logits = 0.0
     if config.head in ("next", "masked") and any(stage.last for stage in place):
@@ -198,22 +200,16 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Item]
         logits = tokens * batch.vocabulary * (x + engine.loss_holds)
     # The loss has ended when a layer is recomputed, so the larger of the two counts.
     if again * x / 2 > logits:
-        yield _make_item("activations", "a recomputed layer", again * x / 2)
+        yield Item("activations", "a recomputed layer", bytes=round(again * x / 2))
     elif logits:
-        yield _make_item("logits", "logits", logits)
+        yield Item("logits", "logits", bytes=round(logits))
     if communicated_zero_stage(layout.zero, layout.pp, engine) < layout.zero:
         if layout.zero == 3:
-            yield _make_item("communication", "gathered parameters", (dense + experts) * x)
-        yield _make_item("gradients", "unsharded gradients", (dense + experts) * each.gradients)
+            yield Item("communication", "gathered parameters", bytes=round((dense + experts) * x))
+        yield Item("gradients", "unsharded gradients", bytes=round((dense + experts) * each.gradients))
     elif layout.zero == 3:
         layer = max(sum(sizes.layer), sum(sizes.mixture))
-        yield _make_item("communication", "gathered layers", 2 * layer * x)
-
-
-def _make_item(category: str, name: str, size: float) -> Item:
-    """Return a ledger item of `size` bytes that is allocated for the whole step and has no shape or stage. category:
-    such as "logits"."""
-    return Item(category, name, (), "", round(size), None, "start", "end")
+        yield Item("communication", "gathered layers", bytes=round(2 * layer * x))
 
 
 @lru_cache(maxsize=64)

@@ -8,17 +8,19 @@ the tables of positions, which stay from step to step (`position_tables`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Collection, Iterator, Mapping
+from functools import cache
 
 import numpy as np
 
 from meshwright.planner.cost.blocks import embedding_operators, layer_operators, norm_operator
-from meshwright.planner.cost.micro_batch import ITEM_BYTES, MicroBatch, at_least, at_most, layer_kind
+from meshwright.planner.cost.micro_batch import ITEM_BYTES, MicroBatch, Number, at_least, at_most, layer_kind
 from meshwright.planner.cost.operations import keeps_gradient
 from meshwright.planner.cost.operators import SavedTensor
 from meshwright.planner.memory import compiled_blocks, compiled_peaks
+from meshwright.planner.memory.dimensions import element_types, list_dimensions, list_properties
 from meshwright.planner.memory.snapshot import Saved
+from meshwright.planner.memory.tables import Item, holds, load_table, make_tensor, parse_items
 from meshwright.spec.chunks import split_loss_chunks
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.stages import Stage
@@ -32,7 +34,7 @@ def saved_activations(
     at_once: the stage's backward directly follows its forward; tp_rank: rank along tp; compiled: layers and final norm
     are compiled, as far as that can be predicted.
     """
-    types = _types(batch.dtype)
+    types = element_types(batch.dtype)
     found = []
     for each in _tensors(batch, stage, at_once, tp_rank, compiled):
         dtype = types[each.kind]
@@ -43,20 +45,12 @@ def saved_activations(
 def position_tables(config: ModelConfig, sequence: int, parameter_dtype: str = "float32") -> list[Saved]:
     """Return the cosine and sine tables of rotary positions for `sequence` tokens, rounded up to a power of two; none
     for other positions. parameter_dtype: torch's type name."""
-    dtype, found = _types(parameter_dtype)["wide"], list[Saved]()
+    dtype, found = element_types(parameter_dtype)["wide"], list[Saved]()
     for rotation in config.rotations(range(config.layers)):
         shape = 1 << (sequence - 1).bit_length(), rotation.size // 2
         size = math.prod(shape) * ITEM_BYTES[dtype]
         found += [Saved(f"rotation.table.{part}", shape, dtype, size) for part in ("cosine", "sine")]
     return found
-
-
-@lru_cache(maxsize=8)
-def _types(dtype: str) -> dict[str, str]:
-    """Return {element type of `SavedTensor`, such as "wide": torch's type name}. dtype: torch's type name of
-    activations and parameters."""
-    wide = dtype if dtype == "float64" else "float32"
-    return {"x": dtype, "wide": wide, "index": "int64", "int32": "int32", "bool": "bool"}
 
 
 def _tensors(batch: MicroBatch, stage: Stage, at_once: bool, tp_rank: int, compiled: bool) -> Iterator[SavedTensor]:
@@ -85,14 +79,13 @@ def _tensors(batch: MicroBatch, stage: Stage, at_once: bool, tp_rank: int, compi
         for each in layers[key]:
             if each.name != shared:
                 yield SavedTensor(f"layers.{layer}.{each.name}", each.shape, each.kind)
-    if stage.last and config.encoder:
-        yield from _encoder_head(batch)
-    elif stage.last:
+    if stage.last and not config.encoder:
         for each in norm_operator(batch, "final_norm").saved:
             if not ((compiled or config.adapter) and each.name == "final_norm.scaled"):
                 plain = compiled and config.norm == "rmsnorm" and each.name == "final_norm.input"
                 yield each._replace(kind="x") if plain else each
-        yield from _loss(batch, stage, at_once, tp_rank)
+    if stage.last:
+        yield from _head(batch, stage, at_once, tp_rank)
     elif _mixtures(batch, stage):
         yield SavedTensor("balance", (), "wide")
 
@@ -132,94 +125,60 @@ def _mixtures(batch: MicroBatch, stage: Stage) -> bool:
     return any(batch.config.has_experts(layer) for layer in stage.layers)
 
 
+def _listed(section: str, dimensions: Mapping[str, Number], properties: Collection[str]) -> Iterator[SavedTensor]:
+    """Yield the tensors of a list in `tensors.toml` that exist. section: such as "loss"; dimensions, properties: of the
+    layer or of the loss."""
+    for item in _items(section):
+        if holds(item.conditions, properties):
+            yield make_tensor(item.name, item.value, dimensions)
+
+
+@cache
+def _items(section: str) -> tuple[Item, ...]:
+    """Return a list of saved tensors in `tensors.toml`. section: such as "loss"."""
+    return tuple(parse_items(load_table("tensors.toml")["saved"][section], {}))
+
+
 def _shared_by_layers(batch: MicroBatch, stage: Stage) -> Iterator[SavedTensor]:
     """Yield the tensors that all layers share, saved once a micro-batch: cosines and sines of rotary positions, masks,
     targets."""
-    config, layout = batch.config, batch.layout
-    rows = batch.rows if batch.masked else 1
-    if batch.masked or layout.cp > 1:
+    config = batch.config
+    if batch.masked or batch.layout.cp > 1:
         for number, rotation in enumerate(config.rotations(stage.layers)):
             for part in ("cosine", "sine"):
-                name = f"rotation.{part}{number or ''}"
-                yield SavedTensor(name, (rows, 1, batch.tokens, rotation.size // 2), "wide")
-    if any(layer_kind(config, layer).tempered for layer in stage.layers):
-        yield SavedTensor("temperatures", (rows, 1, batch.tokens, 1), "wide")
-    if config.encoder:
-        if batch.masked:
-            yield SavedTensor("attention.added", (batch.rows, 1, batch.tokens, batch.tokens), "x")
-        return
-    length = batch.tokens if batch.ring else batch.sequence
-    for window in sorted({config.layer_window(layer) or 0 for layer in stage.layers}):
-        if batch.capped:  # the host reads the bounds
-            continue
-        limited = 0 < window < batch.sequence
-        name = f"attention.cu_seqlens.{window or 'all'}"
-        if batch.device == "cuda" and batch.ring:  # other bounds are on the host
-            if batch.masked and batch.flash:
-                yield SavedTensor(name, (2, batch.ring_documents + 1), "int32")
-            continue
-        if batch.varlen(window or None):
-            if batch.masked:
-                yield SavedTensor(name, (1, batch.varlen_documents + 1), "int32")
-            continue
-        if batch.device == "cuda" and batch.limited(window or None):
-            if layout.recompute != "none":  # else layers keep what they make of it
-                yield SavedTensor(f"attention.visible.{window or 'all'}", (rows, 1, length, length), "bool")
-        elif limited or (batch.masked and batch.ring):
-            cut = rows if not (limited and config.window_chunks) else batch.rows
-            yield SavedTensor(f"attention.first_visible.{window or 'all'}", (cut, length), "index")
-    if _mixtures(batch, stage) and (config.router_loss or layout.recompute != "none"):
-        yield SavedTensor("router.targets", (batch.rows,), "index")
+                shape = batch.rows if batch.masked else 1, 1, batch.tokens, rotation.size // 2
+                yield SavedTensor(f"rotation.{part}{number or ''}", shape, "wide")
+    kinds = [layer_kind(config, layer) for layer in stage.layers]
+    windows = {kind.window or 0: kind for kind in kinds}
+    bounds = {
+        "bounds": 1 + batch.varlen_documents if batch.masked else 0,
+        "ring_bounds": 1 + batch.ring_documents if batch.masked and batch.ring else 0,
+    }
+    # The host reads the bounds of attention in tiles; an encoder's mask is one for all layers.
+    for window in sorted(windows) if not (batch.capped or config.encoder) else ():
+        kind = windows[window]
+        for each in _listed("window", list_dimensions(batch, kind) | bounds, list_properties(batch, kind)):
+            yield each._replace(name=f"{each.name}.{window or 'all'}")
+    true = {"tempered"} if any(kind.tempered for kind in kinds) else set()
+    true |= {"mixtures"} if any(kind.mixed for kind in kinds) else set()
+    example = layer_kind(config, 0)._replace(tempered=False)
+    yield from _listed("shared", list_dimensions(batch, example), list_properties(batch, example) | true)
 
 
-def _encoder_head(batch: MicroBatch) -> Iterator[SavedTensor]:
-    """Yield the activations that an encoder saves after its last layer: transform, norm and loss of masked tokens, or
-    pooler and classifier."""
-    config = batch.config
-    places = batch.predictions
-    inside = places, config.hidden
-    if config.head != "masked":
-        yield SavedTensor("pooler.input", inside, "x")
-        yield SavedTensor("pooler.output", inside, "x")
-        if config.labels:
-            yield SavedTensor("classifier.logarithms", (places, len(config.labels)), "wide")
-            yield SavedTensor("loss", (), "wide")
-            yield SavedTensor("loss.weight", (), "wide")
-        return
-    yield SavedTensor("transform.places", (places,), "index")
-    yield SavedTensor("transform.input", inside, "x")
-    yield SavedTensor("transform.output", inside, "x")
-    yield SavedTensor("transform_norm.input", inside, "x")
-    for what in ("mean", "deviation"):  # PyTorch keeps them in the input's type on a CPU
-        yield SavedTensor(f"transform_norm.{what}", (places, 1), "x" if batch.device == "cpu" else "wide")
-    several = len(split_loss_chunks(places, config.vocabulary, batch.device)) > 1
-    yield SavedTensor("head.hidden.gradient", inside, "x")
-    yield SavedTensor("head.weight.gradient", (config.vocabulary, config.hidden), "wide" if several else "x")
-    yield SavedTensor("head.bias.gradient", (config.vocabulary,), "wide")
-    yield SavedTensor("loss", (), "wide")
-
-
-def _loss(batch: MicroBatch, stage: Stage, at_once: bool, tp_rank: int) -> Iterator[SavedTensor]:
-    """Yield the tensors that the loss saves: the head's gradients if its forward computes them, else the head's input
-    and two softmax statistics of each token, from which the backward computes them.
+def _head(batch: MicroBatch, stage: Stage, at_once: bool, tp_rank: int) -> Iterator[SavedTensor]:
+    """Yield the tensors that the loss saves, and for an encoder transform or pooler and classifier before it.
 
     at_once: the stage's backward directly follows its forward; tp_rank: rank along tp.
     """
-    config, tokens = batch.config, batch.all_tokens
-    if not batch.responses and keeps_gradient(batch, len(stage.layers), at_once):
-        yield SavedTensor("head.hidden.gradient", (tokens, config.hidden), "x")
-        several = (
-            not isinstance(tokens, np.ndarray)
-            and len(split_loss_chunks(tokens, min(batch.vocabulary, config.vocabulary), batch.device)) > 1
-        )
-        if config.adapter is not None:  # the head is frozen
-            yield SavedTensor("loss", (), "wide")
-            return
-        rows = at_most(
-            config.vocabulary - tp_rank * batch.vocabulary, batch.vocabulary
-        )  # the last ranks may have fewer
-        yield SavedTensor("head.weight.gradient", (at_least(rows, 0), config.hidden), "wide" if several else "x")
-    else:
-        yield SavedTensor("head.input", (tokens, config.hidden), "x")
-        yield SavedTensor("head.known", (2, tokens), "wide")
-    yield SavedTensor("loss", (), "wide")
+    config, kind = batch.config, layer_kind(batch.config, 0)
+    count, width = batch.all_tokens, at_most(batch.vocabulary, config.vocabulary)
+    if config.encoder:
+        count, width = batch.predictions, config.vocabulary
+    several = not isinstance(count, np.ndarray) and len(split_loss_chunks(count, width, batch.device)) > 1
+    keeps = not batch.responses and not config.encoder and keeps_gradient(batch, len(stage.layers), at_once)
+    # The last ranks along tp may have fewer rows of the head.
+    rows = at_least(at_most(config.vocabulary - tp_rank * batch.vocabulary, batch.vocabulary), 0)
+    flags = {"several_chunks": several, "keeps_gradient": keeps}
+    true = list_properties(batch, kind) | {name for name, value in flags.items() if value}
+    section = "encoder_head" if config.encoder else "loss"
+    yield from _listed(section, list_dimensions(batch, kind) | {"head_rows": rows}, true)

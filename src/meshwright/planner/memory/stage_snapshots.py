@@ -114,7 +114,7 @@ class StageSnapshots:
         for place, unit in enumerate(self.units):
             found = [("", list(self._layer_forward(place)))]
             if unit == "head":
-                found = temporaries.loss_snapshots(self.batch, self.saved, self.compiled, False)
+                found = list(temporaries.loss_pass(self.batch, self.saved, self.compiled, False).snapshots("loss"))
             for what, extras in found:
                 tensors = *self._gathered(place, +1), *extras
                 yield self._snapshot(f"{unit}{what}: forward", before, tensors, place, False)
@@ -140,8 +140,6 @@ class StageSnapshots:
             if at.config.has_experts(self._layer[unit]):  # what is sent, what comes back, and that times weights
                 copies = (2 + at.expert_parallel) * at.copies * at.config.hidden * at.itemsize
                 yield activation(f"{unit} copies of tokens", copies)
-                saved = self._saved_of.get(unit, [])
-                yield from temporaries.unadapted_experts(at, self._layer[unit], saved, copies)
 
     def backward(self, split: bool = False, state: BackwardState = FIRST_AND_LAST) -> Iterator[Snapshot]:
         """Yield the memory snapshots of one micro-batch's backward in order. split: True if it computes only input
@@ -195,17 +193,16 @@ class StageSnapshots:
                 yield ".rows", [activation("gradient of the last layer's output", self.stream)]
             if self.batch.config.head not in ("next", "masked"):
                 return
-            yield "", [*temporaries.loss_backward(self.batch, self.saved)]
-            if not any(each.name == "head.hidden.gradient" for each in self.saved):
-                yield from temporaries.loss_snapshots(self.batch, self.saved, self.compiled, True)
+            loss = temporaries.loss_pass(self.batch, self.saved, self.compiled, True)
+            yield from loss.snapshots("loss_backward")
+            if "keeps_hidden" not in loss.properties:
+                yield from loss.snapshots("loss")
         elif self._compiled(unit):
             ends = {GRADIENT: self.units[-1]} | ({} if self.stage.first else {INPUT: self.units[0]})
             arrived, layer = frozenset(name for name, end in ends.items() if end == unit), self._layer[unit]
             if self._expert_parallel(unit):
                 saved = self.whole, self.saved
-                yield from compiled_peaks.mixture_backward_extras(
-                    self.batch, layer, saved, self.stream, Backward(arrived)
-                )  # fmt: skip
+                yield from compiled_peaks.mixture_backward_extras(self.batch, layer, saved, Backward(arrived))
             else:
                 state = Backward(arrived, self.queues, self.queues and not split)
                 yield from compiled_peaks.backward_extras(self.batch, layer, state)
@@ -215,7 +212,7 @@ class StageSnapshots:
             for name, extras in self._layer_backward(unit, split):
                 yield name, [*more, *extras]
         elif unit in LOOKED_UP and self.batch.config.adapter is None:
-            yield "", [*temporaries.table_backward(self.batch, unit)]
+            yield from temporaries.embedding_pass(self.batch, unit).snapshots("embedding")
 
     def _bytes_beside_recomputed(self, unit: str) -> int:
         """Return the bytes of a layer's saved activations that stay allocated while the recomputed ones are: its 16-bit
@@ -234,48 +231,22 @@ class StageSnapshots:
     def _layer_backward(self, unit: str, split: bool) -> Iterator[NamedSnapshot]:
         """Yield (snapshot name, temporaries) for the backward of an uncompiled layer. unit: such as "layers.3"; split:
         only input gradients are computed."""
-        at, config, layout, number = self.batch, self.batch.config, self.batch.layout, self._layer[unit]
-        gradient = activation("gradient of the layer's output", self.stream * (2 if layout.tp > 1 else 1))
-        after = config.encoder  # norms follow the residual additions: their backward comes first
-        around = [gradient, *(self._freed([f"{unit}.mlp_norm."]) if after else ())]
-        if config.has_experts(number):
-            for name, extras in temporaries.mixture_backward(at, f"{unit}.mlp", self.whole, split):
-                yield f".mlp{name}", [gradient, *extras]
-        else:
-            width = config.intermediate // layout.tp
-            columns = at.all_tokens * width * at.itemsize
-            product = 0 if self.fused or split or config.adapter else width * config.hidden * at.itemsize
-            if config.gated:
-                yield ".mlp", [gradient, activation("gradients of gate and up", (2 + split) * columns)]
-                if product > columns:
-                    made = workspace("weight gradient of down", product)
-                    yield ".mlp.down", [gradient, activation("gradient of down's input", columns), made]
-            else:
-                extra = activation("gradient of up's output", (1 + split) * columns)
-                yield ".mlp", [*around, extra, workspace("weight gradient", product)]
-            if config.adapter and (config.adapter.dropout or config.adapter.packed):
-                freed = tuple(self._freed([f"{unit}.mlp.{each}" for each in ("up.output", "activation", "down.")]))
-                both = activation("gradient of up's output", columns * (2 if config.gated else 1))
-                for layer, around_it, result in (("down", (), columns), ("up", (both, *freed), self.stream)):
-                    name = f"mlp.{layer}"
-                    yield f".{name}.dropout", [gradient, *around_it, *temporaries.adapter_masks(at, number, name)]
-                    weight = temporaries.unpacked_weight(at, number, name, result)
-                    yield f".{name}.unpack", [gradient, *around_it, *weight]
-        if config.norm == "rmsnorm" and not (split or after):
-            sums = workspace("gradients inside a norm", 4 * (self.stream // at.itemsize) * at.wide)
-            used = self._freed([f"{unit}.mlp.", f"{unit}.mlp_post_norm."])
-            yield ".mlp_norm", [gradient._replace(bytes=self.stream), *used, sums]
-        # The MLP's tensors are freed before attention's backward, except operands of queued weight gradients.
-        gone = [f"{unit}.{each}." for each in ("mlp", "mlp_norm", "mlp_post_norm", "attention_post_norm")]
-        gone += [] if at.ring or split else [f"{unit}.attention.output."]
-        around = [gradient, *self._freed([*gone, *([f"{unit}.attention_norm."] if after else [])])]
+        at, config, number, saved = self.batch, self.batch.config, self._layer[unit], self._saved_of.get(unit, [])
+        kind = layer_kind(config, number)
+        layer = temporaries.Pass.of_layer(at, number, saved, split=split)
+        yield from layer.snapshots("mixture" if kind.mixed else "mlp")
+        if config.adapter and (config.adapter.dropout or config.adapter.packed) and not kind.mixed:
+            yield from temporaries.adapter_backward(layer, at, number)
+        yield from layer.snapshots("mlp_norm")
+        around: list[Temporary] = []  # the MLP's tensors are freed by now, except operands of queued weight gradients
         if split:
-            of_products = queued_bytes(at, self._saved_of.get(unit, []), number, attention=False)
-            around.append(activation("queue of the MLP's weight gradients", of_products))
+            of_products = queued_bytes(at, saved, number, attention=False)
+            around = [activation("queue of the MLP's weight gradients", of_products)]
         elif unit == self.units[-1]:  # of a stage that is not the last one
-            around.append(message("gradient from the next stage", self.stream))
-        for name, extras in temporaries.attention_backward(at, layer_kind(config, number)):
-            yield f".attention{name}", [*around, *extras]
+            around = [message("gradient from the next stage", self.stream)]
+        for name, extras in layer.snapshots("attention"):
+            inside = temporaries.attention_workspaces(at, kind) if name == ".attention" else ()
+            yield name, [*around, *extras, *inside]
 
     @cached_property
     def _saved_of(self) -> dict[str, list[Saved]]:
@@ -284,14 +255,6 @@ class StageSnapshots:
         for each in self.whole:
             found.setdefault(_unit_of(each), []).append(each)
         return found
-
-    def _freed(self, names: Sequence[str]) -> Iterator[Temporary]:
-        """Yield a temporary of negative bytes for the saved activations of one unit that are already freed. names:
-        beginnings of their names."""
-        unit = ".".join(names[0].split(".")[:2])
-        freed = sum(each.bytes for each in self._saved_of.get(unit, []) if each.name.startswith(tuple(names)))
-        if freed:
-            yield activation("freed", -freed)
 
     def _queue_of(self, unit: str) -> int:
         """Return the bytes that the queued weight gradients of a layer keep allocated. unit: its name, such as

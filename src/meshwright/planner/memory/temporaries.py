@@ -1,5 +1,5 @@
-"""Temporary tensors in addition to saved activations: in the backward of attention, of mixtures of experts and of
-lookup tables, and in forward and backward of the loss.
+"""Temporary tensors in addition to saved activations, in forward and backward, by the rows of `tensors.toml`;
+workspaces of attention, and of the weights and masks of adapters.
 
 They follow the engine's code: a variable keeps its tensor until the next one is assigned, so that the tensors of two
 tiles are allocated at once. Checked against PyTorch's allocator on a CPU; workspaces of CUDA kernels follow their
@@ -8,84 +8,118 @@ sources.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 
 from meshwright.planner.cost.adapters import PACKED
 from meshwright.planner.cost.blocks import layer_operators
 from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Number, layer_kind
-from meshwright.planner.memory.attention_tiles import Heads, InputStrides, backward_bytes
+from meshwright.planner.memory.attention_tiles import TiledAttention, backward_bytes, choose_tiles
+from meshwright.planner.memory.dimensions import list_dimensions, list_properties
 from meshwright.planner.memory.snapshot import NamedSnapshot, Saved, Temporary, activation, message, workspace
+from meshwright.planner.memory.tables import Item, compute_size, holds, load_table, parse_items
 from meshwright.spec.adapter_config import BLOCK
 from meshwright.spec.chunks import split_loss_chunks
-from meshwright.spec.policy import ACCELERATOR_TILE, SLICE_LOGITS, TILE_QUERIES, TILE_SCORES, UNPACKED_AT_ONCE
+from meshwright.spec.policy import SLICE_LOGITS, UNPACKED_AT_ONCE
 
 
-class _Tiles(NamedTuple):
-    """Sizes of the tiles into which attention over `length` queries and keys is split.
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A snapshot in `tensors.toml`. name: after its unit's; conditions: under which it exists; tensors: temporaries
+    with their sizes; freed, held: beginnings of the names of saved activations freed before and made by then."""
 
-    rows, kv_heads: sequences and key-value heads processed together; group: query heads of each key-value head;
-    queries: queries of a tile; several_groups: False if all sequences and heads are processed together.
+    name: str
+    conditions: tuple[str, ...]
+    tensors: tuple[Item, ...]
+    freed: tuple[Item, ...]
+    held: tuple[Item, ...]
+
+
+@cache
+def _rows(section: str) -> list[_Row]:
+    """Return the snapshots of a pass in `tensors.toml`. section: such as "attention"."""
+    table = load_table("tensors.toml")
+    return [
+        _Row(
+            row["name"], (row["if"],) if "if" in row else (),
+            *(tuple(parse_items(row.get(key, ()), table["groups"])) for key in ("tensors", "freed", "held")),
+        )
+        for row in table[section]
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Sizes of a pass through a unit, from which its snapshots follow.
+
+    Attributes:
+        dimensions, properties: Of the layer or of the loss, as in `tensors.toml`.
+        saved: Saved activations to which the rows' `freed` and `held` refer.
+        prefix: Beginning of their names that the rows leave out, such as "layers.3.".
     """
 
-    rows: int
-    kv_heads: int
-    group: int
-    queries: int
-    length: int
-    several_groups: bool
+    dimensions: Mapping[str, Number]
+    properties: Collection[str]
+    saved: Sequence[Saved] = ()
+    prefix: str = ""
 
-    @property
-    def lines(self) -> int:
-        """Number of rows of a tile's score matrix: queries, times sequences and query heads processed together."""
-        return self.rows * self.kv_heads * self.group * self.queries
+    @classmethod
+    def of_layer(
+        cls, batch: MicroBatch, layer: int, saved: Sequence[Saved] = (), *, split: bool = False, **dimensions: Number
+    ) -> Pass:
+        """Return a pass through the layer with index `layer`. split: only input gradients are computed; dimensions:
+        further ones."""
+        kind, computed = layer_kind(batch.config, layer), batch.load(layer).computed
+        copies = max(computed, batch.copies)
+        return cls(
+            list_dimensions(batch, kind)
+            | {"split": int(split), "computed": computed, "most_copies": copies} | dimensions,
+            list_properties(batch, kind) | ({"split"} if split else set()), saved, f"layers.{layer}.",
+        )  # fmt: skip
 
-    @property
-    def before(self) -> int:
-        """Number of keys of the tile computed before the largest one, whose tensors are still allocated; 0 if there is
-        none."""
-        if self.length > self.queries:
-            return (self.length - 1) // self.queries * self.queries
-        return self.length if self.several_groups else 0
+    def snapshots(self, section: str) -> Iterator[NamedSnapshot]:
+        """Yield (snapshot name, temporaries) for each snapshot of a section that exists."""
+        for row in _rows(section):
+            if holds(row.conditions, self.properties):
+                yield row.name, [*self._list_saved(row), *self._list_tensors(row)]
+
+    def _list_tensors(self, row: _Row) -> Iterator[Temporary]:
+        """Yield the temporaries of a snapshot."""
+        for item in row.tensors:
+            if holds(item.conditions, self.properties):
+                category, _, name = item.name.rpartition(": ")
+                yield Temporary(category or "activations", name, int(compute_size(item.value, self.dimensions)))
+
+    def _list_saved(self, row: _Row) -> Iterator[Temporary]:
+        """Yield an entry of negative bytes for the saved activations freed before a snapshot, and one for each that is
+        made by then."""
+        freed, held = (
+            tuple(self.prefix + item.name for item in items if holds(item.conditions, self.properties))
+            for items in (row.freed, row.held)
+        )
+        if size := sum(each.bytes for each in self.saved if each.name.startswith(freed)):
+            yield activation("freed", -size)
+        yield from (activation(each.name, each.bytes) for each in self.saved if each.name.startswith(held))
 
 
-def _choose_tiles(batch: MicroBatch, heads: int, kv_heads: int, length: int) -> _Tiles:
-    """Return the tile sizes of attention with `heads` query and `kv_heads` key-value heads over `length` tokens. batch:
-    sizes of the micro-batch."""
-    most_queries, most = (TILE_QUERIES, TILE_SCORES) if batch.device == "cpu" else ACCELERATOR_TILE
-    group, queries = max(1, heads // kv_heads), min(most_queries, length)
-    per_head = group * queries * length
-    together = max(1, min(kv_heads, most // per_head))
-    rows = max(1, min(batch.rows, most // (per_head * kv_heads)))
-    return _Tiles(rows, together, group, queries, length, together < kv_heads or rows < batch.rows)
+# --- attention
 
 
-def attention_backward(batch: MicroBatch, kind: LayerKind) -> Iterator[NamedSnapshot]:
-    """Yield (snapshot name, temporaries) for attention's backward. kind: kind of the layer."""
-    window, x = kind.window, batch.itemsize
-    of_head = batch.rows * batch.tokens * batch.config.head_dim
-    result = activation("gradient of attention's result", batch.heads * of_head * x)
+def attention_workspaces(batch: MicroBatch, kind: LayerKind) -> Iterator[Temporary]:
+    """Yield the temporaries inside the backward of attention's kernel. kind: kind of the layer."""
     if batch.ring:
-        yield "", [result, *ring_backward(batch)]
+        yield from ring_backward(batch)
         return
     heads, kv_heads = batch.heads, batch.kv_heads
-    if batch.layout.cp > 1:
-        heads, kv_heads, of_head = heads // batch.cp, kv_heads * batch.key_value_copies // batch.cp, of_head * batch.cp
-    if batch.repeats(window):
+    if batch.ulysses:
+        heads, kv_heads = heads // batch.cp, kv_heads * batch.key_value_copies // batch.cp
+    if batch.repeats(kind.window):
         kv_heads = heads
-    three = (heads + 2 * kv_heads) * of_head * x
-    gradients = activation("gradients of queries, keys and values", three)
-    inside: list[Temporary] = []
     if batch.device == "cuda" and not batch.capped:
-        inside = list(fused_backward(batch, heads, kv_heads, window))
+        yield from fused_backward(batch, heads, kv_heads, kind.window)
     elif not batch.config.encoder or batch.capped:  # an encoder's kernel is PyTorch's own
-        inside = list(tiled_backward(batch, heads, kv_heads, kind))
-    yield "", [result, gradients, *inside]
-    if batch.layout.cp > 1:  # received, sent, and received again before it is joined
-        exchanged = message("gradient of the result after the all-to-all", 3 * heads * of_head * x)
-        yield ".tokens exchanged", [result, exchanged]
-        freed = activation("queries, keys and values after the all-to-all, freed", -three)
-        yield ".heads exchanged", [gradients, freed, message("gradients after the all-to-all", 3 * three)]
+        yield from tiled_backward(batch, heads, kv_heads, kind)
 
 
 def fused_backward(batch: MicroBatch, heads: int, kv_heads: int, window: int | None) -> Iterator[Temporary]:
@@ -124,14 +158,14 @@ def flash_backward(batch: MicroBatch, heads: int, kv_heads: int, length: int, do
 def tiled_backward(batch: MicroBatch, heads: int, kv_heads: int, kind: LayerKind) -> Iterator[Temporary]:
     """Yield the temporaries of tiled attention's backward: masks, tiles, gradient sums of keys and values. heads,
     kv_heads: numbers on this rank; kind: kind of the layer."""
-    cut = _choose_tiles(batch, heads, kv_heads, batch.sequence)
-    sizes = Heads(
-        batch.rows, kv_heads, cut.rows, cut.kv_heads, cut.group, batch.config.head_dim, cut.length, cut.queries
-    )
-    rotated = (kind.rotates or batch.config.query_key_norm) and batch.layout.cp == 1
-    strides = InputStrides(rotated, batch.layout.cp > 1, batch.config.attention_softcap is not None)
-    unknown = batch.masked and batch.starts is None
-    found = backward_bytes(sizes, strides, kind.window, batch.itemsize, batch.wide, batch.starts, unknown)
+    config, apart = batch.config, batch.layout.cp > 1
+    found = backward_bytes(
+        TiledAttention(
+            choose_tiles(batch, heads, kv_heads, batch.sequence), batch.rows, kv_heads, config.head_dim, batch.itemsize,
+            batch.wide, (kind.rotates or config.query_key_norm) and not apart, apart,
+            config.attention_softcap is not None, kind.window, batch.starts, batch.masked and batch.starts is None,
+        )
+    )  # fmt: skip
     if found.masks:
         yield workspace("tile masks", found.masks)
     yield workspace("attention tiles", found.tiles)
@@ -154,7 +188,7 @@ def ring_backward(batch: MicroBatch) -> Iterator[Temporary]:
         log_sums = batch.rows * heads * half * wide
         work = results // 2 + sum(inside.values()) + log_sums + copied * (3 * heads + 2 * kv_heads) * of_head // 2 * x
     else:
-        cut = _choose_tiles(batch, heads, kv_heads, half)
+        cut = choose_tiles(batch, heads, kv_heads, half)
         tile = 2 * wide if x == wide else 3 * wide + x  # a narrow product and its copy in the wide type
         before = (2 * wide if x == wide else wide + x) if cut.before else 0
         columns = size * x * (3 if before else 2) + wide
@@ -168,49 +202,7 @@ def ring_backward(batch: MicroBatch) -> Iterator[Temporary]:
         yield activation("gradients of queries, keys and values", results)
 
 
-def mixture_backward(
-    batch: MicroBatch, name: str, unrecomputed: Sequence[Saved], split: bool
-) -> Iterator[NamedSnapshot]:
-    """Yield (snapshot name, temporaries) for the backward of a mixture of experts: shared expert, routing weights, the
-    experts' matrix products, dispatch.
-
-    name: prefix of its tensors, "layers.N.mlp"; unrecomputed: saved activations without recompute; split: True if
-    weight gradients are queued and computed later.
-    """
-    config, layout, x = batch.config, batch.layout, batch.itemsize
-    sizes = {each.name.removeprefix(f"{name}."): each for each in unrecomputed if each.name.startswith(f"{name}.")}
-
-    def freed(*names: str) -> Temporary:
-        """Return an entry of negative bytes for the freed saved activations whose names begin with one of `names`."""
-        found = sum(each.bytes for title, each in sizes.items() if title.startswith(names))
-        return activation("freed", 0 if split else -found)
-
-    hidden = config.hidden * x
-    used: tuple[str, ...] = ()
-    beside: list[Temporary] = []
-    if config.shared_intermediate:
-        columns = batch.rows * batch.tokens * (config.shared_intermediate // layout.tp) * x
-        yield ".shared", [activation("gradients of the shared expert's gate and up", (2 + split) * columns)]
-        used = ("shared.",)
-        beside = [activation("gradient of the shared expert's input", batch.rows * batch.tokens * hidden)]
-    copies = batch.copies * hidden
-    yield ".weights", [freed(*used), *beside, activation("gradients of the experts' results", 2 * copies)]
-    rows = sizes["experts.up.output"].shape[0]
-    columns = rows * batch.expert_width * x
-    weight = 0 if split or config.adapter else config.experts // layout.ep * columns // max(1, rows) * config.hidden
-    used = (*used, "experts.output", "experts.order")
-    results = activation("gradients of the experts' results", rows * hidden)
-    made = workspace("weight gradient of the experts", weight)
-    yield ".experts.down", [freed(*used), *beside, results, activation("gradient of down's input", columns), made]
-    used = (*used, "experts.down.input")
-    three = activation("gradients of gate and up, and of their product", 3 * columns)
-    yield ".experts", [freed(*used), *beside, three, *([results] if split else [])]
-    used = (*used, "experts.up.output", "experts.activation")
-    both = activation("gradients of gate and up", 2 * columns)
-    arriving = activation("gradient of the experts' tokens", rows * hidden)
-    yield ".experts.up", [freed(*used), *beside, both, arriving, made._replace(bytes=2 * weight)]
-    most = max(rows * hidden, copies)
-    yield ".dispatch", [freed(*used, "experts."), *beside, activation("gradients of tokens sent", 2 * most)]
+# --- adapters
 
 
 def unpacked_weight(batch: MicroBatch, layer: int, name: str = "", result: int = 0) -> list[Temporary]:
@@ -244,86 +236,46 @@ def adapter_masks(batch: MicroBatch, layer: int, name: str = "") -> list[Tempora
     return [workspace("dropout masks of adapters", int(MASK_BYTES * max(sizes, default=0)))]
 
 
-def unadapted_experts(batch: MicroBatch, layer: int, saved: Sequence[Saved], copies: Number) -> list[Temporary]:
-    """Return the output of the experts' gate and up projections to which the product of an adapter is added, and that
-    product, beyond what the layer saves later; nothing without such an adapter. saved: saved activations of the layer;
-    copies: bytes of its token copies that are not saved."""
-    adapted = next((one for one in layer_kind(batch.config, layer).adapted if one.layer == "mlp.experts.up"), None)
-    if adapted is None:
-        return []
-    later = (".experts.activation", ".experts.down.input", ".experts.down.adapter.low", ".experts.output")
-    output = sum(each.bytes for each in saved if each.name.endswith(".experts.up.output"))
-    after = sum(each.bytes for each in saved if each.name.endswith(later) or ".mlp.shared." in each.name)
-    return [workspace("experts before their adapter", max(0, int(output * (1 + max(adapted.shares)) - after - copies)))]
+def adapter_backward(layer: Pass, batch: MicroBatch, number: int) -> Iterator[NamedSnapshot]:
+    """Yield (snapshot name, temporaries) for the backward of a dense MLP with dropout masks of adapters or dequantized
+    weights. layer: its pass; number: index of the layer."""
+    for name, extras in layer.snapshots("adapted_mlp"):
+        product = name.removeprefix(".")
+        yield f"{name}.dropout", [*extras, *adapter_masks(batch, number, product)]
+        result = compute_size("rows tokens width x" if product == "mlp.down" else "stream x", layer.dimensions)
+        yield f"{name}.unpack", [*extras, *unpacked_weight(batch, number, product, result)]
 
 
 # --- both ends of the model
 
 
-def loss_snapshots(batch: MicroBatch, saved: Sequence[Saved], compiled: bool, again: bool) -> list[NamedSnapshot]:
-    """Return (snapshot name, temporaries) of the loss at two points: when the logits of its last chunk are computed,
-    and when the head's weight gradient is added.
-
-    saved: saved activations of the stage; compiled: the loss is compiled; again: True in the backward, if the forward
-    saved no gradient.
-    """
+def loss_pass(batch: MicroBatch, saved: Sequence[Saved], compiled: bool, again: bool) -> Pass:
+    """Return the pass through the loss. saved: saved activations of the stage; compiled: the loss is compiled; again:
+    True in the backward, if the forward saved no gradient."""
     config, x = batch.config, batch.itemsize
-    stream = batch.rows * batch.slice * config.hidden * x
-    both = [activation("output of the last layer", stream)] if config.encoder else []
-    if config.head not in ("next", "masked"):
-        return [("", both)]
     width = min(batch.vocabulary, config.vocabulary)
-    chunks = split_loss_chunks(batch.predictions, width, batch.device)
-    longest, hidden = max(chunks, default=0), batch.predictions * config.hidden * x
-    weight, several = width * config.hidden, len(chunks) > 1
-    both.append(Temporary("logits", "chunk", longest * width * x))
-    if not again:
-        of_norm = "final_norm.", "transform"
-        both += [activation(one.name, one.bytes) for one in saved if one.name.startswith((*of_norm, "head.known"))]
-        both.append(activation("head.input", hidden))
-    frozen, names = config.adapter is not None, {each.name for each in saved}
-    computes = (again and not frozen) or "head.weight.gradient" in names  # the weight's gradient
-    if computes or again or (frozen and "head.hidden.gradient" in names):
-        both.append(activation("head.hidden.gradient", hidden))
-    at_once = longest if batch.device != "cpu" else min(longest, max(1, SLICE_LOGITS // width))
-    wide = [] if compiled else [workspace("upcast logits", 2 * at_once * width * batch.wide)]
-    summed = activation("head.weight.gradient", weight * (batch.wide if several else x))
-    so_far = summed._replace(bytes=weight * (batch.wide if len(chunks) > 2 else x))  # of all but the last chunk
-    found = [(".statistics", [*both, *wide, *([so_far] if computes and several else [])])]
-    if computes:
-        parts = (x if several else 0) + (x if several and x < batch.wide else 0)
-        found.append((".gradient", [*both, summed, workspace("gradient of a chunk", weight * parts)]))
-    return found
+    chunks = split_loss_chunks(batch.predictions, width, batch.device) if config.head in ("next", "masked") else []
+    longest, several = max(chunks, default=0), len(chunks) > 1
+    kept = {each.name: each.bytes for each in saved}
+    every = {
+        "again": again, "several_chunks": several, "compiled_loss": compiled,
+        "keeps_hidden": "head.hidden.gradient" in kept, "keeps_weight": "head.weight.gradient" in kept,
+        "computes_weight": (again and config.adapter is None) or "head.weight.gradient" in kept,
+    }  # fmt: skip
+    found = Pass.of_layer(batch, 0, saved)
+    sizes = {
+        "longest": longest, "head_width": width, "kept_weight": kept.get("head.weight.gradient", 0),
+        "sliced": longest if batch.device != "cpu" else min(longest, max(1, SLICE_LOGITS // width)),
+        "weight_bytes": batch.wide if several else x,
+        "summed_bytes": batch.wide if len(chunks) > 2 else x,  # the sum of all but the last chunk
+        "chunk_bytes": several * x * (2 if batch.narrow else 1),
+    }  # fmt: skip
+    true = {*found.properties, *(name for name, value in every.items() if value)}
+    return replace(found, dimensions={**found.dimensions, **sizes}, properties=true, prefix="")
 
 
-def loss_backward(batch: MicroBatch, saved: Sequence[Saved]) -> Iterator[Temporary]:
-    """Yield the gradients of the head's input and weight that the loss's backward allocates, and copies of them. saved:
-    saved activations of the stage."""
-    x, hidden = batch.itemsize, batch.predictions * batch.config.hidden
-    yield activation("gradient of the head's input", hidden * (x if x == batch.wide else x + batch.wide))
-    if batch.config.adapter is not None:  # the head is frozen
-        if not any(each.name == "head.hidden.gradient" for each in saved):
-            yield activation("gradient of the head's input, unscaled", hidden * x)
-        return
-    matrix = batch.vocabulary * batch.config.hidden * x
-    weight = next((each for each in saved if each.name == "head.weight.gradient"), None)
-    yield Temporary("gradients", "head weight gradient", matrix)
-    if weight is not None and weight.dtype != batch.dtype and batch.device == "cpu":  # elsewhere number by number
-        yield workspace("upcast head weight gradient", weight.bytes)
-    if weight is None:  # computed now
-        yield Temporary("gradients", "head weight gradient, unscaled", matrix)
-        yield activation("gradient of the head's input, unscaled", hidden * x)
-
-
-def table_backward(batch: MicroBatch, unit: str) -> Iterator[Temporary]:
-    """Yield the temporaries of the backward of an embedding table, which accumulates in float32. unit: "embedding",
-    "positions" or "token_types"."""
-    config, x = batch.config, batch.itemsize
+def embedding_pass(batch: MicroBatch, unit: str) -> Pass:
+    """Return the pass through an embedding table. unit: "embedding", "positions" or "token_types"."""
+    config = batch.config
     tables = {"positions": config.max_positions, "token_types": config.token_types}
-    table = (tables.get(unit) or batch.vocabulary) * config.hidden
-    rows = batch.all_tokens * config.hidden
-    yield activation("gradient of the rows", rows * x)
-    if x < batch.wide:
-        yield workspace("upcast gradient of the rows", rows * batch.wide)
-        yield Temporary("gradients", f"{unit} gradient", table * x)
-    yield Temporary("gradients", f"{unit} upcast gradient", table * batch.wide)
+    return Pass.of_layer(batch, 0, table=tables.get(unit) or batch.vocabulary)

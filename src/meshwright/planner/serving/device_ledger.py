@@ -5,22 +5,10 @@ Matrices lie as in the checkpoint, all parameters in one dtype.
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-
 from meshwright.layout import Layout
-from meshwright.planner.serving.ledger import (
-    ITEM_BYTES,
-    RankLedger,
-    ServingLedger,
-    ServingSizes,
-    serving_ledger,
-    stage_tensors,
-    unpadded_kv_block,
-)
-from meshwright.spec.block_tables import block_tables, count_blocks, serving_stages
+from meshwright.planner.serving.ledger import RankLedger, ServingLedger, ServingRank, ServingSizes, build_ledger
+from meshwright.spec.block_tables import count_blocks
 from meshwright.spec.config import ModelConfig
-from meshwright.spec.stages import Stage
 
 CONTEXT_BYTES = 2**30
 """Bytes of each GPU for CUDA context, loaded kernels, workspaces of cuBLAS and NCCL and rounding by the allocator.
@@ -39,41 +27,30 @@ SPLIT_COLUMNS = 2 * 256 * 64
 def device_ledger(config: ModelConfig, layout: Layout, sizes: ServingSizes) -> ServingLedger:
     """Return the memory ledger of a server whose ranks have a GPU each, without KV blocks and host memory. layout: as
     `spec.refuse.serving_layout` returns it; sizes: token budget and limits that memory is allocated for."""
-    ledger = serving_ledger(config, layout, sizes)
-    stages = zip(serving_stages(config, layout.pp), ledger.stages, strict=True)
-    ranks = (_rank_ledger(config, layout.with_(dp=1), *pair, sizes) for pair in stages)
-    return replace(ledger, stages=tuple(ranks), front=0)
+    return build_ledger(config, layout, sizes, _rank_ledger, front=0)
 
 
-def _rank_ledger(
-    config: ModelConfig, layout: Layout, stage: Stage, on_host: RankLedger, sizes: ServingSizes
-) -> RankLedger:
-    """Return the GPU memory ledger of a rank of one pipeline stage. layout: of one replica; on_host: ledger of the same
-    rank on a CPU, whose KV-block size is reused; sizes: limits that memory is allocated for."""
-    item, kv_block = ITEM_BYTES[sizes.dtype], unpadded_kv_block(config, on_host)
-    gathered = layout.tp * sizes.token_budget * config.hidden * item if layout.tp > 1 else 0
+def _rank_ledger(rank: ServingRank) -> RankLedger:
+    """Return the GPU memory ledger of a rank."""
+    kv_block, tp = rank.kv_block(), rank.layout.tp
     return RankLedger(
-        weights=item * sum(math.prod(tensor.local_shape(layout)) for tensor in stage_tensors(config, stage)),
-        packed=0,
-        workspace=_workspace_bytes(config, layout, stage, sizes) + kv_block,  # the last block is the padding's
-        logits=_logits_bytes(config, layout, sizes) if stage.last else 0,
-        communication=gathered,
-        slack=CONTEXT_BYTES + _activation_bytes(config, layout, sizes, item),
-        kv_block=kv_block,
-    )
+        weights=rank.item * sum(numel for _, numel in rank.parameters), packed=0,
+        workspace=_workspace_bytes(rank) + kv_block,  # the last block is the padding's
+        logits=_logits_bytes(rank) if rank.stage.last else 0,
+        communication=tp * rank.sizes.token_budget * rank.config.hidden * rank.item if tp > 1 else 0,
+        slack=CONTEXT_BYTES + _activation_bytes(rank), kv_block=kv_block,
+    )  # fmt: skip
 
 
-def _workspace_bytes(config: ModelConfig, layout: Layout, stage: Stage, sizes: ServingSizes) -> int:
+def _workspace_bytes(rank: ServingRank) -> int:
     """Return the bytes of a rank's permanent GPU buffers: token indices and block tables of a step, tables of rotary
     positions, partial results of attention, random draws of sampling."""
+    config, sizes, many = rank.config, rank.sizes, rank.block_tables
     decoding = 1 << (sizes.max_sequences - 1).bit_length()  # the largest padded number of sequences
-    many = len(block_tables(config, layout.pp).windows)
-    width = max(sizes.token_budget, sizes.logit_rows, decoding)
-    numbers = (6 + many + max(1, config.kv_heads // layout.tp)) * width
+    numbers = (6 + many + rank.kv_heads) * max(sizes.token_budget, sizes.logit_rows, decoding)
     tables = decoding * many * count_blocks(sizes.max_length)
-    positions = 1 << (sizes.max_length - 1).bit_length()
-    rotation = len(config.rotations(stage.layers)) * positions * config.head_dim
-    scratch = max(SCRATCH_BYTES // 4, tile_scratch(config, layout.tp, sizes.max_length))
+    rotation = rank.rotary_settings * (1 << (sizes.max_length - 1).bit_length()) * config.head_dim
+    scratch = max(SCRATCH_BYTES // 4, tile_scratch(config, rank.layout.tp, sizes.max_length))
     draws = 2 * 3 * sizes.logit_rows  # float64
     return 4 * (numbers + tables + rotation + scratch + draws)
 
@@ -88,28 +65,27 @@ def tile_scratch(config: ModelConfig, tp: int, max_length: int) -> int:
     return tokens * heads * (config.head_dim + 2) * -(-max_length // SECTION)
 
 
-def _logits_bytes(config: ModelConfig, layout: Layout, sizes: ServingSizes) -> int:
+def _logits_bytes(rank: ServingRank) -> int:
     """Return the bytes of float32 logits of a step on a GPU: with tp > 1, this rank's slice, all gathered slices and
     their concatenation; else those of the step and of each CUDA graph of decoding, which has its own."""
-    local = -(-config.vocabulary // layout.tp)
+    sizes, layout = rank.sizes, rank.layout
     if layout.tp > 1:  # the slice, the ranks' slices, and these joined
-        return 4 * sizes.logit_rows * 3 * layout.tp * local
+        return 4 * sizes.logit_rows * 3 * layout.tp * rank.vocabulary
     graphs = 2 << (sizes.max_sequences - 1).bit_length() if layout.pp == 1 else 0
-    return 4 * (sizes.logit_rows + graphs) * local
+    return 4 * (sizes.logit_rows + graphs) * rank.vocabulary
 
 
-def _activation_bytes(config: ModelConfig, layout: Layout, sizes: ServingSizes, item: int) -> int:
+def _activation_bytes(rank: ServingRank) -> int:
     """Return an upper bound of the bytes of activations that are allocated at once in a step of `sizes.token_budget`
-    tokens on a GPU: hidden states, and the inputs and outputs of attention or of an MLP. item: bytes of an element."""
-    tokens, tp, hidden = sizes.token_budget, layout.tp, config.hidden
-    heads, kv_heads = config.heads // tp, max(1, config.kv_heads // tp)
-    widths = [(2 * heads + 2 * kv_heads) * config.head_dim]
-    for layer in range(config.layers):
-        if config.has_experts(layer):
-            inner = -(-config.expert_intermediate // tp)
-            # Of each chosen expert: input, up and gate, their product, output in both orders and float32.
-            chosen = config.experts_per_token * (hidden + 3 * inner + (2 + 4 // item) * hidden)
+    tokens on a GPU: hidden states, and the inputs and outputs of attention or of an MLP."""
+    config, tp, item, hidden = rank.config, rank.layout.tp, rank.item, rank.config.hidden
+    widths = [(2 * rank.heads + 2 * rank.kv_heads) * config.head_dim]
+    for mixed in {config.has_experts(layer) for layer in range(config.layers)}:
+        if mixed:  # of each chosen expert: input, up and gate, their product, output in both orders and float32
+            chosen = config.experts_per_token * (
+                hidden + 3 * -(-config.expert_intermediate // tp) + (2 + 4 // item) * hidden
+            )
             widths.append(chosen + 3 * config.shared_intermediate // tp)
         else:
             widths.append((3 if config.gated else 2) * config.intermediate // tp)
-    return tokens * (item * (4 * hidden + max(widths)) + 4 * SPLIT_COLUMNS)
+    return rank.sizes.token_budget * (item * (4 * hidden + max(widths)) + 4 * SPLIT_COLUMNS)

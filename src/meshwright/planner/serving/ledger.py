@@ -8,7 +8,7 @@ GPUs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -197,37 +197,95 @@ def parse_dtype(name: str | None) -> str:
     return DTYPE_NAMES.get(name, name)
 
 
+@dataclass(frozen=True, slots=True)
+class ServingRank:
+    """A rank of one pipeline stage of a server, and the sizes from which its memory follows.
+
+    Attributes:
+        config: Model.
+        layout: Layout of one replica.
+        stage: Pipeline stage.
+        sizes: Limits that memory is allocated for.
+    """
+
+    config: ModelConfig
+    layout: Layout
+    stage: Stage
+    sizes: ServingSizes
+
+    @property
+    def item(self) -> int:
+        """Bytes of a parameter and of a key or value."""
+        return ITEM_BYTES[self.sizes.dtype]
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads of the rank."""
+        return self.config.heads // self.layout.tp
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key-value heads of the rank."""
+        return max(1, self.config.kv_heads // self.layout.tp)
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of vocabulary entries of the rank, rounded up."""
+        return -(-self.config.vocabulary // self.layout.tp)
+
+    @property
+    def rotary_settings(self) -> int:
+        """Number of distinct rotary settings of the stage's layers, each with tables of cosines and sines."""
+        return len(self.config.rotations(self.stage.layers))
+
+    @property
+    def block_tables(self) -> int:
+        """Number of block tables of a sequence."""
+        return len(block_tables(self.config, self.layout.pp).windows)
+
+    @property
+    def parameters(self) -> list[tuple[ModelParameter, int]]:
+        """(model parameter, its elements on the rank), in forward order."""
+        table = parameter_table(self.config)
+        needed = dict.fromkeys(name for unit in list_stage_units(table, self.stage) for name in table.needed_by(unit))
+        tensors = (tensor for unit in needed for tensor in table.unit_tensors(unit))
+        return [(tensor, math.prod(tensor.local_shape(self.layout))) for tensor in tensors]
+
+    def kv_block(self, multiple: int = 1) -> int:
+        """Return the bytes of a KV block. multiple: number of elements to a multiple of which the value vectors, or the
+        cached vectors of latent attention, are padded."""
+        config = self.config
+        cached = self.kv_heads * (config.head_dim + _round_up(config.head_dim, multiple))
+        if config.latent is not None:
+            cached = _round_up(config.latent.cached_dim, multiple)
+        return block_tables(config, self.layout.pp).depths[self.stage.index] * BLOCK_TOKENS * cached * self.item
+
+
+def build_ledger(
+    config: ModelConfig, layout: Layout, sizes: ServingSizes, predict_rank: Callable[[ServingRank], RankLedger],
+    front: int = FRONT_BYTES,
+) -> ServingLedger:  # fmt: skip
+    """Return the memory ledger of a server without KV blocks. layout: as `spec.refuse.serving_layout` returns it;
+    sizes: limits that memory is allocated for; predict_rank: function that returns the ledger of a rank; front: bytes
+    of the processes other than the ranks."""
+    stages = serving_stages(config, layout.pp)
+    ranks = tuple(predict_rank(ServingRank(config, layout.with_(dp=1), stage, sizes)) for stage in stages)
+    return ServingLedger(layout, sizes, ranks, block_tables(config, layout.pp), front)
+
+
 def serving_ledger(config: ModelConfig, layout: Layout, sizes: ServingSizes) -> ServingLedger:
     """Return the memory ledger of a server with compiled CPU kernels, without KV blocks. layout: as
     `spec.refuse.serving_layout` returns it; sizes: limits that memory is allocated for."""
-    replica = layout.with_(dp=1)
-    ranks = (_rank_ledger(config, replica, stage, sizes) for stage in serving_stages(config, layout.pp))
-    return ServingLedger(layout, sizes, tuple(ranks), block_tables(config, layout.pp))
+    return build_ledger(config, layout, sizes, _rank_ledger)
 
 
-def stage_tensors(config: ModelConfig, stage: Stage) -> Iterator[ModelParameter]:
-    """Return an iterator over the model parameters that a rank of a pipeline stage holds, in forward order."""
-    table = parameter_table(config)
-    needed = dict.fromkeys(name for unit in list_stage_units(table, stage) for name in table.needed_by(unit))
-    return (tensor for unit in needed for tensor in table.unit_tensors(unit))
-
-
-def unpadded_kv_block(config: ModelConfig, rank: RankLedger) -> int:
-    """Return the bytes of a KV block without the padding of value vectors that CPU kernels need. rank: ledger with the
-    padded size."""
-    if config.latent is not None:
-        return rank.kv_block * config.latent.cached_dim // _round_up(config.latent.cached_dim)
-    return rank.kv_block * 2 * config.head_dim // (config.head_dim + _round_up(config.head_dim))
-
-
-def _rank_ledger(config: ModelConfig, layout: Layout, stage: Stage, sizes: ServingSizes) -> RankLedger:
-    """Return the memory ledger of a rank of one pipeline stage. layout: of one replica; sizes: limits that memory is
-    allocated for."""
-    item, rows, tokens = ITEM_BYTES[sizes.dtype], sizes.logit_rows, sizes.token_budget
+def _rank_ledger(rank: ServingRank) -> RankLedger:
+    """Return the memory ledger of a rank with compiled CPU kernels."""
+    config, layout, stage, sizes, item = rank.config, rank.layout, rank.stage, rank.sizes, rank.item
+    rows, tokens = sizes.logit_rows, sizes.token_budget
     weights = packed = transit = 0
     # From the tensor that is loaded last: `packed` is then what those after it take.
-    for tensor in reversed(list(stage_tensors(config, stage))):
-        numel = math.prod(tensor.local_shape(layout))
+    for tensor, numel in reversed(rank.parameters):
         as_table, as_matrix = _forms(config, tensor, stage)
         transit = max(transit, numel * item - packed)
         if as_table:  # norms and biases are float32
@@ -237,26 +295,17 @@ def _rank_ledger(config: ModelConfig, layout: Layout, stage: Stage, sizes: Servi
     # Cosines and sines of half the features each; temperatures of queries in place of cosines.
     turns = {config.layer_rotation(layer) or config.layer_temperature(layer) for layer in stage.layers} - {None}
     weights += len(turns) * sizes.max_length * (config.rotary_dim if config.latent else config.head_dim) * 4
-    heads, kv_heads = config.heads // layout.tp, max(1, config.kv_heads // layout.tp)
-    widths = _buffer_widths(config, layout, stage, heads, kv_heads)
-    vocabulary = -(-config.vocabulary // layout.tp)
-    logits = rows * vocabulary * 4 if stage.last else 0
-    experts = any(config.has_experts(layer) for layer in stage.layers)
-    workspace = 4 * (tokens * sum(widths.values()) + (rows * config.hidden if stage.last else 0))
-    gathered = layout.tp * max(tokens * config.hidden, rows * vocabulary if stage.last else 0)
+    workspace = tokens * sum(_buffer_widths(rank)) + (rows * config.hidden if stage.last else 0)
+    if any(config.has_experts(layer) for layer in stage.layers):
+        workspace += _count_expert_numbers(config, layout, tokens)
+    gathered = layout.tp * max(tokens * config.hidden, rows * rank.vocabulary if stage.last else 0)
     messages = tokens * config.hidden * ((not stage.first) + (not stage.last))
-    cached = kv_heads * (config.head_dim + _round_up(config.head_dim))
-    if config.latent is not None:
-        cached = _round_up(config.latent.cached_dim)
     return RankLedger(
-        weights=weights,
-        packed=packed,
-        workspace=workspace + (_experts_bytes(config, layout, tokens) if experts else 0),
-        logits=logits,
-        communication=4 * ((gathered if layout.tp > 1 else 0) + messages),
-        slack=RANK_BYTES + transit,
-        kv_block=block_tables(config, layout.pp).depths[stage.index] * BLOCK_TOKENS * cached * item,
-    )
+        weights=weights, packed=packed, workspace=4 * workspace,
+        logits=rows * rank.vocabulary * 4 if stage.last else 0,
+        communication=4 * ((gathered if layout.tp > 1 else 0) + messages), slack=RANK_BYTES + transit,
+        kv_block=rank.kv_block(_PANEL),
+    )  # fmt: skip
 
 
 def _forms(config: ModelConfig, tensor: ModelParameter, stage: Stage) -> tuple[bool, bool]:
@@ -282,39 +331,31 @@ def _packed_bytes(config: ModelConfig, layout: Layout, tensor: ModelParameter, i
     return count * _round_up(rows // count) * (_round_up(columns, 32) if item == 2 else columns) * item
 
 
-def _buffer_widths(config: ModelConfig, layout: Layout, stage: Stage, heads: int, kv_heads: int) -> dict[str, int]:
-    """Return {name: width}, the number of float32 elements per token of each activation buffer. heads, kv_heads: query
-    and key-value heads of a rank."""
-    tp, found = layout.tp, {"states": config.hidden}
-    if config.pre_norms:
-        found["normed"] = config.hidden
-    if tp > 1 or not config.plain_residual:
-        found["partial"] = config.hidden
+def _buffer_widths(rank: ServingRank) -> Iterator[int]:
+    """Yield the number of float32 elements per token of each activation buffer: hidden states, these normed, partial
+    sums; queries with keys and values, or those of latent attention; attention's result; the shared expert's gate; and
+    each distinct MLP's up projection and its activation."""
+    config, tp, queries = rank.config, rank.layout.tp, rank.heads * rank.config.head_dim
+    yield config.hidden * (1 + config.pre_norms + (tp > 1 or not config.plain_residual))
     if latent := config.latent:
-        queries, cached = heads * config.head_dim, heads * latent.cached_dim
-        found |= {"wide": cached + latent.cached_dim + (latent.query_rank or queries), "attended": cached}
-        found |= {"queries": queries if latent.query_rank else 0, "attention": heads * latent.value_dim}
+        cached = rank.heads * latent.cached_dim
+        yield cached + latent.cached_dim + (latent.query_rank or queries)  # results of the first projections
+        yield (queries if latent.query_rank else 0) + cached + rank.heads * latent.value_dim
     else:
-        found |= {"qkv": (heads + 2 * kv_heads) * config.head_dim, "attention": heads * config.head_dim}
-    if config.shared_gate and any(map(config.has_experts, stage.layers)):
-        found["gate"] = 1
-    inner = set()
-    for layer in stage.layers:
-        inner.add((config.shared_intermediate if config.has_experts(layer) else config.intermediate) // tp)
-    for width in inner - {0}:
+        yield 2 * queries + 2 * rank.kv_heads * config.head_dim
+    mixed = {config.has_experts(layer) for layer in rank.stage.layers}
+    yield int(config.shared_gate and True in mixed)
+    for width in {(config.shared_intermediate if each else config.intermediate) // tp for each in mixed} - {0}:
         gated = config.gated or width == config.shared_intermediate // tp
-        found[f"up.{width}"], found[f"hidden.{width}"] = width * (2 if gated else 1), width
-    return found
+        yield width * (3 if gated else 2)
 
 
-def _experts_bytes(config: ModelConfig, layout: Layout, tokens: int) -> int:
-    """Return the bytes of the buffers for routed experts for `tokens` tokens: router scores, chosen experts, and
-    activations of all chosen experts."""
-    rows, width = tokens * config.experts_per_token, config.expert_intermediate
-    if not layout.expert_parallel:
-        width //= layout.tp
+def _count_expert_numbers(config: ModelConfig, layout: Layout, tokens: int) -> int:
+    """Return the number of elements of the buffers for routed experts for `tokens` tokens: router scores, chosen
+    experts, and activations of all chosen experts."""
+    width = config.expert_intermediate // (1 if layout.expert_parallel else layout.tp)
     per_row = 3 + 3 * width + config.hidden  # weight, choice, order; up, activation, down
-    return 4 * (tokens * config.experts + config.experts + rows * per_row)
+    return (tokens + 1) * config.experts + tokens * config.experts_per_token * per_row
 
 
 def _round_up(count: int, multiple: int = _PANEL) -> int:
