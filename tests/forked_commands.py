@@ -1,10 +1,11 @@
 """Commands of Meshwright and ranks of their launchers, forked from the server of local ranks, which has loaded torch:
 started as `python ...`, each of these processes would load it for seconds. They have their own process ids, sessions,
-signals, environments and exit codes."""
+signals, environments and exit codes. `ForkedPython` is a program that scripts call in place of Python."""
 
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import runpy
 import shutil
@@ -79,11 +80,72 @@ class ForkedCommand:
             self.wait(60.0)
 
 
+STAND_IN = """#!/bin/bash
+request="$(mktemp -d '{directory}/XXXXXX')"
+printf '%s\\0' "$@" > "$request/words"
+env -0 > "$request/environment"
+pwd > "$request/cwd"
+mkfifo "$request/code"
+echo "$request" > '{directory}/requests'
+read -r code < "$request/code"
+cat "$request/stdout"
+cat "$request/stderr" >&2
+exit "$code"
+"""
+
+
+class ForkedPython:
+    """Program `path`, which does what `python` does: each call is a `ForkedCommand`, whose output it prints at the end.
+    It is there inside the `with` block, which ends the commands."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "python"
+        self._directory = directory
+        self._commands: list[ForkedCommand] = []
+
+    def __enter__(self) -> ForkedPython:
+        self.path.write_text(STAND_IN.format(directory=self._directory))
+        self.path.chmod(0o755)
+        os.mkfifo(self._directory / "requests")
+        self._requests = os.open(self._directory / "requests", os.O_RDWR)  # also for writing: it has no end
+        self._server = threading.Thread(target=self._serve)
+        self._server.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.write(self._requests, b"\n")
+        self._server.join()
+        for command in self._commands:
+            command.kill()
+
+    def _serve(self) -> None:
+        with open(self._requests) as requests:
+            while name := requests.readline().strip():
+                request = Path(name)
+                words, variables = ((request / kind).read_text().split("\0")[:-1] for kind in ("words", "environment"))
+                cwd = Path((request / "cwd").read_text().removesuffix("\n"))
+                command = ForkedCommand(words, cwd, dict(each.split("=", 1) for each in variables))
+                self._commands.append(command)
+                threading.Thread(target=self._answer, args=(command, request), daemon=True).start()
+
+    def _answer(self, command: ForkedCommand, request: Path) -> None:
+        for name, text in zip(("stdout", "stderr"), command.communicate(), strict=True):
+            (request / name).write_text(text)
+        (request / "code").write_text(
+            f"{command.returncode if command.returncode >= 0 else 128 - command.returncode}\n"
+        )
+
+
 # --- in the server
+
+STARTING = ("meshwright.launcher.started_rank", "meshwright.tuning.trial_run")
+"""Modules that start processes which load torch."""
 
 
 def install() -> None:
     """Make the server of local ranks fork commands, too."""
+    for name in STARTING:
+        importlib.import_module(name)
     run_rank = local._run_rank_process
 
     def run(rank: int, settings: Any) -> None:
@@ -115,8 +177,6 @@ def _write(request: Request, name: str, number: int) -> None:
 
 
 def _run_command(request: Request) -> NoReturn:
-    from meshwright.launcher import started_rank
-
     os.setsid()
     die_with_parent()
     os.chdir(request.cwd)
@@ -124,7 +184,8 @@ def _run_command(request: Request) -> NoReturn:
         descriptor = os.open(f"{request.directory}/{name}", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
         os.dup2(descriptor, number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    started_rank.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": _ForkedRank})
+    for name in STARTING:
+        sys.modules[name].subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": _ForkedRank})
     if "torch.distributed.run" in request.words:
         from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
@@ -133,7 +194,7 @@ def _run_command(request: Request) -> NoReturn:
 
 
 class _ForkedRank(subprocess.Popen):
-    """A rank of our launcher or of torchrun that is forked instead of executed."""
+    """A rank of our launcher or of torchrun, or the run of a trial, that is forked instead of executed."""
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags,
                        shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, restore_signals, gid, gids, uid,
@@ -145,6 +206,8 @@ class _ForkedRank(subprocess.Popen):
                     os.dup2(given, standard)
             if start_new_session:
                 os.setsid()
+            if preexec_fn is not None:
+                preexec_fn()
             _run_python(tuple(args)[1:], env, pass_fds)
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)

@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from meshwright.launcher.launch_script import Resources, build_launch_script, sp
 from meshwright.launcher.rendezvous import read_rendezvous_info, warn_of_tensor_across_hosts
 from meshwright.layout import Layout
 from meshwright.monitoring.run_directory import RunDirectory
+from tests.forked_commands import ForkedPython
 from tests.rank_processes import read_ranks
 
 SHELLCHECK = shutil.which("shellcheck")
@@ -132,6 +134,13 @@ def recipe(tiny_recipe: Path, tmp_path: Path, monkeypatch) -> Path:
     return tiny_recipe
 
 
+def with_python(script: str, path: Path) -> str:
+    """The script with another program instead of Python."""
+    changed, count = re.subn(r"^python=.*$", f"python={path}", script, flags=re.MULTILINE)
+    assert count == 1
+    return changed
+
+
 ODD = ["plain", "with space", "it's", "$HOME;exit 7", "-dash", "new\nline", "@NODES@", "percent%j"]
 
 
@@ -158,7 +167,7 @@ def test_unusual_names_are_quoted_as_one_word(kind, odd, recipe, tmp_path, monke
         f'#!/bin/bash\n[ "$2" != meshwright.launcher.hosts ] || exit 0\npwd > {words}\nprintf "%s\\0" "$@" >> {words}\n'
     )
     stand_in.chmod(0o755)
-    script = re.sub(r"^python=.*$", f"python={stand_in}", made.script, flags=re.MULTILINE)
+    script = with_python(made.script, stand_in)
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MASTER_ADDR": "localhost"}
     subprocess.run(["bash", "-c", script], cwd="/", env=environment, check=True)
     where, _, given = words.read_text().rpartition("\n" if "\n" not in odd else f"{odd}\n")
@@ -266,7 +275,7 @@ def slurm_with(recipe: Path, cluster: Path, rank: str) -> str:
     (cluster / "python").write_text(f'#!/bin/bash\nset -- "$(stat -c %s starts)"\n{rank}\n')
     (cluster / "python").chmod(0o755)
     made = build_launch_script("slurm", recipe.name, ["layout=dp2"], Resources(restarts=2))
-    return re.sub(r"^python=.*$", f"python={cluster}/python", made.script, flags=re.MULTILINE)
+    return with_python(made.script, cluster / "python")
 
 
 @pytest.mark.parametrize(
@@ -305,15 +314,22 @@ def test_slurm_script_saves_before_time_limit_and_requeues(number, recipe, clust
     assert (cluster / "starts").stat().st_size == 1
 
 
-def test_launch_scripts_train_and_torchrun_survives_killed_rank(recipe, cluster):
+@pytest.fixture
+def python(tmp_path: Path) -> Iterator[ForkedPython]:
+    (directory := tmp_path / "forked").mkdir()
+    with ForkedPython(directory) as program:
+        yield program
+
+
+def test_launch_scripts_train_and_torchrun_survives_killed_rank(recipe, cluster, python):
     """Two runs that must give equal results: two ranks by the SLURM script, and by torchrun's with a killed rank."""
     overrides = ["layout=dp2 zero1 fp32", "checkpoint.every=10"]
     slurm = build_launch_script("slurm", recipe.name, [*overrides, "run.name=slurm"])
     torchrun = build_launch_script("torchrun", recipe.name, [*overrides, "run.name=torchrun"], Resources(restarts=1))
     directory = RunDirectory("runs/torchrun")
-    with started(slurm.script) as undisturbed:
+    with started(with_python(slurm.script, python.path)) as undisturbed:
         assert undisturbed.wait(timeout=120) == 0, undisturbed.stderr.read()
-    with started(torchrun.script) as disturbed:
+    with started(with_python(torchrun.script, python.path)) as disturbed:
         wait_for(lambda: (directory.read_last_step() or 0) >= 20)
         before = read_ranks(directory.path)
         os.kill(before[1], signal.SIGKILL)

@@ -20,6 +20,7 @@ from meshwright.recipe import Recipe, load_recipe_text, resolve_recipe
 from meshwright.tuning.study import Study
 from meshwright.tuning.trial_run import TrialRun
 from tests.conftest import TINY_RECIPE
+from tests.forked_commands import ForkedCommand
 
 TEXT = "".join(f"def answer_{number}():\n    return {number}\n" for number in range(300))
 
@@ -40,14 +41,18 @@ def test_study_with_killed_worker_continues_its_trial_and_equals_plain_training(
     recipe = make_recipe(tmp_path)
     file, study = tmp_path / "recipe.toml", tmp_path / "study"
     file.write_text(recipe.to_toml())
-    command = [sys.executable, "-m", "meshwright", "tune", str(file), "--directory", str(study), "--json"]
+    command = ["-m", "meshwright", "tune", str(file), "--directory", str(study), "--json"]
     trial = study / "trials/0000/run"
 
-    def stop_after(number: signal.Signals, checkpoints: int) -> int:
-        """Start a worker, stop it when the trial has so many checkpoints, as a scheduler does: with its training
+    def find_newest() -> str:
+        return max((path.name for path in (trial / "checkpoints").glob("step-*")), default="")
+
+    def stop_after_checkpoint(number: signal.Signals) -> int:
+        """Start a worker, stop it when the trial has a further checkpoint, as a scheduler does: with its training
         process; return its exit code."""
-        worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        while len(list((trial / "checkpoints").glob("step-*"))) < checkpoints and worker.poll() is None:
+        before = find_newest()
+        worker = ForkedCommand(command, tmp_path)
+        while find_newest() == before and worker.poll() is None:
             time.sleep(0.02)
         assert worker.poll() is None, "the worker ended before it was stopped"
         children = Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text().split()
@@ -57,13 +62,13 @@ def test_study_with_killed_worker_continues_its_trial_and_equals_plain_training(
         worker.communicate()
         return worker.returncode
 
-    assert stop_after(signal.SIGTERM, 1) == 143
-    [newest] = sorted(trial.glob("checkpoints/step-*"))[-1:]
-    assert json.loads((newest / "training/state.json").read_text())["step"] == RunDirectory(trial).read_last_step()
-    assert stop_after(signal.SIGKILL, 2) == -9  # the kernel ends its training process too
-    answer = subprocess.run(command, capture_output=True, text=True)
-    assert answer.returncode == 0, answer.stderr
-    document = json.loads(answer.stdout)
+    assert stop_after_checkpoint(signal.SIGTERM) == 143
+    state = json.loads((trial / "checkpoints" / find_newest() / "training/state.json").read_text())
+    assert state["step"] == RunDirectory(trial).read_last_step()
+    assert stop_after_checkpoint(signal.SIGKILL) == -9  # the kernel ends its training process too
+    output, errors = (last := ForkedCommand(command, tmp_path)).communicate()
+    assert last.returncode == 0, errors
+    document = json.loads(output)
     assert {key: document[key] for key in ("schema", "trials", "complete", "pruned", "failed", "running")} == {
         "schema": 1, "trials": 1, "complete": 1, "pruned": 0, "failed": 0, "running": 0,
     }  # fmt: skip

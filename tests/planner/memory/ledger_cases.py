@@ -75,7 +75,9 @@ class Measured(NamedTuple):
 
 def measure(step: Step) -> Measured:
     """Measure steps of a run after the first, which allocates persistent memory."""
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    if not torch.distributed.is_initialized():
+        return _measure(step)
+    rank = torch.distributed.get_rank()
     place = (
         Path(tempfile.gettempdir()) / f"meshwright-inductor-{rank}"
     )  # no rank writes to the directory while another loads
