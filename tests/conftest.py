@@ -52,8 +52,10 @@ def exhaustive(*values: object) -> list[Any]:
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage from now on, without looking through what the tests consist of."""
+    """Collect garbage from now on, without looking through what the tests consist of, and seldom: modules that tests
+    import later are looked through each time."""
     gc.freeze()
+    gc.set_threshold(10_000)
     gc.enable()
 
 
