@@ -41,7 +41,7 @@ def list_dimensions(batch: MicroBatch, kind: LayerKind) -> dict[str, Number]:
     }  # fmt: skip
 
 
-def list_properties(batch: MicroBatch, kind: LayerKind) -> set[str]:
+def list_properties(batch: MicroBatch, kind: LayerKind) -> frozenset[str]:
     """Return the names of the properties that are true of a layer of one kind: of its architecture, such as "gated",
     its layout, such as "ring" or the kind of recompute, and the device."""
     config, layout, window = batch.config, batch.layout, kind.window
@@ -63,7 +63,7 @@ def list_properties(batch: MicroBatch, kind: LayerKind) -> set[str]:
         "router_bias": config.router_bias, "wide_router": config.router == "sigmoid" and batch.narrow,
         "tied": config.tied, "labelled": bool(config.labels),
     }  # fmt: skip
-    return {name for name, value in every.items() if value}
+    return frozenset(name for name, value in every.items() if value)
 
 
 def element_types(dtype: str) -> dict[str, str]:

@@ -73,6 +73,7 @@ class StageSnapshots:
         self.saved_bytes = sum(each.bytes for each in saved)
         self.stream = batch.rows * batch.slice * batch.config.hidden * batch.itemsize
         self.queue = sum(map(self._queue_of, self._layer)) if queues else 0
+        self._backwards: dict[tuple[object, ...], list[NamedSnapshot]] = {}
 
     @property
     def _both_ends(self) -> bool:
@@ -201,7 +202,7 @@ class StageSnapshots:
             ends = {GRADIENT: self.units[-1]} | ({} if self.stage.first else {INPUT: self.units[0]})
             arrived, layer = frozenset(name for name, end in ends.items() if end == unit), self._layer[unit]
             if self._expert_parallel(unit):
-                saved = self.whole, self.saved
+                saved = self._saved_of.get(unit, []), [one for one in self.saved if one.name.startswith(f"{unit}.")]
                 yield from compiled_peaks.mixture_backward_extras(self.batch, layer, saved, Backward(arrived))
             else:
                 state = Backward(arrived, self.queues, self.queues and not split)
@@ -209,7 +210,12 @@ class StageSnapshots:
         elif unit in self._layer:
             again = self.of_whole[unit_index] + self._bytes_beside_recomputed(unit) - self.of_unit[unit_index]
             more = [activation("recomputed", again)] if again > 0 else []
-            for name, extras in self._layer_backward(unit, split):
+            layer = self._layer[unit]
+            alike = layer if layer in self.batch.routed else layer_kind(self.batch.config, layer)
+            key = alike, split, unit == self.units[-1]
+            if key not in self._backwards:  # equal layers have equal temporaries
+                self._backwards[key] = list(self._layer_backward(unit, split))
+            for name, extras in self._backwards[key]:
                 yield name, [*more, *extras]
         elif unit in LOOKED_UP and self.batch.config.adapter is None:
             yield from temporaries.embedding_pass(self.batch, unit).snapshots("embedding")
