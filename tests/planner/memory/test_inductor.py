@@ -11,6 +11,7 @@ from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.memory import compiled_blocks
 from meshwright.planner.memory.compiled_blocks import GRADIENT, INPUT, INPUT_GRADIENT, CompiledBlock
 from meshwright.planner.memory.inductor import Buffer, Kernel, KernelMemory, simulate_allocations
+from meshwright.planner.memory.ledger import ledger
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.presets import preset
 
@@ -157,6 +158,16 @@ def test_peak_buffers_of_mixture_backward_match_inductor(
     for held in backward(config, dtype, rows, sequence, layout):
         most = max(most, held.bytes - sum(each.bytes for each in held.inside))
     assert most == pytest.approx(listed, rel=0.01)
+
+
+def test_layer_without_rotary_positions_has_kernels_of_its_own_kind() -> None:
+    """SmolLM3's second layer has none. PyTorch's allocator, torch 2.13: the peak of the second pipeline rank."""
+    config = dataclasses.replace(preset("smollm3-tiny"), vocabulary=256, tied=False, layers=2, hidden=128)
+    found = ledger(
+        config, Layout.parse("pp2 mb2 ac:selective"), batch=16, sequence=256, rank=1, parameter_dtype="bfloat16",
+        compile=True,
+    )  # fmt: skip
+    assert found.peak_bytes == pytest.approx(19_962_696, rel=1e-4)
 
 
 def test_tables_are_those_of_the_nearest_torch_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from importlib import metadata, resources
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from meshwright.planner.cost.operators import SavedTensor
 from meshwright.planner.memory.dimensions import element_bytes, list_dimensions, list_properties
 from meshwright.planner.memory.inductor import Buffer, Kernel, find_peak
 from meshwright.planner.memory.snapshot import Temporary
-from meshwright.planner.memory.tables import Item, holds, load_table, make_tensor, parse_items
+from meshwright.planner.memory.tables import Item, holds, load_table, make_tensor, parse_items, select_items
 from meshwright.planner.memory.temporaries import ring_backward, tiled_backward
 
 GRADIENT, INPUT, INPUT_GRADIENT = "gradient of the output", "input", "gradient of the input"
@@ -113,6 +113,20 @@ def version_warning() -> str | None:
     return f"compiled blocks: kernels are those of torch {version}, not of the installed {here[0]}.{here[1]}"
 
 
+@lru_cache(maxsize=256)
+def _select_kernels(name: str, true: frozenset[str]) -> list[_TableLine]:
+    """Return the kernels of a list in the tables that apply, with the buffers that they read and write then. name: of
+    the list; true: names that are true in conditions."""
+    tables = _tables()
+    for each, condition in tables.conditions.items():  # in order: conditions may contain earlier ones
+        if holds((condition,), true):
+            true |= {each}
+    lines = (line for line in tables.kernels[name] if holds(line.conditions, true))
+    return [
+        line._replace(reads=select_items(line.reads, true), writes=select_items(line.writes, true)) for line in lines
+    ]
+
+
 # --- a block
 
 
@@ -136,8 +150,9 @@ class CompiledBlock:
         self.dimensions, properties = list_dimensions(batch, self.kind), list_properties(batch, self.kind)
         self.name = next(name for name in ("encoder", "front", "mixture", "dense") if name in properties)
         listed = self.tables.saved["encoder" if self.name == "encoder" else "decoder"]
-        self.saved = [item.name for item in listed if holds(item.conditions, properties)]
-        self.true = {*properties, *self.saved}
+        self.saved = [item.name for item in select_items(listed, properties)]
+        self.true = properties | set(self.saved)
+        self._entries: dict[str, SavedTensor] = {}
         wide_router = "wide_router" in properties
         self._types = {
             "router": "x" if batch.config.router == "softmax" else "wide", "product": "wide" if wide_router else "x",
@@ -145,8 +160,10 @@ class CompiledBlock:
 
     def entry(self, name: str) -> SavedTensor:
         """Return the buffer called `name` with its shape and element type."""
-        found = make_tensor(name, self.tables.shapes[name], self.dimensions)
-        return found._replace(kind=self._types.get(found.kind, found.kind))
+        if name not in self._entries:
+            found = make_tensor(name, self.tables.shapes[name], self.dimensions)
+            self._entries[name] = found._replace(kind=self._types.get(found.kind, found.kind))
+        return self._entries[name]
 
     def bytes(self, name: str) -> int:
         """Return the bytes of the buffer called `name`, such as "attention.qkv.output"."""
@@ -189,19 +206,13 @@ class CompiledBlock:
     def _kernels(self, name: str, order: str = "") -> list[Kernel]:
         """Return the kernels listed under `name` in the tables, such as "attention", that apply to this layer. order:
         name of the order of kernels in a mixture's backward, which conditions may contain; "" for none."""
-        true = {*self.true, order}
-        for each, condition in self.tables.conditions.items():
-            if holds((condition,), true):
-                true.add(each)
         found = []
-        for line in self.tables.kernels[name]:
-            if holds(line.conditions, true):
-                reads = tuple(item.name for item in line.reads if holds(item.conditions, true))
-                written = [item for item in line.writes if holds(item.conditions, true)]
-                made = tuple(self._buffer(item.name, line.verb in ("call", "tiles")) for item in written)
-                label = "attention" if line.verb == "ring" else made[0].name if made else ", ".join(reads)
-                over = {item.name: item.value for item in written if item.value}
-                found.append(Kernel(label, reads, made, over, tuple(self._inside(line.verb))))
+        for line in _select_kernels(name, self.true | {order}):
+            made = tuple(self._buffer(item.name, line.verb in ("call", "tiles")) for item in line.writes)
+            reads = tuple(item.name for item in line.reads)
+            label = "attention" if line.verb == "ring" else made[0].name if made else ", ".join(reads)
+            over = {item.name: item.value for item in line.writes if item.value}
+            found.append(Kernel(label, reads, made, over, tuple(self._inside(line.verb))))
         return found
 
     def _buffer(self, name: str, operator: bool) -> Buffer:

@@ -69,7 +69,7 @@ def mixture_backward_extras(
     """Yield (snapshot name, temporaries) for the backward of a layer that is compiled except for its expert-parallel
     mixture.
 
-    saved: the stage's saved activations, as a pair (without recompute, with the layout's recompute); state: how the
+    saved: the layer's saved activations, as a pair (without recompute, with the layout's recompute); state: how the
     backward runs.
     """
     mlp = f"layers.{layer}.mlp"

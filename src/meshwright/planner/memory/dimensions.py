@@ -10,8 +10,16 @@ RANDOM_STATE = 632
 
 
 def list_dimensions(batch: MicroBatch, kind: LayerKind) -> dict[str, Number]:
-    """Return {name: value} of the dimensions of a layer of one kind; `x` and `wide` are bytes of an element of
-    activations and of sums; properties such as `summed` are 0 or 1."""
+    """Return {name: value} of the dimensions of a layer of one kind on a rank. Bytes of an element: `x` of activations,
+    `wide` of sums.
+
+    Tokens: `tokens` of a sequence on a cp rank, `slice` of them in norms and the residual stream, `stream` numbers of
+    the residual stream, `copies` pairs of token and chosen expert. Attention: `inner` features of its result; `core_*`
+    sizes of its kernel, under Ulysses those after the all-to-all, with `core_keys` key-value heads after their
+    repetition and `core_all` heads of queries, keys and values; `lines` queries of the log-sum-exp, padded. Norms:
+    `statistics` float32 numbers of a vector, `saved_statistics` those that an encoder's norm saves in the type of
+    activations. `up`: outputs of an up projection with its gate. `summed` is 1 with tp, else 0.
+    """
     config, layout = batch.config, batch.layout
     heads, kv_heads, length = batch.heads, batch.kv_heads, batch.tokens
     if batch.ulysses:  # those of attention, after the all-to-all
@@ -26,7 +34,7 @@ def list_dimensions(batch: MicroBatch, kind: LayerKind) -> dict[str, Number]:
         "x": batch.itemsize, "wide": batch.wide, "rows": batch.rows, "tokens": batch.tokens, "slice": batch.slice,
         "sequence": batch.sequence, "all_tokens": batch.rows * batch.tokens, "hidden": config.hidden,
         "stream": batch.rows * batch.slice * config.hidden, "summed": int(layout.tp > 1),
-        "statistics": 2 if config.norm == "layernorm" else 1, "known": 2 if batch.narrow else 1,
+        "statistics": 2 if config.norm == "layernorm" else 1, "saved_statistics": 2 if batch.narrow else 1,
         "qkv": batch.qkv_width, "heads": batch.heads, "kv_heads": batch.kv_heads, "head": config.head_dim,
         "inner": batch.heads * config.head_dim, "core_heads": heads, "core_tokens": length,
         "core_keys": heads if batch.repeats(kind.window) else kv_heads, "core_all": heads + 2 * kv_heads,
@@ -41,9 +49,15 @@ def list_dimensions(batch: MicroBatch, kind: LayerKind) -> dict[str, Number]:
     }  # fmt: skip
 
 
-def list_properties(batch: MicroBatch, kind: LayerKind) -> set[str]:
+def list_properties(batch: MicroBatch, kind: LayerKind) -> frozenset[str]:
     """Return the names of the properties that are true of a layer of one kind: of its architecture, such as "gated",
-    its layout, such as "ring" or the kind of recompute, and the device."""
+    its layout, such as "ring" or the kind of recompute, and the device.
+
+    Kind of layer: "encoder", "dense", "mixture", or "front" for one whose mixture is expert-parallel, so that only the
+    part before the mixture is compiled. With tp, outputs are "summed" over ranks; with sequence parallelism a rank
+    "gathers" inputs. "cuda_attention": PyTorch's CUDA kernels compute attention; "repeated": keys and values are
+    repeated for every query head; "rotated": queries and keys are copies, made by rotary positions or norms.
+    """
     config, layout, window = batch.config, batch.layout, kind.window
     cuda = batch.device == "cuda"
     mixture = ("front" if batch.expert_parallel else "mixture") if kind.mixed else "dense"
@@ -63,7 +77,7 @@ def list_properties(batch: MicroBatch, kind: LayerKind) -> set[str]:
         "router_bias": config.router_bias, "wide_router": config.router == "sigmoid" and batch.narrow,
         "tied": config.tied, "labelled": bool(config.labels),
     }  # fmt: skip
-    return {name for name, value in every.items() if value}
+    return frozenset(name for name, value in every.items() if value)
 
 
 def element_types(dtype: str) -> dict[str, str]:

@@ -20,7 +20,7 @@ from meshwright.planner.memory.saved import position_tables, saved_activations
 from meshwright.planner.memory.snapshot import BackwardState, Buffers, Reduction, Snapshot
 from meshwright.planner.memory.stage_snapshots import StageSnapshots
 from meshwright.planner.memory.states import flats_of, gradient_buffers, list_states
-from meshwright.planner.memory.teacher import add_teacher, list_teacher_tensors
+from meshwright.planner.memory.teacher import TeacherMemory
 from meshwright.program.consumed_sends import (
     Row,
     Value,
@@ -199,7 +199,6 @@ class _StepReplay:
         self.batch, self.config, self.layout = batch, config, layout
         self.compiled = options.get("compile", False)
         self.workspace = 0
-        self.teacher = options.get("teacher")
         if batch.device == "cuda":
             self.workspace = CUBLAS_WORKSPACES.get(options.get("architecture", ""), CUBLAS_WORKSPACE)
         self.place = layout.coordinates(rank)
@@ -215,6 +214,8 @@ class _StepReplay:
         self.split = any(kind == _INPUT_GRADIENT for _, kind, *_ in self._steps())
         if self.split and any(map(config.has_experts, range(config.layers))):
             self.compiled = False  # what experts leave for later cuts a compiled block into pieces
+        teacher = options.get("teacher")
+        self.teacher = None if teacher is None else TeacherMemory(teacher, batch, self.compiled)
         self.passes = Counter(stage for _, kind, stage, *_ in self._steps() if kind == _FORWARD)
 
     def ledger(self) -> Ledger:
@@ -247,8 +248,8 @@ class _StepReplay:
         if any(stage.layers for stage in self.partition.stages_on(self.place["pp"])):
             for table in position_tables(self.config, self.batch.sequence, self.batch.dtype):
                 yield Item("workspace", table.name, table.shape, table.dtype, table.bytes)
-        for category, name, size in list_teacher_tensors(self.teacher, self.batch, self.place["pp"]):
-            yield Item(category, name, bytes=size)
+        for each in self.teacher.list_tensors(self.place["pp"]) if self.teacher else ():
+            yield Item(each.category, each.name, bytes=each.bytes)
         for way in ("forward", "backward") if self.workspace else ():
             yield Item("workspace", f"cuBLAS, {way}", (self.workspace,), "uint8", self.workspace)
         shape = self.layout.micro_batches * self.batch.rows, self.batch.tokens
@@ -329,7 +330,7 @@ class _StepReplay:
             else:
                 candidates = snapshots.backward(kind == _INPUT_GRADIENT, state)
             if self.teacher is not None and snapshots.stage.last:
-                candidates = add_teacher(self.teacher, self.batch, candidates, kind == _FORWARD, self.compiled)
+                candidates = self.teacher.add_to(candidates, kind == _FORWARD)
             snapshot = max(candidates, key=lambda snapshot: snapshot.bytes)
             leaves = before
             if kind == _FORWARD:

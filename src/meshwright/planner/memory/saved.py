@@ -8,7 +8,7 @@ the tables of positions, which stay from step to step (`position_tables`).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 
 import numpy as np
@@ -20,7 +20,7 @@ from meshwright.planner.cost.operators import SavedTensor
 from meshwright.planner.memory import compiled_blocks, compiled_peaks
 from meshwright.planner.memory.dimensions import element_types, list_dimensions, list_properties
 from meshwright.planner.memory.snapshot import Saved
-from meshwright.planner.memory.tables import Item, holds, load_table, make_tensor, parse_items
+from meshwright.planner.memory.tables import Item, load_table, make_tensor, parse_items, select_items
 from meshwright.spec.chunks import split_loss_chunks
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.stages import Stage
@@ -125,18 +125,16 @@ def _mixtures(batch: MicroBatch, stage: Stage) -> bool:
     return any(batch.config.has_experts(layer) for layer in stage.layers)
 
 
-def _listed(section: str, dimensions: Mapping[str, Number], properties: Collection[str]) -> Iterator[SavedTensor]:
+@cache
+def _select(section: str, properties: frozenset[str]) -> tuple[Item, ...]:
+    """Return the tensors of a list in `tensors.toml` that exist. section: such as "loss"."""
+    return select_items(parse_items(load_table("tensors.toml")["saved"][section], {}), properties)
+
+
+def _listed(section: str, dimensions: Mapping[str, Number], properties: frozenset[str]) -> Iterator[SavedTensor]:
     """Yield the tensors of a list in `tensors.toml` that exist. section: such as "loss"; dimensions, properties: of the
     layer or of the loss."""
-    for item in _items(section):
-        if holds(item.conditions, properties):
-            yield make_tensor(item.name, item.value, dimensions)
-
-
-@cache
-def _items(section: str) -> tuple[Item, ...]:
-    """Return a list of saved tensors in `tensors.toml`. section: such as "loss"."""
-    return tuple(parse_items(load_table("tensors.toml")["saved"][section], {}))
+    return (make_tensor(item.name, item.value, dimensions) for item in _select(section, properties))
 
 
 def _shared_by_layers(batch: MicroBatch, stage: Stage) -> Iterator[SavedTensor]:

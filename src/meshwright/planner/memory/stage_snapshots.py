@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import partial
 
 from meshwright.planner.cost.micro_batch import MicroBatch, Number, layer_kind
 from meshwright.planner.memory import compiled_peaks, temporaries
@@ -66,40 +66,34 @@ class StageSnapshots:
         self.batch, self.stage, self.saved, self.whole, self.buffers = batch, stage, saved, unrecomputed, buffers
         self.compiled, self.queues, self.units = compiled, queues, buffers.units
         self.fused = batch.itemsize == batch.wide  # products add their weight gradients to the sums themselves
-        self._unit = {unit: number for number, unit in enumerate(self.units)}
         self._layer = {unit: int(unit.split(".")[1]) for unit in self.units if unit.startswith("layers.")}
-        self.of_unit, self.of_whole = self._by_unit(saved), self._by_unit(unrecomputed)
-        self.of_loss = sum(each.bytes for each in saved if _is_saved_by_loss(each))
+        self._saved_of, self._whole_of = self._by_unit(saved), self._by_unit(unrecomputed)
+        self._of_loss = [each for each in saved if _is_saved_by_loss(each)]
         self.saved_bytes = sum(each.bytes for each in saved)
         self.stream = batch.rows * batch.slice * batch.config.hidden * batch.itemsize
         self.queue = sum(map(self._queue_of, self._layer)) if queues else 0
+        self._backwards: dict[tuple[object, ...], list[NamedSnapshot]] = {}
 
     @property
     def _both_ends(self) -> bool:
         """True if the stage has both the embedding and the head, and these share their weight."""
         return self.buffers.tied and self.stage.first and self.stage.last
 
-    def _saving_unit(self, saved: Saved) -> int:
-        """Return the index of the FSDP unit (layer, embedding or head) that saved an activation; -1 if none did, so
-        that it is freed only at the end of the backward."""
-        if saved.name.startswith(OF_HEAD):
-            return self._unit["head"]
-        return self._unit.get(_unit_of(saved), -1)
-
-    def _by_unit(self, saved: Sequence[Saved]) -> list[int]:
-        """Return the saved bytes of each FSDP unit, in order, and at the end those that belong to no unit."""
-        found = [0] * (len(self.units) + 1)
+    def _by_unit(self, saved: Sequence[Saved]) -> dict[str, list[Saved]]:
+        """Return the saved activations of each FSDP unit (layer, embedding or head), in order, and under "" those that
+        no unit saved, which are freed only at the end of the backward."""
+        found: dict[str, list[Saved]] = {unit: [] for unit in (*self.units, "")}
         for each in saved:
-            found[self._saving_unit(each)] += each.bytes
+            unit = "head" if each.name.startswith(OF_HEAD) else ".".join(each.name.split(".")[:2])
+            found[unit if unit in found else ""].append(each)
         return found
 
     def _saved_at(self, unit_index: int, backward: bool) -> list[Saved]:
         """Return the saved activations allocated in the forward (or, if `backward`, the backward) of a unit."""
-        return [
-            each
-            for each in self.saved  # activations of the loss are freed at the end of the whole backward
-            if self._saving_unit(each) < unit_index + backward or (backward and _is_saved_by_loss(each))
-        ]
+        before = ("", *self.units[: unit_index + backward])
+        found = [each for unit in before for each in self._saved_of[unit]]
+        of_loss = self._of_loss if backward and "head" not in before else []
+        return [*found, *of_loss]  # activations of the loss are freed at the end of the whole backward
 
     def _snapshot(
         self, name: str, saved: int, tensors: Sequence[Temporary], unit_index: int, backward: bool
@@ -110,7 +104,7 @@ class StageSnapshots:
 
     def forward(self) -> Iterator[Snapshot]:
         """Yield the memory snapshots of the forward of one micro-batch."""
-        before = self.of_unit[-1]
+        before = _count_bytes(self._saved_of[""])
         for place, unit in enumerate(self.units):
             found = [("", list(self._layer_forward(place)))]
             if unit == "head":
@@ -118,7 +112,7 @@ class StageSnapshots:
             for what, extras in found:
                 tensors = *self._gathered(place, +1), *extras
                 yield self._snapshot(f"{unit}{what}: forward", before, tensors, place, False)
-            before += self.of_unit[place]
+            before += _count_bytes(self._saved_of[unit])
         if not self.stage.last:
             out = (message("output", self.stream),)
             yield self._snapshot("end of forward", before, out, len(self.units), False)
@@ -131,10 +125,11 @@ class StageSnapshots:
         elif self._compiled(unit) and not self._expert_parallel(unit):
             yield from compiled_peaks.forward_extras(at, self._layer[unit])
         else:
-            yield activation(f"{unit} being computed", max(self.of_whole[unit_index], self.of_unit[unit_index]))
+            most = max(map(_count_bytes, (self._whole_of[unit], self._saved_of[unit])))
+            yield activation(f"{unit} being computed", most)
             yield workspace(f"{unit} product and sums", 2 * self.stream)
             for one in temporaries.unpacked_weight(at, self._layer[unit]):  # what follows it is not saved yet
-                saved = sum(each.bytes for each in self._saved_of.get(unit, []) if ".mlp." in each.name)
+                saved = sum(each.bytes for each in self._whole_of[unit] if ".mlp." in each.name)
                 yield one._replace(bytes=max(0, one.bytes - saved))
             yield from temporaries.adapter_masks(at, self._layer[unit])
             if at.config.has_experts(self._layer[unit]):  # what is sent, what comes back, and that times weights
@@ -166,7 +161,7 @@ class StageSnapshots:
                 yield self._snapshot(f"{unit}{name}: backward", left, tensors, place, True)
             if split and unit in self._layer:
                 queue += self._queue_of(unit)
-            left -= self.of_unit[place] - (self.of_loss if unit == "head" else 0)
+            left -= _count_bytes(self._saved_of[unit]) - _count_bytes(self._of_loss if unit == "head" else ())
         if split:  # units without products are complete: until now their gradients were held beside the sums
             complete = (place for place, unit in enumerate(self.units) if unit not in self._layer)
             ends = [each for place in complete for each in self._unsharded_gradients(place)]
@@ -201,15 +196,21 @@ class StageSnapshots:
             ends = {GRADIENT: self.units[-1]} | ({} if self.stage.first else {INPUT: self.units[0]})
             arrived, layer = frozenset(name for name, end in ends.items() if end == unit), self._layer[unit]
             if self._expert_parallel(unit):
-                saved = self.whole, self.saved
+                saved = self._whole_of[unit], self._saved_of[unit]
                 yield from compiled_peaks.mixture_backward_extras(self.batch, layer, saved, Backward(arrived))
             else:
                 state = Backward(arrived, self.queues, self.queues and not split)
                 yield from compiled_peaks.backward_extras(self.batch, layer, state)
         elif unit in self._layer:
-            again = self.of_whole[unit_index] + self._bytes_beside_recomputed(unit) - self.of_unit[unit_index]
+            again = self._bytes_beside_recomputed(unit)
+            again += _count_bytes(self._whole_of[unit]) - _count_bytes(self._saved_of[unit])
             more = [activation("recomputed", again)] if again > 0 else []
-            for name, extras in self._layer_backward(unit, split):
+            layer = self._layer[unit]
+            alike = layer if layer in self.batch.routed else layer_kind(self.batch.config, layer)
+            key = alike, split, unit == self.units[-1]
+            if key not in self._backwards:  # equal layers have equal temporaries
+                self._backwards[key] = list(self._layer_backward(unit, split))
+            for name, extras in self._backwards[key]:
                 yield name, [*more, *extras]
         elif unit in LOOKED_UP and self.batch.config.adapter is None:
             yield from temporaries.embedding_pass(self.batch, unit).snapshots("embedding")
@@ -231,7 +232,7 @@ class StageSnapshots:
     def _layer_backward(self, unit: str, split: bool) -> Iterator[NamedSnapshot]:
         """Yield (snapshot name, temporaries) for the backward of an uncompiled layer. unit: such as "layers.3"; split:
         only input gradients are computed."""
-        at, config, number, saved = self.batch, self.batch.config, self._layer[unit], self._saved_of.get(unit, [])
+        at, config, number, saved = self.batch, self.batch.config, self._layer[unit], self._whole_of[unit]
         kind = layer_kind(config, number)
         layer = temporaries.Pass.of_layer(at, number, saved, split=split)
         yield from layer.snapshots("mixture" if kind.mixed else "mlp")
@@ -248,20 +249,12 @@ class StageSnapshots:
             inside = temporaries.attention_workspaces(at, kind) if name == ".attention" else ()
             yield name, [*around, *extras, *inside]
 
-    @cached_property
-    def _saved_of(self) -> dict[str, list[Saved]]:
-        """Activations that each FSDP unit such as "layers.3" would save without recompute."""
-        found: dict[str, list[Saved]] = {}
-        for each in self.whole:
-            found.setdefault(_unit_of(each), []).append(each)
-        return found
-
     def _queue_of(self, unit: str) -> int:
         """Return the bytes that the queued weight gradients of a layer keep allocated. unit: its name, such as
         "layers.3"."""
         if self._compiled(unit):
             return compiled_peaks.queued_bytes(self.batch, self._layer[unit])
-        return int(queued_bytes(self.batch, self._saved_of.get(unit, []), self._layer[unit]))
+        return int(queued_bytes(self.batch, self._whole_of[unit], self._layer[unit]))
 
     def _compiled(self, unit: str) -> bool:
         """Return True if a unit such as "layers.3" is a compiled layer whose memory can be predicted."""
@@ -342,9 +335,9 @@ class StageSnapshots:
         return [Reduction(flat, state.later) for flat in flats if flat.zero >= 2 or state.last]
 
 
-def _unit_of(saved: Saved) -> str:
-    """Return the FSDP unit in a saved activation's name, such as "layers.3" of "layers.3.mlp.up.input"."""
-    return ".".join(saved.name.split(".")[:2])
+def _count_bytes(saved: Iterable[Saved]) -> int:
+    """Return the bytes of saved activations."""
+    return sum(each.bytes for each in saved)
 
 
 def _is_saved_by_loss(saved: Saved) -> bool:

@@ -64,6 +64,11 @@ def holds(conditions: Iterable[str], true: Collection[str]) -> bool:
     )
 
 
+def select_items(items: Iterable[Item], true: Collection[str]) -> tuple[Item, ...]:
+    """Return the items whose conditions hold. true: the properties that are true."""
+    return tuple(item for item in items if holds(item.conditions, true))
+
+
 @cache
 def _parse_size(size: str) -> tuple[tuple[str | float, ...], ...]:
     """Return the terms of a size, each a list of factors: numbers and names of dimensions."""
@@ -85,4 +90,4 @@ def make_tensor(name: str, shape: str, dimensions: Mapping[str, Number]) -> Save
     """Return a tensor whose shape is written as in "x rows tokens hidden": element type, then a dimension for each
     axis."""
     kind, *axes = shape.split()
-    return SavedTensor(name, tuple(compute_size(axis, dimensions) for axis in axes), kind)
+    return SavedTensor(name, tuple(int(axis) if axis.isdigit() else dimensions[axis] for axis in axes), kind)

@@ -8,9 +8,10 @@ sources.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 from meshwright.planner.cost.adapters import PACKED
 from meshwright.planner.cost.blocks import layer_operators
@@ -18,35 +19,34 @@ from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Number, l
 from meshwright.planner.memory.attention_tiles import TiledAttention, backward_bytes, choose_tiles
 from meshwright.planner.memory.dimensions import list_dimensions, list_properties
 from meshwright.planner.memory.snapshot import NamedSnapshot, Saved, Temporary, activation, message, workspace
-from meshwright.planner.memory.tables import Item, compute_size, holds, load_table, parse_items
+from meshwright.planner.memory.tables import Item, compute_size, holds, load_table, parse_items, select_items
 from meshwright.spec.adapter_config import BLOCK
 from meshwright.spec.chunks import split_loss_chunks
 from meshwright.spec.policy import SLICE_LOGITS, UNPACKED_AT_ONCE
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """A snapshot in `tensors.toml`. name: after its unit's; conditions: under which it exists; tensors: temporaries
-    with their sizes; freed, held: beginnings of the names of saved activations freed before and made by then."""
+class _Row(NamedTuple):
+    """A snapshot in `tensors.toml`. name: after its unit's; tensors: temporaries with their sizes; freed, held:
+    beginnings of the names of saved activations freed before and made by then."""
 
     name: str
-    conditions: tuple[str, ...]
     tensors: tuple[Item, ...]
-    freed: tuple[Item, ...]
-    held: tuple[Item, ...]
+    freed: tuple[str, ...]
+    held: tuple[str, ...]
 
 
 @cache
-def _rows(section: str) -> list[_Row]:
-    """Return the snapshots of a pass in `tensors.toml`. section: such as "attention"."""
-    table = load_table("tensors.toml")
-    return [
-        _Row(
-            row["name"], (row["if"],) if "if" in row else (),
-            *(tuple(parse_items(row.get(key, ()), table["groups"])) for key in ("tensors", "freed", "held")),
-        )
-        for row in table[section]
-    ]  # fmt: skip
+def _rows(section: str, properties: frozenset[str]) -> list[_Row]:
+    """Return the snapshots of a pass in `tensors.toml` that exist. section: such as "attention"."""
+    table, found = load_table("tensors.toml"), []
+    for row in table[section]:
+        if holds((row["if"],) if "if" in row else (), properties):
+            tensors, freed, held = (
+                select_items(parse_items(row.get(key, ()), table["groups"]), properties)
+                for key in ("tensors", "freed", "held")
+            )
+            found.append(_Row(row["name"], tensors, *(tuple(item.name for item in items) for items in (freed, held))))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Pass:
     """
 
     dimensions: Mapping[str, Number]
-    properties: Collection[str]
+    properties: frozenset[str]
     saved: Sequence[Saved] = ()
     prefix: str = ""
 
@@ -79,28 +79,17 @@ class Pass:
         )  # fmt: skip
 
     def snapshots(self, section: str) -> Iterator[NamedSnapshot]:
-        """Yield (snapshot name, temporaries) for each snapshot of a section that exists."""
-        for row in _rows(section):
-            if holds(row.conditions, self.properties):
-                yield row.name, [*self._list_saved(row), *self._list_tensors(row)]
-
-    def _list_tensors(self, row: _Row) -> Iterator[Temporary]:
-        """Yield the temporaries of a snapshot."""
-        for item in row.tensors:
-            if holds(item.conditions, self.properties):
+        """Yield (snapshot name, temporaries) for each snapshot of a section that exists: saved activations freed before
+        it as an entry of negative bytes, those made by then, and its tensors."""
+        for row in _rows(section, self.properties):
+            freed, held = (tuple(self.prefix + name for name in names) for names in (row.freed, row.held))
+            found = [activation(each.name, each.bytes) for each in self.saved if each.name.startswith(held)]
+            if size := sum(each.bytes for each in self.saved if freed and each.name.startswith(freed)):
+                found.append(activation("freed", -size))
+            for item in row.tensors:
                 category, _, name = item.name.rpartition(": ")
-                yield Temporary(category or "activations", name, int(compute_size(item.value, self.dimensions)))
-
-    def _list_saved(self, row: _Row) -> Iterator[Temporary]:
-        """Yield an entry of negative bytes for the saved activations freed before a snapshot, and one for each that is
-        made by then."""
-        freed, held = (
-            tuple(self.prefix + item.name for item in items if holds(item.conditions, self.properties))
-            for items in (row.freed, row.held)
-        )
-        if size := sum(each.bytes for each in self.saved if each.name.startswith(freed)):
-            yield activation("freed", -size)
-        yield from (activation(each.name, each.bytes) for each in self.saved if each.name.startswith(held))
+                found.append(Temporary(category or "activations", name, int(compute_size(item.value, self.dimensions))))
+            yield row.name, found
 
 
 # --- attention
@@ -270,7 +259,7 @@ def loss_pass(batch: MicroBatch, saved: Sequence[Saved], compiled: bool, again: 
         "summed_bytes": batch.wide if len(chunks) > 2 else x,  # the sum of all but the last chunk
         "chunk_bytes": several * x * (2 if batch.narrow else 1),
     }  # fmt: skip
-    true = {*found.properties, *(name for name, value in every.items() if value)}
+    true = found.properties | {name for name, value in every.items() if value}
     return replace(found, dimensions={**found.dimensions, **sizes}, properties=true, prefix="")
 
 
