@@ -21,10 +21,8 @@ static long partial_floats(long head_dim) { return 2 * LANES + (head_dim + LANES
 // turns them into weights, and rescales what earlier sections gave.
 static void update_softmax(float* scores, long blocks, long low, long high, float scale, float cap, float* sums,
                            long floats) {
-    for (long b = 0; b < blocks; ++b) {
-        const Vec x = load(scores + b * BLOCK) * broadcast(scale);
-        store(scores + b * BLOCK, cap != 0 ? softcap(x, cap) : x);
-    }
+    for (long b = 0; b < blocks; ++b)
+        store(scores + b * BLOCK, softcap(load(scores + b * BLOCK) * broadcast(scale), cap));
     std::fill_n(scores, low, -INFINITY);
     std::fill(scores + high, scores + blocks * BLOCK, -INFINITY);
     Vec most = broadcast(-INFINITY);
@@ -80,32 +78,31 @@ static void attend_span(const Op& op, const Step& step, const QueryTile& tile, l
     for (long r = 0; r < rows; ++r) {
         sums[r * floats] = -INFINITY;
         query[r] = op.in + (tile.first + r / group) * op.in_stride + (head * group + r % group) * size;
-        float* panel = packed.data() + r / LANES * size * LANES;
-        for (long d = 0; d < size && panels; ++d) queries[r / LANES] = panel, panel[d * LANES + r % LANES] = query[r][d];
+        float* to = packed.data() + r / LANES * size * LANES;
+        for (long d = 0; d < size && panels; ++d) queries[r / LANES] = to, to[d * LANES + r % LANES] = query[r][d];
     }
     const auto low_of = [&](long t) { return first_visible(op, positions[t]); };
     const auto high_of = [&](long t) { return long(positions[t]) + 1; };
-    const long end = std::min(high_of(tile.count - 1), (span + 1) * SPAN_TOKENS);
-    for (long begin = std::max(low_of(0) / SECTION_TOKENS * SECTION_TOKENS, span * SPAN_TOKENS); begin < end;
-         begin += SECTION_TOKENS) {
+    const long start = span * SPAN_TOKENS, end = std::min(high_of(tile.count - 1), start + SPAN_TOKENS);
+    const W *keys[SPAN_TOKENS / BLOCK], *values[SPAN_TOKENS / BLOCK], *vectors[SECTION_TOKENS];
+    for (long b = 0; b * BLOCK < end - start; ++b) {
+        const long number = blocks[start / BLOCK + b], block = panels ? number : number * cache.kv_heads + head;
+        keys[b] = (const W*)cache.keys + block * size * BLOCK;
+        values[b] = (const W*)cache.values + block * width * BLOCK;
+    }
+    for (long begin = std::max(low_of(0) & -SECTION_TOKENS, start); begin < end; begin += SECTION_TOKENS) {
         const auto low = [&](long t) { return std::clamp(low_of(t) - begin, 0L, SECTION_TOKENS); };
         const auto high = [&](long t) { return std::clamp(high_of(t) - begin, 0L, SECTION_TOKENS); };
-        const long count = (high(tile.count - 1) + BLOCK - 1) / BLOCK;
-        const W *keys[SECTION_BLOCKS], *values[SECTION_BLOCKS], *vectors[SECTION_TOKENS];
-        for (long b = 0; b < count; ++b) {
-            const long number = blocks[begin / BLOCK + b], block = panels ? number : number * cache.kv_heads + head;
-            keys[b] = (const W*)cache.keys + block * size * BLOCK;
-            values[b] = (const W*)cache.values + block * width * BLOCK;
-        }
+        const long count = (high(tile.count - 1) + BLOCK - 1) / BLOCK, at = (begin - start) / BLOCK;
         std::fill_n(scores, rows * SECTION_TOKENS, 0.0f);
-        if (!panels) multiply(query.data(), rows, keys, count, LANES, size, scores, SECTION_TOKENS);
-        for (long i = 0; i < count * BLOCK; ++i) vectors[i] = values[i / BLOCK] + i % BLOCK * width;
+        if (!panels) multiply(query.data(), rows, keys + at, count, LANES, size, scores, SECTION_TOKENS);
+        for (long i = 0; i < count * BLOCK; ++i) vectors[i] = values[at + i / BLOCK] + i % BLOCK * width;
         transposed.assign(count * BLOCK * columns, 0.0f);
         multiply(vectors, count * BLOCK, queries.data(), panels, LANES, size, transposed.data(), columns);
         for (long r = 0; r < rows; ++r) {
-            float* row = scores + r * SECTION_TOKENS;
-            for (long i = 0; i < count * BLOCK && panels; ++i) row[i] = transposed[i * columns + r];
-            update_softmax(row, count, low(r / group), high(r / group), op.scale, op.softcap, sums + r * floats, floats);
+            float* to = scores + r * SECTION_TOKENS;
+            for (long i = 0; i < count * BLOCK && panels; ++i) to[i] = transposed[i * columns + r];
+            update_softmax(to, count, low(r / group), high(r / group), op.scale, op.softcap, sums + r * floats, floats);
         }
         for (long b = 0; b < count; ++b) {
             const auto from = [&](long t) { return std::max(low(t), b * BLOCK); };
@@ -115,7 +112,7 @@ static void attend_span(const Op& op, const Step& step, const QueryTile& tile, l
                 if (to(t) <= from(t)) continue;
                 for (long r = t * group; r < end * group; ++r) weight[r] = scores + r * SECTION_TOKENS + from(t);
                 for (size_t p = 0; p < panel.size(); ++p)
-                    panel[p] = values[b] + (from(t) - b * BLOCK) * width + p * LANES;
+                    panel[p] = values[at + b] + (from(t) - b * BLOCK) * width + p * LANES;
                 multiply(weight.data() + t * group, (end - t) * group, panel.data(), panel.size(), width,
                          to(t) - from(t), sums + t * group * floats + 2 * LANES, floats);
             }

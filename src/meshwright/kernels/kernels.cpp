@@ -73,6 +73,8 @@ static void rope_store(const Op& op, const Step& step, long t) {
     }
 }
 
+INLINE bool is_held(const Routing& r, long a) { return r.experts[a] >= r.first && r.experts[a] < r.first + r.held; }
+
 static Vec activate(const Vec& x, int kind, float alpha) {
     const Vec positive = maximum(x, broadcast(0.0f));
     if (kind == SILU) return x * sigmoid(x * broadcast(alpha));
@@ -84,6 +86,7 @@ static Vec activate(const Vec& x, int kind, float alpha) {
 // activation(gate) * up, of which gate is cut at `softcap` and up at ± `softcap`, then 1 added to it, if that is not 0.
 // Llama 4's experts: `weight` is the factor of each assignment's input, here of its products.
 static void activation(const Op& op, long t, long begin) {
+    if (op.rows == ASSIGNMENTS && !is_held(op.routing, t)) return;  // those to experts of other ranks have no input
     const float* x = op.in + t * op.in_stride;
     float* out = op.out + t * op.out_stride;
     const Vec factor = broadcast(op.weight ? op.weight[t] : 1.0f), limit = broadcast(op.softcap), one = broadcast(1.0f);
@@ -99,8 +102,7 @@ static void activation(const Op& op, long t, long begin) {
 static void scale_row(const Op& op, long t, const float* in, float* out) {
     const Vec factor = op.weight ? sigmoid(broadcast(op.weight[t])) : broadcast(op.scale);
     for (long i = 0; i < op.size; i += LANES) {
-        Vec y = load(in + i, op.size - i) * factor;
-        if (op.softcap != 0) y = softcap(y, op.softcap);
+        Vec y = softcap(load(in + i, op.size - i) * factor, op.softcap);
         if (op.accumulate) y = load(out + i, op.size - i) + y;
         store(out + i, y, op.size - i);
     }
@@ -153,8 +155,6 @@ static void group_assignments(const Op& op, const Step& step) {
         r.ends[e] = int32_t(count);
     }
 }
-
-INLINE bool is_held(const Routing& r, long a) { return r.experts[a] >= r.first && r.experts[a] < r.first + r.held; }
 
 static void combine(const Op& op, long t, float* out) {
     const Routing& r = op.routing;
@@ -210,7 +210,7 @@ static void attend(const Op& op, Run& run, long item) {
     const auto [first, last] = spans_of(op, *run.step, tile);
     const long scored = tile.count * op.heads / op.cache.kv_heads * SECTION_TOKENS;
     float* scores = take_scratch(scored + (run.parts > 1 ? 0 : (last - first) * run.floats));
-    float* sums = run.parts > 1 ? run.partials.data() + unit * run.parts * run.floats : scores + scored;
+    float* sums = run.parts > 1 ? run.partials.data() + unit * run.spans * run.floats : scores + scored;
     for (long span = item % run.parts; span < last - first; span += run.parts)
         (op.cache.bf16 ? attend_span<bfloat16> : attend_span<float>)(op, *run.step, tile, head, first + span,
                                                                      sums + span * run.floats, scores);
@@ -227,8 +227,9 @@ static long count_items(const Op& op, Run& run) {
             return run.ends.back();
         case ATTENTION:
             run.floats = run.tile_tokens * op.heads / op.cache.kv_heads * partial_floats(op.cache.head_dim);
-            run.parts = run.threads > 1 && units * run.spans * run.floats <= MOST_PARTIALS ? run.spans : 1;
-            if (run.parts > 1) run.partials.resize(units * run.parts * run.floats);
+            run.parts = std::min(run.spans, (4 * run.threads - 1) / units + 1);  // more where units are few
+            if (run.threads == 1 || units * run.spans * run.floats > MOST_PARTIALS) run.parts = 1;
+            if (run.parts > 1) run.partials.resize(units * run.spans * run.floats);
             run.done.assign(units, 0);
             return units * run.parts;
         case ACTIVATION: return rows * ((op.size + 1023) / 1024);
@@ -248,9 +249,7 @@ static void execute(const Op& op, Run& run, long item) {
         case LINEAR: case GROUPED_LINEAR: return multiply_matrix(op, run, item);
         case ROPE_STORE: return (op.cache.bf16 ? rope_store<bfloat16> : rope_store<float>)(op, *run.step, item);
         case ATTENTION: return attend(op, run, item);
-        case ACTIVATION:  // assignments to experts of other ranks have no input
-            if (op.rows != ASSIGNMENTS || is_held(op.routing, item % rows)) activation(op, item % rows, item / rows * 1024);
-            return;
+        case ACTIVATION: return activation(op, item % rows, item / rows * 1024);
         case ROUTE: return route(op, item);
         case GROUP: return group_assignments(op, *run.step);
         case COMBINE: return combine(op, item, out);
@@ -281,17 +280,21 @@ struct Pool {
 #ifdef __AMX_BF16__
         _tile_loadconfig(&TILES);
 #endif
-        for (;;) {
-            const uint64_t ticket = ticket_.fetch_add(1, std::memory_order_acq_rel);
-            const uint64_t item = ticket & MASK, items = ticket >> BITS & MASK;
-            if (item >= items) return ticket >> BITS;
-            execute(run_.ops[current_], run_, long(item));
-            if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 == items) begin_next();
+        for (uint64_t ticket, mine = 0;; mine = 0) {  // items that are done, but not counted yet
+            while (ticket = ticket_.fetch_add(1, std::memory_order_acq_rel), (ticket & MASK) < (ticket >> BITS & MASK))
+                execute(run_.ops[current_], run_, long(ticket & MASK)), ++mine;
+            if (!mine) return ticket >> BITS;
+            if (done_.fetch_add(mine, std::memory_order_acq_rel) + mine == (ticket >> BITS & MASK)) begin_next();
         }
     }
     void begin_next() {
         long items = 0;
-        while (!items && ++current_ < run_.count) items = count_items(run_.ops[current_], run_);
+        while (!items && ++current_ < run_.count) {
+            const Op& op = run_.ops[current_];
+            items = count_items(op, run_);
+            // Nobody could help with a single item. Products need the AMX tiles, which this thread may not have loaded.
+            if (items == 1 && op.kind != LINEAR && op.kind != GROUPED_LINEAR) execute(op, run_, 0), items = 0;
+        }
         done_.store(0, std::memory_order_relaxed);
         publish(items);
     }

@@ -27,6 +27,7 @@ from meshwright.kernels.operations import (
 )
 from meshwright.kernels.structures import BFLOAT16, Float32, PackedMatrix, get_address, get_row_layout
 
+_INT32 = np.dtype(np.int32)
 Execute = Callable[["ctypes.Array[structures.Op]", int, int, structures.Step], None]
 """Executes the entries from one index to another (exclusive) of an array of operations on a step."""
 
@@ -83,13 +84,10 @@ class OpList:
     def run(self, step: StepArrays, begin: int = 0, end: int | None = None) -> None:
         """Execute the entries from index `begin` to `end` (exclusive; None: to the last) on `step`, the ragged batch of
         a forward step, and return when they are done."""
-        arrays = structures.Step(
-            *(get_address(getattr(step, name), np.int32) for name in StepArrays.__annotations__),
-            token_count=len(step.tokens),
-            sequences=len(step.starts) - 1,
-            table_width=step.block_tables.shape[-1],
-            outputs=len(step.output_rows),
-        )
+        tokens, starts, tables, rows = step.tokens, step.starts, step.block_tables, step.output_rows
+        given = (tokens, step.positions, step.slots, starts, tables, rows)
+        sizes = len(tokens), len(starts) - 1, tables.shape[-1], len(rows)
+        arrays = structures.Step(*[get_address(each, _INT32) for each in given], *sizes)
         self._execute(self.array, begin, len(self._ops) if end is None else end, arrays)
 
 

@@ -178,7 +178,7 @@ struct Items {
         : begin(begin), rows(end - begin), panels((n + LANES - 1) / LANES) {
         row_blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
         block_rows = row_blocks ? (rows + row_blocks - 1) / row_blocks : 0;
-        for (group = GROUP_PANELS; group > 1 && row_blocks * (panels / group) < 4 * threads; group /= 2) {}
+        for (group = GROUP_PANELS; group > 1 && row_blocks * (panels / group) < 2 * threads; group /= 2) {}
         groups = (panels + group - 1) / group;
     }
     long count() const { return row_blocks * groups; }

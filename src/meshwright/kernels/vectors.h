@@ -109,7 +109,7 @@ INLINE Vec hyperbolic_tangent(const Vec& x) {
     const Vec far = fma(broadcast(2.0f), sigmoid(x + x), broadcast(-1.0f));
     return choose_at_least(square, 0.0625f, far, x * y);
 }
-INLINE Vec softcap(const Vec& x, float cap) { return broadcast(cap) * hyperbolic_tangent(x / broadcast(cap)); }
+INLINE Vec softcap(const Vec& x, float c) { return c ? broadcast(c) * hyperbolic_tangent(x / broadcast(c)) : x; }
 // erfc(z) = exp(-z²) Q(1 / (1 + 0.4 z)) for z >= 0; Q fitted to 6e-8 of erfc itself, so gelu's tail keeps its digits.
 INLINE Vec gelu(const Vec& x) {
     const Vec z = maximum(x, broadcast(0.0f) - x) * broadcast(0.70710678118654752f);

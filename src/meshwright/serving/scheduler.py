@@ -64,7 +64,7 @@ class StepBatch:
 
     def outputs(self) -> Iterator[tuple[Sequence, int]]:
         """Yield, for each token whose logits are wanted, in order, (its sequence, its position in the sequence)."""
-        owners = np.searchsorted(self.starts, self.output_rows, side="right") - 1
+        owners = self.starts.searchsorted(self.output_rows, side="right") - 1
         for owner, position in zip(owners.tolist(), self.positions[self.output_rows].tolist(), strict=True):
             yield self.sequences[owner], position
 
@@ -170,7 +170,7 @@ class Scheduler:
         tokens or ended. results: one for each of the batch's R output rows, from `sample_batch`."""
         outputs: list[Output] = []
         left = iter(results)
-        for sequence, count in zip(batch.sequences, np.diff(batch.starts).tolist(), strict=True):
+        for sequence, count in zip(batch.sequences, (batch.starts[1:] - batch.starts[:-1]).tolist(), strict=True):
             mine = list(islice(left, len(sequence.get_output_positions(count))))
             sequence.in_flight -= 1
             if sequence.finish_reason is not None:  # cancelled during the step, or ended by the batch before
@@ -312,9 +312,9 @@ class Scheduler:
         counts_S = np.array([len(computed) for _, computed, _ in picked], np.int32)
         rows_S = np.array([sequence.row for sequence in sequences], np.int32)
         starts = np.zeros(len(picked) + 1, np.int32)
-        np.cumsum(counts_S, out=starts[1:])
-        positions_T = np.arange(len(tokens), dtype=np.int32) + np.repeat(computed_S - starts[:-1], counts_S)
-        blocks_WT = self._tables[:, np.repeat(rows_S, counts_S), positions_T // BLOCK_TOKENS]
+        counts_S.cumsum(out=starts[1:])
+        positions_T = np.arange(len(tokens), dtype=np.int32) + (computed_S - starts[:-1]).repeat(counts_S)
+        blocks_WT = self._tables[:, rows_S.repeat(counts_S), positions_T // BLOCK_TOKENS]
         context = computed_S + counts_S
         slots_WT = np.ascontiguousarray(blocks_WT * BLOCK_TOKENS + positions_T % BLOCK_TOKENS)
         tables = np.ascontiguousarray(self._tables[:, rows_S, : count_blocks(int(context.max()))])
