@@ -137,6 +137,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**ODD, **SIGMOID, "head_dim": 12, "norm_topk_prob": False, "n_routed_experts": 6}
         | {"n_group": 3, "topk_group": 2},
     ),
+    "glm4_moe, no head_dim": ("glm4_moe", {**ODD, **SIGMOID, "hidden_size": 52}),  # 52 // 6 = 8
     "glm4, no biases": ("glm4", {**WIDE, "head_dim": 12, "attention_bias": False, "tie_word_embeddings": True}),
 }
 

@@ -72,13 +72,8 @@ def test_loss_and_gradients_equal_their_definition(
     found = TeacherTargets(loss, metric_sums, states, OutputHead(teacher, SINGLE_DEVICE.tensor, softcap=softcap))
     found.vocabulary = common
     if k:
-        found.top_ids_TK, found.top_log_p_TO = top_log_probabilities(
-            states,
-            OutputHead(teacher, SINGLE_DEVICE.tensor, softcap=softcap),
-            common or VOCABULARY,
-            loss.temperature,
-            k,
-        )
+        cut = OutputHead(teacher[:common], SINGLE_DEVICE.tensor, softcap=softcap)
+        found.top_ids_TK, found.top_log_p_TO = top_log_probabilities(states, cut, loss.temperature, k)
     for keep in (True, False):
         metric_sums.zero_()
         ours = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
@@ -97,9 +92,7 @@ def test_all_tokens_in_the_cache_give_the_loss_of_the_running_teacher():
     loss = DistillationLoss("jsd", 2.0, 0.1, beta=0.7)
     hidden, weight, targets = draw(TOKENS, HIDDEN), draw(VOCABULARY, HIDDEN), torch.randint(0, VOCABULARY, (TOKENS,))
     states, teacher = draw(TOKENS, TEACHER), draw(VOCABULARY, TEACHER)
-    cached = top_log_probabilities(
-        states, OutputHead(teacher, SINGLE_DEVICE.tensor), VOCABULARY, loss.temperature, VOCABULARY
-    )
+    cached = top_log_probabilities(states, OutputHead(teacher, SINGLE_DEVICE.tensor), loss.temperature, VOCABULARY)
     running = TeacherTargets(loss, torch.zeros(3), states, OutputHead(teacher, SINGLE_DEVICE.tensor))
     stored = TeacherTargets(loss, torch.zeros(3), top_ids_TK=cached[0], top_log_p_TO=cached[1])
     values = [
@@ -120,9 +113,7 @@ def test_cached_logits_of_a_teacher_are_computed_chunk_by_chunk(monkeypatch: pyt
         "__matmul__",
         lambda a, b: chunks.append(len(a)) or multiply(a, b),  # type: ignore[func-returns-value]
     )
-    ids, values = top_log_probabilities(
-        states, OutputHead(weight, SINGLE_DEVICE.tensor, softcap=1.5), VOCABULARY, 0.7, 4
-    )
+    ids, values = top_log_probabilities(states, OutputHead(weight, SINGLE_DEVICE.tensor, softcap=1.5), 0.7, 4)
     monkeypatch.undo()
     assert chunks == [5, 5, 3]
     p = torch.softmax(1.5 * torch.tanh(states @ weight.T / 1.5) / 0.7, dim=1)

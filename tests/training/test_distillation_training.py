@@ -235,9 +235,10 @@ def test_cache_of_a_layout_is_that_of_one_device(two: LocalRanks, home: Path, la
         given |= {"teacher": str(home / "mixture")}
     else:  # the head's last slice is short, and has padding
         given |= {"teacher": str(make_padded_teacher(home, 320))}
-    (home / "short.py").write_text((home / "text.py").read_text()[:12_000])
+    (home / "short.py").write_text((home / "text.py").read_text()[:18_000])
     made = changes(home, given)
-    recipe = cases.recipe(home / "alone", "dp1", **made | {"data": made["data"] | {"source": str(home / "short.py")}})
+    data = made["data"] | {"source": str(home / "short.py"), "sequence": 64}  # several micro-batches in a file
+    recipe = cases.recipe(home / "alone", "dp1", **made | {"data": data})
     data = prepare(recipe.data, recipe.run.seed)
     write_teacher_cache(recipe, data, lambda line: None)
     cache = TeacherCache(recipe, data)
@@ -450,10 +451,11 @@ def test_checksum_of_a_teacher_does_not_depend_on_its_layout_and_one_rank_hashes
     assert (first, second) == (1, 0) and known == received
 
 
-def test_on_policy_step_trains_on_samples_of_the_current_student(home: Path):
+def test_on_policy_step_trains_on_samples_of_the_current_student(home: Path, monkeypatch: pytest.MonkeyPatch):
     """Replays the first step by transformers: same uniform numbers, whole prefixes instead of a cache."""
     distill = {"on_policy": 1.0, "on_policy_prompt": 20, "on_policy_temperature": 0.8}
     task, recipe, model = make_task(home, distill)
+    monkeypatch.setattr("meshwright.training.on_policy.CHUNK", 56)  # of prompts of different lengths, up to 20
     rows = task.samples_of_step(0)
     ((tokens, targets, documents),) = task.load_step(0)
     batch = task.tokens.read_batch(rows)

@@ -181,13 +181,13 @@ def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     head_dim_keys = keys["head_dim"]
     if family.latent:
         fields |= read_latent_attention(read)
-    elif hidden % heads and (not head_dim_keys or read.get(head_dim_keys)[1] is None):
+    elif hidden % heads and family.name != "glm4_moe" and (not head_dim_keys or read.get(head_dim_keys)[1] is None):
         missing = ' and there is no "head_dim"' if head_dim_keys else ""
         raise UserError(
             f'{where}: "{keys["hidden"][0]}" {hidden} is not a multiple of "{keys["heads"][0]}" {heads}{missing}'
         )
     else:
-        head_dim = hidden // heads
+        head_dim = hidden // heads  # rounded down in GLM-4.5, as by transformers
         fields["head_dim"] = read.integer("head_dim", head_dim_keys, head_dim) if head_dim_keys else head_dim
     if family.name == "bloom":
         # transformers fixes the width. ALiBi positions have no table: the trained length is not in the file.

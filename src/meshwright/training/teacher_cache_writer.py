@@ -113,7 +113,7 @@ def _compute_shard(cache: TeacherCache, teacher: Teacher, mesh: Mesh, shard: Sha
         loaded = [_load_sequences(cache, mesh, shard, first + np.arange(rows)) for first in firsts]
         for number, found in teacher.run(loaded).items():
             head, count = teacher.output_head(mesh.tp), max(0, min(rows, shard.sequences - firsts[number]))
-            top = top_log_probabilities(found.states_TH, head, cache.vocabulary, given.temperature, given.top_k)
+            top = top_log_probabilities(found.states_TH, head, given.temperature, given.top_k)
             if mesh.tp.rank == 0 and count:
                 indices_C = loaded[number][2].indices_C
                 held = slice(None) if indices_C is None else indices_C.cpu().numpy()

@@ -305,15 +305,15 @@ def _all_reduce_log_sum_exp(values_NC: torch.Tensor, tensor: TensorOperations) -
 
 @torch.no_grad()
 def top_log_probabilities(
-    states_TH: torch.Tensor, head: OutputHead, vocabulary: int, temperature: float, top_k: int
+    states_TH: torch.Tensor, head: OutputHead, temperature: float, top_k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return, for each of T tokens, the K most probable next tokens: their IDs [T, K] (int64), and log-probabilities
     [T, K + 1] (float64), of these tokens and, last, of all other tokens together. The logits are computed chunk by
     chunk of tokens and, in float64, of fewer tokens at a time. With tensor parallelism the results are equal on all tp
     ranks. Collective.
 
-    states_TH: input of the output head. head: output head, on this rank's vocabulary slice. vocabulary: number of token
-    IDs; further ones of `head` are padding. temperature: divisor of the logits. top_k: K."""
+    states_TH: input of the output head. head: output head, on this rank's vocabulary slice. temperature: divisor of
+    the logits. top_k: K."""
     tokens, width = len(states_TH), len(head.weight_VH)
     ids_TK = torch.empty(tokens, top_k, dtype=torch.int64, device=states_TH.device)
     log_p_TO = torch.empty(tokens, top_k + 1, dtype=torch.float64, device=states_TH.device)
@@ -325,7 +325,6 @@ def top_log_probabilities(
         at_once = max(1, _WIDE_LOGITS[states_TH.device.type] // width)
         for first in range(0, chunk, at_once):
             scaled_PV = logits_CV[first : first + at_once].double() / temperature
-            scaled_PV[:, max(0, vocabulary - head.first_token) :] = torch.finfo(torch.float64).min
             here = slice(start + first, start + first + len(scaled_PV))
             ids_TK[here], log_p_TO[here] = _find_top_k(scaled_PV, head, top_k)
         start += chunk
