@@ -63,9 +63,13 @@ def read_page(page: Path) -> list[File | Command]:
 
 
 def normalize(line: str, exact: bool = False) -> str:
-    """Return a line with single spaces; unless `exact`, with # for every number, s for any unit of time, B of size."""
+    """Return a line with single spaces; unless `exact`, with # for every number, s for any unit of time, B of size, and
+    with one precision for those that a run chooses by the CPU's instructions, without the rank of a prediction and the
+    remark that the machine was busy."""
     if not exact:
-        line = _NUMBER.sub("#", re.sub(r"\b[0-9a-f]{32,}\b", "#", line))
+        line = re.sub(r"\b[0-9a-f]{32,}\b", "#", re.sub(r"\bbf16(?= on \d+ cpu)", "fp32", line))
+        line = re.sub(r" for rank \d+(?=, error)|; upper bound: the machine as busy as when it was measured", "", line)
+        line = _NUMBER.sub("#", line)
         for unit, names in _UNITS.items():
             line = re.sub(rf"# {names}\b", f"# {unit}", line)
     return " ".join(line.split())
