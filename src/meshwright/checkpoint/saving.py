@@ -388,10 +388,8 @@ def _as_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def _split_chunks(tensor: torch.Tensor, whole: bool) -> Iterable[tuple[int, torch.Tensor]]:
-    """Split the 1-D `tensor`, a slice to be saved, into chunks, so that converting one of them to another dtype takes
-    little memory. Return an iterable of (index of the chunk's first element, elements).
-
-    whole: True to return a single chunk, for tensors that are stored transposed, because a small chunk would be many
-    short runs on disk."""
+    """Split the 1-D `tensor`, a slice to be saved, into chunks, so that converting a chunk to another dtype takes
+    little memory. Return an iterable of (index of the chunk's first element, elements). whole: True to return a single
+    chunk, for tensors that are stored transposed: small chunks of these would be many short runs on disk."""
     step = tensor.numel() if whole else _CAST_ELEMENTS
     return ((start, tensor[start : start + step]) for start in range(0, tensor.numel(), max(1, step)))

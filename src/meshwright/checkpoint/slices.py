@@ -112,7 +112,7 @@ def format_slice_tensor_name(kind: str, name: str, start: int, stop: int, column
     "exp_avg:NAME[:, 8:16][0:64]".
 
     kind: "master" or an optimizer state such as "exp_avg". name: name of the exported tensor. start, stop: range of its
-    flattened elements. columns: range of inputs; only these columns of the matrix are flattened; None: all.
+    flattened elements. columns: range of input columns; if given, only these columns of the matrix are flattened.
     """
     of = "" if columns is None else f"[:, {columns.start}:{columns.stop}]"
     return f"{kind}:{name}{of}[{start}:{stop}]"
@@ -249,8 +249,8 @@ def intersect_ranges(a: MatrixRange, b: MatrixRange) -> list[tuple[int, int, int
 
 def _align_columns(a: Columns | None, b: Columns | None) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return (first column, width), arguments of `MatrixRange`, for each of the column ranges `a` and `b` of one matrix
-    (None: all columns). Equal ranges give (0, 1) twice: equal element indices then mean equal elements, and the
-    flattened elements can be treated as a matrix with one column.
+    (None: all columns). For equal ranges return (0, 1) twice: the flattened elements of both can then be compared by
+    index, as if the matrix had one column.
     """
     if a == b:
         return (0, 1), (0, 1)
@@ -267,8 +267,9 @@ def list_kinds(slices: Iterable[StoredSlice]) -> set[str]:
 def split_reads(
     reads: Iterable[PlannedRead], block_bytes: int
 ) -> Mapping[int, list[tuple[PlannedRead, int, int, int]]]:
-    """Split the reads of one file at the boundaries of its blocks of `block_bytes` bytes. Return {block number: [(read,
-    index of the part's first element within the read, number of elements, byte in the block at which they begin)]}.
+    """Split the reads of one file at the boundaries of its blocks of `block_bytes` bytes. Return {block number: list of
+    tuples}, one tuple for each part of a read: (read, index in the read of the part's first element, number of
+    elements, byte in the block at which they begin).
     """
     cut: dict[int, list[tuple[PlannedRead, int, int, int]]] = {}
     for read in reads:

@@ -17,13 +17,13 @@ from meshwright.program.order import Integers
 
 def compute_lower_bound_seconds(operation: str, network: Network, total_bytes: float, root: int = 0) -> float:
     """Return a lower bound on the seconds that any program needs for a collective operation on a vector of
-    `total_bytes` bytes: the larger of a latency bound and a bandwidth bound.
+    `total_bytes` bytes: the larger of a latency bound and a bandwidth bound. operation: name such as "all-reduce".
+    network: ranks, switches and links. root: source or destination rank of a rooted operation.
 
-    operation: name such as "all-reduce". network: ranks, switches and links. root: source or destination rank of a
-    rooted operation. Latency bound: latency from a rank to the farthest rank that needs its data. Bandwidth bound: for
-    each known cut of the network into blocks (single ranks, nodes, halves of a torus ...), the bytes that must leave or
-    enter a block divided by the bandwidth of its links, plus the lowest latency of a message; the largest over all
-    cuts. For all-reduce on uniform links it is alpha + 2(n-1)/n S beta (n ranks, S bytes, alpha seconds per message,
+    Latency bound: latency from a rank to the farthest rank that needs its data. Bandwidth bound: the largest time over
+    all known cuts of the network into blocks (single ranks, nodes, halves of a torus ...). The time of a cut is the
+    bytes that must leave or enter a block, divided by the bandwidth of the block's links, plus the lowest latency of a
+    message. For all-reduce on uniform links it is alpha + 2(n-1)/n S beta (n ranks, S bytes, alpha seconds per message,
     beta seconds per byte).
     """
     if network.ranks == 1:

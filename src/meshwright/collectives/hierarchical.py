@@ -65,8 +65,8 @@ def all_reduce_scattered(ranks: int, groups: int | None = None) -> CollectivePro
 
 
 def reduce_scatter(ranks: int, groups: int | None = None) -> CollectiveProgram:
-    """Generate the program (steps of every rank) of the hierarchical reduce-scatter: inside each node, then between
-    nodes, among the ranks with the same local rank. Both phases use rings.
+    """Generate the program (steps of every rank) of the hierarchical reduce-scatter: first inside each node, then
+    between nodes. The second phase runs among the ranks with the same local rank. Both phases use rings.
 
     groups: g, the ranks per node (default: the largest divisor of n up to its square root).
 
@@ -85,8 +85,8 @@ def reduce_scatter(ranks: int, groups: int | None = None) -> CollectiveProgram:
 
 
 def all_gather(ranks: int, groups: int | None = None) -> CollectiveProgram:
-    """Generate the program (steps of every rank) of the hierarchical all-gather: between nodes, among the ranks with
-    the same local rank, then inside each node. Both phases use rings.
+    """Generate the program (steps of every rank) of the hierarchical all-gather: first between nodes, then inside each
+    node. The first phase runs among the ranks with the same local rank. Both phases use rings.
 
     groups: g, the ranks per node (default: the largest divisor of n up to its square root). Z. Zhang et al., MiCS:
     near-linear scaling for training gigantic model on public cloud, VLDB 2022.
@@ -145,7 +145,7 @@ def reduce(ranks: int, root: int = 0, groups: int | None = None) -> CollectivePr
 
 def all_to_all(ranks: int, groups: int | None = None) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the hierarchical all-to-all: first inside each node, then between
-    nodes, among the ranks with the same local rank.
+    nodes. The second phase runs among the ranks with the same local rank.
 
     groups: g, the ranks per node (default: the largest divisor of n up to its square root). Inside a node, the rank
     with local rank l collects all blocks for ranks with local rank l of any node; it then sends one message to each

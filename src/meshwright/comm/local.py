@@ -64,8 +64,8 @@ def find_socket_parent() -> str:
 
 
 class RemoteTraceback(Exception):
-    """Exception that carries the traceback `text` of the exception that rank `rank` of a pool has raised; it is the
-    `__cause__` of the same exception raised in this process."""
+    """Exception with the traceback `text` of an exception that rank `rank` of a pool has raised. The parent process
+    raises the same exception, with this one as its `__cause__`."""
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(f"on rank {rank}:\n{text}")

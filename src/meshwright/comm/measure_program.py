@@ -42,7 +42,7 @@ def measure(
     call, and return the measured times.
 
     checked: the program (each rank's sends, receives and reductions). total_bytes: size of the operation's float32
-    vector, rounded up to whole elements (and to equal slices where each rank owns a slice). repeats: number of timed
+    vector. It is rounded up to whole elements, and to equal slices if each rank owns a slice. repeats: number of timed
     runs. world: local ranks to run on, as many as the program has; None: start new ones, with one thread each.
 
     Returns a dict: exact (always True: the results of a test run on integers were equal), measured_seconds and
@@ -190,8 +190,8 @@ def _matches_native(executable: Executable, numel: int, device: str) -> bool:
 
 
 def _run_native(executable: Executable, vector: torch.Tensor) -> torch.Tensor:
-    """Run torch.distributed's call of the same operation as `executable` (a prepared program) on `vector`; for a CUDA
-    vector on gloo, on a copy in host memory. Return the result on the vector's device."""
+    """Run torch.distributed's call of the same operation as `executable` (a prepared program) on `vector`, and return
+    the result on the vector's device. With gloo, a CUDA vector is first copied to host memory."""
     there = vector if vector.is_cpu or executable.batched else vector.cpu()
     return _call_native(executable, there).to(vector.device)
 

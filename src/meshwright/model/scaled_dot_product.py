@@ -47,9 +47,10 @@ def make_attention_mask(
     `documents`: document boundaries in packed sequences; `sequence`: number of tokens of a sequence; `window`: sliding
     window in tokens (None: none); `device`: device of the mask; `form`: mask format, from `choose_mask_form`.
 
-    Format "first" (also in place of "boolean" on a CPU): index of the first key to which each token may attend, [B or
+    Format "first", which also replaces "boolean" on a CPU: index of the first key to which each token may attend, [B or
     1, S], on the CPU. "varlen": a `VarlenMask`. "boolean": [B or 1, 1, S, S], True where a token may attend. One mask
-    serves all layers with the same window."""
+    serves all layers with the same window.
+    """
     if form == "first" or (form == "boolean" and device.type == "cpu"):  # the host reads it
         return documents.on_host().first_visible_BS(sequence, window, torch.device("cpu"))
     first_BS = documents.first_visible_BS(sequence, window, device)

@@ -34,7 +34,7 @@ class SlotMoves:
         read_level, write_level: Dependency level at which the source is read and the target is written. A reduction is
             written at the level at which all transfers of its group (steps that a rank posts together) have ended.
         reduces: True to add to the target, False to overwrite it.
-        turn: Order of reductions of one group into one target, from 0.
+        turn: Position of a reduction among those of its group into the same target, from 0.
     """
 
     read_level: Integers  # level of the read
@@ -191,8 +191,8 @@ class ContributionTracker:
 
     def _apply_copies(self, moves: SlotMoves) -> tuple[SlotMoves, Chunks, Sets]:
         """Apply those of `moves` that overwrite their target slot (buffer for one chunk) to `memory`. Return the
-        remaining moves, the reductions, with what they have read from their source slots: (moves, chunk numbers
-        [moves], sets of contributing ranks [moves, 64-bit words])."""
+        remaining moves (the reductions) and the contents of their source slots: (moves, chunk numbers [moves], sets of
+        contributing ranks [moves, 64-bit words])."""
         chunk, sets = self._read_slots(moves)
         reduces = int(np.searchsorted(moves.reduces, True))  # overwriting moves come first
         self._chunk[moves.target[:reduces]], self._sets[moves.target[:reduces]] = chunk[:reduces], sets[:reduces]

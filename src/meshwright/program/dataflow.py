@@ -90,9 +90,9 @@ class Dataflow:
 
     @cached_property
     def _ordered_components(self) -> tuple[Integers, Mask, Mask]:
-        """Compute steps sorted by the value (output or gradient) that they compute, then by layer component (attention,
-        dispatch, MLP, combine) in execution order: three arrays [compute steps]: step index; True for the first
-        component of a value; True for its last."""
+        """Return the compute steps, sorted by the value (output or gradient) that they compute, then by layer component
+        (attention, dispatch, MLP, combine) in execution order. Three arrays [compute steps]: step index; True for the
+        first component of a value; True for its last."""
         s, c, made = self.program.steps, self.computing, self.produced
         part = np.where(s.kind[c] == Kind.FORWARD, s.component[c], -s.component[c])
         order = np.lexsort((part, made)) if part.any() else np.argsort(made, kind="stable")
@@ -157,10 +157,9 @@ class Dataflow:
 
     def _find_same_component(self, weights: Integers, whole: Integers) -> Integers:
         """Return, for each weight-gradient step, the index of the step whose gradients it reads: the input-gradient or
-        full backward step of the same replica, stage, micro-batch and layer component.
-
-        weights: indices of the weight-gradient steps. whole: [weights], indices to return instead where no step has the
-        same component, because one input-gradient step computes all components.
+        full backward step of the same replica, stage, micro-batch and layer component. weights: indices of the
+        weight-gradient steps. whole: [weights], indices of the input-gradient steps that compute all components at
+        once; returned where no step has the same component.
         """
         s, c = self.program.steps, self.computing
         gradients = c[np.isin(s.kind[c], (Kind.BACKWARD, Kind.INPUT_GRADIENT))]

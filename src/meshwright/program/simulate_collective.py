@@ -111,8 +111,9 @@ class CollectiveSimulator:
 
     def _count_messages_ahead(self, checked: MatchedCollective) -> Integers:
         """Return, for each message, the number of messages of the same group that start before it on the same first
-        link, each of which delays it by the network's gap: [messages]. A group is the steps that a rank posts together;
-        a message is all transfers from one group to another. checked: program with matched sends and receives."""
+        link: [messages]. Each of them delays the message by the network's gap. A group is the steps that a rank posts
+        together; a message is all transfers from one group to another. checked: program with matched sends and
+        receives."""
         first_step = np.full(len(self._route), len(checked.program.steps))
         np.minimum.at(first_step, self._message, checked.sends)
         line = self._sender * self.network.links + self._routes.link[self._routes.first[self._route]]

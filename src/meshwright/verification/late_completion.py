@@ -134,7 +134,7 @@ class LateCompletion:
         overwritten: Sequence[torch.Tensor] = (), name: str | None = None,
     ) -> Posted:  # fmt: skip
         """Start a call on copies of its buffers and fill its result buffers with a poison value (NaN). Return (work
-        handles, function that the wait calls: it checks the buffers and delivers the results).
+        handles, completion callback); the callback checks that the buffers were not touched, and delivers the results.
 
         post: function that starts the call. results: the call's result buffers with their copies. sent: buffers that
         must not change in flight. overwritten: buffers whose content is undefined afterwards. name: name of the call in
@@ -181,8 +181,8 @@ _REPLACED = (
 
 
 def _return_posted(posted: Posted) -> Posted:
-    """Return `posted`, the handles of a started call, unchanged. It is passed to `LateCompletion._post`, which expects
-    a function that starts a call, when the call has already been started."""
+    """Return `posted`, the handles of a call that has already been started. With it, such a call can be passed to
+    `LateCompletion._post`, which expects a function that starts a call."""
     return posted
 
 

@@ -105,10 +105,10 @@ class _FaultRuns:
         self.planted: set[tuple[str, ...]] = set()
 
     def run_collective_faults(self, before: set[tuple[str, ...]]) -> Iterator[tuple[Fault, Comparison]]:
-        """Train with each fault that can be planted in a collective call, one at a time: first for one step, then, if
-        this does not reveal the fault, for all steps of the training problem. Yield (fault, comparison with the
-        single-device run) for every fault that altered a value on some rank. before: keys (`_make_fault_key`) of faults
-        to leave out."""
+        """Train with each fault that can be planted in a collective call, one at a time. A run first has one training
+        step; if this does not reveal the fault, it is repeated with all steps of the training problem. Yield (fault,
+        comparison with the single-device run) for every fault that altered a value on some rank. before: keys
+        (`_make_fault_key`) of faults to leave out."""
         problem = self.maker.make_sgd_problem(layers=3)
         (healthy,) = self._run_with_faults(problem, [None])
         short = dataclasses.replace(problem, steps=1)

@@ -48,7 +48,7 @@ def describe_pattern(
     reference: Reference, slices: Sequence[Sequence[TensorSlice]], layout: Layout, step: int, name: str
 ) -> str:
     """Describe how the wrong gradient of the parameter `name` in step `step` (from 0) differs from the reference, such
-    as "contribution of rank 1 missing"; a least-squares fit finds how often each rank's contribution is in the sum.
+    as "contribution of rank 1 missing". A least-squares fit finds how often each rank's contribution is in the sum.
     slices: gradient slices of each rank, [rank][slice]. layout: layout of the run."""
     truth = reference.gradients[step][name]
     mine = [[item for item in of_rank if item.name == name] for of_rank in slices]

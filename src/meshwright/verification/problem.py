@@ -255,9 +255,9 @@ def _scale_down_adapter(config: ModelConfig) -> AdapterConfig | None:
 
 
 def _choose_heads(tp: int, ulysses: int) -> tuple[int, int]:
-    """Return the smallest (query heads, key-value heads), at least (4, 2), that `tp` tensor-parallel and `ulysses`
-    context-parallel ranks can divide. Query heads are divisible by tp x ulysses; key-value heads are divided or
-    replicated evenly."""
+    """Return the smallest (query heads, key-value heads), at least (4, 2), for `tp` tensor-parallel and `ulysses`
+    context-parallel ranks. Query heads are divisible by tp x ulysses; key-value heads are divided or replicated evenly.
+    """
     for heads in itertools.count(4):
         for kv_heads in range(2, heads):
             on_rank = max(1, kv_heads // tp)

@@ -128,8 +128,9 @@ class SyntheticSplit:
     """Data split of generated sequences, with the interface of `PackedDataset`.
 
     problem: problem whose data are generated. first: number of the split's first sequence, counted over both splits of
-    the problem. sequences: number of sequences. is_mismatched: True for other random sequences in their place, from
-    which KTO estimates the KL divergence."""
+    the problem. sequences: number of sequences. is_mismatched: True to generate other random sequences for the same
+    numbers, from which KTO estimates the KL divergence.
+    """
 
     def __init__(self, problem: Problem, first: int, sequences: int, is_mismatched: bool = False) -> None:
         """Define the split; sequences are generated when read. Arguments: see the class."""
