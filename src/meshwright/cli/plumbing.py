@@ -80,8 +80,8 @@ def command(name: str, *examples: str, group: bool = False) -> Callable[[Callabl
 
 
 class FiniteRange(click.FloatRange):
-    """Type of options whose value is a finite number in a range. Unlike `click.FloatRange`, it refuses "inf" and "nan",
-    which is never outside a range because it compares false with any limit."""
+    """Type of options whose value is a finite number in a range. Unlike `click.FloatRange`, it refuses "inf" and "nan".
+    (Comparisons with "nan" are always false, so that `click.FloatRange` finds it within any range.)"""
 
     def convert(self, value: Any, option: click.Parameter | None, context: click.Context | None) -> Any:
         """Convert `value`, the text of the option, to a float. Raises `click.BadParameter`, also for "nan" and "inf".

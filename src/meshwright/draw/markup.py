@@ -68,7 +68,7 @@ def format_number(value: float, digits: int = 2) -> str:
 
 
 def _replace_invisible(found: re.Match[str]) -> str:
-    """Return the visible replacement of the character that a regular expression matched (`found`): for an ASCII control
+    """Return a visible replacement for the character matched by a regular expression (`found`): for an ASCII control
     character its symbol (U+2400 on), for any other U+FFFD."""
     code = ord(found[0])
     if unicodedata.category(found[0]) == "Cc" and code < 0x80:

@@ -121,11 +121,12 @@ class TensorFiles:
 
 
 def _are_records(storages: Set[tuple[int, int]], records: Mapping[int, int]) -> bool:
-    """Return True if each memory block that `torch.load` has mapped from a zip file is exactly one of the file's
-    records (stored members), or if there are no blocks.
+    """Return True if `torch.load` has mapped each memory block from exactly one record (stored member) of a zip file,
+    or if there are no blocks.
 
     storages: (address, size in bytes) of each block. records: {offset in the file: size in bytes} of the zip file's
-    records. The first block tells at which address (a page boundary) the file is mapped.
+    records. The address at which the file is mapped is unknown: it is tried with each record that has the size of one
+    of the blocks.
     """
     if not storages:
         return True

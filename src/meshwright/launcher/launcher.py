@@ -311,8 +311,8 @@ class _Attempt:
         """Describe in one sentence which rank was lost and why. died: ranks that ended without a report. reported:
         ranks that reported an error.
 
-        It describes the first of `died`; if there is none, or NCCL aborted it because another rank was suspended or
-        made a wrong call, the rank at fault by the recorded collective calls; if these show none, the first reported
+        The sentence is on the first of `died`. If there is none, or if NCCL aborted it because of another rank, the
+        sentence is on the rank at fault by the recorded collective calls. If these show none, it is the first reported
         error.
         """
         verdict = self.snapshot.verdict if self.snapshot is not None else None

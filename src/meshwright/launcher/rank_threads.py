@@ -59,10 +59,9 @@ def resolve_threads(recipe: Recipe, default: int, state: dict[str, Any] | None) 
 
 
 def format_thread_change(before: int | None, now: int | None) -> str | None:
-    """Return a line for the user that results may differ in their last bits, if the number of threads per rank changed
-    from `before` (in the checkpoint) to `now`; None if not.
-
-    before, now: None if unknown, or on a GPU, where the number has no effect; the result is then None.
+    """Return a line for the user if the number of threads per rank changed, which can change the last bits of results;
+    None if it did not change. before: number in the checkpoint; now: present number. Both are None if unknown, or on a
+    GPU, where the number has no effect; the result is then None.
     """
     if before is None or now is None or before == now:
         return None

@@ -44,8 +44,8 @@ def check_vocabulary(recipe: Recipe, tokens: int) -> None:
 
 
 def check_adapter_from(recipe: Recipe) -> None:
-    """Raise `UserError` if `adapter.from` names no adapter with the settings of the recipe's, which starts from its
-    values."""
+    """Raise `UserError` unless `adapter.from`, if set, names an adapter with the same settings as the recipe's adapter.
+    The recipe's adapter starts from its values."""
     if recipe.adapter.from_path is not None:
         least = find_smallest_vocabulary(recipe.data.tokenizer)
         config = config_from_recipe(recipe.model, recipe.data.sequence, least, recipe.adapter)

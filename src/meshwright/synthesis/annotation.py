@@ -359,9 +359,9 @@ def _take_majority(values: Sequence[Value]) -> Value | None:
 
 
 def _get_present_value(before: Annotation, sides: Exchange, like: Value) -> Value | None:
-    """Return the value that a record had before the import, in the type of the imported value `like`: labels (frozenset
-    of names), spans (tuple) or response (str); None if it had no labels or spans. before: the record's annotation
-    before the import. sides: the record's prompt and response.
+    """Return the value that a record had before the import: labels (frozenset of names), spans (tuple) or response
+    (str), whichever has the type of the imported value `like`. None if it had no labels or spans. before: the record's
+    annotation before the import. sides: the record's prompt and response.
     """
     if isinstance(like, str):
         return sides.response

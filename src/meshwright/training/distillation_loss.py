@@ -38,11 +38,10 @@ class DistillationLoss:
     layer_map: tuple[tuple[int, int], ...] = ()
 
     def terms(self, log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return two tensors [..., O] for O outcomes (tokens): each outcome's term of the divergence D, and a = q dD/dq
-        for the student's probabilities q, up to an additive constant in dD/dq. The gradient of D with respect to the
-        student's logits / T is a - q Σ a, in which that constant cancels.
-
-        log_p, log_q: log-probabilities (natural logarithms) of the outcomes under teacher and student, [..., O]."""
+        """Return two tensors [..., O] for O outcomes (tokens): each outcome's term of the divergence D; and a = q
+        dD/dq, where q is the student's probability and dD/dq may lack an additive constant. The gradient of D with
+        respect to the student's logits / T is a - q Σ a; the constant cancels in it. log_p, log_q: log-probabilities
+        (natural logarithms) of the outcomes under teacher and student, [..., O]."""
         if self.divergence == "forward_kl":
             p = log_p.exp()
             return p * (log_p - log_q), -p

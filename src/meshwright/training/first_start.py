@@ -209,8 +209,8 @@ class _ProfileRequest(NamedTuple):
 
 
 def _may_repeat(measurement: Path, log: Callable[[str], None]) -> bool:
-    """Return True if a measurement of this machine should be made (again): it never failed, or failed while other
-    programs used the processor and they no longer do. Otherwise log one line about the earlier failure and return
+    """Return True if a measurement of this machine should be made: it has not failed before, or it failed while other
+    programs used the processor, and they no longer do. Otherwise log one line about the earlier failure and return
     False.
 
     measurement: path of its result file.

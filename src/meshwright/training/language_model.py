@@ -252,8 +252,8 @@ class LanguageModelTask:
 
     def load_weights(self, directory: Path) -> None:
         """Load the weights of a Hugging Face model directory into the parameters, in place of initial values. An
-        adapter gets its initial values, or those of the PEFT directory `adapter.from`; projections to a teacher's
-        hidden states, which no directory has, get theirs from the seed."""
+        adapter gets its initial values, or those of the PEFT directory `adapter.from`. Projections to a teacher's
+        hidden states are in no directory; their initial values are drawn from the seed."""
         base = dataclasses.replace(self.config, adapter=None, projections=())
         files = CheckpointFiles(directory)
         names = match_entries(files, parameter_table(base), base)

@@ -234,8 +234,8 @@ class Run:
             self.journal.log(line)
 
     def _resolve_precision(self, layout: Layout, previous: str | None) -> Layout:
-        """Return `layout` with an explicit precision: its own; without one, the precision of `previous`, the layout
-        text in the checkpoint; without both, the faster of bf16 and fp32 on this device."""
+        """Return `layout` with an explicit precision. It is the first one known of: the layout's own; that of
+        `previous`, the layout text in the checkpoint; the faster of bf16 and fp32 on this device."""
         earlier = None if previous is None else Layout.parse(previous).precision
         return dataclasses.replace(layout, precision=layout.precision or earlier or choose_precision(self.mesh))
 

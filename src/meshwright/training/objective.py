@@ -131,22 +131,24 @@ class Objective(Protocol):
         """
 
     def begin(self, policy: Policy, split: str, passes: Iterable[Sequence[NDArray[np.int64]]]) -> None:
-        """Compute the inputs of the loss that depend on all samples of a step or validation, such as KTO's KL estimate;
-        called before its forward passes.
+        """Compute the inputs of the loss that depend on all samples of a step or validation, and store them in this
+        object; called before the step's forward passes. An example is KTO's KL estimate, the attribute `kl` of
+        `Preferences`.
 
-        policy: the model being trained; split: "train" or "validation"; passes: for each forward pass, this rank's
-        micro-batches as arrays of sequence indices. Collective.
+        policy: the model being trained; split: "train" or "validation"; passes: for each forward pass of the step, this
+        rank's micro-batches as arrays of sequence indices. Collective.
         """
 
     def complete(
         self, policy: Policy, micro_batches: Sequence[MicroBatch], rows: Sequence[NDArray[np.int64]], step: int | None
     ) -> list[MicroBatch]:
-        """Return this rank's `micro_batches` completed by what models compute in every step: for distillation the
-        teacher's targets, for on-policy distillation also texts sampled from the student.
+        """Return this rank's `micro_batches` with the further inputs of the loss that models compute in every step. For
+        distillation these are the teacher's targets; in on-policy distillation, the texts are also replaced by the
+        student's samples.
 
-        policy: the model being trained; rows: indices of the sequences of each micro-batch, in the training split;
-        step: index of the training step; None: validation, where `rows` are indices in the validation split.
-        Collective."""
+        policy: the model being trained. rows: indices of the sequences of each micro-batch in the training split. step:
+        index of the training step; None: validation, where `rows` are indices in the validation split. Collective.
+        """
 
     def state(self) -> dict[str, Any]:
         """Return the objective's entries of a checkpoint's `state.json`: checksums of its inputs, which must be equal
@@ -155,8 +157,8 @@ class Objective(Protocol):
 
 class NextToken:
     """Objective of next-token prediction: cross-entropy, averaged over the target tokens (those that are not -100).
-    Implements `Objective`: without pairs (`pair_loss`), metrics (`metric_names`, `metric_sums`) or teacher
-    (`teacher_work`)."""
+    Implements `Objective`. It has no pair loss, no metrics and no teacher: `pair_loss`, `metric_sums` and
+    `teacher_work` are None, and `metric_names` is empty."""
 
     pair_loss: Preference | None = None
     metric_count = 0

@@ -149,11 +149,11 @@ class Preferences:
 
     @torch.no_grad()
     def begin(self, policy: Policy, split: str, passes: Iterable[Sequence[NDArray[np.int64]]]) -> None:
-        """Compute KTO's KL estimate: set the attribute `kl` to the mean of log p / p_ref over the mismatched responses
-        of a step or validation, at least 0 (arXiv:2402.01306, section 4.1). Other losses need nothing.
+        """Compute KTO's KL estimate and store it in the attribute `kl`: the mean of log p / p_ref over the mismatched
+        responses of a step or validation, at least 0 (arXiv:2402.01306, section 4.1). Do nothing for other losses.
 
-        policy: the model being trained; split: "train" or "validation"; passes: for each forward pass, this rank's
-        micro-batches as arrays of sequence indices. Collective.
+        policy: the model being trained; split: "train" or "validation"; passes: for each forward pass of the step, this
+        rank's micro-batches as arrays of sequence indices. Collective.
         """
         if self._of == 2 or self.reference is None:
             return

@@ -234,7 +234,8 @@ class TeacherCache:
 
     @property
     def _widths(self) -> tuple[int, int]:
-        """Numbers at each position in the two files of a shard: K, K + 1."""
+        """Number of values that each of the two files of a shard stores for a token: (K token IDs, K + 1
+        log-probabilities)."""
         return self.recipe.distill.top_k, self.recipe.distill.top_k + 1
 
     @property

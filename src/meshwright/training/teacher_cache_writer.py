@@ -125,8 +125,8 @@ def _compute_shard(cache: TeacherCache, teacher: Teacher, mesh: Mesh, shard: Sha
 
 
 def _load_sequences(cache: TeacherCache, mesh: Mesh, shard: Shard, places: NDArray[np.int64]) -> MicroBatch:
-    """Load sequences as a micro-batch; return this rank's context-parallel slice of it. mesh: device mesh; places:
-    indices of the sequences in `shard`; its last one stands for those beyond the end."""
+    """Load sequences as a micro-batch; return this rank's context-parallel slice of it. mesh: device mesh. places:
+    indices of the sequences in `shard`; an index beyond its end loads its last sequence."""
     indices = shard.first + np.minimum(places, shard.sequences - 1)
     batch = cache.data.split(shard.split).read_batch(indices, padded=True)
     tokens, targets = (torch.from_numpy(part).to(mesh.device) for part in (batch.tokens, batch.targets))

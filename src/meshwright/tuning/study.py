@@ -95,8 +95,8 @@ class Study:
             os.close(descriptor)
 
     def take_trial(self) -> RunningTrial | None:
-        """Return the next trial for this worker, with its directory locked: one that a killed worker left unfinished,
-        else a new one; None if the budget allows no new trial.
+        """Return the next trial for this worker, and lock its directory. It is one that a killed worker left
+        unfinished, if there is one, else a new one; None if the budget allows no new trial.
         """
         optuna = import_optuna()
         with self._hold_lock():

@@ -45,7 +45,8 @@ class UntrainedTensors:
 
     def begin_step(self) -> None:
         """Copy the buffers that earlier steps have changed, so that `restore_buffers` can undo a skipped step. In steps
-        1, 2, 4, 8 ... of this process copy all buffers, by which `end_step` detects further ones that change.
+        1, 2, 4, 8 ... of this process copy all buffers; `end_step` then compares them and finds further ones that
+        change.
         """
         self._looks += 1
         self._looking = self._looks & (self._looks - 1) == 0
