@@ -54,11 +54,11 @@ class RenderedConversation(NamedTuple):
     """A conversation rendered to text by a chat template. A range is [begin, end) in characters of `text`.
 
     text: the rendered conversation. responses: ranges of the assistant's turns to be trained on, end token included; a
-    turn may have several. context: ranges within `responses` that are not trained on, nor is a token that overlaps one.
-    template_tokens: ranges of the special tokens that the template itself wrote; a special token spelled out in a
-    message is ordinary text. turns: (begin, end, role) of each message's text, in order; empty if they cannot be found,
-    because the template inspects message text. left_out: message fields that the template does not render: "reasoning"
-    (of the last turn that has some) and "name".
+    turn may have several. context: ranges within `responses` that are not trained on; a token that overlaps one of them
+    is not trained on either. template_tokens: ranges of the special tokens that the template itself wrote; a special
+    token spelled out in a message is ordinary text. turns: (begin, end, role) of each message's text, in order; empty
+    if they cannot be found, because the template inspects message text. left_out: message fields that the template does
+    not render: "reasoning" (of the last turn that has some) and "name".
     """
 
     text: str
@@ -185,9 +185,9 @@ class ChatTemplate:
     def list_unrendered_functions(
         self, messages: Sequence[Message], tools: Tools, variables: Variables | None = None, prompt: bool = False
     ) -> list[tuple[str, str]]:
-        """Find functions whose names the template does not render; return ("tools", name) for each of `tools` and
-        ("messages", name) for each call in `messages`. For this test the names are replaced by random ones, since a
-        text may contain the name as a word. variables, prompt: as in `render`, which also lists the errors."""
+        """Find functions whose names the template does not render: return ("tools", name) for such a function of
+        `tools`, ("messages", name) for one that `messages` call. For this test the names are replaced by random ones,
+        since a text may contain the name as a word. variables, prompt: as in `render`, which also lists the errors."""
         names: dict[str, tuple[str, str]] = {}  # random name -> where the function is, and its name
 
         def rename(one: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -310,10 +310,10 @@ class ChatTemplate:
         regions: MessageRegions | None,
         prompt: bool = False,
     ) -> list[tuple[int, int]]:
-        """Return the character ranges [begin, end) in the rendered `text` of the special tokens that the template
-        wrote, not a message. messages: dicts of template variables (`role`, `content` ...). given: tools and further
-        variables. regions: positions of the messages; None: unknown. prompt: True if the text ends with the header of
-        the assistant's next turn.
+        """Return the character ranges [begin, end), in the rendered `text`, of the special tokens that come from the
+        template itself and not from the text of a message. messages: dicts of template variables (`role`, `content`
+        ...). given: tools and further variables. regions: positions of the messages; None: unknown. prompt: True if the
+        text ends with the header of the assistant's next turn.
 
         If a message contains anything like a special token, the template is rendered again with placeholders for
         message text; the special tokens that remain are the template's. Raises `TemplateError` if the two kinds cannot

@@ -169,8 +169,8 @@ class RecordFormat(NamedTuple):
         return ("prompt", "completion", labels)
 
     def _get_messages_key(self, record: Mapping[str, Any]) -> str:
-        """Return the key of a chat's messages: the one configured for "messages" or, if nothing is configured and the
-        record has only that, ShareGPT's "conversations".
+        """Return the key of a chat's messages: the one configured for "messages", by default "messages". If none is
+        configured and the record lacks "messages", it is ShareGPT's "conversations", if the record has that.
         """
         key = self.get_file_key("messages")
         shared = key not in record and "messages" not in self.renamed and "conversations" in record

@@ -170,8 +170,8 @@ class ExampleEncoder:
         return None
 
     def _tokenize(self, rendered: Sequence[RenderedConversation]) -> list[tuple[NDArray[Any], NDArray[np.uint8]]]:
-        """Tokenize rendered conversations; return for each (token ids [tokens], flags uint8 [tokens]: loss target, role
-        of the turn; see `token_flags`)."""
+        """Tokenize rendered conversations; return for each (token ids [tokens], flags uint8 [tokens]). Flags mark loss
+        targets and store the role of each token's turn (`token_flags`)."""
         named = [_rename_template_tokens(one, self._names) for one in rendered]
         with convert_library_errors("text cannot be tokenized"):
             encodings = self._encoder.encode_batch([text for text, _ in named], add_special_tokens=False)
