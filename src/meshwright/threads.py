@@ -71,7 +71,7 @@ def read_user_threads(environment: Mapping[str, str] | None = None) -> int | Non
 
 
 def are_threads_set_by_user(environment: Mapping[str, str] | None = None) -> bool:
-    """Return True if the user chose the thread count in OMP_NUM_THREADS; False if the variable is not a positive
+    """Return True if the user chose the thread count in OMP_NUM_THREADS. Return False if the variable is not a positive
     number, has the value 1 that torchrun sets by default, or was set by the Meshwright process that started this one.
     environment: environment variables; default os.environ."""
     environment = os.environ if environment is None else environment

@@ -34,8 +34,8 @@ def read_toml(path: Path, kind: str) -> dict[str, Any]:
 
 @cache
 def read_packaged_toml(package: str, name: str) -> Mapping[str, Any]:
-    """Return the tables of a TOML file of the package itself; cached. package: such as "meshwright.planner.cost"; name:
-    name of the file in it."""
+    """Return the tables of a TOML file that is part of Meshwright; cached. package: package that contains the file,
+    such as "meshwright.planner.cost"; name: name of the file in it."""
     return tomllib.loads(resources.files(package).joinpath(name).read_text(encoding="utf-8"))
 
 

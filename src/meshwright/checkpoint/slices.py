@@ -77,11 +77,11 @@ class MatrixRange:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRead:
-    """Planned read of consecutive elements of a checkpoint file, to fill all or a part of one slice that is loaded.
+    """Planned read of consecutive elements of a checkpoint file, from which one slice is filled completely or in part.
 
     offset: byte of the file at which the read begins. code: safetensors dtype of the elements, such as "F32".
-    destination: index of the slice to fill. source: range of the matrix that the read covers. wanted: range of the
-    matrix that the slice holds. Elements that are in both ranges are copied.
+    destination: index of the slice to fill. source: elements of the matrix that the read covers. wanted: elements of
+    the matrix that the slice holds. Elements that are in both ranges are copied.
     """
 
     offset: int
@@ -96,7 +96,8 @@ class PlannedRead:
         return self.source.stop - self.source.start
 
     def subrange(self, first: int, count: int) -> MatrixRange:
-        """Return the range of the matrix that `count` elements of this read, from number `first` (from 0) on, cover."""
+        """Return the range of the matrix that a part of this read covers: `count` elements, beginning with element
+        number `first` (from 0) of the read."""
         start = self.source.start + first
         return MatrixRange(start, start + count, self.source.first, self.source.width)
 
@@ -144,8 +145,9 @@ def _parse_slice(
 ) -> StoredSlice:
     """Build a `StoredSlice` from one entry of the JSON index that lists where each slice is stored.
 
-    columns: empty, or (first column, end column (exclusive), number of columns of the matrix); the other arguments,
-    `file` to `offset`, are the fields of that class. Raises `ValueError` for invalid values."""
+    columns: empty, or (first column, end column (exclusive), number of columns of the matrix); all other arguments are
+    the fields of `StoredSlice` with the same names. Raises `ValueError` for invalid values.
+    """
     part = StoredSlice(kind, name, start, stop, code, file, offset, Columns(*columns) if columns else None)
     first, end, of = part.columns or (0, 1, 1)
     texts, numbers = (kind, name, code), (start, stop, offset, first, end, of)

@@ -157,8 +157,9 @@ def format_usage_error(error: click.UsageError) -> str:
 
 
 def _find_override_key(error: click.NoSuchOption) -> str | None:
-    """Return the dotted recipe key that the user wrote as an unknown option (`--layout`, `--train.steps`), if the
-    command takes KEY=VALUE overrides; None otherwise."""
+    """Return the dotted recipe key that the user wrote as an option (`--layout`, `--train.steps`) in a command that
+    takes KEY=VALUE overrides; None if the unknown option is not such a key. error: click's error for the unknown
+    option."""
     from meshwright.recipe.recipe import SCHEMA
     from meshwright.tables import is_table
 

@@ -66,8 +66,9 @@ class _Traffic:
 
 
 def _compute_cut_seconds(operation: str, network: Network, block: Integers, root: int) -> float:
-    """Return the minimum time, in seconds per byte of the vector, in which the links between blocks of ranks can carry
-    the traffic that a collective operation requires between them; 0.0 for a single block.
+    """Return the minimum time of a collective operation on the links between blocks of ranks, in seconds per byte of
+    the vector: the traffic that the operation requires between the blocks, divided by the bandwidth of these links. 0.0
+    for a single block.
 
     operation: name such as "all-reduce". block: [vertices], block number of each rank, then of each switch; -1: switch
     outside every block. root: source or destination rank of a rooted operation. network: network whose links cross the

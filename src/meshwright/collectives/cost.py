@@ -295,7 +295,9 @@ def _make_torus_form(phases: int, dimensions: int | None, turns: bool) -> Form:
 
 def _make_mesh_form(phases: int, dimensions: int | None, turns: bool) -> Form:
     """Return the closed form (function from `CostInputs` to seconds) of a mesh algorithm, which runs one axis after the
-    other; arguments: as for `_make_torus_form`."""
+    other. phases: 1 for reduce-scatter or all-gather, 2 for all-reduce. dimensions: number of axes if the inputs have
+    no `dims`. turns: True if part i of the vector begins with axis i, so that all axes are busy; False if all begins
+    with axis 0."""
 
     def form(c: CostInputs) -> float:
         """Return the seconds of the algorithm for the inputs `c` (ranks, sides of the grid, vector size, links)."""

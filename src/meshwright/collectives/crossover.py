@@ -66,8 +66,8 @@ class Curves:
     @classmethod
     def simulate_promising(cls, chooser: Chooser, most: float = LARGEST) -> Curves:
         """Simulate the algorithms that may be the fastest at vector sizes from 1 KiB to `most` bytes; return the curves
-        of time over size. Algorithms that are far too slow by closed form are skipped, which changes no crossover (size
-        at which the fastest algorithm changes).
+        of time over size. Algorithms that are far too slow by closed form are skipped; this does not change the
+        crossovers (sizes at which the fastest algorithm changes).
 
         chooser: simulator of the operation's algorithms on the network.
         """

@@ -57,8 +57,8 @@ PRELOADED_TO_SERVE = ("torch", "torch.distributed", "meshwright.serving.ranks")
 
 
 def find_socket_parent() -> str:
-    """Return the directory in which to create private directories for Unix sockets: the temporary directory, or /tmp if
-    the temporary directory's path would make socket paths exceed the limit of 108 bytes (unix(7))."""
+    """Return the directory in which to create private directories for Unix sockets. That is the temporary directory,
+    unless its path is so long that socket paths would exceed the limit of 108 bytes (unix(7)); else /tmp."""
     parent = tempfile.gettempdir()
     return parent if len(os.fsencode(parent)) <= 48 else "/tmp"
 

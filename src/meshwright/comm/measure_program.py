@@ -45,10 +45,11 @@ def measure(
     vector. It is rounded up to whole elements, and to equal slices if each rank owns a slice. repeats: number of timed
     runs. world: local ranks to run on, as many as the program has; None: start new ones, with one thread each.
 
-    Returns a dict: exact (always True: the results of a test run on integers were equal), measured_seconds and
-    native_seconds (time of the program and of torch.distributed: median over runs of the slowest rank's time), ratio
-    (median over runs of native time / program time; above 1 the program is faster), total_bytes, bytes_sent (list by
-    rank, padding included), backend, native (name of torch.distributed's call), repeats.
+    Returns a dict with these keys. exact: always True: in a test run on integers the results were equal.
+    measured_seconds, native_seconds: time of the program and of torch.distributed's call, the median over runs of the
+    slowest rank's time. ratio: median over runs of native time / program time; above 1 the program is faster.
+    bytes_sent: list by rank, padding included. native: name of torch.distributed's call. Further keys: total_bytes,
+    backend, repeats.
 
     Raises UserError if this machine cannot hold the ranks or vectors, CheckFailed if results differ, and RankLost if a
     rank ends or does not answer within `TIMEOUT_SECONDS`; its message names the waiting ranks and the step.
@@ -214,8 +215,8 @@ def find_defined_slice(executable: Executable, numel: int) -> slice:
 
 
 def _find_receiver(executable: Executable) -> int:
-    """Return the rank that receives the vector in the operation "send-receive", in which the root sends it to one other
-    rank: the last rank, or rank 0 if the last one is the root. executable: the prepared program."""
+    """Return the rank that receives the vector in the operation "send-receive". It is the last rank, or rank 0 if the
+    last rank is the sender (root). executable: the prepared program."""
     last = executable.program.ranks - 1
     return last if executable.program.root != last else 0
 

@@ -220,10 +220,9 @@ class Executable:
             segment.finish()
 
     def _get_message_memory(self, message: Message, memory: Memory, staging: Memory) -> torch.Tensor:
-        """Return the memory from which a message is sent or into which it is received.
-
-        memory, staging: functions (first slot, number of slots) -> 1-D tensor: slots (buffers of one chunk) of the
-        vector, and of the staging buffer for messages that are then reduced into the vector.
+        """Return the memory from which a message is sent or into which it is received. memory: function (first slot,
+        number of slots) -> 1-D tensor with these slots (buffers of one chunk) of the vector. staging: the same for the
+        staging buffer, which receives messages that are then reduced into the vector.
         """
         if message.size == 0:
             return self._buffers.take("signal", 0, 1, memory(0, 1))
@@ -262,10 +261,9 @@ class Executable:
         )
 
     def _apply_locally(self, event: Reduce | LocalCopy, memory: Memory, staging: Memory) -> None:
-        """Execute `event`, a local copy or reduction in the rank's schedule.
-
-        memory, staging: functions (first slot, number of slots) -> 1-D tensor: slots (buffers of one chunk) of the
-        vector, and of the staging buffer with received data that are not yet reduced.
+        """Execute `event`, a local copy or reduction in the rank's schedule. memory: function (first slot, number of
+        slots) -> 1-D tensor with these slots (buffers of one chunk) of the vector. staging: the same for the staging
+        buffer, which holds received data that are not yet reduced.
         """
         target = memory(event.slot, event.size)
         source = staging(event.staging, event.size) if isinstance(event, Reduce) else memory(event.source, event.size)

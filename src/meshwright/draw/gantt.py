@@ -105,7 +105,8 @@ def draw_page(timeline: Timeline, rows: Sequence[Sequence[str]], summary: str = 
 
 
 def _choose_colour(span: Span) -> tuple[str, bool]:
-    """Return (CSS colour in which the step `span` is drawn, True if a label on it must be dark to be legible)."""
+    """Return the CSS colour in which the step `span` is drawn, and True if a label on it must be dark to be legible,
+    else False."""
     hue, saturation, lightness = COLOURS[span.kind][span.mirrored]
     lightness = round(lightness + 24 * span.shade)
     return f"hsl({hue} {saturation}% {lightness}%)", lightness > 58

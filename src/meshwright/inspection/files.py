@@ -140,9 +140,10 @@ def _are_records(storages: Set[tuple[int, int]], records: Mapping[int, int]) -> 
 
 
 def _check_zip_records(file: Path) -> dict[int, int]:
-    """Check that the records (stored members) of a zip file written by `torch.save` are uncompressed, one after
-    another, and where the zip directory says; torch maps them without this check and could return other bytes. Return
-    {offset of a record's data in the file: its size in bytes}. Raises `ValueError` or `BadZipFile` if the check fails.
+    """Check the records (stored members) of a zip file written by `torch.save`: they must be uncompressed, one after
+    another, and at the places that the zip directory names. torch maps records without this check and could return
+    other bytes. Return {offset of a record's data in the file: its size in bytes}. Raises `ValueError` or `BadZipFile`
+    if the check fails.
     """
     with zipfile.ZipFile(file) as archive, file.open("rb") as stream:
         records = sorted(archive.infolist(), key=lambda record: record.header_offset)

@@ -198,8 +198,8 @@ class _Attempt:
 
     def _is_suspended_too_long(self) -> bool:
         """Return True if a rank's process has been suspended (SIGSTOP) for `STOPPED_SECONDS` longer than the timeout of
-        collective calls. So a suspended rank is also found if no other rank waits for it in a collective call, as
-        during a save."""
+        collective calls. This finds suspended ranks for which no other rank waits in a collective call, as during a
+        save."""
         now, limit = time.monotonic(), self.spec.collective_timeout + STOPPED_SECONDS
         stopped = [
             rank.number
@@ -270,8 +270,8 @@ class _Attempt:
             rank.process.send_signal(number)
 
     def _end_all(self) -> None:
-        """Send SIGTERM to all ranks that still run, kill those that do not end in time, and close their file
-        descriptors."""
+        """Send SIGTERM to all running ranks, kill the ranks that do not end in time, and close the file descriptors of
+        all."""
         for number, seconds in ((signal.SIGTERM, TERMINATE_SECONDS), (signal.SIGKILL, 30.0)):
             left = [rank for rank in self.ranks if rank.process.poll() is None]
             for rank in left:

@@ -376,8 +376,9 @@ _held: list[int] = []  # descriptors that stay open as long as the process
 
 
 def _remove_stale_file(path: str) -> None:
-    """Remove the rendezvous file at `path` that killed ranks have left behind. A file in use is kept: its users hold a
-    lock on PATH.lock. Then take a shared lock on PATH.lock, which this process holds until it ends."""
+    """Remove the rendezvous file at `path` if killed ranks have left it behind, and lock it for this process. A file is
+    in use if processes hold a lock on PATH.lock; it is then kept. This process takes a shared lock on PATH.lock and
+    holds it until it ends."""
     descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     with suppress(BlockingIOError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

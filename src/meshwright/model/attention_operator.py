@@ -18,10 +18,10 @@ def register_attention(
 ) -> None:
     """Register an attention kernel as the differentiable custom operator meshwright::`name`.
 
-    `forward`: function of queries, keys and values [B, N or K, S, D] (N query heads, K key-value heads), of further
-    arguments such as the mask, and last of the heads' sinks [N] or None. It returns the output, or a tuple of the
-    output and of other tensors that `backward` needs. `backward`: function of the output's gradient, the list of saved
-    tensors, the further arguments and the sinks. The saved tensors are queries, keys and values, followed by the
+    `forward`: function whose arguments are queries, keys and values [B, N or K, S, D] for N query heads and K key-value
+    heads, further arguments such as the mask, and the heads' sinks [N] or None. It returns the output, or a tuple of
+    the output and of other tensors that `backward` needs. `backward`: function of the output's gradient, the list of
+    saved tensors, the further arguments and the sinks. The saved tensors are queries, keys and values, followed by the
     results of `forward` if it returns a tuple. It returns the gradients of queries, keys, values and sinks (an empty
     tensor without sinks). `result`: function of the arguments of `forward` that returns uninitialised tensors of the
     shapes of its result, for torch.compile.

@@ -256,9 +256,9 @@ class Experts(nn.Module):
 
 
 def sort_copies(chosen_TK: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sort token copies, one for each entry of `chosen_TK` (the K experts of each of T tokens), by expert. Return
-    (permutation [N], expert of each sorted copy [N], exclusive end index of each expert's copies, int32 [`experts`]), N
-    = T x K.
+    """Sort the N = T x K token copies, one for each entry of `chosen_TK` (the K experts of each of T tokens), by
+    expert. Return three tensors: the permutation [N]; the expert of each sorted copy [N]; the exclusive end index of
+    each expert's copies, int32 [`experts`].
     """
     expert_N, order_N = chosen_TK.flatten().sort(stable=True)
     experts_E = torch.arange(experts, device=chosen_TK.device)

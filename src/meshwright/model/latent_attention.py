@@ -68,12 +68,13 @@ class LatentAttention(nn.Module):
         cache: AttentionCache | None = None,
         layer: int = 0,
     ) -> torch.Tensor:
-        """Return the attention output [B, S, H] for the hidden states `x_BSH` (with sequence parallelism both are this
-        rank's token slices).
+        """Return the attention output [B, S, H] for the hidden states `x_BSH`. With sequence parallelism, both hold
+        only this rank's tokens.
 
-        `rotation`: rotary cosine and sine of each token, [B or 1, 1, S, E/2] each. `visible`: attention mask from
-        `make_attention_mask`; None: plain causal. `cache`: KV cache, in which the latent vectors and rotary keys are
-        stored under the layer number `layer`; attention then covers the cached tokens too, and `visible` is ignored.
+        `rotation`: rotary cosine and sine of each token, [B or 1, 1, S, E/2] each, for rotary keys of size E.
+        `visible`: attention mask from `make_attention_mask`; None: plain causal. `cache`: KV cache, in which the latent
+        vectors and rotary keys are stored under the layer number `layer`; attention then covers the cached tokens too,
+        and `visible` is ignored.
         """
         assert rotation is not None
         parts = self.qkv(self.tensor.enter(x_BSH, "attention.input"))

@@ -77,8 +77,8 @@ class _Mode(NamedTuple):
     """Options of a cross-entropy computation.
 
     gradients: "save": forward computes the gradients and saves them; "recompute": backward recomputes the logits;
-    "none": no backward follows (autograd's `needs_input_grad` stays True under torch.no_grad). of_tokens: True: return
-    the loss of each token, [T]; False: return their sum.
+    "none": there will be no backward. ("none" must be stated, because autograd's `needs_input_grad` is True under
+    torch.no_grad, too.) of_tokens: True: return the loss of each token, [T]; False: return their sum.
     """
 
     gradients: Literal["none", "save", "recompute"]
@@ -282,7 +282,8 @@ def _to_gradient_(logits_CV: torch.Tensor, log_sum_C: torch.Tensor, counted_C: t
 
 def loss_chunk_from_logits(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> Chunk:
     """Build a `Chunk` of C tokens from given logits and targets, without the matmul of the output head. The hardware
-    probe times the loss with it: the constructor computes the losses, `differentiate` their gradients.
+    probe times the loss with it: the constructor computes the losses, `differentiate` their gradients. `logits_CV`:
+    logits; `targets_C`: target token IDs.
     """
     vocabulary = logits_CV.shape[1]
     head = OutputHead(logits_CV.new_empty(vocabulary, 0), SINGLE_DEVICE.tensor, widest=vocabulary)

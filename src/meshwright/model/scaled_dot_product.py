@@ -25,12 +25,13 @@ attention), or one entry for each pair of tokens."""
 def choose_mask_form(
     device: torch.device, dtype: torch.dtype, head_size: int, capped: bool, sinks: bool = False
 ) -> MaskForm:
-    """Return the mask format of the attention kernel that is used for queries of `dtype` and `head_size` on `device`:
-    "first" (index of the first visible key of each query), "varlen" (document boundaries, as in flash attention) or
-    "boolean" (one entry for each query and key).
+    """Return the mask format of the attention kernel that is used for queries of `dtype` and `head_size` on `device`.
+    "first": index of the first visible key of each query; "varlen": document boundaries, as in flash attention;
+    "boolean": one entry for each query and key.
 
     `capped`: True if the scores have a softcap, which only tiled attention computes; `sinks`: True if heads have
-    attention sinks, which of PyTorch's kernels only flash attention supports."""
+    attention sinks. Among PyTorch's kernels, only flash attention supports sinks.
+    """
     if capped or device.type == "cpu":
         return "first"
     if supports_flash_attention(device, dtype, head_size):

@@ -122,7 +122,8 @@ class Transformer(nn.Module):
         return weight_VH if real >= len(weight_VH) else weight_VH[: max(0, real)]
 
     def output_head(self) -> OutputHead:
-        """Return this rank's slice of the output head, the argument `head` of the loss functions."""
+        """Return the `OutputHead` of the model for the loss functions: with tensor parallelism, this rank's vocabulary
+        slice of the output head."""
         shape = self._first_token, self._widest
         cap = self.config.logit_softcap or 0.0
         return OutputHead(self.head_weight, self.axes.tensor, None, *shape, self._loss_backend, cap)

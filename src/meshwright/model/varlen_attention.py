@@ -38,9 +38,9 @@ class VarlenMask(NamedTuple):
     sequences: it has the start index of each piece, then the number of tokens. Trailing pieces may be empty. None: each
     sequence is one document.
 
-    lengths: int64 [1 + 2 B chunks] on the CPU: the length of the longest piece in tokens; then, for each sequence and
-    chunk, the index in the sequence at which the document of the chunk's first token begins, and the number of the
-    chunk's tokens in it.
+    lengths: int64 [1 + 2 B chunks] on the CPU. It begins with the length of the longest piece in tokens. Then come two
+    numbers for each sequence and chunk, about the document of the chunk's first token: the index in the sequence at
+    which this document begins, and the number of the chunk's tokens that belong to it.
 
     window: a token attends to itself and the `window` - 1 tokens before it; 0: no window.
     """
@@ -201,8 +201,9 @@ def _compute_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the gradients of queries, keys and values, in their shapes, and of the sinks.
 
-    `d_out_BNSD`: gradient of the output; `saved`: queries, keys, values, output and log-sum-exps; `tensors`, `window`,
-    `scale`, `sinks`: as in `_compute_attention`."""
+    `d_out_BNSD`: gradient of the output; `saved`: queries, keys, values, output and log-sum-exps; `tensors`, `window`:
+    fields of a `VarlenMask`; `scale`: factor of the scores; `sinks`: attention-sink score of each query head.
+    """
     found = flash_backward(d_out_BNSD, saved, _make_causal_call(d_out_BNSD, tensors, window, scale))
     if sinks is None:
         return *found, empty_gradient(d_out_BNSD, None)

@@ -248,10 +248,9 @@ class Tapped(Protocol):
 
 @contextmanager
 def attach_taps(products: Sequence[Tapped], rows: tuple[int, ...]) -> Iterator[None]:
-    """Context manager around a compiled call. Inside it, each of the linear layers `products` that has a queue of
-    deferred weight gradients also has taps (dummy inputs whose gradients carry dy and x to the queue).
-
-    `rows`: shape of the layers' inputs without the last dim, such as (batch, tokens)."""
+    """Context manager around a compiled call. Inside it, those of the linear layers `products` that have a queue of
+    deferred weight gradients also have taps. Taps are dummy inputs whose gradients carry dy and x to the queue. `rows`:
+    shape of the layers' inputs without the last dim, such as (batch, tokens)."""
     products = [each for each in products if each.weight_gradients and each.weight.requires_grad]
     products = products if torch.is_grad_enabled() else []
     for each in products:

@@ -55,8 +55,8 @@ class CheckedPipeline:
 
 
 def check_pipeline(program: PipelineProgram) -> CheckedPipeline:
-    """Verify that a pipeline schedule runs forward and backward of every micro-batch exactly once and cannot deadlock;
-    return it with its matched transfers.
+    """Verify that the pipeline schedule `program` runs forward and backward of every micro-batch exactly once and
+    cannot deadlock; return it with its matched transfers.
 
     Raises `ProgramError` (rank, step, reason) at the first violation. The first stage must have input-gradient steps
     like all others; an executor may skip their computation, as nothing reads the gradient of the input data.

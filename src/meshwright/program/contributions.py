@@ -57,9 +57,9 @@ def build_transfer_moves(
     """Split all transfers into moves of single slots (buffers for one chunk) and return these, sorted by read level
     and, within a level, overwriting moves before reductions.
 
-    sends, receives: [transfers], step indices of the two ends. order: dependency level of each group (steps that a rank
-    posts together). read_level: [transfers], dependency level at which each transfer runs. Each signal of a barrier is
-    a move of its single slot.
+    program: the collective program. sends, receives: [transfers], step indices of the two ends. order: dependency level
+    of each group (steps that a rank posts together). read_level: [transfers], dependency level at which each transfer
+    runs. Each signal of a barrier is a move of its single slot.
     """
     s, slots = program.steps, program.slots
     barrier = program.operation == "barrier"

@@ -84,7 +84,7 @@ class Dataflow:
 
     @cached_property
     def produced(self) -> Integers:
-        """Index, in arrays over all values, of the value (output or gradient) that each compute step produces: [compute
+        """Value (output or gradient) that each compute step produces, as an index into arrays over all values: [compute
         steps]. The steps of a pass that is split into layer components produce one value together."""
         return self.index_values(_MAKES[self.program.steps.kind[self.computing]], self.computing)
 
@@ -112,9 +112,9 @@ class Dataflow:
         return self._tabulate_steps(2)
 
     def _tabulate_steps(self, which: int) -> Integers:
-        """Return the first or the last step that computes each value (output or gradient), as step indices [values] in
-        the order of `compute_value_index`; -1 for a value that no step computes. which: 1 for the first step, 2 for the
-        last."""
+        """Return, for each value (output or gradient), the first or the last step that computes it: step indices
+        [values] in the order of `compute_value_index`; -1 for a value that no step computes. which: 1 for the first
+        step, 2 for the last."""
         p = self.program
         table = np.full(3 * p.replicas * p.stages * p.micro_batches, -1, np.int64)
         order, chosen = self._ordered_components[0], self._ordered_components[which]

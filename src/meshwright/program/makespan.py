@@ -110,10 +110,8 @@ class _WaveOrder(NamedTuple):
 
 @lru_cache(maxsize=32)
 def _sort_into_waves(program: PipelineProgram) -> _WaveOrder:
-    """Sort the groups of a schedule (steps run together on a rank) into waves, each of which depends only on earlier
-    waves.
-
-    Raises ProgramError for a deadlock.
+    """Sort the groups of the schedule `program` (steps run together on a rank) into waves, each of which depends only
+    on earlier waves. Raises ProgramError for a deadlock.
     """
     _, wait = analyze_program(program)
     s = program.steps
@@ -157,8 +155,8 @@ def _sort_into_waves(program: PipelineProgram) -> _WaveOrder:
 
 
 def _list_remote_predecessors(program: PipelineProgram, wait: RemoteReads) -> tuple[list[Integers], list[Integers]]:
-    """List, for each group (steps run together on a rank), the groups on other ranks that it waits for. wait: values
-    read across ranks.
+    """List, for each group (steps run together on a rank), the groups on other ranks that it waits for. program: the
+    schedule. wait: values read across ranks.
 
     Returns (groups, reads), two lists of arrays [groups]. In the i-th array of the first list, entry g is the i-th
     group that group g waits for. In the i-th array of the second list, entry g is the index in `wait` of the read that

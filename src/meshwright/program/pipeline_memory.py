@@ -51,8 +51,8 @@ def compute_peak_activations(flow: Dataflow) -> Floats:
 
 
 def count_weight_copies(program: PipelineProgram) -> Floats:
-    """Return the peak number of copies of its weights that each rank holds, [ranks]. One copy is the weights of the
-    rank's stages of one replica.
+    """Return the peak number of copies of its weights that each rank of the schedule `program` holds, [ranks]. One copy
+    is the weights of the rank's stages of one replica.
 
     A synchronous schedule holds one copy per replica. In an asynchronous one (PipeDream), each update (optimizer step)
     makes a new version of a stage's weights, and a replaced version is kept (stashed) until the last backward that uses

@@ -105,8 +105,8 @@ def run_groups(
     arrived. Returns (start time of every group, end time of every group, group indices in dependency order). Times are
     in the unit of `duration`.
 
-    wait: values read across ranks. duration: [groups], time that each group occupies its rank. delay: [values of wait],
-    time of each message. Raises ProgramError with the cycle for a deadlock.
+    program: the schedule. wait: values read across ranks. duration: [groups], time that each group occupies its rank.
+    delay: [values of wait], time of each message. Raises ProgramError with the cycle for a deadlock.
     """
     s = program.steps
     groups = len(s.group_rank)

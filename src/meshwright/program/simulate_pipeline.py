@@ -141,7 +141,7 @@ class PipelineTiming:
 
 
 def simulate_pipeline(program: PipelineProgram, durations: Durations) -> PipelineTiming:
-    """Simulate a pipeline schedule with the given step durations; return start and end of every step.
+    """Simulate the pipeline schedule `program` with the given step durations; return start and end of every step.
 
     A rank runs its groups (steps run together) in order, one at a time, each as soon as its inputs have arrived.
     Transfers take no time of the ranks: a message leaves when it is produced or, with explicit transfers, when its send
@@ -171,9 +171,8 @@ def analyze_program(program: PipelineProgram) -> tuple[Dataflow, RemoteReads]:
 
 
 def compute_group_durations(program: PipelineProgram, durations: Durations) -> Floats:
-    """Return the time that each group (steps run together) occupies its rank, in the unit of the durations: [groups].
-
-    Groups of transfers take 0.
+    """Return the time that each group (steps run together) of the schedule `program` occupies its rank: [groups], in
+    the unit of `durations`. Groups of transfers take 0.
     """
     s = program.steps
     table = {

@@ -26,9 +26,10 @@ class DistillationLoss:
       eq. 2).
 
     mixing: a. temperature: T. layer_map: pairs (layer of the student, layer of the teacher), counted from 0, whose
-    outputs are compared: the squared difference, after a learned projection of the student's, averaged over pairs and
-    features and multiplied by `hidden_weight`, is added to a target token's loss (Romero et al. 2014, arXiv:1412.6550;
-    Jiao et al. 2019, arXiv:1909.10351, eq. 8)."""
+    outputs are compared. The student's output goes through a learned projection first. The squared difference, averaged
+    over pairs and features, is multiplied by `hidden_weight` and added to the token's loss (Romero et al. 2014,
+    arXiv:1412.6550; Jiao et al. 2019, arXiv:1909.10351, eq. 8).
+    """
 
     divergence: str = "forward_kl"
     temperature: float = 1.0

@@ -248,8 +248,9 @@ def _measure_and_store(
     """Measure and store a hardware profile (machine speeds) and process memory; log both and their duration.
 
     profile: profile to measure; None: none. unmeasured: function that returns the conditions (precision, threads,
-    compiled) under which process memory is still to be measured; called again after the profile, which may find the
-    precision of the run. log: called with each line for the user."""
+    compiled) under which process memory is still to be measured. It is called before and after the profile is measured,
+    because the profile may determine the run's precision. log: called with each line for the user.
+    """
     what, paths, seconds, expected = [], [], 0, unmeasured()
     if profile is not None:
         ranks, threads = profile.key.ranks, profile.key.threads
@@ -303,11 +304,11 @@ def measure_process_memory(keys: Sequence[ProcessKey], log: Callable[[str], None
 
 
 def _measure_profile(profile: _ProfileRequest, log: Callable[[str], None]) -> None:
-    """Measure a hardware profile (machine speeds) and store it, and the fastest precision if it was not known. A stored
-    profile is kept instead if it covers as much and other programs disturbed its measurement less.
+    """Measure a hardware profile (machine speeds) and store it; also find and store the fastest precision if it is not
+    known. If a stored profile covers as much and was less disturbed by other programs, keep that one instead.
 
-    profile: minimum coverage; the precisions and axes of an earlier profile with the same key are measured again. log:
-    called with each line for the user. `UserError` if the measurement failed on a rank.
+    profile: what the profile must cover at least. If there is an earlier profile with the same key, its precisions and
+    axes are covered, too. log: called with each line for the user. `UserError` if the measurement failed on a rank.
     """
     from meshwright.probe.ranks import probe
 
@@ -367,8 +368,9 @@ def _has_usable_profile(
 
 
 def _read_disturbed_fraction(profile: HardwareProfile, path: Path) -> float:
-    """Return the fraction, 0 to 1, of the time in which a hardware profile was measured during which other programs
-    occupied a rank's core: 0.0 if negligible, 1.0 if the profile is damaged. path: the profile's file, named in errors.
+    """Return how much other programs disturbed the measurement of a hardware profile: the fraction, 0 to 1, of its time
+    in which they occupied a rank's core. 0.0 if negligible, 1.0 if the profile is damaged. path: the profile's file,
+    named in errors.
     """
     try:
         measured = _parse_cluster(profile, path).measured

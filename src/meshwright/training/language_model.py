@@ -133,7 +133,8 @@ class LanguageModelTask:
 
     def count_terms(self, micro_batches: Sequence[MicroBatch]) -> TermCount:
         """Start to count the loss terms (target tokens, pairs or single responses) of a step: summed over this rank's
-        `micro_batches` and over all ranks, at least 1. The summed loss is divided by this number. Collective."""
+        `micro_batches` and over all ranks, at least 1. Return a function that returns this number, by which the summed
+        loss is divided. Collective."""
         return self.objective.count_terms(micro_batches, self.mesh)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], divisor: Divisor) -> torch.Tensor:

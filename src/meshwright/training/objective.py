@@ -105,7 +105,8 @@ class Objective(Protocol):
 
     def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> TermCount:
         """Start to count the loss terms (target tokens, pairs or single responses) of a step: summed over this rank's
-        `micro_batches` and over all ranks of `mesh`, at least 1. Collective."""
+        `micro_batches` and over all ranks of `mesh`, at least 1. Return a function that returns this number.
+        Collective."""
 
     def terms_share(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor | float:
         """Return this rank's share of the step's number of loss terms: the number in its `micro_batches`, divided by
@@ -173,7 +174,7 @@ class NextToken:
 
     def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> TermCount:
         """Start to count the target tokens of a step: summed over this rank's `micro_batches` and over all ranks of
-        `mesh`, at least 1. Collective."""
+        `mesh`, at least 1. Return a function that returns this number. Collective."""
         return count_targets((targets for _, targets, _ in micro_batches), mesh)
 
     def terms_share(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor | float:

@@ -92,7 +92,8 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, learning_rate: float, gradient_scale: float | GpuScale = 1.0) -> None:
-        """Update the master weights of all shards in place from their gradients.
+        """Update the master weights of all shards in place from their gradients. learning_rate: learning rate of this
+        step.
 
         gradient_scale: factor by which the gradients are first multiplied (norm clipping and loss scale), or a
         `GpuScale`, which the fused kernels apply on the GPU.

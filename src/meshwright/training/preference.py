@@ -118,7 +118,7 @@ class Preferences:
 
     def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> TermCount:
         """Start to count the pairs (or single responses) of a step: summed over this rank's `micro_batches` and over
-        all ranks of `mesh`, at least 1. Collective."""
+        all ranks of `mesh`, at least 1. Return a function that returns this number. Collective."""
         return sum_over_data((pairs.count for pairs in _list_pairs(micro_batches)), mesh, copies=mesh.cp.size)
 
     def terms_share(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor | float:

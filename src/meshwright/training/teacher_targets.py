@@ -176,7 +176,7 @@ class _DistillationChunk(Chunk):
         return self._logits_CV
 
     def _scaled_gradient(self, part: slice, factors_C: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the divergence with respect to the student's logits times T, [P, V], in the dtype of
+        """Return T times the gradient of the divergence with respect to the student's logits, [P, V], in the dtype of
         the logits, for the P tokens of the chunk in the slice `part`. factors_C: factor on each token of the chunk."""
         piece = self._divergence_gradient(part) * factors_C[part, None]
         if self._softcap:
@@ -313,7 +313,7 @@ def top_log_probabilities(
     states_TH: torch.Tensor, head: OutputHead, vocabulary: int, temperature: float, top_k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return, for each of T tokens, the K most probable next tokens. The first result is their IDs [T, K] (int64), the
-    second log-probabilities [T, K + 1] (float64): those of these tokens and, last, of all other tokens together. The
+    second their log-probabilities [T, K + 1] (float64), of which the last is that of all other tokens together. The
     logits are computed in chunks of tokens, in float64 of fewer tokens at a time. With tensor parallelism the results
     are equal on all tp ranks. Collective.
 
@@ -339,8 +339,8 @@ def top_log_probabilities(
 
 
 def _find_top_k(scaled_PV: torch.Tensor, head: OutputHead, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the K most probable tokens of each of P tokens: their IDs [P, K], and log-probabilities [P, K + 1] of
-    these tokens and, last, of all others together. scaled_PV: logits / T over this rank's vocabulary slice;
+    """Return the `top_k` = K most probable tokens of each of P tokens: their IDs [P, K], and log-probabilities [P, K +
+    1], of which the last is that of all other tokens together. scaled_PV: logits / T over this rank's vocabulary slice;
     overwritten. head: output head, which has the slice's first token ID and the communication over tp. Collective."""
     tensor, lowest = head.tensor, torch.finfo(scaled_PV.dtype).min
     log_sum_P = _all_reduce_log_sum_exp(torch.logsumexp(scaled_PV, dim=1)[None], tensor)[0]

@@ -168,8 +168,8 @@ def _split_into_batches(faults: Sequence[AnyFault]) -> Iterator[Sequence[AnyFaul
 
 
 def _make_fault_key(fault: Fault) -> tuple[str, ...]:
-    """Return the tuple that identifies a fault in a collective call: (call site, operation, kind of fault, "True" if it
-    is planted in all calls of the site, else "False")."""
+    """Return the tuple that identifies a fault in a collective call: (call site, operation, kind of fault, flag). The
+    flag is "True" if the fault is planted in all calls of the site, else "False"."""
     return fault.site, fault.operation, fault.kind, str(fault.call is None)
 
 

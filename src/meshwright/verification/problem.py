@@ -271,7 +271,7 @@ def _choose_heads(tp: int, ulysses: int) -> tuple[int, int]:
 def _scale_down_experts(config: ModelConfig, tp: int, ep: int, etp: int) -> dict[str, Any]:
     """Return the mixture-of-experts fields of a scaled-down configuration by ModelConfig field name: at most five
     experts (rounded up to a multiple of ep), at most three per token, and one dense layer if `config` has dense layers.
-    Empty if `config` has no experts."""
+    Empty if `config` has no experts. tp, ep, etp: parallel degrees that must divide the sizes."""
     if not config.experts:
         return {}
     cut = tp if ep == etp == 1 else etp

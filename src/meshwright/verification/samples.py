@@ -139,7 +139,8 @@ class SyntheticSplit:
 
     @property
     def mismatched(self) -> SyntheticSplit:
-        """The split of as many other random sequences, from which KTO estimates the KL divergence."""
+        """Split with other random sequences in place of this split's, as many as these; KTO estimates the KL divergence
+        from it."""
         return SyntheticSplit(self.problem, self.first, self.sequences, is_mismatched=True)
 
     def read_batch(self, numbers: ArrayLike, *, padded: bool = False) -> TokenBatch:
@@ -193,7 +194,7 @@ class SyntheticData:
         }
 
     def split(self, name: str) -> SyntheticSplit:
-        """Return the split called "train" or "validation"."""
+        """Return the split called `name`, "train" or "validation"."""
         return self._splits[name]
 
     def make_sample_order(self) -> SampleOrder:

@@ -359,8 +359,8 @@ class PackedExamples(PackedDataset):
 
 
 class MismatchedRows:
-    """Packed rows of labelled examples in which each response is replaced by that of another example, from which KTO
-    estimates the KL divergence of policy and reference. examples: the rows with the original responses.
+    """Packed rows of labelled examples in which each response is replaced by that of another example. KTO estimates the
+    KL divergence of policy and reference from them. examples: the rows with the original responses.
     """
 
     def __init__(self, examples: PackedExamples) -> None:

@@ -28,8 +28,8 @@ MAX_VALUE_BYTES = 1 << 28  # bytes; longer ones are refused, since a value is re
 @contextmanager
 def open_parquet(file: SourceFile, stream: Stream, encoded: Sequence[str] = (), metadata: Any = None) -> Iterator[Any]:
     """Context manager that opens a file as `pyarrow.parquet.ParquetFile`. Raises `UserError` for a file that is not
-    Parquet, is truncated or damaged (even if that shows only while the context reads), or is compressed as a whole,
-    such as "a.parquet.gz".
+    Parquet, is truncated or damaged, or is compressed as a whole, such as "a.parquet.gz". Damage found while the
+    context reads raises `UserError`, too.
 
     stream: the file's bytes, used if the file is not on a local disk. encoded: paths of the columns that are read as
     dictionary arrays (distinct texts, and for each row an index into them). metadata: the file's `FileMetaData`, if it

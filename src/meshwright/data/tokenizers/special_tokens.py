@@ -52,10 +52,9 @@ def read_special_tokens(directory: Path) -> set[str]:
 
 
 def find_special_tokens(tokenizer: Tokenizer, named: Iterable[str] = ()) -> frozenset[str]:
-    """Return the special tokens of a tokenizer: those that its tokenizer.json marks as special, and those of `named`
-    that are in its vocabulary.
-
-    Single characters are excluded: some publishers pad with "!", and the exclamation mark must remain text.
+    """Return the special tokens of a tokenizer: tokens that its tokenizer.json marks as special, and tokens of `named`
+    if its vocabulary has them. Single characters are excluded: some publishers pad with "!", and the exclamation mark
+    must remain text.
     """
     marked = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     return frozenset(
