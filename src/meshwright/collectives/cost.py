@@ -164,9 +164,8 @@ def _compute_rabenseifner_seconds(c: CostInputs) -> float:
 
 def _compute_exchange_seconds(c: CostInputs) -> float:
     """Compute the seconds of the exchanges of recursive halving or doubling among the m core ranks (m: largest power of
-    two up to the n ranks). c: ranks, vector size and links. In exchange i (from 0), a core rank sends 2^i shares of 1/n
-    of the vector each. If n > m, core ranks also hold the shares of the other n - m ranks, and send up to 2^(i+1)
-    shares."""
+    two up to the n ranks). c: ranks, vector size and links. In exchange i (from 0), a core rank sends 2^i shares (1/n
+    of the vector each), or up to 2^(i+1) if core ranks also hold the shares of the other n - m ranks."""
     distances = [1 << bit for bit in range(c.core.bit_length() - 1)]
     return sum(c.link.time_rounds(1, min(2 * d, d + c.extra) * c.share) for d in distances)
 
