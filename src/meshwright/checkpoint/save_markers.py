@@ -89,8 +89,8 @@ class SaveMarkers:
         return None
 
     def record_outcome(self, outcome: str) -> None:
-        """Record how this save ended in a file that the other ranks read. outcome: "done" or the reason of failure. The
-        file also has the outcomes of the last few saves. Only rank 0 calls this."""
+        """Write the outcome of this save to a file that the other ranks read. outcome: "done" or the reason of failure.
+        The file also has the outcomes of the last few saves. Only rank 0 calls this."""
         self.outcomes[self.attempt] = outcome
         if self.ranks > 1:
             last = {attempt: self.outcomes[attempt] for attempt in [*self.outcomes][-_OUTCOMES_KEPT:]}

@@ -261,11 +261,12 @@ class Save:
         self.markers.mark(phase, content)
 
     def _wait_for(self, list_done: Callable[[], set[int]], ranks: Iterable[int], action: str) -> None:
-        """Wait for other ranks: poll `list_done()`, which returns the ranks that have done an action, until they
-        include all of `ranks`. Raises `SaveFailed` after `timeout_seconds`, `SaveCancelled` if the save is cancelled or
-        failed on another rank.
+        """Wait until all of `ranks` have done an action. list_done: function that returns the ranks that have done it;
+        it is called repeatedly. Raises `SaveFailed` after `timeout_seconds`, `SaveCancelled` if the save is cancelled
+        or failed on another rank.
 
-        action: participle for the message "rank 3 has not ...", such as "written its part"."""
+        action: participle for the message "rank 3 has not ...", such as "written its part".
+        """
         deadline = time.monotonic() + self.target.options.timeout_seconds
         pause = 0.002
         while missing := set(ranks) - list_done():

@@ -81,10 +81,9 @@ def measure(
 
 
 def count_elements(checked: CheckedCollective, total_bytes: float) -> int:
-    """Return the number of float32 elements of a vector of `total_bytes`, rounded up.
-
-    checked: collective program that is to run on the vector; if each of its ranks owns a slice of the vector, the
-    number is rounded up so that all slices are equal. Raises UserError for a negative size."""
+    """Return the number of float32 elements of a vector of `total_bytes`, rounded up. checked: collective program that
+    is to run on the vector. If each of its ranks owns a slice of the vector, the number is rounded up to equal slices.
+    Raises UserError for a negative size."""
     if total_bytes < 0:
         raise UserError(f"bytes must be at least 0, not {total_bytes:g}")
     numel = max(1, -int(-total_bytes // DTYPE.itemsize))

@@ -187,8 +187,8 @@ class _Attempt:
             self._take_snapshot()
 
     def _take_snapshot(self) -> None:
-        """Store the state of all ranks for the hang report, before any of them is ended: the collective calls that they
-        have recorded, and the stacks of the blamed ranks that run outside a collective call."""
+        """Store the state of all ranks for the hang report, before any of them is ended. This is the collective calls
+        that they have recorded and, of blamed ranks that are not in a collective call, the stacks."""
         ended = {
             rank.number: rank.exit_description for rank in self.ranks if rank.ended is not None and not rank.report
         }
@@ -246,8 +246,8 @@ class _Attempt:
             rank.ended = (rank.report or {}).get("at", rank.ended)
 
     def _has_ended_abnormally(self, rank: StartedRank) -> bool:
-        """Return True if a rank has ended in such a way that the other ranks cannot continue: without a result, and
-        without the report `Terminated` of a rank that stopped after SIGTERM."""
+        """Return True if a rank has ended so that the other ranks cannot continue. It has then reported neither a
+        result nor `Terminated`, which a rank reports that stopped after SIGTERM."""
         return rank.ended is not None and not rank.finished and rank.error != "Terminated"
 
     def _forward_signals(self) -> None:

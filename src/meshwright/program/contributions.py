@@ -28,7 +28,7 @@ class SlotMoves:
     collective program are split; columns with one entry per slot.
 
     Attributes:
-        source, target: Slot read and slot written, each numbered rank x slots per rank + slot.
+        source, target: Slot read and slot written, numbered over all ranks: rank x (slots per rank) + slot.
         reader, writer: Step index of the step that reads (a send) and of the step that writes (a receive); equal for a
             local step.
         read_level, write_level: Dependency level at which the source is read and the target is written. A reduction is

@@ -296,8 +296,8 @@ class Run:
 
     def _check_skipped_steps(self) -> None:
         """Raise `CheckFailed` on all ranks if more than `train.maximum_skipped` steps in a row were skipped because the
-        loss or gradient norm was not finite. Steps with a finite loss whose gradients overflowed and thereby halved a
-        dynamic loss scale do not count."""
+        loss or gradient norm was not finite. A step does not count if its loss was finite and a dynamic loss scale was
+        halved because its gradients overflowed."""
         limit = self.recipe.train.maximum_skipped
         if self.trainer.skipped_in_a_row > limit:
             self._wait_for_save()  # an earlier save may still be in progress

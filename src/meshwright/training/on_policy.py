@@ -117,8 +117,8 @@ class Sampler:
 
 
 class _DenseCache:
-    """KV cache in plain tensors, for `count` sequences of up to `length` tokens, to which all sequences add one token
-    at a time (implements `model.cache.AttentionCache`). config: configuration of the model."""
+    """KV cache in plain tensors, for `count` sequences of up to `length` tokens (implements
+    `model.cache.AttentionCache`). All sequences add one token at a time. config: configuration of the model."""
 
     def __init__(self, config: ModelConfig, count: int, length: int) -> None:
         self._config, self._shape = config, (count, length)

@@ -78,11 +78,12 @@ class Preferences:
     over them, with rewards as metrics.
 
     pair_loss: the loss. splits: {split: examples}, with the splits "train" and "validation"; for KTO also "train
-    mismatched" and "validation mismatched", whose prompts are followed by responses of other examples.
+    mismatched" and "validation mismatched", in which each prompt is followed by the response of another example.
 
     Attributes: those of `Objective`; `reference`: log-probabilities of the responses under the reference policy (the
     initial weights), set by `prepare` before the first step; `kl`: KTO's estimate of the KL divergence in nats, set by
-    `begin` before each step."""
+    `begin` before each step.
+    """
 
     metric_count = PREFERENCE_METRICS
     metric_sums: torch.Tensor | None = None  # the forward passes add them up

@@ -67,8 +67,8 @@ class LocalFaultSpec:
 
 @dataclass(frozen=True, slots=True)
 class LocalFault:
-    """Deliberate bug in code without collectives. name: its description, such as "gradient clipping missing", by which
-    `LOCAL_FAULTS` defines it."""
+    """Deliberate bug in code without collectives. name: its description and key in `LOCAL_FAULTS`, such as "gradient
+    clipping missing"."""
 
     name: str
 
