@@ -125,8 +125,8 @@ def broadcast(ranks: int, root: int = 0, groups: int | None = None) -> Collectiv
 
 
 def reduce(ranks: int, root: int = 0, groups: int | None = None) -> CollectiveProgram:
-    """Generate the program (steps of every rank) of the hierarchical reduce to rank `root`: to one rank of every node,
-    then between these ranks. Both phases use binomial trees.
+    """Generate the program (steps of every rank) of the hierarchical reduce to rank `root`: first inside each node to
+    one of its ranks, then between these ranks. Both phases use binomial trees.
 
     groups: g, the ranks per node (default: the largest divisor of n up to its square root).
 

@@ -113,9 +113,9 @@ def choose_local_threads(recipe: Recipe, ranks: int, cores: int | None = None) -
 
 
 def ranks_share_one_host(info: RendezvousInfo) -> bool:
-    """Return True if all ranks of the run are on this host and share its cores, so that the thread count can be chosen
-    without asking other ranks; False if SLURM has assigned cores to each rank. info: number of all ranks and of those
-    on this host."""
+    """Return True if all ranks of the run are on this host and share its cores. The thread count can then be chosen
+    without asking other ranks. Return False if SLURM has assigned cores to each rank. info: number of all ranks and of
+    those on this host."""
     return info.ranks == (info.host_ranks or 1) and bool(read_rank_cores(os.environ)["shared"])
 
 
