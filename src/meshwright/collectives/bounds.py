@@ -67,8 +67,8 @@ class _Traffic:
 
 def _compute_cut_seconds(operation: str, network: Network, block: Integers, root: int) -> float:
     """Return the minimum time of a collective operation on the links between blocks of ranks, in seconds per byte of
-    the vector: the traffic that the operation requires between the blocks, divided by the bandwidth of these links. 0.0
-    for a single block.
+    the vector; 0.0 for a single block. It is the required traffic divided by the bandwidth of the links that carry it:
+    the largest value for traffic out of a block, into a block, and between all blocks together.
 
     operation: name such as "all-reduce". block: [vertices], block number of each rank, then of each switch; -1: switch
     outside every block. root: source or destination rank of a rooted operation. network: network whose links cross the

@@ -111,6 +111,6 @@ class Curves:
 
 
 def _find_fastest(seconds: dict[str, float]) -> str:
-    """Return the algorithm with the lowest time, or the first of several with this time. seconds: algorithm -> seconds."""
+    """Return the algorithm with the lowest time; of equally fast ones, the first. seconds: algorithm -> seconds."""
     least = min(seconds.values()) * (1 + 1e-9)
     return next(name for name, value in seconds.items() if value <= least)

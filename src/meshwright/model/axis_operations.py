@@ -139,7 +139,7 @@ class TokenDispatcher(Protocol):
 
     def dispatch_keys(self, keys_N: torch.Tensor, routes: Any) -> torch.Tensor:
         """Send one random-number key of each token copy to the rank of the copy's expert, in the order of an earlier
-        dispatch. Adapters derive dropout from it.
+        dispatch. Adapters derive their dropout masks from these keys.
 
         keys_N: int64, key of each of the N copies that were dispatched. routes: third result of that `dispatch`. Return
         the keys of the R copies that this rank received, [R].
