@@ -66,7 +66,7 @@ class Frame:
         title: Such as `start`, `round 3 of 6`, `before round 3: on each rank`.
         round: Number of rounds completed.
         arrows: Transfers since the previous frame.
-        cells: Contents after them of each slot (buffer for one chunk), indexed by rank, then by slot.
+        cells: Contents of each slot (buffer for one chunk) after these transfers, indexed by rank, then by slot.
     """
 
     title: str

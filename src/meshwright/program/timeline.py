@@ -34,7 +34,7 @@ class Span:
         name: Full description.
         shade: 0 (dark) for the first model chunk of a rank to 1 for its last.
         mirrored: True for the second replica (copy of the model) of a bidirectional schedule.
-        lanes: Number of horizontal strips into which the track is divided here because spans overlap in time.
+        lanes: Number of horizontal strips into which the track is divided at this span, because spans overlap in time.
         lane: Index of the strip in which this span is drawn.
     """
 

@@ -119,9 +119,8 @@ def _describe_repetition(failed: FailedMeasurement) -> str:
 
 
 def measure_run(recipe: Recipe, threads: int, log: Callable[[str], None]) -> None:
-    """Measure and store what predictions of a run are computed from: the machine's speeds (hardware profile) and the
-    memory of a process. Measurements that an earlier start stored are reused; nothing is measured if the run has no
-    steps left.
+    """Measure and store the inputs of a run's predictions: the machine's speeds (hardware profile) and the memory of a
+    process. Measurements that an earlier start stored are reused; nothing is measured if the run has no steps left.
 
     recipe: settings of the run. threads: number of OpenMP threads of each rank. log: called with each line for the
     user.
@@ -136,9 +135,9 @@ def measure_first_start(
     layout: Layout, device: str, threads: int, log: Callable[[str], None], *, compiled: bool | None = None,
     search: bool = False,
 ) -> None:  # fmt: skip
-    """Measure and store what step time and memory of this layout are predicted from: the machine's speeds (hardware
-    profile) and the memory of a process. Stored measurements are not repeated. If the layout names no precision, the
-    one that its run will take is measured and stored first.
+    """Measure and store the inputs from which step time and memory of this layout are predicted: the machine's speeds
+    (hardware profile) and the memory of a process. Stored measurements are not repeated. If the layout names no
+    precision, the one that its run will take is measured and stored first.
 
     device: the recipe's `run.device`. threads: number of OpenMP threads of each rank. log: called with each line for
     the user. compiled: True if the blocks run under torch.compile; None: process memory is not measured. search: True

@@ -207,10 +207,11 @@ class LanguageModelTask:
         """Compute the log-probabilities of the responses in the sequences of a split such as "train".
 
         passes: for each forward pass, this rank's micro-batches as arrays of sequence indices; sequences: number of
-        sequences of the split; an index that is not below it is padding.
+        sequences of the split; indices from this number on are padding.
 
         Yields after each forward pass a list of (sequence index, log-probabilities of its responses in nats); the list
-        is empty on ranks that do not hold the last pipeline stage. Collective."""
+        is empty on ranks that do not hold the last pipeline stage. Collective.
+        """
         for group in passes:
             # Indices beyond the last are replaced by sequence 0, so that every rank runs the same number of passes.
             micro_batches = [self._load_micro_batch(split, np.where(rows < sequences, rows, 0)) for rows in group]

@@ -74,10 +74,11 @@ class Policy(Protocol):
         """Compute the log-probabilities of the responses in the sequences of a split such as "train".
 
         passes: for each forward pass, this rank's micro-batches as arrays of sequence indices; sequences: number of
-        sequences of the split; an index that is not below it is padding.
+        sequences of the split; indices from this number on are padding.
 
         Yields after each forward pass a list of (sequence index, log-probabilities of its responses in nats); the list
-        is empty on ranks that do not hold the last pipeline stage. Collective."""
+        is empty on ranks that do not hold the last pipeline stage. Collective.
+        """
 
 
 class Objective(Protocol):

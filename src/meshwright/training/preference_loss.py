@@ -34,7 +34,8 @@ class Preference:
       mismatched responses to the prompts of the whole step, at least 0, without gradient.
 
     |y|: number of target tokens of the response. A response's reward is beta times its score, for "orpo" beta times log
-    P."""
+    P.
+    """
 
     objective: str = "dpo"
     beta: float = 0.1

@@ -34,8 +34,9 @@ class Batch:
             2 x MAX_PAIRS]; else None.
         undesirable: For single labelled responses (KTO), True where a response is undesirable, bool [B, 2 x MAX_PAIRS].
         kl: KTO's estimate of the KL divergence in nats; None before it is computed.
-        mismatched: Other random sequences from which `kl` is computed; they stand in for prompts with responses to
-            other prompts."""
+        mismatched: Other random sequences, from which `kl` is computed. In real data these are prompts with responses
+            to other prompts.
+    """
 
     tokens: NDArray[np.int64]
     targets: NDArray[np.int64]

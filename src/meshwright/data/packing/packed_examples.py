@@ -38,8 +38,8 @@ class PackedExamples(PackedDataset):
 
     Rows are filled by best fit (see `pack_best_fit`), which depends on the lengths alone; with `pack` false each row
     has one example. `too_long` determines what happens to an example longer than a row: "truncate" cuts the end of its
-    document (both of a pair to the same length), "drop" drops the example, "refuse" raises `UserError`. An example is
-    also dropped if one of its documents has no target left.
+    document (in a pair, of both to the same limit), "drop" drops the example, "refuse" raises `UserError`. An example
+    is also dropped if one of its documents has no target left.
     """
 
     def __init__(

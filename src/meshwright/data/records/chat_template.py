@@ -144,8 +144,9 @@ class ChatTemplate:
         self, messages: Sequence[Message], trained_from: int = 0, *, tools: Tools = (),
         variables: Variables | None = None, prompt: bool = False,
     ) -> RenderedConversation:  # fmt: skip
-        """Render a conversation, and find the character ranges of the assistant's turns to be trained on: turns that
-        are not blank, have an index of at least `trained_from` in `messages`, and are not excluded from training.
+        """Render a conversation, and find the character ranges of the assistant's turns to be trained on. These are
+        turns that are not blank, have an index of at least `trained_from` in `messages`, and are not excluded from
+        training.
 
         tools, variables, prompt: as in `render`; with a prompt there are no ranges. Raises `TemplateError` if the
         template refuses the messages, leaves out the text of one, or the ranges cannot be determined.
