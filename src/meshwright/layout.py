@@ -245,7 +245,7 @@ class Layout:
         return self.ep > 1 or self.etp > 1
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the coordinate of a rank on each axis: {"tp", "cp", "dp", "pp" (inner to outer), "etp", "ep": int}."""
+        """Return {axis: coordinate of `rank`} for "tp", "cp", "dp" and "pp" (inner to outer), "etp" and "ep"."""
         assert 0 <= rank < self.world_size, f"rank {rank} of {self.world_size}"
         place, position = rank, {}
         for axis in AXES:

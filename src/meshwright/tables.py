@@ -143,8 +143,8 @@ class Schema(Generic[Root]):
         return key
 
     def parse_override_value(self, key: str, text: str) -> Any:
-        """Parse `text`, the value of an override of `key`, as TOML. Return `text` itself if it is not valid TOML (a
-        bare word), or if the key takes strings and the parsed value is neither a string nor a list."""
+        """Parse `text`, the value of an override of `key`, as TOML. Two cases return `text` itself: it is not valid
+        TOML (a bare word), or the key takes strings and the parsed value is neither a string nor a list."""
         try:
             value = parse_toml(f"value = {text}", key)["value"]
         except UserError:
@@ -163,9 +163,9 @@ class Schema(Generic[Root]):
         return key
 
     def _describe_problem(self, key: str, problem: Any) -> list[str]:
-        """Return the parts of the message for a pydantic error, to be joined by colons: [key, reason], or for an error
-        inside a list of tables [key with the table's number, key inside the table, reason]. key: dotted key. problem:
-        one entry of `ValidationError.errors()`."""
+        """Return the parts of the message for a pydantic error, to be joined by colons: [key, reason]. For an error
+        inside a list of tables, return [key with the table's number, key inside the table, reason]. key: dotted key.
+        problem: one entry of `ValidationError.errors()`."""
         rows = _find_list_item_table(self.keys[key].annotation) if key in self.keys else None
         inside = [part for part in problem["loc"][key.count(".") + 1 :] if isinstance(part, int)] if rows else []
         if rows is None or not inside:

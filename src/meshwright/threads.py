@@ -71,7 +71,7 @@ def read_user_threads(environment: Mapping[str, str] | None = None) -> int | Non
 
 
 def are_threads_set_by_user(environment: Mapping[str, str] | None = None) -> bool:
-    """Return True if the user chose the thread count in OMP_NUM_THREADS; False if the variable is not a positive
+    """Return True if the user chose the thread count in OMP_NUM_THREADS. Return False if the variable is not a positive
     number, has the value 1 that torchrun sets by default, or was set by the Meshwright process that started this one.
     environment: environment variables; default os.environ."""
     environment = os.environ if environment is None else environment
@@ -109,9 +109,9 @@ def measure_busy_share(seconds: float = 0.2) -> float:
 
 
 def choose_threads(ranks: int, cores: int | None = None, layer_flops: float | None = None) -> int:
-    """Choose the number of OpenMP threads of each of `ranks` ranks on this machine: OMP_NUM_THREADS if the user set it
-    (to another value than torchrun's default of 1), else an equal share of `cores` (default: those available), but at
-    most one thread per `FLOPS_PER_THREAD` of `layer_flops`.
+    """Choose the number of OpenMP threads of each of `ranks` ranks on this machine. That is OMP_NUM_THREADS if the user
+    set it (to another value than torchrun's default of 1). Otherwise it is an equal share of `cores` (default: those
+    available), but at most one thread for every `FLOPS_PER_THREAD` FLOPs of `layer_flops`.
 
     layer_flops: model FLOPs of the forward and backward pass of one layer, with its share of the LM head, for one
     micro-batch on one rank; None if unknown.

@@ -33,7 +33,7 @@ def read_toml(path: Path, kind: str) -> dict[str, Any]:
 
 @cache
 def read_packaged_toml(name: str) -> Mapping[str, Any]:
-    """Return the tables of a TOML file of the package itself; cached. name: its path in the package, such as
+    """Return the tables of a TOML file that is part of Meshwright; cached. name: its path in the package, such as
     "planner/cost/rates.toml"."""
     return tomllib.loads(Path(__file__).parent.joinpath(name).read_text(encoding="utf-8"))
 

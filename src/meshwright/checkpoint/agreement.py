@@ -46,9 +46,8 @@ class Agreement:
         return sender, received.rstrip(b"\0").decode(errors="replace")
 
     def broadcast_from_largest(self, size: int, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Broadcast the `values` of the rank with the largest `size` >= 0, such as its peak memory (in a tie, of the
-        lowest such rank). Return them on every rank, with the number of that rank under the key "rank".
-
+        """Broadcast the `values` of the rank with the largest `size` >= 0, such as its peak memory; in a tie, of the
+        lowest such rank. Return these values on every rank, with the number of that rank added under the key "rank".
         values: at most 2048 bytes as JSON.
         """
         rank = self._mesh.rank

@@ -106,8 +106,8 @@ def _open_unverified(path: Path) -> CheckpointPath:
 
 
 def list_candidates(directory: Path) -> list[Path]:
-    """List the subdirectories of `directory` whose names are those of checkpoints ("step-000020"), highest step first,
-    without checking that they are intact."""
+    """List the subdirectories of `directory` with names of checkpoints ("step-000020"), highest step first. They are
+    not checked for damage."""
     if not directory.is_dir():
         return []
     found = [

@@ -204,8 +204,8 @@ class Checkpointer:
         return catalogue.find_best(self.directory)
 
     def load_newest(self, slices: Sequence[TensorSlice]) -> tuple[CheckpointPath, dict[str, Any]] | None:
-        """Load the newest checkpoint that is intact on all ranks into the tensors of `slices`. Return (checkpoint,
-        content of its training/state.json), or None if there is no checkpoint. Collective.
+        """Find the newest checkpoint that is intact on all ranks, and load it into the tensors of `slices`. Return
+        (checkpoint, content of its training/state.json), or None if there is no checkpoint. Collective.
 
         Each damaged checkpoint is logged. Raises `UserError` if there are checkpoints but none is intact, so that none
         is overwritten.

@@ -29,10 +29,12 @@ class DirectoryLock:
     """Exclusive lock of a directory. It is held until `release`, or until this process and all children that inherited
     it have ended; the kernel (or the server of a network file system) then releases it.
 
-    path: an existing directory. what: its name in errors, such as "run directory". advice: what the user can do instead
-    of waiting, for the error. Raises `UserError` if another process holds the lock or the directory is not writable.
-    The lock is an flock on a file that stays in the directory unless `discard` removes it; its content, the process id,
-    is used in error messages only.
+    path: an existing directory. what: name of the directory in errors, such as "run directory". advice: what the user
+    can do instead of waiting, for the error. Raises `UserError` if another process holds the lock or the directory is
+    not writable.
+
+    The lock is an flock on a file in the directory, which stays there unless `discard` removes it. The content of this
+    file, the process id, is used in error messages only.
     """
 
     def __init__(self, path: Path, what: str, advice: str) -> None:

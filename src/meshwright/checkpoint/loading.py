@@ -42,9 +42,9 @@ _THREADS = 4
 class _BlockTask:
     """Task to read one block of a checkpoint file, verify its hash, and copy elements from it into the tensors to load.
 
-    file: file name. block: number of the block (`BLOCK_BYTES` each), from 0. copies: (planned read, index of the first
-    element to copy within the read, number of elements, byte of the block at which they begin) for each run of
-    elements; empty if the block is only verified.
+    file: file name. block: number of the block (`BLOCK_BYTES` each), from 0. copies: one tuple for each run of
+    consecutive elements to copy: (planned read, index in this read of the run's first element, number of elements, byte
+    of the block at which they begin). Empty if the block is only verified.
     """
 
     file: str

@@ -141,10 +141,9 @@ def split_disk_runs(
     first element in the tensor on disk, values of the run).
 
     entry: parameter entry of the tensor. values: elements [start, start + len(values)) of the tensor, flattened
-    row-major as [outputs, inputs]. columns: range of inputs; only these columns are flattened; None: all.
-
-    Number of runs: one for all columns, one per row for some; for a matrix that the disk stores transposed, one per
-    input, or one if the slice has all elements.
+    row-major as [outputs, inputs]. columns: range of input columns; if given, only these columns are flattened. With
+    all columns there is one run; with some columns, one per row. A matrix that is stored transposed on disk gives one
+    run per input, or a single one if the slice has all elements.
     """
     stop = start + len(values)
     if not entry.transposed:
@@ -184,8 +183,8 @@ def write_slice(
     of elements that is contiguous on disk.
 
     place: position of the tensor in the files. values: elements of the slice, in the dtype on disk. start: index of the
-    first of them in the tensor, flattened row-major as [outputs, inputs]. columns: range of inputs; only these columns
-    are flattened; None: all.
+    first of them in the tensor, flattened row-major as [outputs, inputs]. columns: range of input columns; if given,
+    only these columns are flattened.
     """
     for first, run in split_disk_runs(place.entry, start, values, columns):
         write(place.file, run.view(np.uint8).data, place.offset + first * values.itemsize)

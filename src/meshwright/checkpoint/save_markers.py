@@ -32,13 +32,13 @@ class SaveMarkers:
         self.partial, self.attempt, self.rank, self.ranks, self.outcomes = partial, attempt, rank, ranks, outcomes
 
     def begin(self) -> None:
-        """Write the marker file which shows that the hidden directory of the unfinished checkpoint exists, so that the
-        other ranks may write into it. Only rank 0 calls this."""
+        """Write the marker file that shows that the unfinished checkpoint's hidden directory exists. The other ranks
+        may then write into it. Only rank 0 calls this."""
         replace_file(self.partial / _BEGIN, self.attempt.encode(), sync=False)
 
     def begun_ranks(self) -> set[int]:
-        """Return {0} if rank 0 has called `begin` for this save, else an empty set, so that `Save` can poll it like
-        `ranks_with`. Never raises.
+        """Return {0} if rank 0 has called `begin` for this save, else an empty set. `Save` polls this method in the
+        same way as `ranks_with`. Never raises.
         """
         try:
             return {0} if (self.partial / _BEGIN).read_text() == self.attempt else set()
@@ -89,8 +89,8 @@ class SaveMarkers:
         return None
 
     def record_outcome(self, outcome: str) -> None:
-        """Record how this save ended in a file that the other ranks read. outcome: "done" or the reason of failure. The
-        file also has the outcomes of the last few saves. Only rank 0 calls this."""
+        """Write the outcome of this save to a file that the other ranks read. outcome: "done" or the reason of failure.
+        The file also has the outcomes of the last few saves. Only rank 0 calls this."""
         self.outcomes[self.attempt] = outcome
         if self.ranks > 1:
             last = {attempt: self.outcomes[attempt] for attempt in [*self.outcomes][-_OUTCOMES_KEPT:]}

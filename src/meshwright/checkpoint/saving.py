@@ -261,11 +261,12 @@ class Save:
         self.markers.mark(phase, content)
 
     def _wait_for(self, list_done: Callable[[], set[int]], ranks: Iterable[int], action: str) -> None:
-        """Wait for other ranks: poll `list_done()`, which returns the ranks that have done an action, until they
-        include all of `ranks`. Raises `SaveFailed` after `timeout_seconds`, `SaveCancelled` if the save is cancelled or
-        failed on another rank.
+        """Wait until all of `ranks` have done an action. list_done: function that returns the ranks that have done it;
+        it is called repeatedly. Raises `SaveFailed` after `timeout_seconds`, `SaveCancelled` if the save is cancelled
+        or failed on another rank.
 
-        action: participle for the message "rank 3 has not ...", such as "written its part"."""
+        action: participle for the message "rank 3 has not ...", such as "written its part".
+        """
         deadline = time.monotonic() + self.target.options.timeout_seconds
         pause = 0.002
         while missing := set(ranks) - list_done():
@@ -388,10 +389,8 @@ def _as_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def _split_chunks(tensor: torch.Tensor, whole: bool) -> Iterable[tuple[int, torch.Tensor]]:
-    """Split the 1-D `tensor`, a slice to be saved, into chunks, so that converting one of them to another dtype takes
-    little memory. Return an iterable of (index of the chunk's first element, elements).
-
-    whole: True to return a single chunk, for tensors that are stored transposed, because a small chunk would be many
-    short runs on disk."""
+    """Split the 1-D `tensor`, a slice to be saved, into chunks, so that converting a chunk to another dtype takes
+    little memory. Return an iterable of (index of the chunk's first element, elements). whole: True to return a single
+    chunk, for tensors that are stored transposed: small chunks of these would be many short runs on disk."""
     step = tensor.numel() if whole else _CAST_ELEMENTS
     return ((start, tensor[start : start + step]) for start in range(0, tensor.numel(), max(1, step)))

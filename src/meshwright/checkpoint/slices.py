@@ -77,11 +77,11 @@ class MatrixRange:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRead:
-    """Planned read of consecutive elements of a checkpoint file, to fill all or a part of one slice that is loaded.
+    """Planned read of consecutive elements of a checkpoint file, from which one slice is filled completely or in part.
 
     offset: byte of the file at which the read begins. code: safetensors dtype of the elements, such as "F32".
-    destination: index of the slice to fill. source: range of the matrix that the read covers. wanted: range of the
-    matrix that the slice holds. Elements that are in both ranges are copied.
+    destination: index of the slice to fill. source: elements of the matrix that the read covers. wanted: elements of
+    the matrix that the slice holds. Elements that are in both ranges are copied.
     """
 
     offset: int
@@ -96,7 +96,8 @@ class PlannedRead:
         return self.source.stop - self.source.start
 
     def subrange(self, first: int, count: int) -> MatrixRange:
-        """Return the range of the matrix that `count` elements of this read, from number `first` (from 0) on, cover."""
+        """Return the range of the matrix that a part of this read covers: `count` elements, beginning with element
+        number `first` (from 0) of the read."""
         start = self.source.start + first
         return MatrixRange(start, start + count, self.source.first, self.source.width)
 
@@ -112,7 +113,7 @@ def format_slice_tensor_name(kind: str, name: str, start: int, stop: int, column
     "exp_avg:NAME[:, 8:16][0:64]".
 
     kind: "master" or an optimizer state such as "exp_avg". name: name of the exported tensor. start, stop: range of its
-    flattened elements. columns: range of inputs; only these columns of the matrix are flattened; None: all.
+    flattened elements. columns: range of input columns; if given, only these columns of the matrix are flattened.
     """
     of = "" if columns is None else f"[:, {columns.start}:{columns.stop}]"
     return f"{kind}:{name}{of}[{start}:{stop}]"
@@ -144,8 +145,9 @@ def _parse_slice(
 ) -> StoredSlice:
     """Build a `StoredSlice` from one entry of the JSON index that lists where each slice is stored.
 
-    columns: empty, or (first column, end column (exclusive), number of columns of the matrix); the other arguments,
-    `file` to `offset`, are the fields of that class. Raises `ValueError` for invalid values."""
+    columns: empty, or (first column, end column (exclusive), number of columns of the matrix); all other arguments are
+    the fields of `StoredSlice` with the same names. Raises `ValueError` for invalid values.
+    """
     part = StoredSlice(kind, name, start, stop, code, file, offset, Columns(*columns) if columns else None)
     first, end, of = part.columns or (0, 1, 1)
     texts, numbers = (kind, name, code), (start, stop, offset, first, end, of)
@@ -249,8 +251,8 @@ def intersect_ranges(a: MatrixRange, b: MatrixRange) -> list[tuple[int, int, int
 
 def _align_columns(a: Columns | None, b: Columns | None) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return (first column, width), arguments of `MatrixRange`, for each of the column ranges `a` and `b` of one matrix
-    (None: all columns). Equal ranges give (0, 1) twice: equal element indices then mean equal elements, and the
-    flattened elements can be treated as a matrix with one column.
+    (None: all columns). For equal ranges return (0, 1) twice: the flattened elements of both can then be compared by
+    index, as if the matrix had one column.
     """
     if a == b:
         return (0, 1), (0, 1)
@@ -267,8 +269,9 @@ def list_kinds(slices: Iterable[StoredSlice]) -> set[str]:
 def split_reads(
     reads: Iterable[PlannedRead], block_bytes: int
 ) -> Mapping[int, list[tuple[PlannedRead, int, int, int]]]:
-    """Split the reads of one file at the boundaries of its blocks of `block_bytes` bytes. Return {block number: [(read,
-    index of the part's first element within the read, number of elements, byte in the block at which they begin)]}.
+    """Split the reads of one file at the boundaries of its blocks of `block_bytes` bytes. Return {block number: list of
+    tuples}, one tuple for each part of a read: (read, index in the read of the part's first element, number of
+    elements, byte in the block at which they begin).
     """
     cut: dict[int, list[tuple[PlannedRead, int, int, int]]] = {}
     for read in reads:

@@ -248,9 +248,9 @@ def _make_summary_tables(summary: Mapping[str, Any]) -> Any:
 
 
 def _make_source_table(summary: Mapping[str, Any]) -> list[Any]:
-    """Format the data sources as a rich table with, for each source, its size, its share of the training samples and
-    how many times the run reads it (epochs). Return [table, ""] (with an empty line after it), or an empty list if
-    there is only one source. summary: facts about prepared data, from `PreparedData.summary`."""
+    """Format the data sources as a rich table: for each source its size, its share of the training samples, and how
+    many times the run reads it (epochs). Return [table, ""], where "" is an empty line after the table; an empty list
+    if there is only one source. summary: facts about prepared data, from `PreparedData.summary`."""
     if len(summary["sources"]) == 1:
         return []
     epochs = f"epochs in {summary['planned_samples']:,} samples"

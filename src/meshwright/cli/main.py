@@ -89,10 +89,9 @@ def meshwright() -> None:
 
 
 def run() -> NoReturn:
-    """Run the command line of this process and end the process with its exit code.
-
-    Ranks that torchrun, Kubernetes or SLURM started skip Python's finalization, as ranks of Meshwright's launcher do:
-    during finalization, threads of torch.distributed that still run sometimes abort the process.
+    """Run the command line of this process and end the process with its exit code. Ranks that torchrun, Kubernetes or
+    SLURM started skip Python's finalization, during which running threads of torch.distributed sometimes abort the
+    process. Ranks of Meshwright's launcher do the same.
     """
     code = main()
     if "torch" in sys.modules:

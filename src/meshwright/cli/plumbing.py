@@ -80,8 +80,8 @@ def command(name: str, *examples: str, group: bool = False) -> Callable[[Callabl
 
 
 class FiniteRange(click.FloatRange):
-    """Type of options whose value is a finite number in a range. Unlike `click.FloatRange`, it refuses "inf" and "nan",
-    which is never outside a range because it compares false with any limit."""
+    """Type of options whose value is a finite number in a range. Unlike `click.FloatRange`, it refuses "inf" and "nan".
+    (Comparisons with "nan" are always false, so that `click.FloatRange` finds it within any range.)"""
 
     def convert(self, value: Any, option: click.Parameter | None, context: click.Context | None) -> Any:
         """Convert `value`, the text of the option, to a float. Raises `click.BadParameter`, also for "nan" and "inf".
@@ -157,8 +157,9 @@ def format_usage_error(error: click.UsageError) -> str:
 
 
 def _find_override_key(error: click.NoSuchOption) -> str | None:
-    """Return the dotted recipe key that the user wrote as an unknown option (`--layout`, `--train.steps`), if the
-    command takes KEY=VALUE overrides; None otherwise."""
+    """Return the dotted recipe key that the user wrote as an option (`--layout`, `--train.steps`) in a command that
+    takes KEY=VALUE overrides; None if the unknown option is not such a key. error: click's error for the unknown
+    option."""
     from meshwright.recipe.recipe import SCHEMA
     from meshwright.tables import is_table
 

@@ -101,9 +101,9 @@ def _find_document(given: Path | None, own: Path | None, command: str) -> dict[s
     """Read the JSON document that `meshwright COMMAND --json` printed into a file; return None if there is no such
     file.
 
-    given: file that the user named; `UserError` if it is missing or not such a document. own: file in the run
-    directory, read if `given` is None; if it is not such a document, a warning is printed and None returned. command:
-    the COMMAND, "evaluate" or "generate".
+    given: file that the user named. `UserError` if it is missing or not such a document. own: file in the run
+    directory, read if `given` is None. If it is not such a document, print a warning and return None. command: the
+    COMMAND, "evaluate" or "generate".
     """
     from meshwright.errors import UserError
     from meshwright.terminal import print_message

@@ -17,13 +17,13 @@ from meshwright.program.order import Integers
 
 def compute_lower_bound_seconds(operation: str, network: Network, total_bytes: float, root: int = 0) -> float:
     """Return a lower bound on the seconds that any program needs for a collective operation on a vector of
-    `total_bytes` bytes: the larger of a latency bound and a bandwidth bound.
+    `total_bytes` bytes: the larger of a latency bound and a bandwidth bound. operation: name such as "all-reduce".
+    network: ranks, switches and links. root: source or destination rank of a rooted operation.
 
-    operation: name such as "all-reduce". network: ranks, switches and links. root: source or destination rank of a
-    rooted operation. Latency bound: latency from a rank to the farthest rank that needs its data. Bandwidth bound: for
-    each known cut of the network into blocks (single ranks, nodes, halves of a torus ...), the bytes that must leave or
-    enter a block divided by the bandwidth of its links, plus the lowest latency of a message; the largest over all
-    cuts. For all-reduce on uniform links it is alpha + 2(n-1)/n S beta (n ranks, S bytes, alpha seconds per message,
+    Latency bound: latency from a rank to the farthest rank that needs its data. Bandwidth bound: the largest time over
+    all known cuts of the network into blocks (single ranks, nodes, halves of a torus ...). The time of a cut is the
+    bytes that must leave or enter a block, divided by the bandwidth of the block's links, plus the lowest latency of a
+    message. For all-reduce on uniform links it is alpha + 2(n-1)/n S beta (n ranks, S bytes, alpha seconds per message,
     beta seconds per byte).
     """
     if network.ranks == 1:
@@ -66,8 +66,9 @@ class _Traffic:
 
 
 def _compute_cut_seconds(operation: str, network: Network, block: Integers, root: int) -> float:
-    """Return the minimum time, in seconds per byte of the vector, in which the links between blocks of ranks can carry
-    the traffic that a collective operation requires between them; 0.0 for a single block.
+    """Return the minimum time of a collective operation on the links between blocks of ranks, in seconds per byte of
+    the vector; 0.0 for a single block. It is the required traffic divided by the bandwidth of the links that carry it:
+    the largest value for traffic out of a block, into a block, and between all blocks together.
 
     operation: name such as "all-reduce". block: [vertices], block number of each rank, then of each switch; -1: switch
     outside every block. root: source or destination rank of a rooted operation. network: network whose links cross the

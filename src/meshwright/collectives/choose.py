@@ -151,9 +151,9 @@ class Chooser:
         """Simulate an algorithm with its best options on a vector of `total_bytes` bytes; return it with its time, or
         None if it does not accept the network's number of ranks.
 
-        A pipelined algorithm is simulated with the number of segments k that its formula prefers; if that takes at most
-        `near` seconds, also with k/2 and 2k segments, as the formula is approximate. near: 0 (default): only k is
-        simulated.
+        A pipelined algorithm is simulated with the number of segments k for which its formula gives the lowest time.
+        The formula is approximate: if the simulated time is at most `near` seconds, k/2 and 2k segments are simulated
+        too. near: 0 (default): only k is simulated.
         """
         first, *others = self._list_settings(algorithm, total_bytes)
         best = self._simulate_candidate(algorithm, first, total_bytes)

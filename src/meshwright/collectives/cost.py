@@ -164,8 +164,8 @@ def _compute_rabenseifner_seconds(c: CostInputs) -> float:
 
 def _compute_exchange_seconds(c: CostInputs) -> float:
     """Compute the seconds of the exchanges of recursive halving or doubling among the m core ranks (m: largest power of
-    two up to the n ranks). c: ranks, vector size and links. In exchange i a core rank sends 2^i shares (1/n of the
-    vector each), or up to 2^(i+1) if core ranks also hold the shares of the other n - m ranks."""
+    two up to the n ranks). c: ranks, vector size and links. In exchange i (from 0), a core rank sends 2^i shares (1/n
+    of the vector each), or up to 2^(i+1) if core ranks also hold the shares of the other n - m ranks."""
     distances = [1 << bit for bit in range(c.core.bit_length() - 1)]
     return sum(c.link.time_rounds(1, min(2 * d, d + c.extra) * c.share) for d in distances)
 
@@ -294,7 +294,9 @@ def _make_torus_form(phases: int, dimensions: int | None, turns: bool) -> Form:
 
 def _make_mesh_form(phases: int, dimensions: int | None, turns: bool) -> Form:
     """Return the closed form (function from `CostInputs` to seconds) of a mesh algorithm, which runs one axis after the
-    other; arguments: as for `_make_torus_form`."""
+    other. phases: 1 for reduce-scatter or all-gather, 2 for all-reduce. dimensions: number of axes if the inputs have
+    no `dims`. turns: True if part i of the vector begins with axis i, so that all axes are busy; False if all begins
+    with axis 0."""
 
     def form(c: CostInputs) -> float:
         """Return the seconds of the algorithm for the inputs `c` (ranks, sides of the grid, vector size, links)."""

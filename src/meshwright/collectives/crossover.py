@@ -66,8 +66,8 @@ class Curves:
     @classmethod
     def simulate_promising(cls, chooser: Chooser, most: float = LARGEST) -> Curves:
         """Simulate the algorithms that may be the fastest at vector sizes from 1 KiB to `most` bytes; return the curves
-        of time over size. Algorithms that are far too slow by closed form are skipped, which changes no crossover (size
-        at which the fastest algorithm changes).
+        of time over size. Algorithms that are far too slow by closed form are skipped; this does not change the
+        crossovers (sizes at which the fastest algorithm changes).
 
         chooser: simulator of the operation's algorithms on the network.
         """
@@ -75,8 +75,8 @@ class Curves:
         return cls.simulate(chooser, most=most, within=1.1 if inner == outer else 2.5)
 
     def find_fastest(self, index: int) -> str:
-        """Return the name of the algorithm that is the fastest at the vector size `self.sizes[index]`; of several that
-        are equally fast, the one listed first in the table of algorithms."""
+        """Return the name of the fastest algorithm at the vector size `self.sizes[index]`. If several are equally fast,
+        it is the one listed first in the table of algorithms."""
         return _find_fastest({name: seconds[index] for name, seconds in self.seconds.items()})
 
     def find_crossovers(self) -> list[Crossover]:
@@ -111,7 +111,6 @@ class Curves:
 
 
 def _find_fastest(seconds: dict[str, float]) -> str:
-    """Return the algorithm with the lowest time, or the first of several that are equally fast. seconds: algorithm ->
-    seconds."""
+    """Return the algorithm with the lowest time; of equally fast ones, the first. seconds: algorithm -> seconds."""
     least = min(seconds.values()) * (1 + 1e-9)
     return next(name for name, value in seconds.items() if value <= least)

@@ -18,12 +18,12 @@ OWNED = ("scatter", "gather", "all-gather", "reduce-scatter", "all-to-all")
 
 
 def split_segments(program: CollectiveProgram, numel: int, itemsize: int, whole: bool) -> list[tuple[int, int]]:
-    """Split a long vector into segments of about 8 MiB or more, on each of which a collective program runs once, one
-    segment after the other; return for each segment (index of its first element, elements per chunk).
+    """Split a long vector into segments of about 8 MiB or more; a collective program runs once on each segment, one
+    after the other. Return for each segment (index of its first element, elements per chunk). Not for operations in
+    which each rank owns a share of the vector, such as all-gather.
 
-    Not for operations in which each rank owns a share of the vector, such as all-gather. program: the program, whose
-    number of chunks each segment is divided into. numel: elements of the vector. itemsize: bytes of an element. whole:
-    True for a single segment, the whole vector.
+    program: the program, whose number of chunks each segment is divided into. numel: elements of the vector. itemsize:
+    bytes of an element. whole: True: return a single segment, the whole vector.
     """
     chunks = program.chunks
     wanted = max(SEGMENT_BYTES, chunks * CHUNK_BYTES) // itemsize

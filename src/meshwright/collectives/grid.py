@@ -98,14 +98,14 @@ def resolve_ranks_per_node(algorithm: str, ranks: int, ranks_per_node: int | Non
 def list_axis_phases(
     grid: Integers, order: Iterable[int], first: int = 0, count: int = 1
 ) -> list[tuple[Integers, Integers, int]]:
-    """Return the phases of a reduce-scatter over a grid of ranks, one per axis: in the phase of an axis, the ranks of
-    each line along it divide their common block of slots (buffers for one chunk each) among themselves. An all-gather
-    runs the phases in reverse.
+    """Return the phases of a reduce-scatter over a grid of ranks, one phase per axis. In the phase of an axis, the
+    ranks of each line along this axis divide their common block of slots (buffers for one chunk each) among themselves.
+    An all-gather runs the phases in reverse.
 
     grid: [X, Y ...], rank at each point. order: axis numbers in the order of the phases. first: first slot of the
-    vector. count: number of slots of the block that each rank holds after the last phase. Returns for each phase (ranks
-    [..., n] of every line along the axis; first slot [..., n] of the block that each rank holds after the phase; number
-    of slots of such a block).
+    vector. count: number of slots of the block that each rank holds after the last phase. Returns three things for each
+    phase: the ranks [..., n] of every line along the axis; the first slot [..., n] of the block that each rank holds
+    after the phase; the number of slots of such a block.
     """
     coordinate, own, size = np.indices(grid.shape), np.full(grid.shape, first), grid.size * count
     result = []

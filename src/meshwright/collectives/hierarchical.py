@@ -65,15 +65,15 @@ def all_reduce_scattered(ranks: int, groups: int | None = None) -> CollectivePro
 
 
 def reduce_scatter(ranks: int, groups: int | None = None) -> CollectiveProgram:
-    """Generate the program (steps of every rank) of the hierarchical reduce-scatter: inside each node, then between
-    nodes, among the ranks with the same local rank. Both phases use rings.
+    """Generate the program (steps of every rank) of the hierarchical reduce-scatter: first inside each node, then
+    between nodes. The second phase runs among the ranks with the same local rank. Both phases use rings.
 
     groups: g, the ranks per node (default: the largest divisor of n up to its square root).
 
     Costs for n ranks in k nodes of g ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta
     seconds: (g-1) + (k-1) rounds; (n-1)/n S bytes sent per rank, of which (k-1)/n S leave the node; time (g-1) alpha +
-    (g-1)/g S beta inside nodes, in messages of k blocks (1/n of the vector each), + (k-1) alpha + (k-1)/n S beta
-    between nodes.
+    (g-1)/g S beta inside nodes + (k-1) alpha + (k-1)/n S beta between nodes. Messages inside nodes have k blocks (1/n
+    of the vector each).
     """
     nodes = _arrange_nodes("reduce-scatter", ranks, groups)
     program = Builder("reduce-scatter", "hierarchical", ranks, chunks=ranks)
@@ -85,16 +85,16 @@ def reduce_scatter(ranks: int, groups: int | None = None) -> CollectiveProgram:
 
 
 def all_gather(ranks: int, groups: int | None = None) -> CollectiveProgram:
-    """Generate the program (steps of every rank) of the hierarchical all-gather: between nodes, among the ranks with
-    the same local rank, then inside each node. Both phases use rings.
+    """Generate the program (steps of every rank) of the hierarchical all-gather: first between nodes, then inside each
+    node. The first phase runs among the ranks with the same local rank. Both phases use rings.
 
     groups: g, the ranks per node (default: the largest divisor of n up to its square root). Z. Zhang et al., MiCS:
     near-linear scaling for training gigantic model on public cloud, VLDB 2022.
 
     Costs for n ranks in k nodes of g ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta
     seconds: (k-1) + (g-1) rounds; (n-1)/n S bytes sent per rank, of which (k-1)/n S leave the node; time (k-1) alpha +
-    (k-1)/n S beta between nodes + (g-1) alpha + (g-1)/g S beta inside nodes, in messages of k blocks (1/n of the vector
-    each).
+    (k-1)/n S beta between nodes + (g-1) alpha + (g-1)/g S beta inside nodes. Messages inside nodes have k blocks (1/n
+    of the vector each).
     """
     nodes = _arrange_nodes("all-gather", ranks, groups)
     program = Builder("all-gather", "hierarchical", ranks, chunks=ranks)
@@ -125,8 +125,8 @@ def broadcast(ranks: int, root: int = 0, groups: int | None = None) -> Collectiv
 
 
 def reduce(ranks: int, root: int = 0, groups: int | None = None) -> CollectiveProgram:
-    """Generate the program (steps of every rank) of the hierarchical reduce to rank `root`: to one rank of every node,
-    then between these ranks. Both phases use binomial trees.
+    """Generate the program (steps of every rank) of the hierarchical reduce to rank `root`: first inside each node to
+    one of its ranks, then between these ranks. Both phases use binomial trees.
 
     groups: g, the ranks per node (default: the largest divisor of n up to its square root).
 
@@ -145,12 +145,12 @@ def reduce(ranks: int, root: int = 0, groups: int | None = None) -> CollectivePr
 
 def all_to_all(ranks: int, groups: int | None = None) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the hierarchical all-to-all: first inside each node, then between
-    nodes, among the ranks with the same local rank.
+    nodes. The second phase runs among the ranks with the same local rank.
 
     groups: g, the ranks per node (default: the largest divisor of n up to its square root). Inside a node, the rank
     with local rank l collects all blocks for ranks with local rank l of any node; it then sends one message to each
-    other node. Copies between the two phases make each message contiguous. C. Hwang et al., Tutel: adaptive
-    mixture-of-experts at scale, MLSys 2023, its two-dimensional hierarchical form.
+    other node. Copies between the two phases make each message contiguous. Source: the two-dimensional hierarchical
+    all-to-all of C. Hwang et al., Tutel: adaptive mixture-of-experts at scale, MLSys 2023.
 
     Costs for n ranks in k nodes of g ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta
     seconds: (g-1) + (k-1) rounds; (g-1)/g S + (k-1)/k S bytes sent per rank; time (g-1) alpha + (g-1)/g S beta inside

@@ -68,10 +68,10 @@ def load_named_programs(
     "all_reduce"): program}. Operations that are not in the result use torch.distributed.
 
     collectives: table [collectives] of the recipe, with an algorithm, "auto", "native" or "@FILE" for each operation.
-    layout: parallel layout, which gives the number of ranks on each of the mesh axes data, shard and replica; the
-    result has a program for each of these axes whose number of ranks the program accepts. where: function from a key
-    such as `collectives.all_reduce` to the beginning of the error message, such as file and line. Raises UserError if a
-    program does not accept the axis on which its operation moves gradients or parameters in this layout.
+    layout: parallel layout, which gives the number of ranks on the mesh axes data, shard and replica. The result has an
+    entry for each of these axes if the program accepts its number of ranks. where: function from a key such as
+    `collectives.all_reduce` to the beginning of the error message, such as file and line. Raises UserError if a program
+    does not accept the axis on which its operation moves gradients or parameters in this layout.
     """
     found: dict[tuple[str, str], NamedProgram] = {}
     sizes = {axis: layout.group_size(axis) for axis in AXES}

@@ -43,8 +43,7 @@ def draw_crossovers(
 
     curves: simulated times of all algorithms. crossovers: sizes at which the fastest algorithm changes. requested: size
     in bytes to mark; None: no mark. named: (algorithm that the user chose, its seconds at the requested size), drawn as
-    a dot, on an emphasized curve if the algorithm has one (a program from a file has none); None: no algorithm was
-    chosen.
+    a dot; its curve is emphasized, if it has one (a program from a file has none). None: no algorithm was chosen.
     """
     names = [curves.find_fastest(0), *(crossover.after for crossover in crossovers)]
     colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(dict.fromkeys(names))}

@@ -162,8 +162,8 @@ def all_pairs_all_to_all(ranks: int) -> CollectiveProgram:
 
 
 def _add_own_copy_round(program: Builder) -> Rounds:
-    """Add to the builder `program` the first round of an all-to-all, in which each rank copies the block that it sends
-    to itself from its input to its output. This generator yields once, after the round."""
+    """Add to the builder `program` the first round of an all-to-all, in which each rank copies its block for itself
+    from its input to its output. This generator yields once, after the round."""
     everyone = np.arange(program.ranks)
     program.copy(everyone, source=everyone, into=program.chunks + everyone)
     yield

@@ -85,8 +85,8 @@ def format_seconds(value: float) -> str:
 
 
 def _format_scaled(value: float, units: dict[str, Decimal]) -> str:
-    """Return `value` as text in the largest unit that is not greater than the value, with three significant digits, or
-    as an integer such as `1,234` if it is from 1,000 to a million units. units: unit name -> factor, ascending, such as
+    """Return `value` as text in the largest unit that is not greater than the value, with three significant digits.
+    Values of 1,000 to a million units become integers such as `1,234`. units: unit name -> factor, ascending, such as
     {"ms": 0.001, "s": 1}."""
     unit, factor = [pair for place, pair in enumerate(units.items()) if place == 0 or abs(value) >= pair[1]][-1]
     scaled = value / float(factor)

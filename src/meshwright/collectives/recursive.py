@@ -204,8 +204,9 @@ def _compute_share_bounds(ranks: Integers) -> Integers:
 
 
 def _add_extra_share_round(program: Builder, source: Integers, target: Integers) -> Rounds:
-    """Add to the builder `program` one round that moves the share of each extra rank (beyond the largest power of two)
-    to or from the core rank that runs the algorithm on its behalf. This generator yields once, after the round.
+    """Add to the builder `program` one round that moves shares of the vector between extra ranks (beyond the largest
+    power of two) and core ranks. An extra rank's core rank runs the algorithm on its behalf. This generator yields
+    once, after the round.
 
     source, target: [pairs], sending and receiving ranks: the extra ranks and their core ranks, or the reverse. The
     share of pair i is slot 2 i (buffer for one chunk), because the i-th extra rank is rank 2 i.

@@ -172,8 +172,8 @@ def list_ranking_rows(choice: Choice) -> list[tuple[str, str, str, str]]:
 
 
 def format_ranking(choice: Choice) -> list[str]:
-    """Return the algorithms of `choice` as lines of text: fastest first, then those that were skipped or that do not
-    accept the number of ranks."""
+    """Return the algorithms of `choice` as lines of text. They are sorted by time, fastest first; then come algorithms
+    that were skipped or do not accept the number of ranks."""
     rows = [RANKING_HEAD, *([cell or "-" for cell in row] for row in list_ranking_rows(choice))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [

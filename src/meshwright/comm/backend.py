@@ -35,6 +35,6 @@ def compute_backend_timeout(device: torch.device | str, seconds: float) -> timed
 
 
 def format_backend_error(error: Exception) -> str:
-    """Return the text of an error of the torch.distributed backend as one line, without the location in the backend's
-    source with which gloo's texts begin."""
+    """Return the text of an error of the torch.distributed backend as one line. gloo's texts begin with a location in
+    its source code, which is left out."""
     return re.sub(r"^\[[^\]]*\] ", "", " ".join(str(error).split()))

@@ -236,8 +236,8 @@ def _copy_unless_shared(output: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _shift_by_one_rank(parts: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Return a copy of `parts`, one slice of equal size per rank of `axis`, with the slices shifted cyclically by one
-    rank: the effect of a call over other ranks (injected fault "wrong group").
+    """Return a copy of `parts` with its slices (one of equal size for each rank of `axis`) shifted cyclically by one
+    rank. It imitates a call over other ranks, for the injected fault "wrong group".
     """
     return parts.reshape(axis.size, -1).roll(1, 0).view(parts.shape)
 
@@ -301,8 +301,8 @@ def _record_call(
     operation: str, axis: Axis, site: str, payload: int, sent: int, vector: torch.Tensor | None = None
 ) -> _RecordedCall | None:
     """Count a collective call and its bytes in `Mesh.record`, and look up the fault to inject into it. Return the
-    recorded call; None if nothing is to be communicated: the axis has one rank (not counted), or the injected fault is
-    "skip".
+    recorded call, or None if nothing is to be communicated. That is so on an axis of one rank, where the call is not
+    counted, and under the injected fault "skip".
 
     operation: such as "all_reduce". axis: mesh axis of the call. site: label of the call. payload: bytes of the whole
     vector. sent: bytes that this rank sends in the backend's algorithm. vector: the whole vector, if a collective
@@ -327,9 +327,9 @@ def _drop_source(call: _RecordedCall, source: torch.Tensor) -> torch.Tensor:
 
 
 def _redirect_source(call: _RecordedCall, source: torch.Tensor) -> tuple[Axis, torch.Tensor]:
-    """Apply the injected fault "wrong group", if `call` has it: return (axis of the call, tensor that this rank
-    contributes). The fault replaces the axis by one over other ranks or, where there is none, shifts the slices of
-    `source` by one rank; without it, return the call's own axis and `source`.
+    """Apply the injected fault "wrong group", if `call` has it; otherwise return the call's own axis and `source`.
+    Return (axis of the call, tensor that this rank contributes). The fault replaces the axis by one over other ranks.
+    If there is no such axis, it shifts the slices of `source` by one rank instead.
     """
     over, turned = call.axis.communicator.faults.redirect(call.fault, call.axis)
     return over, _shift_by_one_rank(source, call.axis) if turned else source
@@ -347,8 +347,8 @@ def _post_call(
     handle to wait on.
 
     post: function that posts the transfers. call: record of the call. output: result tensor, which an injected fault
-    corrupts at completion. then: callback at completion, before an injected fault (None: none). async_op: True: return
-    before completion. uneven: True if dim 0 of `output` differs between ranks.
+    corrupts at completion. then: callback at completion, called before an injected fault corrupts `output` (None: no
+    callback). async_op: True: return before completion. uneven: True if dim 0 of `output` differs between ranks.
     """
     axis, fault, calls = call.axis, call.fault, call.axis.communicator.calls
     shape = ("...", *output.shape[1:]) if uneven else output.shape  # the recorded shape must be equal on all ranks

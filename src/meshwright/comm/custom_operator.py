@@ -31,8 +31,9 @@ def custom_operator(name: str, schema: str | None = None) -> Callable[[Callable[
 
 
 def _without_compiler(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the function `kernel` of a custom operator to skip the decorator that torch.library adds to it, whose first
-    call loads torch's compiler. Once the compiler is loaded, the decorated function is called."""
+    """Return a function that calls `kernel`, the decorated implementation of a custom operator, without loading torch's
+    compiler. The decorator that torch.library adds loads the compiler in its first call, so it is bypassed until
+    something else has loaded the compiler."""
     plain = getattr(kernel, "__wrapped__", kernel)
 
     @functools.wraps(kernel)

@@ -11,8 +11,9 @@ import torch
 def start_thread(run: Callable[[], object], name: str, cuda: bool) -> threading.Thread:
     """Start a daemon thread named `name` that calls `run`; return the thread.
 
-    cuda: True if the thread must use the caller's current CUDA device. (The default in a new thread is the first GPU,
-    on which its first CUDA call would open a context.)"""
+    cuda: True if the thread must use the caller's current CUDA device. (A new thread uses the first GPU by default; its
+    first CUDA call would open a context there.)
+    """
     device = torch.cuda.current_device() if cuda else None
 
     def run_on_device() -> None:

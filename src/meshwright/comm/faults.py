@@ -67,11 +67,9 @@ class Faults(Generic[AxisType]):
         self._before: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
     def inject(self, fault: Fault | None, other: AxisType | None = None) -> None:
-        """Activate a fault in this process in place of the previous one; None: deactivate it. Raises ValueError for an
-        unknown kind.
-
-        other: for the kind "wrong group", this rank's axis over the wrong ranks (made by `Mesh.inject`); None: the
-        ranks' data are shifted cyclically by one rank instead."""
+        """Activate a fault in this process in place of the previous one; None: deactivate it. other: for the kind
+        "wrong group", this rank's axis over the wrong ranks (made by `Mesh.inject`); None: the ranks' data are shifted
+        cyclically by one rank instead. Raises ValueError for an unknown kind."""
         if fault is not None and fault.kind not in KINDS:
             raise ValueError(f'unknown fault "{fault.kind}" (known: {", ".join(KINDS)})')
         self.active, self.other = fault, other
@@ -94,13 +92,12 @@ class Faults(Generic[AxisType]):
         return dataclasses.replace(fault, kind=_REMEMBER) if fault.kind == "stale" else None
 
     def redirect(self, fault: Fault | None, axis: AxisType, ordered: bool = True) -> tuple[AxisType, bool]:
-        """Return (axis of the call, shift): the axis over which to make a collective call, and True if the caller must
-        shift the ranks' data cyclically by one rank. Without a `fault` of the kind "wrong group" this is (`axis`,
-        False).
+        """Apply a fault of the kind "wrong group" to a collective call over `axis`. Return (axis over which to make the
+        call, shift); if shift is True, the caller must shift the ranks' data cyclically by one rank.
 
-        Under "wrong group" the call runs over other ranks: (their axis, False) if `inject` was given one, else (`axis`,
-        True), which imitates the fault. ordered: False if the result does not depend on the order of ranks; shift is
-        then False, as it would change nothing.
+        Without such a `fault`, return (`axis`, False). With it, return (axis over other ranks, False) if `inject` was
+        given such an axis, else (`axis`, True): the shift imitates a call over other ranks. ordered: False if the
+        result does not depend on the order of ranks; shift is then False, as it would change nothing.
         """
         if fault is None or fault.kind != "wrong group" or fault.axis != axis.name:
             return axis, False

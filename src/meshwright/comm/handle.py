@@ -77,9 +77,8 @@ class Handle:
 
     def settle(self, seconds: float) -> None:
         """Wait for the transfers of a call whose result is no longer needed; ignore errors and run no callbacks.
-
-        seconds: limit of the wait for each transfer; without a timeout of the handle (CUDA), the backend's limit
-        applies."""
+        seconds: limit of the wait for each transfer. On CUDA, where the handle has no timeout, the backend's limit
+        applies instead."""
         works, self._works, self._finishers = self._works, (), []
         calls_in_flight.pop(self, None)
         with suppress(RuntimeError, RankLost):

@@ -57,15 +57,15 @@ PRELOADED_TO_SERVE = ("torch", "torch.distributed", "meshwright.serving.ranks")
 
 
 def find_socket_parent() -> str:
-    """Return the directory in which to create private directories for Unix sockets: the temporary directory, or /tmp if
-    the temporary directory's path would make socket paths exceed the limit of 108 bytes (unix(7))."""
+    """Return the directory in which to create private directories for Unix sockets. That is the temporary directory,
+    unless its path is so long that socket paths would exceed the limit of 108 bytes (unix(7)); else /tmp."""
     parent = tempfile.gettempdir()
     return parent if len(os.fsencode(parent)) <= 48 else "/tmp"
 
 
 class RemoteTraceback(Exception):
-    """Exception that carries the traceback `text` of the exception that rank `rank` of a pool has raised; it is the
-    `__cause__` of the same exception raised in this process."""
+    """Exception with the traceback `text` of an exception that rank `rank` of a pool has raised. The parent process
+    raises the same exception, with this one as its `__cause__`."""
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(f"on rank {rank}:\n{text}")

@@ -23,9 +23,10 @@ class Message(NamedTuple):
     chunk of the vector).
 
     number: index among the rank's messages. peer: the other rank. slot: first slot sent or received. size: number of
-    slots, 0 for a signal without data. staging: for a received message whose data are then reduced into the slots, the
-    first slot of the staging buffer that receives it; -1 for all other messages. step: index of the first program step
-    that the message carries out."""
+    slots, 0 for a signal without data. staging: first slot of the staging buffer that receives the message, if its data
+    are to be reduced into the slots; -1 if the message goes directly to or from the slots. step: index of the first
+    program step that the message carries out.
+    """
 
     number: int
     peer: int
@@ -204,12 +205,11 @@ def _find_region(program: CollectiveProgram, slot: Integers) -> Integers:
 
 def _schedule_arrivals(groups: list[Group], arriving: list[list[_TransferEnd]]) -> int:
     """Add to each group of a rank's schedule the waits for its received messages and the reductions of their data into
-    the vector. Return the size of the staging buffer, into which messages to be reduced are received, in slots (buffers
+    the vector, in place. Messages to be reduced are received into a staging buffer; return its size in slots (buffers
     of one chunk).
 
-    groups: the schedule, changed in place. arriving: received transfers of each group. Reductions run in the order of
-    the program's steps. Even and odd groups have separate staging slots, because two consecutive groups may be in
-    flight.
+    groups: the schedule. arriving: received transfers of each group. Reductions run in the order of the program's
+    steps. Even and odd groups have separate staging slots, because two consecutive groups may be in flight.
     """
     sizes = [sum(part.size for part in parts if part.reduces) for parts in arriving]
     base = max(sizes[::2], default=0)

@@ -42,13 +42,14 @@ def measure(
     call, and return the measured times.
 
     checked: the program (each rank's sends, receives and reductions). total_bytes: size of the operation's float32
-    vector, rounded up to whole elements (and to equal slices where each rank owns a slice). repeats: number of timed
+    vector. It is rounded up to whole elements, and to equal slices if each rank owns a slice. repeats: number of timed
     runs. world: local ranks to run on, as many as the program has; None: start new ones, with one thread each.
 
-    Returns a dict: exact (always True: the results of a test run on integers were equal), measured_seconds and
-    native_seconds (time of the program and of torch.distributed: median over runs of the slowest rank's time), ratio
-    (median over runs of native time / program time; above 1 the program is faster), total_bytes, bytes_sent (list by
-    rank, padding included), backend, native (name of torch.distributed's call), repeats.
+    Returns a dict with these keys. exact: always True: in a test run on integers the results were equal.
+    measured_seconds, native_seconds: time of the program and of torch.distributed's call, the median over runs of the
+    slowest rank's time. ratio: median over runs of native time / program time; above 1 the program is faster.
+    bytes_sent: list by rank, padding included. native: name of torch.distributed's call. Further keys: total_bytes,
+    backend, repeats.
 
     Raises UserError if this machine cannot hold the ranks or vectors, CheckFailed if results differ, and RankLost if a
     rank ends or does not answer within `TIMEOUT_SECONDS`; its message names the waiting ranks and the step.
@@ -80,10 +81,9 @@ def measure(
 
 
 def count_elements(checked: CheckedCollective, total_bytes: float) -> int:
-    """Return the number of float32 elements of a vector of `total_bytes`, rounded up.
-
-    checked: collective program that is to run on the vector; if each of its ranks owns a slice of the vector, the
-    number is rounded up so that all slices are equal. Raises UserError for a negative size."""
+    """Return the number of float32 elements of a vector of `total_bytes`, rounded up. checked: collective program that
+    is to run on the vector. If each of its ranks owns a slice of the vector, the number is rounded up to equal slices.
+    Raises UserError for a negative size."""
     if total_bytes < 0:
         raise UserError(f"bytes must be at least 0, not {total_bytes:g}")
     numel = max(1, -int(-total_bytes // DTYPE.itemsize))
@@ -190,8 +190,8 @@ def _matches_native(executable: Executable, numel: int, device: str) -> bool:
 
 
 def _run_native(executable: Executable, vector: torch.Tensor) -> torch.Tensor:
-    """Run torch.distributed's call of the same operation as `executable` (a prepared program) on `vector`; for a CUDA
-    vector on gloo, on a copy in host memory. Return the result on the vector's device."""
+    """Run torch.distributed's call of the same operation as `executable` (a prepared program) on `vector`, and return
+    the result on the vector's device. With gloo, a CUDA vector is first copied to host memory."""
     there = vector if vector.is_cpu or executable.batched else vector.cpu()
     return _call_native(executable, there).to(vector.device)
 
@@ -214,8 +214,8 @@ def find_defined_slice(executable: Executable, numel: int) -> slice:
 
 
 def _find_receiver(executable: Executable) -> int:
-    """Return the rank that receives the vector in the operation "send-receive", in which the root sends it to one other
-    rank: the last rank, or rank 0 if the last one is the root. executable: the prepared program."""
+    """Return the rank that receives the vector in the operation "send-receive". It is the last rank, or rank 0 if the
+    last rank is the sender (root). executable: the prepared program."""
     last = executable.program.ranks - 1
     return last if executable.program.root != last else 0
 

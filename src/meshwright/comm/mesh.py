@@ -49,8 +49,9 @@ class Communicator:
     """Communication state of one process, shared by its mesh axes: byte counts of calls, flight recorder (ring of
     recent calls), injected fault.
 
-    device: device of the tensors that are communicated. timeout_seconds: limit of one wait. programs: (axis name,
-    operation) -> collective program to run in place of the backend's own call."""
+    device: device of the tensors that are communicated. timeout_seconds: limit of one wait. programs: {(axis name,
+    operation): collective program}; the programs run in place of the backend's own calls.
+    """
 
     def __init__(
         self,

@@ -102,8 +102,9 @@ class NamedPrograms:
         """Queue a run of a program and return its work handle without waiting for it.
 
         run: function that runs the program on `tensor`, the operation's vector. batched: True if the program posts each
-        group of messages as one call on a CUDA stream (NCCL); a run on a CUDA tensor is then only queued on a stream.
-        All other runs are executed by the communication thread, which waits for their messages."""
+        group of messages as one call on a CUDA stream (NCCL). With a CUDA tensor, such a run is queued on a CUDA
+        stream. Any other run is executed by the communication thread, which waits for the messages.
+        """
         if tensor.is_cuda and batched:
             self._stream = self._stream or torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())

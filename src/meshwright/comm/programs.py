@@ -40,9 +40,10 @@ class _Segment:
     """Range of a vector on which the collective program runs once. The segments of a vector are independent, so that
     their runs can overlap.
 
-    plan: schedule of this rank. n: number of elements of a slot (buffer of one chunk of the segment). data, output:
-    functions (first slot, number of slots) -> memory of these slots, for the vector and for a separate output (None: in
-    place). finish: callback after the run; None: none."""
+    plan: schedule of this rank. n: number of elements of a slot (buffer of one chunk of the segment). data: function
+    (first slot, number of slots) -> memory of these slots in the vector. output: the same for a separate output; None:
+    the operation works in place. finish: callback after the run; None: no callback.
+    """
 
     plan: RankProgram
     n: int
@@ -169,12 +170,10 @@ class Executable:
             lanes = [lane for lane in lanes if next(lane, False)]
 
     def _run_lane(self, lane: int, segments: Sequence[_Segment]) -> Iterator[bool]:
-        """Run the program on several segments of the vector, one segment after the other. A generator, which yields
-        True after it has posted a group of messages, so that the caller can advance other lanes while they are in
-        transit.
-
-        lane: number of this list of segments among the lists (lanes) that run concurrently; it selects the message tag
-        and scratch buffers of the lane. segments: segments of this lane, in order.
+        """Run the program on several segments of the vector, one after the other. This generator yields True after it
+        has posted a group of messages, so that the caller can advance other lanes in the meantime. lane: number of this
+        list of segments among the lists (lanes) that run concurrently; each lane has its own message tag and scratch
+        buffers. segments: segments of this lane, in order.
         """
         tag = TAG + lane
         for segment in segments:
@@ -221,10 +220,9 @@ class Executable:
             segment.finish()
 
     def _get_message_memory(self, message: Message, memory: Memory, staging: Memory) -> torch.Tensor:
-        """Return the memory from which a message is sent or into which it is received.
-
-        memory, staging: functions (first slot, number of slots) -> 1-D tensor: slots (buffers of one chunk) of the
-        vector, and of the staging buffer for messages that are then reduced into the vector.
+        """Return the memory from which a message is sent or into which it is received. memory: function (first slot,
+        number of slots) -> 1-D tensor with these slots (buffers of one chunk) of the vector. staging: the same for the
+        staging buffer, which receives messages that are then reduced into the vector.
         """
         if message.size == 0:
             return self._buffers.take("signal", 0, 1, memory(0, 1))
@@ -263,10 +261,9 @@ class Executable:
         )
 
     def _apply_locally(self, event: Reduce | LocalCopy, memory: Memory, staging: Memory) -> None:
-        """Execute `event`, a local copy or reduction in the rank's schedule.
-
-        memory, staging: functions (first slot, number of slots) -> 1-D tensor: slots (buffers of one chunk) of the
-        vector, and of the staging buffer with received data that are not yet reduced.
+        """Execute `event`, a local copy or reduction in the rank's schedule. memory: function (first slot, number of
+        slots) -> 1-D tensor with these slots (buffers of one chunk) of the vector. staging: the same for the staging
+        buffer, which holds received data that are not yet reduced.
         """
         target = memory(event.slot, event.size)
         source = staging(event.staging, event.size) if isinstance(event, Reduce) else memory(event.source, event.size)
@@ -287,9 +284,9 @@ class Executable:
     # --- memory
 
     def _make_segment(self, vector: torch.Tensor, start: int, n: int) -> _Segment:
-        """Return the segment of `vector` that begins at element `start` and has chunks of `n` elements. Used where
-        ranks own no slice of the vector, as in a broadcast. A segment beyond the end of the vector uses a padded copy,
-        which is copied back after the run.
+        """Return the segment of `vector` that begins at element `start` and has chunks of `n` elements. It is for
+        operations in which ranks own no slice of the vector, such as a broadcast. A segment beyond the end of the
+        vector uses a padded copy, which is copied back after the run.
         """
         length = n * self.program.chunks
         part = vector[start : start + length]
@@ -309,10 +306,9 @@ class Executable:
         )
 
     def _split_rank_slices(self, vector: torch.Tensor, output: torch.Tensor | None) -> list[_Segment]:
-        """Split a vector in which each rank owns a slice into independent segments, which can run concurrently. A
-        segment consists of the same range of elements of every chunk, and so contains a part of every rank's slice.
-
-        output: result of an all-to-all, split in the same way; None: in place.
+        """Split a vector in which each rank owns a slice into independent segments, which can run concurrently. Each
+        segment takes the same range of elements from every chunk, and so a part of every rank's slice. output: result
+        of an all-to-all, split in the same way; None: the operation works in place.
         """
         chunks = self.program.chunks
         n = vector.numel() // chunks

@@ -40,7 +40,8 @@ class Message:
 
 def uses_native_calls(axis: Axis, tensor: torch.Tensor) -> bool:
     """Return True if reduce-scatter and all-gather of `tensor` over `axis` use the backend's own calls. False for CPU
-    tensors on gloo with several ranks, whose data are sent directly between the final buffers instead."""
+    tensors on gloo with several ranks, for which the project sends the data directly between the final buffers instead.
+    """
     return axis.size == 1 or tensor.device.type != "cpu" or axis.backends["cpu"] != "gloo"
 
 
@@ -53,7 +54,8 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Po
     """Post a reduce-scatter: output[:] = sum over ranks of source[rank * n : (rank + 1) * n], n = output.numel().
 
     If the axis runs a collective program in place of the backend's call, `source` is overwritten. Returns (work
-    handles, function to call when they are complete, or None)."""
+    handles, completion callback); the callback must be called when the work is complete, and may be None.
+    """
     program = axis.program("reduce_scatter", source.nbytes)
     if program is not None:
         mine = source.view(axis.size, -1)[axis.rank]
@@ -85,10 +87,9 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Po
 
 
 def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
-    """Post an all-gather over the mesh axis: output = concatenation of the ranks' `source`, which may be a view of its
-    slice of `output`.
-
-    Returns (work handles, function to call when they are complete, or None).
+    """Post an all-gather over the mesh axis: `output` becomes the concatenation of the ranks' `source`. A rank's
+    `source` may be a view of its slice of `output`. Returns (work handles, completion callback); the callback must be
+    called when the work is complete, and may be None.
     """
     program = axis.program("all_gather", output.nbytes)
     if program is None and uses_native_calls(axis, source):
@@ -106,7 +107,8 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, op: str) -> Posted:
     """Post an all-reduce of `tensor` over the mesh axis `axis`, in place; op: "sum" or "max". Collective programs are
     used for sums only.
 
-    Returns (work handles, function to call when they are complete, or None)."""
+    Returns (work handles, completion callback); the callback must be called when the work is complete, and may be None.
+    """
     program = axis.program("all_reduce", tensor.nbytes) if op == "sum" else None
     if program is not None:
         return [axis.communicator.programs.post(lambda: program.run(tensor), tensor, program.batched)], None
@@ -117,7 +119,7 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, op: str) -> Posted:
 def broadcast(tensor: torch.Tensor, source: int, axis: Axis) -> Posted:
     """Post a broadcast of `tensor` in place, from the rank at index `source` of the axis.
 
-    Returns (work handles, function to call when they are complete, or None).
+    Returns (work handles, completion callback); the callback must be called when the work is complete, and may be None.
     """
     return [dist.broadcast(tensor, group=axis.group, group_src=source, async_op=True)], None
 
@@ -132,8 +134,9 @@ def all_to_all(
     """Post an all-to-all over the mesh axis `axis` along dim 0: part i of `source` goes to rank i, and the part from
     rank i becomes part i of `output`.
 
-    source_sizes, output_sizes: number of rows of each part (None: equal parts). Returns (work handles, None: no
-    function to call when they are complete)."""
+    source_sizes, output_sizes: number of rows of each part (None: equal parts). Returns (work handles, None); None:
+    there is no completion callback.
+    """
     work = dist.all_to_all_single(output, source, output_sizes, source_sizes, group=axis.group, async_op=True)
     return [work], None
 
@@ -141,7 +144,9 @@ def all_to_all(
 def transfer(messages: Sequence[Message], axis: Axis) -> list[Posted]:
     """Post point-to-point messages between ranks of the mesh axis `axis` together; their tensors must be contiguous.
 
-    Returns for each message (work handles, function to call when they are complete, or None)."""
+    Returns for each message (work handles, completion callback); the callback must be called when the work is complete,
+    and may be None.
+    """
     if messages and axis.backends[messages[0].tensor.device.type] != "gloo":
         works = dist.batch_isend_irecv(
             [
@@ -173,7 +178,7 @@ def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
     """Post a ring shift: send `source` to the next rank of the axis, and receive into `output` the `source` of the
     previous rank.
 
-    Returns (work handles, function to call when they are complete, or None).
+    Returns (work handles, completion callback); the callback must be called when the work is complete, and may be None.
     """
     if axis.size == 1 and axis.backends[source.device.type] == "gloo":  # which has no connection of a rank to itself
         output.copy_(source)
@@ -185,10 +190,9 @@ def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
 
 
 def all_gather_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, sizes: list[int]) -> Posted:
-    """Post an uneven all-gather along dim 0 of the `source` of the ranks of `axis`, as an all-to-all; `output` gets
-    sizes[i] rows from rank i.
-
-    Returns (work handles, None: no function to call when they are complete)."""
+    """Post an uneven all-gather along dim 0 over the ranks of `axis`, implemented as an all-to-all. `output` receives
+    the ranks' `source`, sizes[i] rows from rank i. Returns (work handles, None); None: there is no completion callback.
+    """
     copies = source.repeat(axis.size, *(1 for _ in source.shape[1:]))
     return all_to_all(output, copies, axis, sizes, [source.shape[0]] * axis.size)
 
@@ -197,7 +201,8 @@ def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, 
     """Post an uneven reduce-scatter of `source` along dim 0 over the ranks of `axis`: `output` receives this rank's
     rows of the sum over ranks, where rank i has sizes[i] rows. The ranks' contributions are added in rank order.
 
-    Returns (work handles, function that adds up the received parts)."""
+    Returns (work handles, completion callback); the callback adds up the received parts.
+    """
     arrived = source.new_empty((axis.size * output.shape[0], *output.shape[1:]))
     works, _ = all_to_all(arrived, source, axis, [output.shape[0]] * axis.size, sizes)
 

@@ -23,17 +23,15 @@ def list_axis_groups(layout: Layout, name: str) -> list[tuple[int, ...]]:
 
 
 def make_wrong_groups(layout: Layout, name: str, equal: bool, alike: Sequence[Hashable]) -> list[tuple[int, ...]]:
-    """Return wrong process groups for the mesh axis `name`, for the fault "wrong group", which makes the axis's
-    collective calls over them. Each is a tuple of global ranks, as many as the axis's right groups have but not the
-    same ones. Ranks that cannot be regrouped are in none; the list may be empty.
+    """Return process groups to use in place of the right groups of the mesh axis `name`, for the injected fault "wrong
+    group". Each is a tuple of global ranks, as many as the axis's right groups have but not the same ones. Ranks that
+    cannot be regrouped are in none; the list may be empty.
 
     equal: True: wrong groups always have the size of the right ones; False: a single right group of more than two ranks
-    is cut into halves. alike: [ranks], a description of the calls that each rank makes; only ranks with equal values
-    and, unless the axis spans pipeline stages, of one stage are grouped, since others would wait for calls that are
-    never made.
-
-    Wrong groups consist of consecutive ranks or, if these are the right groups, of ranks with the same index in their
-    right groups.
+    is cut into halves. alike: [ranks], a value that describes the calls that each rank makes. Only ranks with equal
+    values are grouped, since others would wait for calls that are never made; unless the axis spans pipeline stages,
+    they must also be of one stage. Wrong groups consist of consecutive ranks. If these are the right groups, they
+    consist of ranks with the same index in their right groups instead.
     """
     across = name == "world" or name.startswith("pp")
     classes: dict[Hashable, list[tuple[int, ...]]] = {}

@@ -68,8 +68,8 @@ def _describe_example(data: PreparedData, tokens: NDArray[Any], flags: NDArray[n
     """Return one document of a training example as a JSON object: `length` in tokens, `text`, `parts`, and `label` if
     it has one, as in `describe_samples`.
 
-    data: prepared data, whose tokenizer decodes. tokens: token ids [length]. flags: uint8 [length], whether a token is
-    a loss target, and the role of its turn (see `token_flags`).
+    data: prepared data, whose tokenizer decodes. tokens: token ids [length]. flags: uint8 [length], which mark loss
+    targets and store the role of each token's turn (`token_flags`).
     """
     special = np.isin(tokens, data.tokenizer.special_ids)
     parts = [

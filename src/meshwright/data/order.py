@@ -122,8 +122,8 @@ class MixtureOrder:
 def reduce_weights(weights: Sequence[float]) -> list[int]:
     """Return the smallest integers that have the ratios of `weights`, [sources]: [0.5, 0.25] gives [2, 1].
 
-    A weight is taken as the decimal number that its `repr` shows, 0.1 as 1/10. Integers whose sum exceeds 65,536
-    (`MAX_PERIOD`) are scaled and rounded, so that their sum is about that.
+    A weight is taken as the decimal number that its `repr` shows, 0.1 as 1/10. If the sum of the integers exceeds
+    65,536 (`MAX_PERIOD`), they are scaled and rounded to a sum of about this number.
     """
     exact = [Fraction(repr(weight)) for weight in weights]
     common = math.lcm(*(weight.denominator for weight in exact))

@@ -65,11 +65,11 @@ def draw_stacked_bars(
 
 
 def draw_grouped_bars(names: Sequence[str], groups: Sequence[tuple[str, str, Sequence[float]]], title: str) -> Markup:
-    """Return an SVG chart of vertical bars in clusters: one cluster above each name of `names` on the x axis, with one
+    """Return an SVG chart of vertical bars in clusters: one cluster for each name of `names` on the x axis, with one
     bar for each series of `groups`.
 
-    groups: series of bars, each (name shown on hover, style-sheet colour such as "blue", height in data units of its
-    bar at each of `names`). title: title of the x axis.
+    groups: one tuple for each series: (name shown on hover, style-sheet colour such as "blue", heights in data units of
+    its bars, one for each of `names`). title: title of the x axis.
     """
     highest = max((value for _, _, values in groups for value in values), default=0) or 1
     ticks = [(place + 0.5, name) for place, name in enumerate(names)]

@@ -175,8 +175,9 @@ class _FramePicture:
         return self.left + rank * (self.cell_width + _GAP)
 
     def _draw_cell(self, picture: Picture, rank: int, slot: int, cell: Cell) -> None:
-        """Draw one slot of a rank (buffer for one chunk of the vector) into `picture`: its content as text, on a colour
-        that is stronger the more ranks have contributed to it. cell: the content."""
+        """Draw one slot of a rank (buffer for one chunk of the vector) into `picture`: its content as text on a
+        coloured background. The colour is stronger the more ranks have contributed to the content. cell: the content.
+        """
         x, y, width = self._compute_rank_left(rank), self.top[slot], self.cell_width
         share = len(cell.origins) / self.ranks if sums_contributions(self.program) else 0.5
         kind = "none" if not cell.label else "whole" if cell.whole else "part"

@@ -26,8 +26,8 @@ def draw_buffers_text(checked: CheckedCollective) -> str:
 
 
 def _format_arrows(program: CollectiveProgram, frame: Frame) -> list[str]:
-    """Return the sends and local copies of the round after which the snapshot `frame` of the buffers was taken, as
-    lines of text, wrapped to `_WIDTH` (110) characters."""
+    """Return the sends and local copies of one round as lines of text, wrapped to `_WIDTH` (110) characters. program:
+    the collective program. frame: snapshot of the buffers after the round, which has these sends and copies."""
     words = [_describe_arrow(program, arrow).replace(" ", "\0") for arrow in frame.arrows]
     lines = textwrap.wrap("   ".join(words), _WIDTH, initial_indent="  ", subsequent_indent="  ")
     return [line.replace("\0", " ") for line in lines]
@@ -48,7 +48,7 @@ def _describe_arrow(program: CollectiveProgram, arrow: Arrow) -> str:
 
 def _format_cell_table(program: CollectiveProgram, frame: Frame) -> list[str]:
     """Return a table of all ranks' buffers after a round as lines of text: a header, then one line for each rank with a
-    column for each slot (buffer for one chunk). frame: contents of the buffers."""
+    column for each slot (buffer for one chunk). program: the collective program. frame: contents of the buffers."""
     heads = [""] + [format_slot_title(program, slot) for slot in range(len(frame.cells[0]))]
     rows = [[f"rank {rank} {LETTERS[rank]}", *map(_format_cell, cells)] for rank, cells in enumerate(frame.cells)]
     width = max(len(text) for row in rows for text in row[1:]) + 2

@@ -105,7 +105,8 @@ def draw_page(timeline: Timeline, rows: Sequence[Sequence[str]], summary: str = 
 
 
 def _choose_colour(span: Span) -> tuple[str, bool]:
-    """Return (CSS colour in which the step `span` is drawn, True if a label on it must be dark to be legible)."""
+    """Return the CSS colour in which the step `span` is drawn, and True if a label on it must be dark to be legible,
+    else False."""
     hue, saturation, lightness = COLOURS[span.kind][span.mirrored]
     lightness = round(lightness + 24 * span.shade)
     return f"hsl({hue} {saturation}% {lightness}%)", lightness > 58
@@ -151,11 +152,10 @@ class _Chart:
         return self.top + track * self.pitch
 
     def _list_legend_entries(self, level_name: str) -> list[tuple[str, dict[str, str]]]:
-        """Return the legend's entries as (text, SVG attributes of the colour sample): one for each colour of steps,
-        which names all kinds of steps of that colour (with the first letters of their labels if there are several), and
-        one for the quantity that strips below the rows show.
-
-        level_name: name of that quantity, such as "activations"; empty if there are no strips.
+        """Return the legend's entries as (text, SVG attributes of the colour sample). There is one entry for each
+        colour of steps; its text names all kinds of steps of that colour, with the first letters of their labels if
+        there are several kinds. A last entry is for the quantity that strips below the rows show. level_name: name of
+        that quantity, such as "activations"; empty if there are no strips.
         """
         seen: dict[tuple[str, float, bool], Span] = {}
         for span in self.spans:

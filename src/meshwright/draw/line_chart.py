@@ -215,8 +215,9 @@ def draw_lines(
     hover: str = "",
     legend: bool = False,
 ) -> Markup:
-    """Return a line chart for a page, with a legend if there are several series: an SVG picture 760 pixels wide and at
-    least `height` high and, for screens as narrow as a phone's, one of 380 pixels, of which the style sheet shows one.
+    """Return a line chart for an HTML page, with a legend if there are several series. It consists of two SVG pictures,
+    of which the style sheet shows one: one 760 pixels wide and at least `height` high, and one of 380 pixels for
+    screens as narrow as a phone's.
 
     x_axis, y_axis: axes with their ranges and ticks. series: the curves. marks: vertical lines with texts. height: in
     pixels. hover: name of the x values, such as "step", for the texts that show all values at an x on hover; empty: no
@@ -247,9 +248,9 @@ def draw_lines(
 
 
 def spread_labels(places: Sequence[float], limit: float) -> list[float]:
-    """Move labels apart so that they do not overlap; return their vertical positions in pixels, ascending: at least one
-    line of text apart, at most `limit`, and as close to the wanted positions as this allows. places: wanted positions
-    in pixels, ascending."""
+    """Move labels apart so that they do not overlap; return their vertical positions in pixels, ascending. They are at
+    least one line of text apart, at most `limit`, and as close to the wanted positions as this allows. places: wanted
+    positions in pixels, ascending."""
     apart: list[float] = []
     for place in places:
         apart.append(max(place, apart[-1] + LINE) if apart else place)

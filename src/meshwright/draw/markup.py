@@ -14,8 +14,8 @@ _INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\
 
 
 class Markup(str):
-    """String that already is HTML or SVG, so that the function `element`, which escapes all other strings, inserts it
-    unchanged."""
+    """String that contains HTML or SVG. The function `element` inserts it unchanged, while it escapes all other
+    strings."""
 
     __slots__ = ()
 
@@ -68,7 +68,7 @@ def format_number(value: float, digits: int = 2) -> str:
 
 
 def _replace_invisible(found: re.Match[str]) -> str:
-    """Return the visible replacement of the character that a regular expression matched (`found`): for an ASCII control
+    """Return a visible replacement for the character matched by a regular expression (`found`): for an ASCII control
     character its symbol (U+2400 on), for any other U+FFFD."""
     code = ord(found[0])
     if unicodedata.category(found[0]) == "Cc" and code < 0x80:

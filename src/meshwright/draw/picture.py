@@ -55,8 +55,8 @@ class Picture:
     def to_svg(self, width: float, height: float, label: str, *, alone: bool = False) -> Markup:
         """Return the complete <svg> element of `width` x `height` pixels, with all elements added so far.
 
-        label: description for screen readers. alone: True to include style sheet and XML namespace, for a file of its
-        own.
+        label: description for screen readers. alone: True to include style sheet and XML namespace, as a separate SVG
+        file needs them.
         """
         own = {"xmlns": "http://www.w3.org/2000/svg"} if alone else {}
         style = element("style", make_picture_style()) if alone else None

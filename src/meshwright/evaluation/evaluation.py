@@ -171,7 +171,8 @@ def _build_requests(batch: TokenBatch) -> tuple[list[Request], dict[str, list[in
 
 
 def _choose_rows_per_batch(tokens: PackedDataset) -> int:
-    """Return the batch size for `tokens` in packed rows (sequences filled with documents), about 16,384 tokens."""
+    """Return the number of packed rows (sequences filled with documents) per batch, such that a batch has at most
+    16,384 tokens, but at least one row. tokens: the data, which give the length of a row."""
     return max(1, TOKENS_PER_BATCH // tokens.sequence)
 
 

@@ -121,11 +121,12 @@ class TensorFiles:
 
 
 def _are_records(storages: Set[tuple[int, int]], records: Mapping[int, int]) -> bool:
-    """Return True if each memory block that `torch.load` has mapped from a zip file is exactly one of the file's
-    records (stored members), or if there are no blocks.
+    """Return True if `torch.load` has mapped each memory block from exactly one record (stored member) of a zip file,
+    or if there are no blocks.
 
     storages: (address, size in bytes) of each block. records: {offset in the file: size in bytes} of the zip file's
-    records. The first block tells at which address (a page boundary) the file is mapped.
+    records. The address at which the file is mapped is unknown: it is tried with each record that has the size of one
+    of the blocks.
     """
     if not storages:
         return True
@@ -139,9 +140,10 @@ def _are_records(storages: Set[tuple[int, int]], records: Mapping[int, int]) -> 
 
 
 def _check_zip_records(file: Path) -> dict[int, int]:
-    """Check that the records (stored members) of a zip file written by `torch.save` are uncompressed, one after
-    another, and where the zip directory says; torch maps them without this check and could return other bytes. Return
-    {offset of a record's data in the file: its size in bytes}. Raises `ValueError` or `BadZipFile` if the check fails.
+    """Check the records (stored members) of a zip file written by `torch.save`: they must be uncompressed, one after
+    another, and at the places that the zip directory names. torch maps records without this check and could return
+    other bytes. Return {offset of a record's data in the file: its size in bytes}. Raises `ValueError` or `BadZipFile`
+    if the check fails.
     """
     with zipfile.ZipFile(file) as archive, file.open("rb") as stream:
         records = sorted(archive.infolist(), key=lambda record: record.header_offset)

@@ -55,13 +55,13 @@ def describe_placement(config: ModelConfig, layout_text: str, dtype: str, sequen
 
 
 def _describe_stage(partition: Partition, layout: Layout, coordinate: int, dtype: str) -> dict[str, Any]:
-    """Return the contents of a rank with coordinate `coordinate` on axis pp, as a JSON dict: "stages" and "layers"
-    (indices), "embedding" and "head" (True if held), "elements" and "bytes" of the parameters that the rank keeps
-    between steps, "training_bytes" (persistent memory of AdamW training: {kind, such as "parameters", "gradients" or
-    "optimizer": bytes}).
+    """Return the contents of a rank with coordinate `coordinate` on axis pp, as a JSON dict.
 
     partition: assignment of layers to stages. layout: axes over which the stage's parameters are sharded. dtype: torch
-    name of the parameters' dtype, such as "bfloat16".
+    name of the parameters' dtype, such as "bfloat16". Keys: "stages" and "layers": indices. "embedding" and "head":
+    True if the rank holds them. "elements" and "bytes": size of the parameters that the rank keeps between steps.
+    "training_bytes": persistent memory of AdamW training, {kind, such as "parameters", "gradients" or "optimizer":
+    bytes}.
     """
     stages, units = partition.stages_on(coordinate), partition.units_on(coordinate)
     flats = flats_of(partition.table, layout, units)

@@ -131,7 +131,7 @@ def agree_on_device(wanted: str, info: RendezvousInfo, store: Store) -> str:
 
     wanted: "auto", "cpu" or "cuda". info: this rank's number, the number of ranks, and the local rank if known. store:
     key-value store that all ranks share. Collective: every rank calls it, and all raise the same `UserError` if one of
-    them has no device. The local rank may be unknown, and each rank may see only its own GPU.
+    them has no device. It also works if the local rank is unknown, or if each rank sees only its own GPU.
     """
     if wanted == "cpu":
         return "cpu"

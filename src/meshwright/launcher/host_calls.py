@@ -30,8 +30,8 @@ _KEY = "meshwright/calls"
 
 
 class HostCalls:
-    """Flight-recorder files of this host's ranks: each rank records its collective calls in its own file, which the
-    others can read. All are in one directory in memory (/dev/shm; else the temporary directory).
+    """Flight recorders of this host's ranks: a directory with one file for each rank, in which the rank records its
+    collective calls and which the other ranks can read. It is in memory (/dev/shm; else in the temporary directory).
 
     directory: the run directory. info: this rank's number, the number of ranks, and their rendezvous. token: random
     text, equal on all ranks of a run, that ends the name of the directory of recorder files.
@@ -57,11 +57,11 @@ class HostCalls:
 
     @classmethod
     def create(cls, directory: RunDirectory, info: RendezvousInfo, store: Store) -> HostCalls:
-        """Create this rank's flight-recorder file in the directory of all recorder files of this host. Collective:
-        every rank calls it after rank 0 has locked the run directory.
+        """Create this rank's recorder file in the host's directory of recorder files, and return the `HostCalls` of
+        this directory. Collective: every rank calls it after rank 0 has locked the run directory.
 
         directory: the run directory. info: this rank's number, the number of ranks, and their rendezvous. store:
-        key-value store of all ranks, through which they learn the random directory name (token) that rank 0 chooses.
+        key-value store of all ranks, through which rank 0 sends them the random text (token) in the directory's name.
         """
         if info.rank == 0:
             store.set(_KEY, secrets.token_hex(8))

@@ -71,11 +71,11 @@ def _read_machine(root: Path) -> tuple[int, int]:
 
 def _iterate_control_groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str, str]]]:
     """Iterate over the Linux memory control groups (cgroup v1 or v2) that limit this process: its own first, then each
-    parent up to the mount point. Yield (directory, names) for each.
+    parent up to the mount point. Yield (directory, names) for each. A directory may not exist, because in a container
+    the mount point itself can be the process's own group.
 
     names: (mount point below `root`, file of the limit, file of the usage, key in memory.stat of the reclaimable page
-    cache). root: directory with `proc` and `sys`. A directory may not exist: in a container the mount point itself can
-    be the process's own group.
+    cache). root: directory with `proc` and `sys`.
     """
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():

@@ -187,8 +187,8 @@ class _Attempt:
             self._take_snapshot()
 
     def _take_snapshot(self) -> None:
-        """Store the state of all ranks for the hang report, before any of them is ended: the collective calls that they
-        have recorded, and the stacks of the blamed ranks that run outside a collective call."""
+        """Store the state of all ranks for the hang report, before any of them is ended. This is the collective calls
+        that they have recorded and, of blamed ranks that are not in a collective call, the stacks."""
         ended = {
             rank.number: rank.exit_description for rank in self.ranks if rank.ended is not None and not rank.report
         }
@@ -198,8 +198,8 @@ class _Attempt:
 
     def _is_suspended_too_long(self) -> bool:
         """Return True if a rank's process has been suspended (SIGSTOP) for `STOPPED_SECONDS` longer than the timeout of
-        collective calls. So a suspended rank is also found if no other rank waits for it in a collective call, as
-        during a save."""
+        collective calls. This finds suspended ranks for which no other rank waits in a collective call, as during a
+        save."""
         now, limit = time.monotonic(), self.spec.collective_timeout + STOPPED_SECONDS
         stopped = [
             rank.number
@@ -246,8 +246,8 @@ class _Attempt:
             rank.ended = (rank.report or {}).get("at", rank.ended)
 
     def _has_ended_abnormally(self, rank: StartedRank) -> bool:
-        """Return True if a rank has ended in such a way that the other ranks cannot continue: without a result, and
-        without the report `Terminated` of a rank that stopped after SIGTERM."""
+        """Return True if a rank has ended so that the other ranks cannot continue. It has then reported neither a
+        result nor `Terminated`, which a rank reports that stopped after SIGTERM."""
         return rank.ended is not None and not rank.finished and rank.error != "Terminated"
 
     def _forward_signals(self) -> None:
@@ -270,8 +270,8 @@ class _Attempt:
             rank.process.send_signal(number)
 
     def _end_all(self) -> None:
-        """Send SIGTERM to all ranks that still run, kill those that do not end in time, and close their file
-        descriptors."""
+        """Send SIGTERM to all running ranks, kill the ranks that do not end in time, and close the file descriptors of
+        all."""
         for number, seconds in ((signal.SIGTERM, TERMINATE_SECONDS), (signal.SIGKILL, 30.0)):
             left = [rank for rank in self.ranks if rank.process.poll() is None]
             for rank in left:
@@ -311,8 +311,8 @@ class _Attempt:
         """Describe in one sentence which rank was lost and why. died: ranks that ended without a report. reported:
         ranks that reported an error.
 
-        It describes the first of `died`; if there is none, or NCCL aborted it because another rank was suspended or
-        made a wrong call, the rank at fault by the recorded collective calls; if these show none, the first reported
+        The sentence is on the first of `died`. If there is none, or if NCCL aborted it because of another rank, the
+        sentence is on the rank at fault by the recorded collective calls. If these show none, it is the first reported
         error.
         """
         verdict = self.snapshot.verdict if self.snapshot is not None else None

@@ -59,10 +59,9 @@ def resolve_threads(recipe: Recipe, default: int, state: dict[str, Any] | None) 
 
 
 def format_thread_change(before: int | None, now: int | None) -> str | None:
-    """Return a line for the user that results may differ in their last bits, if the number of threads per rank changed
-    from `before` (in the checkpoint) to `now`; None if not.
-
-    before, now: None if unknown, or on a GPU, where the number has no effect; the result is then None.
+    """Return a line for the user if the number of threads per rank changed, which can change the last bits of results;
+    None if it did not change. before: number in the checkpoint; now: present number. Both are None if unknown, or on a
+    GPU, where the number has no effect; the result is then None.
     """
     if before is None or now is None or before == now:
         return None
@@ -114,9 +113,9 @@ def choose_local_threads(recipe: Recipe, ranks: int, cores: int | None = None) -
 
 
 def ranks_share_one_host(info: RendezvousInfo) -> bool:
-    """Return True if all ranks of the run are on this host and share its cores, so that the thread count can be chosen
-    without asking other ranks; False if SLURM has assigned cores to each rank. info: number of all ranks and of those
-    on this host."""
+    """Return True if all ranks of the run are on this host and share its cores. The thread count can then be chosen
+    without asking other ranks. Return False if SLURM has assigned cores to each rank. info: number of all ranks and of
+    those on this host."""
     return info.ranks == (info.host_ranks or 1) and bool(read_rank_cores(os.environ)["shared"])
 
 

@@ -197,8 +197,8 @@ def initialise_process_group(info: RendezvousInfo, store: Store, device: str, ti
 
     info: rank and world size. store: key-value store at which the ranks meet. timeout_seconds: time limit of the
     rendezvous and of every collective call. Raises `UserError` if the rendezvous fails or exceeds this limit;
-    `RankLost` if the ranks were to meet at a file made by Meshwright's launcher, since then only the loss of a rank
-    explains it.
+    `RankLost` instead if Meshwright's launcher made the rendezvous file, because then only the loss of a rank explains
+    the failure.
     """
     import torch.distributed as dist
 
@@ -217,10 +217,9 @@ def initialise_process_group(info: RendezvousInfo, store: Store, device: str, ti
 
 @contextmanager
 def _convert_rendezvous_errors(info: RendezvousInfo, timeout_seconds: float) -> Iterator[None]:
-    """Context manager that turns every exception of torch's rendezvous into an exception with a message of one line:
-    `RankLost` if the ranks of Meshwright's launcher meet at a file, else `UserError`.
-
-    info: this rank and its rendezvous. timeout_seconds: limit of the rendezvous, for the message.
+    """Context manager that turns every exception of torch's rendezvous into an exception with a message of one line. It
+    is `RankLost` if Meshwright's launcher made the rendezvous file, else `UserError`. info: this rank and its
+    rendezvous. timeout_seconds: limit of the rendezvous, for the message.
     """
     import torch.distributed as dist
 
@@ -377,8 +376,9 @@ _held: list[int] = []  # descriptors that stay open as long as the process
 
 
 def _remove_stale_file(path: str) -> None:
-    """Remove the rendezvous file at `path` that killed ranks have left behind. A file in use is kept: its users hold a
-    lock on PATH.lock. Then take a shared lock on PATH.lock, which this process holds until it ends."""
+    """Remove the rendezvous file at `path` if killed ranks have left it behind, and lock it for this process. A file is
+    in use if processes hold a lock on PATH.lock; it is then kept. This process takes a shared lock on PATH.lock and
+    holds it until it ends."""
     descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     with suppress(BlockingIOError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

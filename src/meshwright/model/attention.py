@@ -24,14 +24,15 @@ class Attention(nn.Module):
     """Grouped-query attention layer of a transformer block, with `heads` query heads and `kv_heads` key-value heads on
     this rank (Ainslie et al. 2023, arXiv:2305.13245).
 
-    Query, key and value projections are fused: `qkv.weight` is [(N + 2K) D, H], the rows of the queries first, then
-    those of keys and values. Queries and keys may be normalised before the rotary embedding: each head (QK norm: Henry
-    et al. 2020, arXiv:2010.04245; Qwen3), or all heads together (OLMo 2: arXiv:2501.00656, section 3). `sinks` [N]:
-    attention-sink score of each query head (gpt-oss); None: none. N, K: query and key-value heads on this rank, D: head
-    size, H: hidden size.
+    N, K: query and key-value heads on this rank; D: head size; H: hidden size. Query, key and value projections are
+    fused: `qkv.weight` is [(N + 2K) D, H], the rows of the queries first, then those of keys and values. Queries and
+    keys may be normalised before the rotary embedding: each head (QK norm: Henry et al. 2020, arXiv:2010.04245; Qwen3),
+    or all heads together (OLMo 2: arXiv:2501.00656, section 3). `sinks` [N]: attention-sink score of each query head
+    (gpt-oss); None: the model has no sinks.
 
     `config`: model configuration; `axes`: communication of the mesh axes; `options`: `device` and `dtype` of the
-    parameters."""
+    parameters.
+    """
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
@@ -64,14 +65,14 @@ class Attention(nn.Module):
         cache: AttentionCache | None = None,
         layer: int = 0,
     ) -> torch.Tensor:
-        """Return the attention output [B, S, H] for the hidden states `x_BSH` (with sequence parallelism both are this
-        rank's token slices).
+        """Return the attention output [B, S, H] for the hidden states `x_BSH`. With sequence parallelism, both hold
+        only this rank's tokens.
 
         `rotation`: rotary cosine and sine of each token, [B or 1, 1, S, R/2] each (R: rotated features of a head); None
-        without rotary positions. `visible`: attention mask from `make_attention_mask` (encoder: from
-        `make_bidirectional_mask`); None: plain causal (encoder: unmasked). `cache`: KV cache, in which the new keys and
-        values are stored under the layer number `layer`; attention then covers the cached tokens too, and `visible` is
-        ignored.
+        without rotary positions. `visible`: attention mask. In a decoder it comes from `make_attention_mask`; None:
+        plain causal. In an encoder it comes from `make_bidirectional_mask`; None: unmasked. `cache`: KV cache, in which
+        the new keys and values are stored under the layer number `layer`; attention then covers the cached tokens too,
+        and `visible` is ignored.
         """
         x_BSH = self.tensor.enter(x_BSH, "attention.input")
         heads_BSND = self.qkv(x_BSH).unflatten(-1, (-1, self.size))

@@ -18,15 +18,13 @@ def register_attention(
 ) -> None:
     """Register an attention kernel as the differentiable custom operator meshwright::`name`.
 
-    `forward`: takes queries, keys, values [B, N or K, S, D], further arguments (the mask) and last the heads' sinks [N]
-    (or None); returns the output, or a tuple of the output and other tensors that `backward` needs.
-
-    `backward`: takes the output's gradient, the list of saved tensors (queries, keys, values and, if `forward` returns
-    a tuple, its results), the further arguments and the sinks; returns the gradients of queries, keys, values and sinks
-    (an empty tensor without sinks).
-
-    `result`: takes the arguments of `forward`; returns uninitialised tensors of the shapes of its result, for
-    torch.compile.
+    `forward`: function whose arguments are queries, keys and values [B, N or K, S, D] for N query heads and K key-value
+    heads, further arguments such as the mask, and the heads' sinks [N] or None. It returns the output, or a tuple of
+    the output and of other tensors that `backward` needs. `backward`: function of the output's gradient, the list of
+    saved tensors, the further arguments and the sinks. The saved tensors are queries, keys and values, followed by the
+    results of `forward` if it returns a tuple. It returns the gradients of queries, keys, values and sinks (an empty
+    tensor without sinks). `result`: function of the arguments of `forward` that returns uninitialised tensors of the
+    shapes of its result, for torch.compile.
     """
     registered = custom_operator(f"meshwright::{name}")(forward)
     of_gradients = custom_operator(f"meshwright::{name}_backward")(backward)
@@ -54,20 +52,20 @@ def register_attention(
 
 
 def _holds_tensors(argument: Any) -> bool:
-    """Return True if `argument`, an argument of a custom operator, is a list of tensors, for which autograd expects a
-    list of gradients.
+    """Return True if `argument`, an argument of a custom operator, is a list of tensors. Autograd then expects a list
+    of gradients for it.
     """
     return isinstance(argument, list) and all(isinstance(each, torch.Tensor) for each in argument)
 
 
 def add_sinks(out: torch.Tensor, log_sum: torch.Tensor, sinks: torch.Tensor) -> None:
-    """Add attention sinks, in place, to an attention output that was computed without them: the denominator of each
-    softmax gets the further term exp(sink).
+    """Add attention sinks to an attention output that was computed without them, in place. A sink adds the term
+    exp(sink) to the denominator of each softmax.
 
-    out: attention outputs [..., D]; log_sum: their log-sum-exps [...], which then include the sinks; sinks: sink score
-    of each query, broadcast to [...].
-
-    With the new `log_sum`, the usual backward of attention gives the correct gradients of queries, keys and values.
+    out: attention outputs [..., D] of queries with head size D, overwritten. log_sum: log-sum-exp of each query's
+    scores [...], overwritten with the value that includes the sink. sinks: sink score of each query, broadcast to
+    [...]. With the new `log_sum`, the usual backward of attention gives the correct gradients of queries, keys and
+    values.
     """
     with_sinks = torch.logaddexp(log_sum, sinks.to(log_sum.dtype))
     out.mul_((log_sum - with_sinks).exp_()[..., None])
@@ -75,18 +73,19 @@ def add_sinks(out: torch.Tensor, log_sum: torch.Tensor, sinks: torch.Tensor) -> 
 
 
 def compute_sink_gradients(sinks_N: torch.Tensor, log_sum_BNS: torch.Tensor, inner_BNS: torch.Tensor) -> torch.Tensor:
-    """Return the gradient [N] of the attention-sink scores `sinks_N`: minus the sum, over sequences and queries, of the
-    sink's probability times `inner_BNS`.
+    """Return the gradient [N] of the attention-sink scores `sinks_N` of N query heads: minus the sum, over B sequences
+    and S queries, of the sink's probability times `inner_BNS`.
 
-    `log_sum_BNS`: log-sum-exps of the scores, sinks included; `inner_BNS`: sum over the head dimension of the attention
-    output times its gradient."""
+    `log_sum_BNS`: log-sum-exp of each query's scores, sink included; `inner_BNS`: dot product of each query's attention
+    output and its gradient.
+    """
     p_BNS = (sinks_N.to(log_sum_BNS.dtype)[:, None] - log_sum_BNS).exp_()
     return -(p_BNS * inner_BNS).sum(dim=(0, 2)).to(sinks_N.dtype)
 
 
 def empty_gradient(like: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Return an uninitialised tensor for the gradient of `sinks`; without sinks (None) a tensor without elements, of
-    the dtype and device of `like`.
+    """Return an uninitialised tensor of the shape of `sinks` for their gradient; if `sinks` is None, an empty tensor
+    with the dtype and device of `like`.
     """
     return like.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
@@ -100,9 +99,8 @@ def group_by_kv_head(x_BNSD: torch.Tensor, k_BKSD: torch.Tensor) -> torch.Tensor
 
 
 def empty_bsnd(x_BNSD: torch.Tensor, values: torch.Tensor | None = None) -> torch.Tensor:
-    """Return an uninitialised tensor of the shape [B, N, S, D] and dtype of `x_BNSD`, stored in memory as [B, S, N, D]:
-    the order in which the projections before and after attention use it.
-
-    `values`: tensor whose last dim replaces D; None: D as in `x_BNSD`."""
+    """Return an uninitialised tensor [B, N, S, D] of the dtype and the first three dims of `x_BNSD`. It is stored in
+    memory as [B, S, N, D], the order in which the projections before and after attention use it. `values`: tensor whose
+    last dim replaces D; None: D as in `x_BNSD`."""
     rows, heads, sequence, _ = x_BNSD.shape
     return x_BNSD.new_empty(rows, sequence, heads, (x_BNSD if values is None else values).shape[-1]).transpose(1, 2)

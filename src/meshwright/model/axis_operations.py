@@ -36,9 +36,9 @@ class TokenAxis:
 
 
 class TensorOperations(TokenAxis):
-    """Communication of tensor parallelism: `enter` precedes column-parallel products, `leave` follows row-parallel
-    ones. This base class is for one device, where every method returns its input. Argument `site` of all methods: label
-    of the call in traces."""
+    """Communication of tensor parallelism: `enter` precedes a column-parallel linear layer, `leave` follows a
+    row-parallel one. This base class is for one device, where every method returns its input. Argument `site` of all
+    methods: label of the call in traces."""
 
     name = "tp"
     rank = 0
@@ -48,16 +48,14 @@ class TensorOperations(TokenAxis):
     """Between `leave` and `enter` each rank holds S / size tokens of a sequence."""
 
     def enter(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
-        """Return the input of a column-parallel product, [B, S, H] on every tp rank: `x_BSH` itself or, with sequence
-        parallelism, the all-gather of the ranks' token slices `x_BSH`. On one device: `x_BSH` itself.
-
-        `site`: label of the call in traces."""
+        """Return the input [B, S, H] of a column-parallel linear layer, complete on every tp rank. Without sequence
+        parallelism and on one device, that is `x_BSH` itself; with it, the all-gather of the ranks' token slices
+        `x_BSH`. `site`: label of the call in traces."""
         return x_BSH
 
     def leave(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
-        """Return the sum over tp ranks of `x_BSH`, each rank's partial result of a row-parallel product: [B, S, H] or,
-        with sequence parallelism, this rank's token slice of that sum. On one device: `x_BSH` itself.
-
+        """Return the sum over tp ranks of `x_BSH`, each rank's partial result of a row-parallel linear layer (on one
+        device `x_BSH` itself). The result is [B, S, H]; with sequence parallelism, only this rank's tokens of it.
         `site`: label of the call in traces."""
         return x_BSH
 
@@ -99,9 +97,10 @@ class ContextOperations(TokenAxis):
         class builds the mask of unsharded sequences.
 
         `documents`: document boundaries in packed sequences; `tokens`: number of tokens of each sequence on this rank;
-        `window`: sliding window in tokens (None: none); `device`: device of the mask; `form`: mask format of the
-        attention kernel, from `choose_mask_form`: "first" (first visible key of each query), "varlen" (document
-        boundaries) or "boolean" (one entry for each query and key)."""
+        `window`: sliding window in tokens (None: none); `device`: device of the mask. `form`: mask format of the
+        attention kernel, from `choose_mask_form`. "first": index of the first visible key of each query; "varlen":
+        document boundaries; "boolean": one entry for each query and key.
+        """
         return make_attention_mask(documents, self.size * tokens, window, device, form)
 
     def attend(
@@ -130,26 +129,34 @@ class TokenDispatcher(Protocol):
     width_rank: int
 
     def dispatch(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """Send token copies `x_NH`, one for each of a token's experts and sorted by expert, to the ranks of their
-        experts. `ends_E[e]`: index at which the copies of expert e end (exclusive). Return three things: the R copies
-        received for this rank's experts, [R, H], sorted by expert; the exclusive end index of each of these experts'
-        copies; and an opaque state for `combine`."""
+        """Send token copies `x_NH` to the ranks of their experts. A token has one copy for each of its experts; the N
+        copies are sorted by expert.
+
+        `ends_E[e]`: index at which the copies of expert e end (exclusive). Return three things: the R copies received
+        for this rank's experts, [R, H], sorted by expert; the exclusive end index of each of these experts' copies; and
+        an opaque state for `combine`.
+        """
 
     def dispatch_keys(self, keys_N: torch.Tensor, routes: Any) -> torch.Tensor:
-        """Send a number for each token copy of a dispatch, `keys_N`, to the rank of the copy's expert. Return the
-        numbers of the received copies, [R]. routes: third result of `dispatch`."""
+        """Send one random-number key of each token copy to the rank of the copy's expert, in the order of an earlier
+        dispatch. Adapters derive their dropout masks from these keys.
+
+        keys_N: int64, key of each of the N copies that were dispatched. routes: third result of that `dispatch`. Return
+        the keys of the R copies that this rank received, [R].
+        """
 
     def combine(self, y_RH: torch.Tensor, routes: Any) -> torch.Tensor:
-        """Send expert outputs `y_RH` (R token copies that this rank received) back to the ranks of their tokens. Return
-        [N, H], in the order of the `x_NH` that was dispatched.
+        """Send expert outputs back to the ranks of their tokens. Return the outputs of the N token copies that this
+        rank dispatched, [N, H], in the order of `x_NH`.
 
-        y_RH: partial sums where several ranks (`width_ranks`) split each expert; they are summed too. routes: the state
-        that `dispatch` returned (third result)."""
+        y_RH: expert outputs of the R token copies that this rank received. If `width_ranks` > 1 ranks split each
+        expert's width, these are partial sums, which `combine` also adds up. routes: third result of `dispatch`.
+        """
 
 
 class Recompute:
-    """Activation checkpointing of the functions that run a transformer block. This base class applies none: autograd
-    saves all that backward needs.
+    """Activation checkpointing of transformer blocks. This base class applies none: autograd saves all that backward
+    needs.
     """
 
     kind = "none"
@@ -161,10 +168,9 @@ class Recompute:
         around: Callable[[Function], Function] = lambda compiled: compiled,
     ) -> Function:
         """Return a replacement for `function`, the forward of a transformer block or of a part of it. This base class
-        compiles it, if requested; subclasses also add selective activation checkpointing.
-
-        compile_options: keyword arguments of torch.compile; None: do not compile. around: wraps the compiled function;
-        not called without compilation.
+        compiles it, if requested; subclasses also add selective activation checkpointing. compile_options: keyword
+        arguments of torch.compile; None: do not compile. around: function that wraps the compiled function in another
+        one; unused without compilation.
         """
         return function if compile_options is None else around(torch.compile(function, **compile_options))
 

@@ -22,11 +22,13 @@ from meshwright.spec.config import ModelConfig
 
 
 class Block(nn.Module):
-    """Transformer block: x + attention(norm(x)), then x + mlp(norm(x)), where the MLP may be a mixture of experts. In
-    some model families the outputs of attention and MLP are normalised too, or in place of their inputs, and scaled.
+    """Transformer block: x + attention(norm(x)), then x + mlp(norm(x)), where the MLP may be a mixture of experts. Some
+    model families normalise the outputs of attention and MLP, in addition to their inputs or instead of them. Some
+    scale the outputs.
 
     `config`: model configuration; `axes`: communication of the mesh axes; `layer`: index of the block in the model;
-    `options`: `device` and `dtype` of the parameters."""
+    `options`: `device` and `dtype` of the parameters.
+    """
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, layer: int, **options: Any) -> None:
         super().__init__()
@@ -61,10 +63,9 @@ class Block(nn.Module):
         return self.add(x_BSH, y_BSH, self.mlp_post_norm), balance
 
     def add(self, x_BSH: torch.Tensor, y_BSH: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
-        """Return the residual sum x + s norm(y) of hidden states x (`x_BSH`) and the output y (`y_BSH`) of a sublayer
-        (attention or MLP), with the model's residual multiplier s (1 in most families).
-
-        `norm`: norm of the sublayer's output; None: none.
+        """Return the residual sum x + s norm(y). x: hidden states `x_BSH`; y: output `y_BSH` of a sublayer (attention
+        or MLP); s: the model's residual multiplier (1 in most families). `norm`: norm of the sublayer's output; None:
+        none.
         """
         y_BSH = y_BSH if norm is None else norm(y_BSH)
         return x_BSH + (y_BSH if self.residual_scale == 1 else y_BSH * self.residual_scale)

@@ -27,11 +27,10 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 class CheckpointFiles:
-    """Reader of the safetensors files of a Hugging Face directory (`directory`), sharded ones with an index included. A
-    tensor is read by its name when requested; packed (quantized) weights are two tensors, values and scales.
-
-    `single`: name of the file of a directory without an index. Attribute `mapped`: True if the tensors returned are
-    views of memory-mapped files.
+    """Reader of the safetensors files of a Hugging Face directory (`directory`), either one file or sharded files with
+    an index. Each tensor is read by name when it is requested. Packed (quantized) weights are two tensors, values and
+    scales. `single`: name of the file of a directory without an index. Attribute `mapped`: True if the tensors returned
+    are views of memory-mapped files.
 
     Raises UserError, naming the file and the tensor, when a file is missing, truncated, or does not match the index.
     """
@@ -61,8 +60,9 @@ class CheckpointFiles:
         return (name, name + SCALE_SUFFIX) if name + SCALE_SUFFIX in self.names else (name,)
 
     def describe_missing(self, name: str, shape: tuple[int, ...]) -> str:
-        """Return the name of the missing tensor for an error message, when the files do not have the weights `name`:
-        `name` with its expected `shape`, or the tensor that is lacking of the two that store packed weights.
+        """Return, for an error message, the name and expected `shape` of the weights `name` that the files do not have.
+        If the files have one of the two tensors of packed (quantized) weights, return the name of the other one
+        instead.
         """
         lacking = [part for part in (name + BLOCKS, name + SCALES) if part not in self.names]
         return lacking[0] if len(lacking) == 1 else f"{name} {list(shape)}"
@@ -133,8 +133,8 @@ class CheckpointFiles:
             )
 
     def _check_mxfp4(self, name: str) -> None:
-        """Raise UserError unless the weights `name` are stored in MXFP4, with scales of the right shape, and
-        ``config.json`` names this format."""
+        """Raise UserError unless the weights `name` are stored in MXFP4 with scales of the right shape. ``config.json``
+        must name this format, too."""
         values, scales = name + BLOCKS, name + SCALES
         self._require_format(values, MxFp4)
         shape = self.shape(values)

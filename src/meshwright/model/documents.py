@@ -22,9 +22,11 @@ class Documents:
     `starts_BS`: for each token the index, in the unsharded sequence, at which its document begins; None: every sequence
     is one document. `indices_C`: with context parallelism, the index in the unsharded sequence of each token of this
     rank; otherwise None. `pairs`: for preference training, the pairs of chosen and rejected responses.
-    `host_starts_BS`: on GPUs, `starts_BS` on the CPU, from which the host derives bounds without waiting. `teacher`:
-    for distillation, this rank's targets from the teacher (`training.teacher_targets.TeacherTargets`). `samples_B`:
-    random key of each sequence, int64, for dropout; None: nothing is dropped."""
+    `host_starts_BS`: copy of `starts_BS` in CPU memory, if the batch is on a GPU; the host reads it without waiting for
+    the GPU. `teacher`: for distillation, this rank's targets from the teacher
+    (`training.teacher_targets.TeacherTargets`). `samples_B`: int64, random-number key of each sequence, from which
+    dropout masks are derived; None: no dropout.
+    """
 
     starts_BS: torch.Tensor | None = None
     indices_C: torch.Tensor | None = None
@@ -45,12 +47,13 @@ class Documents:
         return cls(torch.cummax(torch.cat([torch.zeros_like(begins[:, :1]), begins], dim=1), dim=1).values)
 
     def on_host(self) -> Documents:
-        """Return a copy on the CPU that has only the document boundaries, without context-parallel slicing."""
+        """Return a copy in CPU memory that has only the document boundaries of the unsharded sequences."""
         starts_BS = self.starts_BS if self.host_starts_BS is None else self.host_starts_BS
         return Documents(None if starts_BS is None else starts_BS.cpu())
 
     def to(self, device: torch.device | str) -> Documents:
-        """Return a copy on `device`; the host does not wait for a GPU. The copy's `host_starts_BS` stays on the CPU."""
+        """Return a copy on `device`, without a wait of the host for the GPU. The copy's `host_starts_BS` stays on the
+        CPU."""
         all_three = self.starts_BS, self.indices_C, self.samples_B
         starts_BS, indices_C, samples_B = (None if each is None else move(each, device) for each in all_three)
         pairs = None if self.pairs is None else self.pairs.map(lambda tensor: move(tensor, device))
@@ -83,8 +86,8 @@ class Documents:
         return lengths_BS if self.indices_C is None else lengths_BS[:, self.indices_C]
 
     def cut_into_chunks(self, size: int, rows: int, sequence: int, device: torch.device) -> Documents:
-        """Return the document boundaries for chunked attention: each document is cut into chunks of `size` tokens,
-        which take the place of documents, so that a token attends only within its chunk.
+        """Return the document boundaries for chunked attention, in which a token attends only within its chunk. Each
+        document is cut into chunks of `size` tokens, and the chunks become the documents of the result.
 
         `rows`: number of sequences; `sequence`: number of tokens of an unsharded sequence; `device`: device of the
         boundaries.
@@ -121,6 +124,6 @@ ONE_DOCUMENT = Documents()
 
 
 def move(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Return `tensor` on `device`, copied to a GPU from pinned memory without waiting for it."""
+    """Return `tensor` on `device`. To a GPU it is copied from pinned memory without a wait of the host."""
     on_gpu = torch.device(device).type == "cuda"
     return (tensor.pin_memory() if on_gpu and not tensor.is_cuda else tensor).to(device, non_blocking=on_gpu)

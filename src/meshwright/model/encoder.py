@@ -124,13 +124,15 @@ class Encoder(nn.Module):
         units: Units = NO_UNITS,
         **inputs: Unpack[EncoderInputs],
     ) -> torch.Tensor:
-        """Return the sum of the losses (nats, a scalar in float32 or float64) of the token IDs `tokens_BS` over targets
-        that are not -100. Raises UserError for head "none" and for sequences longer than the model's positions.
+        """Return the sum of the losses (nats, a scalar in float32 or float64) over the targets that are not -100.
 
-        `targets`: with head "masked" the true token ID at each masked position, [B, S], elsewhere -100; with head
-        "classes" the class of each sequence, [B], or of each of D packed documents, [D]. Only masked positions go
-        through the head. `units`: hooks around FSDP units; `documents`: document boundaries in packed sequences;
-        `inputs`: attention mask (0 at padding) and segment IDs (fields of `EncoderInputs`)."""
+        `tokens_BS`: token IDs. `targets`: with head "masked" the true token ID at each masked position, [B, S],
+        elsewhere -100; only masked positions go through the head. With head "classes" the class of each sequence, [B],
+        or of each of D packed documents, [D]. `units`: hooks around FSDP units; `documents`: document boundaries in
+        packed sequences; `inputs`: attention mask (0 at padding) and segment IDs (fields of `EncoderInputs`).
+
+        Raises UserError for head "none" and for sequences longer than the model's positions.
+        """
         x_BSH = self.hidden(tokens_BS, documents, units, **inputs)
         x_BSH = units.enter("head", x_BSH)
         if self.config.head == "masked":

@@ -25,11 +25,13 @@ from meshwright.spec.config import ModelConfig
 
 
 class Mixture(nn.Module):
-    """Mixture-of-experts layer: the sum over a token's experts of weight * expert(x), plus the shared expert (Shazeer
-    et al. 2017, arXiv:1701.06538, eq. 1; Dai et al. 2024, arXiv:2401.06066, eq. 9).
+    """Mixture-of-experts layer. Its output for a token x is the sum over the token's experts of weight * expert(x),
+    plus the output of the shared expert (Shazeer et al. 2017, arXiv:1701.06538, eq. 1; Dai et al. 2024,
+    arXiv:2401.06066, eq. 9).
 
     `config`: model configuration; `axes`: communication of the mesh axes; `options`: `device` and `dtype` of the
-    parameters."""
+    parameters.
+    """
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
@@ -62,10 +64,9 @@ class Mixture(nn.Module):
     def _forward_expert_parallel(
         self, x_BSH: torch.Tensor, counted_B: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run the layer on hidden states `x_BSH` with expert parallelism; only the shared expert is tensor-parallel.
-        Return the output [B, S, H] and the load-balancing loss (None without `counted_B`).
-
-        `counted_B`: number of target tokens of each sequence."""
+        """Run the layer on hidden states `x_BSH` with expert parallelism: routed experts on ep ranks, the shared expert
+        split over tp. Return the output [B, S, H] and the load-balancing loss (None without `counted_B`). `counted_B`:
+        number of target tokens of each sequence."""
         slices = self.tensor.sequence_parallel
         own_BSH = x_BSH if slices else self.tensor.split_tokens(x_BSH, "experts.input")
         y_BSH, loss = self._forward_routed(own_BSH, counted_B)
@@ -161,19 +162,18 @@ class Router(nn.Module):
     def balance_loss(
         self, scores_TE: torch.Tensor, chosen_TK: torch.Tensor, counted_B: torch.Tensor, *parts: TokenAxis
     ) -> torch.Tensor:
-        """Return the layer's load-balancing loss, weighted for addition to the summed token losses (scalar).
+        """Return the layer's load-balancing loss (scalar), weighted so that it can be added to the summed token losses.
 
-        `scores_TE`: scores of all E experts; `chosen_TK`: expert indices of each token; `counted_B`: number of target
-        tokens of each of B sequences of S tokens; `parts`: parallel axes whose ranks hold different tokens of a
-        sequence, over which expert loads are all-reduced.
+        `scores_TE`: scores of all E experts for T tokens; `chosen_TK`: indices of each token's K experts; `counted_B`:
+        number of target tokens of each of B sequences of S tokens; `parts`: parallel axes whose ranks hold different
+        tokens of a sequence, over which expert loads are all-reduced.
 
         The loss of a sequence is E times the sum over experts of (assignments of the expert / S) x (mean score of the
         expert): Fedus et al. 2021 (arXiv:2101.03961, eq. 4 to 6), scaled as in transformers. It is averaged over layers
         and weighted by the sequence's number of target tokens. The caller divides the summed loss by the target tokens
-        of the whole step, so that the split into micro-batches and ranks does not change the result.
-
-        For a router with a bias that balances the load, a further term of value 0 sets the bias's gradient: the
-        expert's load minus the mean load, whose sign the optimizer follows.
+        of the whole step, so that the split into micro-batches and ranks does not change the result. For a router with
+        a bias that balances the load, a further term of value 0 sets the bias's gradient: the expert's load minus the
+        mean load, whose sign the optimizer follows.
         """
         config, rows = self.config, len(counted_B)
         chosen_BN = chosen_TK.view(rows, -1)
@@ -195,13 +195,14 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """MLPs of the routed experts on this rank, stacked. With E experts on this rank, of intermediate size F on this
-    rank, and hidden size H, `up.weight` is [E x 2F, H]: for each expert the rows of the gate projection, then those of
-    the up projection (in some families alternating); `down.weight` is [E x H, F]. If several ranks split an expert's
-    width, each adds one slice of the bias of the down projection, [E x H / ranks].
+    """MLPs of the routed experts on this rank, stacked. E: number of experts on this rank; F: their intermediate size
+    on this rank; H: hidden size. `up.weight` is [E x 2F, H]: for each expert the rows of the gate projection, then
+    those of the up projection (in some families alternating). `down.weight` is [E x H, F]. If several ranks split an
+    expert's width, each rank holds and adds one slice of the bias of the down projection, [E x H / ranks].
 
     `config`: model configuration; `axes`: communication of the mesh axes; `options`: `device` and `dtype` of the
-    parameters."""
+    parameters.
+    """
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
@@ -255,9 +256,9 @@ class Experts(nn.Module):
 
 
 def sort_copies(chosen_TK: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sort token copies, one for each entry of `chosen_TK` (the K experts of each of T tokens), by expert. Return
-    (permutation [N], expert of each sorted copy [N], exclusive end index of each expert's copies, int32 [`experts`]), N
-    = T x K.
+    """Sort the N = T x K token copies, one for each entry of `chosen_TK` (the K experts of each of T tokens), by
+    expert. Return three tensors: the permutation [N]; the expert of each sorted copy [N]; the exclusive end index of
+    each expert's copies, int32 [`experts`].
     """
     expert_N, order_N = chosen_TK.flatten().sort(stable=True)
     experts_E = torch.arange(experts, device=chosen_TK.device)

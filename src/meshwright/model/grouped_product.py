@@ -24,11 +24,12 @@ def grouped_product(
     x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor, bias_EZ: torch.Tensor | None = None,
     first: int = 0,
 ) -> torch.Tensor:  # fmt: skip
-    """Return x Wᵀ + b, [N, Y], for N token copies `x_NX` sorted by expert (a token has one copy for each of its
-    experts), with the W and b of each copy's expert; differentiable.
+    """Return x Wᵀ + b, [N, Y], for N token copies `x_NX` sorted by expert, where W and b are those of each copy's
+    expert; differentiable. (A token has one copy for each of its experts.)
 
-    `weight_EYX`: W [Y, X] of each of E experts; `ends_E`: exclusive end index of each expert's copies, int32;
-    `bias_EZ`: b of each expert, which is added to the outputs [first, first + Z) only; None: no bias."""
+    `weight_EYX`: W [Y, X] of each of E experts; `ends_E`: exclusive end index of each expert's copies, int32.
+    `bias_EZ`: b of each expert, added to the Z outputs that start at index `first`; None: no bias.
+    """
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # A custom operator's first call loads the compiler.
         return _compute_grouped_product(x_NX, weight_EYX, ends_E, bias_EZ, first)
@@ -126,8 +127,8 @@ _compute_weight_gradient.register_fake(lambda dy, x, ends: x.new_empty(len(ends)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    """Save those inputs of the grouped product that backward reads (token copies, weights, end indices) in `ctx`: the
-    `setup_context` function of torch.library.register_autograd. output: unused."""
+    """Save in `ctx` those inputs of the grouped product that backward reads: token copies, weights and end indices.
+    This is the `setup_context` function of torch.library.register_autograd; `output` is unused."""
     x_NX, weight_EYX, ends_E, bias_EZ, first = inputs
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     ctx.save_for_backward(x_NX if needs_weight else None, weight_EYX if needs_x else None, ends_E)
@@ -135,8 +136,9 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) 
 
 
 def _backward_formula(ctx: Any, dy_NY: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of the grouped product's input, weight and bias (None where not needed, and for the rest),
-    given the output gradient `dy_NY`: the `backward` function of torch.library.register_autograd."""
+    """Return the gradients of the grouped product's inputs, in their order, given the output gradient `dy_NY`: those of
+    token copies, weight and bias, and None for inputs that need none. This is the `backward` function of
+    torch.library.register_autograd."""
     x_NX, weight_EYX, ends_E = ctx.saved_tensors
     return (
         None if weight_EYX is None else torch.ops.meshwright.grouped_product_input(dy_NY, weight_EYX, ends_E),

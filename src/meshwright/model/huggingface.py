@@ -95,10 +95,11 @@ def _load_model(
 ) -> AnyModel:  # fmt: skip
     """Build the model of configuration `config` and load all its parameters from `files`.
 
-    `build`: function that builds the model; it is called only after the tensors in `files` were found to match
-    `config`, so that a wrong config.json cannot make it allocate a huge model. `new_head`: True to initialise, from
-    `seed`, head parameters that are missing in the files or have another shape there. Raises UserError if tensors are
-    missing, misshapen or unexpected, except such head parameters."""
+    `build`: function that builds the model. It is called only after the tensors in `files` were checked against
+    `config`, so that a wrong config.json cannot make it allocate a huge model. `new_head`: True to initialise head
+    parameters from `seed` if the files lack them or have them in another shape. Raises UserError if tensors are
+    missing, misshapen or unexpected, except such head parameters.
+    """
     table = parameter_table(config)
     names = match_entries(files, table, config, new_head)
     model = build(config)
@@ -115,13 +116,14 @@ def _load_model(
 def match_entries(
     files: CheckpointFiles, table: ParameterTable, config: ModelConfig, new_head: bool = False
 ) -> Mapping[str, str]:
-    """Match the parameter entries of `table` (the tensors that a checkpoint of the model with configuration `config`
-    has) to the tensors in `files`; return {entry name: tensor name}. Raises UserError for missing, misshapen or
-    unexpected tensors.
+    """Match the parameter entries of `table` to the tensors in `files`; return {entry name: tensor name}. The entries
+    are the tensors that a checkpoint of a model with configuration `config` has. Raises UserError for missing,
+    misshapen or unexpected tensors.
 
     Files of a base model may omit the prefix "transformer.", "model." or "bert.". The tensor of an output head tied to
-    the embedding is ignored, as in transformers, and so are an encoder's other heads. `new_head`: True: do not raise
-    for entries of the head that are missing or of another shape; leave them out of the result."""
+    the embedding is ignored, as in transformers, and so are an encoder's other heads. `new_head`: True: head entries
+    that are missing or of another shape are left out of the result, without an error.
+    """
     prefix = BASE_PREFIX[config.family]
     written = _map_current_names(files, config)
     bare = not any(name.startswith(prefix) for name in written)
@@ -184,11 +186,12 @@ def _map_current_names(files: CheckpointFiles, config: ModelConfig) -> dict[str,
 
 
 def read_entry(files: CheckpointFiles, entry: ParameterEntry, names: Mapping[str, str] | None = None) -> torch.Tensor:
-    """Read the unsharded value of a parameter entry (checkpoint tensor) as stored on disk (not transposed for the
-    model) from `files`.
+    """Read the unsharded value of a parameter entry (checkpoint tensor) from `files`, in its layout on disk, without
+    the model's transposition.
 
     `names`: {entry name: tensor name}, result of `match_entries`; None: the tensor has the entry's own name. Raises
-    UserError if the tensor is missing."""
+    UserError if the tensor is missing.
+    """
     name = entry.disk_name if names is None else names[entry.name]
     if not files.stored_names(name):
         raise UserError(f"{files.directory}: tensor {files.describe_missing(name, entry.disk_shape)} is missing")

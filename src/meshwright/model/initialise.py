@@ -29,12 +29,12 @@ def initial_value(entry: ParameterEntry, seed: int) -> torch.Tensor:
 def make_initial_slice(
     entry: ParameterEntry, start: int, stop: int, columns: tuple[int, int, int] | None = None, *, seed: int
 ) -> torch.Tensor:
-    """Return the initial values of the elements [start, stop) of a parameter entry (checkpoint tensor), flattened as in
-    memory ([output, input]): float32 [stop - start] on the CPU.
+    """Return the initial values of the elements [start, stop) of a parameter entry (checkpoint tensor): float32 [stop -
+    start] on the CPU. Elements are counted in the flattened matrix [output, input], as in the model's memory.
 
     `columns`: None: the range counts all elements; (first, end, width): the entry is a matrix of `width` columns, and
-    the range counts only elements in its columns [first, end). `seed`: seed of the random values, which depend on it,
-    the entry's name and the element's index alone.
+    the range counts only elements in its columns [first, end). `seed`: seed of the random values. A value depends only
+    on the seed, the entry's name and the element's index.
     """
     if entry.initial.kind == "normal":
         values = draw_normal_values(seed, entry.name, start, stop, columns, torch.get_num_threads())

@@ -30,13 +30,16 @@ _NORM_EPSILON = 1e-6
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention layer of a transformer block (DeepSeek-V2: arXiv:2405.04434, section 2.1). The
-    projections of the hidden state are fused: the rows of `qkv.weight` are those of the queries (or of their latent
-    vector), then R rows for the latent vector of keys and values, then E rows for the rotary key. Every tp rank
-    computes the latent vectors; heads are split over tp.
+    """Multi-head latent attention layer of a transformer block (DeepSeek-V2: arXiv:2405.04434, section 2.1).
 
-    R: size of the latent vector, E: size of the rotary key. `config`: model configuration; `axes`: communication of the
-    mesh axes; `options`: `device` and `dtype` of the parameters."""
+    R: size of the latent vector of keys and values; E: size of the rotary key. The projections of the hidden state are
+    fused: the rows of `qkv.weight` are those of the queries (or of their latent vector), then R rows for the latent
+    vector of keys and values, then E rows for the rotary key. Every tp rank computes the latent vectors; heads are
+    split over tp.
+
+    `config`: model configuration; `axes`: communication of the mesh axes; `options`: `device` and `dtype` of the
+    parameters.
+    """
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
@@ -65,12 +68,13 @@ class LatentAttention(nn.Module):
         cache: AttentionCache | None = None,
         layer: int = 0,
     ) -> torch.Tensor:
-        """Return the attention output [B, S, H] for the hidden states `x_BSH` (with sequence parallelism both are this
-        rank's token slices).
+        """Return the attention output [B, S, H] for the hidden states `x_BSH`. With sequence parallelism, both hold
+        only this rank's tokens.
 
-        `rotation`: rotary cosine and sine of each token, [B or 1, 1, S, E/2] each. `visible`: attention mask from
-        `make_attention_mask`; None: plain causal. `cache`: KV cache, in which the latent vectors and rotary keys are
-        stored under the layer number `layer`; attention then covers the cached tokens too, and `visible` is ignored.
+        `rotation`: rotary cosine and sine of each token, [B or 1, 1, S, E/2] each, for rotary keys of size E.
+        `visible`: attention mask from `make_attention_mask`; None: plain causal. `cache`: KV cache, in which the latent
+        vectors and rotary keys are stored under the layer number `layer`; attention then covers the cached tokens too,
+        and `visible` is ignored.
         """
         assert rotation is not None
         parts = self.qkv(self.tensor.enter(x_BSH, "attention.input"))
@@ -97,8 +101,8 @@ class LatentAttention(nn.Module):
         return [self.qkv, *([] if self.query_up is None else [self.query_up]), self.latent_up, self.output]
 
     def _decompress(self, latent_BSR: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Project the normalised latent vectors `latent_BSR`; return (keys without rotary position [B, N, S, P], values
-        [B, N, S, V]) of this rank's N heads. P, V: sizes per head.
+        """Project the normalised latent vectors `latent_BSR` of size R. Return the keys without rotary position [B, N,
+        S, P] and the values [B, N, S, V] of this rank's N heads, of P and V features per head.
         """
         both = self.latent_up(latent_BSR).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         k_BNSP, v_BNSV = both.split([self.plain, self.latent.value_dim], dim=-1)
@@ -107,11 +111,10 @@ class LatentAttention(nn.Module):
     def _attend(
         self, q_BNSD: torch.Tensor, k_BNSD: torch.Tensor, v_BNSV: torch.Tensor, visible: AttentionMask
     ) -> torch.Tensor:
-        """Return the causal attention output [B, N, S, V] of queries `q_BNSD`, keys `k_BNSD` and values `v_BNSV`, whose
-        head size V may differ from D: except in tiled attention, which a single CPU uses, the smaller is padded with
-        zeros, because attention kernels take one head size.
-
-        `visible`: attention mask; None: plain causal.
+        """Return the causal attention output [B, N, S, V] of queries `q_BNSD`, keys `k_BNSD` and values `v_BNSV`. The
+        head size V of the values may differ from D. Most attention kernels take one head size, so that the smaller one
+        is padded with zeros; tiled attention, used on a single CPU, needs no padding. `visible`: attention mask; None:
+        plain causal.
         """
         if self.context.size == 1 and q_BNSD.device.type == "cpu":
             return self.context.attend(q_BNSD, k_BNSD, v_BNSV.contiguous(), visible, self.scores)
@@ -122,14 +125,13 @@ class LatentAttention(nn.Module):
     def _attend_latent(
         self, q_BNSP: torch.Tensor, q_BNSE: torch.Tensor, new_B1SC: torch.Tensor, cache: AttentionCache, layer: int
     ) -> torch.Tensor:
-        """Add the latent vectors of new tokens to the KV cache of layer number `layer`; return the attention output [B,
-        N, S, V] of the new tokens over all cached latent vectors.
+        """Store the latent vectors of new tokens in the KV cache of layer number `layer`. Return the attention output
+        [B, N, S, V] of the new tokens over all cached latent vectors.
 
         `q_BNSP`, `q_BNSE`: features of the queries without and with rotary position; `new_B1SC`: for each new token its
-        latent vector (R elements) and its rotary key (E elements), concatenated: C = R + E.
-
-        Keys (W_k latent) and values (W_v latent) are never formed, as the projections move to queries and output: q
-        (W_k latent)^T = (q W_k) latent^T, and p (W_v latent) = W_v (p latent) for probabilities p.
+        latent vector (R elements) and its rotary key (E elements), concatenated: C = R + E. Keys W_k c and values W_v c
+        of a latent vector c are never formed. Instead the projections are applied to queries and output: q (W_k c)ᵀ =
+        (q W_k) cᵀ, and the sum over tokens of p W_v c is W_v times the sum of p c, with the probabilities p.
         """
         up_NOR = self.latent_up.weight.unflatten(0, (self.heads, -1))
         key_NPR, value_NVR = up_NOR.split([self.plain, self.latent.value_dim], dim=1)

@@ -24,8 +24,9 @@ class Linear(nn.Module):
 
     Attributes: `weight_gradients`: queue to which backward defers the computation of the weight gradient; None:
     autograd computes it. `packed`: function that multiplies by a quantized weight; None: the weight is not quantized.
-    `adapter`: LoRA adapter; None: none. `taps`: set only during a call of a compiled graph: two dummy inputs, through
-    whose gradients the compiled backward passes dy and x to the queue."""
+    `adapter`: LoRA adapter; None: none. `taps`: two dummy inputs, set only during a call of a compiled graph. Their
+    gradients carry dy and x from the compiled backward to the queue.
+    """
 
     weight_gradients: WeightGradients | None = None  # None: autograd computes them
     packed: QuantizedMatmul | None = None  # the product with a packed weight
@@ -84,10 +85,10 @@ class RMSNorm(nn.Module):
     """RMSNorm over the last dimension, of `size` elements: x / root mean square(x) * weight (Zhang & Sennrich 2019,
     arXiv:1910.07467, eq. 4).
 
-    `epsilon`: added to the mean square; `centre`: added to the weight: 1 for models that store the weight minus 1
-    (Gemma), else 0; `tensor`: communication of tensor parallelism, if the dimension is split over the tp ranks but
-    normalised as a whole; None: this rank holds the whole dimension. `options`: `device` and `dtype` of the
-    parameters."""
+    `epsilon`: added to the mean square. `centre`: added to the weight; 1 for models that store the weight minus 1
+    (Gemma), else 0. `tensor`: communication of tensor parallelism, given if the tp ranks hold slices of the dimension
+    that is normalised; None: this rank holds the whole dimension. `options`: `device` and `dtype` of the parameters.
+    """
 
     def __init__(
         self, size: int, epsilon: float, centre: float = 0.0, tensor: TensorOperations | None = None, **options: Any
@@ -137,8 +138,8 @@ class LayerNorm(nn.Module):
 
 
 def make_norm(config: ModelConfig, wanted: bool = True, **options: Any) -> Any:
-    """Build the norm over the hidden dimension that `config.norm` selects (RMSNorm or LayerNorm); return None if
-    `wanted` is False, for a norm that the model family does not have. options: `device` and `dtype` of its parameters.
+    """Build the norm over the hidden dimension that `config.norm` selects (RMSNorm or LayerNorm). wanted: False if the
+    model family does not have this norm; return None then. options: `device` and `dtype` of its parameters.
     """
     if not wanted:
         return None

@@ -35,7 +35,8 @@ def linear_cross_entropy(
 
     `keep`: True: compute the gradients in the forward pass and save them, which takes memory of the weight's size;
     False: backward recomputes the logits. Both give bitwise equal gradients. In both cases, tensor parallelism
-    communicates in the forward pass alone."""
+    communicates only in the forward pass.
+    """
     mode = _Mode("none" if not torch.is_grad_enabled() else "save" if keep else "recompute", of_tokens=False)
     return _CrossEntropy.apply(hidden_TH, head.weight_VH, head.bias_V, targets_T, head, mode)
 
@@ -76,8 +77,8 @@ class _Mode(NamedTuple):
     """Options of a cross-entropy computation.
 
     gradients: "save": forward computes the gradients and saves them; "recompute": backward recomputes the logits;
-    "none": no backward follows (autograd's `needs_input_grad` stays True under torch.no_grad). of_tokens: True: return
-    the loss of each token, [T]; False: return their sum.
+    "none": there will be no backward. ("none" must be stated, because autograd's `needs_input_grad` is True under
+    torch.no_grad, too.) of_tokens: True: return the loss of each token, [T]; False: return their sum.
     """
 
     gradients: Literal["none", "save", "recompute"]
@@ -144,11 +145,9 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class _Gradients:
-    """Accumulator, over chunks of tokens, of the loss's gradients with respect to hidden states, head weight and head
-    bias.
-
-    `hidden_TH`: hidden states of all T tokens; `head`: weight and bias; `of_hidden`, `of_weight`, `of_bias`: True if
-    that gradient is required; a gradient that is not required stays None."""
+    """Accumulator of the gradients of the loss with respect to hidden states, head weight and head bias, over chunks of
+    tokens. `hidden_TH`: hidden states of all T tokens; `head`: weight and bias of the output head. `of_hidden`,
+    `of_weight`, `of_bias`: True if that gradient is required; otherwise it stays None."""
 
     def __init__(
         self, hidden_TH: torch.Tensor, head: OutputHead, of_hidden: bool, of_weight: bool, of_bias: bool
@@ -199,8 +198,9 @@ class Chunk:
 
     `tokens`: slice that selects the chunk from all T tokens; `logits_CV`: logits of this rank's V token IDs, later
     overwritten; `targets_C`: target token IDs, -100 for ignored tokens; `head`: vocabulary slice and communication.
-    `known_2C`: [2, C], log-sum-exp and target logit of each token, if the forward pass has computed them; None: compute
-    them here, with all-reduces over tp."""
+    `known_2C`: [2, C], log-sum-exp and target logit of each token from the forward pass; None: the constructor computes
+    them, with all-reduces over tp.
+    """
 
     def __init__(
         self,
@@ -270,11 +270,9 @@ def _statistics(logits_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _to_gradient_(logits_CV: torch.Tensor, log_sum_C: torch.Tensor, counted_C: torch.Tensor, softcap: float) -> None:
-    """Overwrite the logits of C tokens, `logits_CV`, with the softmax part of their gradient: softmax(logits) times
-    `counted_C` times the derivative of the softcap.
-
-    `log_sum_C`: log-sum-exp of each token's logits; `counted_C`: factor on each token's loss, 0 for ignored tokens;
-    `softcap`: 0: none.
+    """Overwrite the logits of C tokens, `logits_CV`, with the softmax term of their gradient: softmax(logits) times
+    `counted_C` times the derivative of the softcap. `log_sum_C`: log-sum-exp of each token's logits; `counted_C`:
+    factor on each token's loss, 0 for ignored tokens; `softcap`: cap of the logits; 0: none.
     """
     slope_CV = 1 - (logits_CV.to(log_sum_C.dtype) / softcap).square() if softcap else None
     logits_CV.copy_((logits_CV.to(log_sum_C.dtype) - log_sum_C[:, None]).exp() * counted_C[:, None])
@@ -284,7 +282,8 @@ def _to_gradient_(logits_CV: torch.Tensor, log_sum_C: torch.Tensor, counted_C: t
 
 def loss_chunk_from_logits(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> Chunk:
     """Build a `Chunk` of C tokens from given logits and targets, without the matmul of the output head. The hardware
-    probe uses it to time the loss (the constructor) and its gradients (`differentiate`).
+    probe times the loss with it: the constructor computes the losses, `differentiate` their gradients. `logits_CV`:
+    logits; `targets_C`: target token IDs.
     """
     vocabulary = logits_CV.shape[1]
     head = OutputHead(logits_CV.new_empty(vocabulary, 0), SINGLE_DEVICE.tensor, widest=vocabulary)
@@ -310,12 +309,13 @@ def cap_logits_(logits: torch.Tensor, softcap: float) -> torch.Tensor:
 def _iterate_logit_chunks(
     hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: OutputHead, known_2T: torch.Tensor | None = None
 ) -> Iterator[Chunk]:
-    """Compute the logits of the output head for the hidden states `hidden_TH`, chunk by chunk of tokens; yield each
-    `Chunk`. All chunks share one logit buffer, so a chunk must be used before the next one is requested.
+    """Compute the logits of the output head for the hidden states `hidden_TH`, one chunk of tokens after the other;
+    yield each `Chunk`.
 
-    Chunks have nearly equal numbers of tokens. All tp ranks cut the tokens into the same chunks, because they
-    communicate in every chunk. `targets_T`: target token IDs; `known_2T`: log-sum-exp and target logit of each token,
-    if known from the forward pass; else None.
+    All chunks share one logit buffer, so a chunk must be used before the next one is requested. Chunks have nearly
+    equal numbers of tokens. All tp ranks cut the tokens into the same chunks, because they communicate in every chunk.
+    `targets_T`: target token IDs. `known_2T`: log-sum-exp and target logit of each token from the forward pass; None:
+    compute them.
     """
     chunks = split_loss_chunks(len(hidden_TH), head.widest or len(head.weight_VH), hidden_TH.device.type)
     buffer = hidden_TH.new_empty(max(chunks, default=0), len(head.weight_VH))

@@ -85,10 +85,11 @@ class Pairs:
 class PreferenceLoss(NamedTuple):
     """Preference loss and metrics of a batch. `loss`: summed over pairs (for KTO, over single labelled responses).
 
-    `metric_sums`: float64 [5], detached: sums of the rewards of the chosen and of the rejected responses; number of
-    pairs whose chosen response has the higher reward; numbers of chosen and of rejected responses. For KTO read
-    desirable and undesirable for chosen and rejected; the third element then counts desirable responses with a score
-    above the KL estimate and undesirable ones below it.
+    `metric_sums`: float64 [5], detached. Elements 0 and 1: sums of the rewards of the chosen and of the rejected
+    responses. Element 2: number of pairs whose chosen response has the higher reward. Elements 3 and 4: numbers of
+    chosen and of rejected responses. For KTO, desirable responses take the place of chosen ones, and undesirable ones
+    that of rejected ones. Element 2 then counts desirable responses with a score above the KL estimate and undesirable
+    ones below it.
     """
 
     loss: torch.Tensor

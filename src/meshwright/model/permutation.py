@@ -13,9 +13,8 @@ def invert_permutation(order: torch.Tensor) -> torch.Tensor:
 
 
 class Permuted(torch.autograd.Function):
-    """Autograd function that returns the rows (dim 0) of a tensor in another order, x[order]; optionally it first
-    repeats each row. Backward gathers by the inverse permutation instead of scattering, so that sums are formed in a
-    deterministic order."""
+    """Autograd function that permutes the rows (dim 0) of a tensor, x[order], and may first repeat each row. Backward
+    gathers by the inverse permutation instead of scattering, so that sums are formed in a deterministic order."""
 
     @staticmethod
     def forward(

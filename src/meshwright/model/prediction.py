@@ -20,12 +20,13 @@ from meshwright.spec.config import ModelConfig
 
 
 class PredictionModule(nn.Module):
-    """Multi-token prediction module of DeepSeek-V3 (arXiv:2412.19437, eqs. 21 to 23): a transformer block whose input
-    is a projection of a token's normalised hidden state and the embedding of the next token. It shares embedding and
-    output head with the model.
+    """Multi-token prediction module of DeepSeek-V3 (arXiv:2412.19437, eqs. 21 to 23): a projection and a transformer
+    block. The projection joins a token's normalised hidden state and the embedding of the next token. It shares
+    embedding and output head with the model.
 
     `config`: model configuration; `axes`: communication of the mesh axes; `options`: `device` and `dtype` of the
-    parameters."""
+    parameters.
+    """
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
@@ -47,10 +48,9 @@ class PredictionModule(nn.Module):
 def shift_by_one(
     tokens_BS: torch.Tensor, targets_BS: torch.Tensor, documents: Documents | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Shift the inputs of multi-token prediction by one position. Return two tensors [B, S]: for each token of
-    `tokens_BS` the next token, and for each the target (`targets_BS`) of that next token. The target is -100 (ignored)
-    at the end of a sequence and where the next token is in another document (`documents`: boundaries in packed
-    sequences)."""
+    """Shift the inputs of multi-token prediction by one position. Return two tensors [B, S]: the next token of each
+    token in `tokens_BS`, and the target (in `targets_BS`) of that next token. The target is -100 (ignored) at the end
+    of a sequence and where the next token is in another document (`documents`: boundaries in packed sequences)."""
     next_BS, after_BS = tokens_BS.roll(-1, dims=1), targets_BS.roll(-1, dims=1)
     after_BS[:, -1] = IGNORED
     if documents is not None and (starts_BS := documents.starts_BS) is not None:

@@ -17,13 +17,13 @@ from meshwright.spec.rope_scaling import RopeScaling, Rotation, Temperature
 
 
 def compute_inverse_frequencies(rotation: Rotation, dtype: torch.dtype, length: int = 0) -> torch.Tensor:
-    """Return the rotary frequencies [R/2] of a layer: the angle in radians per position of each pair of features, in
-    `dtype`.
+    """Return the rotary frequencies of a layer, [R/2] for R rotated features, in `dtype`: the angle per position of
+    each pair of features, in radians.
 
     `rotation`: the layer's rotary settings; `length`: tokens of the longest sequence, by which LongRoPE chooses its
-    factors.
-
-    The order of operations is that of transformers, so that float32 tables agree to the last bit at any position."""
+    factors. The order of operations is that of transformers, so that float32 tables agree to the last bit at any
+    position.
+    """
     exponents = torch.arange(0, rotation.size, 2, dtype=dtype) / rotation.size
     wave = rotation.theta**exponents
     scaling = rotation.scaling
@@ -61,8 +61,9 @@ def _scale_yarn(wave: torch.Tensor, scaling: RopeScaling, rotation: Rotation) ->
     """Return the rotary frequencies [R/2] of YaRN (arXiv:2309.00071, section 3.2): high frequencies unchanged, low ones
     divided by the scaling factor, with a ramp between.
 
-    `wave`: inverse of the unscaled frequencies, base ** (2i / R) for dimension pair i; `scaling`, `rotation`: settings
-    of YaRN and of the layer's rotary embedding."""
+    `wave`: inverse of the unscaled frequencies, base ** (2i / R) for pair i of R rotated features; `scaling`,
+    `rotation`: settings of YaRN and of the layer's rotary embedding.
+    """
     assert scaling.original_max_positions is not None
     positions = scaling.original_max_positions
 
@@ -114,11 +115,12 @@ class RotaryTable:
         self, positions_BS: torch.Tensor | None, start: int, stop: int, device: torch.device,
         documents: Documents = ONE_DOCUMENT,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Return (cosine, sine) of the rotary angles at the positions `positions_BS`, [B or 1, 1, S, R/2] each, on
-        `device`. All positions must be less than `stop`. If `positions_BS` is None, the positions are start ... stop -
-        1 in every sequence; otherwise `start` is ignored.
+        """Return (cosine, sine) of the rotary angles at the positions `positions_BS`, [B or 1, 1, S, R/2] each for R
+        rotated features, on `device`. All positions must be less than `stop`. If `positions_BS` is None, the positions
+        are start ... stop - 1 in every sequence; otherwise `start` is ignored.
 
-        `documents`: document boundaries, by which LongRoPE chooses its factors."""
+        `documents`: document boundaries, by which LongRoPE chooses its factors.
+        """
         cosine, sine = self.get_table(stop, device)
         if positions_BS is None:
             return cosine[None, None, start:stop], sine[None, None, start:stop]
@@ -134,8 +136,8 @@ class RotaryTable:
 
 
 class TemperatureTable:
-    """Table of position-dependent temperatures (Llama 4): factors by position, by which a layer's queries are
-    multiplied, in `dtype` or float32. It has the interface of `RotaryTable`. `temperature`: settings of the factors."""
+    """Table of the factors by which a layer's queries are multiplied at each position (attention temperatures of Llama
+    4), in `dtype` or float32. It has the interface of `RotaryTable`. `temperature`: settings of the factors."""
 
     def __init__(self, temperature: Temperature, dtype: torch.dtype) -> None:
         self._temperature, self._dtype = temperature, at_least_float32(dtype)
@@ -163,12 +165,12 @@ def make_table(kind: Rotation | Temperature, dtype: torch.dtype, length: int | N
 
 
 def find_half_rotation_order(config: ModelConfig) -> list[int] | None:
-    """Return the order of a head's features, [D], for kernels that rotate feature i with feature i + D/2: the j-th
-    element is the model's feature at position j. None: the model has this order already, or no rotary positions.
-    `config`: model configuration.
+    """Return the order in which a head's D features must be arranged for kernels that rotate feature i with feature i +
+    D/2: the j-th element is the index of the model's feature at position j. Return None if the model has this order
+    already, or no rotary positions.
 
-    Features without rotation are paired too, at the angle 0 (`pad_pairs`). Attention scores do not depend on the order,
-    so that a server may permute the features of queries and keys.
+    `config`: model configuration. Features without rotation are paired too, at the angle 0 (`pad_pairs`). Attention
+    scores do not depend on the order, so that a server may permute the features of queries and keys.
     """
     size, rotated = config.head_dim, config.rotary_dim
     if config.positions != "rope" or (rotated == size and not config.rotary_interleaved):
@@ -182,10 +184,9 @@ def find_half_rotation_order(config: ModelConfig) -> list[int] | None:
 
 
 def pad_pairs(table: tuple[torch.Tensor, torch.Tensor], size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pad a rotary table from R/2 to D/2 pairs of features, the added ones with angle 0, which leaves their features
-    unchanged.
-
-    `table`: (cosines, sines), [P, R/2] each for R rotated features; `size`: D. Returns both as [P, D/2].
+    """Pad a rotary table from R/2 to D/2 pairs of features. The added pairs have angle 0, which leaves their features
+    unchanged. `table`: (cosines, sines), [P, R/2] each, for P positions and R rotated features; `size`: head size D.
+    Return both as [P, D/2].
     """
     cosine, sine = table
     more = cosine.shape[0], size // 2 - cosine.shape[1]
@@ -194,12 +195,13 @@ def pad_pairs(table: tuple[torch.Tensor, torch.Tensor], size: int) -> tuple[torc
 
 def rotate(x_BNSD: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
     """Return `x_BNSD` with the rotary embedding applied, in its shape and dtype: each pair (i, i + R/2) of the first R
-    features is rotated by the angle of its position.
+    features is rotated by its angle at the token's position.
 
-    `cosine`, `sine`: [B or 1, 1, S, R/2]. `interleaved`: the pairs are (2i, 2i + 1).
+    `cosine`, `sine`: [B or 1, 1, S, R/2]. `interleaved`: True: the pairs are features (2i, 2i + 1) instead.
 
     The result is stored as [B, N, S, D] on a CPU, elsewhere as [B, S, N, D]: the orders that PyTorch's attention
-    kernels read without a copy."""
+    kernels read without a copy.
+    """
     if x_BNSD.device.type == "cpu":
         return _rotate_first(x_BNSD, cosine, sine, interleaved)
     x_BSND, cosine, sine = (each.transpose(1, 2) for each in (x_BNSD, cosine, sine))

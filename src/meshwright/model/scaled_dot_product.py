@@ -25,12 +25,13 @@ attention), or one entry for each pair of tokens."""
 def choose_mask_form(
     device: torch.device, dtype: torch.dtype, head_size: int, capped: bool, sinks: bool = False
 ) -> MaskForm:
-    """Return the mask format of the attention kernel that is used for queries of `dtype` and `head_size` on `device`:
-    "first" (index of the first visible key of each query), "varlen" (document boundaries, as in flash attention) or
-    "boolean" (one entry for each query and key).
+    """Return the mask format of the attention kernel that is used for queries of `dtype` and `head_size` on `device`.
+    "first": index of the first visible key of each query; "varlen": document boundaries, as in flash attention;
+    "boolean": one entry for each query and key.
 
     `capped`: True if the scores have a softcap, which only tiled attention computes; `sinks`: True if heads have
-    attention sinks, which of PyTorch's kernels only flash attention supports."""
+    attention sinks. Among PyTorch's kernels, only flash attention supports sinks.
+    """
     if capped or device.type == "cpu":
         return "first"
     if supports_flash_attention(device, dtype, head_size):
@@ -47,9 +48,10 @@ def make_attention_mask(
     `documents`: document boundaries in packed sequences; `sequence`: number of tokens of a sequence; `window`: sliding
     window in tokens (None: none); `device`: device of the mask; `form`: mask format, from `choose_mask_form`.
 
-    Format "first" (also in place of "boolean" on a CPU): index of the first key to which each token may attend, [B or
+    Format "first", which also replaces "boolean" on a CPU: index of the first key to which each token may attend, [B or
     1, S], on the CPU. "varlen": a `VarlenMask`. "boolean": [B or 1, 1, S, S], True where a token may attend. One mask
-    serves all layers with the same window."""
+    serves all layers with the same window.
+    """
     if form == "first" or (form == "boolean" and device.type == "cpu"):  # the host reads it
         return documents.on_host().first_visible_BS(sequence, window, torch.device("cpu"))
     first_BS = documents.first_visible_BS(sequence, window, device)

@@ -28,11 +28,10 @@ HIDDEN = -1e30
 
 
 class Span(NamedTuple):
-    """Block of attention between a range of queries and an equally long range of keys, on one device.
-
-    `queries`, `keys`: slices along the token dim of the tensors. `query_start`, `key_start`: index in the unsharded
-    sequence of the first query and of the first key. They are equal (causal mask), or all keys precede all queries (no
-    mask)."""
+    """Attention of a range of queries to an equally long range of keys, on one device. `queries`, `keys`: slices of
+    both ranges along the token dim of the tensors. `query_start`, `key_start`: index in the unsharded sequence of the
+    first query and of the first key. Either the two are equal (causal mask), or all keys precede all queries (no mask).
+    """
 
     queries: slice
     keys: slice
@@ -41,11 +40,9 @@ class Span(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Block of attention scores that is computed at once: the queries and keys in two slices of the token dim,
-    `queries` and `keys`.
-
-    mask: additive mask [..., queries, m] for the last m of these keys, while earlier keys are visible to all queries;
-    None: all keys are visible."""
+    """Tile of attention scores that is computed at once: those of the queries in the slice `queries` and the keys in
+    the slice `keys` of the token dim. mask: additive mask [..., queries, m] for the last m of these keys; earlier keys
+    are visible to all queries. None: all keys are visible."""
 
     queries: slice
     keys: slice
@@ -53,19 +50,19 @@ class Tile(NamedTuple):
 
 
 class ScoreSettings(NamedTuple):
-    """Settings of attention scores: c tanh(scale q kᵀ / c) with a softcap c (Gemma 2: arXiv:2408.00118, section 2), or
-    scale q kᵀ if `softcap` is 0.
-
-    sinks: learned attention-sink scores of the N query heads, each one more term of the softmax's denominator (gpt-oss:
-    arXiv:2508.10925, section 2.3); None: none."""
+    """Settings of attention scores. The score of a query q and a key k is scale q kᵀ, or with a softcap c, c tanh(scale
+    q kᵀ / c) (Gemma 2: arXiv:2408.00118, section 2). softcap: c; 0: none. sinks: learned attention-sink scores of the N
+    query heads, each one more term of the softmax's denominator (gpt-oss: arXiv:2508.10925, section 2.3); None: none.
+    """
 
     scale: float
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
 
     def select_heads(self, q_BKGSD: torch.Tensor, heads: slice) -> ScoreSettings:
-        """Return a copy for the key-value heads in the slice `heads` only: sinks [K G] become [K, G] and are sliced.
-        `q_BKGSD`: queries, of which only K and G are read."""
+        """Return a copy for the key-value heads in the slice `heads` only. The sinks [K x G] of all query heads become
+        [k, G] for the k selected of K key-value heads, with G query heads each. `q_BKGSD`: queries, of which only the
+        sizes K and G are read."""
         return self if self.sinks is None else self._replace(sinks=self.sinks.view(q_BKGSD.shape[1:3])[heads])
 
 
@@ -152,12 +149,14 @@ def _compute_gradients(
 def _compute_probabilities(
     q_PXD: torch.Tensor, wide_k_PSD: torch.Tensor, tile: Tile, shape: torch.Size, settings: ScoreSettings
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return three tensors for the queries `q_PXD` and keys `wide_k_PSD` in a tile: the softmax of its scores [P, X,
+    """Return three tensors for the queries `q_PXD` and keys `wide_k_PSD` of a tile: the softmax of its scores [P, X,
     L], in the dtype of `q_PXD`; the derivative of the softcap at each score (None without softcap); the probabilities
-    of the sinks [sequences, heads, G, queries] (None without sinks).
+    of the sinks [sequences, KV heads, G, queries] (None without sinks).
 
-    P: sequences x KV heads; X: G x queries; L: keys of the tile. `wide_k_PSD` has the dtype of the scores. `shape`:
-    (sequences, heads, G, queries, D); `settings`: scale, softcap and sinks."""
+    G: query heads per KV head; P: sequences x KV heads; X: G x queries; S: keys, of which the tile has L; D: head size.
+    `wide_k_PSD`: keys in the accumulation dtype (at least float32), which is also that of the scores. `shape`:
+    (sequences, KV heads, G, queries, D); `settings`: scale, softcap and sinks.
+    """
     scores_PXL, slope_PXL = compute_scores(q_PXD, wide_k_PSD, tile, shape, settings)
     p_PXL, p_sinks = torch.softmax(scores_PXL, dim=-1), None
     if (sinks := settings.sinks) is not None:
@@ -168,8 +167,8 @@ def _compute_probabilities(
 
 
 def log_sum_exp(scores_PXL: torch.Tensor, p_PXL: torch.Tensor) -> torch.Tensor:
-    """Return the log-sum-exp [P, X] of `scores_PXL` over the last dim, computed from their softmax `p_PXL` without
-    another exp: the greatest score minus the logarithm of the greatest probability.
+    """Return the log-sum-exp [P, X] of the scores `scores_PXL` over the last dim. It is computed from their softmax
+    `p_PXL` without another exp: the greatest score minus the logarithm of the greatest probability.
     """
     return scores_PXL.amax(dim=-1) - p_PXL.amax(dim=-1).log()
 
@@ -182,12 +181,14 @@ def compute_scores(
     settings: ScoreSettings,
     subtract_PX1: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the attention scores of the queries `q_PXD` and keys `wide_k_PSD` in a tile. Return the scores with the
-    tile's mask added, [P, X, L], in the dtype of `wide_k_PSD`; and the derivative of the softcap at each score (None
-    without softcap). P: sequences x KV heads; X: G x queries; L: keys of the tile.
+    """Compute the attention scores of the queries `q_PXD` and keys `wide_k_PSD` of a tile. Return the scores with the
+    tile's mask added, [P, X, L]; and the derivative of the softcap at each score (None without softcap).
 
-    `shape`: (sequences, heads, G, queries, D), the shape of the queries before `flatten_heads`. `settings`: scale and
-    softcap. `subtract_PX1`: value that is subtracted from each query's scores, such as its log-sum-exp; None: 0."""
+    G: query heads per KV head; P: sequences x KV heads; X: G x queries; S: keys, of which the tile has L; D: head size.
+    `wide_k_PSD`: keys in the accumulation dtype (at least float32), which is also that of the scores. `shape`:
+    (sequences, KV heads, G, queries, D), the shape of the queries before `flatten_heads`. `settings`: scale and
+    softcap. `subtract_PX1`: value that is subtracted from each query's scores, such as its log-sum-exp; None: 0.
+    """
     wide_q_PXD = q_PXD.to(wide_k_PSD.dtype) * settings.scale
     k_PDL, slope_PXL = wide_k_PSD[:, tile.keys].mT, None
     if settings.softcap:
@@ -211,8 +212,8 @@ def cut_tiles(
     """Cut the attention of `span` (a range of queries over a range of keys) into tiles whose scores fit in cache. Yield
     (slice of sequences, slice of key-value heads, tiles to compute for these sequences and heads).
 
-    `q_BKGSD`: queries, grouped by key-value head; `first_BS`: index of the first key to which each query attends; None:
-    no lower limit.
+    `q_BKGSD`: queries of B sequences, G query heads for each of K key-value heads; `first_BS`: index of the first key
+    to which each query attends; None: no lower limit.
     """
     rows, kv_heads, group = q_BKGSD.shape[:3]
     length = span.keys.stop - span.keys.start
@@ -273,8 +274,8 @@ def _make_full_span(q_BKGSD: torch.Tensor) -> Span:
 
 
 def flatten_heads(x: torch.Tensor) -> torch.Tensor:
-    """Flatten a tensor for batched matrix products: [sequences, heads, G, X, D], or without the dim G, to [P, G x X,
-    D], P = sequences x heads.
+    """Flatten a tensor [sequences, KV heads, G, X, D] (G query heads per KV head) to [P, G x X, D] for batched matrix
+    products, P = sequences x KV heads. A tensor without the dim G becomes [P, X, D].
     """
     return x.reshape(x.shape[0] * x.shape[1], -1, x.shape[-1])
 

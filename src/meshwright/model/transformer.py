@@ -53,9 +53,10 @@ class StageInput(NamedTuple):
 class StageOutput(NamedTuple):
     """Output of a pipeline stage for one micro-batch.
 
-    `x`: hidden states [B, S, H] (with sequence parallelism this rank's token slice); on the last stage the summed loss,
+    `x`: hidden states [B, S, H] (with sequence parallelism only this rank's tokens); on the last stage the summed loss,
     or with preference pairs the responses' log-probabilities. `balance`: load-balancing loss, which the caller adds to
-    the summed loss; None if the stage has none, or if `x` already includes it."""
+    the summed loss; None if the stage has none, or if `x` already includes it.
+    """
 
     x: torch.Tensor
     balance: torch.Tensor | None
@@ -65,10 +66,11 @@ class Transformer(nn.Module):
     """Decoder-only language model of configuration `config`. Parameters are uninitialised: `initialise`,
     `load_huggingface` or an engine fills them.
 
-    `axes`: communication and activation checkpointing (`parallel.axes.build_axes` builds them for a mesh).
-    `device`, `dtype`: of the parameters (None: torch's defaults). `stages`: pipeline stages that this rank holds (None:
-    the whole model); parameter names do not depend on them. Attribute `token_keys`: random keys of the current
-    micro-batch's tokens, where adapters drop elements of their inputs (`adapters.dropout.TokenKeys`)."""
+    `axes`: communication and activation checkpointing (`parallel.axes.build_axes` builds them for a mesh). `device`,
+    `dtype`: of the parameters (None: torch's defaults). `stages`: pipeline stages that this rank holds (None: the whole
+    model); parameter names do not depend on them. Attribute `token_keys`: random-number keys of the current
+    micro-batch's tokens, from which adapters derive dropout (`adapters.dropout.TokenKeys`).
+    """
 
     token_keys: Any = None
 
@@ -120,7 +122,8 @@ class Transformer(nn.Module):
         return weight_VH if real >= len(weight_VH) else weight_VH[: max(0, real)]
 
     def output_head(self) -> OutputHead:
-        """Return this rank's slice of the output head, the argument `head` of the loss functions."""
+        """Return the `OutputHead` of the model for the loss functions: with tensor parallelism, this rank's vocabulary
+        slice of the output head."""
         shape = self._first_token, self._widest
         cap = self.config.logit_softcap or 0.0
         return OutputHead(self.head_weight, self.axes.tensor, None, *shape, self._loss_backend, cap)
@@ -150,13 +153,14 @@ class Transformer(nn.Module):
         documents: Documents | None = None, units: Units = NO_UNITS, at_once: bool = True,
     ) -> StageOutput:  # fmt: skip
         """Run pipeline stage `stage` on `x_BSH`, the previous stage's output (None: first stage), and return its
-        output: hidden states, or on the last stage the summed loss of the targets `targets_BS` that are not -100 (with
-        preference pairs in `documents`, the log-probabilities of the responses). The last stage's load-balancing loss
-        adds to the gradient of its summed loss, but not to the value.
+        output. The last stage returns the summed loss of the targets `targets_BS` that are not -100 or, with preference
+        pairs in `documents`, the log-probabilities of the responses; other stages return hidden states. The last
+        stage's load-balancing loss adds to the gradient of its summed loss, but not to the value.
 
         `tokens_BS`: token IDs; `documents`: document boundaries in packed sequences; `units`: hooks around FSDP units;
         `at_once`: True if the backward pass of this forward follows immediately. If not, the loss saves the gradient of
-        the output head only if it is small; otherwise backward recomputes the logits."""
+        the output head only if it is small; otherwise backward recomputes the logits.
+        """
         pairs = None if documents is None else documents.pairs
         counted_B = None
         predicts = stage.last and self.prediction is not None and torch.is_grad_enabled()
@@ -367,7 +371,8 @@ class Transformer(nn.Module):
 
         `normed_BSH`: output of the final norm; `tokens_BS`, `targets_BS`: token IDs and targets of the next token;
         `documents`: document boundaries; `counted_B`: number of target tokens of each sequence; `keep`: True to compute
-        the loss's gradients in forward."""
+        the loss's gradients in forward and save them; False: backward recomputes the logits.
+        """
         assert self.prediction is not None and self.axes.context.size == 1, "refused with cp"
         next_BS, after_BS = shift_by_one(tokens_BS, targets_BS, documents)
         x_BSH = self.prediction.project(normed_BSH, self._embed(next_BS, "prediction.embedding"))

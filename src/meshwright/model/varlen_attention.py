@@ -34,13 +34,13 @@ class VarlenMask(NamedTuple):
     rank's chunks of each sequence: two with ring attention, else one, the whole sequence. A chunk boundary inside a
     document cuts it into pieces.
 
-    cu_seqlens: int32 [chunks, L + 1] on the device; row c: start indices of the pieces in chunk number c of all
-    sequences, concatenated, and last the number of tokens; trailing pieces may be empty. None: each sequence is one
-    document.
+    cu_seqlens: int32 [chunks, L + 1] on the device, for at most L pieces. Row c concatenates chunk number c of all
+    sequences: it has the start index of each piece, then the number of tokens. Trailing pieces may be empty. None: each
+    sequence is one document.
 
-    lengths: int64 [1 + 2 B chunks] on the CPU: the length of the longest piece in tokens; then, for each sequence and
-    chunk, the index in the sequence at which the document of the chunk's first token begins, and the number of the
-    chunk's tokens in it.
+    lengths: int64 [1 + 2 B chunks] on the CPU. It begins with the length of the longest piece in tokens. Then come two
+    numbers for each sequence and chunk, about the document of the chunk's first token: the index in the sequence at
+    which this document begins, and the number of the chunk's tokens that belong to it.
 
     window: a token attends to itself and the `window` - 1 tokens before it; 0: no window.
     """
@@ -58,10 +58,11 @@ class VarlenMask(NamedTuple):
 class FlashCall(NamedTuple):
     """Arguments of a call of the flash kernels, besides queries, keys and values.
 
-    cu_seqlens: start indices of the variable-length pieces, of queries and of keys alike; None: each sequence is one
-    piece. longest: largest length of a piece. causal: True for a causal mask aligned to the bottom right: the last
-    query attends to all keys. left: sliding window, aligned in the same way: the last query attends to at most the last
-    `left` + 1 keys; None: no window. scale: factor of the scores; None: 1 / √D."""
+    cu_seqlens: start indices of the variable-length pieces of the concatenated sequences, the same for queries and
+    keys; None: each sequence is one piece. longest: largest length of a piece in tokens. causal: True for a causal mask
+    aligned to the bottom right: the last query attends to all keys. left: sliding window, aligned in the same way: the
+    last query attends to at most the last `left` + 1 keys; None: no window. scale: factor of the scores; None: 1 / √D.
+    """
 
     cu_seqlens: torch.Tensor | None = None
     longest: int = 0
@@ -144,8 +145,10 @@ def flash_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Run PyTorch's flash backward kernel once; return the gradients of queries, keys and values, in their shapes.
 
-    `d_out_BNSD`: output gradient; `saved`: queries, keys, values, output and log-sum-exps (the last two are those of
-    attention to all keys, although the given keys may be only some of them); `call`: arguments of the forward."""
+    `d_out_BNSD`: output gradient; `saved`: queries, keys, values, output and log-sum-exps. The given keys may be only
+    some of the keys (ring attention), but output and log-sum-exps are those of attention to all keys. `call`: arguments
+    of the forward.
+    """
     *heads, log_sum = saved
     q, k, v, out, d_out, *bounds = _make_kernel_arguments((*heads, d_out_BNSD), call)
     if call.cu_seqlens is not None:
@@ -198,8 +201,9 @@ def _compute_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the gradients of queries, keys and values, in their shapes, and of the sinks.
 
-    `d_out_BNSD`: gradient of the output; `saved`: queries, keys, values, output and log-sum-exps; `tensors`, `window`,
-    `scale`, `sinks`: as in `_compute_attention`."""
+    `d_out_BNSD`: gradient of the output; `saved`: queries, keys, values, output and log-sum-exps; `tensors`, `window`:
+    fields of a `VarlenMask`; `scale`: factor of the scores; `sinks`: attention-sink score of each query head.
+    """
     found = flash_backward(d_out_BNSD, saved, _make_causal_call(d_out_BNSD, tensors, window, scale))
     if sinks is None:
         return *found, empty_gradient(d_out_BNSD, None)

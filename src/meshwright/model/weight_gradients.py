@@ -49,9 +49,9 @@ class _DeferredGradient(NamedTuple):
 
 
 class WeightGradients:
-    """Queues of deferred weight-gradient computations, one queue for each split backward pass (input gradients first,
-    weight gradients later). The key of a pass, such as (stage, replica, micro-batch), identifies its queue; `run(key)`
-    executes the computations and adds the gradients to the accumulation buffers `sums`."""
+    """Queues of deferred weight-gradient computations for split backward passes, which compute input gradients first
+    and weight gradients later. Each pass has one queue, identified by a key such as (stage, replica, micro-batch).
+    `run(key)` executes the computations and adds the gradients to the accumulation buffers `sums`."""
 
     def __init__(self, sums: GradientBuffers) -> None:
         self._sums = sums
@@ -116,8 +116,8 @@ def defer_weight_gradients(model: nn.Module, queue: WeightGradients | None, smal
 
 class Taps(NamedTuple):
     """Two dummy inputs of a linear layer y = x Wᵀ in a compiled graph, by which backward returns tensors from the
-    graph: as the gradient of `dy` [..., Y] it returns the output gradient dy, as the gradient of `x` [..., X] the
-    layer's input x. Both are zeros that use no memory (stride 0)."""
+    graph. The gradient of `dy` [..., Y] is the output gradient dy; the gradient of `x` [..., X] is the layer's input x.
+    Both are zeros that use no memory (stride 0)."""
 
     dy: torch.Tensor
     x: torch.Tensor
@@ -248,10 +248,9 @@ class Tapped(Protocol):
 
 @contextmanager
 def attach_taps(products: Sequence[Tapped], rows: tuple[int, ...]) -> Iterator[None]:
-    """Context manager around a compiled call. Inside it, each of the linear layers `products` that has a queue of
-    deferred weight gradients also has taps (dummy inputs whose gradients carry dy and x to the queue).
-
-    `rows`: shape of the layers' inputs without the last dim, such as (batch, tokens)."""
+    """Context manager around a compiled call. Inside it, those of the linear layers `products` that have a queue of
+    deferred weight gradients also have taps. Taps are dummy inputs whose gradients carry dy and x to the queue. `rows`:
+    shape of the layers' inputs without the last dim, such as (batch, tokens)."""
     products = [each for each in products if each.weight_gradients and each.weight.requires_grad]
     products = products if torch.is_grad_enabled() else []
     for each in products:
@@ -264,12 +263,13 @@ def attach_taps(products: Sequence[Tapped], rows: tuple[int, ...]) -> Iterator[N
 
 
 def grouped_linear(x_NX: torch.Tensor, layer: GroupedLayer, ends_E: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """Return x Wᵀ + b, [N, Y], for N token copies `x_NX` sorted by expert (a token has one copy for each of its
-    experts), with the W and b of each copy's expert. In backward, the computation of the weight gradient is deferred to
-    the layer's queue; without a queue autograd computes it.
+    """Return x Wᵀ + b, [N, Y], for N token copies `x_NX` sorted by expert, where W and b are those of each copy's
+    expert. (A token has one copy for each of its experts.) In backward, the computation of the weight gradient is
+    deferred to the layer's queue; without a queue autograd computes it.
 
     `layer`: weights and biases of E experts; `ends_E`: exclusive end index of each expert's copies; `first`: index of
-    the first output to which b, which may be shorter than Y, is added."""
+    the first output to which b, which may be shorter than Y, is added.
+    """
     weight, bias, queue = layer.weight, layer.bias, layer.weight_gradients
     if queue is None or not torch.is_grad_enabled() or not weight.requires_grad:
         bias_EZ = None if bias is None else _unstack_experts(bias, ends_E)
@@ -290,8 +290,8 @@ class GroupedLayer(Protocol):
 
 
 def _unstack_experts(stacked: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """View the weights or biases of E experts stacked along dim 0, [E x Y, ...], as [E, Y, ...]. `ends_E`: tensor of
-    length E, from which E is taken."""
+    """View the weights or biases of E experts, stacked along dim 0 as [E x Y, ...], as [E, Y, ...]. `ends_E`: tensor of
+    length E, of which only the length is read."""
     return stacked.unflatten(0, (len(ends_E), -1))
 
 

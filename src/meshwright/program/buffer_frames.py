@@ -66,7 +66,7 @@ class Frame:
         title: Such as `start`, `round 3 of 6`, `before round 3: on each rank`.
         round: Number of rounds completed.
         arrows: Transfers since the previous frame.
-        cells: Contents after them of each slot (buffer for one chunk), indexed by rank, then by slot.
+        cells: Contents of each slot (buffer for one chunk) after these transfers, indexed by rank, then by slot.
     """
 
     title: str
@@ -128,9 +128,9 @@ def build_frames(checked: CheckedCollective) -> list[Frame]:
 
 
 def _align_levels_with_rounds(checked: CheckedCollective) -> tuple[PostingOrder, int]:
-    """Renumber the dependency levels of a collective program for drawing: all transfers of a round get one level, and
-    the local copies and reductions that precede them the levels just below it. Return (posting order with the new
-    levels, number of levels per round).
+    """Renumber the dependency levels of a collective program for drawing. All transfers of a round get one level; the
+    local copies and reductions before them get the levels just below it. Return (posting order with the new levels,
+    number of levels per round).
 
     checked: verified program, in whose posting order a step depends only on steps of lower levels.
     """

@@ -43,8 +43,8 @@ class CheckedPipeline:
         program: The schedule.
         sends, receives: [transfers], step indices of explicit sends and their receives; empty if the schedule has none.
         order: [groups], indices of the groups (steps that a rank runs together) in dependency order.
-        peak_activations: [ranks], peak of saved activations; 1.0 is one micro-batch on all stages that the rank has of
-            one replica (copy of the model).
+        peak_activations: [ranks], peak of saved activations. The unit is the saved activations of one micro-batch on
+            all of the rank's stages of one replica (copy of the model).
     """
 
     program: PipelineProgram
@@ -55,8 +55,8 @@ class CheckedPipeline:
 
 
 def check_pipeline(program: PipelineProgram) -> CheckedPipeline:
-    """Verify that a pipeline schedule runs forward and backward of every micro-batch exactly once and cannot deadlock;
-    return it with its matched transfers.
+    """Verify that the pipeline schedule `program` runs forward and backward of every micro-batch exactly once and
+    cannot deadlock; return it with its matched transfers.
 
     Raises `ProgramError` (rank, step, reason) at the first violation. The first stage must have input-gradient steps
     like all others; an executor may skip their computation, as nothing reads the gradient of the input data.
@@ -93,9 +93,9 @@ def _check_placement(program: PipelineProgram) -> None:
 
 
 def _check_steps(program: PipelineProgram) -> None:
-    """Raise `ProgramError` for the first invalid step: its kind, rank, stage, replica (copy of the model), micro-batch
-    or component is out of range, it runs on another rank than its stage, or it transfers beyond the first or last
-    stage."""
+    """Raise `ProgramError` for the first invalid step. A step is invalid if its kind, rank, stage, replica (copy of the
+    model), micro-batch or component is out of range, if it runs on another rank than its stage, or if it transfers
+    beyond the first or last stage."""
     p, s = program, program.steps
 
     program.refuse((s.kind < 0) | (s.kind >= len(Kind)), "there is no step of kind {kind}")
@@ -143,8 +143,9 @@ def _check_groups(program: PipelineProgram) -> None:
 
 
 def _check_micro_batches(program: PipelineProgram) -> None:
-    """Raise `ProgramError` unless each micro-batch runs once forward and once backward (whole, split into input and
-    weight gradient, or in layer components) through each stage of one replica (copy of the model)."""
+    """Raise `ProgramError` unless each micro-batch runs through all stages of exactly one replica (copy of the model),
+    once forward and once backward. A pass through a stage may be one step or one step for each layer component
+    (attention, dispatch, MLP, combine). A backward may also be split into input gradient and weight gradient."""
     p, s = program, program.steps
     computing = np.flatnonzero(s.has_kind(COMPUTING))
     entered = np.unique(s.micro_batch[computing])
@@ -262,11 +263,9 @@ def _check_transfers(flow: Dataflow) -> None:
 
 def _match_steps(program: PipelineProgram) -> tuple[Integers, Integers, Integers]:
     """Match explicit sends with receives in message order between each pair of ranks, and order all groups (steps that
-    a rank runs together).
-
-    Returns (send steps, receive steps, groups), all as indices: receives[i] receives what sends[i] sends, and the
-    groups are in an order in which all can run even if each send waits for its receive. Raises `ProgramError` for a
-    send or receive without a counterpart, different values at both ends, and a deadlock.
+    a rank runs together). Returns three arrays of indices: send steps, receive steps, groups. receives[i] receives what
+    sends[i] sends. In the returned order all groups can run even if each send waits for its receive. Raises
+    `ProgramError` for a send or receive without a counterpart, different values at both ends, and a deadlock.
     """
     s = program.steps
     is_send, is_receive = s.has_kind(SENDING), s.has_kind(ARRIVING)

@@ -108,8 +108,8 @@ class CollectiveProgram(StepProgram):
         ranks: Number of ranks.
         chunks: Number of equal chunks of the vector.
         steps: Steps of all ranks.
-        root: Source rank of a broadcast, scatter or send-receive, destination rank of a reduce or gather (a
-            send-receive goes to the last rank, or to rank 0 if the root is the last).
+        root: Source rank of a broadcast, scatter or send-receive, destination rank of a reduce or gather. (The
+            destination of a send-receive is the last rank, or rank 0 if the root is the last.)
         scratch: Number of temporary slots (one chunk each) per rank besides the vector's.
         reduction: `sum`, `mean`, `minimum` or `maximum`.
     """

@@ -65,13 +65,13 @@ _TO_NEXT_STAGE = frozenset((int(Kind.SEND_FORWARD), int(Kind.RECEIVE_BACKWARD)))
 
 @lru_cache(maxsize=64)
 def find_consumed_sends(program: PipelineProgram, rank: int) -> dict[int, list[Value]]:
-    """Return when a rank can free the send buffers of its activations and gradients without waiting for the sends:
-    {index of a compute step of the rank: values whose send buffers are free once the input of this step has arrived}.
+    """Find when a rank can free the send buffers of its activations and gradients without waiting for the sends. Return
+    {index of a compute step of the rank: values whose send buffers can be freed once the step's input has arrived}. A
+    value is (OUTPUT or GRADIENT, replica, stage that computes it, micro-batch); each is listed once.
 
-    An input from another rank shows that this rank has run all of its steps before the send, and so has received the
-    values that these steps read from `rank`. A value is (OUTPUT or GRADIENT, replica, stage that computes it,
-    micro-batch); each is listed once. program: the pipeline schedule. rank: number of the rank. Cached: not to
-    be changed.
+    An input that arrives from another rank shows that this other rank has run all its steps before that send. It has
+    therefore received the values from `rank` that those steps read. program: the pipeline schedule. rank: number of the
+    rank. The result is cached; do not change it.
     """
     last, placement = program.stages - 1, program.placement
     mine = list_rank_steps(program, rank)

@@ -28,13 +28,13 @@ class SlotMoves:
     collective program are split; columns with one entry per slot.
 
     Attributes:
-        source, target: Slot read and slot written, each numbered rank x slots per rank + slot.
+        source, target: Slot read and slot written, numbered over all ranks: rank x (slots per rank) + slot.
         reader, writer: Step index of the step that reads (a send) and of the step that writes (a receive); equal for a
             local step.
         read_level, write_level: Dependency level at which the source is read and the target is written. A reduction is
             written at the level at which all transfers of its group (steps that a rank posts together) have ended.
         reduces: True to add to the target, False to overwrite it.
-        turn: Order of reductions of one group into one target, from 0.
+        turn: Position of a reduction among those of its group into the same target, from 0.
     """
 
     read_level: Integers  # level of the read
@@ -57,9 +57,9 @@ def build_transfer_moves(
     """Split all transfers into moves of single slots (buffers for one chunk) and return these, sorted by read level
     and, within a level, overwriting moves before reductions.
 
-    sends, receives: [transfers], step indices of the two ends. order: dependency level of each group (steps that a rank
-    posts together). read_level: [transfers], dependency level at which each transfer runs. Each signal of a barrier is
-    a move of its single slot.
+    program: the collective program. sends, receives: [transfers], step indices of the two ends. order: dependency level
+    of each group (steps that a rank posts together). read_level: [transfers], dependency level at which each transfer
+    runs. Each signal of a barrier is a move of its single slot.
     """
     s, slots = program.steps, program.slots
     barrier = program.operation == "barrier"
@@ -191,8 +191,8 @@ class ContributionTracker:
 
     def _apply_copies(self, moves: SlotMoves) -> tuple[SlotMoves, Chunks, Sets]:
         """Apply those of `moves` that overwrite their target slot (buffer for one chunk) to `memory`. Return the
-        remaining moves, the reductions, with what they have read from their source slots: (moves, chunk numbers
-        [moves], sets of contributing ranks [moves, 64-bit words])."""
+        remaining moves (the reductions) and the contents of their source slots: (moves, chunk numbers [moves], sets of
+        contributing ranks [moves, 64-bit words])."""
         chunk, sets = self._read_slots(moves)
         reduces = int(np.searchsorted(moves.reduces, True))  # overwriting moves come first
         self._chunk[moves.target[:reduces]], self._sets[moves.target[:reduces]] = chunk[:reduces], sets[:reduces]

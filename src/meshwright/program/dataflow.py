@@ -84,15 +84,15 @@ class Dataflow:
 
     @cached_property
     def produced(self) -> Integers:
-        """Index, in arrays over all values, of the value (output or gradient) that each compute step produces: [compute
+        """Value (output or gradient) that each compute step produces, as an index into arrays over all values: [compute
         steps]. The steps of a pass that is split into layer components produce one value together."""
         return self.index_values(_MAKES[self.program.steps.kind[self.computing]], self.computing)
 
     @cached_property
     def _ordered_components(self) -> tuple[Integers, Mask, Mask]:
-        """Compute steps sorted by the value (output or gradient) that they compute, then by layer component (attention,
-        dispatch, MLP, combine) in execution order: three arrays [compute steps]: step index; True for the first
-        component of a value; True for its last."""
+        """Return the compute steps, sorted by the value (output or gradient) that they compute, then by layer component
+        (attention, dispatch, MLP, combine) in execution order. Three arrays [compute steps]: step index; True for the
+        first component of a value; True for its last."""
         s, c, made = self.program.steps, self.computing, self.produced
         part = np.where(s.kind[c] == Kind.FORWARD, s.component[c], -s.component[c])
         order = np.lexsort((part, made)) if part.any() else np.argsort(made, kind="stable")
@@ -112,9 +112,9 @@ class Dataflow:
         return self._tabulate_steps(2)
 
     def _tabulate_steps(self, which: int) -> Integers:
-        """Return the first or the last step that computes each value (output or gradient), as step indices [values] in
-        the order of `compute_value_index`; -1 for a value that no step computes. which: 1 for the first step, 2 for the
-        last."""
+        """Return, for each value (output or gradient), the first or the last step that computes it: step indices
+        [values] in the order of `compute_value_index`; -1 for a value that no step computes. which: 1 for the first
+        step, 2 for the last."""
         p = self.program
         table = np.full(3 * p.replicas * p.stages * p.micro_batches, -1, np.int64)
         order, chosen = self._ordered_components[0], self._ordered_components[which]
@@ -157,10 +157,9 @@ class Dataflow:
 
     def _find_same_component(self, weights: Integers, whole: Integers) -> Integers:
         """Return, for each weight-gradient step, the index of the step whose gradients it reads: the input-gradient or
-        full backward step of the same replica, stage, micro-batch and layer component.
-
-        weights: indices of the weight-gradient steps. whole: [weights], indices to return instead where no step has the
-        same component, because one input-gradient step computes all components.
+        full backward step of the same replica, stage, micro-batch and layer component. weights: indices of the
+        weight-gradient steps. whole: [weights], indices of the input-gradient steps that compute all components at
+        once; returned where no step has the same component.
         """
         s, c = self.program.steps, self.computing
         gradients = c[np.isin(s.kind[c], (Kind.BACKWARD, Kind.INPUT_GRADIENT))]

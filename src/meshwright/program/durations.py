@@ -30,9 +30,9 @@ class Durations:
         overlapped: Time of a forward and a backward that run together as one group; None: the sum of their times. If
             the two are on different stages, the mean of both stages' values is used.
         parts: Fractions of a pass that attention, dispatch, MLP and combine take, for steps that are split into these
-            components: [4] for all passes (a weight gradient is divided between attention and MLP in the ratio of their
-            fractions), or [4, 4] with one row each for forward, backward, input gradient and weight gradient. In a
-            group, attention and MLP run one after the other, and dispatch and combine overlap with them.
+            components. [4]: the same for all passes, except that a weight gradient is divided between attention and MLP
+            only, in the ratio of their fractions. [4, 4]: one row each for forward, backward, input gradient and weight
+            gradient. In a group, attention and MLP run one after the other, and dispatch and combine overlap with them.
     """
 
     forward: ArrayLike = 1.0

@@ -23,8 +23,8 @@ def compute_fair_rates(flow: Integers, link: Integers, flows: int, bandwidth: Fl
     one hop. flows: number of flows. bandwidth: [all links], bytes per second.
 
     Progressive filling: the share of a link is its remaining bandwidth divided by its number of flows without a rate.
-    Each iteration fixes the rates of the flows over links that are the bottleneck (lowest share on the route) of all
-    their flows.
+    Each iteration selects the links that have the lowest share on the routes of all their flows, and fixes the rates of
+    these flows.
     """
     links, link = np.unique(link, return_inverse=True)
     left = bandwidth[links]

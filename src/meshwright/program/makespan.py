@@ -91,18 +91,14 @@ def compute_makespans(program: PipelineProgram, durations: Sequence[Durations]) 
 
 
 class _WaveOrder(NamedTuple):
-    """Groups (steps that run together on a rank) sorted into waves: a group depends only on groups of earlier waves, so
+    """Groups (steps that run together on a rank) sorted into waves. A group depends only on groups of earlier waves, so
     all groups of a wave are simulated at once.
 
-    Attributes:
-        order: [groups], group indices, wave by wave.
-        bounds: End (exclusive) of each wave in `order`.
-        before: [groups], for each entry of `order`: position in `order` of the previous group on the same rank;
-            `len(order)` if there is none.
-        needs: Arrays [groups], for each entry of `order`: positions in `order` of the groups on other ranks that it
-            waits for, one per array; `len(order)` for no further one.
-        crossings: Arrays [groups], parallel to `needs`: index in `RemoteReads` of the read that causes the wait; -1 for
-            none.
+    Attributes: order: [groups], group indices, wave by wave. All other arrays follow this order and refer to positions
+    in it. bounds: End (exclusive) of each wave in `order`. before: [groups], position of the previous group on the same
+    rank; `len(order)` if there is none. needs: List of arrays [groups]. A group waits for several groups on other
+    ranks; the i-th array has the position of the i-th of these, `len(order)` if there are fewer. crossings: List of
+    arrays [groups], parallel to `needs`: index in `RemoteReads` of the read that causes the wait; -1 if there is none.
     """
 
     order: Integers
@@ -114,10 +110,8 @@ class _WaveOrder(NamedTuple):
 
 @lru_cache(maxsize=32)
 def _sort_into_waves(program: PipelineProgram) -> _WaveOrder:
-    """Sort the groups of a schedule (steps run together on a rank) into waves, each of which depends only on earlier
-    waves.
-
-    Raises ProgramError for a deadlock.
+    """Sort the groups of the schedule `program` (steps run together on a rank) into waves, each of which depends only
+    on earlier waves. Raises ProgramError for a deadlock.
     """
     _, wait = analyze_program(program)
     s = program.steps
@@ -161,11 +155,12 @@ def _sort_into_waves(program: PipelineProgram) -> _WaveOrder:
 
 
 def _list_remote_predecessors(program: PipelineProgram, wait: RemoteReads) -> tuple[list[Integers], list[Integers]]:
-    """List, for each group (steps run together on a rank), the groups on other ranks that it waits for.
+    """List, for each group (steps run together on a rank), the groups on other ranks that it waits for. program: the
+    schedule. wait: values read across ranks.
 
-    wait: values read across ranks. Returns (awaited groups, reads): two lists of arrays [groups]. Entry g of the i-th
-    array is the i-th group that group g waits for, or the index in `wait` of the read that causes this wait; -1 if g
-    has no more waits.
+    Returns (groups, reads), two lists of arrays [groups]. In the i-th array of the first list, entry g is the i-th
+    group that group g waits for. In the i-th array of the second list, entry g is the index in `wait` of the read that
+    causes this wait. Entries are -1 if g has no more waits.
     """
     s = program.steps
     groups = len(s.group_rank)

@@ -21,8 +21,9 @@ def match_steps(program: StepProgram, peer: Integers, is_send: Mask, is_receive:
     """Match the k-th send from one rank to another with the k-th receive between them, for all pairs of ranks; return
     (step indices of the sends, step indices of their receives): [transfers] each.
 
-    peer: [steps], rank at the other end of each transfer. is_send, is_receive: [steps], True for sends and receives.
-    Raises `ProgramError` for a step without a counterpart, with the numbers of sends and receives.
+    program: collective program or pipeline schedule. peer: [steps], rank at the other end of each transfer. is_send,
+    is_receive: [steps], True for sends and receives. Raises `ProgramError` for a step without a counterpart, with the
+    numbers of sends and receives.
     """
     rank = program.steps.rank
     try:
@@ -41,7 +42,8 @@ def order_steps(program: StepProgram, sends: Integers, receives: Integers) -> Po
     """Compute an order in which all groups (steps that a rank posts together) can be posted if sends block; raise
     `ProgramError` for a deadlock.
 
-    sends, receives: [transfers], step indices of matched sends and receives.
+    program: collective program or pipeline schedule. sends, receives: [transfers], step indices of matched sends and
+    receives.
     """
     s = program.steps
     try:

@@ -74,8 +74,9 @@ class Network:
         latency: [links], seconds that a link adds to a message.
         bandwidth: [links], bytes per second.
         find_routes: Function (source ranks [n], target ranks [n]) -> the n routes between these pairs.
-        tiers: (latency in seconds, bytes per second) between near ranks (on one node or leaf switch), and between far
-            ranks, for closed-form times of algorithms; two equal pairs in a uniform network.
+        tiers: Two pairs (latency in seconds, bytes per second), from which closed-form times of algorithms are
+            computed: between ranks of one node or leaf switch, and between other ranks. Both are equal in a uniform
+            network.
         gap: Extra delay between two messages of one group (steps posted together) that start on the same link, as a
             fraction of the message's latency (the gap of LogP, D. Culler et al., PPoPP 1993).
         partitions: Cuts of the network that may be bottlenecks, for the lower bound: arrays [vertices] with the block
@@ -140,9 +141,9 @@ class Network:
 
     @cached_property
     def min_latency(self) -> float:
-        """Lower bound of the latency between any two ranks, in seconds; 0 for a single rank. It is the latency of the
-        fastest link between two ranks, or, if less, that of the fastest link from a rank to a switch plus that of the
-        fastest link into a rank."""
+        """Lower bound of the latency between any two ranks, in seconds; 0 for a single rank. It is the lower of two
+        latencies: that of the fastest link between two ranks, and that of the fastest link from a rank to a switch plus
+        that of the fastest link into a rank."""
         if self.ranks == 1:
             return 0.0
         into = self.latency[self.link_to < self.ranks].min()

@@ -74,8 +74,8 @@ class PostingOrder:
     """Order in which the groups (steps that a rank posts together) of a program can be posted.
 
     Attributes:
-        level: [groups], dependency level: length of the longest chain of groups that must be posted before the group,
-            which depends only on groups of lower levels.
+        level: [groups], dependency level: length of the longest chain of groups that must be posted before the group. A
+            group depends only on groups of lower levels.
         rounds: [groups], the largest number of transfers in such a chain.
         depth: Number of rounds of the program: the largest number of transfers in any chain.
     """

@@ -175,12 +175,11 @@ class PipelineProgram(StepProgram):
 
 
 def find_placement_error(placement: Sequence[Sequence[int]], ranks: int, first: int = 0) -> tuple[int, str] | None:
-    """Check a placement of pipeline stages; return (rank, reason) of its first error, or None if it has none. Each
-    stage must be on an existing rank, all replicas (copies of the model) must have equally many stages, and all ranks
-    must hold equally many stages of each replica.
+    """Check a placement of pipeline stages; return (rank, reason) of its first error, or None if it has none.
 
-    placement: [replica][stage], rank of each stage. ranks: number of ranks. first: replica at which to start, if
-    earlier replicas have been checked already.
+    Each stage must be on an existing rank, all replicas (copies of the model) must have equally many stages, and all
+    ranks must hold equally many stages of each replica. placement: [replica][stage], rank of each stage. ranks: number
+    of ranks. first: index of the first replica to check; the ones before it have been checked already.
     """
     for replica in range(first, len(placement)):
         homes = placement[replica]

@@ -33,10 +33,8 @@ def find_activation_events(flow: Dataflow) -> tuple[Integers, Integers]:
 
 
 def compute_peak_activations(flow: Dataflow) -> Floats:
-    """Return the peak of saved activations of each rank: [ranks]; 1.0 is one micro-batch on all stages that the rank
-    has of one replica (copy of the model).
-
-    flow: data flow of the pipeline schedule.
+    """Return the peak of saved activations of each rank, [ranks]. The unit is the saved activations of one micro-batch
+    on all of the rank's stages of one replica (copy of the model). flow: data flow of the pipeline schedule.
     """
     program, s = flow.program, flow.program.steps
     born, freed = find_activation_events(flow)
@@ -53,8 +51,8 @@ def compute_peak_activations(flow: Dataflow) -> Floats:
 
 
 def count_weight_copies(program: PipelineProgram) -> Floats:
-    """Return the peak number of copies of its weights that each rank holds, [ranks]; 1.0 is one copy of the rank's
-    stages of one replica.
+    """Return the peak number of copies of its weights that each rank of the schedule `program` holds, [ranks]. One copy
+    is the weights of the rank's stages of one replica.
 
     A synchronous schedule holds one copy per replica. In an asynchronous one (PipeDream), each update (optimizer step)
     makes a new version of a stage's weights, and a replaced version is kept (stashed) until the last backward that uses

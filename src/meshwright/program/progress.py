@@ -102,12 +102,11 @@ def run_groups(
     program: PipelineProgram, wait: RemoteReads, duration: Floats, delay: Floats
 ) -> tuple[list[float], list[float], list[int]]:
     """Simulate the groups (steps run together) of every rank in order, each starting as soon as its inputs have
-    arrived.
+    arrived. Returns (start time of every group, end time of every group, group indices in dependency order). Times are
+    in the unit of `duration`.
 
-    wait: values read across ranks. duration: [groups], time that each group occupies its rank. delay: [values of wait],
-    time of each message, in the unit of `duration`.
-    Returns (start time of every group, end time of every group, group indices in dependency order), with times in that
-    unit. Raises ProgramError with the cycle for a deadlock.
+    program: the schedule. wait: values read across ranks. duration: [groups], time that each group occupies its rank.
+    delay: [values of wait], time of each message. Raises ProgramError with the cycle for a deadlock.
     """
     s = program.steps
     groups = len(s.group_rank)

@@ -62,8 +62,8 @@ def simulate_collective(
     """Simulate a collective program on a network with shared links; return start and end of every transfer.
 
     checked: program with matched sends and receives. total_bytes: size of the operation's full vector in bytes.
-    reduce_bytes_per_second: rate of local reductions, which run at the end of a group, the steps that a rank posts
-    together (default: infinite, so that reductions take no time).
+    reduce_bytes_per_second: rate of local reductions (default: infinite, so that they take no time). They run at the
+    end of each group, which is the steps that a rank posts together.
     """
     return CollectiveSimulator(checked, network, reduce_bytes_per_second).run(total_bytes)
 
@@ -73,8 +73,8 @@ class CollectiveSimulator:
     and can then simulate several sizes.
 
     checked: program with matched sends and receives. network: network with links that messages share.
-    reduce_bytes_per_second: rate of local reductions, which run at the end of a group, the steps that a rank posts
-    together (default: infinite).
+    reduce_bytes_per_second: rate of local reductions (default: infinite). They run at the end of each group, which is
+    the steps that a rank posts together.
     """
 
     def __init__(self, checked: MatchedCollective, network: Network, reduce_bytes_per_second: float = np.inf) -> None:
@@ -111,8 +111,9 @@ class CollectiveSimulator:
 
     def _count_messages_ahead(self, checked: MatchedCollective) -> Integers:
         """Return, for each message, the number of messages of the same group that start before it on the same first
-        link, each of which delays it by the network's gap: [messages]. A group is the steps that a rank posts together;
-        a message is all transfers from one group to another. checked: program with matched sends and receives."""
+        link: [messages]. Each of them delays the message by the network's gap. A group is the steps that a rank posts
+        together; a message is all transfers from one group to another. checked: program with matched sends and
+        receives."""
         first_step = np.full(len(self._route), len(checked.program.steps))
         np.minimum.at(first_step, self._message, checked.sends)
         line = self._sender * self.network.links + self._routes.link[self._routes.first[self._route]]

@@ -87,16 +87,15 @@ class PipelineTiming:
 
     @cached_property
     def peak_activations(self) -> Floats:
-        """Peak of saved activations of each rank, indexed by rank; 1.0 is one micro-batch on all stages that the rank
-        has of one replica (copy of the model)."""
+        """Peak of saved activations of each rank, indexed by rank. The unit is the saved activations of one micro-batch
+        on all of the rank's stages of one replica (copy of the model)."""
         return pipeline_memory.compute_peak_activations(self.flow)
 
     def compute_activations(self, rank: int) -> tuple[Floats, Floats]:
-        """Return one rank's saved activations over time: (times [events], amount saved from each time on [events]).
-
-        An event is the start of a forward or the end of a weight gradient (or full backward), between which an
-        activation is saved; events are in execution order. An amount of 1.0 is one micro-batch on all stages that the
-        rank has of one replica. Memory freed at the end of a step is free before the next step starts.
+        """Return one rank's saved activations over time: (times [events], amount saved from each time on [events]), in
+        execution order. An event is the start of a forward or the end of a weight gradient (or full backward); an
+        activation is saved between the two. The unit of the amount is the saved activations of one micro-batch on all
+        of the rank's stages of one replica. Memory freed at the end of a step is free before the next step starts.
         """
         s = self.program.steps
         born, freed = (steps[s.rank[steps] == rank] for steps in pipeline_memory.find_activation_events(self.flow))
@@ -107,10 +106,8 @@ class PipelineTiming:
 
     @cached_property
     def weight_copies(self) -> Floats:
-        """Peak number of weight versions of each rank, indexed by rank; the unit is one copy of the weights of its
-        stages of one replica.
-
-        A replaced version of the weights is kept until the last backward that uses it.
+        """Peak number of copies of its weights that each rank holds, indexed by rank. One copy is the weights of the
+        rank's stages of one replica. A replaced version of the weights is kept until the last backward that uses it.
         """
         return pipeline_memory.count_weight_copies(self.program)
 
@@ -144,7 +141,7 @@ class PipelineTiming:
 
 
 def simulate_pipeline(program: PipelineProgram, durations: Durations) -> PipelineTiming:
-    """Simulate a pipeline schedule with the given step durations; return start and end of every step.
+    """Simulate the pipeline schedule `program` with the given step durations; return start and end of every step.
 
     A rank runs its groups (steps run together) in order, one at a time, each as soon as its inputs have arrived.
     Transfers take no time of the ranks: a message leaves when it is produced or, with explicit transfers, when its send
@@ -174,9 +171,8 @@ def analyze_program(program: PipelineProgram) -> tuple[Dataflow, RemoteReads]:
 
 
 def compute_group_durations(program: PipelineProgram, durations: Durations) -> Floats:
-    """Return the time that each group (steps run together) occupies its rank, in the unit of the durations: [groups].
-
-    Groups of transfers take 0.
+    """Return the time that each group (steps run together) of the schedule `program` occupies its rank: [groups], in
+    the unit of `durations`. Groups of transfers take 0.
     """
     s = program.steps
     table = {

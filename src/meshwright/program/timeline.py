@@ -34,7 +34,7 @@ class Span:
         name: Full description.
         shade: 0 (dark) for the first model chunk of a rank to 1 for its last.
         mirrored: True for the second replica (copy of the model) of a bidirectional schedule.
-        lanes: Number of horizontal strips into which the track is divided here because spans overlap in time.
+        lanes: Number of horizontal strips into which the track is divided at this span, because spans overlap in time.
         lane: Index of the strip in which this span is drawn.
     """
 
@@ -112,8 +112,8 @@ def build_pipeline_timeline(
     """Return the compute steps of a simulated pipeline schedule as a timeline, one track per rank. Overlapped steps
     share the track's height; explicit sends are arrows.
 
-    timing: start and end time of every step. notes: one text per rank, drawn beside its track. levels: rank -> curve of
-    its saved activations, as (time, value from then on) pairs; None for no curves.
+    program: the schedule. timing: start and end time of every step. notes: one text per rank, drawn beside its track.
+    levels: rank -> curve of its saved activations, as (time, value from then on) pairs; None for no curves.
     """
     s = program.steps
     columns = [c.tolist() for c in (s.rank, s.kind, s.stage, s.replica, s.micro_batch, s.component, s.group_index)]

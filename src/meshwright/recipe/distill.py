@@ -28,7 +28,7 @@ class DistillRecipe(Table):
         on_policy: Fraction of the steps in which the student continues the sequences itself, after on_policy_prompt
             tokens (None: half of a sequence), sampled at on_policy_temperature.
         layout: Distribution of the teacher over the run's ranks: "same" (tp, pp, cp and ep of the run; sharded under
-            zero3, else replicated), "replicated", "zero3", each of the last two with " tp1" to leave it unsharded over
+            zero3, else replicated), "replicated" or "zero3"; "replicated tp1" and "zero3 tp1" leave it unsharded over
             tp.
         dtype: Dtype of its parameters; None: the dtype of the run's parameters.
     """

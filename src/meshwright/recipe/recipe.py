@@ -81,9 +81,9 @@ class Recipe(Table):
     @model_validator(mode="before")
     @classmethod
     def _default_tokenizer(cls, tables: Any) -> Any:
-        """Fill in the default of data.tokenizer in the tables of a recipe before they are validated: model.from if its
-        weights are loaded, since weights fit only their own tokenizer; else distill.teacher. Returns the tables,
-        unchanged if they name a tokenizer, or neither default applies."""
+        """Return the tables of a recipe with the default of data.tokenizer filled in; called before they are validated.
+        The default is model.from if its weights are loaded, since weights fit only their own tokenizer; else
+        distill.teacher. The tables are returned unchanged if they name a tokenizer, or if neither default applies."""
         names = ("model", "data", "adapter", "distill")
         model, data, adapter, distill = (tables.get(name) if isinstance(tables, Mapping) else None for name in names)
         if not isinstance(model, Mapping) or not isinstance(data, Mapping):

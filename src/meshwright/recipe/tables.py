@@ -56,7 +56,7 @@ def _check_step_range(text: str) -> str:
 
 def _program_validator(operation: str) -> AfterValidator:
     """Create the pydantic validator of a setting that selects the algorithm of the collective `operation`, such as
-    "all-reduce". Valid are "native", "auto", an algorithm's name or "@FILE".
+    "all-reduce". It accepts "native", "auto", an algorithm's name and "@FILE".
     """
     algorithms = (*COLLECTIVE_ALGORITHMS[operation], *ALGORITHM_ALIASES.get(operation, {}))
 

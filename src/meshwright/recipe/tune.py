@@ -65,8 +65,8 @@ class Dimension:
     when: tuple[tuple[str, tuple[Any, ...]], ...] = ()
 
     def list_extreme_values(self) -> tuple[Any, ...]:
-        """Return the values to validate, which imply that all others are valid: both bounds of a range, or all
-        choices."""
+        """Return the values that must be validated: both bounds of a range, or all choices. If they are valid, so are
+        all others."""
         return self.choices or (self.low, self.high)
 
     def is_active(self, values: Mapping[str, Any]) -> bool:
@@ -207,8 +207,8 @@ class TuneRecipe(Table):
 
 
 def check_searched_keys(dimensions: Sequence[Dimension], schema: Schema[Any]) -> None:
-    """Check that the key of each of `dimensions` is a recipe key that affects training but not how its result is
-    measured (as the validation data do), and that ranges of whole numbers have whole bounds. schema: the keys of a
+    """Check the recipe keys that `dimensions` search. Each must exist and affect training; it must not affect how the
+    result is measured, as the validation data do. Ranges of whole numbers must have whole bounds. schema: the keys of a
     recipe. Raises ValueError with the key and the reason."""
     known = schema.keys
     for dimension in dimensions:

@@ -96,9 +96,9 @@ def import_rows(
     rewritten text has a majority.
 
     Summary: `records`, `rows`: their numbers. `task`: its name. `answers`: {answer (see `ImportedRow`): number of
-    rows}. `disputed`: names of disputed records. All other keys are numbers of records: `labelled` (given a value),
-    `changed` (given another value than before), `left` (rows with neither a value nor a rejection), `rejected`,
-    `left_out` (rejected and omitted), `several` (values from several annotators), `agreed` (several, all equal).
+    rows}. `disputed`: names of disputed records. All other keys are numbers of records: `labelled`: given a value.
+    `changed`: given another value than before. `left`: rows with neither a value nor a rejection. `rejected`;
+    `left_out`: rejected and omitted. `several`: values from several annotators. `agreed`: several values, all equal.
     """
     check_tool_and_task(tool, TASKS[0])
     names = name_records([record for _, record in records])
@@ -359,9 +359,9 @@ def _take_majority(values: Sequence[Value]) -> Value | None:
 
 
 def _get_present_value(before: Annotation, sides: Exchange, like: Value) -> Value | None:
-    """Return the value that a record had before the import, in the type of the imported value `like`: labels (frozenset
-    of names), spans (tuple) or response (str); None if it had no labels or spans. before: the record's annotation
-    before the import. sides: the record's prompt and response.
+    """Return the value that a record had before the import; None if it had no labels or spans. The type of the imported
+    value `like` selects which: labels (frozenset of names), spans (tuple) or response (str). before: the record's
+    annotation before the import. sides: the record's prompt and response.
     """
     if isinstance(like, str):
         return sides.response

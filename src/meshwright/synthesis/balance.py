@@ -130,9 +130,10 @@ def _count_refusals(annotations: list[Annotation]) -> dict[str, int]:
     """Count the labelled records by whether prompt and response are refused; return {judgement: number}. annotations:
     the records' annotations.
 
-    `should_refuse`, `harmless`: prompts that should, or should not, be refused. `refused`, `answered`: of the prompts
-    that should be refused, those whose response refuses, or does not. `refused_harmless`, `answered_harmless`: the same
-    for harmless prompts. `not_judged`: the judgement on prompt or response is missing.
+    `should_refuse`, `harmless`: prompts that should, or should not, be refused. `refused`: prompts that should be
+    refused and whose response refuses. `answered`: prompts that should be refused, but whose response does not refuse.
+    `refused_harmless`, `answered_harmless`: harmless prompts whose response refuses, or does not. `not_judged`: the
+    judgement on prompt or response is missing.
     """
     pairs = [(one.should_refuse, one.refuses) for one in annotations]
     return {

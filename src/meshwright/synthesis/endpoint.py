@@ -135,8 +135,9 @@ class Endpoint:
         """Send a request, with retries, and return the model's answer.
 
         wait: function that sleeps for a number of seconds, between attempts. retried: called with the reason of each
-        retry. Raises `RequestRefused` for a final HTTP error (status 400, 401, 404 ...), `NoAnswer` if all attempts
-        fail by a temporary one (408, 409, 425, 429, 5xx), a time-out, a broken connection or an invalid answer.
+        retry. Raises `RequestRefused` for a permanent HTTP error (status 400, 401, 404 ...). Raises `NoAnswer` if all
+        attempts fail by a temporary HTTP error (408, 409, 425, 429, 5xx), a time-out, a broken connection or an invalid
+        answer.
         """
         body = to_canonical_json(request.to_json(self.model))
         reason = ""

@@ -130,13 +130,14 @@ class Distillation(NextToken):
     def complete(
         self, policy: Policy, micro_batches: Sequence[MicroBatch], rows: Sequence[NDArray[np.int64]], step: int | None
     ) -> list[MicroBatch]:
-        """Return this rank's `micro_batches` with the teacher's targets added (those whose last pipeline stage is on
-        this rank). In an on-policy step their sequences are first replaced by the student's samples. Without pipeline
-        parallelism the teacher runs on a micro-batch just before the student does, so that the states of one
-        micro-batch are in memory; with it, the teacher runs here, through all stages.
+        """Return this rank's `micro_batches` with the teacher's targets added, for those whose last pipeline stage is
+        on this rank. In an on-policy step, the sequences are first replaced by the student's samples. With pipeline
+        parallelism, this call runs the teacher through all stages. Without it, the teacher runs on each micro-batch
+        later, just before the student does, so that only one micro-batch's states are in memory.
 
-        policy: the student. rows: indices of the sequences of each micro-batch, in the training split; step: index of
-        the step. step None: validation, with indices in the validation split. Collective."""
+        policy: the student. rows: indices of the sequences of each micro-batch in the training split. step: index of
+        the step; None: validation, where `rows` are indices in the validation split. Collective.
+        """
         model: Any = policy.model
         metric_sums = self.metric_sums = torch.zeros(
             DISTILLATION_METRICS, dtype=torch.float64, device=policy.mesh.device
@@ -204,8 +205,7 @@ class Distillation(NextToken):
 
 
 def _run_teacher(teacher: Teacher, micro_batch: MicroBatch, student: Axis, targets: TeacherTargets) -> None:
-    """Set the states of `targets` to those that the running teacher computes for `micro_batch`. student: mesh axis tp
-    of the run. Collective."""
+    """Run the teacher on `micro_batch` and set the states in `targets`. student: the run's mesh axis tp. Collective."""
     found = teacher.run([micro_batch])[0]
     targets.states_TH, targets.layers = found.states_TH, found.layers
     targets.head = teacher.output_head(student)
@@ -214,10 +214,9 @@ def _run_teacher(teacher: Teacher, micro_batch: MicroBatch, student: Axis, targe
 def _read_cache(
     cache: TeacherCache, micro_batch: MicroBatch, rows: NDArray[np.int64], split: str, targets: TeacherTargets
 ) -> None:
-    """Set the most probable tokens of `targets` to those that `cache` has for `micro_batch`.
-
-    rows: indices of its sequences in the split `split` ("train" or "validation"). Under context parallelism only the
-    tokens of this rank's slice of the sequences are read. Raises `UserError` if a file of the cache is damaged."""
+    """Read the teacher's most probable tokens for `micro_batch` from `cache` and set them in `targets`. rows: indices
+    of its sequences in the split `split` ("train" or "validation"). Under context parallelism only the tokens of this
+    rank's slice of the sequences are read. Raises `UserError` if a file of the cache is damaged."""
     tokens_BS, _, documents = micro_batch
     parts = [torch.from_numpy(part).to(tokens_BS.device) for part in cache.read(split, rows)]
     if documents.indices_C is not None:

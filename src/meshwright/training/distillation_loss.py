@@ -26,9 +26,10 @@ class DistillationLoss:
       eq. 2).
 
     mixing: a. temperature: T. layer_map: pairs (layer of the student, layer of the teacher), counted from 0, whose
-    outputs are compared: the squared difference, after a learned projection of the student's, averaged over pairs and
-    features and multiplied by `hidden_weight`, is added to a target token's loss (Romero et al. 2014, arXiv:1412.6550;
-    Jiao et al. 2019, arXiv:1909.10351, eq. 8)."""
+    outputs are compared. The student's output goes through a learned projection first. The squared difference, averaged
+    over pairs and features, is multiplied by `hidden_weight` and added to the token's loss (Romero et al. 2014,
+    arXiv:1412.6550; Jiao et al. 2019, arXiv:1909.10351, eq. 8).
+    """
 
     divergence: str = "forward_kl"
     temperature: float = 1.0
@@ -38,11 +39,10 @@ class DistillationLoss:
     layer_map: tuple[tuple[int, int], ...] = ()
 
     def terms(self, log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return two tensors [..., O] for O outcomes (tokens): each outcome's term of the divergence D, and a = q dD/dq
-        for the student's probabilities q, up to an additive constant in dD/dq. The gradient of D with respect to the
-        student's logits / T is a - q Σ a, in which that constant cancels.
-
-        log_p, log_q: log-probabilities (natural logarithms) of the outcomes under teacher and student, [..., O]."""
+        """Return two tensors [..., O] for O outcomes (tokens): each outcome's term of the divergence D; and a = q
+        dD/dq, where q is the student's probability and dD/dq may lack an additive constant. The gradient of D with
+        respect to the student's logits / T is a - q Σ a; the constant cancels in it. log_p, log_q: log-probabilities
+        (natural logarithms) of the outcomes under teacher and student, [..., O]."""
         if self.divergence == "forward_kl":
             p = log_p.exp()
             return p * (log_p - log_q), -p

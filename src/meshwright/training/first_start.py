@@ -122,9 +122,8 @@ def _describe_failure(failed: FailedMeasurement, when: str = "") -> str:
 
 
 def measure_run(recipe: Recipe, threads: int, log: Callable[[str], None]) -> None:
-    """Measure and store what predictions of a run are computed from: the machine's speeds (hardware profile) and the
-    memory of a process. Measurements that an earlier start stored are reused; nothing is measured if the run has no
-    steps left.
+    """Measure and store the inputs of a run's predictions: the machine's speeds (hardware profile) and the memory of a
+    process. Measurements that an earlier start stored are reused; nothing is measured if the run has no steps left.
 
     recipe: settings of the run. threads: number of OpenMP threads of each rank. log: called with each line for the
     user.
@@ -139,9 +138,9 @@ def measure_first_start(
     layout: Layout, device: str, threads: int, log: Callable[[str], None], *, compiled: bool | None = None,
     search: bool = False,
 ) -> None:  # fmt: skip
-    """Measure and store what step time and memory of this layout are predicted from: the machine's speeds (hardware
-    profile) and the memory of a process. Stored measurements are not repeated. If the layout names no precision, the
-    one that its run will take is measured and stored first.
+    """Measure and store the inputs from which step time and memory of this layout are predicted: the machine's speeds
+    (hardware profile) and the memory of a process. Stored measurements are not repeated. If the layout names no
+    precision, the one that its run will take is measured and stored first.
 
     device: the recipe's `run.device`. threads: number of OpenMP threads of each rank. log: called with each line for
     the user. compiled: True if the blocks run under torch.compile; None: process memory is not measured. search: True
@@ -212,8 +211,8 @@ class _ProfileRequest(NamedTuple):
 
 
 def _may_repeat(measurement: Path, log: Callable[[str], None]) -> bool:
-    """Return True if a measurement of this machine should be made (again): it never failed, or failed while other
-    programs used the processor and they no longer do. Otherwise log one line about the earlier failure and return
+    """Return True if a measurement of this machine should be made: it has not failed before, or it failed while other
+    programs used the processor, and they no longer do. Otherwise log one line about the earlier failure and return
     False.
 
     measurement: path of its result file.
@@ -251,8 +250,9 @@ def _measure_and_store(
     """Measure and store a hardware profile (machine speeds) and process memory; log both and their duration.
 
     profile: profile to measure; None: none. unmeasured: function that returns the conditions (precision, threads,
-    compiled) under which process memory is still to be measured; called again after the profile, which may find the
-    precision of the run. log: called with each line for the user."""
+    compiled) under which process memory is still to be measured. It is called before and after the profile is measured,
+    because the profile may determine the run's precision. log: called with each line for the user.
+    """
     what, paths, seconds, expected = [], [], 0, unmeasured()
     if profile is not None:
         ranks, threads = profile.key.ranks, profile.key.threads
@@ -304,11 +304,11 @@ def measure_process_memory(keys: Sequence[ProcessKey], log: Callable[[str], None
 
 
 def _measure_profile(profile: _ProfileRequest, log: Callable[[str], None]) -> None:
-    """Measure a hardware profile (machine speeds) and store it, and the fastest precision if it was not known. A stored
-    profile is kept instead if it covers as much and other programs disturbed its measurement less.
+    """Measure a hardware profile (machine speeds) and store it; also find and store the fastest precision if it is not
+    known. If a stored profile covers as much and was less disturbed by other programs, keep that one instead.
 
-    profile: minimum coverage; the precisions and axes of an earlier profile with the same key are measured again. log:
-    called with each line for the user. `UserError` if the measurement failed on a rank.
+    profile: what the profile must cover at least. If there is an earlier profile with the same key, its precisions and
+    axes are covered, too. log: called with each line for the user. `UserError` if the measurement failed on a rank.
     """
     from meshwright.probe.ranks import probe
 
@@ -368,8 +368,9 @@ def _has_usable_profile(
 
 
 def _read_disturbed_fraction(profile: HardwareProfile, path: Path) -> float:
-    """Return the fraction, 0 to 1, of the time in which a hardware profile was measured during which other programs
-    occupied a rank's core: 0.0 if negligible, 1.0 if the profile is damaged. path: the profile's file, named in errors.
+    """Return how much other programs disturbed the measurement of a hardware profile: the fraction, 0 to 1, of its time
+    in which they occupied a rank's core. 0.0 if negligible, 1.0 if the profile is damaged. path: the profile's file,
+    named in errors.
     """
     try:
         measured = _parse_cluster(profile, path).measured

@@ -133,7 +133,8 @@ class LanguageModelTask:
 
     def count_terms(self, micro_batches: Sequence[MicroBatch]) -> TermCount:
         """Start to count the loss terms (target tokens, pairs or single responses) of a step: summed over this rank's
-        `micro_batches` and over all ranks, at least 1. The summed loss is divided by this number. Collective."""
+        `micro_batches` and over all ranks, at least 1. Return a function that returns this number, by which the summed
+        loss is divided. Collective."""
         return self.objective.count_terms(micro_batches, self.mesh)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], divisor: Divisor) -> torch.Tensor:
@@ -206,10 +207,11 @@ class LanguageModelTask:
         """Compute the log-probabilities of the responses in the sequences of a split such as "train".
 
         passes: for each forward pass, this rank's micro-batches as arrays of sequence indices; sequences: number of
-        sequences of the split; an index that is not below it is padding.
+        sequences of the split; indices from this number on are padding.
 
         Yields after each forward pass a list of (sequence index, log-probabilities of its responses in nats); the list
-        is empty on ranks that do not hold the last pipeline stage. Collective."""
+        is empty on ranks that do not hold the last pipeline stage. Collective.
+        """
         for group in passes:
             # Indices beyond the last are replaced by sequence 0, so that every rank runs the same number of passes.
             micro_batches = [self._load_micro_batch(split, np.where(rows < sequences, rows, 0)) for rows in group]
@@ -252,8 +254,8 @@ class LanguageModelTask:
 
     def load_weights(self, directory: Path) -> None:
         """Load the weights of a Hugging Face model directory into the parameters, in place of initial values. An
-        adapter gets its initial values, or those of the PEFT directory `adapter.from`; projections to a teacher's
-        hidden states, which no directory has, get theirs from the seed."""
+        adapter gets its initial values, or those of the PEFT directory `adapter.from`. Projections to a teacher's
+        hidden states are in no directory; their initial values are drawn from the seed."""
         base = dataclasses.replace(self.config, adapter=None, projections=())
         files = CheckpointFiles(directory)
         names = match_entries(files, parameter_table(base), base)

@@ -234,8 +234,8 @@ class Run:
             self.journal.log(line)
 
     def _resolve_precision(self, layout: Layout, previous: str | None) -> Layout:
-        """Return `layout` with an explicit precision: its own; without one, the precision of `previous`, the layout
-        text in the checkpoint; without both, the faster of bf16 and fp32 on this device."""
+        """Return `layout` with an explicit precision. It is the first one known of: the layout's own; that of
+        `previous`, the layout text in the checkpoint; the faster of bf16 and fp32 on this device."""
         earlier = None if previous is None else Layout.parse(previous).precision
         return dataclasses.replace(layout, precision=layout.precision or earlier or choose_precision(self.mesh))
 
@@ -296,8 +296,8 @@ class Run:
 
     def _check_skipped_steps(self) -> None:
         """Raise `CheckFailed` on all ranks if more than `train.maximum_skipped` steps in a row were skipped because the
-        loss or gradient norm was not finite. Steps with a finite loss whose gradients overflowed and thereby halved a
-        dynamic loss scale do not count."""
+        loss or gradient norm was not finite. A step does not count if its loss was finite and a dynamic loss scale was
+        halved because its gradients overflowed."""
         limit = self.recipe.train.maximum_skipped
         if self.trainer.skipped_in_a_row > limit:
             self._wait_for_save()  # an earlier save may still be in progress

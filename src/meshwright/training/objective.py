@@ -74,10 +74,11 @@ class Policy(Protocol):
         """Compute the log-probabilities of the responses in the sequences of a split such as "train".
 
         passes: for each forward pass, this rank's micro-batches as arrays of sequence indices; sequences: number of
-        sequences of the split; an index that is not below it is padding.
+        sequences of the split; indices from this number on are padding.
 
         Yields after each forward pass a list of (sequence index, log-probabilities of its responses in nats); the list
-        is empty on ranks that do not hold the last pipeline stage. Collective."""
+        is empty on ranks that do not hold the last pipeline stage. Collective.
+        """
 
 
 class Objective(Protocol):
@@ -105,7 +106,8 @@ class Objective(Protocol):
 
     def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> TermCount:
         """Start to count the loss terms (target tokens, pairs or single responses) of a step: summed over this rank's
-        `micro_batches` and over all ranks of `mesh`, at least 1. Collective."""
+        `micro_batches` and over all ranks of `mesh`, at least 1. Return a function that returns this number.
+        Collective."""
 
     def terms_share(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor | float:
         """Return this rank's share of the step's number of loss terms: the number in its `micro_batches`, divided by
@@ -131,22 +133,24 @@ class Objective(Protocol):
         """
 
     def begin(self, policy: Policy, split: str, passes: Iterable[Sequence[NDArray[np.int64]]]) -> None:
-        """Compute the inputs of the loss that depend on all samples of a step or validation, such as KTO's KL estimate;
-        called before its forward passes.
+        """Compute the inputs of the loss that depend on all samples of a step or validation, and store them in this
+        object; called before the step's forward passes. An example is KTO's KL estimate, the attribute `kl` of
+        `Preferences`.
 
-        policy: the model being trained; split: "train" or "validation"; passes: for each forward pass, this rank's
-        micro-batches as arrays of sequence indices. Collective.
+        policy: the model being trained; split: "train" or "validation"; passes: for each forward pass of the step, this
+        rank's micro-batches as arrays of sequence indices. Collective.
         """
 
     def complete(
         self, policy: Policy, micro_batches: Sequence[MicroBatch], rows: Sequence[NDArray[np.int64]], step: int | None
     ) -> list[MicroBatch]:
-        """Return this rank's `micro_batches` completed by what models compute in every step: for distillation the
-        teacher's targets, for on-policy distillation also texts sampled from the student.
+        """Return this rank's `micro_batches` with the further inputs of the loss that models compute in every step. For
+        distillation these are the teacher's targets; in on-policy distillation, the texts are also replaced by the
+        student's samples.
 
-        policy: the model being trained; rows: indices of the sequences of each micro-batch, in the training split;
-        step: index of the training step; None: validation, where `rows` are indices in the validation split.
-        Collective."""
+        policy: the model being trained. rows: indices of the sequences of each micro-batch in the training split. step:
+        index of the training step; None: validation, where `rows` are indices in the validation split. Collective.
+        """
 
     def state(self) -> dict[str, Any]:
         """Return the objective's entries of a checkpoint's `state.json`: checksums of its inputs, which must be equal
@@ -155,8 +159,8 @@ class Objective(Protocol):
 
 class NextToken:
     """Objective of next-token prediction: cross-entropy, averaged over the target tokens (those that are not -100).
-    Implements `Objective`: without pairs (`pair_loss`), metrics (`metric_names`, `metric_sums`) or teacher
-    (`teacher_work`)."""
+    Implements `Objective`. It has no pair loss, no metrics and no teacher: `pair_loss`, `metric_sums` and
+    `teacher_work` are None, and `metric_names` is empty."""
 
     pair_loss: Preference | None = None
     metric_count = 0
@@ -171,7 +175,7 @@ class NextToken:
 
     def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> TermCount:
         """Start to count the target tokens of a step: summed over this rank's `micro_batches` and over all ranks of
-        `mesh`, at least 1. Collective."""
+        `mesh`, at least 1. Return a function that returns this number. Collective."""
         return count_targets((targets for _, targets, _ in micro_batches), mesh)
 
     def terms_share(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor | float:

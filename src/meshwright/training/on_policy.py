@@ -43,8 +43,9 @@ def is_on_policy_step(fraction: float, seed: int, step: int) -> bool:
 def find_prompts(micro_batch: MicroBatch, text_tokens: int | None) -> list[torch.Tensor]:
     """Return the prompt of each sequence of `micro_batch`, as token IDs [tokens].
 
-    text_tokens: None: records of prompts and responses: the tokens up to the first target (the whole sequence without
-    one). Otherwise plain text: the first `text_tokens` tokens, of which only those of the last document are kept.
+    text_tokens: None if the sequences are records of prompts and responses; a prompt is then the tokens up to the first
+    target (the whole sequence if it has none). For plain text, the number of tokens after which the prompt ends; the
+    prompt begins with the document that contains its last token.
     """
     tokens_BS, targets_BS, documents = micro_batch
     prompts = []

@@ -26,8 +26,9 @@ class Shard(Protocol):
     `parallel.zero.FsdpUnit`.
 
     master, gradient: master weights and their gradient, 1-D, of equal length and dtype. decay_numel: number of
-    elements, from the first, that have weight decay. rate_factor: factor on the learning rate of these elements (µP).
-    balancing: index ranges (start, stop) of the router biases that balance the load of experts."""
+    elements, from the first, that have weight decay. rate_factor: factor on the learning rate of the elements with
+    weight decay (µP). balancing: index ranges (start, stop) of the router biases that balance the load of experts.
+    """
 
     master: torch.Tensor
     gradient: torch.Tensor
@@ -91,15 +92,16 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, learning_rate: float, gradient_scale: float | GpuScale = 1.0) -> None:
-        """Update the master weights of all shards in place from their gradients, with this learning rate
-        (`learning_rate`).
+        """Update the master weights of all shards in place from their gradients. learning_rate: learning rate of this
+        step.
 
         gradient_scale: factor by which the gradients are first multiplied (norm clipping and loss scale), or a
         `GpuScale`, which the fused kernels apply on the GPU.
 
         Router biases, which balance the load of experts, are not updated by gradients. The gradient elements at their
         indices hold the load of each expert minus the mean load. Each bias is changed by `router_bias_rate`, down if
-        that difference is positive and up if it is negative (arXiv:2408.15664)."""
+        that difference is positive and up if it is negative (arXiv:2408.15664).
+        """
         self.step_count += 1
         for shard in self.shards:
             for low, high in shard.balancing:  # arXiv:2408.15664, algorithm 1

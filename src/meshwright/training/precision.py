@@ -17,9 +17,10 @@ class Arithmetic(NamedTuple):
     """Dtypes and numerical settings of a run.
 
     parameter_dtype: dtype of parameters and compute. master_dtype: dtype of master weights, gradients and optimizer
-    state. fused_accumulation_min_numel: smallest size of a weight, in elements, for which the matmul of its gradient
-    accumulates directly into the gradient buffer. compile_backend: backend of torch.compile, used only if the recipe
-    sets `train.compile`."""
+    state. fused_accumulation_min_numel: minimum number of elements of a weight whose gradient matmul accumulates
+    directly into the gradient buffer. compile_backend: backend of torch.compile, used only if the recipe sets
+    `train.compile`.
+    """
 
     parameter_dtype: torch.dtype
     master_dtype: torch.dtype = torch.float32

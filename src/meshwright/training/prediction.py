@@ -120,10 +120,8 @@ def _predict_step_time(trainer: Trainer, machine: Cluster) -> StepTime:
 
 
 def _predict_ledger(trainer: Trainer, machine: Cluster | None, notes: list[str]) -> Ledger:
-    """Predict the memory of the trainer's rank as a ledger: a list of tensors with their bytes and lifetimes.
-
-    machine: description of the devices, None if unknown. notes: list to which a line is added if the effect of
-    torch.compile is unknown."""
+    """Predict the memory of the trainer's rank as a ledger: a list of tensors with their bytes and lifetimes. Append a
+    line to `notes` if the effect of torch.compile is unknown. machine: description of the devices, None if unknown."""
     task = get_language_model(trainer)
     tokens = task.tokens
     documents: bool | Starts = tokens.document_mask and tokens.documents > 1

@@ -78,11 +78,12 @@ class Preferences:
     over them, with rewards as metrics.
 
     pair_loss: the loss. splits: {split: examples}, with the splits "train" and "validation"; for KTO also "train
-    mismatched" and "validation mismatched", whose prompts are followed by responses of other examples.
+    mismatched" and "validation mismatched", in which each prompt is followed by the response of another example.
 
     Attributes: those of `Objective`; `reference`: log-probabilities of the responses under the reference policy (the
     initial weights), set by `prepare` before the first step; `kl`: KTO's estimate of the KL divergence in nats, set by
-    `begin` before each step."""
+    `begin` before each step.
+    """
 
     metric_count = PREFERENCE_METRICS
     metric_sums: torch.Tensor | None = None  # the forward passes add them up
@@ -118,7 +119,7 @@ class Preferences:
 
     def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> TermCount:
         """Start to count the pairs (or single responses) of a step: summed over this rank's `micro_batches` and over
-        all ranks of `mesh`, at least 1. Collective."""
+        all ranks of `mesh`, at least 1. Return a function that returns this number. Collective."""
         return sum_over_data((pairs.count for pairs in _list_pairs(micro_batches)), mesh, copies=mesh.cp.size)
 
     def terms_share(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor | float:
@@ -149,11 +150,11 @@ class Preferences:
 
     @torch.no_grad()
     def begin(self, policy: Policy, split: str, passes: Iterable[Sequence[NDArray[np.int64]]]) -> None:
-        """Compute KTO's KL estimate: set the attribute `kl` to the mean of log p / p_ref over the mismatched responses
-        of a step or validation, at least 0 (arXiv:2402.01306, section 4.1). Other losses need nothing.
+        """Compute KTO's KL estimate and store it in the attribute `kl`: the mean of log p / p_ref over the mismatched
+        responses of a step or validation, at least 0 (arXiv:2402.01306, section 4.1). Do nothing for other losses.
 
-        policy: the model being trained; split: "train" or "validation"; passes: for each forward pass, this rank's
-        micro-batches as arrays of sequence indices. Collective.
+        policy: the model being trained; split: "train" or "validation"; passes: for each forward pass of the step, this
+        rank's micro-batches as arrays of sequence indices. Collective.
         """
         if self._of == 2 or self.reference is None:
             return

@@ -19,8 +19,8 @@ class Preference:
     """Preference loss, by the field `objective`. For a pair of responses y, with h the chosen response's score minus
     the rejected one's:
 
-    - "dpo": score log p / p_ref; loss -log sigmoid(beta h) (Rafailov et al. 2023, arXiv:2305.18290, eq. 7); with
-      `label_smoothing` e, the assumed probability of a swapped label, (1 - e) times that plus e times -log
+    - "dpo": score log p / p_ref; loss -log sigmoid(beta h) (Rafailov et al. 2023, arXiv:2305.18290, eq. 7). With
+      `label_smoothing` e, the assumed probability of a swapped label, the loss is -(1 - e) log sigmoid(beta h) - e log
       sigmoid(-beta h) (conservative DPO: Mitchell 2023, "A note on DPO with noisy preferences", eq. 3);
     - "ipo": the same score; loss (h - 1 / (2 beta))² (Azar et al. 2023, arXiv:2310.12036, eq. 17; beta is its tau);
     - "simpo": score (log p) / |y|; loss -log sigmoid(beta h - `margin`) (Meng et al. 2024, arXiv:2405.14734, eq. 6);
@@ -34,7 +34,8 @@ class Preference:
       mismatched responses to the prompts of the whole step, at least 0, without gradient.
 
     |y|: number of target tokens of the response. A response's reward is beta times its score, for "orpo" beta times log
-    P."""
+    P.
+    """
 
     objective: str = "dpo"
     beta: float = 0.1

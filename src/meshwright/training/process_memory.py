@@ -78,8 +78,8 @@ def predict_process_memory(
 
 
 def _import_step_modules(trainer: Trainer) -> None:
-    """Import the torch modules that the first training step would import, so that the RSS (resident memory), which is
-    read next, includes them.
+    """Import the torch modules that the first training step of `trainer` would import. The RSS (resident memory) that
+    is read next then includes them.
     """
     if trainer.layout.pp > 1:  # imported by torch.autograd.backward with explicit gradients
         importlib.import_module("torch.fx.experimental.symbolic_shapes")

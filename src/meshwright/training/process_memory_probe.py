@@ -84,8 +84,8 @@ class _ProbeRun:
         self.step_bytes = found.peak_bytes - states
 
     def run_steps(self) -> tuple[int, int]:
-        """Run `STEPS` training steps and return two sizes in bytes: (growth of the RSS from before the steps to after
-        them, peak RSS minus RSS after the steps). Freed memory is returned to the kernel before each RSS reading."""
+        """Run `STEPS` training steps and return two sizes in bytes: growth of the RSS over the steps; peak RSS minus
+        RSS after the steps. Freed memory is returned to the kernel before each RSS reading."""
         before = _measure_rss()
         reset_peak_rss()
         for _ in range(STEPS):

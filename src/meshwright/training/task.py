@@ -60,7 +60,8 @@ class Task(Protocol):
 
     def count_terms(self, micro_batches: Any) -> TermCount:
         """Start to count the loss terms (target tokens, pairs or items) of a step: summed over this rank's
-        `micro_batches` and over all ranks, at least 1. The summed loss is divided by this number. Collective."""
+        `micro_batches` and over all ranks, at least 1. Return a function that returns this number, by which the summed
+        loss is divided. Collective."""
 
     def forward_backward(self, micro_batches: Any, divisor: Divisor) -> torch.Tensor:
         """Run forward and backward of this rank's `micro_batches`; afterwards the shards of `parallel` hold the

@@ -38,10 +38,11 @@ class Teacher:
     """Frozen teacher model of distillation on one rank, which runs forward passes only.
 
     config: architecture of the teacher, with the student's number of token IDs (`spec.distillation.fit_vocabulary`).
-    mesh: device mesh of the run. layout_and_sequence: (value of `distill.layout`, which says how the teacher is
-    sharded; number of tokens of a sequence). dtype: dtype of the parameters. layers: indices of the layers whose
-    outputs are returned. seed: seed of random parameters; None: `load` reads the parameters. Raises `UserError` if the
-    teacher cannot run on the layout. Collective."""
+    mesh: device mesh of the run. layout_and_sequence: two values: that of `distill.layout`, which selects how the
+    teacher is sharded, and the number of tokens of a sequence. dtype: dtype of the parameters. layers: indices of the
+    layers whose outputs are returned. seed: seed of random parameters; None: `load` reads the parameters. Raises
+    `UserError` if the teacher cannot run on the layout. Collective.
+    """
 
     def __init__(
         self,

@@ -108,8 +108,8 @@ class TeacherCache:
         return missing
 
     def create_files(self, shard: Shard) -> None:
-        """Create the two unfinished files of a shard, of their full size. Raises `OSError` on a full disk, which would
-        otherwise end a process that writes to the memory map."""
+        """Create the two unfinished files of a shard, with disk space for their full size. Raises `OSError` on a full
+        disk. (Writing to the memory map of a file without disk space would kill the process.)"""
         for path, width, dtype in zip(self._paths(shard), self._widths, self._dtypes, strict=True):
             shape = shard.sequences, self.data.sequence, width
             np.lib.format.open_memmap(_unfinished(path), mode="w+", dtype=dtype, shape=shape).flush()
@@ -118,7 +118,7 @@ class TeacherCache:
 
     def map_unfinished(self, shard: Shard) -> tuple[Any, Any]:
         """Return the unfinished files of a shard as memory maps to write to: token IDs [sequences, S, K], and
-        log-probabilities [sequences, S, K + 1], of these tokens and, last, of all other tokens together."""
+        log-probabilities [sequences, S, K + 1], of which the last is that of all other tokens together."""
         first, second = (np.lib.format.open_memmap(_unfinished(path), mode="r+") for path in self._paths(shard))
         return first, second
 
@@ -163,7 +163,7 @@ class TeacherCache:
 
     def read(self, split: str, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Return the teacher's K most probable next tokens for the sequences with the indices `rows` [B] of a split:
-        token IDs [B, S, K], and log-probabilities [B, S, K + 1], of these tokens and, last, of all other tokens
+        token IDs [B, S, K], and log-probabilities [B, S, K + 1], of which the last is that of all other tokens
         together. An index beyond the last sequence (padding) reads the last sequence. The first read of a file compares
         its checksum with the manifest's; raises `UserError` if they differ."""
         last = self.data.split(split).sequences - 1
@@ -234,7 +234,8 @@ class TeacherCache:
 
     @property
     def _widths(self) -> tuple[int, int]:
-        """Numbers at each position in the two files of a shard: K, K + 1."""
+        """Number of values that each of the two files of a shard stores for a token: (K token IDs, K + 1
+        log-probabilities)."""
         return self.recipe.distill.top_k, self.recipe.distill.top_k + 1
 
     @property

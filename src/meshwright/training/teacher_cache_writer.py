@@ -81,8 +81,9 @@ def compute_shards(
     of its dp rank, and writes the positions that it holds into the files' memory maps. A micro-batch has the same
     sequences on every layout.
 
-    recipe: settings, which name the teacher. mesh: device mesh. log: called with progress lines on rank 0.
-    Collective."""
+    cache: cache that the shards belong to. recipe: settings, which name the teacher. mesh: device mesh. log: called
+    with progress lines on rank 0. Collective.
+    """
     given, agreement = recipe.distill, Agreement(mesh)
     assert given.teacher is not None
     config = fit_vocabulary(config_from_path(given.teacher), cache.vocabulary)
@@ -102,8 +103,8 @@ def compute_shards(
 
 
 def _compute_shard(cache: TeacherCache, teacher: Teacher, mesh: Mesh, shard: Shard) -> None:
-    """Run `teacher` on the sequences of a shard, and write what this rank computes into the shard's files. mesh: device
-    mesh of the ranks. Collective."""
+    """Run `teacher` on the sequences of a shard, and write what this rank computes into the shard's files. cache: cache
+    that the shard belongs to. mesh: device mesh of the ranks. Collective."""
     given = cache.recipe.distill
     ids, values = cache.map_unfinished(shard)
     rows, passes = max(1, TOKENS // cache.data.sequence), mesh.layout.micro_batches
@@ -125,8 +126,9 @@ def _compute_shard(cache: TeacherCache, teacher: Teacher, mesh: Mesh, shard: Sha
 
 
 def _load_sequences(cache: TeacherCache, mesh: Mesh, shard: Shard, places: NDArray[np.int64]) -> MicroBatch:
-    """Load sequences as a micro-batch; return this rank's context-parallel slice of it. mesh: device mesh; places:
-    indices of the sequences in `shard`; its last one stands for those beyond the end."""
+    """Load sequences as a micro-batch; return this rank's context-parallel slice of it. cache: cache of the teacher's
+    tokens, which has the data. mesh: device mesh. places: indices of the sequences in `shard`; an index beyond its end
+    loads its last sequence."""
     indices = shard.first + np.minimum(places, shard.sequences - 1)
     batch = cache.data.split(shard.split).read_batch(indices, padded=True)
     tokens, targets = (torch.from_numpy(part).to(mesh.device) for part in (batch.tokens, batch.targets))

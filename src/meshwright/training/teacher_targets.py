@@ -46,7 +46,9 @@ class TeacherTargets:
     loss's temperature.
 
     source: function that sets these attributes, called by `fill` just before the student's forward pass; None: they are
-    given. frees: True to release them after the loss, because backward does not need them: its pass follows at once."""
+    set already. frees: True to release them after the loss. That is possible if the micro-batch's backward follows its
+    forward immediately, since it does not need them.
+    """
 
     loss: DistillationLoss
     metric_sums: torch.Tensor
@@ -60,7 +62,7 @@ class TeacherTargets:
     frees: bool = False
 
     def fill(self) -> None:
-        """Compute or read the teacher's states with `source` if they are not here yet. Collective for a running
+        """Call `source` to compute or read the teacher's states, unless they are set already. Collective for a running
         teacher."""
         if self.source is not None and self.states_TH is None and self.top_ids_TK is None:
             self.source(self)
@@ -105,12 +107,13 @@ class TeacherTargets:
 
 class _DistillationChunk(Chunk):
     """Logits and distillation losses of a chunk of C tokens; base class for two kinds of teacher targets. The loss of a
-    token is a H + (1 - a) T² D, with the cross-entropy H, `mixing` a, temperature T and the divergence D from the
-    teacher's distribution, which a subclass computes.
+    token is a H + (1 - a) T² D. H is the cross-entropy, a the `mixing`, T the temperature, and D the divergence from
+    the teacher's distribution, which a subclass computes.
 
-    Arguments: tokens, logits_CV, targets_C, head: as for `model.loss.Chunk`. known_KC: rows of C numbers that the
-    forward pass has saved for backward: two of `Chunk`, then those that `_all_reduce_divergence` returned; None in
-    forward."""
+    Arguments: tokens, logits_CV, targets_C, head: as for `model.loss.Chunk`. known_KC: K values of each token that the
+    forward pass has saved for backward: the two of `Chunk`, then those that `_all_reduce_divergence` returned; None in
+    forward.
+    """
 
     _divergence_C: torch.Tensor
 
@@ -137,8 +140,9 @@ class _DistillationChunk(Chunk):
         raise NotImplementedError
 
     def _all_reduce_divergence(self, tensor: TensorOperations) -> list[torch.Tensor]:
-        """Set `_divergence_C`, the divergence of each token, by all-reduces over tp (`tensor`: its communication).
-        Return tensors [C] that are saved for `_divergence_gradient`, such as log-sum-exps."""
+        """Compute the divergence of each token by all-reduces over tp, and set `_divergence_C` to it. Return the
+        tensors [C], such as log-sum-exps, that `_divergence_gradient` needs in backward. tensor: communication of tp.
+        """
         raise NotImplementedError
 
     def _divergence_gradient(self, part: slice) -> torch.Tensor:
@@ -152,8 +156,9 @@ class _DistillationChunk(Chunk):
         return self._mask_padding(self._logits_CV[part].to(self._counted_C.dtype) / self._loss.temperature)
 
     def _mask_padding(self, scaled_PV: torch.Tensor) -> torch.Tensor:
-        """Set the logits of token IDs that student and teacher do not both have to the lowest finite number, which
-        gives them a probability of 0, in place. Return `scaled_PV`, logits / T over this rank's vocabulary slice."""
+        """Mask in place the logits of token IDs that student and teacher do not both have: set them to the lowest
+        finite number, which gives a probability of 0. Return `scaled_PV`, logits / T of P tokens over this rank's
+        vocabulary slice."""
         if (vocabulary := self._teacher.vocabulary) is not None:
             scaled_PV[:, max(0, vocabulary - self._head.first_token) :] = torch.finfo(scaled_PV.dtype).min
         return scaled_PV
@@ -171,7 +176,7 @@ class _DistillationChunk(Chunk):
         return self._logits_CV
 
     def _scaled_gradient(self, part: slice, factors_C: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the divergence with respect to the student's logits times T, [P, V], in the dtype of
+        """Return T times the gradient of the divergence with respect to the student's logits, [P, V], in the dtype of
         the logits, for the P tokens of the chunk in the slice `part`. factors_C: factor on each token of the chunk."""
         piece = self._divergence_gradient(part) * factors_C[part, None]
         if self._softcap:
@@ -203,9 +208,9 @@ class LogitChunk(_DistillationChunk):
         return self._mask_padding(self._wanted_CV[part].to(self._counted_C.dtype) / self._loss.temperature)
 
     def _all_reduce_divergence(self, tensor: TensorOperations) -> list[torch.Tensor]:
-        """Set `_divergence_C`, the divergence over the whole vocabulary, by all-reduces over tp (`tensor`: its
-        communication). Return three tensors [C] for `_divergence_gradient`: the log-sum-exps of the student and of the
-        teacher, and the sum of the second result of `DistillationLoss.terms` over the vocabulary."""
+        """Compute the divergence over the whole vocabulary by all-reduces over tp, and set `_divergence_C` to it.
+        Return three tensors [C] for `_divergence_gradient`: the log-sum-exps of the student and of the teacher, and the
+        sum of the second result of `DistillationLoss.terms` over the vocabulary. tensor: communication of tp."""
         parts = [
             torch.stack([
                 torch.logsumexp(self._scale_logits(part), dim=1),
@@ -262,10 +267,10 @@ class TopKChunk(_DistillationChunk):
         return self._scale_logits(part).gather(1, self._places_CK[part]) * self._held_CK[part]
 
     def _all_reduce_divergence(self, tensor: TensorOperations) -> list[torch.Tensor]:
-        """Set `_divergence_C`, the divergence over the K + 1 outcomes, by all-reduces over tp (`tensor`: its
-        communication). Return three tensors [C] for `_divergence_gradient`: the student's log-sum-exp; the sum over
-        outcomes of a, the second result of `DistillationLoss.terms`; and a / q of the outcome "all other tokens", q its
-        probability under the student.
+        """Compute the divergence over the K + 1 outcomes by all-reduces over tp, and set `_divergence_C` to it. Return
+        three tensors [C] for `_divergence_gradient`: the student's log-sum-exp; the sum over outcomes of a, the second
+        result of `DistillationLoss.terms`; and a / q of the outcome "all other tokens", q its probability under the
+        student. tensor: communication of tp.
         """
         parts = [torch.stack(self._log_sum_exps(part)) for part in self._token_slices()]
         log_sum_C, log_others_C = _all_reduce_log_sum_exp(torch.cat(parts, dim=1), tensor)
@@ -307,10 +312,10 @@ def _all_reduce_log_sum_exp(values_NC: torch.Tensor, tensor: TensorOperations) -
 def top_log_probabilities(
     states_TH: torch.Tensor, head: OutputHead, temperature: float, top_k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return, for each of T tokens, the K most probable next tokens: their IDs [T, K] (int64), and log-probabilities
-    [T, K + 1] (float64), of these tokens and, last, of all other tokens together. The logits are computed chunk by
-    chunk of tokens and, in float64, of fewer tokens at a time. With tensor parallelism the results are equal on all tp
-    ranks. Collective.
+    """Return, for each of T tokens, the K most probable next tokens. The first result is their IDs [T, K] (int64), the
+    second their log-probabilities [T, K + 1] (float64), of which the last is that of all other tokens together. The
+    logits are computed in chunks of tokens, in float64 of fewer tokens at a time. With tensor parallelism the results
+    are equal on all tp ranks. Collective.
 
     states_TH: input of the output head. head: output head, on this rank's vocabulary slice. temperature: divisor of
     the logits. top_k: K."""
@@ -332,9 +337,9 @@ def top_log_probabilities(
 
 
 def _find_top_k(scaled_PV: torch.Tensor, head: OutputHead, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the K most probable tokens of `scaled_PV`, the logits / T of P tokens over this rank's vocabulary slice,
-    which are overwritten: their IDs [P, K], and log-probabilities [P, K + 1] of these tokens and of all others
-    together. head: output head, which has the slice's first token ID and the communication over tp. Collective."""
+    """Return the `top_k` = K most probable tokens of each of P tokens: their IDs [P, K], and log-probabilities [P, K +
+    1], of which the last is that of all other tokens together. scaled_PV: logits / T over this rank's vocabulary slice;
+    overwritten. head: output head, which has the slice's first token ID and the communication over tp. Collective."""
     tensor, lowest = head.tensor, torch.finfo(scaled_PV.dtype).min
     log_sum_P = _all_reduce_log_sum_exp(torch.logsumexp(scaled_PV, dim=1)[None], tensor)[0]
     best_PK, local_PK = scaled_PV.topk(min(top_k, scaled_PV.shape[1]), dim=1)

@@ -60,9 +60,10 @@ def train_as_rank(recipe: Recipe, *, probe: bool = True, **options: Any) -> dict
     """Train a recipe in this process, one of the ranks that torchrun, Kubernetes or SLURM started. Return the result
     document (JSON dict of figures, complete only on rank 0). Rank 0 locks the run directory. Collective.
 
-    probe: True: if predictions need a measurement of this machine, rank 0 makes it before training, while the other
-    ranks wait. The measurement is left out on emulated ranks, on several hosts, and if `run.collective_timeout`, which
-    limits that wait, is too short. options: keyword arguments of `meshwright.training.loop.train` (`show_progress`)."""
+    probe: True: rank 0 measures this machine before training if predictions need it, while the other ranks wait. There
+    is no measurement on emulated ranks, on several hosts, and if the wait would exceed `run.collective_timeout`.
+    options: keyword arguments of `meshwright.training.loop.train` (`show_progress`).
+    """
     from meshwright.launcher.recipe_checks import check_memory, check_recipe
 
     start = rendezvous.read_rendezvous_info(recipe.run.rendezvous)
@@ -91,7 +92,7 @@ def run_script_as_rank(
     run directory, **options)`.
 
     start: rank, world size and rendezvous of this process. locked: run directory that this process's launcher has
-    locked; if it is not the recipe's, or None, rank 0 locks the recipe's here.
+    locked; None: none. If it is not the recipe's run directory, rank 0 locks that one here.
     """
     directory = recipe.run_directory
     lock = locked is None or directory.resolve() != locked.resolve()
@@ -170,7 +171,7 @@ def _run_as_rank(
 
 
 def _set_threads(recipe: Recipe, start: RendezvousInfo, store: Any, given: int | None, note: bool) -> None:
-    """Set torch's number of intra-op threads to the first of these that is known: `given`, the launcher's choice;
+    """Set torch's number of intra-op threads. It is the first one known of: `given`, the launcher's choice;
     `run.threads` of the recipe; the number in the resumed checkpoint, if its layout is the same; a number chosen from
     cores and model size (for a user's own module, torch's current number).
 

@@ -57,8 +57,8 @@ class Budget:
 
 
 def _get_usage(trial: FrozenTrial, name: str) -> int:
-    """Return the steps or tokens (`name`: "steps" or "tokens") that a trial counts against the budget: those used if it
-    has ended, those that it may use if it is running.
+    """Return the steps or tokens (`name`: "steps" or "tokens") that a trial counts against the budget. For a trial that
+    has ended these are the ones that it used; for a running trial, all that it may use.
     """
     kind = name if trial.state.is_finished() else f"reserved_{name}"
     return int(trial.user_attrs.get(kind, 0))

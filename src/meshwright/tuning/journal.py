@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 def lock_file(path: Path, *, wait: bool) -> int | None:
     """Lock the file `path` by flock, and create it if it is missing. Return a file descriptor; closing it unlocks the
-    file. wait: if another process holds the lock, True: wait until it is free; False: return None. Raises `UserError`
-    if the file cannot be written or locked."""
+    file. wait: True: wait while another process holds the lock; False: return None in this case. Raises `UserError` if
+    the file cannot be written or locked."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:

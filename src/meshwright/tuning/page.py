@@ -101,15 +101,15 @@ def _format_value(value: object) -> str:
 
 
 def _format_tooltip(study: Study, trial: FrozenTrial) -> str:
-    """Format the tooltip of a trial in the charts: its number, loss and values."""
+    """Format the tooltip of a trial of `study` in the charts: its number, loss and values."""
     values = ", ".join(f"{key} {_format_value(value)}" for key, value in study.read_values(trial).items())
     return f"trial {trial.number}: {_get_loss(trial):.4f}, {values}"
 
 
 def _make_loss_axis(trials: Sequence[FrozenTrial], title: str = "validation loss") -> Axis:
-    """Return a linear chart axis for the losses of trials. It spans the losses of the complete trials (of all trials if
-    fewer than two are complete), without the worst tenth: callers draw these outliers at its edge. title: label of the
-    axis."""
+    """Return a linear chart axis for the losses of trials. It spans the losses of the complete trials, or of all trials
+    if fewer than two are complete. The worst tenth of these losses lies beyond the axis; callers draw them at its edge.
+    title: label of the axis."""
     complete = [trial for trial in trials if trial.state.name == "COMPLETE"]
     return _make_axis([_get_loss(trial) for trial in (complete if len(complete) > 1 else trials)], title)
 
@@ -208,8 +208,8 @@ def _make_value_axis(dimension: Dimension, title: str, most: int = 5) -> Axis:
 
 
 def _compute_coordinate(study: Study, dimension: Dimension, trial: FrozenTrial) -> float | None:
-    """Return the coordinate of a trial on the axis of a searched key (`dimension`): the value, or its index in the
-    key's list of choices; None if the trial does not have the key.
+    """Return the coordinate of a trial of `study` on the axis of a searched key (`dimension`): the value, or its index
+    in the key's list of choices; None if the trial does not have the key.
     """
     values = study.read_values(trial)
     if dimension.key not in values:
@@ -237,7 +237,8 @@ def _draw_parallel(study: Study, dimensions: Sequence[Dimension], trials: Sequen
 
 
 def _draw_slice(study: Study, dimension: Dimension, trials: Sequence[FrozenTrial]) -> Markup:
-    """Return the scatter chart of the trials' losses over their values of one searched key (`dimension`)."""
+    """Return the scatter chart of the trials' losses over their values of one searched key (`dimension`). study: the
+    study."""
     plot = Plot(_make_value_axis(dimension, dimension.key), _make_loss_axis(trials), right=744, bottom=174)
     for trial in trials:
         if (place := _compute_coordinate(study, dimension, trial)) is not None:

@@ -95,8 +95,8 @@ class Study:
             os.close(descriptor)
 
     def take_trial(self) -> RunningTrial | None:
-        """Return the next trial for this worker, with its directory locked: one that a killed worker left unfinished,
-        else a new one; None if the budget allows no new trial.
+        """Return the next trial for this worker, and lock its directory. It is one that a killed worker left
+        unfinished, if there is one, else a new one; None if the budget allows no new trial.
         """
         optuna = import_optuna()
         with self._hold_lock():
@@ -171,8 +171,8 @@ class Study:
                 replace_file(self.directory / "best.toml", best.to_toml().encode(), sync=False)
 
     def _delete_checkpoints(self) -> None:
-        """Delete the checkpoints of all finished trials except the best ones, whose number is the recipe key
-        `tune.keep`."""
+        """Delete the checkpoints of finished trials, except those of the best trials. The recipe key `tune.keep` is the
+        number of trials whose checkpoints are kept."""
         complete = sorted((trial for trial in self.optuna.get_trials(deepcopy=False) if trial.value is not None),
                           key=lambda trial: (trial.state.name != "COMPLETE", trial.value))  # fmt: skip
         kept = {trial.number for trial in complete[: self.recipe.tune.keep] if trial.state.name == "COMPLETE"}

@@ -46,8 +46,8 @@ class TrialRun:
         self._reported = set(study.optuna._storage.get_trial(running.trial._trial_id).intermediate_values)
 
     def run(self) -> tuple[float | None, str, str]:
-        """Train until the end. Return (validation loss after the last step or None, state of the trial: "complete",
-        "pruned" or "failed", reason why it did not complete).
+        """Train until the end. Return three things: the validation loss after the last step, or None; the state of the
+        trial, "complete", "pruned" or "failed"; the reason why it did not complete.
 
         On an interrupt or SIGTERM the run saves a checkpoint, and the exception is raised again. Raises `UserError` if
         the run could not be started or was stopped from outside; the trial then remains unfinished.
@@ -133,7 +133,7 @@ class TrialRun:
                 yield step, float(loss)
 
     def _sum_study_seconds(self) -> float:
-        """Return the seconds of training of all trials of the study, with those of this trial until now."""
+        """Return the seconds of training of all trials of the study, including the seconds of this trial up to now."""
         others = [trial for trial in self.study.list_trials() if trial.number != self.running.trial.number]
         return sum_seconds(others) + self._measure_seconds()
 

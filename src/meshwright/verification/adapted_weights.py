@@ -22,8 +22,8 @@ def merge_adapter_weights(
     parameter table, which has the shapes. adapter: kind, rank and alpha; None: no adapter.
 
     LoRA: W + s B A, s = alpha / rank (arXiv:2106.09685, eq. 3), or alpha / sqrt(rank) for rsLoRA (arXiv:2312.03732, eq.
-    8). DoRA: m (W + s B A) / ||W + s B A||, with a norm for each row, through which no gradient flows
-    (arXiv:2402.09353, eq. 5 and 11).
+    8). DoRA: m (W + s B A) / ||W + s B A|| (arXiv:2402.09353, eq. 5 and 11); the norm is taken for each row, and no
+    gradient flows through it.
     """
     merged = {}
     for entry in table.entries:

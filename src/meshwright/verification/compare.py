@@ -224,12 +224,13 @@ def compute_relative_errors(
 
 
 def list_copy_groups(layout: Layout, part: BufferKind = "dense") -> list[tuple[int, ...]]:
-    """Return groups of global ranks such that the ranks of each group together hold a full copy (or more) of all
-    gradients and master weights.
+    """Return groups of global ranks; the ranks of each group together hold at least one full copy of all gradients and
+    master weights.
 
-    A group consists of the ranks over which ZeRO shards a parameter (without ZeRO: one rank), their tensor-parallel
-    peers (for experts: their blocks of ep x etp consecutive ranks), and the pipeline peers of all of these. layout:
-    layout of the run. part: kind of flat buffer: "dense", or "experts" (routed experts under expert parallelism).
+    A group is built from the ranks over which ZeRO shards a parameter (without ZeRO: one rank). It also contains their
+    tensor-parallel peers (for experts: the peers in their blocks of ep x etp consecutive ranks), and the pipeline peers
+    of all of these. layout: layout of the run. part: kind of flat buffer: "dense", or "experts" (routed experts under
+    expert parallelism).
     """
     everyone = range(layout.world_size)
     block = layout.ep * layout.etp
@@ -251,8 +252,8 @@ def _assemble_copies(
     """Assemble every full copy of all parameters from the ranks' slices; return one dict {parameter: values} per copy,
     with NaN for elements that no rank holds.
 
-    layout: layout of the run. slices: [rank][slice]. reference: gives the shapes. If dense parameters and experts have
-    different numbers of copies, copies of the kind with fewer are used more than once.
+    layout: layout of the run. slices: [rank][slice]. reference: gives the shapes. Dense parameters and experts may have
+    different numbers of copies; the copies of which there are fewer are then used more than once.
     """
     dense, experts = (_assemble_copies_of(layout, slices, reference, part) for part in TRAINED_BUFFERS)
     return [
@@ -267,8 +268,9 @@ def _assemble_copies_of(
     copy, with NaN for elements that no rank holds.
 
     layout: layout of the run. slices: [rank][slice]. reference: gives the shapes. part: "dense", or "experts" (routed
-    experts under expert parallelism). Each group of `list_copy_groups` gives one copy per pp rank (and per tp rank, for
-    dense parameters): where several ranks of the group hold an element, the value of that rank is taken.
+    experts under expert parallelism). Each group of `list_copy_groups` gives one copy for each of its pp ranks (for
+    dense parameters: for each pair of pp and tp rank). An element that several ranks of the group hold is taken from
+    that rank.
     """
     names = [entry.name for entry in reference.table.entries if entry.buffer_kind(layout) == part]
     if not names:

@@ -26,10 +26,11 @@ Delivery = tuple[torch.Tensor, torch.Tensor]
 
 
 class LateCompletion:
-    """Replacement of the functions of `comm/transport.py`, which start collective calls, in one process: every call
-    completes as late as possible, when it is waited for. This exposes code that reads or writes a buffer during a call.
+    """Replacement, in one process, of the functions that start collective calls (`comm/transport.py`). Every call
+    completes as late as possible: when it is waited for. This exposes code that reads or writes a buffer during a call.
 
-    faults (attribute): one line for each buffer that was touched during its call, and for each call without a wait."""
+    faults (attribute): one line for each buffer that was touched during its call, and for each call without a wait.
+    """
 
     def __init__(self) -> None:
         """Store the original functions; no call is in flight."""
@@ -123,8 +124,8 @@ class LateCompletion:
         return original(operation, axis, site, *rest)
 
     def _use_original(self, name: str) -> Any:
-        """Return a context manager that restores `transport`'s original function `name`, so that a call which another
-        call makes internally is not delayed a second time."""
+        """Return a context manager in which the function `name` of `transport` is the original one. It is used around a
+        call that makes other calls internally, so that these are not delayed a second time."""
         return mock.patch.object(transport, name, self._originals[name])
 
     # --- what a call in flight may not see
@@ -134,7 +135,7 @@ class LateCompletion:
         overwritten: Sequence[torch.Tensor] = (), name: str | None = None,
     ) -> Posted:  # fmt: skip
         """Start a call on copies of its buffers and fill its result buffers with a poison value (NaN). Return (work
-        handles, function that the wait calls: it checks the buffers and delivers the results).
+        handles, completion callback); the callback checks that the buffers were not touched, and delivers the results.
 
         post: function that starts the call. results: the call's result buffers with their copies. sent: buffers that
         must not change in flight. overwritten: buffers whose content is undefined afterwards. name: name of the call in
@@ -181,8 +182,8 @@ _REPLACED = (
 
 
 def _return_posted(posted: Posted) -> Posted:
-    """Return `posted`, the handles of a started call, unchanged. It is passed to `LateCompletion._post`, which expects
-    a function that starts a call, when the call has already been started."""
+    """Return `posted`, the handles of a call that has already been started. With it, such a call can be passed to
+    `LateCompletion._post`, which expects a function that starts a call."""
     return posted
 
 

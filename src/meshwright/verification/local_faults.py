@@ -67,8 +67,8 @@ class LocalFaultSpec:
 
 @dataclass(frozen=True, slots=True)
 class LocalFault:
-    """Deliberate bug in code without collectives. name: its description, such as "gradient clipping missing", by which
-    `LOCAL_FAULTS` defines it."""
+    """Deliberate bug in code without collectives. name: its description and key in `LOCAL_FAULTS`, such as "gradient
+    clipping missing"."""
 
     name: str
 
@@ -103,9 +103,9 @@ def _overwrite_gradient(
     counter: FaultCounter, original: FaultyFunction, gradient: UnshardedGradient, index: int
 ) -> Any:
     """Buggy stand-in for `UnshardedGradient.view` (`original`): each micro-batch overwrites the gradient instead of
-    accumulating into it. `original` returns (view of the gradient number `index`, True if backward shall overwrite the
-    view, False if it shall add to it); the stand-in always returns True. `counter` counts the flags that this
-    changes."""
+    accumulating into it. `original` returns (view of the gradient number `index`, overwrite): backward overwrites the
+    view if the flag `overwrite` is True, else adds to it. The stand-in always returns True. `counter` counts the flags
+    that this changes."""
     view, stale = original(gradient, index)
     counter.record_if(not stale)
     return view, True
@@ -135,8 +135,9 @@ def _clip_locally(trainer: Trainer, verdict: Any, right: float) -> float:
 
 
 def _make_decay_fault(by: int) -> FaultyFunction:
-    """Return a buggy stand-in for `FsdpUnit.__init__` (flat buffers of parameters that are sharded together): weight
-    decay applies to `by` elements too many of this rank's shard (by < 0: too few)."""
+    """Return a buggy stand-in for `FsdpUnit.__init__` (flat buffers of parameters that are sharded together) that
+    applies weight decay to the wrong number of elements of this rank's shard. by: number of elements too many;
+    negative: too few."""
 
     def wrong(counter: FaultCounter, original: FaultyFunction, self: FsdpUnit, *arguments: Any) -> None:
         """Build an FSDP unit by `original`, then move the weight-decay range of its shard. `counter` counts each

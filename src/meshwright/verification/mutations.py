@@ -105,10 +105,10 @@ class _FaultRuns:
         self.planted: set[tuple[str, ...]] = set()
 
     def run_collective_faults(self, before: set[tuple[str, ...]]) -> Iterator[tuple[Fault, Comparison]]:
-        """Train with each fault that can be planted in a collective call, one at a time: first for one step, then, if
-        this does not reveal the fault, for all steps of the training problem. Yield (fault, comparison with the
-        single-device run) for every fault that altered a value on some rank. before: keys (`_make_fault_key`) of faults
-        to leave out."""
+        """Train with each fault that can be planted in a collective call, one at a time. A run first has one training
+        step; if this does not reveal the fault, it is repeated with all steps of the training problem. Yield (fault,
+        comparison with the single-device run) for every fault that altered a value on some rank. before: keys
+        (`_make_fault_key`) of faults to leave out."""
         problem = self.maker.make_sgd_problem(layers=3)
         (healthy,) = self._run_with_faults(problem, [None])
         short = dataclasses.replace(problem, steps=1)
@@ -168,8 +168,8 @@ def _split_into_batches(faults: Sequence[AnyFault]) -> Iterator[Sequence[AnyFaul
 
 
 def _make_fault_key(fault: Fault) -> tuple[str, ...]:
-    """Return the tuple that identifies a fault in a collective call: (call site, operation, kind of fault, "True" if it
-    is planted in all calls of the site, else "False")."""
+    """Return the tuple that identifies a fault in a collective call: (call site, operation, kind of fault, flag). The
+    flag is "True" if the fault is planted in all calls of the site, else "False"."""
     return fault.site, fault.operation, fault.kind, str(fault.call is None)
 
 

@@ -48,7 +48,7 @@ def describe_pattern(
     reference: Reference, slices: Sequence[Sequence[TensorSlice]], layout: Layout, step: int, name: str
 ) -> str:
     """Describe how the wrong gradient of the parameter `name` in step `step` (from 0) differs from the reference, such
-    as "contribution of rank 1 missing"; a least-squares fit finds how often each rank's contribution is in the sum.
+    as "contribution of rank 1 missing". A least-squares fit finds how often each rank's contribution is in the sum.
     slices: gradient slices of each rank, [rank][slice]. layout: layout of the run."""
     truth = reference.gradients[step][name]
     mine = [[item for item in of_rank if item.name == name] for of_rank in slices]
@@ -92,8 +92,8 @@ def _is_unsummed_over_tp(
     reference: Reference, slices: Sequence[Sequence[TensorSlice]], layout: Layout, truth: torch.Tensor, name: str
 ) -> bool:
     """Return True if the tp (for experts, etp) ranks hold partial gradients of the parameter `name` that were not
-    summed. truth: the correct gradient. reference: gives the sharding of the parameter. slices: slices of this gradient
-    on each rank, [rank][slice]."""
+    summed. layout: layout of the run. truth: the correct gradient. reference: gives the sharding of the parameter.
+    slices: slices of this gradient on each rank, [rank][slice]."""
     entry = reference.table.entry(name)
     axis = entry.partial_axis(layout)
     if axis is None:
@@ -105,7 +105,8 @@ def _is_unsummed_over_tp(
 
 def _is_unsummed_over_pp(slices: Sequence[Sequence[TensorSlice]], layout: Layout, truth: torch.Tensor) -> bool:
     """Return True if pipeline ranks that share a parameter (tied embeddings) hold partial gradients that were not
-    summed. truth: the correct gradient. slices: slices of this gradient on each rank, [rank][slice]."""
+    summed. layout: layout of the run. truth: the correct gradient. slices: slices of this gradient on each rank,
+    [rank][slice]."""
     holding = [[slices[rank] for rank in group if slices[rank]] for group in layout.groups("pp")]
     return all(len(ranks) != 1 and _are_partial(ranks, truth) for ranks in holding)
 

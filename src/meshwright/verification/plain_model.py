@@ -254,7 +254,7 @@ class _Forward:
 
     def latent_attention(self, x_BSH: torch.Tensor, layer: int) -> torch.Tensor:
         """Return the output [B, S, H] of the multi-head latent attention of the layer with index `layer` for the input
-        `x_BSH` (arXiv:2405.04434, eqs. 9 to 19 and, without a latent vector of queries, section 3.1)."""
+        `x_BSH`. Source: arXiv:2405.04434, eqs. 9 to 19; without a latent vector of queries, section 3.1."""
         config, latent = self.config, self.config.latent
         name = f"layers.{layer}.attention" if layer < config.layers else "prediction.block.attention"
         assert latent is not None
@@ -282,9 +282,9 @@ class _Forward:
         return x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt()
 
     def rotate(self, x_BSND: torch.Tensor, layer: int) -> torch.Tensor:
-        """Apply RoPE to the queries or keys `x_BSND` of the layer with index `layer`: feature f of the R rotated
-        features is paired with feature f + R / 2 or, in interleaved models, with its neighbour. Each pair is rotated by
-        its angle (multiplied, as a complex number, by e^(i angle))."""
+        """Apply RoPE to the queries or keys `x_BSND` of the layer with index `layer`. Of the R rotated features,
+        feature f is paired with feature f + R / 2 or, in interleaved models, with its neighbour. Each pair is rotated
+        by an angle: as a complex number, it is multiplied by e^(i angle)."""
         rotation = self.config.layer_rotation(layer)
         assert rotation is not None
         frequencies = compute_inverse_frequencies(rotation, torch.float64)

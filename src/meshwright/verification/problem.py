@@ -255,9 +255,9 @@ def _scale_down_adapter(config: ModelConfig) -> AdapterConfig | None:
 
 
 def _choose_heads(tp: int, ulysses: int) -> tuple[int, int]:
-    """Return the smallest (query heads, key-value heads), at least (4, 2), that `tp` tensor-parallel and `ulysses`
-    context-parallel ranks can divide. Query heads are divisible by tp x ulysses; key-value heads are divided or
-    replicated evenly."""
+    """Return the smallest (query heads, key-value heads), at least (4, 2), for `tp` tensor-parallel and `ulysses`
+    context-parallel ranks. Query heads are divisible by tp x ulysses; key-value heads are divided or replicated evenly.
+    """
     for heads in itertools.count(4):
         for kv_heads in range(2, heads):
             on_rank = max(1, kv_heads // tp)
@@ -271,7 +271,7 @@ def _choose_heads(tp: int, ulysses: int) -> tuple[int, int]:
 def _scale_down_experts(config: ModelConfig, tp: int, ep: int, etp: int) -> dict[str, Any]:
     """Return the mixture-of-experts fields of a scaled-down configuration by ModelConfig field name: at most five
     experts (rounded up to a multiple of ep), at most three per token, and one dense layer if `config` has dense layers.
-    Empty if `config` has no experts."""
+    Empty if `config` has no experts. tp, ep, etp: parallel degrees that must divide the sizes."""
     if not config.experts:
         return {}
     cut = tp if ep == etp == 1 else etp

@@ -172,7 +172,8 @@ class _RecordingTrainer(Trainer):
 
 
 def make_teacher(problem: Problem, mesh: Mesh) -> Teacher:
-    """Return the teacher of a distillation problem on this rank, drawn from the problem's seed + 1. Collective."""
+    """Return the teacher of a distillation problem on this rank of `mesh`, with parameters drawn from the problem's
+    seed + 1. Collective."""
     assert problem.teaching is not None
     given, layers = problem.teaching, [teacher for _, teacher in problem.teaching.loss.layer_map]
     dtype = getattr(torch, problem.dtype)
@@ -267,9 +268,9 @@ class _VerificationRun:
 
 @contextmanager
 def _require_compiled_graphs(backend: str, rank: int) -> Iterator[None]:
-    """Context manager that discards the compiled graphs of earlier runs, and in which exceeding torch's recompile limit
-    raises an error instead of falling back to eager execution. backend: backend of torch.compile. rank: rank of this
-    process."""
+    """Context manager around a run under torch.compile. On entry it discards the compiled graphs of earlier runs.
+    Inside it, exceeding torch's recompile limit raises an error instead of falling back to eager execution. backend:
+    backend of torch.compile. rank: rank of this process."""
     import torch._dynamo
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 

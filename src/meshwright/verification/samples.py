@@ -34,8 +34,9 @@ class Batch:
             2 x MAX_PAIRS]; else None.
         undesirable: For single labelled responses (KTO), True where a response is undesirable, bool [B, 2 x MAX_PAIRS].
         kl: KTO's estimate of the KL divergence in nats; None before it is computed.
-        mismatched: Other random sequences from which `kl` is computed; they stand in for prompts with responses to
-            other prompts."""
+        mismatched: Other random sequences, from which `kl` is computed. In real data these are prompts with responses
+            to other prompts.
+    """
 
     tokens: NDArray[np.int64]
     targets: NDArray[np.int64]
@@ -128,8 +129,9 @@ class SyntheticSplit:
     """Data split of generated sequences, with the interface of `PackedDataset`.
 
     problem: problem whose data are generated. first: number of the split's first sequence, counted over both splits of
-    the problem. sequences: number of sequences. is_mismatched: True for other random sequences in their place, from
-    which KTO estimates the KL divergence."""
+    the problem. sequences: number of sequences. is_mismatched: True to generate other random sequences for the same
+    numbers, from which KTO estimates the KL divergence.
+    """
 
     def __init__(self, problem: Problem, first: int, sequences: int, is_mismatched: bool = False) -> None:
         """Define the split; sequences are generated when read. Arguments: see the class."""
@@ -138,7 +140,8 @@ class SyntheticSplit:
 
     @property
     def mismatched(self) -> SyntheticSplit:
-        """The split of as many other random sequences, from which KTO estimates the KL divergence."""
+        """Split with other random sequences in place of this split's, as many as these; KTO estimates the KL divergence
+        from it."""
         return SyntheticSplit(self.problem, self.first, self.sequences, is_mismatched=True)
 
     def read_batch(self, numbers: ArrayLike, *, padded: bool = False) -> TokenBatch:
@@ -192,7 +195,7 @@ class SyntheticData:
         }
 
     def split(self, name: str) -> SyntheticSplit:
-        """Return the split called "train" or "validation"."""
+        """Return the split called `name`, "train" or "validation"."""
         return self._splits[name]
 
     def make_sample_order(self) -> SampleOrder:

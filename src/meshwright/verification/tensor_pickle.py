@@ -22,8 +22,8 @@ class _TensorPickler(pickle.Pickler):
     """Pickler that pickles CPU tensors as NumPy arrays."""
 
     def reducer_override(self, value: Any) -> Any:
-        """Return the reduction of a tensor for pickle, (function, arguments); NotImplemented for other objects, which
-        are pickled as usual."""
+        """Return the reduction of `value` for pickle, (function, arguments), if it is a tensor. Return NotImplemented
+        for other objects, which are pickled as usual."""
         if type(value) is not torch.Tensor:
             return NotImplemented
         try:

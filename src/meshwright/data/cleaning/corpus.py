@@ -171,8 +171,8 @@ def clean_and_split_corpus(
 ) -> CleanedCorpus:
     """Clean all documents of `files` and split those that are kept into training and validation documents.
 
-    A document goes to validation if the hash of its content, as a fraction of 2^64, is below `validation_fraction`,
-    whatever the seed and the other documents. If a split would be empty though `validation_fraction` is above 0, the
+    A document goes to validation if the 64-bit hash of its content is below `validation_fraction` x 2^64; this does not
+    depend on the seed or on other documents. If a split would be empty though `validation_fraction` is above 0, the
     documents with the smallest hash go to validation, or those with the largest hash to training. If fewer than 100
     documents are kept, long texts (not records) are cut at blank lines, so that both splits get some.
 

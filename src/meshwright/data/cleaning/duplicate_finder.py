@@ -20,10 +20,10 @@ from meshwright.data.files import PARTIAL
 class DuplicateFinder:
     """Finder of exact and near duplicates among the documents that pass all other rules.
 
-    codes: uint8 [documents], 0 (`KEPT`), or 1 + the index in `RULES` of the rule that dropped the document; duplicates
-    are marked here. removed: repeated sentences that are removed from kept documents. first: {duplicate rule: lowest
-    number of a document that it dropped}. earlier: samples for the report, {duplicate rule: {number of a duplicate:
-    number of the document that it repeats}}.
+    codes: uint8 [documents], 0 (`KEPT`), or 1 + the index in `RULES` of the rule that dropped the document; the finder
+    writes the codes of duplicates into it. removed: repeated sentences that are removed from kept documents. first:
+    {duplicate rule: lowest number of a document that it dropped}. earlier: samples for the report, {duplicate rule:
+    {number of a duplicate: number of the document that it repeats}}.
     """
 
     def __init__(self, segments: Sequence[Segment], cleaner: Cleaner, directory: Path) -> None:
@@ -70,7 +70,8 @@ class DuplicateFinder:
         keys: Callable[[Segment], NDArray[np.uint64]],
         records: NDArray[np.uint64] | None = None,
     ) -> None:
-        """Mark each kept document whose key equals that of an earlier kept document as dropped by `rule`.
+        """Find kept documents that repeat an earlier kept document, and mark them as dropped by `rule`. Documents
+        repeat each other if their keys are equal.
 
         keys: function that returns the keys of a segment's documents, uint64 [documents, words per key]. records:
         uint64 [documents], hash of the record that each document is part of; documents of one record are not compared

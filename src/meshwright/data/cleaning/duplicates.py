@@ -19,8 +19,9 @@ Numbers = NDArray[np.int64]
 def find_repeated_keys(
     chunks: Iterator[tuple[Keys, Numbers]], total: int, directory: Path, part: int | None = None
 ) -> Iterator[tuple[Numbers, Numbers]]:
-    """Find the documents whose key equals that of an earlier document, by a sort on disk. Yield for each partition of
-    the keys (numbers of the m repeating documents, number of the first document with the same key), int64 [m] each.
+    """Find the documents whose key equals that of an earlier document, by a sort on disk. Yield two arrays, int64 [m],
+    for the m documents found in each partition of the keys: their numbers, and for each of them the number of the first
+    document with the same key.
 
     chunks: yields (keys, uint64 [n, words per key]; document numbers [n]), with ascending document numbers. total:
     expected number of keys, which determines the number of partitions. directory: for temporary files; created if
@@ -52,9 +53,9 @@ def find_repeated_keys(
 
 
 def _find_repeated_in_memory(chunks: Sequence[tuple[Keys, Numbers]]) -> tuple[Numbers, Numbers]:
-    """Find the documents whose key equals that of an earlier document; return (numbers of the m repeating documents,
-    for each the number of the first document with the same key), [m] each. chunks: (keys, uint64 [n, words per key];
-    document numbers [n]), with ascending document numbers."""
+    """Find the documents whose key equals that of an earlier document. Return two arrays [m] for the m documents found:
+    their numbers, and for each of them the number of the first document with the same key. chunks: (keys, uint64 [n,
+    words per key]; document numbers [n]), with ascending document numbers."""
     if not chunks:
         return np.empty(0, np.int64), np.empty(0, np.int64)
     keys = np.concatenate([keys for keys, _ in chunks])

@@ -138,7 +138,7 @@ def check_gopher_repetition(text: str) -> Finding | None:
 
 def _count_repeated_characters(words: Sequence[str], n: int) -> int:
     """Count the characters of the word n-grams that occurred earlier in the text. As in datatrove, counted n-grams do
-    not overlap: after one, the search continues behind it. words: the text's words in order."""
+    not overlap: the search continues with the word after a counted n-gram. words: the text's words in order."""
     seen: set[str] = set()
     characters = at = 0
     while at < len(words) - n + 1:

@@ -49,8 +49,9 @@ def measure_languages(text: str) -> dict[str, float]:
 
 
 def find_foreign_language(text: str, languages: Sequence[str], minimum: float) -> str | None:
-    """Check the language of a text. Return None if the summed probability of `languages` reaches the threshold for the
-    text's length; otherwise the most probable language and that sum, as text. minimum: threshold for long texts."""
+    """Check the language of a text. Return None if the text is in one of `languages`: their summed probability reaches
+    the threshold for the text's length. Otherwise return the most probable language and that sum, as text. minimum:
+    threshold for long texts."""
     measured = measure_languages(text)
     probability = sum(measured[language] for language in {*languages})
     threshold = choose_threshold(len(text), minimum)

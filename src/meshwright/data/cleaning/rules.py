@@ -240,7 +240,7 @@ class Cleaner(Rewriter):
         violated rule, measured value as text), or None if the text passes.
 
         text: the document's text after masking and line filters. blank: True if `text` is only white space. emptied:
-        True if `text` is blank only since masking and line filters removed the rest.
+        True if `text` is blank because masking and line filters removed everything else.
         """
         recipe = self.recipe
         if recipe.maximum_control_fraction < 1:

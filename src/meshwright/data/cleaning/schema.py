@@ -16,12 +16,11 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def find_record_problem(record: Any, required: Mapping[str, str], text_key: str) -> str | None:
-    """Check a parsed record against a schema; returns the violation as a clause such as 'no key "text"', None if it
-    conforms.
+    """Check a parsed record against a schema; return the violation as a clause such as 'no key "text"', None if it
+    conforms. The record must have text under the key `text_key`.
 
-    The record must have text under `text_key` and a value of the right type under each key of `required`, {key: type},
-    with the types "text", "number", "integer", "boolean", "list" and "table" (JSON object). The key "a.b" is key b
-    inside the object under a.
+    required: {key: type of its value} of the other required keys. Types are "text", "number", "integer", "boolean",
+    "list" and "table" (JSON object). The key "a.b" is key b inside the object under a.
     """
     if not isinstance(record, dict):
         return f"is {_name_type(record)}, not a table"

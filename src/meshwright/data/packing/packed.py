@@ -147,7 +147,8 @@ class PackedDataset(ABC):
 
     def _map_shard(self, number: int, kind: str = TOKENS) -> NDArray[Any]:
         """Memory-map one file of the shard with index `number`, [tokens]. kind: "tokens.bin" (token ids, of type
-        `dtype`) or "trained.bin" (flags of each token, uint8: loss target, role of its turn)."""
+        `dtype`) or "trained.bin" (uint8 flags of each token, which mark loss targets and store the role of the turn).
+        """
         if (number, kind) not in self._mapped:
             shard = self.shards[number]
             path = self.directory / format_shard_file_name(shard.number, kind)

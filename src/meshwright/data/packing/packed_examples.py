@@ -38,8 +38,8 @@ class PackedExamples(PackedDataset):
 
     Rows are filled by best fit (see `pack_best_fit`), which depends on the lengths alone; with `pack` false each row
     has one example. `too_long` determines what happens to an example longer than a row: "truncate" cuts the end of its
-    document (both of a pair to the same length), "drop" drops the example, "refuse" raises `UserError`. An example is
-    also dropped if one of its documents has no target left.
+    document (in a pair, of both to the same limit), "drop" drops the example, "refuse" raises `UserError`. An example
+    is also dropped if one of its documents has no target left.
     """
 
     def __init__(
@@ -200,11 +200,12 @@ class PackedExamples(PackedDataset):
         return prompts, undesirable
 
     def _choose_partners(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Choose a partner for each of K labelled examples: another example of the same data source, whose response is
-        combined with its prompt for KTO's KL estimate. Return the partners' indices in [0, K), [K].
+        """Choose a partner for each of K labelled examples: another example of the same data source. For KTO's KL
+        estimate, the partner's response is combined with the example's prompt. Return the partners' indices in [0, K),
+        [K]. In a source of n examples the partner comes n / 2 examples later (cyclically), as neighbours often have the
+        same prompt. A single example is its own partner.
 
-        In a source of n examples the partner comes n / 2 examples later (cyclically), as neighbours often have the same
-        prompt. A single example is its own partner. numbers: indices of the K examples among all, ascending.
+        numbers: indices of the K examples among all, ascending.
         """
         partners = np.zeros(len(numbers), np.int64)
         for first, end in self._list_example_ranges():
@@ -236,15 +237,16 @@ class PackedExamples(PackedDataset):
 
     def _make_batch(self, values: NDArray[np.int64], flags: NDArray[np.uint8], ids: NDArray[np.int32]) -> TokenBatch:
         """Build a `TokenBatch` from the arrays that `_read_rows` returns, [B, S + 1] each. values: token ids. flags:
-        loss targets and roles of the tokens. ids: document ids."""
+        token flags, which mark loss targets. ids: document ids."""
         targets = np.where(flags[:, 1:] & TRAINED_BIT, values[:, 1:], NO_TARGET)
         ids = ids[:, :-1] if self.document_mask else np.zeros_like(ids[:, :-1])
         undesirable = flags[:, 1:] & UNDESIRABLE_BIT != 0 if self.packing.labelled else None
         return TokenBatch(np.ascontiguousarray(values[:, :-1]), targets, np.ascontiguousarray(ids), undesirable)
 
     def read_flagged_documents(self, number: int) -> list[tuple[NDArray[Any], NDArray[np.uint8]]]:
-        """Read the documents of the packed row with index `number`, without padding; return for each (token ids
-        [tokens], their flags, uint8 [tokens]: loss target, role of the turn; see `token_flags`)."""
+        """Read the documents of the packed row with index `number`, without padding. Return for each (token ids
+        [tokens], flags uint8 [tokens]); flags mark loss targets and store the role of each token's turn
+        (`token_flags`)."""
         [values], [flags], [ids] = self._read_rows(np.array([number]))
         lengths = self.plan.kept[self.plan.order[slice(*self.plan.bounds[number : number + 2])]].ravel()
         return [
@@ -267,9 +269,8 @@ class PackedExamples(PackedDataset):
     def _read_rows(
         self, rows: NDArray[np.int64], mismatched: bool = False
     ) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int32]]:
-        """Read packed rows; return (token ids, flags (loss target, role of the turn; see `token_flags`), document ids),
-        [rows, S + 1] each. Padding has the flags 0 and a separate document id.
-
+        """Read packed rows; return (token ids, token flags, document ids), [rows, S + 1] each. Flags mark loss targets
+        and store the role of each token's turn (`token_flags`). Padding has the flags 0 and a separate document id.
         rows: row indices; an index beyond the last row gives padding. mismatched: True: replace each response by the
         response of the example's partner.
         """
@@ -358,8 +359,8 @@ class PackedExamples(PackedDataset):
 
 
 class MismatchedRows:
-    """Packed rows of labelled examples in which each response is replaced by that of another example, from which KTO
-    estimates the KL divergence of policy and reference. examples: the rows with the original responses.
+    """Packed rows of labelled examples in which each response is replaced by that of another example. KTO estimates the
+    KL divergence of policy and reference from them. examples: the rows with the original responses.
     """
 
     def __init__(self, examples: PackedExamples) -> None:

@@ -71,8 +71,8 @@ class EncodedDocument(NamedTuple):
     """One tokenized document.
 
     tokens: token ids with start and end tokens, [tokens]. text: the document's text in UTF-8; empty for a record's
-    second document. flags: for records uint8 [tokens], whether each token is a loss target, and the role of its turn
-    (see `token_flags`); None for plain text.
+    second document. flags: for records uint8 [tokens], which mark loss targets and store the role of each token's turn
+    (`token_flags`); None for plain text.
     """
 
     tokens: NDArray[Any]

@@ -22,8 +22,8 @@ AUTHORS = ("template", *ROLES)  # "template": text between turns, such as a defa
 
 
 def encode_role(role: str) -> int:
-    """Return the flag bits that store the role of a token's turn: the index of `role`, such as "user", in `AUTHORS`,
-    shifted left by one bit."""
+    """Return the bits of a token flag that store the role of the token's turn: the index of `role`, such as "user", in
+    `AUTHORS`, shifted left by one bit. (The lowest bit marks targets of the loss.)"""
     return AUTHORS.index(role) << 1
 
 

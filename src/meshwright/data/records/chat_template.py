@@ -54,11 +54,11 @@ class RenderedConversation(NamedTuple):
     """A conversation rendered to text by a chat template. A range is [begin, end) in characters of `text`.
 
     text: the rendered conversation. responses: ranges of the assistant's turns to be trained on, end token included; a
-    turn may have several. context: ranges within `responses` that are not trained on, nor is a token that overlaps one.
-    template_tokens: ranges of the special tokens that the template itself wrote; a special token spelled out in a
-    message is ordinary text. turns: (begin, end, role) of each message's text, in order; empty if they cannot be found,
-    because the template inspects message text. left_out: message fields that the template does not render: "reasoning"
-    (of the last turn that has some) and "name".
+    turn may have several. context: ranges within `responses` that are not trained on; a token that overlaps one of them
+    is not trained on either. template_tokens: ranges of the special tokens that the template itself wrote; a special
+    token spelled out in a message is ordinary text. turns: (begin, end, role) of each message's text, in order; empty
+    if they cannot be found, because the template inspects message text. left_out: message fields that the template does
+    not render: "reasoning" (of the last turn that has some) and "name".
     """
 
     text: str
@@ -144,8 +144,9 @@ class ChatTemplate:
         self, messages: Sequence[Message], trained_from: int = 0, *, tools: Tools = (),
         variables: Variables | None = None, prompt: bool = False,
     ) -> RenderedConversation:  # fmt: skip
-        """Render a conversation, and find the character ranges of the assistant's turns to be trained on: turns that
-        are not blank, have an index of at least `trained_from` in `messages`, and are not excluded from training.
+        """Render a conversation, and find the character ranges of the assistant's turns to be trained on. These are
+        turns that are not blank, have an index of at least `trained_from` in `messages`, and are not excluded from
+        training.
 
         tools, variables, prompt: as in `render`; with a prompt there are no ranges. Raises `TemplateError` if the
         template refuses the messages, leaves out the text of one, or the ranges cannot be determined.
@@ -185,9 +186,9 @@ class ChatTemplate:
     def list_unrendered_functions(
         self, messages: Sequence[Message], tools: Tools, variables: Variables | None = None, prompt: bool = False
     ) -> list[tuple[str, str]]:
-        """Find functions whose names the template does not render; return ("tools", name) for each of `tools` and
-        ("messages", name) for each call in `messages`. For this test the names are replaced by random ones, since a
-        text may contain the name as a word. variables, prompt: as in `render`, which also lists the errors."""
+        """Find functions whose names the template does not render: return ("tools", name) for such a function of
+        `tools`, ("messages", name) for one that `messages` call. For this test the names are replaced by random ones,
+        since a text may contain the name as a word. variables, prompt: as in `render`, which also lists the errors."""
         names: dict[str, tuple[str, str]] = {}  # random name -> where the function is, and its name
 
         def rename(one: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -310,10 +311,10 @@ class ChatTemplate:
         regions: MessageRegions | None,
         prompt: bool = False,
     ) -> list[tuple[int, int]]:
-        """Return the character ranges [begin, end) in the rendered `text` of the special tokens that the template
-        wrote, not a message. messages: dicts of template variables (`role`, `content` ...). given: tools and further
-        variables. regions: positions of the messages; None: unknown. prompt: True if the text ends with the header of
-        the assistant's next turn.
+        """Return the character ranges [begin, end), in the rendered `text`, of the special tokens that come from the
+        template itself and not from the text of a message. messages: dicts of template variables (`role`, `content`
+        ...). given: tools and further variables. regions: positions of the messages; None: unknown. prompt: True if the
+        text ends with the header of the assistant's next turn.
 
         If a message contains anything like a special token, the template is rendered again with placeholders for
         message text; the special tokens that remain are the template's. Raises `TemplateError` if the two kinds cannot

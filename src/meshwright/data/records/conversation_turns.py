@@ -56,10 +56,9 @@ class ConversationTurnFinder:
         self._left = _MAX_RENDERED
 
     def exclude_repeats(self, regions: MessageRegions, turns: Sequence[int]) -> MessageRegions:
-        """Shorten the ranges of assistant turns whose text the template writes again later, such as the name of a
-        called function, to end before the repetition. Return the changed `regions`.
-
-        regions: positions of the messages. turns: message indices.
+        """Exclude repeated text from the ranges of assistant turns. Where the template writes a turn's text again
+        later, such as the name of a called function, the range is shortened to end before the repetition. Return the
+        changed `regions`. regions: positions of the messages. turns: message indices.
         """
         for number in turns:
             regions = self._finder.exclude_repeats(regions, number, lambda: self._count_masked_characters(number))  # noqa: B023
@@ -208,8 +207,8 @@ def _describe_shape(message: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _find_other_end(special: re.Pattern[str], after: str, header: str, before: str) -> str | None:
-    """Return the special token that ends the turns of other roles than the assistant; None if there is none, or if that
-    token begins a turn.
+    """Return the special token that ends turns of roles other than the assistant's. Return None if there is no such
+    token, or if it also begins a turn.
 
     after: text that the template writes after a user turn, before the model generates. header: header of the
     assistant's turn, the last part of `after`. before: text before the first user turn.

@@ -54,8 +54,8 @@ class RecordFormat(NamedTuple):
         return [*map(self.get_file_key, (*RECORD_KEYS[self.kind], *MORE_RECORD_KEYS[self.kind])), *more]
 
     def parse_examples(self, record: Any) -> list[Example]:
-        """Parse `record`, a JSON value, to training examples: usually one; of a tree of messages one for each of its
-        conversations; one for each assistant turn if the reasoning of every turn is to be trained on. Raises
+        """Parse `record`, a JSON value, to training examples, usually one. A tree of messages gives one for each of its
+        conversations. If the reasoning of every turn is to be trained on, there is one for each assistant turn. Raises
         `MalformedRecord` if it is no object, lacks a key of this format, or has a value of a wrong type."""
         if not isinstance(record, dict):
             raise MalformedRecord(f"is {describe_value(record)}, not an object")
@@ -169,8 +169,8 @@ class RecordFormat(NamedTuple):
         return ("prompt", "completion", labels)
 
     def _get_messages_key(self, record: Mapping[str, Any]) -> str:
-        """Return the key of a chat's messages: the one configured for "messages" or, if nothing is configured and the
-        record has only that, ShareGPT's "conversations".
+        """Return the key of a chat's messages: the one configured for "messages", by default "messages". If none is
+        configured and the record lacks "messages", it is ShareGPT's "conversations", if the record has that.
         """
         key = self.get_file_key("messages")
         shared = key not in record and "messages" not in self.renamed and "conversations" in record
@@ -199,9 +199,9 @@ class RecordFormat(NamedTuple):
     def _parse_instruction(
         self, record: dict[str, Any], unused: set[str]
     ) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
-        """Parse an instruction record to (prompt, branches), where branches are the continuations of the prompt (here
-        one): Alpaca's `instruction`, `output`, `input` and `history` (pairs of question and answer, which are trained
-        on), or TRL's `prompt` and `completion`. unused: set to which ignored keys of messages are added. Raises
+        """Parse an instruction record to (prompt, branches). Branches are the continuations of the prompt, here one.
+        The record has Alpaca's `instruction`, `output`, `input` and `history` (pairs of question and answer, which are
+        trained on), or TRL's `prompt` and `completion`. unused: set to which ignored keys of messages are added. Raises
         `MalformedRecord` if a key is missing or has a value of a wrong type."""
         if self._is_trl_instruction(record):
             return self._parse_completion(record, unused)

@@ -119,14 +119,16 @@ class ExampleEncoder:
     def render_prompt(
         self, messages: Sequence[Message], header: bool = True, tools: Tools = (), variables: Variables | None = None
     ) -> str:
-        """Render the conversation that `encode_prompt` tokenizes to text; arguments and errors are the same."""
+        """Render a conversation that the assistant is to continue to text: the text that `encode_prompt` tokenizes for
+        the same arguments, with the same errors. messages: the conversation. header: True to append the header of the
+        assistant's next turn. tools: JSON schemas of functions. variables: further variables of the template."""
         return self._render_prompt(messages, header, tools, variables).text
 
     def _render_prompt(
         self, messages: Sequence[Message], header: bool, tools: Tools, variables: Variables | None
     ) -> RenderedConversation:
-        """Render a conversation and check that the template renders all tools and calls. Arguments as for
-        `encode_prompt`."""
+        """Render a conversation and check that the template renders all tools and calls. messages, header, tools,
+        variables: as for `encode_prompt`."""
         given: dict[str, Any] = {"tools": tools, "variables": variables}
         try:
             rendered = self.template.render_with_spans(messages, len(messages), prompt=header, **given)
@@ -170,8 +172,8 @@ class ExampleEncoder:
         return None
 
     def _tokenize(self, rendered: Sequence[RenderedConversation]) -> list[tuple[NDArray[Any], NDArray[np.uint8]]]:
-        """Tokenize rendered conversations; return for each (token ids [tokens], flags uint8 [tokens]: loss target, role
-        of the turn; see `token_flags`)."""
+        """Tokenize rendered conversations; return for each (token ids [tokens], flags uint8 [tokens]). Flags mark loss
+        targets and store the role of each token's turn (`token_flags`)."""
         named = [_rename_template_tokens(one, self._names) for one in rendered]
         with convert_library_errors("text cannot be tokenized"):
             encodings = self._encoder.encode_batch([text for text, _ in named], add_special_tokens=False)

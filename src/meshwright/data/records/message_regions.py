@@ -222,8 +222,8 @@ def locate_messages(
     inspects message text.
 
     render: renders messages, dicts of template variables, to text. literals: strings that the template may search for
-    in message text, such as "</think>"; if rendering with all characters masked gives another text, these strings stay
-    unmasked in a second attempt.
+    in message text, such as "</think>". If the template renders another text when all characters are masked, these
+    strings stay unmasked in a second attempt.
     """
     texts = list_strings(list(messages)) if literals else []
     found = sorted({each for each in literals if any(each in text for text in texts)}, key=len, reverse=True)

@@ -174,9 +174,9 @@ class MessageFormat(NamedTuple):
         )
 
     def _find_key(self, turn: Mapping[str, Any], part: str, where: str) -> str:
-        """Return the key of `turn`, a message as JSON, for the standard key `part`, such as "content"; of several
-        synonyms the first whose value is not empty. where: position of the message; if it has no such key,
-        `MalformedRecord` is raised. With `where` = "" the result is "" instead."""
+        """Return the key of `turn`, a message as JSON, for the standard key `part`, such as "content". If the message
+        has several synonyms, it is the first whose value is not empty. where: position of the message for
+        `MalformedRecord`, which is raised if it has no such key; "": return "" in this case."""
         names = (self.keys[part],) if part in self.keys else _SYNONYMS[part]
         held = [name for name in names if name in turn]
         key = next((name for name in held if turn[name] not in _EMPTY), held[0] if held else "")

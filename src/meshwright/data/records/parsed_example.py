@@ -49,9 +49,9 @@ class Example(NamedTuple):
 
 
 def select_reasoning(example: Example, thinking: str) -> list[Example]:
-    """Return the example with the reasoning that the setting `thinking` selects (see `DataRecipe.thinking`), as a list.
-    "all" gives several examples, one that ends with each assistant turn, because templates render the reasoning of the
-    last turn only, as in generation.
+    """Return a list with a copy of the example that has only the reasoning that the setting `thinking` selects
+    (`DataRecipe.thinking`). "all" gives several examples, one for each assistant turn, which ends with this turn;
+    templates render only the reasoning of the last turn.
     """
     if thinking == "none":
         return [example.change_messages(_drop_reasoning)]

@@ -59,7 +59,7 @@ def _split_system(turns: Turns) -> tuple[Turns, Turns]:
 
 
 def _is_assistant_turn(turn: Message) -> bool:
-    """Return True if the role of a message is "assistant"."""
+    """Return True if the role of the message `turn` is "assistant"."""
     return turn.role == "assistant"
 
 

@@ -35,8 +35,8 @@ class TurnFinder:
     special: pattern of the special tokens. header: text that the template writes before an assistant turn that follows
     a user turn, "" if none. end: special token that ends an assistant turn; None: there is none. other_end: special
     token that ends the turns of other roles, and assistant turns that are not the last; None: there is none, or it also
-    begins a turn. begins: special tokens of an assistant turn's header; one of them ends a turn only if it comes
-    directly after it.
+    begins a turn. begins: special tokens of an assistant turn's header. Such a token ends a turn only if it directly
+    follows the turn's text.
     """
 
     def __init__(
@@ -52,8 +52,9 @@ class TurnFinder:
     def exclude_repeats(
         self, regions: MessageRegions, number: int, count_masked_characters: Callable[[], int]
     ) -> MessageRegions:
-        """Shorten the range of the assistant turn with message index `number` if the template writes its text again
-        later, such as the name of a called function, to end before the repetition. Return the changed `regions`.
+        """Exclude repeated text from the range of the assistant turn with message index `number`. If the template
+        writes the turn's text again later, such as the name of a called function, the range is shortened to end before
+        the repetition. Return the changed `regions`.
 
         count_masked_characters: renders the conversation up to this turn with placeholders for message text, and
         returns how many of the turn's placeholders occur in the text.
@@ -102,8 +103,8 @@ class TurnFinder:
         """Return the delimiters of a turn (the template's text around it), from the cache or by `render`.
 
         gap, rest: text before and after the turn, with placeholders for message text. context: further part of the
-        cache key. Turns with the same special tokens and the same text between these share a cache entry; text before
-        the first special token may belong to a message (white space, JSON) and is not part of the key.
+        cache key. Turns share a cache entry if their special tokens and the text between these are the same. Text
+        before the first special token is not part of the key, since it may belong to a message (white space, JSON).
         """
         cuts = [self._special.search(text) for text in (gap, rest)]
         if cuts[0] is None or cuts[1] is None:
@@ -149,9 +150,10 @@ class TurnFinder:
         return ends.end() if ends else len(text)
 
     def _measure_header(self, gap: str, header: str | None) -> int | None:
-        """Return the length in characters of an assistant turn's header within `gap`, the template's text between the
-        previous message and the turn's text (the model generates the rest of `gap`). None if it cannot be determined.
-        header: header of this turn if the conversation ended with it; None: unknown.
+        """Return the length in characters of an assistant turn's header; None if it cannot be determined.
+
+        gap: the template's text between the previous message and the turn's text. It begins with the header; the model
+        generates the rest. header: header of this turn if the conversation ended with it; None: unknown.
         """
         if header is not None:
             if gap.startswith(header):
@@ -195,8 +197,8 @@ def find_turn_end_token(special: re.Pattern[str], closing: str, begins: frozense
 
 
 def _find_first_run(special: re.Pattern[str], text: str, begins: frozenset[str]) -> int:
-    """Return the position in `text` at which its first run of adjacent special tokens ends; 0 if it has none. A token
-    of `begins` (special tokens that begin a turn) ends the run, unless it is its first token.
+    """Return the end position of the first run of adjacent special tokens in `text`; 0 if it has none. begins: special
+    tokens that begin a turn. A run stops before such a token, unless it is the run's first token.
     """
     match = special.search(text)
     end = 0 if match is None else match.end()

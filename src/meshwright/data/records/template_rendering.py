@@ -141,10 +141,9 @@ def create_environment() -> Any:
 
 
 def make_handler() -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return the function that answers the requests of `RenderProcess` in its subprocess.
-
-    A request is {"source", "named"}, the template, which comes first, or {"messages", "prompt", "tools", "variables"},
-    a conversation. An answer has one of "text", "error", "limit" and "not_a_template".
+    """Return the function that answers the requests of `RenderProcess` in its subprocess. The first request is the
+    template, {"source", "named"}. Each further one is a conversation, {"messages", "prompt", "tools", "variables"}. An
+    answer has one of the keys "text", "error", "limit" and "not_a_template".
     """
     create_environment()  # imports Jinja before memory is limited
     renderers: list[Renderer] = []

@@ -28,8 +28,8 @@ MAX_VALUE_BYTES = 1 << 28  # bytes; longer ones are refused, since a value is re
 @contextmanager
 def open_parquet(file: SourceFile, stream: Stream, encoded: Sequence[str] = (), metadata: Any = None) -> Iterator[Any]:
     """Context manager that opens a file as `pyarrow.parquet.ParquetFile`. Raises `UserError` for a file that is not
-    Parquet, is truncated or damaged (even if that shows only while the context reads), or is compressed as a whole,
-    such as "a.parquet.gz".
+    Parquet, is truncated or damaged, or is compressed as a whole, such as "a.parquet.gz". Damage found while the
+    context reads raises `UserError`, too.
 
     stream: the file's bytes, used if the file is not on a local disk. encoded: paths of the columns that are read as
     dictionary arrays (distinct texts, and for each row an index into them). metadata: the file's `FileMetaData`, if it
@@ -170,8 +170,8 @@ def _choose_batch_rows(leaves: Sequence[Any], rows: int, path: str) -> int:
 
 def bound_batch_rows(file: SourceFile, stream: Stream, table: Any, group: int, leaves: Sequence[Any]) -> int:
     """Return the number of rows of row group `group`, at least 1, that may be decoded at a time. No column then takes
-    more than 64 MiB, even if every row holds the column's longest value: a dictionary-encoded value is stored once, and
-    some hundred bytes may decode to many GiB.
+    more than 64 MiB, even if every row holds the column's longest value. Without this limit some hundred bytes could
+    decode to many GiB, since a dictionary-encoded value is stored once for many rows.
 
     file, stream: the Parquet file and its bytes, as for `open_parquet`. table: the open `ParquetFile`. leaves: metadata
     of the leaf columns to be read, from `find_leaves`. Raises `UserError` for a value of more than 256 MiB

@@ -62,8 +62,9 @@ class Document(NamedTuple):
 class EarlierReading(NamedTuple):
     """Results of an earlier reading of a source file, from which a second reading yields the same documents.
 
-    documents: number of documents read, from the file's first on. failed: numbers, from 0, of those among them whose
-    text could not be extracted from a page; extraction is not tried again for these, and gets more time for the others.
+    documents: number of documents read, from the file's first on. failed: numbers, from 0, of the documents whose text
+    could not be extracted from a page. The second reading does not try these again, and gives extraction of the others
+    more time.
     """
 
     documents: int = 0

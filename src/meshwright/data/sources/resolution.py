@@ -29,9 +29,9 @@ class SourceFile:
     """One source file to read.
 
     name: path relative to the source, the same wherever the corpus is stored. path: local path, or file in a remote
-    store. format: one of `DATA_FORMATS`, not "auto". named: True if the recipe names this very file, so that unusable
-    content is an error; False if a glob or directory found it. source: index of its source in the recipe. text_key: key
-    of a record's text if the source sets one. counted_as: label under which reports count it.
+    store. format: one of `DATA_FORMATS`, not "auto". named: True if the recipe names this file itself; unusable content
+    is then an error. False if a glob or directory found it. source: index of its source in the recipe. text_key: key of
+    a record's text if the source sets one. counted_as: label under which reports count it.
     """
 
     name: str

@@ -52,10 +52,9 @@ def read_special_tokens(directory: Path) -> set[str]:
 
 
 def find_special_tokens(tokenizer: Tokenizer, named: Iterable[str] = ()) -> frozenset[str]:
-    """Return the special tokens of a tokenizer: those that its tokenizer.json marks as special, and those of `named`
-    that are in its vocabulary.
-
-    Single characters are excluded: some publishers pad with "!", and the exclamation mark must remain text.
+    """Return the special tokens of a tokenizer: tokens that its tokenizer.json marks as special, and tokens of `named`
+    if its vocabulary has them. Single characters are excluded: some publishers pad with "!", and the exclamation mark
+    must remain text.
     """
     marked = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     return frozenset(
@@ -64,9 +63,9 @@ def find_special_tokens(tokenizer: Tokenizer, named: Iterable[str] = ()) -> froz
 
 
 def make_text_encoder(tokenizer: Tokenizer, special: Collection[str]) -> Tokenizer:
-    """Return a tokenizer with the same ids that encodes every text as ordinary text, even if it spells a token of
-    `special`. This is `tokenizer` itself if its option `encode_special_tokens` suffices, else a copy in which these
-    tokens have random names."""
+    """Return a tokenizer with the same ids that encodes every text as ordinary text, even text that spells a token of
+    `special`. This is `tokenizer` itself if its option `encode_special_tokens` suffices. Otherwise it is a copy in
+    which these tokens have random names."""
     tokenizer.encode_special_tokens = True
     hidden = _list_tokens_to_rename(tokenizer, special)
     state = _find_state_to_rename(tokenizer, hidden)
@@ -119,9 +118,9 @@ def _rename_tokens(state: dict[str, Any], hidden: Set[str]) -> tuple[Tokenizer, 
 
 
 def _find_state_to_rename(tokenizer: Tokenizer, hidden: Set[str]) -> dict[str, Any] | None:
-    """Return the parsed tokenizer.json if plain text can be encoded as one of the tokens `hidden`, even with the
-    tokenizer's option `encode_special_tokens`; the caller must then rename these tokens in it. Return None if no text
-    can be."""
+    """Return the parsed tokenizer.json if the caller must rename the tokens `hidden` in it, because plain text can be
+    encoded as one of them even with the tokenizer's option `encode_special_tokens`. Return None if plain text cannot be
+    encoded as one of them."""
     added = tokenizer.get_added_tokens_decoder().values()
     spelled = any(token.content in hidden for token in added if not token.special)
     if not spelled and all(tokenizer.model.token_to_id(token) is None for token in hidden):

@@ -47,8 +47,9 @@ def build_task(spec: ModuleSpec, recipe: ModuleRecipe, mesh: Mesh) -> ModuleTask
 
 
 def _name_as_peft(derived: ModuleDescription, module: nn.Module) -> ModuleDescription:
-    """Return `derived`, the description of the adapted `module`, changed for checkpoints that are PEFT directories:
-    tensors have PEFT's names, and buffers are saved beside the adapter, but frozen parameters are not saved."""
+    """Return a changed copy of `derived`, the description of the adapted `module`, for checkpoints that are PEFT
+    directories. In it, tensors have PEFT's names; buffers are saved beside the adapter; frozen parameters are not
+    saved."""
     table = derived.table
     tensors = tuple(
         replace(each, entries=tuple(replace(entry, name=f"{PEFT_PREFIX}{entry.name}") for entry in each.entries))

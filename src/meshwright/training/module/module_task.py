@@ -92,7 +92,8 @@ class ModuleTask:
 
     def count_terms(self, micro_batches: Sequence[Batch]) -> TermCount:
         """Start to count the items over which the loss averages in a step: summed over this rank's `micro_batches` and
-        over all ranks, at least 1. The summed loss is divided by this number. Collective."""
+        over all ranks, at least 1. Return a function that returns this number, by which the summed loss is divided.
+        Collective."""
         return sum_over_data((torch.tensor(batch.items) for batch in micro_batches), self.mesh)
 
     def forward_backward(self, micro_batches: Sequence[Batch], divisor: Divisor) -> torch.Tensor:

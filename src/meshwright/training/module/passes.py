@@ -47,15 +47,16 @@ class ModulePasses:
         prefetcher = self.prefetcher = cast(ModulePrefetcher, parallel.prefetchers[self.stage.index])
         parallel.gradients.on_complete, parallel.gradients.on_reduce = prefetcher.on_complete, prefetcher.on_reduce
 
-    def train(self, micro_batches: Sequence[Batch], targets: Divisor) -> torch.Tensor:
+    def train(self, micro_batches: Sequence[Batch], divisor: Divisor) -> torch.Tensor:
         """Run forward and backward of this rank's `micro_batches` of a step, and reduce the gradients into the shards
         of the ZeRO engine.
 
-        targets: number by which the summed loss is divided, or a function that returns it: the number of items on all
-        ranks, divided by the loss scale. Returns this rank's contribution to the divided loss, a float64 scalar; the
-        contributions of all ranks sum to the loss."""
+        divisor: number by which the summed loss is divided (the number of items on all ranks, divided by the loss
+        scale), or a function that returns it. Returns this rank's contribution to the divided loss, a float64 scalar;
+        the contributions of all ranks sum to the loss.
+        """
         self.parallel.begin_step(len(micro_batches))
-        compute = _ModuleCompute(self, micro_batches, targets)
+        compute = _ModuleCompute(self, micro_batches, divisor)
         watched: Compute = compute if self.watched is None else self.watched(compute)
         for number in range(len(micro_batches)):
             for kind in (Kind.FORWARD, Kind.BACKWARD):
@@ -90,14 +91,14 @@ class _ModuleCompute:
     """Executor of the forwards and backwards of a user's module in one step (implements `parallel.pipeline.Compute`
     with the module as the only stage).
 
-    passes: module, loss and ZeRO engine. micro_batches: this rank's micro-batches of the step. targets: number by which
+    passes: module, loss and ZeRO engine. micro_batches: this rank's micro-batches of the step. divisor: number by which
     the summed loss is divided, or a function that returns it. Attribute `total`: divided loss of the forwards so
     far."""
 
-    def __init__(self, passes: ModulePasses, micro_batches: Sequence[Batch], targets: Divisor) -> None:
-        """Start a step with zero loss. micro_batches: micro-batches of this rank; targets: divisor of the loss sum."""
+    def __init__(self, passes: ModulePasses, micro_batches: Sequence[Batch], divisor: Divisor) -> None:
+        """Start a step with zero loss. The arguments are those of the class."""
         self._passes, self._micro_batches = passes, micro_batches
-        self._divisor = targets if callable(targets) else lambda: targets
+        self._divisor = divisor if callable(divisor) else lambda: divisor
         self.total = torch.zeros((), dtype=torch.float64, device=passes.parallel.mesh.device)
         self._loss: torch.Tensor | None = None
 

@@ -78,9 +78,9 @@ class ModuleRun(Run):
 
 
 def _make_contents(task: ModuleTask) -> CheckpointContents:
-    """Return the contents of a module's checkpoints: table of the saved tensors, configuration files, and the function
-    that checks an existing checkpoint against the module. With an adapter, checkpoints are PEFT directories, which hold
-    buffers only in their directory training/, the state for resuming."""
+    """Return the contents of the checkpoints of a module's training (`task`): table of the saved tensors, configuration
+    files, and the function that checks an existing checkpoint against the module. With an adapter, checkpoints are PEFT
+    directories; the buffers are then only in their directory training/, which holds the state for resuming."""
     adapter = task.adapter
     table = build_saved_table(task.derived.table, task.derived.kept, exported=adapter is None)
     name = ADAPTER_FILE if adapter is not None else None

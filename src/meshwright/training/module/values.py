@@ -45,7 +45,8 @@ class UntrainedTensors:
 
     def begin_step(self) -> None:
         """Copy the buffers that earlier steps have changed, so that `restore_buffers` can undo a skipped step. In steps
-        1, 2, 4, 8 ... of this process copy all buffers, by which `end_step` detects further ones that change.
+        1, 2, 4, 8 ... of this process copy all buffers; `end_step` then compares them and finds further ones that
+        change.
         """
         self._looks += 1
         self._looking = self._looks & (self._looks - 1) == 0
@@ -74,8 +75,8 @@ class UntrainedTensors:
                 buffers[name].copy_(value)
 
     def count_synchronized(self) -> tuple[int, int]:
-        """Return the numbers of elements that `end_step` synchronizes over ranks: (those of floating-point buffers,
-        those of integer buffers)."""
+        """Return the numbers of elements that `end_step` synchronizes over ranks, as (number in floating-point buffers,
+        number in integer buffers)."""
         buffers = self._buffers()
         sizes = [0, 0]
         for name in self.changing:
@@ -83,8 +84,8 @@ class UntrainedTensors:
         return sizes[0], sizes[1]
 
     def count_compared(self) -> int:
-        """Return the number of buffers that the last `end_step` compared with their copies from before the step, to
-        detect those that change: all buffers in steps 1, 2, 4, 8 ..., else 0."""
+        """Return the number of buffers that the last `end_step` compared with their values before the step, to find
+        those that change. These are all buffers in steps 1, 2, 4, 8 ..., else 0."""
         return len(self._buffers()) if self._looking else 0
 
     def nbytes(self) -> int:

@@ -89,8 +89,8 @@ def _is_network_address(text: str, match: re.Match[str], before: str, neighbour:
     """Return True if four dotted numbers in `text` (`match`) are an IP address, not a version or section number, judged
     by the text around them.
 
-    before: the line's text before them, back to the previous four dotted numbers. neighbour: the result for those, if
-    both are in one list; None if not.
+    before: the line's text before the match, back to the previous four dotted numbers. neighbour: result of this
+    function for these previous numbers if both are items of one list; None if not.
     """
     if _ATTACHED_BEFORE.search(before) or _ATTACHED_AFTER.match(text, match.end()) or _VERSION_BEFORE.search(before):
         return False

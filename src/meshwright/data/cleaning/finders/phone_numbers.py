@@ -109,8 +109,8 @@ def find_phone_numbers(text: str) -> Iterator[tuple[int, int]]:
 def _match_number(text: str, start: int, last: int, is_first: bool) -> int | None:
     """Return the end index of the telephone number that begins at index `start` of `text`; None if there is none.
 
-    last: end index of the previous telephone number; 0: none. is_first: False if digits that are no telephone number
-    come between that number and this one.
+    last: end index of the previous telephone number; 0: none. is_first: True if no other digits come between the
+    previous telephone number and index `start`.
     """
     before = text[max(last, start - _CONTEXT) : start].rpartition("\n")[2]
     if _BEFORE.search(before):
@@ -127,8 +127,8 @@ def _match_number(text: str, start: int, last: int, is_first: bool) -> int | Non
 
 
 def _confirm_by_following_text(text: str, end: int | None) -> int | None:
-    """Return `end`, the end index of a number in `text`, or None if the text after it shows that it is no telephone
-    number. None is passed through."""
+    """Check the text after a number that may be a telephone number. Return `end`, the end index of the number in
+    `text`; None if the text after it shows that it is no telephone number, or if `end` is None."""
     return None if end is None or _AFTER.match(text, end) else end
 
 
@@ -160,8 +160,8 @@ def _match_international(text: str, start: int) -> int | None:
 
 
 def _announces_number(before: str) -> bool:
-    """Return True if the text before a number announces a telephone number: it ends with a word such as "Tel.", or with
-    such a word and at most a few others. before: this text, from the beginning of the line.
+    """Return True if the text before a number announces a telephone number: it has a word such as "Tel.", and after
+    this word only a few other words and no sentence end. before: this text, from the beginning of the line.
     """
     announcement = max((match.span() for match in _WORDS.finditer(before)), default=None)
     if announcement is None or _SENTENCE_END.search(before, announcement[0]):
