@@ -34,10 +34,11 @@ _PROCESSOR_FIELDS = ("vendor_id", "cpu family", "model", "model name", "stepping
 
 
 def load_kernels(instruction_set: str | None = None) -> Kernels | None:
-    """Load the compiled library for `instruction_set` as `open_kernels` does; return None if this machine has no
-    compiler, no supported instruction set, or the library cannot be built. instruction_set: "amx", "avx512_bf16",
-    "avx512" or "avx2"; None: the fastest on this processor, or the one named by the environment variable
-    `INSTRUCTION_SET_VARIABLE`."""
+    """Load the compiled library for an instruction set as `open_kernels` does; return None if it cannot be used (no
+    compiler, no supported instruction set, or a failed build).
+
+    instruction_set: "amx", "avx512_bf16", "avx512" or "avx2"; None: the one named by the environment variable
+    `INSTRUCTION_SET_VARIABLE`, or else the fastest on this processor."""
     try:
         return open_kernels(instruction_set)
     except KernelsUnavailable:
@@ -181,9 +182,8 @@ def _make_cases(kernels: Kernels) -> dict[str, Callable[[], None]]:
 
 
 class _LastTokens:
-    """Batch for benchmarks, with the arrays of `StepArrays`: the last `tokens` tokens of one sequence of `context`
-    tokens, whose earlier keys and values are cached. Token IDs are arbitrary.
-    """
+    """Batch for benchmarks with one sequence of `context` tokens. Its last `tokens` tokens are computed; keys and
+    values of the earlier ones are in the cache. Has the arrays of `StepArrays`; token IDs are arbitrary."""
 
     def __init__(self, tokens: int, context: int) -> None:
         self.positions = np.arange(context - tokens, context, dtype=np.int32)

@@ -55,10 +55,9 @@ class Matrix(ctypes.Structure):
 class Cache(ctypes.Structure):
     """ctypes struct `Cache` of structures.h: KV cache of one layer.
 
-    Addresses of keys and values, with the shapes of `operations.LayerCache`. bfloat16: True if the elements are
-    bfloat16, else float32. table: number of the layer's block table. keys: null for latent attention, where kv_heads is
-    the number of groups of query heads that are computed apart.
-    """
+    keys, values: addresses of arrays with the shapes of `operations.LayerCache`. bfloat16: True if the elements are
+    bfloat16, else float32. table: number of the layer's block table. For latent attention `keys` is null, and
+    `kv_heads` is the number of groups into which the query heads are divided for parallel computation."""
 
     _fields_ = [
         *_make_typed_fields(_POINTER, "keys values"),
