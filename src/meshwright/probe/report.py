@@ -77,12 +77,11 @@ def find_copy_rate(measured: Measured, ranks: int | None = None) -> float | None
 
 
 def _make_link(measured: Measured, which: str, place: str) -> dict[str, float]:
-    """Return bandwidth and latency between two ranks, from timed messages, as keys of a hardware profile:
+    """Return the bandwidth and latency between two ranks, from timed messages, in the form of a hardware profile:
     {"<which>_gb_per_second": 10^9 bytes per second, "<which>_latency_seconds": seconds}; {} if no messages were timed.
 
-    measured: measured speeds. which: beginning of the keys. place: scope of the messages: "inside" (ranks of one host)
-    or "across" (ranks of different hosts).
-    """
+    measured: measured speeds. which: name of the link, with which the keys begin. place: "inside" for messages between
+    ranks of one host, "across" for ranks of different hosts."""
     pairs = [each for each in measured.collectives if (each.operation, each.place) == ("send-receive", place)]
     if not pairs:
         return {}
