@@ -173,10 +173,9 @@ def reorder_out_of_order(
     stage.
 
     problem: placement, task durations and memory limits. orders: for each rank, its task numbers in execution order.
-    window: number of next tasks among which the one that runs ahead is chosen; the memory limit must still hold.
-    patience: fraction of its duration that a task must be able to run before the input of an overtaken task arrives (1:
-    overtaken tasks are not delayed; 0: any delay is accepted).
-    """
+    window: number of next tasks of the rank that may run ahead; the memory limit holds for them too. patience: fraction
+    of its duration that a task must be able to run before the input of an overtaken task arrives (1: overtaken tasks
+    are not delayed; 0: any delay is accepted)."""
     s, duration = problem.stages, problem.duration
     state = PartialOrders(problem, [[] for _ in range(3 * s)] + [[0.0] * problem.micro_batches], [0] * problem.ranks)
     ends, needs, lag = state.ends, problem.predecessor, problem.lag

@@ -50,11 +50,10 @@ class PhraseWriter:
 
     def finish(self) -> None:
         """Number the micro-batches of all steps written so far, in execution order, and append the steps to the rank's
-        builder. To be called once, at the end.
+        builder. Call it once, at the end.
 
-        Asserts that either all weight gradients or none were written with the number of their chunk (stage of the
-        rank).
-        """
+        Asserts that weight gradients were written either all with a chunk number (`W0`) or all without (`W`). A chunk
+        is a stage on the rank."""
         kind, chunk, joined = np.concatenate(self._written).T
         micro_batch = np.full(len(kind), -1)
         split = kind == Kind.INPUT_GRADIENT
