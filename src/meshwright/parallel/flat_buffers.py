@@ -23,9 +23,8 @@ from meshwright.spec.parameters import ModelParameter, ParameterEntry, Parameter
 
 
 class Columns(NamedTuple):
-    """Range [start, stop) of the columns of a matrix of `total` columns, as tensor parallelism gives one to a rank. The
-    matrix is a parameter entry (one tensor of a checkpoint) in memory order, [output, input].
-    """
+    """Range [start, stop) of the columns of a matrix with `total` columns, such as the range that tensor parallelism
+    gives to a rank. The matrix is a parameter entry (one tensor of a checkpoint) in memory order, [output, input]."""
 
     start: int
     stop: int
@@ -174,10 +173,10 @@ class FlatLayout:
                 yield part, first, last
 
     def split_by_copies(self, low: int, high: int) -> list[tuple[int, int, int]]:
-        """Divide the buffer elements [low, high) into ranges whose elements are held by the same number of ranks along
-        tp (etp), so that a gradient norm can count each element once. Return (first, last, copies) for each range
-        [first, last), where `copies` is that number. Elements that do not count in gradient norms are left out:
-        padding, and the routers' load-balancing biases."""
+        """Divide the buffer elements [low, high) into ranges, so that all elements of a range are held by the same
+        number of ranks along tp (for experts, etp). Return (first, last, copies) for each range [first, last), where
+        `copies` is that number; a gradient norm divides by it to count each element once. Elements that do not count in
+        gradient norms are left out: padding, and the routers' load-balancing biases."""
         ranges: list[tuple[int, int, int]] = []
         for part, first, last in self.find_slices(low, high):
             if part.entry.balances:
@@ -308,8 +307,9 @@ def cut_slices(
     parameter entry (checkpoint tensor) in that range, each a view of the 1-D `values`.
 
     `flat`: layout of the buffer; `values`: consecutive elements of the buffer from its element `start` on; `kind`: name
-    of the quantity in `values` ("master", "exp_avg", ...); `position`: {axis: index of this rank}, if elements that
-    several ranks of an axis hold are to be divided equally among these; None: this rank gets them all."""
+    of the quantity in `values` ("master", "exp_avg", ...); `position`: {axis: index of this rank}: elements that
+    several ranks of an axis hold are divided equally among these ranks, and only this rank's share is returned; None:
+    all elements are returned."""
     slices = []
     for part, first, last in flat.find_slices(low, high):
         if position is not None:

@@ -37,8 +37,8 @@ Key = tuple[int, int, int]
 
 
 class Compute(Protocol):
-    """Interface of the object that executes the compute steps of a pipeline program. Its input tensors have no autograd
-    history; the tensors that it returns may have one."""
+    """Interface of the object that executes the compute steps of a pipeline program. The tensors that it receives have
+    no autograd history; those that it returns may have one."""
 
     def run(self, kind: Kind, key: Key, x: torch.Tensor | None) -> torch.Tensor | None:
         """Run one compute step of a micro-batch through a stage. `kind`: one of the four kinds below; `key`: indices
@@ -51,17 +51,17 @@ class Compute(Protocol):
         are None."""
 
     def buffer(self, key: Key) -> torch.Tensor:
-        """Return an uninitialised contiguous buffer, of the shape and dtype of a stage's input, in which that input or
-        its gradient is received.
+        """Return an uninitialised contiguous buffer for receiving a stage's input, or the input's gradient, from
+        another rank; it has the shape and dtype of the input.
 
-        `key`: indices (stage, replica, micro-batch), where replica counts the model copies of a bidirectional
-        schedule."""
+        `key`: indices (stage, replica, micro-batch), where replica counts the model copies of a bidirectional schedule.
+        """
 
 
 def check_programs_match(program: PipelineProgram, mesh: Mesh) -> None:
-    """Raise UserError on every rank if any rank's pipeline program differs from that of rank 0, because different
-    programs would deadlock (each rank generates or reads the program by itself). The programs' names are not compared.
-    Collective over all ranks of `mesh`."""
+    """Raise UserError on every rank if any rank's pipeline program differs from that of rank 0. Each rank generates or
+    reads the program by itself, and different programs would deadlock. The programs' names are not compared. Collective
+    over all ranks of `mesh`."""
     if mesh.pp.size == 1:
         return
     digest = hashlib.sha256(repr((program.ranks, program.micro_batches, program.placement)).encode())
@@ -88,9 +88,8 @@ class _Step:
 
     `kind`: forward, backward, B or W pass. `key`: indices (stage, replica (model copy), micro-batch). `reads`: value of
     another stage that the step needs; `produces`: value that it computes for another stage; None: none. `acknowledges`:
-    values sent earlier by this rank that are known to be consumed once `reads` has arrived, so that their memory can be
-    released.
-    """
+    values that this rank sent earlier, and whose memory can be released once `reads` has arrived, because the receiver
+    has then used them."""
 
     kind: Kind
     key: Key
@@ -209,8 +208,8 @@ class _PipelineExecution:
 
     def read(self, step: _Step) -> torch.Tensor | None:
         """Return the activation or gradient that `step` needs from another stage, after waiting until it is received;
-        None if the step needs none. Then release the sent tensors that the receipt shows to be consumed
-        (`step.acknowledges`)."""
+        None if the step needs none. Then release the sent tensors that are now known to be used (`step.acknowledges`).
+        """
         if step.reads is None:
             return None
         if step.reads in self.here:
