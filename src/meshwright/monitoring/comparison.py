@@ -64,8 +64,8 @@ class Prediction:
 
     @property
     def peak_bytes(self) -> int:
-        """Predicted peak memory of this rank in bytes: that of its process if it is predicted (on CPUs), else that of
-        the tensor allocator; 0 if unknown."""
+        """Predicted peak memory of this rank in bytes, 0 if unknown. On CPUs it is the peak of the process (RSS);
+        otherwise that of the tensor allocator."""
         if self.process is not None:
             return self.process.peak
         return 0 if self.memory is None else _compute_expected_peak(self.memory)
@@ -123,8 +123,9 @@ class Prediction:
 
 
 def _format_fullest(fullest: Mapping[str, Any]) -> list[str]:
-    """Format the predicted memory of the rank with the largest peak as a list of one text; empty if the memory is
-    unknown. fullest: that rank's "rank", "memory_bytes" and "process_memory_bytes"."""
+    """Format the predicted memory of the rank with the largest peak as one console text. Return a list that contains
+    this text, or an empty list if the memory is unknown. fullest: {"rank": its number, "memory_bytes": bytes of tensors
+    by category, "process_memory_bytes": peak RSS by item}."""
     memory, process, rank = fullest["memory_bytes"], fullest["process_memory_bytes"], fullest["rank"]
     if memory is None:
         return []
@@ -137,8 +138,8 @@ def _format_fullest(fullest: Mapping[str, Any]) -> list[str]:
 
 
 class _StepTime(NamedTuple):
-    """Measured duration of one step. seconds: of the whole step. parts: {phase: seconds}. waited: seconds that the host
-    waited in collective calls."""
+    """Measured duration of one step. seconds: duration of the whole step. parts: {phase: seconds}. waited: seconds that
+    the host waited in collective calls."""
 
     seconds: float
     parts: Mapping[str, float]
@@ -166,10 +167,10 @@ class StepTimes:
         return sorted(self._steps, key=lambda step: step.seconds)[(len(self._steps) - 1) // 2] if self._steps else None
 
     def to_json_dict(self, device: torch.device) -> dict[str, Any]:
-        """Return the measured duration of a step for the result document: "step_seconds" (median), "seconds_by_part"
-        ({phase: seconds}), "seconds_by_kind" ({"working": seconds, "waiting": seconds}) and "waiting_seconds". On CUDA
-        "seconds_by_kind" and "waiting_seconds" are None; before any step is stored, all values are None. device: device
-        of this rank."""
+        """Return the measured duration of a step for the result document. Keys: "step_seconds" (median),
+        "seconds_by_part" ({phase: seconds}), "seconds_by_kind" ({"working": seconds, "waiting": seconds}),
+        "waiting_seconds". The last two are None on CUDA; all are None before any step is stored. device: device of this
+        rank."""
         step = self.find_median_step()
         if step is None:
             return dict.fromkeys(("step_seconds", "seconds_by_part", "seconds_by_kind", "waiting_seconds"))
@@ -193,9 +194,9 @@ def _sum_waiting_seconds(breakdown: Mapping[str, float]) -> float:
 
 
 def _split_waiting(seconds: float, waiting: float) -> dict[str, float]:
-    """Split the duration of a step into {"working": seconds, "waiting": seconds}, by which predicted and measured steps
-    can be compared though their phases differ. seconds: duration of the step. waiting: seconds of it in which this rank
-    waits for others."""
+    """Split the duration of a step into {"working": seconds, "waiting": seconds}. Predicted and measured steps have
+    different phases, but can be compared by these two numbers. seconds: duration of the step. waiting: part of it in
+    which this rank waits for others."""
     return {"working": max(0.0, seconds - waiting), "waiting": waiting}
 
 
@@ -205,13 +206,12 @@ def collect_measured_memory(
     """Return the measured memory of rank 0 in bytes, None for unknown values.
 
     Keys: each category of model states ("parameters" ...); "peak": growth from before the trainer's construction to the
-    peak of the first steps; "allocator_peak"; "process_peak" (RSS); "unexplained": measured minus predicted peak, of
-    the allocator on CUDA and of the process on a CPU, where the prediction is taken without the correction learnt from
-    earlier runs.
+    peak of the first steps; "allocator_peak"; "process_peak" (RSS); "unexplained": measured minus predicted peak. On
+    CUDA "unexplained" compares the peaks of the allocator. On a CPU it compares those of the process; the correction
+    that the prediction learnt from earlier runs is removed first.
 
     states: bytes by kind, from `Trainer.memory`. memory: meter of the peaks. prediction: entry `predicted` of the
-    result document.
-    """
+    result document."""
     found: dict[str, Any] = {}
     for kind, size in states.items():
         found[CATEGORY_OF_STATE[kind]] = found.get(CATEGORY_OF_STATE[kind], 0) + size
@@ -241,9 +241,9 @@ def format_comparison(predicted: Mapping[str, Any], measured: Mapping[str, Any])
 
 
 def _format_peak(predicted: Mapping[str, Any] | None, measured: Mapping[str, Any] | None) -> list[str]:
-    """Format the peak memory of two ranks, that with the largest measured and that with the largest predicted peak, as
-    a list of one text; empty if nothing was measured. predicted, measured: entries "fullest_rank" of the result
-    document."""
+    """Format the peak memory of two ranks as one console text: the rank with the largest measured peak, and the rank
+    with the largest predicted peak. Return a list that contains this text, or an empty list if nothing was measured.
+    predicted, measured: entries "fullest_rank" of the result document's figures."""
     if measured is None:
         return []
     found, expected = measured["memory_bytes"], (predicted or {}).get("memory_bytes")

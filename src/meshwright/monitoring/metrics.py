@@ -111,7 +111,8 @@ class SlowRankWatch:
 
     @property
     def between_windows(self) -> bool:
-        """True if no window of steps is in progress: no step was added yet, or the last one completed a window."""
+        """True if no window is in progress: no step was added yet, or the last step completed a window (a number of
+        consecutive steps)."""
         return not self._steps
 
 

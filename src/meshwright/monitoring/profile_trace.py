@@ -200,8 +200,8 @@ def _simulate_events(ranks: Sequence[RankSteps], program: PipelineProgram, pipel
 
 class _ThreadNumbers:
     """Assignment of thread numbers to the named threads of one rank in a Chrome trace, in the order in which names
-    first occur. Each rank has a range of `THREADS` numbers. rank: global rank. first: number of leading numbers of the
-    range that are not assigned."""
+    first occur. Each rank has a range of `THREADS` numbers. rank: global rank. first: number of the rank's numbers, at
+    the beginning of its range, that are used for other threads."""
 
     def __init__(self, rank: int, first: int) -> None:
         """Start without threads; arguments: see the class."""
