@@ -101,8 +101,9 @@ class Shortlist:
             self.stopped = True
 
     def exclude(self, alike: Array, budget: int) -> int:
-        """Exclude candidates and find the fastest of the others. alike: array, True for candidates to exclude; budget:
-        most exact predictions to make; returns the number made."""
+        """Exclude candidates, and find the fastest of the others; it becomes the first entry of `best`. Return the
+        number of exact predictions made. alike: bool array over all candidates, True for those to exclude; budget:
+        maximum number of exact predictions."""
         before, self.budget = self.asked, budget
         self.pending[alike], self._left[alike], self._wanted = np.inf, False, 1
         self.best = [entry for entry in self.best if not alike[entry[1]]]
@@ -110,8 +111,9 @@ class Shortlist:
         return self.asked - before
 
     def _learn(self, index: int, exact: float) -> None:
-        """Scale the closed-form memory of all candidates with the same schedule and recompute as candidate `index`, so
-        that it agrees with the `exact` bytes of this one."""
+        """Correct the closed-form memory of similar candidates by one exact prediction: that of all candidates with the
+        same schedule and recompute is scaled by the same factor, so that candidate `index` gets `exact` bytes.
+        Candidates that are then too large are excluded."""
         alike = self._memory == self._memory[index]
         self._needed[alike] *= exact / self._needed[index]
         too_large = alike & self._left & (self._needed > self.room * DOUBT_ABOVE)
@@ -127,8 +129,8 @@ class Shortlist:
         return np.asarray(every.pipe * 64 + rounds)
 
     def accepts(self, layout: Layout) -> bool:
-        """Return True if training accepts the layout, or, for models and engines that can only be planned, if it is
-        feasible."""
+        """Return True if training accepts the layout. For models and engines that can only be planned, return True if
+        the layout is possible for the model."""
         problem = self.problem
         try:
             refuse(layout, problem.config, problem.batch, problem.sequence, planning=problem.only_planned)
@@ -164,8 +166,8 @@ class Shortlist:
         return int((self.pending < (best[-1].time.seconds if len(best) >= top else np.inf)).sum())
 
     def estimates(self, top: int) -> list[Estimate]:
-        """Return the estimates of the `top` fastest layouts; a layout that does not fit by the exact memory of all its
-        ranks is replaced by the next fastest."""
+        """Return the estimates of the `top` fastest layouts that fit by the exact memory of all their ranks. A layout
+        that does not is replaced by the next fastest."""
         found: dict[int, Estimate] = {}
         while True:
             fit: list[Estimate] = []
@@ -187,8 +189,8 @@ class Shortlist:
             self._decide()
 
     def _too_large(self, layout: Layout) -> float | None:
-        """Return the device bytes of a pipeline rank of the layout that exceed the usable memory; None if all ranks
-        fit."""
+        """Find a pipeline rank of the layout that needs more than the usable memory; return its bytes on a device, None
+        if all ranks fit."""
         layout = layout.with_(precision=self.problem.precision)
         sizes = (memory_of(self.problem, layout, rank).device_bytes for rank in distinct_ranks(self.problem, layout))
         return next((size for size in sizes if size > self.room), None)

@@ -85,9 +85,9 @@ def _best(result: SearchResult, width: int) -> Iterator[str]:
 
 
 def best_cells(result: SearchResult, unit: Unit) -> list[tuple[str, ...]]:
-    """Return, for each of a search's best layouts, the cells of a table: layout, seconds of a step, its low and high
-    bound, tokens/s/device, MFU, memory in `unit`, and text on why it is slower than the first, followed by "tight" if
-    little memory stays free."""
+    """Return one table row per best layout of a search: layout, seconds of a step, their low and high bound,
+    tokens/s/device, MFU, memory in `unit`, remark. The remark says why the layout is slower than the first, and ends
+    with "tight" if little memory stays free."""
     return [
         (
             str(one.layout), f"{one.time.seconds:.4g}", f"{one.time.low:.4g}", f"{one.time.high:.4g}",
@@ -147,15 +147,16 @@ def nearest_line(nearest: Nearest) -> str:
 
 
 def undecided_text(result: SearchResult) -> str:
-    """Format a note on the number of layouts that may be better but were not predicted exactly, as the search reached
-    its limit."""
+    """Format a note on the layouts that may be better but were not predicted exactly, because the search reached its
+    limit: how many they are."""
     what = "better than the last one listed" if result.best else "small enough"
     return f"stopped after {MOST_PRICED} exact prices: {result.undecided:,} more layouts may be {what}"
 
 
 def recipe_text(recipe_estimate: Estimate | str, best: Estimate | None) -> str:
-    """Format the cost of the layout that a recipe names, relative to the best layout; or the reason why it cannot run,
-    if `recipe_estimate` is this reason as text."""
+    """Format the predicted cost of the layout that a recipe names, relative to the best layout. recipe_estimate:
+    estimate of the recipe's layout; or text with the reason why it cannot run, which is then printed. best: estimate of
+    the best layout; None: no layout fits."""
     if isinstance(recipe_estimate, str):
         return f"the recipe's own layout: {recipe_estimate}"
     fits = "" if recipe_estimate.fits else ", which does not fit"
@@ -218,8 +219,9 @@ def communication_text(estimate: Estimate) -> str:
 
 
 def usage_text(best: Sequence[Estimate], width: int = WIDE) -> str:
-    """Format the recipe keys of the first of the best estimates (unless it cannot be trained) and the legend of the
-    layout notation of all. width: characters of a line."""
+    """Format instructions below a plan: the recipe keys with which the first of the best layouts is trained (left out
+    if it cannot be trained), then the legend of the layout notation. best: estimates, fastest first. width: characters
+    of a line."""
     keys = [] if best[0].problem.only_planned else recipe_block(best[0]).splitlines()
     block = ["recipe keys:", *(f"  {line}" for line in keys)] if keys else []
     legend = "; ".join(f"{part} {meaning}" for part, meaning in notation_legend(one.layout for one in best))
@@ -249,8 +251,8 @@ def _bill(estimate: Estimate, unit: Unit) -> Iterator[tuple[str, str, str]]:
 
 
 def ledger_text(memory: RankMemory, width: int = WIDE) -> str:
-    """Format every tensor of a rank at its memory peak as a table, equal tensors of several layers in one line. width:
-    characters of a line, to which columns are dropped."""
+    """Format every tensor of a rank at its memory peak as a table; equal tensors of several layers share a line.
+    memory: memory of the rank. width: maximum characters of a line; columns that do not fit are dropped."""
     unit = Unit.of(memory.peak_bytes)
     rows = tensor_rows(merge_layers(memory.items), unit)
     title = f"pipeline rank {memory.pp_rank} at {memory.peak_snapshot}: {unit.format(memory.peak_bytes)} of tensors"
@@ -291,8 +293,8 @@ def calibrated_text(runs: Sequence[RunFigures], calibration: Calibration, path: 
 
 
 def explain_text(layout: Layout, pp_rank: int, rows: Sequence[OperationTime], width: int = WIDE, most: int = 24) -> str:
-    """Format the `most` longest operations of a micro-batch on pipeline rank `pp_rank` as a table. rows: all
-    operations, longest first; width: characters of a line, to which columns are dropped."""
+    """Format the `most` longest operations of a micro-batch on pipeline rank `pp_rank` as a table. layout: the layout.
+    rows: all operations, longest first. width: maximum characters of a line; columns that do not fit are dropped."""
     head = ("operation", "phase", "count", "shape", "GFLOP", "MB", "FLOP/byte", "bound by", "ms", "share")
     shown = [
         (
