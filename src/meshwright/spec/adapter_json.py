@@ -77,9 +77,9 @@ def find_base_directory(directory: Path) -> Path | None:
 
 
 def check_initial_adapter(directory: str | Path, config: ModelConfig) -> None:
-    """Raise `UserError` unless the PEFT directory that `adapter.from` names, or the newest checkpoint of the run
-    directory that it names, holds an adapter with the settings and modules of that of `config`. Its values are not
-    read."""
+    """Check that a directory holds an adapter with the settings and modules of the adapter of `config`; raise
+    `UserError` if not. The values of the adapter are not read. directory: value of `adapter.from`: a PEFT directory, or
+    a run directory, whose newest checkpoint is checked."""
     place = Path(directory)
     if not (place / ADAPTER_CONFIG).is_file():
         found = sorted(place.glob(f"checkpoints/step-*/{ADAPTER_CONFIG}"))

@@ -23,7 +23,7 @@ ACTIVATIONS = {
 
 class Reader:
     """Typed access to the keys of a ``config.json`` object (`data`). defaults: {key: value if the key is missing}.
-    where: name of the configuration, which errors give together with the key."""
+    where: name of the configuration; error messages contain it and the key."""
 
     def __init__(self, data: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> None:
         """Wrap a ``config.json`` object (`data`). `defaults`: the family's values of missing keys; `where`: name of the
@@ -48,8 +48,7 @@ class Reader:
 
     def integer(self, limit: str, keys: Iterable[str], default: int | None = None) -> int:
         """Return the integer under the first of the synonyms ``keys`` that is present, else `default` (None: the key is
-        required). ``UserError`` unless it is at least 1 and at most the number that `meshwright.limits` defines under
-        the name `limit`."""
+        required). ``UserError`` if it is below 1 or above a limit. limit: name of this limit in `meshwright.limits`."""
         key, value = self.get(keys, default)
         if value is None:
             value = default

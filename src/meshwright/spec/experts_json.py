@@ -99,10 +99,9 @@ def _read_groups(read: Reader, keys: Experts) -> dict[str, int]:
 
 
 def _read_dense_layers(read: Reader, layers: int) -> tuple[int, ...]:
-    """Return the indices of the layers with a dense MLP: those in ``mlp_only_layers``, and those whose number, counted
-    from 1, is not a multiple of ``decoder_sparse_step``. read: typed access to the ``config.json``. layers: number of
-    layers.
-    """
+    """Return the indices of the layers with a dense MLP. These are the layers in ``mlp_only_layers``, and those whose
+    number, counted from 1, is not a multiple of ``decoder_sparse_step``. read: typed access to the ``config.json``.
+    layers: number of layers."""
     step = read.integer("layers", ("decoder_sparse_step",), 1)
     _, listed = read.get(("mlp_only_layers",))
     dense = _parse_layer_indices(read, "mlp_only_layers", listed or [])

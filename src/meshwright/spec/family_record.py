@@ -28,17 +28,16 @@ class Windows:
     """Rule by which the ``config.json`` of a family says which layers have a sliding window.
 
     Attributes:
-        layers: Layers with a window if the key ``layer_types`` is missing: "all"; "late": from ``max_window_layers``
-            on; "early": every other layer before ``max_window_layers``; "periodic": all but every ``period``-th;
-            "unrotated": those without rotary positions, by default every ``period``-th; "rotated": those with rotary
-            positions.
+        layers: Layers with a window if the key ``layer_types`` is missing or not read: "all"; "late": from
+            ``max_window_layers`` on; "early": every other layer before ``max_window_layers``; "periodic": all but every
+            ``period``-th; "unrotated": those without rotary positions, by default every ``period``-th; "rotated": those
+            with rotary positions.
         period, period_key: Period of the pattern of layers, and the key that overrides it.
         switch: True if layers have a window only where ``use_sliding_window`` is true.
-        listed: True if ``layer_types`` may list the layers; if not, transformers ignores that key, and all layers or
-            none have a window.
+        listed: True if ``layer_types``, when present, lists the layers with a window. False if the family does not read
+            that key, as in transformers.
         chunked: True if windows are chunks: the key ``attention_chunk_size`` has their size, and ``layer_types`` calls
-            them ``chunked_attention``.
-    """
+            them ``chunked_attention``."""
 
     layers: Literal["all", "late", "early", "periodic", "unrotated", "rotated"]
     period: int = 1
