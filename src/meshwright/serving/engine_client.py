@@ -56,13 +56,12 @@ class EngineClient(Protocol):
         """JSON object that describes the engine (layout, dtype, instruction set, KV blocks ...), shown in `/props`."""
 
     def admit(self, requests: Sequence[Request], ticket: Ticket) -> Refusal | None:
-        """Check whether the queue has room for all of `requests`; return None if so, else the refusal. This call queues
-        nothing; the caller must `submit` the requests before its next await, as other requests could take the room
-        meanwhile.
+        """Check whether the queue has room for all of `requests`; return None if so, else the refusal. Nothing is
+        queued by this call. The caller must `submit` the requests before its next await, because other requests could
+        take the room meanwhile.
 
         ticket: identity of the HTTP request, by which its retry is recognised. With empty `requests`, the result is the
-        refusal that even the shortest request with this ticket would get, or None.
-        """
+        refusal that even the shortest request with this ticket would get, or None."""
 
     def submit(self, request: Request) -> AsyncIterator[Output]:
         """Queue a request at once and return the iterator over its outputs. The iterator ends after the output with a

@@ -94,12 +94,12 @@ class Generation:
 class Answer:
     """Builder of the `Generation` of one request from the engine's outputs.
 
-    prompts: tokenizer. generation: object to fill. request: request that the engine runs. wanted: limit on new tokens
-    that the caller set; that of `request` is lower if the model has too few positions left. stop: stop strings.
+    prompts: tokenizer. generation: object to fill. request: request that the engine runs. wanted: maximum number of new
+    tokens that the caller asked for; the limit in `request` is lower if the model has too few positions left. stop:
+    stop strings.
 
     Attributes:
-        generation: Text, token IDs and times so far.
-    """
+        generation: Text, token IDs and times so far."""
 
     def __init__(self, prompts: Prompts, generation: Generation, request: Request, wanted: int, stop: StopRule) -> None:
         """Start with no output; arguments: see the class."""

@@ -42,12 +42,11 @@ Float32 = npt.NDArray[np.float32]
 
 @dataclass(slots=True)
 class Segment:
-    """Consecutive kernel operations of a model, up to index `end` (exclusive) in its list, and the tensor-parallel
-    all-reduce that follows them.
+    """Consecutive kernel operations of a model, and the tensor-parallel all-reduce that follows them.
 
-    partial: buffer [T, H] that is all-reduced over tp; None: no all-reduce. bias: [H], added to the sum; None: 0.
-    residual: buffer [T, H] to which the result is added; None: the result is written to `partial`.
-    """
+    end: exclusive end index of the operations in the model's list. partial: buffer [T, H] that is all-reduced over tp,
+    for a budget of T tokens and hidden size H; None: no all-reduce. bias: [H], added to the sum; None: 0. residual:
+    buffer [T, H] to which the result is added; None: the result is written to `partial`."""
 
     end: int
     partial: Float32 | None = None
@@ -102,25 +101,25 @@ class Lowering:
         self._model = Transformer(self.config, axes=axes, device="meta", stages=[self._stage])
         self._names = {id(module): name for name, module in self._model.named_modules()}
         self._rotations: dict[Rotation | Temperature | None, Any] = {None: (None, None)}
-        for turn in map(self._find_turn, self._stage.layers):
-            if turn is not None and turn not in self._rotations:
-                self._rotations[turn] = self._make_rotation(turn)
+        for rotation in map(self._find_rotation, self._stage.layers):
+            if rotation is not None and rotation not in self._rotations:
+                self._rotations[rotation] = self._make_rotation(rotation)
         self.states = self._memory.get_buffer("states", self.config.hidden)
         self.logits: Float32 | None = None
         with reserve_pool([each for pair in self._caches for each in pair if limits.resident]):
             self._lower_stage()  # reads and packs the weights meanwhile
         kernels.end_packing()
 
-    def _find_turn(self, layer: int) -> Rotation | Temperature | None:
-        """Return the rotary embedding of the layer with index `layer`, or the temperature of its queries; None: it has
-        neither."""
+    def _find_rotation(self, layer: int) -> Rotation | Temperature | None:
+        """Return the rotary embedding of the layer with index `layer`; for a layer that scales its queries by a
+        position-dependent temperature instead, return this temperature. None: the layer has neither."""
         return self.config.layer_rotation(layer) or self.config.layer_temperature(layer)
 
-    def _make_rotation(self, turn: Rotation | Temperature) -> tuple[Float32, Float32]:
-        """Return (cosines, sines) [positions, pairs of features] of a rotary embedding; of a temperature, its factors
-        in place of cosines, and zeros."""
+    def _make_rotation(self, rotation: Rotation | Temperature) -> tuple[Float32, Float32]:
+        """Return (cosines, sines) by position, each [positions, pairs of features], for a rotary embedding. A
+        temperature is expressed in the same form: its factors take the place of the cosines, and the sines are 0."""
         length, size = self._limits.max_length, self.config.rotary_dim
-        table = make_table(turn, torch.float32, None).look_up(None, 0, length, torch.device("cpu"))
+        table = make_table(rotation, torch.float32, None).look_up(None, 0, length, torch.device("cpu"))
         cosine, sine = table[0][0, 0], table[0][0, 0] * 0 if table[1] is None else table[1][0, 0]
         cosine, sine = (each.expand(-1, size // 2) if each.shape[1] == 1 else each for each in (cosine, sine))
         pair = (cosine, sine) if self.config.latent else pad_pairs((cosine, sine), self.config.head_dim)
@@ -186,10 +185,10 @@ class Lowering:
                 self.ops.append(op.Norm(part, part, weight, None, config.norm_epsilon))
             q_norm = k_norm = None
         table, place = self._tables.layers[layer]
-        cache, turn = op.LayerCache(*self._caches[place], size, table), self._find_turn(layer)
-        if config.rotated_norm and isinstance(turn, Rotation):  # a rotation does not change the root mean square
+        cache, rotation = op.LayerCache(*self._caches[place], size, table), self._find_rotation(layer)
+        if config.rotated_norm and isinstance(rotation, Rotation):  # a rotation does not change the root mean square
             q_norm = k_norm = np.ones(size, np.float32)
-        (cosine, sine), alone = self._rotations[turn], isinstance(turn, Temperature)
+        (cosine, sine), alone = self._rotations[rotation], isinstance(rotation, Temperature)
         self.ops.append(op.RopeStore(qkv, cache, heads, cosine, sine, q_norm, k_norm, config.norm_epsilon, alone))
         out, window = self._memory.get_buffer("attention", heads * size), config.layer_window(layer) or 0
         softcap, sinks = config.attention_softcap or 0.0, self._read_optional(attention, "sinks")
@@ -204,7 +203,7 @@ class Lowering:
         queries = None if attention.query_up is None else self._memory.get_buffer("queries", heads * attention.size)
         both, plain = self._read_matrix(attention.latent_up).reshape(heads, -1, latent.rank), attention.plain
         ups = [self._memory.pack(each) for each in (both[:, :plain].swapaxes(1, 2), both[:, plain:])]
-        cosine, sine = self._rotations[self._find_turn(layer)]
+        cosine, sine = self._rotations[self._find_rotation(layer)]
         out = self._memory.get_buffer("attention", heads * latent.value_dim)
         self.ops.append(
             op.LatentAttention(

@@ -67,8 +67,10 @@ class NativeRunner:
         return np.concatenate(list(slices_PRV), axis=1)[:, : self.config.vocabulary]  # without vocabulary padding
 
     def _sum_over_ranks(self, segment: Segment, partial_TH: npt.NDArray[np.float32]) -> None:
-        """All-reduce `partial_TH` [T, H] over the tensor-parallel ranks, summed in rank order, and add the segment's
-        bias. The result is added to the segment's residual, or written back to `partial_TH` if it has none."""
+        """All-reduce `partial_TH` over the tensor-parallel ranks, summed in rank order, and add the bias of `segment`.
+        The result is added to the segment's residual; if it has none, the result overwrites `partial_TH`.
+
+        partial_TH: this rank's partial result, [T, H] for T tokens of hidden size H."""
         first_TH, *others = self._all_gather(partial_TH, SUM_SITE)
         for part_TH in others:
             first_TH += part_TH
