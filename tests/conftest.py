@@ -31,8 +31,8 @@ sys.dont_write_bytecode = False
 # Collections while modules are imported and tests collected would free nothing, for half a minute of processor time.
 gc.disable()
 
-# Nearly all ranks in tests compute a model, some compile it, and their cases are in modules that import pytest: the fork
-# server loads their imports once. It forks commands, too.
+# Nearly all ranks in tests compute a model, some compile it, and their cases are in modules that import pytest: the
+# fork server loads their imports once. It forks commands, too.
 local._SERVER_CODE = local._SERVER_CODE.replace(
     "; serve(",
     "; import meshwright.training.loop, meshwright.verification.ranks; "
@@ -52,8 +52,10 @@ def exhaustive(*values: object) -> list[Any]:
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage from now on, without looking through what the tests consist of."""
+    """Collect garbage from now on, without looking through what the tests consist of, and seldom: modules that tests
+    import later are looked through each time."""
     gc.freeze()
+    gc.set_threshold(10_000)
     gc.enable()
 
 

@@ -304,7 +304,8 @@ def test_invalid_toml_is_refused_from_python_too():
 def test_contradiction_caused_by_override_names_override_and_file(tiny_recipe: Path):
     tiny_recipe.write_text(tiny_recipe.read_text().replace("steps = 4", "steps = 40\nwarmup = 5"))
     line = refusal(tiny_recipe, "model.layers=3", "train.steps=3")
-    assert line == f'{tiny_recipe} with override "train.steps=3": train: warmup = 5 is more than steps = 3'
+    more = "train: warmup = 5 is more than steps = 3; set train.warmup=0, or up to 3"
+    assert line == f'{tiny_recipe} with override "train.steps=3": {more}'
     line = refusal(tiny_recipe, "train.validate_every=2", "data.validation_fraction=0")
     assert line.startswith(f'{tiny_recipe} with overrides "train.validate_every=2", "data.validation_fraction=0": ')
     tiny_recipe.write_text(tiny_recipe.read_text().replace("warmup = 5", "warmup = 50"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable
 from inspect import Parameter, signature
+from pathlib import Path
 
 from meshwright.errors import UserError
 
@@ -154,6 +155,13 @@ def unknown(kind: str, word: str, known: Iterable[str], listed: str = "") -> str
     like = [name for name in difflib.get_close_matches(word.lower(), known, n=5, cutoff=0.4) if name != close]
     others = f"; similar: {', '.join(like)}" if like else ""
     return f'unknown {kind} "{word}"{suggestion} ({len(known)} are known{others}{f"; {listed}" if listed else ""})'
+
+
+def list_other_steps(path: Path) -> str:
+    """Return a clause that ends the error message about a missing path: the checkpoints beside it, such as
+    "; checkpoints there: step-000200, step-000300", if `path` is named like one; else the empty string."""
+    others = sorted(one.name for one in path.parent.glob("step-*")) if path.name.startswith("step-") else []
+    return f"; checkpoints there: {', '.join(others)}" if others else ""
 
 
 def check_options(function: Callable[..., object], given: Iterable[str], options: type) -> None:

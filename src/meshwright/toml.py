@@ -7,7 +7,6 @@ import re
 import tomllib
 from collections.abc import Mapping
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +32,10 @@ def read_toml(path: Path, kind: str) -> dict[str, Any]:
 
 
 @cache
-def read_packaged_toml(package: str, name: str) -> Mapping[str, Any]:
-    """Return the tables of a TOML file of the package itself; cached. package: such as "meshwright.planner.cost"; name:
-    name of the file in it."""
-    return tomllib.loads(resources.files(package).joinpath(name).read_text(encoding="utf-8"))
+def read_packaged_toml(name: str) -> Mapping[str, Any]:
+    """Return the tables of a TOML file of the package itself; cached. name: its path in the package, such as
+    "planner/cost/rates.toml"."""
+    return tomllib.loads(Path(__file__).parent.joinpath(name).read_text(encoding="utf-8"))
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from meshwright.comm.measure_program import combine_answers, measure
 from meshwright.comm.programs import Executable
 from meshwright.errors import CheckFailed, RankLost, UserError
 from meshwright.program.check_collective import CheckedCollective, check_collective
+from tests.conftest import exhaustive
 
 EVERY = [(operation, algorithm) for operation, named in ALGORITHMS.items() for algorithm in named]
 
@@ -105,7 +106,7 @@ def run_in_small_segments(cases: list[tuple[str, str, int, int, str]]) -> int:
         cutting.SEGMENT_BYTES, cutting.CHUNK_BYTES = usual
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+@pytest.mark.parametrize("ranks", [2, 3, 4, *exhaustive(5)])
 def test_every_algorithm_of_the_library_is_exact(ranks: int):
     cases = [(*which, 0, 840 * ranks, "int64") for which in EVERY]
     uneven = [(*which, ranks - 1, 13 * ranks, "bfloat16") for which in EVERY]

@@ -312,6 +312,8 @@ def test_find_checkpoint_accepts_every_kind_of_directory(checkpoint, tmp_path):
     assert find_checkpoint(checkpoint) == checkpoint
     assert find_checkpoint(tmp_path / "run") == find_checkpoint(directory) == directory / "step-000002"
     assert find_checkpoint(directory / "step-000001") == directory / "step-000001"
+    with pytest.raises(UserError, match="no such directory; checkpoints there: step-000001, step-000002$"):
+        find_checkpoint(directory / "step-000003")
 
     for file in ("model.safetensors", "training/rank-00000-of-00001.safetensors"):  # the second is not read
         cases.flip_bit(directory / "step-000002" / file)

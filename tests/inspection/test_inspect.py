@@ -209,6 +209,8 @@ class TestDamage:
         (tmp_path / "model.safetensors").write_text("a text that somebody renamed")
         assert "not a safetensors file" in self.refused(tmp_path / "model.safetensors")
         assert "no such file or directory" in self.refused(tmp_path / "model" / "nowhere")
+        (tmp_path / "step-000100").mkdir()
+        assert "no such file or directory; checkpoints there: step-000100" in self.refused(tmp_path / "step-000300")
 
     def test_a_pickle_that_would_run_code_is_not_run(self, tmp_path: Path):
         ran = tmp_path / "ran"

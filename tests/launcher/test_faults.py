@@ -41,7 +41,7 @@ def wait_until(condition: Callable[[], bool], running: ForkedCommand) -> None:
     while not condition():
         assert running.poll() is None, running.communicate()
         assert time.monotonic() < deadline
-        time.sleep(0.005)
+        time.sleep(0.02)
 
 
 def last_step(place: Path) -> int:

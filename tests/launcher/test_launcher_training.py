@@ -78,7 +78,7 @@ def kill_rank(running: ForkedCommand, directory: Path, rank: int, when: Callable
     while not when():
         assert running.poll() is None, running.communicate()
         assert time.monotonic() < deadline
-        time.sleep(0.0005)
+        time.sleep(0.002)
     process = json.loads((directory / "run/ranks.json").read_text())[str(rank)]
     os.kill(process, signal.SIGKILL)
     return process

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
 from meshwright.comm.local import LocalRanks
-from meshwright.spec.config import ModelConfig
 from meshwright.spec.presets import preset
 from tests.conftest import exhaustive
 
@@ -34,6 +33,15 @@ CONFIGS = {
 COMPARE = "tests.model.expert_parallel_cases:compare"
 
 
+def pair(layouts: Sequence[str], more: Sequence[str] = ()) -> list[Any]:
+    """Return each layout with two models, other ones than the layout before it, and exhaustively with all. `more`:
+    layouts that are exhaustive with every model."""
+    names = [*CONFIGS]
+    chosen = [(names[(at + further) % len(names)], layout) for at, layout in enumerate(layouts) for further in (0, 2)]
+    every = [(name, layout) for layout in (*layouts, *more) for name in names]
+    return [*chosen, *exhaustive(*(each for each in every if each not in chosen))]
+
+
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[LocalRanks]:
     with LocalRanks(4) as local:
@@ -45,9 +53,9 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS[1::2], *exhaustive(*LAYOUTS[::2])])
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_four_ranks_match_one_device(ranks: LocalRanks, config: ModelConfig, layout: str):
+@pytest.mark.parametrize(("name", "layout"), pair(LAYOUTS[1::2], LAYOUTS[::2]))
+def test_four_ranks_match_one_device(ranks: LocalRanks, name: str, layout: str):
+    config = CONFIGS[name]
     if "ep4" in layout:
         config = dataclasses.replace(config, experts=8)
     for found in ranks.run(COMPARE, layout, config):
@@ -55,10 +63,11 @@ def test_four_ranks_match_one_device(ranks: LocalRanks, config: ModelConfig, lay
         assert found["rows with gradients"] > 0
 
 
-@pytest.mark.parametrize("layout", ["dp4 ep2:etp2", "dp2 tp2 ep4", "tp4:nosp ep2 ac:full", "dp4 ep4 ac:selective"])
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_ranks_whose_experts_get_no_tokens_have_zero_gradients(ranks: LocalRanks, config: ModelConfig, layout: str):
-    config = dataclasses.replace(config, experts=8)
+@pytest.mark.parametrize(
+    ("name", "layout"), pair(["dp4 ep2:etp2", "dp2 tp2 ep4", "tp4:nosp ep2 ac:full", "dp4 ep4 ac:selective"])
+)
+def test_ranks_whose_experts_get_no_tokens_have_zero_gradients(ranks: LocalRanks, name: str, layout: str):
+    config = dataclasses.replace(CONFIGS[name], experts=8)
     found = ranks.run(COMPARE, layout, config, True)
     assert max(each["worst"] for each in found) < 1e-10
     assert any(each["rows with gradients"] == 0 for each in found), "no rank without tokens"

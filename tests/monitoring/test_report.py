@@ -127,7 +127,7 @@ def test_report_compares_predicted_and_measured(tmp_path):
     for row in (
         "<th>seconds of a step</th><td>0.5 (0.4 to 0.7)</td><td>0.6</td>",
         "<th>tensors of rank 0: parameters</th><td>4 KiB</td><td>4 KiB</td>",
-        "<th>tensors of rank 0: unexplained</th><td>–</td><td>4 bytes</td>",
+        "<th>process memory of rank 0: unexplained</th><td>–</td><td>4 bytes</td>",
         "<th>sent a step by rank 0: data</th><td>1.18 MiB</td><td>1.18 MiB</td>",
         "<td>compute 0.5</td><td>forward 0.2</td>",
         "<th>seconds of a step: waiting</th><td>0.125</td><td>–</td>",

@@ -15,6 +15,7 @@ from meshwright.model.documents import Documents
 from meshwright.model.tiled_attention import ScoreSettings
 from meshwright.parallel.context import list_local_positions, shard_sequences
 from meshwright.parallel.ring_spans import list_spans
+from tests.conftest import exhaustive
 from tests.parallel import context_cases as cases
 
 # rows, tokens, query heads, key-value heads, head size; documents; window; queries of a tile
@@ -160,7 +161,7 @@ FLASH: list[cases.Case] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", [2, 4, pytest.param(3, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("ranks", [4, *exhaustive(2, 3)])
 def test_ring_of_flash_kernels_with_documents_and_windows_matches_dense_masks(ranks):
     with LocalRanks(ranks) as started:
         for worst in started.run(cases.flash_errors, FLASH, torch.float64):

@@ -24,6 +24,7 @@ from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.verification.problem import Problem, scale_down_config
 from tests.batches import make_batch, share_of
+from tests.conftest import exhaustive
 from tests.parallel.stage_cases import tensors_of
 
 LLAMA = scale_down_config(preset("llama-3-8b"), tp=4)  # 4 heads, 2 key-value heads, vocabulary 499
@@ -186,8 +187,14 @@ def test_recomputation_repeats_gathers_and_full_also_a_reduction(four, layout, m
     assert made == LLAMA.layers * (8 + more)
 
 
-@pytest.mark.parametrize("name", ["llama", "one key-value head", "qwen3", "gpt2"])
-@pytest.mark.parametrize("layout", ["tp4", "tp4:nosp"])
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        *(("tp4", name) for name in ("llama", "one key-value head", "qwen3", "gpt2")),
+        ("tp4:nosp", "one key-value head"),
+        *exhaustive(*(("tp4:nosp", name) for name in ("llama", "qwen3", "gpt2"))),
+    ],
+)
 def test_partial_gradients_are_reduced_once_a_step(four, name, layout):
     config = CONFIGS[name]
     table, parsed = parameter_table(config), Layout.parse(layout)

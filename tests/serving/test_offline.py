@@ -11,22 +11,25 @@ import pytest
 from meshwright.comm.local import LocalRanks
 from meshwright.spec.config_json import config_from_path
 from meshwright.spec.refuse import serving_layout
+from tests.conftest import exhaustive
 from tests.serving import offline_cases as cases
 from tests.serving.small_models import NEEDS_COMPILER, small_config, write_model
 
 # Windows and grouped heads; learned positions, biases and a tied head; experts with a shared one; experts without.
 CASES = [
-    *(("mistral-tiny", layout) for layout in ("tp2 pp2", "tp4")),
+    ("mistral-tiny", "tp4"),
     ("deepseek-v3-tiny", "tp2 pp2"),
     ("qwen2-tiny", "pp2 dp2"),  # windows in some layers
-    *(("gpt2-tiny", layout) for layout in ("tp2 pp2", "tp4")),
+    ("gpt2-tiny", "tp2 pp2"),
     ("qwen2-moe-tiny", "tp2 pp2"),
-    *(pytest.param("qwen2-moe-tiny", layout, marks=NEEDS_COMPILER) for layout in ("tp4 ep4", "tp4 ep2")),
+    pytest.param("qwen2-moe-tiny", "tp4 ep2", marks=NEEDS_COMPILER),
     pytest.param("mixtral-tiny", "tp2 pp2 ep2", marks=NEEDS_COMPILER),
     ("gpt-oss-tiny", "tp2 pp2"),  # each rank adds a slice of the experts' biases
     pytest.param("gpt-oss-tiny", "tp2 pp2 ep2", marks=NEEDS_COMPILER),
     ("llama4-tiny", "tp2 pp2"),
     pytest.param("deepseek-v3-tiny", "tp2 pp2 ep2", marks=NEEDS_COMPILER),
+    *exhaustive(("mistral-tiny", "tp2 pp2"), ("gpt2-tiny", "tp4")),
+    pytest.param("qwen2-moe-tiny", "tp4 ep4", marks=[NEEDS_COMPILER, pytest.mark.exhaustive]),
 ]
 Run = tuple[Path, dict[str, Any]]
 

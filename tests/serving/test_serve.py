@@ -28,6 +28,7 @@ from meshwright.planner.serving.torch_ledger import torch_ledger
 from meshwright.serving import serve as serve_module
 from meshwright.spec.config_json import config_from_path
 from tests.conftest import exhaustive
+from tests.forked_commands import ForkedCommand
 
 GREEDY = {"prompt": "Once upon a time", "max_tokens": 60, "temperature": 0}
 DRAWN = {"prompt": "The big dog", "max_tokens": 100, "temperature": 0.8, "seed": 7, "ignore_eos": True, "logprobs": 1}
@@ -139,9 +140,9 @@ def test_externally_started_ranks_serve(layout: str, ranks: int, stories: Path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     places = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": "2"}
-    command = [sys.executable, "-m", "meshwright", "serve", str(stories), "--layout", layout]
+    command = ["-m", "meshwright", "serve", str(stories), "--layout", layout]
     others = [
-        subprocess.Popen(command, env=os.environ | places | {"RANK": str(rank), "LOCAL_RANK": str(rank % 2)})
+        ForkedCommand(command, Path.cwd(), os.environ | places | {"RANK": str(rank), "LOCAL_RANK": str(rank % 2)})
         for rank in range(1, ranks)
     ]
     try:
@@ -156,7 +157,6 @@ def test_externally_started_ranks_serve(layout: str, ranks: int, stories: Path):
     finally:
         for other in others:
             other.kill()
-            other.wait()
 
 
 def test_errors_before_a_rank_starts(stories: Path, tmp_path: Path, command_line: Callable[..., Any]):

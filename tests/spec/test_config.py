@@ -332,6 +332,9 @@ def test_a_file_is_read_from_its_directory_too(tmp_path):
 
 def test_invalid_config_files_are_named(tmp_path):
     file = tmp_path / "config.json"
+    (tmp_path / "checkpoints/step-000100").mkdir(parents=True)
+    with pytest.raises(UserError, match="step-000300: no such file; checkpoints there: step-000100$"):
+        config_from_path(tmp_path / "checkpoints/step-000300")
     with pytest.raises(UserError, match=r"config\.json: no such file"):
         config_from_path(tmp_path)
     file.write_text('{"model_type": ')

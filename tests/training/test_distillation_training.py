@@ -468,7 +468,7 @@ def test_on_policy_step_trains_on_samples_of_the_current_student(home: Path):
             with torch.no_grad():
                 logits = model(torch.tensor([text])).logits[0, -1]
             sums = torch.softmax(logits / 0.8, dim=0).cumsum(0)
-            text.append(int((sums <= uniform[len(text) - 1] * sums[-1]).sum()))
+            text.append(0 if ended else int((sums <= uniform[len(text) - 1] * sums[-1]).sum()))
             assert int(targets[row, len(text) - 2]) == (-100 if ended else text[-1])
             ended, drawn = ended or text[-1] == 256, drawn + 1
         assert tokens[row].tolist() == text[:-1]
@@ -480,7 +480,7 @@ def test_sequences_without_targets_are_not_continued(home: Path):
     tokens_BS, targets_BS, documents = task.load_step(0)[0]
     targets_BS[1] = -100
     (units,) = task.parallel.prefetchers.values()
-    sampler = Sampler(task.model, units, task.mesh.device, ends=(256,), temperature=1.0, seed=recipe.run.seed)
+    sampler = Sampler(task.model, units, task.mesh, ends=(256,), temperature=1.0, seed=recipe.run.seed)
     prompts = find_prompts((tokens_BS, targets_BS, documents), None)
     tokens, targets, _ = sampler.sample((tokens_BS, targets_BS, documents), prompts, 0, np.arange(len(tokens_BS)))
     assert torch.equal(tokens[1], tokens_BS[1]) and targets[1].eq(-100).all() and not targets[0].eq(-100).all()
@@ -523,7 +523,11 @@ def test_logits_of_sampling_are_those_of_whole_sequences(name: str):
     model = Transformer(config, dtype=torch.float64).requires_grad_(False)
     initialise(model, parameter_table(config), seed=0)
     tokens, cache = torch.randint(2048, (2, 13), generator=torch.Generator().manual_seed(1)), _DenseCache(config, 2, 13)
-    parts = [model.output_logits(model.hidden(token, cache=cache)) for token in tokens.split(1, dim=1)]
+    parts = []
+    for first, stop in ((0, 6), (6, 7), (7, 9), *((place, place + 1) for place in range(9, 13))):
+        places, part = torch.arange(first, stop).expand(2, -1), tokens[:, first:stop]
+        cache.select(places)
+        parts.append(model.output_logits(model.hidden(part, cache=cache, positions=places)))
     torch.testing.assert_close(torch.cat(parts, dim=1), model.logits(tokens), rtol=0, atol=1e-10)
 
 

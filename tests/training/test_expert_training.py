@@ -69,7 +69,7 @@ def test_expert_parallel_checkpoint_loads_bitwise_on_every_layout(four, home):
     assert checkpoint is not None and verify_checkpoint(checkpoint) == []
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", *exhaustive("qwen3_moe")])
 def test_transformers_loads_expert_parallel_checkpoint_with_equal_validation_loss(four, home, family):
     from transformers import AutoModelForCausalLM
 

@@ -26,10 +26,9 @@ from meshwright.planner.hardware.machine_profile import (
     PROBE_VARIABLE,
     FailedMeasurement,
     HardwareProfileKey,
-    ProcessConstants,
-    ProcessKey,
     measurement_lock,
 )
+from meshwright.planner.hardware.process_constants import ProcessConstants, ProcessKey
 from meshwright.probe import communication
 from meshwright.probe import ranks as probe_ranks
 from meshwright.probe.points import MeasurementPlan
@@ -38,7 +37,7 @@ from meshwright.threads import count_available_cores
 from meshwright.toml import read_toml
 from meshwright.training import first_start
 from meshwright.training.automatic import search_fastest_layout
-from meshwright.training.first_start import find_hardware_profile, measure_first_start
+from meshwright.training.first_start import describe_missing, find_hardware_profile, measure_first_start
 from meshwright.training.prediction import find_training_cluster
 from meshwright.training.start import launch_recipe
 from meshwright.training.worker import train_as_rank
@@ -46,7 +45,7 @@ from tests.planner.calibration_cases import cluster_file
 from tests.training import training_cases as cases
 from tests.training.test_process_memory import CONSTANTS
 
-FAILED = "hardware measurement failed, so step time is not predicted: "
+FAILED = "hardware measurement failed: "
 DP2, TP2 = Layout.parse("dp2 bf16"), Layout.parse("tp2 bf16")
 
 
@@ -232,7 +231,10 @@ def test_failed_measurement_is_one_line_and_not_stored(asked: list[dict[str, Any
     assert len(asked) == 1 and "no room" in line
     failed = FailedMeasurement.read(profile_path())
     assert failed is not None and f"after {failed.path} is deleted, the next start measures again" in line
-    assert first_start.suggest_measurement("auto", profile_path()) in line
+    # The note about the missing prediction repeats neither the error nor the remedy.
+    assert (
+        describe_missing("no profile", "auto", profile_path()) == "no profile, since its measurement failed (see above)"
+    )
     failed.path.unlink()
     started(DP2)
     assert len(asked) == 2
@@ -246,7 +248,7 @@ def test_measurement_that_failed_on_a_busy_machine_is_repeated_on_an_idle_one(as
     assert started(DP2)[1].endswith(again)
     monkeypatch.setattr(probe_ranks, "probe", inner)
     assert started(DP2) == [f"{FAILED}more than 60 s (at an earlier start); {again}"]
-    assert asked == [] and first_start.suggest_measurement("auto", profile_path()) == again
+    assert asked == []
     started(DP2)
     assert len(asked) == 1 and find_hardware_profile(2, 1) is not None and busy == []
 
@@ -410,11 +412,12 @@ def test_rank_with_own_core_set_skips_measurement(asked, measured_memory, tmp_pa
 
 def test_advice_names_the_switch_in_force(monkeypatch: pytest.MonkeyPatch):
     path = profile_path()
-    assert first_start.suggest_measurement("auto", path) == "start once without --no-probe"
+    assert describe_missing("none", "auto", path) == "none; start once without --no-probe"
+    assert describe_missing("none", "auto", path, "run it") == "none; run it, or start once without --no-probe"
     monkeypatch.setattr(first_start, "runs_on_cpu", lambda device: device == "cpu")  # as with a GPU
-    assert first_start.suggest_measurement("auto", path) == "start once with run.device=cpu"
+    assert describe_missing("none", "auto", path) == "none; start once with run.device=cpu"
     monkeypatch.setenv(PROBE_VARIABLE, "0")
-    assert first_start.suggest_measurement("cpu", path) == "start once without MESHWRIGHT_PROBE=0"
+    assert describe_missing("none", "cpu", path) == "none; start once without MESHWRIGHT_PROBE=0"
 
 
 def test_short_measurement_prices_every_kind_of_step(monkeypatch: pytest.MonkeyPatch):

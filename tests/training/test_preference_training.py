@@ -28,6 +28,7 @@ from meshwright.spec.parameters import parameter_table
 from meshwright.training.loop import resolve_model_config
 from meshwright.training.reference import FILE, compute_weights_checksum
 from tests.adapters.adapter_cases import small, write_base
+from tests.conftest import exhaustive
 from tests.training import training_cases as cases
 
 TEMPLATE = (
@@ -122,7 +123,7 @@ def test_kto_raises_the_margin_of_held_out_responses_and_resumes(home: Path, lab
     assert again["error"] == "" and cases.trace(home / "kto resumed") == cases.trace(home / "kto")
 
 
-@pytest.mark.parametrize("layout", ["dp2 zero3 mb2", "tp2", "cp2", "pp2:zb-h1 mb4"])
+@pytest.mark.parametrize("layout", ["dp2 zero3 mb2", "pp2:zb-h1 mb4", *exhaustive("tp2", "cp2")])
 def test_layouts_match_steps_and_kl_of_one_device_in_kto(two: LocalRanks, home: Path, labelled: Any, layout: str):
     if not (home / "kto alone").exists():
         run(None, home, "kto alone", "dp1 fp32", data=labelled)

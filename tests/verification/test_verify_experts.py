@@ -39,7 +39,9 @@ MORE = [
 
 
 @pytest.mark.parametrize(("name", "layout"), [*SOME, *exhaustive(*MORE)])
-def test_mixture_on_several_ranks_matches_one_device(name: str, layout: str):
+def test_mixture_on_several_ranks_matches_one_device(name: str, layout: str, request: pytest.FixtureRequest):
+    if not preset(name).router_bias:  # as `first_case_alone` says
+        request.getfixturevalue("three_layers")
     document = run_verification(layout, model=name)
     assert document["passed"], document["failure"]
     assert document["worst"]["relative_error"] < 1e-12

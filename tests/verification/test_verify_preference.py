@@ -62,7 +62,7 @@ def test_other_preference_losses_and_experts_match_one_device(tiny_recipe: Path,
         assert run_verification(wanted, model=model)["passed"], model
 
 
-@pytest.mark.parametrize("layout", ["dp2 zero3 mb2 ac:full", "tp2 cp2 mb2", "dp2 cp2:ulysses pp2:zb-v mb4"])
+@pytest.mark.parametrize("layout", ["dp2 zero3 mb2 ac:full", "tp2 cp2 mb2", "cp2:ulysses pp2:zb-v mb4"])
 def test_kto_matches_one_device_and_its_predicted_bytes(tiny_recipe: Path, layout: str, two_layers: None):
     weights = ("train.desirable_weight=1.3", "train.undesirable_weight=0.8")
     document = verified(tiny_recipe, layout, "data.records=unpaired", *weights)

@@ -21,6 +21,7 @@ from meshwright.checkpoint.manifest import (
     read_manifest,
 )
 from meshwright.errors import UserError
+from meshwright.names import list_other_steps
 from meshwright.spec.adapter_json import ADAPTER_CONFIG
 from meshwright.untrusted import read_json
 
@@ -158,7 +159,8 @@ def find_checkpoint(
     """
     path, open_it = Path(path), open_model if check_hashes else _open_unverified
     if not path.is_dir():
-        raise UserError(f"{path}: {'is a file' if path.exists() else 'no such directory'}; {_WANTED}")
+        problem = "is a file" if path.exists() else "no such directory"
+        raise UserError(f"{path}: {problem}{list_other_steps(path) or f'; {_WANTED}'}")
     if (path / MANIFEST).exists() or parse_step(path.name) is not None:
         try:
             return open_it(path).path

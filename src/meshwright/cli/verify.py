@@ -83,7 +83,7 @@ def _format_summary(found: Verification) -> str:
     passed = sum(entry["passed"] for entry in layouts)
     lines = [
         f"{passed} of {len(layouts)} runs compute what one device computes ({found.dtype}, tolerance "
-        f"{found.tolerance:g}, {found.seconds:.0f} s)",
+        f"{found.tolerance:g}, {found.seconds:.0f} s after start-up)",
         f"worst relative error {worst['relative_error']:.1e} ({worst['name']}, {worst['layout']}); loss "
         f"{found.loss_error:.1e}, gradient norm {found.gradient_norm_error:.1e}",
     ]

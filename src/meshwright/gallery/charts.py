@@ -50,7 +50,12 @@ def draw_zero_memory() -> Markup:
     ]
     legend.add_legend(entries, 4, 880, 12)
     heading = "Model states of 7.5 billion parameters on each of 64 ranks (ZeRO paper, Figure 1)"
-    return stack_pictures([(heading, bars), ("", legend.to_svg(900, 20, "legend"))], heading, gap=0, left=4)
+    return stack_pictures(
+        [(heading, legend.to_svg(900, 24, "legend")), (f"{' + '.join(STATE_COLOURS)} = sum on each rank, in GB", bars)],
+        heading,
+        gap=0,
+        left=4,
+    )
 
 
 def draw_ring_all_reduce(ranks: int = 4) -> Markup:

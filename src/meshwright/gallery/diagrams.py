@@ -52,7 +52,7 @@ def draw_box(
         picture.add_text(x + width / 2, first + 16 * number, line, "middle", class_=kind)
 
 
-_TOP = 108  # y coordinate of the first box
+_TOP = 126  # y coordinate of the first box
 # Steps of a transformer layer, from top to bottom: text, second line, region it belongs to.
 _SHARDED, _SPLIT = "sequence", "tensor"
 _HALVES = (
@@ -73,7 +73,9 @@ def draw_tensor_sequence() -> Markup:
     entries = [("sequence-parallel region: a rank has s/t tokens, all h features", "green"),
                ("tensor-parallel region: a rank has all s tokens, 1/t of heads or features", "blue"),
                ("collective over the t ranks", "orange")]  # fmt: skip
-    picture.add_legend([(words, {"style": f"fill:{css_var(colour)}"}) for words, colour in entries], 14, 960, 44)
+    said = "b sequences of s tokens; h features per token, f inside the MLP. Forward runs downwards, backward upwards."
+    picture.add_text(14, 42, said, class_="dim")
+    picture.add_legend([(words, {"style": f"fill:{css_var(colour)}"}) for words, colour in entries], 14, 960, 62)
     halves = [(14, 0, "attention"), (500, 1, "MLP")]
     for left, number, name in halves:
         norm, *products = _HALVES[number]
@@ -85,7 +87,7 @@ def draw_tensor_sequence() -> Markup:
         )
         draw_arrow(picture, (middle, y - 20), (middle, y), "green")
         boxes: list[tuple[tuple[str, ...], str]] = [
-            ((norm, "s/t tokens; parameters replicated"), "green"),
+            ((norm, "s/t tokens; parameters on every rank"), "green"),
             (("all-gather over s", "backward: reduce-scatter"), "orange"),
             *((words, "blue") for words in products),
             (("reduce-scatter over s", "backward: all-gather"), "orange"),
@@ -124,21 +126,30 @@ def draw_layout_axes() -> Markup:
     on 16 ranks; ranks of one process group of the axis have the same colour."""
     layout = Layout.parse("dp2 tp2 cp2 pp2")
     meanings = {
-        "tp": "split a layer's matrices", "cp": "split a sequence", "dp": "split the batch", "pp": "split the layers",
+        "tp": "splits a layer's matrices", "cp": "splits each sequence", "dp": "splits the batch",
+        "pp": "splits the layers",
     }  # fmt: skip
     picture = Picture()
-    picture.add_text(14, 22, f"Layout {layout}: {layout.world_size} ranks, innermost axis first", class_="title")
-    said = "Ranks of one colour form a process group of the axis: they differ in that coordinate only."
     picture.add_text(
-        14, 42, said + f" A row is a pipeline stage of {layout.world_size // layout.pp} ranks.", class_="dim"
+        14,
+        22,
+        f"Process groups of the layout {layout}: the same {layout.world_size} ranks, once for each axis",
+        class_="title",
     )
+    lines = (
+        f"A box is a rank: its number, and below its coordinates {', '.join(AXES)} (innermost axis first). "
+        f"A line of {layout.world_size // layout.pp} boxes is a pipeline stage.",
+        "Ranks of one colour form a process group of the axis: they differ in the coordinate of that axis alone.",
+    )
+    for number, line in enumerate(lines):
+        picture.add_text(14, 42 + 17 * number, line, class_="dim")
     cell, a_row = 52, layout.world_size // layout.pp
     width = a_row * cell
     for number, axis in enumerate(AXES):
-        left, top = 14 + number % 2 * (width + 40), 64 + number // 2 * (layout.pp * cell + 44)
+        left, top = 14 + number % 2 * (width + 40), 80 + number // 2 * (layout.pp * cell + 44)
         picture.add_text(left, top + 12, f"{axis}{getattr(layout, axis)}", class_="strong")
         step = layout.groups(axis)[0][1] - layout.groups(axis)[0][0] if getattr(layout, axis) > 1 else 0
-        words = f"{meanings[axis]}; neighbours are {step} rank{'s' * (step > 1)} apart"
+        words = f"{meanings[axis]}; ranks of a group are {step} apart"
         picture.add_text(left + 36, top + 12, words, class_="dim")
         for group, ranks in enumerate(layout.groups(axis)):
             colour = GROUP_COLOURS[group % len(GROUP_COLOURS)]
@@ -148,11 +159,10 @@ def draw_layout_axes() -> Markup:
                 picture.add("rect", x=x + 1, y=y, width=cell - 4, height=cell - 4, rx=5, style=style)
                 picture.add_text(x + cell / 2 - 1, y + 20, str(rank), "middle", class_="strong")
                 place = layout.coordinates(rank)
-                words = "".join(str(place[one]) for one in AXES)
+                words = ",".join(str(place[one]) for one in AXES)
                 picture.add_text(x + cell / 2 - 1, y + 37, words, "middle", class_="dim small")
-    bottom = 64 + 2 * (layout.pp * cell + 44)
-    picture.add_text(14, bottom, f"Below a rank's number: its coordinates {', '.join(AXES)}.", class_="dim")
-    return picture.to_svg(28 + 2 * width + 40, bottom + 14, f"process groups of the layout {layout}", alone=True)
+    bottom = 80 + 2 * (layout.pp * cell + 44)
+    return picture.to_svg(28 + 2 * width + 40, bottom - 12, f"process groups of the layout {layout}", alone=True)
 
 
 def draw_data_flow() -> Markup:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from meshwright.errors import UserError
 from meshwright.inspection.dtypes import ELEMENT_TYPES
-from meshwright.names import nearest
+from meshwright.names import list_other_steps, nearest
 from meshwright.untrusted import parse_json, read_json
 
 LONGEST_HEADER = 100_000_000  # bytes, as in the safetensors library
@@ -229,7 +229,7 @@ def _find_model_files(path: Path) -> tuple[list[Path], dict[str, Path] | None]:
             raise UserError(f"{path}: not a model file; .safetensors, .bin, an index or a directory of these is needed")
         return [path], None
     if not path.is_dir():
-        raise UserError(f"{path}: no such file or directory")
+        raise UserError(f"{path}: no such file or directory{list_other_steps(path)}")
     names = sorted(os.listdir(path))
     for suffix, pattern in zip(INDEX_SUFFIXES, (".safetensors", ".bin"), strict=True):
         indexes = [path / name for name in names if name.endswith(suffix)]

@@ -99,8 +99,10 @@ def group_by_kv_head(x_BNSD: torch.Tensor, k_BKSD: torch.Tensor) -> torch.Tensor
     return x_BNSD.unflatten(1, (k_BKSD.shape[1], -1))
 
 
-def empty_bsnd(x_BNSD: torch.Tensor, size: int | None = None) -> torch.Tensor:
+def empty_bsnd(x_BNSD: torch.Tensor, values: torch.Tensor | None = None) -> torch.Tensor:
     """Return an uninitialised tensor of the shape [B, N, S, D] and dtype of `x_BNSD`, stored in memory as [B, S, N, D]:
-    the order in which the projections before and after attention use it. `size`: D; None: that of `x_BNSD`."""
-    rows, heads, sequence, same_size = x_BNSD.shape
-    return x_BNSD.new_empty(rows, sequence, heads, size or same_size).transpose(1, 2)
+    the order in which the projections before and after attention use it.
+
+    `values`: tensor whose last dim replaces D; None: D as in `x_BNSD`."""
+    rows, heads, sequence, _ = x_BNSD.shape
+    return x_BNSD.new_empty(rows, sequence, heads, (x_BNSD if values is None else values).shape[-1]).transpose(1, 2)

@@ -95,7 +95,7 @@ def _compute_attention(
     `first_BS`: first visible key index of each query (None: 0). `scale`, `softcap`, `sinks`: fields of
     `ScoreSettings`."""
     settings = ScoreSettings(scale, softcap, sinks)
-    q, out = group_by_kv_head(q_BNSD, k_BKSD), empty_bsnd(q_BNSD, v_BKSV.shape[-1])
+    q, out = group_by_kv_head(q_BNSD, k_BKSD), empty_bsnd(q_BNSD, v_BKSV)
     out_BKGSV = group_by_kv_head(out, k_BKSD)
     wide = at_least_float32(q.dtype)
     for rows, heads, tiles in cut_tiles(q, _make_full_span(q), first_BS):
@@ -279,6 +279,4 @@ def flatten_heads(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(x.shape[0] * x.shape[1], -1, x.shape[-1])
 
 
-register_attention(
-    "tiled_attention", _compute_attention, _compute_gradients, lambda q, k, v, *_: empty_bsnd(q, v.shape[-1])
-)
+register_attention("tiled_attention", _compute_attention, _compute_gradients, lambda q, k, v, *_: empty_bsnd(q, v))

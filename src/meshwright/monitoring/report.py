@@ -173,7 +173,12 @@ def _list_comparison_rows(result: dict[str, Any]) -> list[tuple[str, str, str]]:
         ("tensors of rank 0", "memory_bytes"),
         ("sent a step by rank 0", "sent_bytes_by_axis"),
     ):
-        sides = [side.get(key) or {} for side in (predicted, measured)]
+        sides = [dict(side.get(key) or {}) for side in (predicted, measured)]
+        if peaks[1].get("allocator_peak") is None:  # on a CPU it is the process whose peak is measured
+            if key == "process_memory_bytes":
+                sides[1]["unexplained"] = peaks[1].get("unexplained")
+            elif key == "memory_bytes":
+                sides = [{name: size for name, size in side.items() if name != "unexplained"} for side in sides]
         for name in dict.fromkeys(name for side in sides for name in side):
             # "peak" is the allocator's peak in a prediction, and measured on a CPU the growth of resident memory.
             if name not in ("process_peak", "allocator_peak", "peak") and any(side.get(name) for side in sides):

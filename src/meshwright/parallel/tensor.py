@@ -105,9 +105,8 @@ class PartialGradients:
         for unit in units:
             for part, low, high in unit.flat.find_slices(unit.start, unit.stop):
                 if part.partial:
-                    views.setdefault((part.axis, part.copies), []).append(
-                        unit.gradient[low - unit.start : high - unit.start]
-                    )
+                    view = unit.gradient[low - unit.start : high - unit.start]
+                    views.setdefault((part.axis, part.copies), []).append(view)
         self._groups = [
             (neighbours[key], GRADIENT_SITE if key[1] == getattr(mesh, key[0]).size else SHARED_HEADS_SITE, found)
             for key, found in views.items()

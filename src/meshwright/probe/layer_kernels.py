@@ -19,7 +19,6 @@ from meshwright.model.loss import loss_chunk_from_logits
 from meshwright.model.rope import rotate
 from meshwright.model.tiled_attention import tiled_attention
 from meshwright.parallel.context import RingAttention
-from meshwright.planner.cost import elementwise
 from meshwright.planner.cost.engines import ENGINES
 from meshwright.planner.cost.measured_rates import (
     BACKWARD,
@@ -29,15 +28,16 @@ from meshwright.planner.cost.measured_rates import (
     attention_name,
     attention_scores,
 )
+from meshwright.planner.cost.operators import elementwise_traffic
 from meshwright.probe.points import DTYPES, MeasurementPlan, MeasurementPoint, start_backward
 
 HIDDEN, WIDTH, HEAD_SIZE = 256, 512, 64
 VOCABULARY = 2048
 HEADS, KV_HEADS, ROW = 2, 1, 256  # attention: query heads, KV heads, tokens per sequence
 _ELEMENTWISE = {
-    "norm": (HIDDEN, elementwise.traffic("rmsnorm")),
-    "rotary": (HEAD_SIZE, elementwise.traffic("rotary")),
-    "activation": (WIDTH, elementwise.traffic("gated_activation")),
+    "norm": (HIDDEN, elementwise_traffic("rmsnorm")),
+    "rotary": (HEAD_SIZE, elementwise_traffic("rotary")),
+    "activation": (WIDTH, elementwise_traffic("gated_activation")),
 }
 """Operation of `planner/cost/operations.py` -> (elements per token, kernels). Elements: normalized, rotated, or read by
 the MLP's second matrix product."""

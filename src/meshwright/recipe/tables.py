@@ -235,7 +235,7 @@ class TrainRecipe(Table):
             raise ValueError(
                 f"{parts} do not fit into steps = {self.steps}"
                 if self.decay
-                else f"{parts} is more than steps = {self.steps}"
+                else f"{parts} is more than steps = {self.steps}; set train.warmup=0, or up to {self.steps}"
             )
         if self.schedule == "wsd" and not self.decay:
             raise ValueError('schedule "wsd" needs decay: the number of steps of its tail')

@@ -13,6 +13,7 @@ from typing import Any
 
 from meshwright.errors import ModelWarning, UserError
 from meshwright.limits import shorten_repr
+from meshwright.names import list_other_steps
 from meshwright.spec.adapter_json import find_base_directory
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_fields import check_fields
@@ -85,7 +86,8 @@ def read_config(path: str | Path) -> dict[str, Any]:
         data = read_json(file, "config_bytes")
     except FileNotFoundError:
         advice = f' (a model of the Hub: "hf download {path} --local-dir DIR" fetches it)' if _is_hub_name(path) else ""
-        raise UserError(f"{file}: no such file; a Hugging Face directory or a config.json is needed{advice}") from None
+        wanted = list_other_steps(file) or f"; a Hugging Face directory or a config.json is needed{advice}"
+        raise UserError(f"{file}: no such file{wanted}") from None
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror or error}") from None
     except ValueError as error:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from meshwright.errors import UserError
@@ -33,8 +33,7 @@ class Preset:
 @cache
 def _read_presets() -> dict[str, dict[str, Any]]:
     """Read ``presets.json``; return the JSON object of each preset, by preset name."""
-    text = resources.files("meshwright.spec").joinpath("presets.json").read_text(encoding="utf-8")
-    tables: dict[str, dict[str, Any]] = json.loads(text)
+    tables: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("presets.json").read_text(encoding="utf-8"))
     return tables
 
 

@@ -17,6 +17,7 @@ from meshwright.checkpoint.agreement import Agreement
 from meshwright.comm.mesh import Axis
 from meshwright.errors import UserError
 from meshwright.launcher.recipe_checks import check_teacher_tokenizer
+from meshwright.model.documents import Documents
 from meshwright.monitoring.records import Metrics
 from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.planner.cost.teacher import TeacherWork, make_teacher_work
@@ -179,15 +180,16 @@ class Distillation(NextToken):
             text_tokens = given.on_policy_prompt or recipe.data.sequence // 2
         (units,) = policy.parallel.prefetchers.values()
         sampler = Sampler(
-            policy.model, units, policy.mesh.device, ends=policy.config.eos_tokens,
+            policy.model, units, policy.mesh, ends=policy.config.eos_tokens,
             temperature=given.on_policy_temperature, seed=recipe.run.seed,
         )  # fmt: skip
-        sampled = [
-            sampler.sample(each, find_prompts(each, text_tokens), step, numbers)
-            for each, numbers in zip(micro_batches, rows, strict=True)
-        ]
+        # Together, because a step of sampling reads all weights for a token of each sequence.
+        together = torch.cat([tokens for tokens, _, _ in micro_batches]), torch.cat([each[1] for each in micro_batches])
+        prompts = [prompt for each in micro_batches for prompt in find_prompts(each, text_tokens)]
+        tokens, targets, documents = sampler.sample((*together, Documents()), prompts, step, np.concatenate(rows))
         units.reshard()
-        return sampled
+        sizes = [len(each) for each in rows]
+        return [(*pair, documents) for pair in zip(tokens.split(sizes), targets.split(sizes), strict=True)]
 
     def state(self) -> dict[str, Any]:
         """Return {"teacher": checksum of the teacher's weights or of its cache} for `state.json`. A resumed run must

@@ -25,17 +25,15 @@ from meshwright.planner.hardware.machine_profile import (
     FailedMeasurement,
     HardwareProfile,
     HardwareProfileKey,
-    ProcessConstants,
-    ProcessKey,
     has_bf16_instructions,
     may_measure,
     measurement_lock,
-    parse_constants,
     read_fastest_precision,
     read_profile,
     write_fastest_precision,
     write_profile,
 )
+from meshwright.planner.hardware.process_constants import ProcessConstants, ProcessKey, parse_constants
 from meshwright.probe.ranks import SHORT_LIMIT_SECONDS
 from meshwright.recipe import Recipe
 from meshwright.threads import count_available_cores, measure_busy_share
@@ -94,28 +92,33 @@ def find_hardware_profile(ranks: int, threads: int) -> Cluster | None:
     return None if profile is None else _parse_cluster(profile, key.path)
 
 
-def suggest_measurement(device: str, measurement: Path) -> str:
-    """Return the clause that ends an error message about a missing measurement of this machine: how to have it
-    measured, such as "start once without --no-probe".
+def describe_missing(what: str, device: str, measurement: Path, remedy: str = "") -> str:
+    """Return an error message about a missing measurement of this machine: `what` is missing, and how the user gets it
+    measured, such as "start once without --no-probe". If the measurement failed, this start has logged its line and
+    remedy (`_describe_failure`), so the message refers to that.
 
-    device: the recipe's `run.device` ("auto", "cpu" or "cuda"). measurement: path of the missing file.
-    """
+    what: clause such as "no hardware profile for 2 ranks". device: the recipe's `run.device` ("auto", "cpu" or "cuda").
+    measurement: path of the missing file. remedy: another remedy, named first, such as 'run "meshwright probe"'."""
     if not may_measure():
-        return f"start once without {PROBE_VARIABLE}=0"
-    if not runs_on_cpu(device):  # there is a GPU device file, but torch does not use the GPU
-        return "start once with run.device=cpu"
-    if (failed := FailedMeasurement.read(measurement)) is not None:
-        return _describe_repetition(failed)
-    return "start once without --no-probe"
+        way = f"without {PROBE_VARIABLE}=0"
+    elif not runs_on_cpu(device):  # there is a GPU device file, but torch does not use the GPU
+        way = "with run.device=cpu"
+    elif FailedMeasurement.read(measurement) is not None:
+        return f"{what}, since its measurement failed (see above)"
+    else:
+        way = "without --no-probe"
+    return f"{what}; {remedy and f'{remedy}, or '}start once {way}"
 
 
-def _describe_repetition(failed: FailedMeasurement) -> str:
-    """Return a clause for error messages that says when a failed measurement is repeated, such as "after PATH is
-    deleted, the next start measures again".
+def _describe_failure(failed: FailedMeasurement, when: str = "") -> str:
+    """Return a line about a failed measurement: the error, then the condition under which it is repeated, such as
+    "after PATH is deleted, the next start measures again". when: put after the error, such as " (at an earlier start)".
     """
     if failed.busy > BUSY_SHARE:
-        return f"the next start while other programs use less than {BUSY_SHARE:.0%} of the cores measures again"
-    return f"after {failed.path} is deleted, the next start measures again"
+        again = f"the next start while other programs use less than {BUSY_SHARE:.0%} of the cores measures again"
+    else:
+        again = f"after {failed.path} is deleted, the next start measures again"
+    return f"{failed.line}{when}; {again}"
 
 
 def measure_run(recipe: Recipe, threads: int, log: Callable[[str], None]) -> None:
@@ -177,7 +180,7 @@ def measure_first_start(
         keys = [ProcessKey(each, threads, compiled) for each in precisions() or list_candidate_precisions()]
         return [each for each in keys if each.read() is None]
 
-    with _log_failure("hardware measurement failed, so step time is not predicted", log):
+    with _log_failure("hardware measurement failed", log):
         if profile_known() and not unmeasured():
             return
         with measurement_lock(log):
@@ -218,7 +221,7 @@ def _may_repeat(measurement: Path, log: Callable[[str], None]) -> bool:
     failed = FailedMeasurement.read(measurement)
     if failed is None or (failed.busy > BUSY_SHARE and measure_busy_share() <= BUSY_SHARE):
         return True
-    log(f"{failed.line} (at an earlier start); {_describe_repetition(failed)}")
+    log(_describe_failure(failed, " (at an earlier start)"))
     return False
 
 
@@ -265,9 +268,7 @@ def _measure_and_store(
     begun = time.monotonic()
     failures: dict[Path, str] = {}
     if profile is not None:
-        with _log_failure(
-            "hardware measurement failed, so step time is not predicted", partial(failures.setdefault, profile.key.path)
-        ):
+        with _log_failure("hardware measurement failed", partial(failures.setdefault, profile.key.path)):
             _measure_profile(profile, log)
     if processes := unmeasured():
         with _log_failure(
@@ -277,7 +278,7 @@ def _measure_and_store(
                 each.write(constants)
     for path, line in failures.items():
         failed = FailedMeasurement(path.name, line, measure_busy_share())
-        log(f"{line}; {_describe_repetition(failed)}")
+        log(_describe_failure(failed))
         failed.write()
     if not failures:
         log(f"measured in {time.monotonic() - begun:.1f} s")

@@ -18,10 +18,11 @@ from meshwright.planner.cost.reference_step import measured_step_factors
 from meshwright.planner.cost.step_time import StepTime, default_precision, step_time
 from meshwright.planner.hardware.cluster import Cluster, cluster, this_machine
 from meshwright.planner.hardware.devices import find_device
-from meshwright.planner.hardware.machine_profile import HardwareProfileKey, ProcessKey
+from meshwright.planner.hardware.machine_profile import HardwareProfileKey
+from meshwright.planner.hardware.process_constants import ProcessKey
 from meshwright.planner.memory.ledger import Ledger, ledger
 from meshwright.threads import count_available_cores
-from meshwright.training.first_start import find_hardware_profile, suggest_measurement
+from meshwright.training.first_start import describe_missing, find_hardware_profile
 from meshwright.training.process_memory import get_language_model, predict_process_memory
 from meshwright.training.trainer import Trainer
 
@@ -74,8 +75,8 @@ def find_training_cluster(trainer: Trainer) -> Cluster:
             return _select_devices(processors, ranks)
         each = f"{ranks} rank{'s' * (ranks > 1)} x {threads} thread{'s' * (threads > 1)}"
         path = HardwareProfileKey.here(count_available_cores(), ranks, threads).path
-        advice = suggest_measurement(trainer.recipe.run.device, path)
-        raise UserError(f'no hardware profile for {each}; run "meshwright probe", or {advice}')
+        what, other = f"no hardware profile for {each}", 'run "meshwright probe"'
+        raise UserError(describe_missing(what, trainer.recipe.run.device, path, other))
     if this_machine().exists():
         found = cluster("this")
         alike = found.kind == device.type and (known is None or found.device.name == known.name)
@@ -165,8 +166,8 @@ def _predict_process_memory(trainer: Trainer, predicted: Ledger, memory: StepMem
     key = ProcessKey(trainer.layout.precision or "fp32", torch.get_num_threads(), trainer.recipe.train.compile)
     constants = key.read()
     if constants is None:
-        advice = suggest_measurement(trainer.recipe.run.device, key.path)
-        raise UserError(f"no process-memory profile for this precision and thread count; {advice}")
+        what = "no process-memory profile for this precision and thread count"
+        raise UserError(describe_missing(what, trainer.recipe.run.device, key.path))
     return predict_process_memory(trainer, predicted, memory.resident_before, constants, share)
 
 

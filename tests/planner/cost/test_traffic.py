@@ -17,6 +17,7 @@ from meshwright.training.language_model import LanguageModelTask
 from meshwright.training.loop import resolve_model_config
 from meshwright.training.preference import Preferences
 from meshwright.training.trainer import Trainer
+from tests.conftest import exhaustive
 from tests.training.training_cases import recipe
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -50,6 +51,18 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "olmo2": {"model_family": "olmo2", "model_layers": 4, "model_tied": False},  # norms of all heads, after sublayers
 }
+
+PREFERENCES = (
+    ("llama", "cp2 tp2 mb2", False),
+    ("mixtral", "cp2 pp2 mb2 ac:full", False),
+    ("llama", "dp2 zero2 pp2:zb-v mb4 bf16", False),
+    ("llama, tied", "dp2 cp2:ulysses zero3", False),
+    ("mixtral", "cp2 dp2 zero3 mb2 ac:selective", True),
+    ("llama", "tp2:nosp dp2 zero3 mb2", True),
+    ("llama", "tp2 pp2:zb-v mb4 ac:full", True),
+    ("llama, tied", "cp2:ulysses pp2 mb2 zero3", True),
+)
+"""Model, layout, and whether responses are labelled one by one instead of in pairs."""
 
 LAYOUTS = (
     *("dp4 mb2", "dp4 zero1 mb2", "dp4 zero2 mb2 bf16", "dp4 zero3 mb2 bf16", "dp4 zero3 hs2", "dp4 zero1 hs2"),
@@ -119,7 +132,8 @@ def test_bytes_sent_match_prediction_on_every_axis(four, tmp_path):
             assert recorded and predicted == recorded, (name, layout, rank)
 
 
-def test_bytes_sent_in_preference_training_match_prediction(four, tmp_path):
+@pytest.mark.parametrize("cases", [PREFERENCES[::2], *exhaustive([*PREFERENCES[1::2]])], ids=["some", "others"])
+def test_bytes_sent_in_preference_training_match_prediction(cases, four, tmp_path):
     """Includes sums of a response's log-probabilities over cp ranks, reward metrics, and KTO's further forward pass."""
     lines = [{"prompt": "p" * n, "chosen": "yes " * n, "rejected": "no " * n} for n in (3, 5, 7, 9) for _ in range(6)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -133,21 +147,13 @@ def test_bytes_sent_in_preference_training_match_prediction(four, tmp_path):
     ]
     (tmp_path / "labels.jsonl").write_text("".join(json.dumps(label) + "\n" for label in labels))
     unpaired = data | {"records": "unpaired", "source": str(tmp_path / "labels.jsonl")}
-    for name, layout, source in (
-        ("llama", "cp2 tp2 mb2", data),
-        ("mixtral", "cp2 pp2 mb2 ac:full", data),
-        ("llama, tied", "dp2 cp2:ulysses zero3", data),
-        ("llama", "dp2 zero2 pp2:zb-v mb4 bf16", data),
-        ("llama", "tp2 pp2:zb-v mb4 ac:full", unpaired),
-        ("mixtral", "cp2 dp2 zero3 mb2 ac:selective", unpaired),
-        ("llama, tied", "cp2:ulysses pp2 mb2 zero3", unpaired),
-        ("llama", "tp2:nosp dp2 zero3 mb2", unpaired),
-    ):
+    for name, layout, labelled in cases:
+        source = unpaired if labelled else data
         text = recipe_text(tmp_path, layout, MODELS[name] | {"data": source})
         for rank, (recorded, predicted) in enumerate(four.run(two_counts, text)):
             assert recorded and predicted == recorded, (name, layout, rank)
             assert ("loss.responses" in recorded) == ("cp2" in layout and ("pp2" not in layout or rank >= 2))
-            assert ("loss.kl" in recorded) == (source is unpaired)
+            assert ("loss.kl" in recorded) == labelled
 
 
 EXPERT_LAYOUTS = (

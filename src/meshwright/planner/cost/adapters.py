@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
-from meshwright.planner.cost import elementwise
 from meshwright.planner.cost.micro_batch import ITEM_BYTES, Adapted, LayerKind, MicroBatch, Number
 from meshwright.planner.cost.operators import (
     CollectiveCall,
@@ -17,6 +16,7 @@ from meshwright.planner.cost.operators import (
     Phase,
     SavedTensor,
     elementwise_kernels,
+    elementwise_traffic,
     linear_kernels,
 )
 from meshwright.spec.adapter_config import BLOCK, RECORD_BYTES
@@ -114,11 +114,10 @@ def _unpack_kernels(batch: MicroBatch, product: Operation, input_gradient: bool)
     (the gradient of the product's input is computed), again before the input-gradient product."""
     assert batch.config.adapter and product.shape
     _, outputs, inputs = product.shape
-    of = elementwise.traffic(f"unpacked_{batch.config.adapter.packed}").forward
+    access = elementwise_traffic(f"unpacked_{batch.config.adapter.packed}").forward
     phases: tuple[Phase, ...] = ("forward", "input") if input_gradient else ("forward",)
     for phase in phases:
-        moved = of.bytes(batch.itemsize) * outputs * inputs / of.kernels
-        yield Operation(f"{product.name}.unpack", "elementwise", phase, 0.0, moved, None, of.kernels)
+        yield access.kernel(batch, f"{product.name}.unpack", phase, outputs * inputs)
 
 
 def _add_adapter(

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 
 from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Number, at_least
 from meshwright.planner.cost.operators import (
-    FLASH_BACKWARD,
     CollectiveCall,
     LinearShape,
     Operation,
@@ -43,9 +42,12 @@ def attention_operators(batch: MicroBatch, kind: LayerKind) -> Iterator[Operator
     config, tokens, window = batch.config, (batch.rows, batch.tokens), kind.window
     size = max(config.head_dim, config.value_dim)  # of queries, keys and values in the kernel
     query, key, value = (
-        x_tensor(f"attention.{name}", batch.rows, heads, batch.tokens, size)
-        for name, heads in (("query", batch.heads), ("key", batch.kv_heads), ("value", batch.kv_heads))
-    )
+        x_tensor(f"attention.{name}", batch.rows, heads, batch.tokens, features)
+        for name, heads, features in (
+            ("query", batch.heads, size), ("key", batch.kv_heads, size),
+            ("value", batch.kv_heads, _count_value_features(batch)),
+        )
+    )  # fmt: skip
     rotated = kind.rotates or config.query_key_norm  # then queries and keys are copies of the product's
     repeated = batch.repeats(window)
     if config.latent is not None:
@@ -80,8 +82,8 @@ def attention_operators(batch: MicroBatch, kind: LayerKind) -> Iterator[Operator
     if batch.ulysses:
         yield _ulysses_operator(batch)
     elif rotated:
-        padded = (value,) if config.latent else ()
-        yield make_operator("attention.rotated", saved=((query,) if repeated else (query, key)) + padded)
+        copied = (value,) if config.latent else ()
+        yield make_operator("attention.rotated", saved=((query,) if repeated else (query, key)) + copied)
     if batch.ring:
         yield make_operator("attention.ring", collectives=_ring_messages(batch))
     if batch.kernel == "scores":
@@ -231,6 +233,14 @@ def keys_per_tile(sequence: int, tile: int, window: int | None) -> float:
     return total / sequence
 
 
+def _count_value_features(batch: MicroBatch) -> int:
+    """Return the number of features of a value vector in the attention kernel. The engine `meshwright` pads the values
+    of latent attention to the size of queries, except on a CPU without context parallelism."""
+    if batch.engine.name == "meshwright" and (batch.device == "cuda" or batch.ring or batch.ulysses):
+        return max(batch.config.head_dim, batch.config.value_dim)
+    return batch.config.value_dim
+
+
 def _flash_attention(batch: MicroBatch, window: int | None) -> Operator:
     """Return the operator of softmax(q kᵀ) v in a flash-attention kernel, for this rank's heads and tokens. Under ring
     attention every cp rank has the same work. window: most tokens that a query attends to, None for all."""
@@ -238,15 +248,16 @@ def _flash_attention(batch: MicroBatch, window: int | None) -> Operator:
     # A decoder's kernel skips masked keys, an encoder's computes all keys with a mask.
     seen = batch.sequence if config.encoder else max(1, round(batch.sequence / batch.documents))
     keys_seen = keys_per_token(seen, window, not config.encoder, config.window_chunks)
-    # The engine `meshwright` pads the values of latent attention to the size of queries.
-    columns = 2 * size if batch.engine.name == "meshwright" else size + config.value_dim
-    flops = 2.0 * keys_seen * batch.heads * columns * batch.all_tokens
+    values, per_feature = _count_value_features(batch), 2.0 * keys_seen * batch.heads * batch.all_tokens
+    forward = per_feature * (size + values)
+    # The scores again, gradients of queries and keys; gradients of probabilities and values (`FLASH_BACKWARD`).
+    backward = per_feature * (3 * size + 2 * values)
     moved = batch.itemsize * batch.all_tokens * (batch.qkv_width + batch.heads * size)
     name = "attention.core.ring" if batch.ring else "attention.core"
     row = batch.sequence / (2 * batch.cp) if batch.ring else batch.sequence  # a rank has pieces of each sequence
     operations = (
-        Operation(name, "attention", "forward", flops, moved, (row, keys_seen, size)),
-        Operation(name, "attention", "input", FLASH_BACKWARD * flops, 2 * moved, (row, keys_seen, size)),
+        Operation(name, "attention", "forward", forward, moved, (row, keys_seen, size)),
+        Operation(name, "attention", "input", backward, 2 * moved, (row, keys_seen, size)),
     )
     heads, _ = _kernel_heads(batch)
     length = batch.sequence if batch.ulysses else batch.tokens

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from meshwright.planner.cost import elementwise
 from meshwright.planner.cost.adapters import adapt_operators
 from meshwright.planner.cost.attention import attention_operators
 from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Number, layer_kind
 from meshwright.planner.cost.mlp import mixture_operators, mlp_operators
 from meshwright.planner.cost.operators import (
+    WIDE,
     CollectiveCall,
     LinearShape,
     Operation,
@@ -126,7 +126,7 @@ def _unadapted_embedding(batch: MicroBatch) -> Iterator[Operator]:
     config, size, hidden = batch.config, batch.itemsize, batch.config.hidden
     looked_up, table = batch.all_tokens * hidden, batch.vocabulary * hidden
     # The gradient of the rows is accumulated into a zeroed float32 table.
-    back = looked_up * (size + 3 * elementwise.WIDE) + table * (2 * elementwise.WIDE + size)
+    back = looked_up * (size + 3 * WIDE) + table * (2 * WIDE + size)
     saved = []
     if batch.layout.tp > 1:
         saved.append(index_tensor("embedding.places", batch.rows, batch.tokens))

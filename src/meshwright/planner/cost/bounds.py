@@ -189,7 +189,7 @@ def _number(value: float) -> str:
 @cache
 def read_bounds_table() -> BoundsTable:
     """Return the parsed content of the packaged file bounds.toml; cached."""
-    return parse_bounds_table(read_packaged_toml("meshwright.planner.cost", "bounds.toml"))
+    return parse_bounds_table(read_packaged_toml("planner/cost/bounds.toml"))
 
 
 def parse_bounds_table(table: Mapping[str, Any]) -> BoundsTable:

@@ -129,7 +129,7 @@ def _engines() -> dict[str, Engine]:
     """Return {name: engine} for the engines described in engines.toml."""
     tables: dict[str, dict[str, Any]] = {
         name: {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
-        for name, table in read_packaged_toml("meshwright.planner.cost", "engines.toml").items()
+        for name, table in read_packaged_toml("planner/cost/engines.toml").items()
     }
     return {name: Engine(name, **table) for name, table in tables.items()}
 

@@ -10,12 +10,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshwright.planner.cost.blocks import embedding_operators, head_operators, layer_operators
-from meshwright.planner.cost.communication import ParameterCounts, PhaseCalls, count_parameters, timed_calls
+from meshwright.planner.cost.communication import (
+    Array,
+    ParameterCounts,
+    PhaseCalls,
+    ProcessGroups,
+    count_parameters,
+    timed_calls,
+)
 from meshwright.planner.cost.engines import Engine
 from meshwright.planner.cost.micro_batch import DTYPES, ITEM_BYTES, MicroBatch, layer_examples, layer_kind, structure
 from meshwright.planner.cost.operations import layer_operations, list_kernels, prediction_operations
 from meshwright.planner.cost.operators import CollectiveCall, Operation
-from meshwright.planner.cost.process_groups import Array, ProcessGroups
 from meshwright.planner.cost.rates import Collectives, Rates, attention_kernel
 from meshwright.planner.problem import Problem, StageCandidate
 from meshwright.program.durations import Floats

@@ -16,7 +16,6 @@ from meshwright.planner.cost.cached import cached_method
 from meshwright.planner.cost.micro_batch import Number
 from meshwright.planner.cost.operators import FLASH_BACKWARD, Operation
 from meshwright.planner.hardware.measured import Curve, Measured, Products
-from meshwright.program.durations import Floats
 from meshwright.spec.policy import SLICE_LOGITS, TILE_QUERIES
 
 LOSS_SLICE_BYTES = 2.0 * 4 * SLICE_LOGITS
@@ -37,14 +36,14 @@ _FORMS = {"forward": "forward", "recompute": "forward", "input": "input-gradient
 _CALLED = {"send": "send-receive"}
 
 
-def attention_scores(queries: float, keys_seen: float, row: float) -> float:
+def attention_scores(queries: Number, keys_seen: Number, row: Number) -> Number:
     """Return the number of scores q·k that CPU attention computes. queries: number of queries, over one or more heads;
     keys_seen: keys to which each attends on average; row: tokens of the sequence.
 
     All queries of a tile compute scores for the keys of the tile's last query, so on average half a tile more than each
     attends to.
     """
-    return queries * (keys_seen + 0.5 * min(TILE_QUERIES, row))
+    return queries * (keys_seen + 0.5 * np.minimum(TILE_QUERIES, row))
 
 
 def attention_name(head_size: int, piece: int | None = None) -> str:
@@ -83,20 +82,6 @@ class MeasuredRates:
     def seconds(self, operation: Operation) -> Number | None:
         """Return the seconds of all `count` calls of an operation, whose sizes are numbers (one layout) or arrays (many
         layouts); None if its kind was not measured."""
-        numbers = operation.flops, operation.bytes, operation.count, *(operation.shape or ())
-        if not any(isinstance(each, np.ndarray) for each in numbers):
-            return self._seconds(operation)
-        found = []
-        for flops, size, count, *shape in zip(*(each.tolist() for each in np.broadcast_arrays(*numbers)), strict=True):
-            each = self._seconds(operation._replace(flops=flops, bytes=size, count=count, shape=tuple(shape) or None))
-            if each is None:
-                return None
-            found.append(each)
-        return np.array(found)
-
-    def _seconds(self, operation: Operation) -> Number | None:
-        """Return the seconds of all `count` calls of an operation whose sizes are numbers; None if its kind was not
-        measured."""
         if operation.kind == "product":
             assert operation.shape is not None
             return operation.count * (
@@ -115,8 +100,8 @@ class MeasuredRates:
         curve = fused or self.one_pass("add")
         assert curve is not None
         if operation.kind == "loss" and not self._measured.copies:
-            slices = operation.bytes / LOSS_SLICE_BYTES
-            return operation.count * max(1.0, slices) * curve.seconds_at(operation.bytes / max(1.0, slices))
+            slices = np.maximum(1.0, operation.bytes / LOSS_SLICE_BYTES)
+            return operation.count * slices * curve.seconds_at(operation.bytes / slices)
         return operation.count * (curve.seconds_at(operation.bytes) + self.start)
 
     @cached_method
@@ -130,7 +115,7 @@ class MeasuredRates:
         """Memory bandwidth for large tensors, such as optimizer state, in bytes a second."""
         curve = self._measured.one_pass("copy", "fp32") or self.one_pass("add")
         assert curve is not None
-        return curve.sizes[-1] / curve.seconds_at(curve.sizes[-1])
+        return float(curve.sizes[-1] / curve.seconds_at(curve.sizes[-1]))
 
     def _products(self, form: str) -> Products:
         """Return the measured matrix products of a pass through a linear layer. form: "forward", "input-gradient" or
@@ -151,11 +136,11 @@ class MeasuredRates:
             small, large = (self._of_heads(scores, size, way, piece) for piece in RING_PIECES)
             if small is not None and large is not None:
                 share = (1 / row - 1 / RING_PIECES[1]) / (1 / RING_PIECES[0] - 1 / RING_PIECES[1])
-                return operation.count * max(0.5 * large, large + share * max(0.0, small - large))
+                return operation.count * np.maximum(0.5 * large, large + share * np.maximum(0.0, small - large))
         seconds = self._of_heads(scores, size, way)
         return None if seconds is None else operation.count * seconds
 
-    def _of_heads(self, scores: float, size: float, way: str, piece: int | None = None) -> float | None:
+    def _of_heads(self, scores: Number, size: Number, way: str, piece: int | None = None) -> Number | None:
         """Return the seconds of attention for a head size, interpolated between the two measured head sizes; None if
         not measured.
 
@@ -166,15 +151,15 @@ class MeasuredRates:
         if narrow is None or wide is None:
             return None
         low, high = narrow.seconds_at(scores), wide.seconds_at(scores)
-        slope = max(0.0, high - low) / (HEAD_SIZES[1] - HEAD_SIZES[0])
-        return max(0.25 * low, low + slope * (size - HEAD_SIZES[0]))
+        slope = np.maximum(0.0, high - low) / (HEAD_SIZES[1] - HEAD_SIZES[0])
+        return np.maximum(0.25 * low, low + slope * (size - HEAD_SIZES[0]))
 
 
-def _linear_sizes(operation: Operation) -> tuple[float, float, float]:
+def _linear_sizes(operation: Operation) -> tuple[Number, Number, Number]:
     """Return (tokens, outputs, inputs) of the linear layer to which a matrix product belongs as forward, input-gradient
     or weight-gradient product."""
     assert operation.shape is not None
-    rows, columns, inner = (max(1.0, size) for size in operation.shape)
+    rows, columns, inner = (np.maximum(1.0, size) for size in operation.shape)
     if operation.phase == "input":
         return rows, inner, columns
     return (inner, rows, columns) if operation.phase == "weight" else (rows, columns, inner)
@@ -184,23 +169,15 @@ def _linear_sizes(operation: Operation) -> tuple[float, float, float]:
 
 
 class MeasuredCost(NamedTuple):
-    """Seconds of a collective as a function of bytes, from measurements. sizes: measured sizes in bytes of the full
-    vector, ascending; seconds: seconds at each size."""
+    """Seconds of a collective as a function of the bytes of the full vector. curve: measured seconds; scale: factor on
+    them."""
 
-    sizes: Floats
-    seconds: Floats
+    curve: Curve
+    scale: float
 
-    @classmethod
-    def of(cls, curve: Curve, scale: float = 1.0) -> MeasuredCost:
-        """Return the cost function of a measured curve. scale: factor on its seconds."""
-        return cls(np.array(curve.sizes), scale * np.maximum.accumulate(curve.seconds))
-
-    def seconds_at(self, size: Any) -> Any:
-        """Return the seconds of the collective on a vector of `size` bytes (a number or an array), interpolated between
-        measured sizes; beyond the largest, proportional to size."""
-        beyond = np.maximum(1.0, np.asarray(size) / self.sizes[-1])
-        seconds = np.interp(size, self.sizes, self.seconds) * beyond * (np.asarray(size) > 0)
-        return seconds if np.ndim(size) else float(seconds)
+    def seconds_at(self, size: Number) -> Number:
+        """Return the seconds of the collective on a vector of `size` bytes (a number or an array); 0 for size 0."""
+        return self.scale * self.curve.seconds_at(size) * (np.asarray(size) > 0)
 
 
 def measured_cost(measured: Measured, operation: str, ranks: int, nodes: int) -> MeasuredCost | None:
@@ -212,15 +189,9 @@ def measured_cost(measured: Measured, operation: str, ranks: int, nodes: int) ->
     if not found:
         return None
     nearest = min(found, key=lambda each: (abs(math.log(each.ranks / ranks)), each.ranks))
-    if operation == "send":
-        return MeasuredCost.of(nearest.curve)
-    return MeasuredCost.of(nearest.curve, _sent_fraction(ranks) / _sent_fraction(nearest.ranks))
-
-
-def _sent_fraction(ranks: int) -> float:
-    """Return the fraction (n - 1) / n of a vector that each of `ranks` ranks sends in a collective; an all-reduce sends
-    twice that."""
-    return (ranks - 1) / ranks
+    # A rank sends (n - 1) / n of the vector to the n ranks of its group, in an all-reduce twice.
+    sent, measured_sent = ((size - 1) / size for size in (ranks, nearest.ranks))
+    return MeasuredCost(nearest.curve, 1.0 if operation == "send" else sent / measured_sent)
 
 
 class CostByLayout:

@@ -8,11 +8,12 @@ wire and parameter counts are read from these lists: `operations`, `communicatio
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
-from meshwright.planner.cost import elementwise
 from meshwright.planner.cost.engines import Fusion
 from meshwright.planner.cost.micro_batch import MicroBatch, Number
+from meshwright.toml import read_packaged_toml
 
 Phase = Literal["forward", "recompute", "input", "weight"]
 """Forward; recomputed forward; gradients of inputs; gradients of weights."""
@@ -22,6 +23,10 @@ Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all",
 FLASH_BACKWARD = 2.5
 """Matrix products in a flash kernel's backward for each one in its forward: five to two, as the backward computes the
 scores again (Dao et al. 2022, arXiv:2205.14135, algorithm 4)."""
+
+
+WIDE = 4
+"""Bytes of a float32 value."""
 
 
 class Operation(NamedTuple):
@@ -199,11 +204,9 @@ def linear_kernels(batch: MicroBatch, name: str, shape: LinearShape) -> tuple[Op
     if batch.eight_bit and in_eight_bits(name):
         # Transformer Engine, whose kernels the fused ones are, casts weights once a step: not counted.
         weights = 0 if engine.fusion == "kernels" else out * inner
-        cast = elementwise.traffic("fp8_cast", engine.fusion).forward
-        kinds: tuple[tuple[Phase, Number], ...] = (("forward", rows * inner + weights), ("input", rows * out))
-        for phase, elements in kinds:
-            each = cast.bytes(size) * elements / cast.kernels
-            found.append(Operation(f"{name}.cast", "elementwise", phase, 0.0, each, None, count * cast.kernels))
+        cast = elementwise_traffic("fp8_cast", engine.fusion).forward
+        found.append(cast.kernel(batch, f"{name}.cast", "forward", rows * inner + weights, count))
+        found.append(cast.kernel(batch, f"{name}.cast", "input", rows * out, count))
     return tuple(found)
 
 
@@ -213,20 +216,51 @@ def linear_operator(batch: MicroBatch, name: str, shape: LinearShape, **more: An
     return make_operator(name, linear_kernels(batch, name, shape), **({"parameters": shape.parameters} | more))
 
 
+class MemoryAccess(NamedTuple):
+    """Memory accesses of an elementwise operation per element. kernels: number of kernels; narrow: reads and writes of
+    values in the model's type; wide: reads and writes of float32 values."""
+
+    kernels: float
+    narrow: float
+    wide: float = 0.0
+
+    def bytes(self, itemsize: int) -> float:
+        """Return the bytes read and written per element. itemsize: bytes of a value in the model's type."""
+        return self.narrow * itemsize + self.wide * WIDE
+
+    def kernel(self, batch: MicroBatch, name: str, phase: Phase, elements: Number, count: Number = 1) -> Operation:
+        """Return the kernels of an operation. name, phase: as of `Operation`; elements: number of elements; count:
+        number of equal operations."""
+        kernels = max(self.kernels, 1.0)
+        moved = self.bytes(batch.itemsize) * elements / kernels
+        return Operation(name, "elementwise", phase, 0.0, moved, None, count * kernels)
+
+
+class Traffic(NamedTuple):
+    """Memory accesses of an elementwise operation per element, in the forward and in the backward."""
+
+    forward: MemoryAccess
+    backward: MemoryAccess
+
+
+@cache
+def elementwise_traffic(operation: str, fusion: Fusion = "eager") -> Traffic:
+    """Return the memory accesses of an elementwise operation in forward and backward. operation: key of
+    elementwise.toml, such as "rmsnorm"; fusion: "eager" (one kernel per operation), "kernels" (hand-fused) or
+    "compiled" (torch.compile)."""
+    table = read_packaged_toml("planner/cost/elementwise.toml")[operation]
+    forward, backward = table.get(fusion) or table["any"]
+    return Traffic(MemoryAccess(*forward), MemoryAccess(*backward))
+
+
 def elementwise_kernels(
     batch: MicroBatch, name: str, elements: Number, work: str, fusion: Fusion | None = None
 ) -> tuple[Operation, ...]:
     """Return the kernels of an elementwise operation in forward and backward. name: such as "mlp.activation"; elements:
     number of elements; work: key of elementwise.toml, such as "gated_activation"; fusion: the engine's if None."""
-    found = []
-    phases: tuple[Phase, Phase] = ("forward", "input")
-    for phase, each in zip(phases, elementwise.traffic(work, fusion or batch.engine.fusion), strict=True):
-        per_element = each.bytes(batch.itemsize)
-        if per_element:
-            kernels = max(each.kernels, 1.0)
-            moved = per_element * elements / kernels
-            found.append(Operation(name, "elementwise", phase, 0.0, moved, None, kernels))
-    return tuple(found)
+    forward, backward = elementwise_traffic(work, fusion or batch.engine.fusion)
+    phases: tuple[tuple[Phase, MemoryAccess], ...] = (("forward", forward), ("input", backward))
+    return tuple(each.kernel(batch, name, phase, elements) for phase, each in phases if each.bytes(batch.itemsize))
 
 
 def elementwise_operator(

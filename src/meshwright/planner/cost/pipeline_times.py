@@ -11,10 +11,10 @@ import numpy as np
 from meshwright.planner.cost.adapters import frozen_bytes_per_trained
 from meshwright.planner.cost.bubbles import BusiestRank, closed_makespan, find_busiest_rank
 from meshwright.planner.cost.cached import cached_method
+from meshwright.planner.cost.communication import Array, ProcessGroups
 from meshwright.planner.cost.engines import Engine
 from meshwright.planner.cost.layer_times import LayerTimes
 from meshwright.planner.cost.operators import Collective
-from meshwright.planner.cost.process_groups import Array, ProcessGroups
 from meshwright.program.durations import Floats
 from meshwright.spec.parameter_entries import AXES_OF
 from meshwright.spec.stages import Stage

@@ -32,7 +32,7 @@ _ATTENTION = {"Hopper": ("-hopper", ""), "Blackwell": ("-blackwell", "-hopper", 
 
 def constants() -> Mapping[str, Any]:
     """Return the parsed tables of rates.toml, the constants of the time model, such as efficiencies and latencies."""
-    return read_packaged_toml("meshwright.planner.cost", "rates.toml")
+    return read_packaged_toml("planner/cost/rates.toml")
 
 
 def attention_kernel(engine: Engine, cluster: Cluster, config: ModelConfig) -> AttentionKernel:

@@ -15,9 +15,9 @@ from meshwright.layout import Layout
 from meshwright.planner.cost import engines
 from meshwright.planner.cost.bounds import Bounds, StepProperties, bound_seconds
 from meshwright.planner.cost.bubbles import followed_at_once, stages_by_rank
+from meshwright.planner.cost.communication import ProcessGroups
 from meshwright.planner.cost.layer_times import MICRO_BATCH_PARTS, UNCORRECTED, LayerTimes
 from meshwright.planner.cost.pipeline_times import OPTIMIZER_BYTES, PipelineTimes
-from meshwright.planner.cost.process_groups import ProcessGroups
 from meshwright.planner.cost.rates import straggler_terms
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.problem import Problem, StageCandidate
@@ -187,7 +187,8 @@ class StepPredictor:
         included."""
         of, layout = self.pipeline(None), self.layout
         zero = of.communicated_zero(layout.zero)
-        once = sum(of.gradient_calls(zero, self.groups))[:, 0]
+        sums, gathers = of.gradient_calls(zero, self.groups)
+        once = (sums + gathers)[:, 0]
         if zero < 2:
             return float(once.max())
         layers = (of.of_rank @ of.layers)[:, None]  # a call each, as in the exposed time: each has its latency

@@ -12,6 +12,7 @@ from meshwright.limits import is_finite_number, shorten_repr
 from meshwright.names import unknown
 
 FIELDS = ("time_factor", "time_low", "time_high", "runs", "unexplained_share", "unexplained_runs")
+_COUNTS = ("runs", "unexplained_runs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +77,12 @@ def read(table: Any, where: str) -> Calibration:
         if key not in table:
             raise UserError(f"{where}: {key} is missing{again}")
     for key, value in table.items():
-        whole, positive = key in ("runs", "unexplained_runs"), key != "unexplained_share"
+        whole, positive = key in _COUNTS, key != "unexplained_share"
         if not is_finite_number(value) or (whole and not isinstance(value, int)) or (positive and value <= 0):
             kind = f"{'a whole number' if whole else 'a number'}{' above 0' * positive}"
             raise UserError(f"{where}: {key} takes {kind}, not {shorten_repr(value)}{again}")
     low, factor, high = (float(table[f"time_{name}"]) for name in ("low", "factor", "high"))
     if not low <= factor <= high:
         raise UserError(f"{where}: time_factor {factor:g} is not between time_low and time_high{again}")
-    whole = {key: value for key, value in table.items() if key in ("runs", "unexplained_runs")}
-    return Calibration(**{key: float(value) for key, value in table.items()} | whole)
+    values: dict[str, Any] = {key: value if key in _COUNTS else float(value) for key, value in table.items()}
+    return Calibration(**values)

@@ -14,7 +14,7 @@ from meshwright.toml import read_packaged_toml
 _TERA = 1e12
 _GIGA = 1e9
 
-_CATALOGUE = read_packaged_toml("meshwright.planner.hardware", "devices.toml")
+_CATALOGUE = read_packaged_toml("planner/hardware/devices.toml")
 
 PEAKS = ("fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
 """Precisions whose peaks the catalogue has."""

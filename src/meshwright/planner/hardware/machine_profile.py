@@ -6,18 +6,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import platform
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from meshwright import __version__
 from meshwright.errors import UserError
 from meshwright.threads import count_available_cores
 
@@ -59,13 +57,15 @@ def measurement_file(kind: str, key: Mapping[str, Any]) -> Path:
     return profile_directory() / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
 
 
-def read_measurement(
-    kind: str, key: Mapping[str, Any], parse: Callable[[dict[str, Any]], Parsed | None] = dict
-) -> Parsed | None:
+def read_measurement(kind: str, key: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the stored figures of a measurement, as written by `write_measurement`; None if missing, damaged, or of
-    another version or key. kind: what was measured, such as "cpu"; key: everything that it depends on; parse: function
-    of the figures whose result is returned, and which raises `KeyError`, `TypeError` or `ValueError` if they are
-    damaged."""
+    another version or key. kind: what was measured, such as "cpu"; key: everything that it depends on."""
+    return parse_measurement(kind, key, dict)
+
+
+def parse_measurement(kind: str, key: Mapping[str, Any], parse: Callable[[dict[str, Any]], Parsed]) -> Parsed | None:
+    """Return parse(figures) of a stored measurement; None as for `read_measurement`, and if `parse` raises `KeyError`,
+    `TypeError` or `ValueError`. kind, key: as of `read_measurement`."""
     with suppress(KeyError, TypeError, ValueError):
         found = _read(measurement_file(kind, key))
         return parse(found[1]) if found is not None and found[0] == dict(key) else None
@@ -128,7 +128,7 @@ class FailedMeasurement:
     @classmethod
     def read(cls, measurement: Path) -> FailedMeasurement | None:
         """Return the stored record for the measurement whose file is `measurement`; None if there is none."""
-        return read_measurement(
+        return parse_measurement(
             "failed",
             {"file": measurement.name},
             lambda found: cls(str(found["file"]), str(found["line"]), float(found["busy"])),
@@ -201,7 +201,7 @@ class HardwareProfile:
 
 def read_profile(key: HardwareProfileKey) -> HardwareProfile | None:
     """Return the stored hardware profile (measured speeds) for a key; None if missing or damaged."""
-    return read_measurement(key.device, asdict(key), _profile)
+    return parse_measurement(key.device, asdict(key), _profile)
 
 
 def write_profile(key: HardwareProfileKey, profile: HardwareProfile) -> None:
@@ -234,7 +234,7 @@ def _profile(tables: Mapping[str, Any]) -> HardwareProfile:
 def read_fastest_precision(threads: int) -> str | None:
     """Return the stored default precision, "bf16" or "fp32", of layouts that name none, as measured on this machine's
     CPU; None if it was not measured. threads: threads of a rank."""
-    fastest = read_measurement("precision", _precision_key(threads), lambda found: str(found["fastest"]))
+    fastest = parse_measurement("precision", _precision_key(threads), lambda found: str(found["fastest"]))
     return fastest if fastest in ("bf16", "fp32") else None
 
 
@@ -248,86 +248,6 @@ def _precision_key(threads: int) -> dict[str, Any]:
     """Return the conditions on which the fastest precision depends, as a JSON object: processor, torch version and
     threads per rank."""
     return {"processor": processor_name(), "torch": torch_version(), "threads": threads}
-
-
-# --- memory of processes beyond tensors, measured once per machine in a separate process
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessConstants:
-    """Measured memory of a rank's process on this machine, in addition to its tensors.
-
-    first_use_bytes: library code and workspaces loaded by the first steps. heap_overhead_fraction: growth of malloc's
-    heap as a fraction of the live tensors below its mmap threshold. kernel_bytes: size of each cached oneDNN kernel.
-    compiler_resident_bytes: held permanently by torch.compile; compiler_transient_bytes: held in addition while it
-    compiles. base_bytes: RSS with interpreter and libraries loaded, before the first tensor of a model.
-    """
-
-    first_use_bytes: int
-    heap_overhead_fraction: float
-    kernel_bytes: int
-    compiler_resident_bytes: int
-    compiler_transient_bytes: int
-    base_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessKey:
-    """Conditions under which process memory was measured. precision: such as "bf16"; threads: per rank; compiled: True
-    if blocks run under torch.compile."""
-
-    precision: str
-    threads: int
-    compiled: bool
-
-    @property
-    def path(self) -> Path:
-        """Path of the file in which the constants are stored; it may not exist yet."""
-        return measurement_file("memory", self._document())
-
-    def _document(self) -> dict[str, Any]:
-        """Return the key as a JSON dict: its fields, the versions of meshwright, torch and libc, and the processor's
-        name."""
-        versions = {"meshwright": __version__, "torch": torch_version(), "libc": " ".join(platform.libc_ver())}
-        return {**asdict(self), **versions, "processor": processor_name()}
-
-    def read(self) -> ProcessConstants | None:
-        """Return the stored measurement for this key; None if there is none or the file is damaged."""
-        return read_measurement("memory", self._document(), parse_constants)
-
-    def write(self, constants: ProcessConstants) -> None:
-        """Store the measured constants under this key. Raises `OSError` if the directory is not writable."""
-        write_measurement("memory", self._document(), asdict(constants))
-
-
-def find_process_items(precision: str, processor: str, threads: int, compiled: bool) -> tuple[tuple[str, int], ...]:
-    """Return (name, bytes) of the memory that a rank's process on this machine holds in addition to tensors, as
-    measured and stored; empty if it was not measured, or if `processor` is not this machine's.
-
-    precision: such as "bf16"; processor: processor name of the planned cluster; threads: threads of a rank; compiled:
-    True if blocks run under torch.compile.
-    """
-    found = ProcessKey(precision, threads, compiled).read() if processor == processor_name() else None
-    if found is None:
-        return ()
-    items = {
-        "interpreter and libraries": found.base_bytes,
-        "library workspaces": found.first_use_bytes,
-        "compiled code": found.compiler_resident_bytes if compiled else 0,
-    }
-    return tuple((name, round(size)) for name, size in items.items() if size)
-
-
-def parse_constants(table: Mapping[str, Any]) -> ProcessConstants:
-    """Parse a JSON dict with one number per field of `ProcessConstants`. Raises `KeyError`, `TypeError` or `ValueError`
-    if it is damaged."""
-    values = {field.name: table[field.name] for field in fields(ProcessConstants)}
-    if not all(isinstance(value, (int, float)) and 0 <= value < math.inf for value in values.values()):
-        raise ValueError(table)
-    return ProcessConstants(**values)
-
-
-# --- this machine
 
 
 def processor_name() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
@@ -15,6 +14,7 @@ import numpy as np
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.limits import is_finite_number, shorten_repr
+from meshwright.program.durations import Floats
 
 FORMS = ("forward", "input-gradient", "weight-gradient")
 """The three products of a linear function: x Wᵀ, g W, gᵀ x."""
@@ -31,20 +31,14 @@ class Curve:
     sizes: tuple[float, ...]
     seconds: tuple[float, ...]
 
-    def seconds_at(self, size: float) -> float:
-        """Return the seconds of the measured operation on `size` bytes, interpolated between measured sizes; constant
-        below the smallest size, proportional to size above the largest.
+    def seconds_at(self, size: Any) -> Any:
+        """Return the seconds of the measured operation on `size` bytes (a number or an array), interpolated between
+        measured sizes; constant below the smallest size, proportional to size above the largest.
 
         Noise is removed: a larger size is never faster than a smaller one.
         """
-        sizes, seconds = self.sizes, self.seconds
-        if size <= sizes[0]:
-            return seconds[0]
-        if size >= sizes[-1]:
-            return max(seconds) * size / sizes[-1]
-        right = bisect_left(sizes, size)
-        low, high = max(seconds[:right]), max(seconds[: right + 1])
-        return low + (high - low) * (size - sizes[right - 1]) / (sizes[right] - sizes[right - 1])
+        beyond = np.maximum(1.0, np.divide(size, self.sizes[-1]))
+        return np.interp(size, self.sizes, np.maximum.accumulate(self.seconds)) * beyond
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +48,7 @@ class Products:
     Attributes:
         precision: Such as "bf16".
         form: Pass of the linear layer: "forward", "input-gradient" or "weight-gradient".
-        ranks, threads: Number of processes that computed concurrently, and threads of each.
+        ranks, threads: Any of processes that computed concurrently, and threads of each.
         shapes: (tokens, outputs, inputs) of the linear layers.
         seconds: Median seconds of one product, for each shape.
     """
@@ -66,25 +60,21 @@ class Products:
     shapes: Shapes
     seconds: tuple[float, ...]
 
-    def seconds_at(self, tokens: float, out: float, inner: float) -> float:
+    def seconds_at(self, tokens: Any, out: Any, inner: Any) -> Any:
         """Return the predicted seconds of a matrix product of a linear layer with `tokens` rows, `out` outputs and
-        `inner` inputs; exact for measured shapes.
+        `inner` inputs (numbers or arrays of one shape); exact for measured shapes.
 
         The prediction is a launch overhead plus FLOPs and bytes at constant rates, times a correction: the geometric
         mean of measured / predicted seconds of the measured shapes, weighted by the inverse fourth power of their
         distance in log sizes.
         """
-        costs = _fit(self)
-        point = (math.log2(tokens), math.log2(out), math.log2(inner))
-        total = logarithm = 0.0
-        for shape, seconds in zip(self.shapes, self.seconds, strict=True):
-            distance = sum((a - math.log2(b)) ** 2 for a, b in zip(point, shape, strict=True))
-            if distance < 1e-12:
-                return seconds
-            weight = distance**-2
-            total += weight
-            logarithm += weight * math.log(seconds / _cost(costs, _loads(self.precision, *shape)))
-        return _cost(costs, _loads(self.precision, tokens, out, inner)) * math.exp(logarithm / total)
+        costs, places, logarithms = _fit(self)
+        sizes = np.stack(np.broadcast_arrays(tokens, out, inner), axis=-1).astype(np.float64)
+        squares = ((np.log2(sizes)[..., None, :] - places) ** 2).sum(axis=-1)  # of distances: [..., shapes]
+        weights = np.maximum(squares, 1e-12) ** -2
+        correction = np.exp((weights * logarithms).sum(axis=-1) / weights.sum(axis=-1))
+        predicted = _loads(self.precision, sizes) @ costs * correction
+        return np.where(squares.min(axis=-1) < 1e-12, np.take(self.seconds, squares.argmin(axis=-1)), predicted)[()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +122,7 @@ class Measured:
 
     Attributes:
         backend: Backend of torch.distributed, such as "gloo".
-        ranks, threads: Number of processes, and threads of each.
+        ranks, threads: Any of processes, and threads of each.
         products: Matrix products.
         passes: Memory-bound kernels.
         collectives: Collectives.
@@ -197,26 +187,23 @@ _SINGLE = ("disk_write", "disk_read", "yardstick", "disturbed")
 _ITEM_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
-def _loads(precision: str, tokens: float, out: float, inner: float) -> tuple[float, float, float]:
-    """Return (1, FLOPs, bytes read and written) of a matrix product: the quantities by which (launch overhead, seconds
-    per FLOP, seconds per byte) are multiplied. precision: such as "bf16"; tokens, out, inner: rows, outputs and inputs
-    of the linear layer."""
+def _loads(precision: str, sizes: Floats) -> Floats:
+    """Return (1, FLOPs, bytes read and written) of matrix products: the quantities by which (launch overhead, seconds
+    per FLOP, seconds per byte) are multiplied: [..., 3]. precision: such as "bf16"; sizes: rows, outputs and inputs of
+    linear layers [..., 3]."""
+    tokens, out, inner = np.moveaxis(sizes, -1, 0)
     moved = _ITEM_BYTES.get(precision, 4) * (tokens * inner + out * inner + tokens * out)
-    return 1.0, 2.0 * tokens * out * inner, moved
-
-
-def _cost(costs: tuple[float, ...], loads: tuple[float, ...]) -> float:
-    """Return the predicted seconds of a matrix product: the sum of costs x loads. costs: (launch overhead, seconds per
-    FLOP, seconds per byte); loads: (1, FLOPs, bytes)."""
-    return sum(cost * load for cost, load in zip(costs, loads, strict=True))
+    return np.stack([np.ones(tokens.shape), 2.0 * tokens * out * inner, moved], axis=-1)
 
 
 @cache
-def _fit(products: Products) -> tuple[float, ...]:
-    """Return (launch overhead, seconds per FLOP, seconds per byte) fitted to measured matrix products by least squares
-    of relative errors; none is negative, some may be zero."""
-    loads = np.array([_loads(products.precision, *shape) for shape in products.shapes])
-    rows = loads / np.array(products.seconds)[:, None]
+def _fit(products: Products) -> tuple[Floats, Floats, Floats]:
+    """Return what a prediction from measured matrix products needs: (launch overhead, seconds per FLOP, seconds per
+    byte), fitted by least squares of relative errors, none negative, some may be zero; log2 of the measured shapes
+    [shapes, 3]; logarithms of measured / fitted seconds [shapes]."""
+    shapes, seconds = np.array(products.shapes, dtype=np.float64), np.array(products.seconds)
+    loads = _loads(products.precision, shapes)
+    rows = loads / seconds[:, None]
     scales = rows.max(axis=0)
     best, least = np.array([0.0, 1.0, 0.0]), math.inf
     for kept in (list(kept) for size in (1, 2, 3) for kept in combinations(range(3), size)):
@@ -226,7 +213,8 @@ def _fit(products: Products) -> tuple[float, ...]:
         if rank == len(kept) and found.min() >= 0 and error < least * (1 - 1e-9):
             best, least = np.zeros(3), error
             best[kept] = found
-    return tuple((best / scales).tolist())
+    costs = best / scales
+    return costs, np.log2(shapes), np.log(seconds / (loads @ costs))
 
 
 def _nearest(measurements: list[Any], ranks: int) -> Any:

@@ -12,9 +12,9 @@ from meshwright.layout import MIN_MICRO_BATCHES, Layout
 from meshwright.names import BIDIRECTIONAL_SCHEDULES, RECOMPUTE
 from meshwright.planner.cost.bubbles import followed_at_once, in_flight, stages_by_rank
 from meshwright.planner.cost.cached import cached_method
+from meshwright.planner.cost.communication import Array, ProcessGroups
 from meshwright.planner.cost.layer_times import LayerTimes
 from meshwright.planner.cost.pipeline_times import PipelineTimes
-from meshwright.planner.cost.process_groups import Array, ProcessGroups
 from meshwright.planner.cost.rates import straggler_terms
 from meshwright.planner.cost.reference_step import measured_step_factors
 from meshwright.planner.memory.activation_bytes import ActivationBytes, state_bytes_per_parameter, state_sizes

@@ -17,7 +17,7 @@ import numpy as np
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.names import RECOMPUTE
-from meshwright.planner.cost.process_groups import Array
+from meshwright.planner.cost.communication import Array
 from meshwright.planner.cost.step_time import PARTS
 from meshwright.planner.problem import Problem, StageCandidate
 from meshwright.planner.search.estimate import Estimate

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from bisect import insort
+from collections.abc import Iterable
 
 import numpy as np
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.names import RECOMPUTE
-from meshwright.planner.cost.process_groups import Array
+from meshwright.planner.cost.communication import Array
 from meshwright.planner.cost.step_time import StepPredictor
 from meshwright.planner.memory.rank_memory import context_bytes, distinct_ranks, memory_of, slack_fraction
 from meshwright.planner.problem import Problem
@@ -192,15 +193,15 @@ class Shortlist:
         """Find a pipeline rank of the layout that needs more than the usable memory; return its bytes on a device, None
         if all ranks fit."""
         layout = layout.with_(precision=self.problem.precision)
-        sizes = (memory_of(self.problem, layout, rank).device_bytes for rank in distinct_ranks(self.problem, layout))
-        return next((size for size in sizes if size > self.room), None)
+        size = device_bytes(self.problem, layout, self.room, distinct_ranks(self.problem, layout))
+        return size if size > self.room else None
 
 
-def device_bytes(problem: Problem, layout: Layout, limit: float = math.inf) -> int:
-    """Return the device bytes of a layout by the ledger: the maximum of the first and the last pipeline rank. limit:
-    bytes; if the first rank exceeds it, the last is not computed."""
+def device_bytes(problem: Problem, layout: Layout, limit: float = math.inf, ranks: Iterable[int] | None = None) -> int:
+    """Return the device bytes of a layout by the ledger: the maximum over pipeline ranks, up to the first that exceeds
+    `limit` bytes. ranks: the pipeline ranks; None: the first and the last."""
     most = 0
-    for rank in sorted({0, layout.pp - 1}):
+    for rank in ranks or sorted({0, layout.pp - 1}):
         most = max(most, memory_of(problem, layout, rank).device_bytes)
         if most > limit:
             break

@@ -365,9 +365,7 @@ def _round_up(count: int, multiple: int = _PANEL) -> int:
 
 def fill_memory(ledger: ServingLedger, budget: int, most_blocks: int | None = None) -> ServingLedger:
     """Return the ledger with as many KV blocks as fit into `budget` bytes, at most `most_blocks` (None: no limit).
-
-    Raises `UserError` if not even one sequence of `max_length` tokens fits.
-    """
+    Raises `UserError` if not even one sequence of `max_length` tokens fits."""
     blocks = max(0, budget - ledger.fixed) // ledger.kv_block
     if most_blocks is not None:
         blocks = min(blocks, most_blocks)

@@ -78,8 +78,8 @@ def explain(problem: Problem, layout: Layout, pp_rank: int = 0) -> list[Operatio
             calls.setdefault((one.name, one.phase), []).append(one)
     seconds = {key: sum(longer * rates.seconds(one, kernel) for one in each) for key, each in calls.items()}
     whole = sum(seconds.values()) or 1.0
-    rows = (_time_calls(each, seconds[key], seconds[key] / whole, rates) for key, each in calls.items())
-    return sorted(rows, key=lambda row: -row.seconds)
+    found = (_time_calls(each, seconds[key], seconds[key] / whole, rates) for key, each in calls.items())
+    return sorted(found, key=lambda row: -row.seconds)
 
 
 def _time_calls(calls: list[Operation], seconds: float, share: float, rates: Rates) -> OperationTime:

@@ -262,7 +262,7 @@ def ledger_text(memory: RankMemory, width: int = WIDE) -> str:
 def tensor_rows(items: Sequence[Item], unit: Unit) -> list[tuple[str, ...]]:
     """Return the cells of a table of tensors (`items`): the header, then name, category, shape, dtype, size in `unit`,
     stage, and events between which each is allocated ("temporary" if both are the same)."""
-    rows = [("tensor", "category", "shape", "dtype", unit.name, "stage", "lifetime")]
+    rows: list[tuple[str, ...]] = [("tensor", "category", "shape", "dtype", unit.name, "stage", "lifetime")]
     for item in items:
         lifetime = "temporary" if item.first == item.last else f"{item.first} to {item.last}"
         stage = "-" if item.stage is None else str(item.stage)
