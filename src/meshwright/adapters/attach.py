@@ -34,13 +34,12 @@ def attach_adapters(
     **options: Any,
 ) -> None:
     """Add to `model`, in place, the LoRA adapter and the distillation projections that its attribute `config` asks for.
-    With an adapter, all other parameters are frozen. Projections are linear layers that map hidden states to the width
-    of a teacher's.
+    With an adapter, all other parameters are frozen. Projections are linear layers that map hidden states to the hidden
+    size of a distillation teacher.
 
     table: parameter table of the model, which lists the adapted layers. layout: parallel layout of which `model` is one
     rank's part; None: one device. tensor: communication of tensor parallelism, by which DoRA sums squared norms.
-    options: `device` and `dtype` of the added parameters.
-    """
+    options: `device` and `dtype` of the added parameters."""
     config: Any = model.config
     adapter = config.adapter
     if adapter is not None:

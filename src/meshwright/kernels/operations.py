@@ -203,9 +203,8 @@ class Activation:
 
     gated: if True, out = activation(gate) * up, where x [T, 2F] holds the columns of gate, then those of up; if False,
     out = activation(x), with x [T, F]. out: [T, F]. kind: "relu2" is relu squared, "gelu_tanh" GELU's tanh
-    approximation. limit: if not 0, gate is at most this, up is clamped to this magnitude, and 1 is added to up. alpha:
-    "silu" is x sigmoid(alpha x).
-    """
+    approximation. limit: if not 0, gate is capped at `limit`, up is clamped to [-limit, limit], and 1 is then added to
+    up (gpt-oss). alpha: "silu" is x sigmoid(alpha x)."""
 
     out: Float32
     x: Float32

@@ -41,8 +41,9 @@ class Prediction:
     """Predicted memory, step time and traffic of one rank; None for values that could not be predicted.
 
     Attributes:
-        memory: Bytes of tensors at the memory peak by category ("parameters" ...), and their sum, "peak". Not in the
-            sum: "framework" (CUDA context or interpreter and libraries), "unexplained" (excess of earlier runs).
+        memory: Bytes of tensors at the memory peak by category ("parameters" ...), and their sum, "peak". Two
+            categories are not in the sum: "framework" (CUDA context, or interpreter and libraries), and "unexplained"
+            (bytes by which earlier runs exceeded their predictions).
         time: Seconds of a step by phase.
         sent_by_axis: Bytes sent in a step by mesh axis.
         machine: The hardware profile (measured machine speeds).

@@ -229,9 +229,8 @@ class FlatLayout:
             shard[count(first - start) : count(last - start)].copy_(form.pack(values, first))
 
     def fill_from_model(self, shard: torch.Tensor, start: int, model: nn.Module) -> None:
-        """Copy the parameters of `model` (before `bind`) into the 1-D `shard` of the flat buffer, which begins at the
-        buffer element `start`. Parameters on the meta device are skipped.
-        """
+        """Copy the parameters of `model` into the 1-D `shard` of the flat buffer. Must be called before `bind`. start:
+        index in the buffer of the shard's first element. Parameters on the meta device are skipped."""
         for placed in self.tensors:
             value, offset = model.get_parameter(placed.tensor.name).detach(), placed.offset
             first, last = max(start, offset), min(start + shard.numel(), offset + placed.numel)

@@ -35,9 +35,10 @@ def make_cluster_tables(found: Mapping[str, Any], device: str) -> dict[str, Any]
 
 
 def _make_device_table(measured: Measured, reported: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """Build the table `device` of the hardware profile. A GPU in the project's device catalogue gets its catalogue name
-    and the reported memory; other devices the reported name and memory and the measured rates. reported: {"name",
-    "memory_bytes"} of the device. device: "cpu" or "cuda"."""
+    """Build the table `device` of the hardware profile. A GPU in the project's device catalogue gets its name in the
+    catalogue and the reported memory. Any other device gets the reported name and memory, and the measured rates.
+
+    measured: measured speeds. reported: {"name", "memory_bytes"} of the device. device: "cpu" or "cuda"."""
     known = find_device(reported["name"]) if device == "cuda" else None
     if known is not None:
         return {"like": known.name, "memory_bytes": reported["memory_bytes"]}

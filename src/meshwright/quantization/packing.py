@@ -33,9 +33,9 @@ def _build_nf4_tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]
 
 @functools.cache
 def _build_nf4_pairs(device: torch.device) -> torch.Tensor:
-    """Return a lookup table, int64 [256] on `device`, that dequantizes two NF4 codes at a time. The index is a byte of
-    two codes; the entry's 8 bytes are their two float32 levels, that of the high half first. This is twice as fast as
-    one lookup per code."""
+    """Return a lookup table, int64 [256] on `device`, that dequantizes a byte of two NF4 codes at once. The index is
+    the byte. The 8 bytes of an entry are two float32 numbers, the levels of the two codes, that of the byte's high half
+    first. This is twice as fast as one lookup per code."""
     values = _build_nf4_tables(device)[0]
     return torch.stack([values.repeat_interleave(16), values.repeat(16)], dim=1).view(torch.int64).flatten()
 

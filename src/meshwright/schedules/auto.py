@@ -74,9 +74,9 @@ class SearchResult:
         candidates: All candidates: those within the memory limits, then the others, each by increasing makespan (total
             time).
         refused: {named schedule: reason why it does not accept the numbers of ranks and micro-batches}.
-        lower_bound: Lower bound of the makespan of any schedule with the searched placements and memory limits; None if
-            candidates lie outside its model (two replicas, or overlapped steps that take less time than one after the
-            other).
+        lower_bound: Lower bound of the makespan of any schedule with the searched placements and memory limits. None if
+            it does not hold for all candidates: some have two replicas, or overlapped steps that take less time than
+            one after the other.
     """
 
     program: PipelineProgram

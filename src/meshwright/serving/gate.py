@@ -35,8 +35,8 @@ class HttpSettings:
         body_bytes: Maximum number of bytes of one request body.
         all_body_bytes: Maximum number of bytes of all bodies that are being read or parsed at a time.
         body_seconds: Maximum seconds from the first to the last byte of a body.
-        stream_bytes: Maximum number of bytes of a streamed response that wait to be sent, per choice (answer) in it and
-            in addition to the socket's own buffers.
+        stream_bytes: Maximum number of bytes of a streamed response that wait to be sent, for each choice (answer) of
+            the response. Bytes in the socket's own buffers are not counted.
         drain_seconds: Maximum seconds that a client may take, after the last token, to read the rest of its stream.
         connections: Maximum number of connections served at once, if the limit on open files allows it; each takes some
             10 KB.

@@ -36,7 +36,7 @@ class Stream(AsyncIterator[Output]):
     Attributes:
         request: The request.
         tokens: IDs of the tokens generated so far.
-        losses: Number of times that a rank was lost while the request ran, since its newest token.
+        losses: Number of times that a rank was lost while the request ran; 0 again after each new token.
         replica: Replica (data-parallel copy of the model) that runs it; None while no replica is ready.
         deadline: Timer that cancels the request; None without a deadline.
         ended: True if no further output will come.
@@ -107,8 +107,9 @@ class Replica:
         last_message: Time of its last message, in seconds of `time.monotonic`.
         sent: Number of requests sent to it that `report` does not include yet.
         report: Figures of its last step, from `Engine.report`.
-        totals: {name: figure summed since the server's start}. A figure that `report` also counts (`COUNTERS`), such as
-            prefix-cache hits, is summed here over earlier starts of the ranks only; `stats` adds the present count.
+        totals: {name: sum since the server's start}. Figures that `report` counts too (`COUNTERS`), such as
+            prefix-cache hits, are summed here over earlier starts of the ranks only; `stats` adds the count of the
+            present start.
         cached_hashes: Hashes of KV blocks that its prefix cache probably holds, the least recently used first (keys;
             values None).
         step_times: Predictor of step times.

@@ -29,7 +29,7 @@ class Sampling:
     """Sampling options of one request, in the order in which they apply.
 
     Attributes:
-        min_tokens: Stop tokens have probability 0 until the answer has so many tokens.
+        min_tokens: Minimum number of tokens of the answer, before which stop tokens have probability 0.
         logit_bias: Added to the logit of a token ID; -100 to 100.
         repetition_penalty: Logits of tokens in the prompt or the answer are divided by it where positive and multiplied
             where negative; 1: off.

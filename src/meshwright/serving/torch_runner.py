@@ -61,8 +61,8 @@ class PagedCache:
     of keys and values.
 
     Attributes:
-        pairs: Tensors [2, slots, K, D] of keys and values (latent attention: [1, slots, 1, C] of latent vectors), each
-            for one layer of every block table.
+        pairs: Tensors [2, slots, K, D] of keys and values, for K key-value heads of size D. With latent attention they
+            are [1, slots, 1, C], latent vectors of size C. Each tensor serves one layer of every block table.
     """
 
     length = 0

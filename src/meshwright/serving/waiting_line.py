@@ -53,7 +53,7 @@ class QueueForecast:
     """State of the engine's queue as it would be after appending a new HTTP request.
 
     Attributes:
-        waiting: Number of engine requests that would wait, those of the new request included; if 0 or less, all could
+        waiting: Number of engine requests that would wait, those of the new request included; 0 or less if all could
             run at once.
         prompts: Function that returns the number of prompt tokens of each queued request, from the head, without the
             new request.
@@ -79,12 +79,12 @@ class _Place:
         number: Order in the line: lower numbers come first.
         requests: Number of engine requests (choices) of the HTTP request.
         tokens: Number of prompt tokens of these requests together.
-        due: Time at which the client's retry is expected, in seconds of the line's clock; from then on a retry is not
-            refused in favour of other places.
+        due: Time at which the client is expected to retry, in seconds of the line's clock. A retry at this time or
+            later is not refused in favour of other places.
         expires: Time at which the place is removed if the client has not retried.
         watched: Time of the earliest scheduled check of this place.
-        returned: True if the client retried in time and its next check will count that in `WaitingLine.returning`, the
-            average share of clients that retry.
+        returned: True if the client retried in time, and this is not yet counted in `WaitingLine.returning`, the
+            average share of clients that retry. The next check of the place counts it.
     """
 
     key: bytes

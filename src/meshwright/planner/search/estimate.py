@@ -161,8 +161,8 @@ def problem_of(
 
     model: preset, Hugging Face directory, config.json or its content, or recipe; wanted: cluster as object, shorthand,
     file or mapping; sequence: tokens of a sequence; batch: sequences of a step over all ranks; options: fields of
-    `ProblemOptions`. Raises `UserError` for an unknown name, with the most similar one, and for numbers out of range.
-    """
+    `ProblemOptions`. Raises `UserError` for an unknown name (the message suggests the most similar one) and for numbers
+    out of range."""
     check_options(problem_of, options, ProblemOptions)
     documents, compile = options.get("documents", 1.0), bool(options.get("compile"))
     optimizer = options.get("optimizer") or "adamw"

@@ -48,10 +48,11 @@ class TooLargeLayout:
     """A fast layout that does not fit into device memory, and a change of it that does.
 
     Attributes:
-        layout, seconds, bytes: The layout, seconds of a step, bytes on a device.
+        layout, seconds, bytes: The layout that does not fit; its seconds of a step; the bytes that it needs on a
+            device.
         change: Change that makes it fit, such as "ac:full"; None if none is known.
-        instead, instead_seconds: The changed layout (the fastest of those with fewest differences), seconds of its
-            step.
+        instead, instead_seconds: The layout after the change (of the layouts with the fewest differences that fit, the
+            fastest), and its seconds of a step; None if no change is known.
     """
 
     layout: Layout

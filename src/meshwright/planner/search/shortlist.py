@@ -144,7 +144,8 @@ class Shortlist:
         return self.accepts(layout) and device_bytes(self.problem, layout, self.room) <= self.room
 
     def seconds(self, index: int, layout: Layout) -> float:
-        """Return the simulated seconds of a step. index: of the candidate; layout: its layout."""
+        """Return the seconds of a step of a candidate layout, predicted by the simulator. index: index of the
+        candidate. layout: its layout."""
         return self._step(index, layout).price(parts=False).seconds
 
     def expected(self) -> Array:
@@ -154,8 +155,8 @@ class Shortlist:
         return np.asarray(self.every.seconds * factor[self.kinds])
 
     def _step(self, index: int, layout: Layout) -> StepPredictor:
-        """Return the step-time predictor of a candidate, which reuses results of earlier candidates. index: of the
-        candidate; layout: its layout."""
+        """Return the step-time predictor of a candidate layout; it reuses results of earlier candidates. index: index
+        of the candidate. layout: its layout."""
         layer_times = self.every.layer_times.select(int(self.every.candidate[index]))
         return StepPredictor(self.problem, layout, layer_times=layer_times, makespans=self.makespans)
 
@@ -198,8 +199,9 @@ class Shortlist:
 
 
 def device_bytes(problem: Problem, layout: Layout, limit: float = math.inf, ranks: Iterable[int] | None = None) -> int:
-    """Return the device bytes of a layout by the ledger: the maximum over pipeline ranks, up to the first that exceeds
-    `limit` bytes. ranks: the pipeline ranks; None: the first and the last."""
+    """Return the predicted bytes that a layout needs on a device: the larger of its first and its last pipeline rank,
+    by the memory ledger. limit: bytes; if the first rank exceeds this, its bytes are returned and the last rank is not
+    computed."""
     most = 0
     for rank in ranks or sorted({0, layout.pp - 1}):
         most = max(most, memory_of(problem, layout, rank).device_bytes)

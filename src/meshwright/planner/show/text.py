@@ -99,7 +99,8 @@ def best_cells(result: SearchResult, unit: Unit) -> list[tuple[str, ...]]:
 
 
 def advice_text(result: SearchResult, too_large: TooLargeLayout) -> str:
-    """Format a faster layout that does not fit, with the change that makes it fit."""
+    """Format a fast layout that does not fit, with the change that makes it fit. too_large: the layout and its
+    change."""
     problem = result.problem
     more = too_large.bytes - problem.usable_bytes
     wants = f"{too_large.layout}: {seconds_text(problem, too_large.layout, too_large.seconds)}, "
@@ -112,29 +113,31 @@ NO_CHANGE = "no combination of three changes"
 
 
 def change_text(problem: Problem, too_large: TooLargeLayout) -> str | None:
-    """Format the change that makes a layout fit, with the seconds of a step; None if none is known."""
+    """Format the change that makes a layout fit, and the seconds of a step after it; None if no change is known.
+    too_large: the layout and its change."""
     if too_large.instead is None or too_large.instead_seconds is None:
         return None
     return f"{too_large.change}: {seconds_text(problem, too_large.instead, too_large.instead_seconds)}"
 
 
 def seconds_text(problem: Problem, layout: Layout, seconds: float) -> str:
-    """Format a layout's step time with its bounds, such as `1.2 s (1 to 1.5)`. seconds: expected, calibrated."""
+    """Format a layout's step time with its bounds, such as `1.2 s (1 to 1.5)`. seconds: expected step time after
+    calibration."""
     cluster = problem.cluster
     seconds, low, high, _ = bound_seconds(cluster, StepProperties.of(problem, layout, seconds / cluster.time_factor))
     return f"{seconds:.3g} s ({low:.3g} to {high:.3g})"
 
 
 def nearest_text(nearest: Nearest, width: int = WIDE) -> str:
-    """Format the layouts closest to fitting (`nearest`), where none fits. width: characters of a line, which long words
-    may exceed."""
+    """Format the layouts that come closest to fitting, for a search in which no layout fits. width: maximum characters
+    of a line; long words may exceed it."""
     lines = ["the layout that needs the least memory, which does not fit either:", estimate_text(nearest.least, width)]
     return "\n".join([*lines, *wrap_line(nearest_line(nearest), width, "  ")])
 
 
 def nearest_line(nearest: Nearest) -> str:
-    """Format the sentence on how many devices would suffice, where no layout fits. nearest: layouts closest to
-    fitting."""
+    """Format one sentence on the number of devices that would suffice, for a search in which no layout fits. nearest:
+    layouts that come closest to fitting."""
     enough = nearest.enough
     if enough is None:
         return "The number of devices that would suffice is unknown."
