@@ -72,8 +72,7 @@ class OpList:
     def append(self, op: AnyOp) -> int:
         """Append the operation `op`, such as a `Linear`; return the index of its first entry, for use as `begin` or
         `end` of `run`. A mixture-of-experts layer, latent attention and a gate take several entries, every other
-        operation one. Raises `ValueError`
-        if the shapes of the operation's arrays are inconsistent."""
+        operation one. Raises `ValueError` if the shapes of the operation's arrays are inconsistent."""
         begin = len(self._ops)
         self._ops += list(_LOWER[type(op)](op))  # all or, after an error, none
         self._held.append(op)

@@ -104,10 +104,9 @@ def search_auto(
     candidates.
 
     ranks, micro_batches: numbers of pipeline ranks and micro-batches. chunks: stages per rank (None: 1 and 2 are
-    tried). durations: times of one micro-batch, one number per field, one per rank or one per stage, or a function from
-    the number of stages to `Durations` (None: all equal). memory: maximum saved activations of a rank, in micro-batches
-    on all its stages (None: no limit). Raises UserError for invalid or missing numbers.
-    """
+    tried). durations: times of the passes of one micro-batch (each field: one number, one per rank, or one per stage),
+    or a function (number of stages) -> `Durations`; None: all equal. memory: maximum saved activations of a rank, in
+    micro-batches on all its stages (None: no limit). Raises UserError for invalid or missing numbers."""
     ranks, micro_batches, _ = check_sizes("auto", ranks, micro_batches, chunks)
     return search_schedule(ranks, micro_batches, durations or Durations.per_rank((ranks, 1)), memory, chunks)
 

@@ -148,11 +148,10 @@ def _make_default_latent(size: int, head_dim: int | None) -> dict[str, Any]:
 
 def _make_default_experts(model: ModelRecipe, keys: Experts, intermediate: int) -> dict[str, Any]:
     """Return the ``config.json`` keys of a mixture of experts, with values, for a recipe's ``[model]`` table (`model`).
-    An expert width that the table does not give is chosen so that a token's experts together cost about as much compute
-    as a dense MLP of width `intermediate`; in family mixtral each expert is as wide as that MLP.
+    If the table gives no expert width, it is chosen so that a token's experts together cost about as much compute as a
+    dense MLP of width `intermediate`; in family mixtral each expert has that width.
 
-    keys: names of the family's ``config.json`` keys for experts.
-    """
+    keys: names of the family's ``config.json`` keys for experts. intermediate: width of a dense MLP."""
     experts = model.experts or 8
     chosen = model.experts_per_token or min(2, experts)
     written: dict[str, Any] = {keys.count[0]: experts, "num_experts_per_tok": chosen}

@@ -171,7 +171,8 @@ class ParameterEntry:
 
     @property
     def disk_shape(self) -> tuple[int, ...]:
-        """Shape of the tensor `disk_name`: that of the entry, or of the entries of all experts."""
+        """Shape of the tensor on disk that holds the entry. If one tensor holds the entries of all experts (`stacked`),
+        this is the shape of all of them together."""
         return (self.expert[1], *self.shape) if self.stacked and self.expert else self.shape
 
     @property

@@ -71,7 +71,8 @@ class Estimate:
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds of a step in which devices wait for communication that no computation overlaps."""
+        """Seconds of a step in which devices wait for communication (exposed communication, not overlapped with
+        computation)."""
         return sum(self.time.breakdown[part] for part in EXPOSED)
 
     @property
@@ -138,7 +139,7 @@ class ProblemOptions(TypedDict, total=False):
         engine: Training engine (framework) whose kernels and buffers are modelled; `"meshwright"` unless given.
         compile: True to predict for layers compiled by torch.compile.
         optimizer: `"adamw"` (if None), `"adam"`, `"sgd"` or `"momentum"`.
-        precision: Such as `"bf16"`; the layout's, else the cluster's default, unless given.
+        precision: Such as `"bf16"`. If not given: the precision of the layout, else the cluster's default.
         documents: Average number of documents packed into one sequence; 1 unless given.
     """
 

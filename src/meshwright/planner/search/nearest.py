@@ -30,11 +30,11 @@ MOST_DOUBLINGS = 6
 
 @dataclass(frozen=True, slots=True)
 class Nearest:
-    """Layouts closest to fitting, where no layout of a search fits.
+    """Layouts that come closest to fitting, for a search in which no layout fits.
 
-    least: estimate of the layout with the lowest memory peak on the given devices; enough: estimate of a layout that
-    fits on 2, 4, ... times the devices; None if the links of more devices are unknown or no tried number suffices.
-    """
+    least: estimate of the layout with the lowest memory peak on the given devices. enough: estimate of a layout that
+    fits on 2, 4, ... times as many devices; None if the links of more devices are unknown, or no tried number of
+    devices suffices."""
 
     least: Estimate
     enough: Estimate | None
@@ -53,8 +53,8 @@ class Nearest:
 
 
 def find_nearest(result: SearchResult) -> Nearest | None:
-    """Return the layouts closest to fitting; None if training also refuses the layouts with the lowest memory. result:
-    search in which no layout fits."""
+    """Return the layouts that come closest to fitting, for a search in which no layout fits. Return None if training
+    refuses even the layouts with the lowest memory. result: result of the search."""
     assert result.screened is not None and not result.best
     least = _least(result.problem, result.screened)
     return None if least is None else Nearest(least, _enough(least))

@@ -67,13 +67,14 @@ class ScreenedLayouts:
         return self.by_pipeline(PIPELINE_PROPERTIES[name])
 
     def by_candidate(self, get: Callable[[StageCandidate], Any]) -> Array:
-        """Return get(stage's candidate layout) for every layout as an array; values that are not numbers are replaced
-        by integers, equal for equal values."""
+        """Compute a property of the stage of every layout; return an array with one entry per layout. get: function
+        (candidate layout of a stage) -> value. Values that are not numbers are replaced by integers, equal for equal
+        values."""
         return _as_numbers(map(get, self.candidates))[self.candidate]
 
     def by_pipeline(self, get: Callable[[PipelineCandidate], Any]) -> Array:
-        """Return get(pipeline) for every layout as an array; values that are not numbers are replaced by integers,
-        equal for equal values."""
+        """Compute a property of the pipeline of every layout; return an array with one entry per layout. get: function
+        (candidate pipeline) -> value. Values that are not numbers are replaced by integers, equal for equal values."""
         return _as_numbers(map(get, self.pipelines))[self.pipe]
 
     def layout(self, index: int) -> Layout:
@@ -250,9 +251,9 @@ class _Pipeline:
 def _screen_pipeline(
     costs: _Pipeline, pipeline: PipelineCandidate
 ) -> Iterator[tuple[int, Array, Array, Floats, Floats]]:
-    """Yield, for each ZeRO setting, its ZeRO stage and arrays with one entry per layout: candidate index, ranks of a
-    sharding group, seconds of a step, bytes at the memory peak. costs: predicted times and memory of the pipeline's
-    ranks."""
+    """Predict time and memory of all layouts with one pipeline. Yield for each ZeRO setting (ZeRO stage, and four
+    arrays with one entry per layout: candidate index, ranks of a sharding group, seconds of a step, bytes at the memory
+    peak). costs: predicted times and memory of the pipeline's ranks."""
     grid = costs.grid
     fits = grid.micro >= MIN_MICRO_BATCHES.get(pipeline.schedule, 0) * pipeline.ranks
     if pipeline.schedule in BIDIRECTIONAL_SCHEDULES:

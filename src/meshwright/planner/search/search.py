@@ -111,7 +111,8 @@ def search(problem: Problem, top: int = 5) -> SearchResult:
 
 
 def _no_layout_error(problem: Problem) -> str:
-    """Return the error line for a planning problem whose batch is not divisible by any layout."""
+    """Return the error line for a planning problem that no layout can run, because none divides its batch into equal
+    micro-batches."""
     devices = problem.cluster.devices
     return (
         f"no layout of {devices} devices can split batch {problem.batch} of sequence {problem.sequence}: each of dp "
@@ -222,9 +223,9 @@ def fastest_of_kinds(shortlist: Shortlist, top: int) -> list[Estimate]:
 
 
 def layout_kinds(screened: ScreenedLayouts) -> Array:
-    """Return an integer for each candidate layout, equal for layouts of one kind: they agree in which axes are larger
-    than 1, in recompute, and in what ZeRO shards (nothing, optimizer states, or parameters too). screened: closed-form
-    predictions of the candidates."""
+    """Return one integer per candidate layout, equal for layouts of the same kind. Layouts are of one kind if they
+    agree in three things: which axes are larger than 1; recompute; what ZeRO shards (nothing, optimizer states, or
+    parameters too). screened: closed-form predictions of the candidates."""
 
     def of_stage(candidate: StageCandidate) -> int:
         """Return an integer that is equal for stages of one kind."""

@@ -121,8 +121,9 @@ class Shortlist:
         self.pending[too_large], self._left[too_large] = np.inf, False
 
     def _kinds(self) -> Array:
-        """Return an integer for each candidate, equal for candidates whose closed-form times have similar errors: the
-        same pipeline, and as many micro-batches per pipeline rank (rounded to a power of two)."""
+        """Return one integer per candidate, equal for candidates whose closed-form times have similar errors. These
+        have the same pipeline, and equal numbers of micro-batches per pipeline rank after rounding to a power of two.
+        """
         every, ranks = self.every, self.every.column("pp")
         inner = every.by_candidate(lambda one: one.layout.tp * one.layout.cp / one.rows)
         micro = self.problem.batch / self.problem.cluster.devices * inner * ranks

@@ -81,8 +81,8 @@ def _stages(problem: Problem) -> Iterator[Layout]:
 
 
 def _experts(config: ModelConfig, engine: Engine, devices: int, tp: int) -> Iterator[tuple[int, int]]:
-    """Yield the candidate (ep, etp) sizes of expert parallelism for `tp` tensor-parallel ranks on `devices` devices,
-    (1, 1) first."""
+    """Yield the candidate sizes (ep, etp) of expert parallelism, (1, 1) first. devices: number of devices of a pipeline
+    stage. tp: number of tensor-parallel ranks."""
     yield 1, 1
     if config.experts and "ep" in engine.axes:
         for ep in divisors(config.experts):

@@ -31,7 +31,8 @@ LEAST_PART = 1e-6
 
 
 def headline(problem: Problem, model: str) -> str:
-    """Return one line on a planning problem: model, cluster, sequence and batch. model: name to print."""
+    """Return one line of text on a planning problem: model, cluster, sequence length and batch. model: name of the
+    model, to be printed."""
     sizes = model_document(problem.config)
     active = (
         "" if sizes["active_parameters"] == sizes["parameters"] else f", {_count(sizes['active_parameters'])} active"
@@ -50,7 +51,7 @@ def headline(problem: Problem, model: str) -> str:
 
 
 def search_text(result: SearchResult, width: int = WIDE) -> str:
-    """Format the result of a search as text. width: characters of a line, which long words may exceed."""
+    """Format the result of a search as text. width: maximum characters of a line; long words may exceed it."""
     lines = [f"searched {result.searched:,} layouts in {result.seconds:.2f} s"]
     if not result.best:
         lines.append("none of them fits in memory")
@@ -66,8 +67,8 @@ def search_text(result: SearchResult, width: int = WIDE) -> str:
 
 
 def _best(result: SearchResult, width: int) -> Iterator[str]:
-    """Yield the lines of the table of a search's best layouts. width: characters of a line, which long words may
-    exceed."""
+    """Yield the lines of a text table of the best layouts of a search. width: maximum characters of a line; long words
+    may exceed it."""
     unit = Unit.of(max(one.memory.device_bytes for one in result.best))
     rows = [(step, f"{low} - {high}", *rest) for _, step, low, high, *rest, _ in best_cells(result, unit)]
     head = ("step s", "low - high", "tokens/s/device", "MFU", unit.name)
@@ -170,8 +171,8 @@ def recipe_text(recipe_estimate: Estimate | str, best: Estimate | None) -> str:
 
 
 def estimate_text(estimate: Estimate, width: int = WIDE) -> str:
-    """Format one estimate: time by part, memory by category and by item. width: characters of a line, which long words
-    may exceed."""
+    """Format one estimate as text: time by part, memory by category and by item. width: maximum characters of a line;
+    long words may exceed it."""
     time, unit = estimate.time, Unit.of(estimate.memory.device_bytes)
     parts = ", ".join(
         f"{part} {seconds:.3g} s ({share_text(seconds / time.seconds)})"
@@ -192,7 +193,8 @@ def estimate_text(estimate: Estimate, width: int = WIDE) -> str:
 
 
 def step_text(estimate: Estimate) -> str:
-    """Format an estimate's seconds of a step with their bounds, throughput and model FLOP utilisation."""
+    """Format the predicted step time of an estimate with its bounds, and the throughput and model FLOP utilisation that
+    follow from it."""
     time, rate = estimate.time, estimate.model_flops_per_device
     flops = f"{rate / 1e12:.1f} TFLOP/s" if rate >= 1e11 else f"{rate / 1e9:.1f} GFLOP/s"
     return (
@@ -202,7 +204,8 @@ def step_text(estimate: Estimate) -> str:
 
 
 def memory_text(estimate: Estimate) -> str:
-    """Format an estimate's bytes per device and the limit, whether it fits, and the memory snapshot of the peak."""
+    """Format the predicted memory of a device in one line: bytes, limit, whether it fits, and the time (memory
+    snapshot) of the peak. estimate: estimate of the layout."""
     memory, room = estimate.memory, estimate.problem.usable_bytes
     over = memory.device_bytes - room
     verdict = (
@@ -214,7 +217,7 @@ def memory_text(estimate: Estimate) -> str:
 
 
 def communication_text(estimate: Estimate) -> str:
-    """Format the exposed and the total seconds of communication of an estimate's step."""
+    """Format the seconds of communication in a step: the exposed part, which no computation overlaps, and the total."""
     exposed, total = estimate.exposed_seconds, estimate.communication_seconds
     return (
         f"{exposed:.3g} s exposed ({share_text(exposed / estimate.time.seconds)} of the step), {total:.3g} s in total"
@@ -237,8 +240,8 @@ def share_text(share: float) -> str:
 
 
 def _bill(estimate: Estimate, unit: Unit) -> Iterator[tuple[str, str, str]]:
-    """Yield table rows (category, its memory in `unit`, its largest items) for the pipeline rank of an estimate with
-    the highest memory peak."""
+    """Yield the rows of a table of memory: (category, its memory in `unit`, its largest items). The table is for the
+    pipeline rank with the highest memory peak. estimate: estimate of the layout."""
     yield "", unit.name, "of which"
     memory, process = estimate.memory, estimate.problem.process or (("CUDA context", estimate.memory.framework_bytes),)
     for category, size in memory.by_category().items():
