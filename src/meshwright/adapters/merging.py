@@ -80,15 +80,14 @@ def open_model_adapter(directory: Path, base: Path) -> tuple[CheckpointFiles, Ad
     adapted = with_adapter_of(files, settings, config)
     weights, table = CheckpointFiles(base), parameter_table(config)
     names = match_entries(weights, table, config)
-    found = {names[table_entry.name]: module for module, table_entry in _selected(config, settings).items()}
+    found = {names[table_entry.name]: module for module, table_entry in _find_target_layers(config, settings).items()}
     transposed = {names[entry.name] for entry in table.entries if entry.transposed}
     return weights, Adapter(files, adapted, found, frozenset(transposed))
 
 
-def _selected(config: ModelConfig, settings: AdapterConfig) -> dict[str, Any]:
+def _find_target_layers(config: ModelConfig, settings: AdapterConfig) -> dict[str, Any]:
     """Return the linear layers that an adapter targets, as {Hugging Face module name: parameter entry of its weight}.
-    config: configuration of the base model; settings: settings of the adapter.
-    """
+    config: configuration of the base model. settings: settings of the adapter, which name the target modules."""
     known = find_adaptable_entries(parameter_table(config).entries)
     return {module: known[module] for module in settings.targets}
 

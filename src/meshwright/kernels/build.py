@@ -41,8 +41,8 @@ FLAGS = (
 
 
 class KernelsUnavailable(Exception):
-    """Error: compiled kernels cannot be built or run on this machine. The message is the reason, worded to end a
-    sentence."""
+    """Error: compiled kernels cannot be built or run on this machine. The message is the reason, as a clause without a
+    capital or a full stop."""
 
 
 @contextmanager

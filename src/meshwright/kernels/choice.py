@@ -46,13 +46,15 @@ def load_kernels(instruction_set: str | None = None) -> Kernels | None:
 
 
 def open_kernels(instruction_set: str | None = None, log: Callable[[str], None] = lambda line: None) -> Kernels:
-    """Load the compiled library for `instruction_set` ("amx", "avx512_bf16", "avx512" or "avx2"; None: the fastest,
-    from `choose_instruction_set`), and build it if necessary. log: called with one line before compiling.
+    """Load the compiled library for an instruction set; build it first if necessary.
+
+    instruction_set: "amx", "avx512_bf16", "avx512" or "avx2"; None: the fastest, from `choose_instruction_set`. log:
+    called with one line before compiling.
 
     Raises `KernelsUnavailable` without a C++ compiler, on a processor other than x86-64 with AVX2, or where the system
-    denies AMX; `ValueError` for an instruction set that the processor lacks; `UserError` if the one that the
-    environment variable `INSTRUCTION_SET_VARIABLE` names is missing on the processor or cannot be built.
-    """
+    denies AMX. Raises `ValueError` for an instruction set that the processor lacks. If the environment variable
+    `INSTRUCTION_SET_VARIABLE` names the instruction set, `UserError` is raised if the processor lacks it or it cannot
+    be built."""
     name = choose_instruction_set(log) if instruction_set is None else instruction_set
     supported = build.list_supported_instruction_sets()
     if name not in supported:
@@ -137,12 +139,11 @@ def find_fastest(seconds: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def measure_kernels(candidates: Mapping[str, Kernels]) -> dict[str, dict[str, float]]:
-    """Benchmark the libraries of several instruction sets on one thread; return {instruction set: {case: processor
-    seconds, smallest of several runs}}.
+    """Benchmark the libraries of several instruction sets on one thread. Return {instruction set: {case: seconds}},
+    where the processor time of a case is the smallest of several runs.
 
     candidates: {instruction set: library}. Cases: bfloat16 matrix products and attention at the shapes of decode and
-    prefill. In each of several rounds every candidate runs every case once.
-    """
+    prefill. In each of several rounds every candidate runs every case once."""
     runs = {name: _make_cases(kernels) for name, kernels in candidates.items()}
     seconds = {name: dict.fromkeys(cases, float("inf")) for name, cases in runs.items()}
     for _ in range(_TURNS):

@@ -52,11 +52,11 @@ SITE = "attention.ring"
 
 
 def list_local_positions(layout: Layout, rank: int, sequence: int) -> torch.Tensor:
-    """Return the sequence indices of the tokens that cp rank `rank` holds of each unsharded sequence: int64 [S / cp],
-    ascending.
+    """Return the positions in the unsharded sequence of the tokens that cp rank `rank` holds: int64 [sequence / cp],
+    ascending. They are equal for all sequences.
 
-    `layout`: gives cp and its method; `sequence`: S in tokens, a multiple of cp (ring attention: of 2 cp).
-    """
+    `layout`: gives cp and its method; `sequence`: number of tokens of an unsharded sequence, a multiple of cp (ring
+    attention: of 2 cp)."""
     ring = layout.cp_method == "ring"
     count, held = (2 * layout.cp, list_held_chunks(rank, layout.cp)) if ring else (layout.cp, (rank,))
     assert sequence % count == 0, f"{sequence} tokens in {count} chunks"
@@ -66,11 +66,12 @@ def list_local_positions(layout: Layout, rank: int, sequence: int) -> torch.Tens
 def shard_sequences(
     tokens_BS: torch.Tensor, targets_BS: torch.Tensor, documents: Documents, mesh: Mesh
 ) -> tuple[torch.Tensor, torch.Tensor, Documents]:
-    """Return this cp rank's slices of the unsharded `tokens_BS` and `targets_BS`, [B, S] -> [B, S / cp] each, and of
-    `documents` (document boundaries in packed sequences). Without context parallelism the arguments are returned
-    unchanged.
+    """Return this cp rank's slices of the tokens, targets and document boundaries of unsharded sequences. Tokens and
+    targets are sliced from [B, S] to [B, S / cp], for B sequences of S tokens. Without context parallelism the
+    arguments are returned unchanged.
 
-    `mesh`: device mesh, whose layout gives the cp method and whose cp axis gives this rank."""
+    `documents`: document boundaries in packed sequences; `mesh`: device mesh, whose layout gives the cp method and
+    whose cp axis gives this rank."""
     if mesh.cp.trivial:
         return tokens_BS, targets_BS, documents
     indices_C = list_local_positions(mesh.layout, mesh.cp.rank, tokens_BS.shape[1]).to(tokens_BS.device)
@@ -260,11 +261,12 @@ def _attend_by_tiles(
     q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, first_BC: torch.Tensor | None,
     numbers: list[float], key: str, sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute ring attention by tiles, without autograd; arguments and result as for `_compute_ring_attention`.
+    """Compute ring attention by tiles, without autograd. Return (output [B, N, C, D], log-sum-exps [B, N, C]), for B
+    sequences, N query heads, C tokens of a sequence on this rank, head size D.
 
-    `first_BC`: index of the first key to which each query attends (None: 0); `numbers`: [scale, softcap] of the scores;
-    `key`: identifies the cp axis; `sinks`: attention-sink score of each query head.
-    """
+    `q_BNCD`, `k_BKCD`, `v_BKCD`: queries, keys and values of these tokens; `first_BC`: index of the first key to which
+    each query attends (None: 0); `numbers`: [scale, softcap] of the scores; `key`: identifies the cp axis; `sinks`:
+    attention-sink score of each query head."""
     attend_span = partial(ring_spans.attend_by_tiles, first_BC, ScoreSettings(numbers[0], numbers[1]))
     return _compute_ring_attention(q_BNCD, k_BKCD, v_BKCD, key, attend_span, sinks)
 
@@ -275,8 +277,9 @@ def _differentiate_by_tiles(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the gradients of ring attention's queries, keys, values and sinks, computed by tiles.
 
-    `d_out_BNCD`: output gradient; `saved`: queries, keys, values, output, log-sum-exps; `first_BC`, `numbers`, `key`,
-    `sinks`: as in `_attend_by_tiles`."""
+    `d_out_BNCD`: output gradient; `saved`: queries, keys, values, output, log-sum-exps; `first_BC`: index of the first
+    key to which each query attends (None: 0); `numbers`: [scale, softcap] of the scores; `key`: identifies the cp axis;
+    `sinks`: attention-sink score of each query head."""
     add_span = partial(ring_spans.add_gradients_by_tiles, first_BC, ScoreSettings(numbers[0], numbers[1]))
     return _compute_gradients(d_out_BNCD, saved, key, add_span, sinks)
 
@@ -285,11 +288,12 @@ def _attend_by_flash(
     q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, tensors: list[torch.Tensor],
     numbers: list[float], key: str, sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute ring attention by flash kernels, without autograd; arguments and result as for `_compute_ring_attention`.
+    """Compute ring attention by flash kernels, without autograd. Return (output [B, N, C, D], log-sum-exps [B, N, C]),
+    for B sequences, N query heads, C tokens of a sequence on this rank, head size D.
 
-    `tensors`: tensors of the `VarlenMask` (document boundaries); `numbers`: [sliding window of the mask, scale of the
-    scores]; `key`: identifies the cp axis; `sinks`: attention-sink score of each query head.
-    """
+    `q_BNCD`, `k_BKCD`, `v_BKCD`: queries, keys and values of these tokens; `tensors`: tensors of the `VarlenMask`
+    (document boundaries); `numbers`: [sliding window of the mask, scale of the scores]; `key`: identifies the cp axis;
+    `sinks`: attention-sink score of each query head."""
     attend_span = partial(ring_spans.attend_by_flash, _rebuild_varlen_mask(tensors, numbers), numbers[1])
     return _compute_ring_attention(q_BNCD, k_BKCD, v_BKCD, key, attend_span, sinks)
 
@@ -300,8 +304,9 @@ def _differentiate_by_flash(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the gradients of ring attention's queries, keys, values and sinks, computed by flash kernels.
 
-    `d_out_BNCD`: output gradient; `saved`: queries, keys, values, output, log-sum-exps; `tensors`, `numbers`, `key`,
-    `sinks`: as in `_attend_by_flash`."""
+    `d_out_BNCD`: output gradient; `saved`: queries, keys, values, output, log-sum-exps; `tensors`: tensors of the
+    `VarlenMask` (document boundaries); `numbers`: [sliding window of the mask, scale of the scores]; `key`: identifies
+    the cp axis; `sinks`: attention-sink score of each query head."""
     add_span = partial(ring_spans.add_gradients_by_flash, _rebuild_varlen_mask(tensors, numbers), numbers[1])
     return _compute_gradients(d_out_BNCD, saved, key, add_span, sinks)
 

@@ -69,8 +69,8 @@ def make_slice_reader(value_of: Callable[[ParameterEntry], torch.Tensor]) -> Rea
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """Slice of one tensor of a checkpoint: a range of the elements of a parameter entry, with a 1-D view `tensor` of
-    their values, which saving reads and loading overwrites.
+    """Slice of one tensor of a checkpoint: a range of the elements of a parameter entry. `tensor` is a 1-D view of
+    their values; saving a checkpoint reads it, loading overwrites it.
 
     `kind`: quantity in `tensor`: "master" (weights) or an optimizer state such as "exp_avg"; `name`: name of the entry.
     `start`, `stop`: element range [start, stop) of the flattened entry, row-major as the model stores it, [output,

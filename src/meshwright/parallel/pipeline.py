@@ -41,14 +41,17 @@ class Compute(Protocol):
     no autograd history; those that it returns may have one."""
 
     def run(self, kind: Kind, key: Key, x: torch.Tensor | None) -> torch.Tensor | None:
-        """Run one compute step of a micro-batch through a stage. `kind`: one of the four kinds below; `key`: indices
-        (stage, replica, micro-batch), where replica counts the model copies of a bidirectional schedule (else 0).
+        """Run one compute step of a micro-batch through a stage. There are four kinds:
 
-        Forward: `x` is the stage's input (first stage: None); return the output (last stage: keep the loss, return
-        None). Backward: `x` is the gradient of the stage's output (last stage: None); compute the weight gradients and
-        return the input gradient (first stage: None). Input gradient (B pass of a split backward): as backward, but
-        defer the weight gradients. Weight gradient (W pass): compute the deferred weight gradients; `x` and the result
-        are None."""
+        * forward: `x` is the stage's input (None on the first stage). Return the stage's output; the last stage keeps
+          the loss and returns None;
+        * backward: `x` is the gradient of the stage's output (None on the last stage). Compute the weight gradients,
+          and return the input gradient (None on the first stage);
+        * input gradient (B pass of a split backward): as backward, but the weight gradients are deferred;
+        * weight gradient (W pass): compute the deferred weight gradients. `x` and the result are None.
+
+        `kind`: one of these; `key`: indices (stage, replica, micro-batch), where replica counts the model copies of a
+        bidirectional schedule (else 0)."""
 
     def buffer(self, key: Key) -> torch.Tensor:
         """Return an uninitialised contiguous buffer for receiving a stage's input, or the input's gradient, from
@@ -102,10 +105,10 @@ class _Step:
 class _Transfer:
     """One send or receive between pipeline ranks.
 
-    `value`: the activation or gradient, as (output or gradient, replica, stage, micro-batch) of the stage that computes
-    it; `peer`: index of the other rank on pp; `is_receive`: True for a receive, False for a send. `forward_key`:
-    (stage, replica, micro-batch) of the forward step whose input, or input gradient, is transferred. `site`, `name`:
-    labels in traces and errors."""
+    `value`: the transferred activation or gradient: (output or gradient, replica, stage, micro-batch), where stage is
+    the one that computes it. `peer`: index of the other rank on pp; `is_receive`: True for a receive, False for a send.
+    `forward_key`: (stage, replica, micro-batch) of the forward step to whose input the value belongs: it is the input
+    itself or its gradient. `site`, `name`: labels in traces and errors."""
 
     value: Value
     peer: int

@@ -349,9 +349,8 @@ class ParameterPrefetcher(Units):
             self._leave_backward(name)
 
     def _unshard(self, name: str, prefetched: str | None) -> None:
-        """Unshard the parameters that the FSDP unit `name` uses (wait for their all-gathers), and start the all-gathers
-        of the unit `prefetched` (None: of none).
-        """
+        """Unshard the parameters that the FSDP unit `name` uses (wait for their all-gathers). Then start the
+        all-gathers of the unit `prefetched`; None: start none."""
         for each in (name, prefetched):
             for unit in () if each is None else self._sharded[each]:
                 unit.start_all_gather()

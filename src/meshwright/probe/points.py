@@ -218,8 +218,8 @@ def use_precision(precision: str) -> Iterator[None]:
 
 
 def time_point(point: MeasurementPoint, device: torch.device, seconds: float) -> float:
-    """Time a measurement point for about `seconds`; return the seconds of one run or, for a layer operation that
-    launches several device kernels, the mean seconds per kernel."""
+    """Time a measurement point for about `seconds` on `device`; return the seconds of one run. For an operation that
+    launches several device kernels, return the mean seconds per kernel instead."""
     cold = point.kind == "product" and device.type == "cpu"
     with torch.no_grad(), use_precision(point.precision):
         return time_call(make_call(point, device), device, seconds, cold) / point.kernels
@@ -258,8 +258,8 @@ def _time_batch(call: Callable[[], Any], device: torch.device, calls: int) -> fl
 
 
 class _SeededBackward(torch.autograd.Function):
-    """Autograd function that turns a tensor into a scalar whose backward gives this tensor a chosen gradient, to time a
-    backward pass without a loss."""
+    """Autograd function that lets a backward pass start from a tensor with a given gradient, without a loss. Its output
+    is a scalar; calling `backward` on the scalar gives the tensor that gradient."""
 
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -276,8 +276,8 @@ class _SeededBackward(torch.autograd.Function):
 
 
 def start_backward(out: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return a scalar whose `backward()` gives `out` the gradient `gradient`: a replacement for
-    `out.backward(gradient)`, which makes torch import sympy (half a second)."""
+    """Return a scalar; calling `backward()` on it runs the backward pass of `out` with the output gradient `gradient`.
+    It replaces `out.backward(gradient)`, which makes torch import sympy (half a second)."""
     found: torch.Tensor = _SeededBackward.apply(out, gradient)
     return found
 

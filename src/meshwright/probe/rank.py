@@ -295,8 +295,8 @@ def _measure_launch_overhead(device: torch.device, seconds: float) -> dict[str, 
 
 
 def _describe_device(mesh: Mesh) -> dict[str, Any]:
-    """Describe the device on which this rank of `mesh` computes as {"name": its name, "memory_bytes": its memory; for a
-    CPU this rank's share of the host's memory}."""
+    """Describe the device on which this rank of `mesh` computes; return {"name": text, "memory_bytes": number}. For a
+    CPU the memory is this rank's share of the host's memory."""
     if mesh.device.type == "cuda":
         properties = torch.cuda.get_device_properties(mesh.device)
         return {"name": torch.cuda.get_device_name(mesh.device), "memory_bytes": properties.total_memory}

@@ -49,13 +49,12 @@ Rule = Callable[[int, float], tuple[int, float]]
 
 def _build_orders(problem: Problem, rule: Rule, state: PartialOrders) -> tuple[float, list[Order]]:
     """Build the task orders of all ranks: whenever a rank is free, ask `rule` for its next task (one pass on one
-    stage). Return (makespan, orders), where orders[rank] lists the rank's task numbers; the makespan (total time) is
+    stage). Return (makespan, orders), where orders[rank] lists the rank's task numbers. The makespan (total time) is
     infinite if some tasks never run.
 
-    problem: ranks, placement, task durations and memory limits. rule: function (rank, time) -> (task number, 0) to run
-    the task now, or (-1, time at which to ask again); it is also asked when a task that produces an input for the rank
-    is scheduled. state: end times and memory use of all ranks, which this function updates.
-    """
+    problem: ranks, placement, task durations and memory limits. rule: function (rank, time) that returns (task number,
+    0) to run this task now, or (-1, time at which to ask again). It is also asked when a task that produces an input
+    for the rank is scheduled. state: end times and memory use of all ranks, which this function updates."""
     stages = problem.stages
     orders: list[Order] = [[] for _ in range(problem.ranks)]
     free = [0.0] * problem.ranks

@@ -109,8 +109,8 @@ class Problem:
 
     @cached_property
     def lag(self) -> tuple[float, ...]:
-        """Time that the input of each task (one pass on one stage) takes from the rank that produces it: [tasks]; 0 if
-        that is the task's own rank."""
+        """Transfer time of each task's input (a task is one pass on one stage), [tasks]; 0 if the rank that produces
+        the input is the task's own."""
         return (0.0, *self.hop, *self.hop, 0.0, *[0.0] * self.stages)
 
     @cached_property

@@ -95,7 +95,8 @@ def check_initial_adapter(directory: str | Path, config: ModelConfig) -> None:
 
 
 def refuse_other_adapter(directory: str | Path, config: ModelConfig, other: AdapterConfig) -> None:
-    """Raise `UserError` if the adapter of a PEFT directory, `other`, differs from that of a model (`config`)."""
+    """Raise `UserError` if an adapter differs from that of a model. directory: PEFT directory of the adapter, for the
+    message. config: configuration of the model. other: settings of the adapter in the directory."""
     if (difference := find_adapter_difference(config, other)) is not None:
         raise UserError(f"{directory}: holds an adapter with {difference}; give [adapter] the values of the directory")
 

@@ -106,8 +106,8 @@ def _is_hub_name(path: str | Path) -> bool:
 
 
 def list_file_keys(family: str) -> Mapping[str, tuple[str, ...]]:
-    """Return, by ModelConfig field name, the ``config.json`` keys that may hold the field in a family (its
-    ``model_type``), the preferred key first."""
+    """Return {ModelConfig field: ``config.json`` keys that may hold it} for a family (its ``model_type``). The
+    preferred key comes first."""
     return {**_KEYS, **FAMILIES[family].keys}
 
 
@@ -150,12 +150,11 @@ def select_text_config(data: Mapping[str, Any], where: str) -> Mapping[str, Any]
 
 
 def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Read the ModelConfig fields, by name, from a ``config.json`` object (`data`). where: name of the configuration in
-    errors.
+    """Read the ModelConfig fields from a ``config.json`` object (`data`); return {field: value}. where: name of the
+    configuration in errors.
 
     Raises ``UserError`` for values that cannot be read or whose effect is not implemented. Warns with `ModelWarning` of
-    unknown fields, of custom code and of another architecture.
-    """
+    unknown fields, of custom code and of another architecture."""
     family, data = read_family(data, where), select_text_config(data, where)
     read = Reader(data, family.defaults, where)
     keys = list_file_keys(family.name)

@@ -73,8 +73,9 @@ class Experts:
         loss: Key of the coefficient of the load-balancing loss; None: there is none.
         loss_switched: True: there is a loss only where ``output_router_logits`` is true, as in transformers.
         scale: Key of ``ModelConfig.routed_scale``; None: it is 1.
-        shared: Key of the shared expert's width or, if ``shared_copies``, of that width divided by an expert's; None:
-            no shared expert; "": it is as wide as the others, without a key.
+        shared: Key of the shared expert's width. If ``shared_copies``, the key holds that width divided by the width of
+            an expert. "": the shared expert is as wide as the others, and there is no key. None: there is no shared
+            expert.
         dense: Layers with a dense MLP. "first": the first ones, as many as ``first_k_dense_replace`` says; "listed":
             those given by ``mlp_only_layers`` and ``decoder_sparse_step``; "interleaved": those not in ``moe_layers``,
             by default all but every ``interleave_moe_layer_step``-th; None: no layer.

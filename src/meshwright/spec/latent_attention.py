@@ -81,8 +81,8 @@ class LatentAttention:
 
 
 def read_latent_attention(read: Reader) -> dict[str, Any]:
-    """Read the ModelConfig fields ``latent`` and ``head_dim`` of a model with latent attention, by name. read: typed
-    access to the ``config.json``."""
+    """Read the ModelConfig fields ``latent`` and ``head_dim`` of a model with latent attention; return {field: value}.
+    read: typed access to the ``config.json``."""
     _, query_rank = read.get(("q_lora_rank",))  # null: no latent vector
     if query_rank is not None:
         query_rank = read.integer("hidden", ("q_lora_rank",))
