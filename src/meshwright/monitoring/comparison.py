@@ -72,8 +72,9 @@ class Prediction:
         return 0 if self.memory is None else _compute_expected_peak(self.memory)
 
     def memory_to_json(self) -> dict[str, Any]:
-        """Return this rank's predicted memory: {"memory_bytes": bytes of tensors by category, with the peaks of
-        allocator and process, "process_memory_bytes": peak RSS by item}; None for unknown values."""
+        """Return this rank's predicted memory as a JSON object, None for unknown values. Keys: "memory_bytes":
+        {category of tensors, "allocator_peak" or "process_peak": bytes}; "process_memory_bytes": {item of the process's
+        memory: bytes of the peak RSS}."""
         return {
             "memory_bytes": None if self.memory is None else {**self.memory, **self._get_peak_entries()},
             "process_memory_bytes": None if self.process is None else dict(self.process.items),
@@ -101,8 +102,8 @@ class Prediction:
         }
 
     def _get_peak_entries(self) -> dict[str, int | None]:
-        """Return {"allocator_peak": predicted peak bytes of the tensor allocator, "process_peak": predicted peak RSS of
-        the process in bytes, or None if it is not predicted (always on CUDA)}."""
+        """Return {"allocator_peak": bytes, "process_peak": bytes}, the predicted peaks of the tensor allocator and of
+        the process (RSS). The latter is None if it is not predicted, as always on CUDA."""
         assert self.memory is not None
         process = self.process
         return {"allocator_peak": self.memory["peak"], "process_peak": None if process is None else process.peak}

@@ -161,15 +161,14 @@ def gemv(
     x_1X: torch.Tensor, weight: torch.Tensor, bias_Y: torch.Tensor | None = None, dtype: torch.dtype | None = None, *,
     norm: tuple[torch.Tensor, float] | None = None, delta_1X: torch.Tensor | None = None, gated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return two rows for a single token: the matrix-vector product v Wᵀ + b, [1, Y], and the sum x + delta, [1, X].
-    v is the RMSNorm of x + delta, or x itself if `norm` is None.
+    """Compute a matrix-vector product for a single token. Return (v Wᵀ + b, [1, Y]; x + delta, [1, X]), for X inputs
+    and Y outputs. v is the RMSNorm of x + delta, or x itself if `norm` is None.
 
     x_1X: row x. weight: W [Y, X], a parameter: it is read before the previous kernel has ended (programmatic dependent
     launch), so no queued kernel may write to it. bias_Y: b; None: no bias. dtype: dtype of the product; None: the dtype
     of x. norm: (weight [X], epsilon) of the RMSNorm. delta_1X: delta, a residual branch; None: nothing is added, as
-    required if `norm` is None. gated: W is [2 Y, X], the first row is silu(first half) * second half of the product
-    (SwiGLU), and there is no bias.
-    """
+    required if `norm` is None. gated: True for SwiGLU: W is [2 Y, X], the product is replaced by silu(its first half) *
+    its second half, and there is no bias."""
     assert norm is not None or delta_1X is None, "only a norm adds"
     columns, inner = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     padded = triton.next_power_of_2(inner)

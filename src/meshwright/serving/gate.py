@@ -69,9 +69,9 @@ def read_api_keys(path: Path) -> tuple[str, ...]:
 
 
 def check_origins(origins: Sequence[str]) -> Sequence[str]:
-    """Return `origins`, the setting `HttpSettings.cors_origins`, unchanged. Raises UserError for an origin in a form
-    that no browser sends, which would never match; each must be a scheme and host, such as "https://example.org:8443",
-    or "*"."""
+    """Check the setting `HttpSettings.cors_origins` and return it unchanged. Each origin must be "*", or a scheme and
+    host such as "https://example.org:8443". Raises UserError for any other form, which no browser sends and which would
+    never match."""
     for origin in origins:
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", origin):
             raise UserError(f'--cors-origin {origin}: should be an origin such as https://example.org:8443, or "*"')

@@ -161,8 +161,8 @@ class Lowering:
             self._lower_row_parallel(block.mlp.down, self._lower_up(block.mlp, normed), block.mlp_post_norm)
 
     def _lower_input(self, norm: nn.Module | None) -> Float32:
-        """Append to `ops` the norm before a sublayer; return the buffer with the sublayer's input [T, H]. norm: the
-        norm's module; None: there is none, and the hidden states are the input."""
+        """Append to `ops` the norm before a sublayer; return the buffer with the sublayer's input, [T, H] for T tokens
+        of hidden size H. norm: the norm's module; None: there is none, and the hidden states are the input."""
         if norm is None:
             return self.states
         normed = self._memory.get_buffer("normed", self.config.hidden)
@@ -170,8 +170,9 @@ class Lowering:
         return normed
 
     def _lower_attention(self, attention: AttentionModule, x: Float32, layer: int) -> Float32:
-        """Append to `ops` QKV projection, RoPE, KV-cache write and attention of the layer with index `layer`; return
-        the buffer of the attention output [T, N D]. attention: the layer's module. x: input [T, H]."""
+        """Append to `ops` QKV projection, RoPE, KV-cache write and attention of the layer with index `layer`. Return
+        the buffer of the attention output, [T, N D] for T tokens and N query heads of size D. attention: the layer's
+        module. x: input [T, H] with hidden size H."""
         config = self.config
         heads, kv_heads, size = attention.heads, attention.kv_heads, attention.size
         qkv = self._memory.get_buffer("qkv", (heads + 2 * kv_heads) * size)
@@ -197,8 +198,9 @@ class Lowering:
         return out
 
     def _lower_latent_attention(self, attention: LatentAttention, x: Float32, layer: int) -> Float32:
-        """Append to `ops` the latent attention of the layer with index `layer`; return the buffer of the attention
-        output [T, N V], V: size of a head's values. attention: the layer's module. x: input [T, H]."""
+        """Append to `ops` the latent attention of the layer with index `layer`. Return the buffer of the attention
+        output, [T, N V] for T tokens and N heads with values of size V. attention: the layer's module. x: input [T, H]
+        with hidden size H."""
         latent, heads, (table, place) = attention.latent, attention.heads, self._tables.layers[layer]
         queries = None if attention.query_up is None else self._memory.get_buffer("queries", heads * attention.size)
         both, plain = self._read_matrix(attention.latent_up).reshape(heads, -1, latent.rank), attention.plain
@@ -218,9 +220,9 @@ class Lowering:
         return out
 
     def _lower_mixture(self, mixture: Mixture, x: Float32, norm: nn.Module | None) -> None:
-        """Append to `ops` a mixture-of-experts layer (routed and shared experts); the result is added to the hidden
-        states. mixture: the layer's module. x: normed input [T, H]. norm: post-norm of the result, or None.
-        """
+        """Append to `ops` a mixture-of-experts layer (routed and shared experts), whose result is added to the hidden
+        states. mixture: the layer's module. x: normed input, [T, H] for T tokens of hidden size H. norm: post-norm of
+        the result, or None."""
         config, experts = self.config, mixture.experts
         workspace = self._memory.get_experts_workspace(config, experts.down.weight.shape[1])
         added = not self._split and self._adds_directly(norm)
@@ -252,8 +254,9 @@ class Lowering:
             self._lower_sum(out, None, norm)
 
     def _lower_shared(self, mixture: Mixture, shared: modules.FeedForward, x: Float32, out: Float32) -> None:
-        """Append to `ops` the shared expert of a mixture-of-experts layer (`mixture`) with its sigmoid gate, if it has
-        one; the result is added to `out` [T, H]. shared: the expert's MLP. x: normed input [T, H]."""
+        """Append to `ops` the shared expert of a mixture-of-experts layer, with its sigmoid gate if it has one; the
+        result is added to `out`. mixture: the layer's module. shared: the expert's MLP. x, out: normed input and
+        output, [T, H] for T tokens of hidden size H."""
         hidden = self._lower_up(shared, x)
         if mixture.shared_gate is not None:  # a factor per token, applied before the down projection
             weight, scores = self._pack_weight(mixture.shared_gate, "float32"), self._memory.get_buffer("gate", 1)
@@ -261,8 +264,8 @@ class Lowering:
         self._lower_linear(shared.down, out, hidden, accumulate=True)
 
     def _lower_up(self, mlp: modules.FeedForward, x: Float32) -> Float32:
-        """Append to `ops` the up projection and activation of the MLP `mlp`; return the buffer of the result, [T, F].
-        x: normed input [T, H]."""
+        """Append to `ops` the up projection and activation of the MLP `mlp`; return the buffer of the result, [T, F]
+        for T tokens and intermediate size F. x: normed input [T, H] with hidden size H."""
         up = self._memory.get_buffer("up", mlp.up.weight.shape[0])
         self._lower_linear(mlp.up, up, x)
         hidden = self._memory.get_buffer("hidden", mlp.down.weight.shape[1])
@@ -286,7 +289,7 @@ class Lowering:
         self, norm: nn.Module, out: Float32, x: Float32, rows: op.Rows = "tokens", divisor: float = 1.0
     ) -> None:
         """Append to `ops` a norm over the hidden dimension, from `x` to `out`, whose result is divided by `divisor`.
-        rows: "tokens" (all T tokens of the step) or "outputs" (the R tokens whose logits are wanted)."""
+        rows: "tokens" (all tokens of the step) or "outputs" (the tokens whose logits are wanted)."""
         weight, bias = self._read_parameter(norm, "weight"), self._read_optional(norm, "bias")
         for factors in (weight, bias) if divisor != 1 else ():
             if factors is not None:
@@ -315,9 +318,9 @@ class Lowering:
         return norm is None and self.config.residual_scale == 1
 
     def _lower_sum(self, partial: Float32, bias: Float32 | None, norm: nn.Module | None) -> None:
-        """Append to `ops` the residual addition of a sublayer: all-reduce `partial` [T, H] over tp, add `bias`, apply
-        the post-norm and the residual scale, and add the result to the hidden states. bias: [H], or None. norm: the
-        post-norm's module, or None."""
+        """Append to `ops` the residual addition of a sublayer: all-reduce `partial` over tp, add `bias`, apply the
+        post-norm and the residual scale, and add the result to the hidden states. partial: [T, H] for T tokens of
+        hidden size H. bias: [H], or None. norm: the post-norm's module, or None."""
         if self._adds_directly(norm):
             self._sum_over_ranks(partial, self.states, bias)
             return
@@ -327,9 +330,10 @@ class Lowering:
         self.ops.append(op.Scale(self.states, partial, self.config.residual_scale, accumulate=True))
 
     def _sum_over_ranks(self, partial: Float32, residual: Float32 | None = None, bias: Float32 | None = None) -> None:
-        """End the current segment (operations between two all-reduces) with an all-reduce of `partial` [T, H] over tp.
-        Afterwards `bias` [H] is added to the sum, and the result is added to `residual` [T, H]; None: the result is
-        written back to `partial`. Does nothing without tp, where the operations themselves add bias and residual."""
+        """End the current segment (operations between two all-reduces) with an all-reduce of `partial` over tp.
+        Afterwards `bias` is added to the sum, and the result is added to `residual`; None: the result is written back
+        to `partial`. Does nothing without tp, where the operations themselves add bias and residual. partial, residual:
+        [T, H] for T tokens of hidden size H. bias: [H], or None."""
         if self._split:
             self.segments.append(Segment(len(self.ops), partial, residual, bias))
 
@@ -339,8 +343,9 @@ class Lowering:
         return self._memory.pack(self._read_matrix(module), dtype)
 
     def _read_matrix(self, module: nn.Module) -> npt.NDArray[Any]:
-        """Return this rank's shard of the weight of `module` [Y, X], float32 or bfloat16 bits, with the rows in the
-        order that the kernels need. It is valid until the next read."""
+        """Return this rank's shard of the weight of `module`, [Y, X] for Y outputs and X inputs, with the rows in the
+        order that the kernels need. It is float32, or uint16 with the bits of bfloat16, and valid until the next read.
+        """
         name = f"{self._names[id(module)]}.weight"
         # Packing widens bfloat16 in the processor's cache.
         return self._read_shard(name, self._dtype == "bfloat16" or self._weights.is_bfloat16(name))

@@ -41,8 +41,8 @@ class StepBatch:
     Attributes:
         tokens: Token IDs [T].
         positions: Position of each token in its sequence [T].
-        slots: For each block table, the slot of the KV cache into which each token's key and value are written [W, T]:
-            block * 16 + offset in the block.
+        slots: For each of W block tables, the slot of the KV cache into which each token's key and value are written
+            [W, T]: block * 16 + offset in the block.
         starts: Index of each sequence's first token [S + 1]; starts[S] = T.
         context: Number of each sequence's tokens in the KV cache after this step [S].
         block_tables: Block tables [W, S, B]: entry [w, s, b] is the index of sequence s's KV block number b (16
@@ -63,7 +63,7 @@ class StepBatch:
     group: int = 0
 
     def outputs(self) -> Iterator[tuple[Sequence, int]]:
-        """Yield, for each token whose logits are wanted, in order, (its sequence, its position in the sequence)."""
+        """Yield (sequence, position in the sequence) for each token whose logits are wanted, in order."""
         owners = np.searchsorted(self.starts, self.output_rows, side="right") - 1
         for owner, position in zip(owners.tolist(), self.positions[self.output_rows].tolist(), strict=True):
             yield self.sequences[owner], position

@@ -184,9 +184,10 @@ class TorchRunner:
         }
 
     def run(self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
-        """Compute this rank's pipeline stage for a batch of T tokens. The last stage returns the logits [R, V] of the R
-        output rows (tokens whose logits are wanted), any other stage the hidden states [T, H]. `hidden`: the previous
-        stage's hidden states [T, H]; None on the first stage."""
+        """Compute this rank's pipeline stage for a batch of T tokens. The last stage returns the logits of the R output
+        rows (tokens whose logits are wanted), [R, V] for V vocabulary entries. Any other stage returns the hidden
+        states, [T, H] with hidden size H. `hidden`: the previous stage's hidden states [T, H]; None on the first stage.
+        """
         with torch.inference_mode():
             begins = range(0, len(batch.tokens), self._tile)
             states_TH = torch.cat([self._run_tile(batch, begin, hidden) for begin in begins])

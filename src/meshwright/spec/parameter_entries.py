@@ -181,9 +181,9 @@ class ParameterEntry:
         return math.prod(self.shape)
 
     def buffer_kind(self, layout: Layout) -> BufferKind:
-        """Return the kind of flat buffer that holds the entry under `layout`: "experts" for a routed expert under
-        expert parallelism, else "dense"; if the entry is frozen, "frozen_experts" or "frozen"; "packed" for a frozen
-        matrix that is held quantized."""
+        """Return the kind of flat buffer that holds the entry under `layout`. A routed expert under expert parallelism
+        is in "experts" or, if it is frozen, in "frozen_experts". Any other entry is in "packed" if it is held
+        quantized, in "frozen" if it is frozen, else in "dense"."""
         if self.expert_parallel(layout):
             return "experts" if self.trainable else "frozen_experts"
         return "packed" if self.packed else "dense" if self.trainable else "frozen"

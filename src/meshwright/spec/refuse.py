@@ -181,9 +181,8 @@ def _find_pipeline_problem(layout: Layout, config: ModelConfig, sequence: int | 
     """Return an error message if the pipeline of `layout` has more stages than the model has layers, else None.
 
     config: configuration of the model. sequence: tokens of a sequence, for which the pipeline schedule is generated to
-    count its stages (None: the model's maximum). planning: True: do not generate it, and take the number of stages from
-    `layout`.
-    """
+    count its stages; None: the model's maximum. planning: True to take the number of stages from `layout` instead,
+    without generating the schedule."""
     stages = layout.pp * layout.chunks
     if (
         stages <= config.layers and not planning
@@ -196,8 +195,8 @@ def _find_pipeline_problem(layout: Layout, config: ModelConfig, sequence: int | 
 
 
 def _find_expert_problem(layout: Layout, config: ModelConfig) -> str | None:
-    """Return an error message if ep of `layout` does not divide the model's experts, or etp their width, else None.
-    config: configuration of the model."""
+    """Return an error message if ep of `layout` does not divide the number of the model's experts, or if etp does not
+    divide their width; else None. config: configuration of the model."""
     if not layout.expert_parallel:
         return None
     if not config.experts:
