@@ -52,8 +52,8 @@ def _make_device_table(measured: Measured, reported: Mapping[str, Any], device: 
 
 
 def find_best_product_rates(measured: Measured, ranks: int | None = None) -> dict[str, float]:
-    """Return the highest FLOP/s of one rank in matrix products, by precision. ranks: number of ranks that computed at
-    once on a host (None: `measured.ranks`)."""
+    """Return {precision: highest FLOP/s of one rank in matrix products}. ranks: number of ranks that computed at once
+    on a host (None: `measured.ranks`)."""
     wanted = measured.ranks if ranks is None else ranks
     rates: dict[str, float] = {}
     for each in measured.products:

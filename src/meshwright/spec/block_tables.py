@@ -82,12 +82,11 @@ def max_blocks_held(tokens: int, windows: Sequence[int | None], chunk: int) -> t
 
 
 def max_sequence_tokens(blocks: int, windows: Sequence[int | None], chunk: int, limit: int) -> int:
-    """Return the length in tokens, at most `limit`, of the longest sequence that fits into `blocks` KV blocks, over all
-    block tables.
+    """Return the length in tokens, at most `limit`, of the longest sequence whose blocks in all block tables together
+    are at most `blocks` KV blocks.
 
     windows: sliding window of each block table in tokens; None: no window. chunk: maximum number of tokens computed in
-    a step.
-    """
+    a step."""
     return bisect_right(range(1, limit + 1), blocks, key=lambda tokens: sum(max_blocks_held(tokens, windows, chunk)))
 
 

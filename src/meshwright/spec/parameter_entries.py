@@ -201,8 +201,8 @@ class ParameterEntry:
         return number // (experts // layout.ep)
 
     def sharded_dims(self, layout: Layout) -> Mapping[str, int]:
-        """Return {axis: dim along which this axis shards the entry} for `layout`: ``split``, with "etp" in place of
-        "tp" for routed experts under expert parallelism."""
+        """Return {axis: dim along which this axis shards the entry} under `layout`. It is the attribute ``split``; for
+        routed experts under expert parallelism "tp" is replaced by "etp"."""
         return {self.width_axis(layout): self.split["tp"]} if "tp" in self.split else {}
 
     def width_axis(self, layout: Layout) -> Literal["tp", "etp"]:

@@ -127,8 +127,8 @@ def screen(problem: Problem) -> ScreenedLayouts:
 
 
 class _Sharding(NamedTuple):
-    """ZeRO sharding groups of candidate layouts. fits: bool array, True if the candidate admits them; hybrid: number of
-    ranks of a group, 0 for all data-parallel ranks; groups: process groups."""
+    """ZeRO sharding groups of candidate layouts, as arrays with one entry per candidate. fits: True if the candidate
+    can have such groups. hybrid: number of ranks of a group, 0 for all data-parallel ranks. groups: process groups."""
 
     fits: Array
     hybrid: Array

@@ -226,8 +226,8 @@ def communication_text(estimate: Estimate) -> str:
 
 def usage_text(best: Sequence[Estimate], width: int = WIDE) -> str:
     """Format instructions below a plan: the recipe keys with which the first of the best layouts is trained (left out
-    if it cannot be trained), then the legend of the layout notation. best: estimates, fastest first. width: characters
-    of a line."""
+    if it cannot be trained), then the legend of the layout notation. best: estimates, fastest first. width: maximum
+    characters of a line."""
     keys = [] if best[0].problem.only_planned else recipe_block(best[0]).splitlines()
     block = ["recipe keys:", *(f"  {line}" for line in keys)] if keys else []
     legend = "; ".join(f"{part} {meaning}" for part, meaning in notation_legend(one.layout for one in best))
@@ -337,8 +337,8 @@ def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def format_narrow_table(rows: Sequence[Sequence[str]], width: int, droppable: Sequence[str]) -> list[str]:
-    """Return the lines of a table, with `droppable` columns (their names) dropped as needed to fit into `width`
-    characters. rows: cells; the first row is the header."""
+    """Return the lines of a table that fits into `width` characters; columns are dropped as needed. rows: cells; the
+    first row is the header. droppable: names of the columns that may be dropped."""
     kept = [list(row) for row in rows]
     lines = format_table(kept)
     for name in droppable:
