@@ -34,13 +34,12 @@ def attach_adapters(
     **options: Any,
 ) -> None:
     """Add to `model`, in place, the LoRA adapter and the distillation projections that its attribute `config` asks for.
-    With an adapter, all other parameters are frozen. Projections are linear layers that map hidden states to the width
-    of a teacher's.
+    With an adapter, all other parameters are frozen. Projections are linear layers that map hidden states to the hidden
+    size of a distillation teacher.
 
     table: parameter table of the model, which lists the adapted layers. layout: parallel layout of which `model` is one
     rank's part; None: one device. tensor: communication of tensor parallelism, by which DoRA sums squared norms.
-    options: `device` and `dtype` of the added parameters.
-    """
+    options: `device` and `dtype` of the added parameters."""
     config: Any = model.config
     adapter = config.adapter
     if adapter is not None:
@@ -108,9 +107,11 @@ def _attach_low_rank(
 
 
 def _make_sums(tensor: TensorOperations | None, dispatcher: Any) -> SumOverRanks | None:
-    """Return the function that sums a tensor over the ranks that split the inputs of a row-parallel layer. tensor:
-    communication of tensor parallelism; dispatcher: token dispatcher of a layer of experts under expert parallelism,
-    whose ranks of etp split it; None for other layers."""
+    """Return the function that sums a tensor over the ranks that split the input features of a row-parallel layer; None
+    if no ranks split them.
+
+    tensor: communication of tensor parallelism (axis tp), for a dense layer. dispatcher: token dispatcher of an expert
+    layer under expert parallelism; the layer's input features are then split over axis etp. None for dense layers."""
     if dispatcher is not None:
         return lambda x, site: reduce_from(x, dispatcher.etp, site)
     return None if tensor is None else tensor.reduce
@@ -119,21 +120,22 @@ def _make_sums(tensor: TensorOperations | None, dispatcher: Any) -> SumOverRanks
 def _list_features(
     table: ParameterTable, first: ParameterEntry, layout: Layout, position: Mapping[str, int]
 ) -> torch.Tensor:
-    """Return for each input feature of this rank's shard of an adapted layer its index in the unsharded layer, int64
-    [inputs of the rank]. table: parameter table of the model; first: parameter entry of one of the layer's adapter
-    matrices A; layout: parallel layout; position: {"tp", "etp": index of the rank}."""
+    """Return the indices of this rank's input features of an adapted layer, counted in the unsharded layer: int64
+    [inputs of the rank].
+
+    table: parameter table of the model. first: parameter entry of one of the layer's adapter matrices A. layout:
+    parallel layout. position: this rank's index on the axes "tp" and "etp", {axis: index}."""
     coordinates = {**dict.fromkeys(("cp", "dp", "pp", "ep"), 0), **position}
     boxes = table.local_slices(first, layout, coordinates)
     return torch.cat([torch.arange(box.start[1], box.start[1] + box.shape[1]) for box in boxes])
 
 
 def _list_rows(weight: ModelParameter, second: ModelParameter, layout: Layout) -> Iterator[Rows]:
-    """Yield, for each adapted matrix of a layer (such as the query part of a fused qkv), the range of the layer's
-    output features on this rank that it produces.
+    """Yield one range of output features for each adapted matrix of a layer. The range holds the output features on
+    this rank that the matrix produces, such as those of the query part of a fused qkv.
 
     weight: the layer's weight, which may fuse several matrices. second: the adapter's matrices B, stacked. layout:
-    parallel layout.
-    """
+    parallel layout."""
     adapted = {each.name: each for each in second.entries}
     for entry in weight.entries:
         if entry.ep_rank(layout) not in (None, 0):  # the same rows on every rank
@@ -146,10 +148,11 @@ def _list_rows(weight: ModelParameter, second: ModelParameter, layout: Layout) -
 def make_initial_values(
     base: ParameterTable, read_base: Callable[[ParameterEntry], torch.Tensor], seed: int
 ) -> Callable[[ParameterEntry], torch.Tensor]:
-    """Return a function that computes the initial value of an adapter's parameter entry (checkpoint tensor): A is
-    random, B zero, and DoRA's magnitudes are the norms of the base weight's rows. The adapted model then computes what
-    the base model computes. base: parameter table of the base model; read_base: function that reads the value of one of
-    its entries, in its shape on disk; seed: seed of the random values."""
+    """Return a function (adapter's parameter entry) -> its initial value. A is random and B is zero; DoRA's magnitudes
+    are the norms of the base weight's rows. The adapted model then computes what the base model computes.
+
+    base: parameter table of the base model. read_base: function (entry of this table) -> its value, in the shape that
+    the checkpoint stores. seed: seed of the random values."""
 
     def value_of(entry: ParameterEntry) -> torch.Tensor:
         """Return the initial value of a parameter entry of the adapter (one of its checkpoint tensors), in its shape on

@@ -24,8 +24,8 @@ class WeightDecomposed(LowRank):
     matrices A and B as in `LowRank`, and `magnitude`, the m_i of all adapted output features.
 
     rows: range of output features of each adapted matrix; inputs: number of inputs; rank: rank of A and B; scale: s;
-    options: `device` and `dtype` of the parameters. sums: sums over the ranks of a row-parallel layer, which each hold
-    some columns of W'; None: this rank holds all columns."""
+    options: `device` and `dtype` of the parameters. sums: function that sums a tensor over the ranks of a row-parallel
+    layer, each of which holds some columns of W'; None: this rank holds all columns."""
 
     def __init__(
         self,
@@ -41,12 +41,12 @@ class WeightDecomposed(LowRank):
         self.magnitude = nn.Parameter(torch.empty(self.b.shape[0], **options))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor, layer: Linear) -> torch.Tensor:
-        """Return the output of the adapted layer without bias, [..., Y]; in a row-parallel layer, this rank's partial
-        sum of it.
+        """Return the output of the adapted layer without bias, [..., Y]. In a row-parallel layer this is the rank's
+        partial sum.
 
-        `x`: input of the layer [..., X]. `y`: output of the base layer without bias [..., Y] (row-parallel: partial
-        sum). `layer`: the base layer, whose weight enters the row norms.
-        """
+        x: input of the layer, [..., X], with X input features on this rank. y: output of the base layer without bias,
+        [..., Y], with Y output features on this rank; in a row-parallel layer a partial sum. layer: the base layer,
+        whose weight enters the row norms."""
         if not self.enabled:
             return y
         weight = layer.weight if layer.packed is None else layer.packed.unpack(layer.weight, self.a.dtype)
@@ -60,12 +60,12 @@ class WeightDecomposed(LowRank):
 def compute_row_norms(
     matrices: Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], scale: float, sums: SumOverRanks | None
 ) -> torch.Tensor:
-    """Return the Euclidean norm of each row of W + s B A for all adapted matrices of a layer, [..., rows], without
-    forming these matrices: its square is ||W||² + 2 s (W Aᵀ) B + s² B (A Aᵀ) Bᵀ, row by row.
+    """Return the Euclidean norm of each row of W + s B A, [..., rows], for all adapted matrices of a layer. The sum is
+    not formed: the squared norms are ||W||² + 2 s (W Aᵀ) B + s² B (A Aᵀ) Bᵀ, row by row.
 
-    matrices: (W [..., rows, X], A [..., R, X], B [..., rows, R]) of each adapted matrix; in a row-parallel layer this
-    rank's columns of W and A. scale: s; sums: sums the squares over the ranks that hold the other columns; None: this
-    rank holds all."""
+    matrices: (W [..., rows, X], A [..., R, X], B [..., rows, R]) of each adapted matrix, with X input features and rank
+    R. In a row-parallel layer W and A have this rank's columns only. scale: s. sums: function that sums the squares
+    over the ranks that hold the other columns; None: this rank holds all columns."""
     squares, dtype = [], torch.float32
     for weight, a, b in matrices:
         dtype, wide = weight.dtype, at_least_float32(weight.dtype)
@@ -79,8 +79,11 @@ def compute_row_norms(
 
 
 def fill_factors(factors: torch.Tensor, rows: Sequence[Rows], outputs: int) -> torch.Tensor:
-    """Return a factor for each output feature of a layer, [..., outputs]: `factors` [..., adapted output features] for
-    those in the ranges `rows`, 1 for the others."""
+    """Return one factor per output feature of a layer, [..., outputs]. Adapted output features get theirs from
+    `factors`; all others get 1.
+
+    factors: [..., adapted output features], in the order of `rows`. rows: ranges of the adapted output features.
+    outputs: number of output features of the layer on this rank."""
     parts, end = [], 0
     for each, part in zip(rows, factors.split([each.size for each in rows], dim=-1), strict=True):
         if each.start > end:

@@ -30,30 +30,38 @@ def _mix_64(value: torch.Tensor) -> torch.Tensor:
 
 
 def sample_keys(seed: int, numbers: torch.Tensor) -> torch.Tensor:
-    """Return the random key of each sample of a training run, int64 of the shape of `numbers`. seed: seed of the run;
-    numbers: global numbers of the samples, counted over all steps."""
+    """Return one random-number key per training sample, int64 of the shape of `numbers`. The dropout masks of a
+    sample's tokens are derived from its key.
+
+    seed: seed of the training run. numbers: global numbers of the samples, counted over all steps."""
     digest = hashlib.sha256(f"adapter dropout, seed {seed}".encode()).digest()
     return _mix_64(numbers.long() * _STEP + int.from_bytes(digest[:8], "little", signed=True))
 
 
 def copy_keys(keys_N: torch.Tensor, experts_N: torch.Tensor) -> torch.Tensor:
-    """Return the random keys of token copies, int32 [N], so that the inputs of a token's experts have independent
-    masks. keys_N: key of each copy's token; experts_N: index of its expert among all."""
+    """Return one random-number key per token copy (a token sent to one of its experts), int32 [N] for N copies. It is a
+    hash of token and expert, so that the experts of a token drop different elements.
+
+    keys_N: key of the token of each copy. experts_N: index among all experts of the expert of each copy."""
     return _mix_64(keys_N.long() + experts_N.long() * _STEP).int()
 
 
 class TokenKeys:
-    """Random keys of the tokens of the current micro-batch, from which all adapters of a model derive their dropout
-    masks. Attribute `keys_BC`: int32 [B, C] for C tokens of each of B sequences on this rank; None: nothing is
-    dropped."""
+    """Random-number keys of the tokens of the current micro-batch, one per token, shared by all adapters of a model.
+    The key of a token and the index of a feature determine whether the element is dropped, so that all ranks and
+    recomputed forwards draw the same mask.
+
+    Attribute `keys_BC`: int32 [B, C], for B sequences with C tokens each on this rank; None: nothing is dropped."""
 
     keys_BC: torch.Tensor | None = None
 
     def set(self, documents: Documents, tokens: int) -> None:
-        """Compute the keys of a micro-batch's tokens from the random keys of its samples and the tokens' positions.
-        documents: document boundaries, with the samples' keys (`samples_B`) and, under context parallelism, the tokens'
-        positions (`indices_C`); without `samples_B`, as in validation, nothing is dropped. tokens: number of tokens of
-        a sequence on this rank."""
+        """Compute the keys of a micro-batch's tokens and store them in `keys_BC`. The key of a token is a hash of its
+        sample's key and of its position in the sequence.
+
+        documents: document boundaries of the micro-batch. Its `samples_B` has the samples' keys; None, as in
+        validation: nothing is dropped. Its `indices_C` has the tokens' positions under context parallelism. tokens:
+        number of tokens of a sequence on this rank."""
         keys_B = documents.samples_B
         if keys_B is None:
             self.keys_BC = None
@@ -65,12 +73,11 @@ class TokenKeys:
 
 
 class Dropout:
-    """Dropout of the input of one adapted layer, by one mask for all of its adapted matrices: an element is set to 0
-    with probability `probability`, and otherwise divided by 1 - `probability`.
+    """Dropout of the input of one adapted layer: an element is set to 0 with probability `probability`, and otherwise
+    divided by 1 - `probability`. All adapted matrices of the layer share one mask.
 
     name: name of the layer, such as "layers.3.attention.qkv". features: index in the unsharded layer of each of this
-    rank's X inputs, int64 [X]. tokens: random keys of the tokens.
-    """
+    rank's X input features, int64 [X]. tokens: random-number keys of the micro-batch's tokens."""
 
     def __init__(self, probability: float, name: str, features: torch.Tensor, tokens: TokenKeys) -> None:
         self.tokens, self.scale = tokens, 1 / (1 - probability)
@@ -80,13 +87,13 @@ class Dropout:
 
     @property
     def active(self) -> bool:
-        """True if dropout applies now: gradients are enabled and the micro-batch has random keys."""
+        """True if dropout applies now: gradients are enabled, and the tokens of the micro-batch have random-number keys
+        (they have none in validation)."""
         return self.tokens.keys_BC is not None and torch.is_grad_enabled()
 
     def mask(self, keys_BC: torch.Tensor) -> torch.Tensor:
-        """Return the dropout mask, bool [B, C, X]: False for each input element to drop. keys_BC: random keys of the
-        tokens.
-        """
+        """Return the dropout mask, bool [B, C, X], for B sequences of C tokens and X input features: False for each
+        element to drop. keys_BC: random-number key of each token, int32."""
         if self._keys_X.device != keys_BC.device:
             self._keys_X = self._keys_X.to(keys_BC.device)
         bits = (keys_BC[..., None] ^ self._keys_X) * _MIX_32[0]
@@ -96,12 +103,14 @@ class Dropout:
         return bits >= self._threshold
 
     def apply(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return `x` [B, C, X] after dropout by `mask` [B, C, X]."""
+        """Return the activations `x` after dropout: elements where `mask` is False become 0, the others are divided by
+        the probability of keeping an element. x, mask: [B, C, X], for B sequences of C tokens and X input features."""
         # A product with the mask would first convert the mask to the dtype of x.
         return x.masked_fill(~mask, 0.0).mul_(self.scale)
 
     def product(self, x: torch.Tensor, a_RX: torch.Tensor) -> torch.Tensor:
-        """Return dropout(x) Aᵀ, [B, C, R], for the layer's input `x` [B, C, X] and A (`a_RX`)."""
+        """Return dropout(x) Aᵀ, [B, C, R], for B sequences of C tokens. x: input of the layer, [B, C, X], with X input
+        features. a_RX: A, with R rows: one or several adapter matrices A, stacked."""
         assert self.tokens.keys_BC is not None and x.shape[:-1] == self.tokens.keys_BC.shape, x.shape
         return _DroppedProduct.apply(x, a_RX, self.tokens.keys_BC, self)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -113,18 +122,17 @@ class _DroppedProduct(torch.autograd.Function):
     def forward(
         context: Any, x: torch.Tensor, a_RX: torch.Tensor, keys_BC: torch.Tensor, dropout: Dropout
     ) -> torch.Tensor:
-        """Return dropout(x) Aᵀ, [B, C, R]. a_RX: A; keys_BC: random keys of the tokens; dropout: computes the mask.
-        context: autograd context.
-        """
+        """Return dropout(x) Aᵀ, [B, C, R], for B sequences of C tokens. x: [B, C, X], with X input features. a_RX: A,
+        [R, X]. keys_BC: random-number key of each token. dropout: object that computes the mask. context: autograd
+        context."""
         context.save_for_backward(x, a_RX, keys_BC)
         context.dropout = dropout
         return F.linear(x * dropout.mask(keys_BC), a_RX) * dropout.scale
 
     @staticmethod
     def backward(context: Any, d_low: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
-        """Return the gradients of x and A (None where not required), given `d_low`, the gradient of the output [B, C,
-        R]; None for the other inputs. context: autograd context.
-        """
+        """Return (gradient of x, gradient of A, None, None); a gradient that is not required is None too. d_low: output
+        gradient, [B, C, R], for B sequences of C tokens and R rows of A. context: autograd context."""
         x, a_RX, keys_BC = context.saved_tensors
         mask, d_low = context.dropout.mask(keys_BC), d_low * context.dropout.scale
         needs_x, needs_a = context.needs_input_grad[:2]

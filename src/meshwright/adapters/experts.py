@@ -24,21 +24,25 @@ from meshwright.model.weight_gradients import grouped_linear
 
 
 class Copies(NamedTuple):
-    """Token copies sorted by expert. ends_E: exclusive end index of each expert's copies; keys_N: random key of each
-    copy, from which the mask of the adapter's dropout follows; None: nothing is dropped."""
+    """Token copies sorted by expert, where a copy is a token sent to one of its experts.
+
+    ends_E: exclusive end index of the copies of each of E experts. keys_N: random-number key of each of N copies, from
+    which the adapter's dropout mask is derived; None: nothing is dropped."""
 
     ends_E: torch.Tensor
     keys_N: torch.Tensor | None = None
 
 
 class ExpertLowRank(nn.Module):
-    """LoRA adapters of one linear layer of each of E routed experts on this rank: y + s x Aᵀ Bᵀ with the A and B of
-    each token copy's expert (Hu et al. 2021, arXiv:2106.09685, eq. 3). Parameters, both uninitialised and stacked by
-    expert: `a` [E x M x R, X] and `b` [E x Z, R].
+    """LoRA adapters of one linear layer of E routed experts on this rank. The output of the layer is y + s x Aᵀ Bᵀ,
+    with the A and B of each token copy's expert (Hu et al. 2021, arXiv:2106.09685, eq. 3). An expert has M adapted
+    matrices in the layer, such as gate and up, with Z output features together.
 
-    rows: range of an expert's output features of each of its adapted matrices, in ascending order; experts: E; inputs:
-    X; rank: R; scale: s; options: `device` and `dtype` of the parameters. Attributes: `enabled`: False to return y;
-    `dropout`: dropout of the input x; None: no dropout."""
+    Parameters, both uninitialised and stacked by expert: `a` [E x M x R, X] and `b` [E x Z, R]. Attributes: `enabled`:
+    False to return y, the output without adapter; `dropout`: dropout of the input x; None: no dropout.
+
+    rows: range of an expert's output features for each of its M adapted matrices, in ascending order. experts: E.
+    inputs: X, number of input features. rank: R. scale: s. options: `device` and `dtype` of the parameters."""
 
     dropout: Dropout | None = None
 
@@ -51,33 +55,38 @@ class ExpertLowRank(nn.Module):
         self.b = nn.Parameter(torch.empty(experts * sum(each.size for each in rows), rank, **options))
 
     def forward(self, x_NX: torch.Tensor, y_NY: torch.Tensor, copies: Copies, layer: Linear) -> torch.Tensor:
-        """Return y + s x Aᵀ Bᵀ, [N, Y], for token copies `x_NX` and the experts' outputs `y_NY`, which are partial sums
-        where several ranks split an expert's width. `copies`: experts and keys of the token copies; `layer`: the
-        experts' linear layer; unused here (DoRA reads its weight)."""
+        """Return y + s x Aᵀ Bᵀ, [N, Y], the output of the adapted layer for N token copies sorted by expert.
+
+        x_NX: inputs of the copies, with X input features. y_NY: outputs of the experts without adapter, with Y output
+        features; partial sums where several ranks split an expert's width. copies: experts and random-number keys of
+        the copies. layer: the experts' linear layer; unused here (DoRA reads its weight)."""
         if not self.enabled:
             return y_NY
         keys_N = copies.keys_N if self.dropout is not None else None
         return _AddLowRankTerms.apply(x_NX, y_NY, self.a, self.b, copies.ends_E, (self, keys_N))  # type: ignore[no-untyped-call, no-any-return]
 
     def split(self, low_NL: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Yield (slice of output features, slice of `low_NL` [N, R], view of `b` [E, size, R]) for each of the M
-        adapted matrices of an expert.
+        """Split tensors by adapted matrix. Yield for each of the M adapted matrices of an expert (its range of output
+        features, its columns of `low_NL` [N, R], its rows of `b` [E, size, R]), where `size` is the number of output
+        features.
 
-        low_NL: x Aᵀ of all adapted matrices, L = M x R. b: the parameter `b`, or its gradient.
-        """
+        low_NL: x Aᵀ for N token copies and all adapted matrices, L = M x R. b: the parameter `b` [all output features
+        of E experts, R], or its gradient."""
         stacked = b.unflatten(0, (self.experts, -1)).split([each.size for each in self.rows], dim=1)
         for each, low_NR, b_EYR in zip(self.rows, low_NL.split(self.rank, dim=1), stacked, strict=True):
             yield slice(each.start, each.start + each.size), low_NR, b_EYR
 
 
 class ExpertWeightDecomposed(ExpertLowRank):
-    """DoRA adapters of one linear layer of each routed expert: each output feature of an expert's adapted layer is
-    multiplied by a trained magnitude over the norm of the feature's row (Liu et al. 2024, arXiv:2402.09353, eq. 5), a
-    constant in backward. Parameters: `a` and `b` as in `ExpertLowRank`, and `magnitude` [E x Z], of one expert after
+    """DoRA adapters of one linear layer of each routed expert (Liu et al. 2024, arXiv:2402.09353, eq. 5). Each output
+    feature of the adapted layer is multiplied by a trained magnitude, and divided by the norm of the feature's row of W
+    + s B A. The norm is a constant in backward.
+
+    Parameters: `a` and `b` as in `ExpertLowRank`; `magnitude` [experts x adapted output features], one expert after
     another.
 
-    rows, experts, inputs, rank, scale, options: see `ExpertLowRank`. sums: sums over the ranks that split the inputs of
-    the experts' layer; None: this rank holds all."""
+    rows, experts, inputs, rank, scale, options: see `ExpertLowRank`. sums: function that sums a tensor over the ranks
+    that split the input features of the layer; None: this rank holds all of them."""
 
     def __init__(
         self, rows: Sequence[Rows], experts: int, inputs: int, rank: int, scale: float,
@@ -88,9 +97,10 @@ class ExpertWeightDecomposed(ExpertLowRank):
         self.magnitude = nn.Parameter(torch.empty(self.b.shape[0], **options))
 
     def forward(self, x_NX: torch.Tensor, y_NY: torch.Tensor, copies: Copies, layer: Linear) -> torch.Tensor:
-        """Return the outputs of the adapted layer, [N, Y], for token copies `x_NX` and the experts' outputs `y_NY`
-        without adapter. `copies`: experts of the token copies; `layer`: the experts' linear layer, whose weights the
-        norms need."""
+        """Return the output of the adapted layer, [N, Y], for N token copies sorted by expert.
+
+        x_NX: inputs of the copies, with X input features. y_NY: outputs of the experts without adapter, with Y output
+        features. copies: experts of the copies. layer: the experts' linear layer, whose weights enter the row norms."""
         if not self.enabled:
             return y_NY
         weight_EYX = layer.weight.unflatten(0, (self.experts, -1))
@@ -107,35 +117,38 @@ class ExpertWeightDecomposed(ExpertLowRank):
 
 
 class _ScaleCopies(torch.autograd.Function):
-    """Autograd function that multiplies the outputs of token copies by the factors of their experts."""
+    """Autograd function that multiplies the expert output of each token copy by a factor per output feature, which
+    belongs to the copy's expert."""
 
     @staticmethod
     def forward(context: Any, y_NY: torch.Tensor, factors_EY: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        """Return `y_NY` [N, Y] times the row of `factors_EY` of each copy's expert. ends_E: exclusive end index of each
-        expert's copies. context: autograd context."""
+        """Return the outputs `y_NY` of N token copies, each multiplied elementwise by the row of `factors_EY` that
+        belongs to the copy's expert: [N, Y].
+
+        factors_EY: one factor per expert and output feature. ends_E: exclusive end index of each expert's copies, which
+        are sorted by expert. context: autograd context."""
         context.save_for_backward(y_NY, factors_EY, ends_E)
         return _repeat_rows(factors_EY, ends_E, len(y_NY)).mul_(y_NY)
 
     @staticmethod
     def backward(context: Any, dy_NY: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        """Return the gradients of the unscaled outputs and of the factors, given `dy_NY`, that of the product; None for
-        `ends_E`. context: autograd context."""
+        """Return (gradient of the unscaled outputs [N, Y], gradient of the factors [E, Y], None), for N token copies
+        and E experts. dy_NY: gradient of the scaled outputs. context: autograd context."""
         y_NY, factors_EY, ends_E = context.saved_tensors
         d_factors_EY = sum_bias_gradients(dy_NY * y_NY, ends_E)
         return _repeat_rows(factors_EY, ends_E, len(y_NY)).mul_(dy_NY), d_factors_EY, None
 
 
 def _repeat_rows(rows_EY: torch.Tensor, ends_E: torch.Tensor, copies: int) -> torch.Tensor:
-    """Return the row of `rows_EY` [E, Y] of each token copy's expert, [N, Y]. ends_E: exclusive end index of each
-    expert's copies; copies: N."""
+    """Repeat the row of each expert once per token copy of that expert; return [N, Y] for N copies. rows_EY: one row
+    per expert. ends_E: exclusive end index of each expert's copies, which are sorted by expert. copies: N."""
     copies_E = ends_E.long().diff(prepend=ends_E.new_zeros(1, dtype=torch.long))
     return rows_EY.repeat_interleave(copies_E, dim=0, output_size=copies)
 
 
 class _AddLowRankTerms(torch.autograd.Function):
-    """Autograd function that adds s x Aᵀ Bᵀ to the outputs of the routed experts, one adapted matrix (such as gate,
-    then up) after another to save memory.
-    """
+    """Autograd function that adds s x Aᵀ Bᵀ to the outputs of the routed experts. The adapted matrices of a layer (such
+    as gate and up) are processed one after another, to save memory."""
 
     @staticmethod
     def forward(
@@ -147,9 +160,11 @@ class _AddLowRankTerms(torch.autograd.Function):
         ends_E: torch.Tensor,
         layer: tuple[ExpertLowRank, torch.Tensor | None],
     ) -> torch.Tensor:
-        """Return y + s x Aᵀ Bᵀ, [N, Y]. x_NX, y_NY: those of `ExpertLowRank.forward`; a, b: its parameters; ends_E:
-        exclusive end index of each expert's copies; layer: the adapter, and the keys of the copies (None: nothing is
-        dropped)."""
+        """Return y + s x Aᵀ Bᵀ, [N, Y], for N token copies sorted by expert.
+
+        x_NX: inputs of the copies, with X input features. y_NY: outputs of the experts without adapter. a, b: stacked
+        matrices A and B of all experts. ends_E: exclusive end index of each expert's copies. layer: (the adapter,
+        random-number keys of the copies for dropout; None: nothing is dropped). context: autograd context."""
         adapter, keys_N = layer
         multiply, dropout = torch.ops.meshwright.grouped_product, adapter.dropout
         given = x_NX if keys_N is None or dropout is None else dropout.apply(x_NX, dropout.mask(keys_N))
@@ -167,7 +182,8 @@ class _AddLowRankTerms(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, dy_NY: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of x, y, A and B, given `dy_NY`, that of the sum; None for the other inputs."""
+        """Return the gradients of x, y, A and B, in this order, then None for the other inputs. dy_NY: output gradient,
+        for N token copies and Y output features. context: autograd context."""
         x_NX, a, b, ends_E, low, keys_N = context.saved_tensors
         adapter, operators = context.adapter, torch.ops.meshwright
         d_low, d_b, dx_NX = torch.empty_like(low), torch.empty_like(b), None
@@ -186,19 +202,22 @@ class _AddLowRankTerms(torch.autograd.Function):
 
 
 class AdaptedExperts(Experts):
-    """Routed experts of which some linear layers have adapters: their attribute `adapter` is an `ExpertLowRank`.
+    """Routed experts with adapters on some of their linear layers. The attribute `adapter` of such a layer is an
+    `ExpertLowRank`.
 
-    tokens: random keys of the tokens, for dropout; None: nothing is dropped. tensor: communication of tensor
-    parallelism, whose rank shows which tokens are routed here if tp ranks route slices of them. keys_N: during a
-    forward without dispatcher, the random keys of the token copies."""
+    tokens: random-number keys of the tokens, for dropout; None: nothing is dropped. tensor: communication of tensor
+    parallelism; under sequence parallelism its rank tells which tokens this rank routes. keys_N: keys of the N token
+    copies, set during a forward without token dispatcher; else None."""
 
     tokens: TokenKeys | None
     tensor: TensorOperations | None
     keys_N: torch.Tensor | None = None
 
     def forward(self, x_TH: torch.Tensor, weights_TK: torch.Tensor, chosen_TK: torch.Tensor) -> torch.Tensor:
-        """Return for each token the weighted sum of the outputs of its experts; arguments and result: those of
-        `Experts.forward`."""
+        """Return the weighted sum of the outputs of each token's experts, [T, H] for T tokens of hidden size H.
+
+        x_TH: hidden states. weights_TK: weights of the K chosen experts of each token. chosen_TK: indices of these
+        experts."""
         holder: AdaptedExperts | _KeyDispatcher = (
             self.dispatcher if isinstance(self.dispatcher, _KeyDispatcher) else self
         )
@@ -208,8 +227,8 @@ class AdaptedExperts(Experts):
         return y_TH
 
     def _make_copy_keys(self, chosen_TK: torch.Tensor) -> torch.Tensor | None:
-        """Return the random keys of this rank's token copies, int32 [N], sorted by expert; None if nothing is dropped.
-        chosen_TK: indices of the experts of each token."""
+        """Return the random-number keys of this rank's N token copies, int32 [N], sorted by expert; None if nothing is
+        dropped. chosen_TK: indices of the K experts of each of T tokens."""
         if self.tokens is None or self.tokens.keys_BC is None or not torch.is_grad_enabled():
             return None
         keys_BC, (tokens, chosen) = self.tokens.keys_BC, chosen_TK.shape
@@ -220,17 +239,19 @@ class AdaptedExperts(Experts):
         return copy_keys(keys_BC.flatten()[order_N // chosen], expert_N)
 
     def _apply_experts(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        """Return the outputs [N, H] of this rank's adapted experts for token copies `x_NH` sorted by expert. Where
-        several ranks split an expert's width, they are this rank's partial sums. ends_E: exclusive end index of each
-        expert's copies."""
+        """Return the outputs [N, H] of this rank's adapted experts for N token copies of hidden size H. Where several
+        ranks split an expert's width, the outputs are this rank's partial sums.
+
+        x_NH: inputs of the copies, sorted by expert. ends_E: exclusive end index of each expert's copies."""
         copies = Copies(ends_E, self.dispatcher.keys_N if isinstance(self.dispatcher, _KeyDispatcher) else self.keys_N)
         hidden_NF = self.activate(_multiply(x_NH, self.up, copies))
         return _multiply(hidden_NF, self.down, copies, self.first)
 
 
 class _KeyDispatcher:
-    """Token dispatcher that also sends the random keys of token copies (`keys_N`, None: none), which are replaced by
-    those of the received copies. dispatcher: the dispatcher of the tokens."""
+    """Token dispatcher that also sends the random-number key of each token copy. A dispatch replaces the attribute
+    `keys_N` (keys of this rank's N copies; None: none) by the keys of the received copies. dispatcher: dispatcher that
+    sends the token copies themselves."""
 
     keys_N: torch.Tensor | None = None
 
@@ -248,8 +269,10 @@ class _KeyDispatcher:
 
 
 def _multiply(x_NX: torch.Tensor, layer: Linear, copies: Copies, first: int = 0) -> torch.Tensor:
-    """Return the outputs [N, Y] of a linear layer of the experts for token copies `x_NX`, with those of its adapters if
-    it has any. copies: experts and keys of the token copies; first: index of the first output with a bias."""
+    """Return the outputs [N, Y] of a linear layer of the routed experts, with the terms of its adapters if it has any.
+
+    x_NX: inputs of N token copies sorted by expert. layer: the experts' linear layer. copies: experts and random-number
+    keys of the copies. first: index of the first output feature that has a bias on this rank."""
     y_NY = grouped_linear(x_NX, layer, copies.ends_E, first)
     if layer.adapter is None:
         return y_NY
@@ -260,9 +283,11 @@ def _multiply(x_NX: torch.Tensor, layer: Linear, copies: Copies, first: int = 0)
 def attach_to_experts(
     module: Experts, layer: str, adapter: ExpertLowRank, tokens: TokenKeys, tensor: TensorOperations | None
 ) -> None:
-    """Attach `adapter`, a low-rank pair for each expert, to the linear layer `layer` ("up" or "down") of the routed
-    experts `module`. tokens: random keys of the tokens, which its dropout needs; tensor: communication of tensor
-    parallelism."""
+    """Attach `adapter`, which has matrices A and B for each expert, to the linear layer `layer` ("up" or "down") of the
+    routed experts `module`, in place.
+
+    tokens: random-number keys of the tokens, which dropout needs. tensor: communication of tensor parallelism; None: no
+    tensor parallelism."""
     module.__class__ = AdaptedExperts
     adapted: Any = module
     adapted.tensor, adapted.tokens = tensor, tokens if adapter.dropout is not None else None

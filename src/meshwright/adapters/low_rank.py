@@ -29,12 +29,14 @@ class Rows(NamedTuple):
 
 class LowRank(nn.Module):
     """LoRA adapter of one linear layer y = x Wᵀ: it returns y + s x Aᵀ Bᵀ (Hu et al. 2021, arXiv:2106.09685, eq. 3).
-    Parameters, both uninitialised: `a` [M x R, X], the matrices A of M adapted matrices (such as the query and the
-    value part of a fused qkv) stacked; `b` [output features of all adapted matrices, R], their matrices B stacked.
+    The layer may fuse several matrices, M of them adapted, such as the query and value parts of qkv.
 
-    rows: range of output features of each adapted matrix, in ascending order; inputs: X; rank: R; scale: s; options:
-    `device` and `dtype` of the parameters. Attributes: `enabled`: False to return y, the base layer's output;
-    `dropout`: dropout of the input x; None: no dropout."""
+    Parameters, both uninitialised: `a` [M x R, X], the matrices A of all adapted matrices, stacked; `b` [adapted output
+    features, R], their matrices B, stacked. Attributes: `enabled`: False to return y, the base layer's output;
+    `dropout`: dropout of the input x; None: no dropout.
+
+    rows: range of output features of each adapted matrix, in ascending order. inputs: X, number of input features.
+    rank: R. scale: s. options: `device` and `dtype` of the parameters."""
 
     dropout: Dropout | None = None
 
@@ -45,24 +47,29 @@ class LowRank(nn.Module):
         self.b = nn.Parameter(torch.empty(sum(each.size for each in rows), rank, **options))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor, layer: Linear) -> torch.Tensor:
-        """Return the output of the adapted layer without bias, [..., Y], for its input `x` [..., X] and the base
-        layer's output `y` [..., Y] without bias. In a row-parallel layer `y` and the result are this rank's partial
-        sums. `layer`: the base layer; unused here (DoRA reads its weight)."""
+        """Return the output of the adapted layer without bias, [..., Y]. In a row-parallel layer this is the rank's
+        partial sum.
+
+        x: input of the layer, [..., X], with X input features on this rank. y: output of the base layer without bias,
+        [..., Y], with Y output features; in a row-parallel layer a partial sum. layer: the base layer; unused here
+        (DoRA reads its weight)."""
         return y + self.product(x, y.shape[-1]) if self.enabled else y
 
     def split(self, low: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[Rows, torch.Tensor, torch.Tensor]]:
-        """Yield (range of output features, slice of `low` [..., R], rows of `b`) for each adapted matrix of the layer.
-        low: x Aᵀ of all adapted matrices, [..., M x R]; b: the parameter `b` (stacked matrices B), or a tensor of its
-        shape.
-        """
+        """Split tensors by adapted matrix. Yield for each of the layer's M adapted matrices (its range of output
+        features, its slice of `low` [..., R], its rows of `b`).
+
+        low: x Aᵀ of all adapted matrices, [..., M x R], with R the rank of the adapter. b: the parameter `b` (stacked
+        matrices B), or a tensor of its shape, such as its gradient."""
         sizes = [each.size for each in self.rows]
         return zip(self.rows, low.split(self.rank, dim=-1), b.split(sizes), strict=True)
 
     def adapted_product(self, x: torch.Tensor, layer: Linear) -> torch.Tensor:
-        """Return x (W + s B A)ᵀ, [..., Y], the output of the adapted layer without bias, for its input `x` [..., X]. If
-        W is frozen, one autograd function adds the adapter's term to x Wᵀ in place, without a copy. `layer`: the base
-        layer.
-        """
+        """Return x (W + s B A)ᵀ, [..., Y], the output of the adapted layer without bias. If W is frozen, the adapter's
+        term is added to x Wᵀ in place, without a copy.
+
+        x: input of the layer, [..., X], with X input features on this rank. layer: the base layer, with Y output
+        features."""
         fused = type(self) is LowRank and self.enabled and not torch.compiler.is_compiling()
         if not fused or layer.weight.requires_grad:
             return self(x, layer.base_product(x), layer)  # type: ignore[no-any-return]
@@ -70,8 +77,8 @@ class LowRank(nn.Module):
         return _AdaptedProduct.apply(x, layer.weight, self.a, self.b, keys_BC, (self, layer.packed))  # type: ignore[no-untyped-call, no-any-return]
 
     def product(self, x: torch.Tensor, outputs: int) -> torch.Tensor:
-        """Return s x Aᵀ Bᵀ, the adapter's contribution to the layer's output, [..., Y], for the layer's input `x` [...,
-        X]; zeros for output features without adapter. outputs: Y, number of output features of the layer on this
+        """Return s x Aᵀ Bᵀ, [..., Y], the adapter's contribution to the layer's output; zeros for output features
+        without adapter. x: input of the layer, [..., X]. outputs: Y, number of output features of the layer on this
         rank."""
         dropout = self.dropout if self.dropout is not None and self.dropout.active else None
         low = (F.linear(x, self.a) if dropout is None else dropout.product(x, self.a)) * self.scale
@@ -99,10 +106,11 @@ class _AdaptedProduct(torch.autograd.Function):
         keys_BC: torch.Tensor | None,
         layer: tuple[LowRank, QuantizedMatmul | None],
     ) -> torch.Tensor:
-        """Return x (W + s B A)ᵀ, [..., Y]. weight: W, or its quantized records; a, b: stacked matrices A and B;
-        keys_BC: random keys of the tokens, from which the mask of the adapter's dropout follows (None: nothing is
-        dropped); layer: the adapter, and the product that dequantizes W (None: not quantized). context: autograd
-        context."""
+        """Return x (W + s B A)ᵀ, [..., Y], for the input `x` of the layer, [..., X].
+
+        weight: W, or its quantized bytes. a, b: stacked matrices A and B. keys_BC: random-number key of each token, for
+        C tokens of each of B sequences, from which the dropout mask is derived; None: nothing is dropped. layer: (the
+        adapter, function that dequantizes W and multiplies; None: W is not quantized). context: autograd context."""
         adapter, packed = layer
         dropout = adapter.dropout
         low = F.linear(x if keys_BC is None or dropout is None else dropout.apply(x, dropout.mask(keys_BC)), a)

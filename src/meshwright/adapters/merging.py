@@ -80,15 +80,14 @@ def open_model_adapter(directory: Path, base: Path) -> tuple[CheckpointFiles, Ad
     adapted = with_adapter_of(files, settings, config)
     weights, table = CheckpointFiles(base), parameter_table(config)
     names = match_entries(weights, table, config)
-    found = {names[table_entry.name]: module for module, table_entry in _selected(config, settings).items()}
+    found = {names[table_entry.name]: module for module, table_entry in _find_target_layers(config, settings).items()}
     transposed = {names[entry.name] for entry in table.entries if entry.transposed}
     return weights, Adapter(files, adapted, found, frozenset(transposed))
 
 
-def _selected(config: ModelConfig, settings: AdapterConfig) -> dict[str, Any]:
+def _find_target_layers(config: ModelConfig, settings: AdapterConfig) -> dict[str, Any]:
     """Return the linear layers that an adapter targets, as {Hugging Face module name: parameter entry of its weight}.
-    config: configuration of the base model; settings: settings of the adapter.
-    """
+    config: configuration of the base model. settings: settings of the adapter, which name the target modules."""
     known = find_adaptable_entries(parameter_table(config).entries)
     return {module: known[module] for module in settings.targets}
 
@@ -152,9 +151,9 @@ def new_directory(target: Path) -> Iterator[Path]:
 def rewrite_model(
     base: Path, target: Path, change: Callable[[str, torch.Tensor], torch.Tensor], tokenizer: Path | None = None
 ) -> None:
-    """Write a copy of the Hugging Face directory `base` to `target`, file by file, with each tensor replaced by
-    `change(name, tensor)` in its shape and dtype. Configuration and tokenizer are copied; tokenizer: directory whose
-    tokenizer files replace those of `base`."""
+    """Write a copy of the Hugging Face directory `base` to `target`, file by file. Each tensor is replaced by
+    `change(name, tensor)`, which has the same shape and dtype. Configuration and tokenizer are copied. tokenizer:
+    directory whose tokenizer files are copied instead of those of `base`; None: those of `base`."""
     files = CheckpointFiles(base)
     by_file: dict[Path, list[str]] = {}
     for name in sorted(files.names):
@@ -186,14 +185,14 @@ def find_format(directory: Path) -> str | None:
 
 
 def merge_adapter(directory: Path, base: Path, target: Path, packed: str | None = None) -> dict[str, Any]:
-    """Write the base model in `base`, with the adapter in `directory` merged into it, to `target`; return the JSON
+    """Merge the adapter in `directory` into the base model in `base`, and write the result to `target`; return the JSON
     document of `meshwright adapter merge`.
 
-    packed: format in which the base weights were quantized in training, such as "nf4" (None: not quantized); the
-    adapter is then merged into the dequantized weights, because it was trained on those. Of the document's keys,
-    "rounding" is the relative error of the merged weights due to rounding to the files' dtype, "quantization" that of
-    the base weights due to quantization.
-    """
+    packed: format in which the base weights were quantized in training, such as "nf4" (None: not quantized). The
+    adapter is then merged into the dequantized weights, because it was trained on those.
+
+    Keys of the document: "rounding": relative error of the merged weights due to rounding to the dtype of the files;
+    "quantization": that of the base weights due to quantization."""
     _, adapter = open_model_adapter(directory, base)
     rounding, lost = _RelativeError(), _RelativeError()
 
@@ -219,14 +218,14 @@ def merge_adapter(directory: Path, base: Path, target: Path, packed: str | None 
 
 def unmerge_adapter(directory: Path, merged: Path, target: Path, packed: str | None = None) -> dict[str, Any]:
     """Subtract an adapter from the weights into which it was merged, W - s B A, and write the model to `target`; return
-    the JSON document of `meshwright adapter unmerge`. directory: PEFT directory of the adapter; merged: Hugging Face
-    directory of the merged model. Raises `UserError` for DoRA, whose base norms are lost.
+    the JSON document of `meshwright adapter unmerge`. Raises `UserError` for DoRA, whose base norms are lost.
 
-    packed: format in which the base weights were quantized in training, such as "nf4" (None: not quantized). The
-    weights are then those of the dequantized base, because the adapter was merged into these. The document has the
-    format ("quantized") and, if the base model is where the adapter names it, the relative error of the restored
-    weights to those of the base ("quantization"; else null).
-    """
+    directory: PEFT directory of the adapter. merged: Hugging Face directory of the merged model. packed: format in
+    which the base weights were quantized in training, such as "nf4" (None: not quantized). The written weights are then
+    the dequantized base weights, because the adapter was merged into these.
+
+    Keys of the document: "quantized": the format; "quantization": relative error of the written weights to the base
+    weights, null if the base model is not found at the path that the adapter names."""
     _, adapter = open_model_adapter(directory, merged)
     if adapter.settings.kind == "dora":
         raise UserError(f"{directory}: a merged DoRA adapter cannot be removed: the norms of the base are not stored")
@@ -254,14 +253,13 @@ def unmerge_adapter(directory: Path, merged: Path, target: Path, packed: str | N
 def extract_adapter(
     tuned: Path, base: Path, target: Path, *, rank: int, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> dict[str, Any]:
-    """Compute a LoRA adapter of rank `rank` from a fine-tuned model: the truncated singular value decomposition of each
-    linear layer's difference between the checkpoints `tuned` and `base`, the closest matrix of this rank (Eckart &
-    Young 1936). Write it to the PEFT directory `target`.
+    """Compute a LoRA adapter of rank `rank` from a fine-tuned model, and write it to the PEFT directory `target`. For
+    each linear layer it is the truncated singular value decomposition of the difference between the checkpoints `tuned`
+    and `base`, the closest matrix of this rank (Eckart & Young 1936).
 
-    Return the JSON document of `meshwright adapter extract`; of its keys "kept" is the share of the differences'
-    squared norm that the adapter has, "not_extracted" the tensors that differ and take no adapter. progress: called
-    after each tensor with (tensors done, number of all tensors).
-    """
+    Return the JSON document of `meshwright adapter extract`. Keys: "kept": share of the differences' squared norm that
+    the adapter reproduces; "not_extracted": names of the tensors that differ but cannot have an adapter. progress:
+    called after each tensor with (tensors done, number of all tensors)."""
     config = config_from_path(base)
     if config_from_path(tuned) != config:
         raise UserError(f"{tuned}: its config.json describes another model than that of {base}")

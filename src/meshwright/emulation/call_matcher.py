@@ -74,11 +74,10 @@ class CollectiveCall:
 
 @dataclass(slots=True, eq=False)
 class PostedMessage:
-    """Send or receive that a rank has posted: one end of a message between two ranks.
+    """A send or receive that a rank has posted: one of the two ends of a message.
 
     call: the rank's call, with the tensor to send or to fill. sender: index of the sending rank in the group; -1 for a
-    receive from any rank, until a send matches it. result: copy of the sent tensor; None until both ends are posted.
-    """
+    receive from any rank, until a send matches it. result: copy of the sent tensor; None until both ends are posted."""
 
     call: RankCall
     sender: int
@@ -297,9 +296,11 @@ class CallMatcher:
             self.on_event(event)
 
     def _check_match(self, collective: CollectiveCall, operation: str, group: Any, call: RankCall) -> None:
-        """Raise EmulationFailed if this rank's call is not the one that the other ranks of the group have made to the
-        same `collective`: if the operation, or `call.form` (text of reduction, shape and root), differs. group: an
-        `EmulatedGroup`. call: this rank's call."""
+        """Raise EmulationFailed if this rank's call differs from the call that other ranks of the group have made to
+        the same collective. Operation and `call.form` (text of reduction, shape and root) must be equal.
+
+        collective: the calls of the other ranks. operation: name of this rank's collective. group: an `EmulatedGroup`.
+        call: this rank's call."""
         for at, other in collective.calls.items():
             if (collective.operation, other.form) != (operation, call.form):
                 raise EmulationFailed(

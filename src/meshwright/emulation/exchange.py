@@ -104,13 +104,12 @@ def _reduce(inputs: Sequence[Tensors], op: str) -> list[torch.Tensor]:
 @unseen_by_modes()
 @torch.no_grad()
 def compute_results(operation: str, calls: Sequence[RankCall], op: str, root: int) -> list[list[torch.Tensor]]:
-    """Compute the results of a collective call; return tensors [rank in group][output] that share no memory with the
+    """Compute the results of a collective call. Return tensors, [rank in group][output], that share no memory with the
     inputs.
 
     operation: name of the collective, such as "all_reduce". calls: [rank in group], the calls of the process group's
-    ranks with their tensors. op: name of the reduction, such as "SUM". root: rank in the group, for operations that
-    have one.
-    """
+    ranks with their tensors. op: name of the reduction, such as "SUM". root: rank in the group of the root; ignored by
+    operations without a root."""
     inputs = [[tensor.detach() for tensor in call.inputs] for call in calls]
     ranks = range(len(calls))
     if operation == "barrier":

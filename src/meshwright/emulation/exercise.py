@@ -114,13 +114,12 @@ def compare_ranks(truth: Mapping[str, torch.Tensor], ranks: Sequence[Mapping[str
 
 
 def _check_returned(prefix: str, returned: Any, truth: Mapping[str, torch.Tensor] | None) -> None:
-    """Raise UserError unless `returned`, the result of a script's function `distributed()` or `one_device()`, is a
-    dictionary {name: tensor}. In the result of `distributed()` a value may also be a pair (slice of the tensor, its
-    index expression).
+    """Check the result `returned` of a script's function `distributed()` or `one_device()`. Raise UserError unless it
+    is a dictionary {name: tensor}; for `distributed()` a value may also be a pair (slice of the tensor, index
+    expression of the slice).
 
-    prefix: beginning of the error message. truth: result of `one_device()`, which the names and indices must fit, to
-    check that of `distributed()`; None to check that of `one_device()` itself.
-    """
+    prefix: beginning of the error message. truth: for `distributed()`, the result of `one_device()`, whose names and
+    shapes the result must fit; None for `one_device()` itself."""
     if not isinstance(returned, Mapping):
         raise UserError(f"{prefix} {shorten_repr(returned)}: return a dictionary of tensors by name")
     for name, held in returned.items():

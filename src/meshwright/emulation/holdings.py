@@ -119,9 +119,9 @@ def compute_checksum(tensor: torch.Tensor) -> str:
 
 
 def format_holdings(holdings: list[HeldValue]) -> str:
-    """Return `holdings`, which state which rank holds which tensor, as a text table: one line for each tensor name,
-    with the ranks that hold each distinct value. Checksums are not shown: they depend on the machine's arithmetic.
-    """
+    """Format the list of held tensors as a text table: one line for each tensor name, with the ranks that hold each
+    distinct value. Checksums are not shown: they depend on the machine's arithmetic. holdings: tensors with the ranks
+    that hold them."""
     names = list(dict.fromkeys(holding.name for holding in holdings))
     width = max((len(name) for name in names), default=0)
     lines = ["tensors by rank (ranks that are listed together hold equal values)"]

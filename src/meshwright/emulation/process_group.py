@@ -23,10 +23,9 @@ class EmulatedGroup(_ProcessGroup):
     that torch.distributed passes, and return handles. A collective call is complete when all ranks have made it, a send
     when it is received. Reductions add in the order of gloo's ring all-reduce.
 
-    matcher: matches the calls of all ranks. key: identifies the group on all its ranks: (how many times the rank had
-    called `init_process_group`, name of the group), since names repeat after each call. rank: index of this rank in the
-    group. ranks: global ranks of the group.
-    """
+    matcher: matches the calls of all ranks. key: identifies the group on all its ranks: (number of `init_process_group`
+    calls of the rank before it, name of the group); names repeat after each such call. rank: index of this rank in the
+    group. ranks: global ranks of the group."""
 
     def __init__(self, matcher: CallMatcher, key: GroupKey, rank: int, ranks: tuple[int, ...]) -> None:
         """Create the group. matcher: matches the calls of all ranks. key: identifies the group on all its ranks. rank:

@@ -168,10 +168,9 @@ def _is_below(module: ModuleType, directory: str) -> bool:
 class NumpyRandom:
     """State of NumPy's global random generator.
 
-    words: memory of an MT19937 generator, empty for another kind; copying and comparing it is 50 times as fast as
-    reading `state`. state: as `numpy.random.get_state` returns it. generator: the bit generator object, which a program
-    may replace.
-    """
+    words: copy of the memory of an MT19937 generator, which is copied and compared 50 times as fast as `state`; empty
+    for another kind of generator. state: as `numpy.random.get_state` returns it. generator: the bit generator object,
+    which a program may replace."""
 
     words: bytes
     state: dict[str, Any]
@@ -189,8 +188,8 @@ class NumpyRandom:
         return cls(b"", seeded.get_state(legacy=False), seeded._bit_generator)
 
     def read_again(self) -> NumpyRandom:
-        """Return the current state of NumPy's global generator: this same object, without reading the state, if no
-        number was drawn since it was written or read; else a new one."""
+        """Return the current state of NumPy's global generator. If no number was drawn since this state was read or
+        written, return this object without reading; otherwise a new one."""
         # NumPy draws normals in pairs: the second call returns the cached one without changing the memory.
         words = _copy_generator_memory()
         same = words and words == self.words and not self.state["has_gauss"]

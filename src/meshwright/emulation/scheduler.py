@@ -167,19 +167,17 @@ class Scheduler:
         this is not detected.
 
         describe: returns text on the call that the rank polls, for the deadlock report. polled: True if the program
-        queries a communication call.
-        """
+        asks repeatedly whether a communication call is complete."""
         turns = iter((False,))
         self.wait(lambda: next(turns, True), describe, polled)
 
     def poll(self, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
-        """Let other ranks run once; called when the program queries a call that is not complete, such as by
-        `is_completed`.
+        """Let other ranks run once. Called when the program asks whether a call is complete, for example by
+        `is_completed`, and it is not.
 
         The run fails with a deadlock after 1000 polls (`MAX_POLLS`) of this rank during which no rank made a call and
         no other rank could run. ready: returns True once the call is complete. describe: returns text on the call for
-        the deadlock report. Raises RankStopped for a deadlock.
-        """
+        the deadlock report. Raises RankStopped for a deadlock."""
         self.yield_turn(describe, polled=True)
         rank, calls = self.current(), sum(each.calls for each in self.ranks)
         rank.polls, rank.calls_at_poll = (rank.polls + 1 if calls == rank.calls_at_poll else 1), calls

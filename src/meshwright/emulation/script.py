@@ -92,8 +92,8 @@ class ScriptReport:
 
 
 class RankOutput(io.TextIOBase):
-    """Replacement of `sys.stdout` for all ranks (current: function that returns the running rank): writes each line to
-    `output` with the rank that printed it as prefix, "[rank 2] "."""
+    """Replacement of `sys.stdout` that all ranks share. It writes each line to `output` with the rank that printed it
+    as prefix, such as "[rank 2] ". current: function that returns the running rank, None between runs."""
 
     def __init__(self, output: IO[str], current: Callable[[], int | None]) -> None:
         """Store where to write. output: stream that receives the prefixed lines. current: returns the rank that runs,
@@ -263,12 +263,12 @@ class ScriptEnded(MeshwrightError):
 
 
 def describe_failure(failure: Failure | None, error: BaseException) -> tuple[str, int | None, int]:
-    """Describe why a run failed; return (text, rank, exit code) for its report.
+    """Describe why a run failed, for its report; return (text, rank, exit code).
 
     text: message of `error` if Meshwright or the script's `sys.exit` raised it, or if no rank failed; else the
-    traceback of the rank. rank: rank that failed first, None if there is no single one. failure: first error of any
-    rank; None if none was recorded. error: exception that ended the run.
-    """
+    traceback of the rank. rank: rank that failed first, None if there is no single one. exit code: that of the command.
+
+    failure: first error of any rank; None if none was recorded. error: exception that ended the run."""
     if failure is None:
         return str(error), None, 1
     where = "" if failure.rank is None else f"[rank {failure.rank}] "

@@ -325,9 +325,9 @@ def _parse_ring(data: bytes, again: bytes | None = None) -> RankCalls:
 
 
 def _parse_names(data: bytes, start: int) -> list[str]:
-    """Parse the text area of a ring buffer file; return its texts (sites, groups, shapes ...), indexed by the numbers
-    in the call records, up to the first incomplete one. data: bytes of the file. start: byte offset of the text
-    area."""
+    """Parse the text area of a ring buffer file. Return its texts (sites, groups, shapes ...), indexed by the numbers
+    by which call records refer to them; parsing ends at the first incomplete text. data: bytes of the file. start: byte
+    offset of the text area."""
     names = []
     while start + _NAME.size <= len(data):
         length, check = _NAME.unpack_from(data, start)

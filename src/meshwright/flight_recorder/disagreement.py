@@ -32,8 +32,8 @@ def diagnose(seen: Sequence[RankState], now: float) -> Verdict | None:
     """Diagnose a hang: return which ranks caused it and why, or None if no cause is found. seen: state of each rank,
     read at time `now` (seconds of the monotonic clock).
 
-    Causes, in the order of search: ranks made different calls; ranks wait in a call; a rank has made fewer calls than
-    others, and some process has died, timed out or been stopped; a process is stopped (SIGSTOP).
+    Causes are searched in this order. (1) Ranks made different calls. (2) Ranks wait in a call. (3) A rank has made
+    fewer calls than others, while some process has died, timed out or been stopped. (4) A process is stopped (SIGSTOP).
     """
     ranks = {each.rank: each for each in seen if each.calls is not None}
     return (
@@ -78,13 +78,12 @@ def _find_divergence(ranks: Mapping[int, RankState], group: Group) -> _Divergenc
 
 
 def _fill_unknown_names(calls: dict[int, Call]) -> dict[int, Call]:
-    """Complete recorded calls that lack operation, site or shape because the recorder's text area was full, from other
-    ranks' calls at the same index: from the most common complete call that does not contradict the texts that are
-    present.
+    """Fill in the missing texts (operation, site or shape) of recorded calls; texts are missing if the recorder's text
+    area was full. They are copied from another rank's complete call at the same index: the most common one that does
+    not contradict the texts that are present.
 
-    calls: rank -> its call at one index of a group. Returns {rank: call}; an incomplete call is left out if there is no
-    single most common complete call.
-    """
+    calls: {rank: its call at one index of a group}. Returns {rank: complete call}. A call is left out if no single
+    complete call is the most common."""
     if all(call.form and call.operation != "?" for call in calls.values()):
         return calls
     whole = [call for call in calls.values() if call.form and call.operation != "?"]
@@ -176,8 +175,9 @@ class _Divergence:
         return Verdict(line, kind, blamed, self.group, self.index)
 
     def _find_expected(self) -> _Signature | None:
-        """Return the signature (operation, site, dtype and shape) that the differing call should have: that of most
-        ranks or, in a tie, the one that the group's earlier calls predict. None if the tie cannot be decided."""
+        """Return the signature (operation, site, dtype and shape) that the differing call should have: the signature on
+        most ranks. A tie is decided by the group's earlier calls, which predict the next one; None if they predict
+        none."""
         votes = Counter(map(_make_signature, self.differing.values())).most_common()
         if votes[0][1] > votes[1][1]:
             return votes[0][0]
@@ -192,14 +192,13 @@ class _Divergence:
     def _predict_next(
         self, assumed: list[_Signature], allowed: Container[_Signature] | None = None
     ) -> _Signature | None:
-        """Predict the signature (operation, site, dtype and shape) of the group's next call. Training repeats its calls
-        in every step: the longest series of latest calls that also occurs earlier is found, and the call that followed
-        it there is predicted.
+        """Predict the signature (operation, site, dtype and shape) of the group's next call from earlier ones, since
+        training repeats its calls in every step. The longest series of latest calls that also occurs earlier is found;
+        the call that followed it there is predicted.
 
-        assumed: signatures appended to the calls before the divergence, as the latest calls. allowed: signatures that
+        assumed: signatures that are treated as calls made after those before the divergence. allowed: signatures that
         may be predicted; None: all. Returns None if no series occurs earlier, or if equally long ones were followed by
-        different calls.
-        """
+        different calls."""
         history = [*self._list_common_calls(), *assumed]
         best, follower = 0, None
         for end in range(1, len(history)):
@@ -214,9 +213,9 @@ class _Divergence:
         return follower
 
     def _has_skipped_call(self, rank: int, expected: _Signature) -> bool:
-        """Return True if `rank` seems to have skipped the `expected` call (a signature: operation, site, dtype and
-        shape): the call that it made instead is one that other ranks make, or are predicted to make, within the
-        next `LOOK_AHEAD` calls after the expected one."""
+        """Return True if `rank` seems to have left out the call `expected` and made a later one instead. This is so if
+        its call is one that other ranks make, or are predicted to make, within `LOOK_AHEAD` calls after the expected
+        one. expected: signature of the call: operation, site, dtype and shape."""
         wrong = _make_signature(self.differing[rank])
         for calls in self.calls.values():
             later = (calls.get(self.index + ahead) for ahead in range(1, LOOK_AHEAD))

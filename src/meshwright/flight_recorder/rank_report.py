@@ -159,8 +159,8 @@ def _describe_call(call: Call) -> str:
 
 
 def _format_who(ranks: Sequence[int], members: Sequence[RankState]) -> str:
-    """Format ranks as "all" if there are as many as `members`, the states of all ranks of a group; else as text such as
-    "ranks 0-3"."""
+    """Format `ranks`, some ranks of a group, as text such as "ranks 0-3"; return "all" if they are all ranks of the
+    group. members: states of all ranks of the group."""
     return "all" if len(ranks) == len(members) else f"rank{'s' * (len(ranks) > 1)} {format_ranks(sorted(ranks))}"
 
 

@@ -52,9 +52,9 @@ class RankState:
 
     @property
     def blame(self) -> str:
-        """Reason why other ranks wait for this one, a `kind` of verdict: "dead" (its process died), "stopped" (its
-        process is suspended) or "behind" (it is outside any call, or its calls are unknown). Empty if the rank itself
-        waits in a call."""
+        """Reason why other ranks wait for this one, as a `kind` of `Verdict`: "dead" (its process died), "stopped" (its
+        process is suspended) or "behind" (it runs other code, or its calls are unknown). Empty if the rank itself waits
+        in a call."""
         if self.dead or self.stopped:
             return "dead" if self.dead else "stopped"
         return "behind" if self.calls is None or self.calls.waiting is None else ""
@@ -134,8 +134,8 @@ def format_wait(ranks: Sequence[int], calls: Mapping[int, Call], now: float) -> 
 
 
 def describe_activity(seen: RankState, now: float) -> str:
-    """Describe in a clause the call in which a rank waits, such as "it is in call 57 (...), at ...", or, if it waits in
-    none, its last completed call. seen: the rank's state. now: seconds of the monotonic clock."""
+    """Describe what a rank is doing, as a clause such as "it is in call 57 (...), at ...". A rank that waits in no call
+    is described by its last completed call. seen: the rank's state. now: seconds of the monotonic clock."""
     if seen.calls is not None and seen.calls.waiting is not None:
         return f"it is in {seen.calls.waiting.name}, at {seen.calls.waiting.place}"
     last = seen.calls.last_done if seen.calls else None

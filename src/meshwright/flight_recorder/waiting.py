@@ -54,8 +54,8 @@ def find_awaited_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | 
 
 def _list_missing_ranks(ranks: Mapping[int, RankState], call: Call) -> list[int]:
     """Return the ranks for which `call` waits: the ranks of its group that have not entered it. Ranks whose calls
-    cannot be read are returned only if all other ranks have entered it. ranks: rank -> its state, for the ranks whose
-    calls can be read."""
+    cannot be read are returned only if all others have entered it. ranks: {rank: its state}, without ranks whose calls
+    cannot be read."""
 
     def entered(rank: int) -> bool:
         """Return True if rank `rank` is known to have entered `call`; False if it has not, or if its calls cannot be
@@ -183,12 +183,11 @@ def _blame_cycle(waiting: Mapping[int, Call], blockers: Mapping[int, list[int]],
 
 def find_lagging_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | None:
     """Find the ranks that have made fewer calls in a group than other ranks; return the verdict that blames them. On
-    CUDA only such a lag shows the cause of a hang, because hosts queue calls and do not block in them.
+    CUDA only this shows the cause of a hang, because hosts queue calls and do not block in them.
 
-    Return None if no rank lags, or if no process has died, timed out or been stopped (SIGSTOP): ranks also lag in
-    normal operation. If rank A is behind rank B, and B behind C, only A is blamed. ranks: rank -> its state. now:
-    seconds of the monotonic clock.
-    """
+    Return None if no rank lags. Ranks also lag in normal operation, so return None too if no process has died, timed
+    out or been stopped (SIGSTOP). If rank A is behind rank B, and B behind C, only A is blamed. ranks: rank -> its
+    state. now: seconds of the monotonic clock."""
     if not any(seen.dead or seen.stopped or seen.gave_up for seen in ranks.values()):
         return None
     groups = dict.fromkeys(group for seen in ranks.values() if seen.calls for group in seen.calls.counts)

@@ -41,8 +41,8 @@ FLAGS = (
 
 
 class KernelsUnavailable(Exception):
-    """Error: compiled kernels cannot be built or run on this machine. The message is the reason, worded to end a
-    sentence."""
+    """Error: compiled kernels cannot be built or run on this machine. The message is the reason, as a clause without a
+    capital or a full stop."""
 
 
 @contextmanager
@@ -124,9 +124,11 @@ def build(instruction_set: str, log: Callable[[str], None] = lambda line: None) 
 
 @contextmanager
 def _lock(path: Path, log: Callable[[str], None]) -> Iterator[None]:
-    """Context manager that holds an exclusive lock on the file `path`; the end of the process also unlocks it. On a
-    file system without locks nothing is locked, and several processes may compile at a time; this is safe, because each
-    renames only complete files into place. log: called with one line before waiting."""
+    """Context manager that holds an exclusive lock on the file `path`. The end of the process also releases it. log:
+    called with one line before waiting.
+
+    On a file system without locks nothing is locked, and several processes may compile at a time. This is safe, because
+    each renames only complete files into place."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -34,10 +34,11 @@ _PROCESSOR_FIELDS = ("vendor_id", "cpu family", "model", "model name", "stepping
 
 
 def load_kernels(instruction_set: str | None = None) -> Kernels | None:
-    """Load the compiled library for `instruction_set` as `open_kernels` does; return None if this machine has no
-    compiler, no supported instruction set, or the library cannot be built. instruction_set: "amx", "avx512_bf16",
-    "avx512" or "avx2"; None: the fastest on this processor, or the one named by the environment variable
-    `INSTRUCTION_SET_VARIABLE`."""
+    """Load the compiled library for an instruction set as `open_kernels` does; return None if it cannot be used (no
+    compiler, no supported instruction set, or a failed build).
+
+    instruction_set: "amx", "avx512_bf16", "avx512" or "avx2"; None: the one named by the environment variable
+    `INSTRUCTION_SET_VARIABLE`, or else the fastest on this processor."""
     try:
         return open_kernels(instruction_set)
     except KernelsUnavailable:
@@ -45,13 +46,15 @@ def load_kernels(instruction_set: str | None = None) -> Kernels | None:
 
 
 def open_kernels(instruction_set: str | None = None, log: Callable[[str], None] = lambda line: None) -> Kernels:
-    """Load the compiled library for `instruction_set` ("amx", "avx512_bf16", "avx512" or "avx2"; None: the fastest,
-    from `choose_instruction_set`), and build it if necessary. log: called with one line before compiling.
+    """Load the compiled library for an instruction set; build it first if necessary.
+
+    instruction_set: "amx", "avx512_bf16", "avx512" or "avx2"; None: the fastest, from `choose_instruction_set`. log:
+    called with one line before compiling.
 
     Raises `KernelsUnavailable` without a C++ compiler, on a processor other than x86-64 with AVX2, or where the system
-    denies AMX; `ValueError` for an instruction set that the processor lacks; `UserError` if the one that the
-    environment variable `INSTRUCTION_SET_VARIABLE` names is missing on the processor or cannot be built.
-    """
+    denies AMX. Raises `ValueError` for an instruction set that the processor lacks. If the environment variable
+    `INSTRUCTION_SET_VARIABLE` names the instruction set, `UserError` is raised if the processor lacks it or it cannot
+    be built."""
     name = choose_instruction_set(log) if instruction_set is None else instruction_set
     supported = build.list_supported_instruction_sets()
     if name not in supported:
@@ -136,12 +139,11 @@ def find_fastest(seconds: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def measure_kernels(candidates: Mapping[str, Kernels]) -> dict[str, dict[str, float]]:
-    """Benchmark the libraries of several instruction sets on one thread; return {instruction set: {case: processor
-    seconds, smallest of several runs}}.
+    """Benchmark the libraries of several instruction sets on one thread. Return {instruction set: {case: seconds}},
+    where the processor time of a case is the smallest of several runs.
 
     candidates: {instruction set: library}. Cases: bfloat16 matrix products and attention at the shapes of decode and
-    prefill. In each of several rounds every candidate runs every case once.
-    """
+    prefill. In each of several rounds every candidate runs every case once."""
     runs = {name: _make_cases(kernels) for name, kernels in candidates.items()}
     seconds = {name: dict.fromkeys(cases, float("inf")) for name, cases in runs.items()}
     for _ in range(_TURNS):
@@ -181,9 +183,8 @@ def _make_cases(kernels: Kernels) -> dict[str, Callable[[], None]]:
 
 
 class _LastTokens:
-    """Batch for benchmarks, with the arrays of `StepArrays`: the last `tokens` tokens of one sequence of `context`
-    tokens, whose earlier keys and values are cached. Token IDs are arbitrary.
-    """
+    """Batch for benchmarks with one sequence of `context` tokens. Its last `tokens` tokens are computed; keys and
+    values of the earlier ones are in the cache. Has the arrays of `StepArrays`; token IDs are arbitrary."""
 
     def __init__(self, tokens: int, context: int) -> None:
         self.positions = np.arange(context - tokens, context, dtype=np.int32)

@@ -107,10 +107,9 @@ class Kernels:
         self._packers, self._padded = None, [np.empty(0, np.uint32)] * self._threads
 
     def _make_padded(self, number: int, shape: tuple[int, int]) -> npt.NDArray[np.uint32]:
-        """Return a temporary buffer of `pack`: uint32 zeros of `shape` (rows, columns), into which rows of a weight are
-        copied, padded to whole panels of 16 rows. number: index of the packing thread, whose next call reuses the
-        memory.
-        """
+        """Return a temporary array of zeros, uint32 of `shape` (rows, columns). `pack` copies rows of a weight into it,
+        so that the number of rows becomes a multiple of 16. number: index of the packing thread; the next call for this
+        thread reuses the memory."""
         size = shape[0] * shape[1]
         if len(self._padded[number]) < size:
             self._padded[number] = np.empty(size, np.uint32)
@@ -123,11 +122,10 @@ class Kernels:
         return OpList(self.execute)
 
     def execute(self, ops: ctypes.Array[structures.Op], begin: int, end: int, step: structures.Step) -> None:
-        """Execute operations on the batch of a step and return when they are done; `OpList.run` calls it.
+        """Execute operations on the batch of a forward step; return when they are done. Called by `OpList.run`.
 
-        ops: ctypes array of operations; those with the indices `begin` to `end` (exclusive) are executed. step: ctypes
-        struct with the addresses and sizes of the batch's arrays.
-        """
+        ops: ctypes array of operations. begin, end: those with the indices `begin` to `end` (exclusive) are executed.
+        step: ctypes struct with the addresses and sizes of the batch's arrays."""
         first = ctypes.byref(ops, begin * ctypes.sizeof(structures.Op))
         self._library.kernels_run(self._handle, first, end - begin, ctypes.byref(step))
 

@@ -20,8 +20,8 @@ _MADVISE.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def map_huge_pages(size: int) -> npt.NDArray[np.uint8]:
-    """Map zeroed memory of `size` bytes, aligned to a huge page, in huge pages where the system has them; return uint8
-    [size]."""
+    """Allocate zeroed memory of `size` bytes, aligned to a huge page, and backed by huge pages where the system has
+    them; return it as uint8 [size]."""
     memory = mmap.mmap(-1, size + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -32,10 +32,11 @@ def map_huge_pages(size: int) -> npt.NDArray[np.uint8]:
 
 @contextmanager
 def reserve_pool(caches: Sequence[npt.NDArray[Any]]) -> Iterator[None]:
-    """Context manager that makes the memory of new, zeroed KV caches [blocks, ...] resident (backed by physical
-    memory), so that no later step can run out of memory. Two background threads do this inside the context; leaving it
-    waits for them, or after an error makes them stop early. On Linux before 5.14, leaving the context writes to each
-    page instead."""
+    """Context manager that backs new, zeroed KV caches with physical memory, so that no later step can run out of
+    memory. caches: arrays [blocks, ...].
+
+    Two background threads touch the pages while the body runs; leaving the context waits for them, or stops them early
+    after an error. On Linux before 5.14, leaving the context writes to each page instead."""
     memory = [each.reshape(-1).view(np.uint8) for each in caches]
     # A list's iterator gives each piece to one thread. While a piece is populated no other thread can map memory.
     pieces = [each[at : at + _PIECE] for each in memory for at in range(0, len(each), _PIECE)]
@@ -53,15 +54,15 @@ def reserve_pool(caches: Sequence[npt.NDArray[Any]]) -> Iterator[None]:
 
 
 def _populate_pages(memory: npt.NDArray[Any]) -> bool:
-    """Make the pages of the array `memory` resident without changing its content, without holding Python's GIL. Return
-    False if the system does not support it."""
+    """Back the pages of the array `memory` with physical memory, without changing its content and without holding
+    Python's GIL. Return False if the operating system does not support it."""
     begin = memory.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
     return bool(_MADVISE(begin, memory.ctypes.data + memory.nbytes - begin, _MADV_POPULATE_WRITE) == 0)
 
 
 def release_pages(address: int, size: int) -> None:
-    """Release the physical memory of a memory-mapped file's pages that lie entirely inside `size` bytes from memory
-    address `address` on; a later access reads them from the file again."""
+    """Release the physical memory of a memory-mapped file, for the pages that lie entirely in an address range; a later
+    access reads them from the file again. address: first address of the range. size: its bytes."""
     begin, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
     if end > begin:
         _MADVISE(begin, end - begin, mmap.MADV_DONTNEED)

@@ -73,8 +73,7 @@ class OpList:
     def append(self, op: AnyOp) -> int:
         """Append the operation `op`, such as a `Linear`; return the index of its first entry, for use as `begin` or
         `end` of `run`. A mixture-of-experts layer, latent attention and a gate take several entries, every other
-        operation one. Raises `ValueError`
-        if the shapes of the operation's arrays are inconsistent."""
+        operation one. Raises `ValueError` if the shapes of the operation's arrays are inconsistent."""
         begin = len(self._ops)
         self._ops += list(_LOWER[type(op)](op))  # all or, after an error, none
         self._held.append(op)
@@ -199,9 +198,10 @@ def _lower_attention(op: Attention) -> Iterator[structures.Op]:
 
 
 def _lower_latent_attention(op: LatentAttention) -> Iterator[structures.Op]:
-    """Yield the ctypes structs of the latent attention `op`: projection, norm of the latent vector, norm and projection
-    of the queries' (if they have one), rotation and cache write, queries times the projection to keys, attention, its
-    output times the projection to values."""
+    """Yield the ctypes structs of the latent attention `op`, one per operation, in this order: (1) projection of the
+    input; (2) norm of the latent vector; (3) norm and projection of the queries' latent vector, if there is one; (4)
+    rotation and cache write; (5) product of the queries with the key projection; (6) attention; (7) product of its
+    output with the value projection."""
     heads, rank, plain, cached = op.key_up.count, op.key_up.n, op.key_up.k, op.cache.head_dim
     begin = heads * cached
     queries = op.wide[:, begin + cached :]
@@ -285,7 +285,8 @@ def _lower_experts(op: Experts) -> Iterator[structures.Op]:
 
 
 def _lower_gate(op: Gate) -> Iterator[structures.Op]:
-    """Yield the ctypes structs of the `Gate` operation `op`: product, scaling by its sigmoid."""
+    """Yield the ctypes structs of the `Gate` operation `op`: first the product of input and gate weight, then the
+    scaling by its sigmoid."""
     yield from _lower_linear(Linear(op.scores, op.x, op.weight))
     factors = get_address(op.scores, np.float32)
     yield _make_op("scale", op.out, op.out, width=op.out.shape[1], weight=factors)

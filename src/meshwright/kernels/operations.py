@@ -46,11 +46,10 @@ class LayerCache:
     """KV cache of one layer of the model, in B blocks of 16 tokens. The layer has K key-value heads of size D.
 
     keys: [B, K, D, 16]. values: [B, K, 16, D rounded up to a multiple of 16]. Both are float32, or uint16 that holds
-    the bits of bfloat16; they start as zeros. For latent attention, with one head of latent vectors and rotary keys,
-    keys is empty. head_dim: D. table: number of the block table that lists the blocks of
-    each sequence in this layer: index into the first dimension of `StepArrays.block_tables`. Layers with different
-    block tables may share the two arrays.
-    """
+    the bits of bfloat16; they start as zeros. For latent attention, `values` holds latent vectors with rotary keys as a
+    single head, and `keys` is empty. head_dim: D. table: number of the block table that lists the blocks of each
+    sequence in this layer: index into the first dimension of `StepArrays.block_tables`. Layers with different block
+    tables may share the two arrays."""
 
     keys: Array
     values: Array
@@ -108,9 +107,9 @@ class Linear:
 
     out, x: [rows, Y] and [rows, X]. weight: packed W [Y, X]. bias: [Y] (None: 0). accumulate: if True, add to the
     present values of `out` (a residual connection). rows: "tokens" if `x` and `out` have a row per token of the step,
-    "outputs" if a row per token whose logits are wanted. steps: (columns of `out`, columns of `x`) from one matrix to
-    the next if `weight` has one for each head; matrix i then reads the X columns from i times the second on, and writes
-    the Y columns from i times the first on."""
+    "outputs" if a row per token whose logits are wanted. steps: column strides (of `out`, of `x`) between heads, used
+    if `weight` has one matrix per head. Matrix i reads X columns of `x` from column i * steps[1] on, and writes Y
+    columns of `out` from column i * steps[0] on."""
 
     out: Float32
     x: Float32
@@ -148,12 +147,11 @@ class Attention:
     """Causal grouped-query attention of the step's T tokens over the cached keys and values of their sequences, with N
     query heads and K key-value heads of size D.
 
-    qkv: [T, (N + 2K) D], of which the queries are read, the first N D columns. out: [T, N D]. cache: the layer's KV
-    cache. heads: N. window: tokens that a token attends to, itself included (0: no limit). scale: factor of the scores,
+    qkv: [T, (N + 2K) D]; only its first N D columns, the queries, are read. out: [T, N D]. cache: the layer's KV cache.
+    heads: N. window: tokens that a token attends to, itself included (0: no limit). scale: factor of the scores,
     usually D ** -0.5. softcap: c that turns the scaled scores x into c tanh(x / c) (0: none). sinks: [N], for each
     query head one more score, to a key without a value (None: none). chunks: if True, a token attends only to tokens of
-    its chunk of `window` positions, counted from position 0.
-    """
+    its chunk of `window` positions, counted from position 0."""
 
     out: Float32
     qkv: Float32
@@ -205,9 +203,8 @@ class Activation:
 
     gated: if True, out = activation(gate) * up, where x [T, 2F] holds the columns of gate, then those of up; if False,
     out = activation(x), with x [T, F]. out: [T, F]. kind: "relu2" is relu squared, "gelu_tanh" GELU's tanh
-    approximation. limit: if not 0, gate is at most this, up is clamped to this magnitude, and 1 is added to up. alpha:
-    "silu" is x sigmoid(alpha x).
-    """
+    approximation. limit: if not 0, gate is capped at `limit`, up is clamped to [-limit, limit], and 1 is then added to
+    up (gpt-oss). alpha: "silu" is x sigmoid(alpha x)."""
 
     out: Float32
     x: Float32
@@ -245,10 +242,11 @@ class Experts:
     activation: (kind, limit, alpha) of the `Activation`. router_kind: function that turns router logits into scores;
     "logits": the choice is by logits, the weights are their sigmoids. biases: of router [E], up [held, 2F] and down
     [held, H] (None: 0). choice_bias: [E], added to the scores for the top-k choice, not for the weights. normalise: if
-    True, the top-k weights of a token are divided by their sum. scale: factor on the weights. groups: (G, K): the
-    experts form G groups, and a token's are in its K best groups, by the best score of each or, with "sigmoid", the sum
-    of the two best. on_input: if True, the weights are factors of the experts' inputs, not of their outputs.
-    accumulate: if True, add the result to the present out[t]."""
+    True, the top-k weights of a token are divided by their sum. scale: factor on the weights. groups: (G, K):
+    group-limited routing: the experts form G groups, and a token's experts are chosen from its K best groups. The score
+    of a group is that of its best expert; with router_kind "sigmoid", the sum of its two best. on_input: if True, the
+    weights are factors of the experts' inputs, not of their outputs. accumulate: if True, add the result to the present
+    out[t]."""
 
     out: Float32
     x: Float32

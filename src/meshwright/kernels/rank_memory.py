@@ -12,13 +12,14 @@ from meshwright.spec.config import ModelConfig
 
 
 class RankMemory:
-    """Arrays that the operations of one rank use. kernels: compiled library, which allocates and packs them. dtype:
-    "float32" or "bfloat16", of packed weights and KV cache. tokens: rows of the activation buffers, the token budget.
+    """Allocator of the arrays that the operations of one rank use; counts their bytes by kind.
+
+    kernels: compiled library, which allocates and packs the arrays. dtype: "float32" or "bfloat16", of packed weights
+    and KV cache. tokens: token budget of a step, the default number of rows of an activation buffer.
 
     Attributes:
         nbytes: {kind: bytes}: `weights` (embeddings, norms, biases), `packed` (weight matrices), `workspace`, `kv`
-            (cache), `logits`.
-    """
+            (cache), `logits`."""
 
     def __init__(self, kernels: Kernels, dtype: str, tokens: int) -> None:
         self._kernels, self._dtype, self._tokens = kernels, dtype, tokens
@@ -27,8 +28,9 @@ class RankMemory:
         self._experts: ExpertsWorkspace | None = None
 
     def pack(self, values: Array, dtype: str | None = None) -> PackedMatrix:
-        """Return `values`, one matrix [Y, X] or several [count, Y, X], packed for the kernels' products. dtype:
-        "float32" or "bfloat16"; None: that of the rank."""
+        """Return weight matrices packed in the kernels' memory layout, and count their bytes as `packed`. values: one
+        matrix [Y, X] (Y outputs, X inputs) or several [count, Y, X]. dtype: "float32" or "bfloat16"; None: the dtype of
+        the rank's weights."""
         packed = self._kernels.pack(values, dtype or self._dtype)
         self.nbytes["packed"] += packed.buffer.nbytes
         return packed
@@ -39,8 +41,8 @@ class RankMemory:
         return values.copy()
 
     def get_buffer(self, name: str, width: int, rows: int | None = None) -> Float32:
-        """Return the activation buffer named `name`, float32 [rows, width]. It is allocated once and shared by all
-        layers. rows: None: the token budget."""
+        """Return the activation buffer called `name`, float32 [rows, width]. It is allocated at the first call and
+        shared by all layers. width: elements of a row. rows: number of rows; None: the token budget of a step."""
         key = name, width
         if key not in self._buffers:
             self._buffers[key] = self._kernels.allocate((self._tokens if rows is None else rows, width), np.float32)
@@ -58,8 +60,8 @@ class RankMemory:
         return self._experts
 
     def allocate_cache(self, config: ModelConfig, blocks: int, kv_heads: int) -> tuple[Array, Array]:
-        """Allocate the arrays (keys, values) of a layer's `LayerCache`. blocks: number of KV blocks. kv_heads:
-        key-value heads of the rank; latent vectors have one."""
+        """Allocate the KV cache of one layer; return (keys, values) in the shapes of `LayerCache`. blocks: number of KV
+        blocks. kv_heads: key-value heads of the layer on this rank; 1 for latent attention."""
         latent, dtype = config.latent, np.float32 if self._dtype == "float32" else np.uint16
         sizes = (kv_heads, config.head_dim) if latent is None else (1, latent.cached_dim)
         shapes = LayerCache.compute_shapes(blocks, *sizes, latent is not None)
@@ -68,6 +70,7 @@ class RankMemory:
         return keys, values
 
     def allocate_logits(self, rows: int, width: int) -> Float32:
-        """Allocate the logits [rows, width]."""
+        """Allocate the buffer of logits, float32 [rows, width], and count its bytes as `logits`. rows: tokens whose
+        logits are needed, at most. width: entries of the vocabulary on this rank."""
         self.nbytes["logits"] += 4 * rows * width
         return self._kernels.allocate((rows, width), np.float32)

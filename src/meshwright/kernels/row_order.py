@@ -20,10 +20,11 @@ Array = npt.NDArray[Any]
 def order_rows(
     config: ModelConfig, name: str, values: Array, features: Sequence[int] | None = None, kv_heads: int = 0
 ) -> Array:
-    """Return the rows `values` of the model parameter `name` on a rank in the order that the kernels need; those of
-    most parameters are returned as they are. features: order of a head's features [D] by which kernels rotate pairs
-    half of the features apart; None: the model's own. kv_heads: key-value heads of the rank, whose values keep their
-    order."""
+    """Return the rows of a weight in the order that the kernels need. Most weights are returned unchanged.
+
+    name: name of the model parameter. values: rows of the parameter on this rank. features: permutation of a head's D
+    features, so that the kernels rotate features i and i + D/2 as a pair; None: the model has this order already.
+    kv_heads: key-value heads on this rank; the rows of their values are not permuted."""
     if config.latent is not None:
         return _order_latent_rows(config, name, values)
     if features is None or not any(part in name for part in (".qkv.", ".query_norm.", ".key_norm.")):
@@ -36,16 +37,19 @@ def order_rows(
 
 
 def separate_gates(values: Array, experts: int) -> Array:
-    """Return the rows `values` [E 2F, ...] of the gate and up projections of E experts, which alternate (gate 0, up 0,
-    gate 1, ...), with the F rows of each expert's gate before those of its up projection. experts: E."""
+    """Return the fused gate and up projections of E experts with all gate rows of an expert before its up rows. values:
+    rows [E 2F, ...] in which gate and up alternate (gate 0, up 0, gate 1, ...); F is the intermediate size. experts: E.
+    """
     width = len(values) // experts // 2
     return values.reshape(experts, width, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
 
 
 def spread_bias(values: Array, experts: int, hidden: int, first: int) -> Array:
-    """Return the biases [E, H] of the down projections of E experts, zeros outside of this rank's slice of each.
-    values: the slices of all experts, concatenated. experts: E. hidden: H. first: index in H at which a slice begins.
-    """
+    """Return the biases of the down projections of E experts at full width, [E, H]; elements outside this rank's slice
+    are 0.
+
+    values: this rank's slice of each expert's bias, concatenated. experts: E. hidden: H, the hidden size. first: index
+    in H of the slice's first element."""
     slices = values.reshape(experts, -1)
     spread = np.zeros((experts, hidden), np.float32)
     spread[:, first : first + slices.shape[1]] = slices
@@ -53,9 +57,11 @@ def spread_bias(values: Array, experts: int, hidden: int, first: int) -> Array:
 
 
 def _order_latent_rows(config: ModelConfig, name: str, values: Array) -> Array:
-    """Return the rows `values` of a parameter of latent attention in the order of `operations.LatentAttention`: those
-    of the latent vector and the rotary key before those of the queries, and of the E rotated features of each, pair i
-    at i and i + E/2. name: name of the parameter."""
+    """Return the rows of a weight of latent attention in the order that `operations.LatentAttention` needs. Rows of the
+    latent vector and of the rotary key come before those of the queries. Of E rotated features, pair i becomes rows i
+    and i + E/2.
+
+    name: name of the parameter. values: its rows."""
     latent = config.latent
     assert latent is not None
     rotary = np.arange(latent.rotary_dim)

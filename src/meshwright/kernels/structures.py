@@ -55,10 +55,9 @@ class Matrix(ctypes.Structure):
 class Cache(ctypes.Structure):
     """ctypes struct `Cache` of structures.h: KV cache of one layer.
 
-    Addresses of keys and values, with the shapes of `operations.LayerCache`. bfloat16: True if the elements are
-    bfloat16, else float32. table: number of the layer's block table. keys: null for latent attention, where kv_heads is
-    the number of groups of query heads that are computed apart.
-    """
+    keys, values: addresses of arrays with the shapes of `operations.LayerCache`. bfloat16: True if the elements are
+    bfloat16, else float32. table: number of the layer's block table. For latent attention `keys` is null, and
+    `kv_heads` is the number of groups into which the query heads are divided for parallel computation."""
 
     _fields_ = [
         *_make_typed_fields(_POINTER, "keys values"),
@@ -73,8 +72,9 @@ class Routing(ctypes.Structure):
     weights, experts: addresses of float32 weights and int32 expert indices, [tokens, top_k]. count: number of all
     experts. first, held: first expert of this rank and number of its experts. order: address of this rank's assignments
     (token * top_k + k), sorted by expert. ends: address of the exclusive end in `order` of each of this rank's experts.
-    groups, kept: number of groups of experts, and of those from which a token's experts are chosen. scale: factor on
-    the weights. normalise: 1 if the weights of a token are divided by their sum."""
+    groups: number of groups into which the experts are divided (group-limited routing). kept: number of groups from
+    which a token's experts are chosen. scale: factor on the weights. normalise: 1 if the weights of a token are divided
+    by their sum."""
 
     _fields_ = [
         *_make_typed_fields(_POINTER, "weights experts order ends"),
@@ -91,10 +91,10 @@ class Op(ctypes.Structure):
     kind: number of the operation in `op_list.KIND`; each kind reads only the fields that it needs. mode: its variant,
     such as RMSNorm or LayerNorm. rows: which rows it computes: 0: one per token of the step; 1: one per token whose
     logits are needed; 2: one per (token, expert) assignment. out, input: addresses of float32 rows, `out_stride` and
-    `in_stride` elements apart. out_step, in_step: elements from the columns of one matrix, or head, to those of the
-    next. size: number of elements that it writes to a row of `out`. rotated: number of rotated
-    features of a head. matrix: weight or embedding table. routing: assignment to experts. Other fields have the name
-    and meaning that they have in the dataclasses of `operations`."""
+    `in_stride` elements apart. out_step, in_step: column strides of `out` and `input` in elements, from one matrix (or
+    head) to the next. size: number of elements that it writes to a row of `out`. rotated: number of rotated features of
+    a head. matrix: weight or embedding table. routing: assignment to experts. Other fields have the name and meaning
+    that they have in the dataclasses of `operations`."""
 
     _fields_ = [
         *_make_typed_fields(_INT, "kind mode rows accumulate gated"),

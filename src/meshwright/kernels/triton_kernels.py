@@ -198,14 +198,14 @@ def product(
     x, weight, bias, out, ends, rows, columns, inner, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
     SPLITS: tl.constexpr, GROUPED: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile [ROWS, COLUMNS] of x Wᵀ, for x [rows, inner] and `weight` W [columns, inner], in steps of STEP
-    elements of the inner dimension.
+    """Compute one tile [ROWS, COLUMNS] of x Wᵀ, in steps of STEP elements of the inner dimension. x: [rows, inner].
+    weight: W [columns, inner].
 
-    Grid: (row tiles, column tiles, SPLITS); if GROUPED (row tiles, column tiles, experts). Split-K: split s sums over
-    the s-th of SPLITS parts of the inner dimension. If SPLITS > 1, `out` is [SPLITS, rows, columns], which `add_splits`
-    sums; else `out` is [rows, columns], and `bias` [columns] is added if BIAS. GROUPED: grouped GEMM of E experts, with
-    SPLITS = 1; `weight` is [E, columns, inner], and `ends` int32 [E] has the exclusive end of each expert's rows in x,
-    else it is not read. No row tile spans two experts."""
+    Split-K, if SPLITS > 1: split s sums over the s-th of SPLITS parts of the inner dimension, and `out` is [SPLITS,
+    rows, columns], which `add_splits` sums. If SPLITS is 1, `out` is [rows, columns], and `bias` [columns] is added if
+    BIAS. Grid: (row tiles, column tiles, SPLITS). Grouped GEMM of E experts, if GROUPED (SPLITS is 1): `weight` is [E,
+    columns, inner], and `ends`, int32 [E], has the exclusive end of each expert's rows in x; no row tile spans two
+    experts. Grid: (row tiles, column tiles, E)."""
     z = tl.program_id(2)
     begin, end = 0, rows
     first, last = 0, inner

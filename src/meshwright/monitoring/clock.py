@@ -40,8 +40,8 @@ class StepClock:
             self.listener(part)
 
     def seconds(self) -> dict[str, float]:
-        """Return {phase: seconds} of the time since `start()`, on CUDA of the previous step, in the order of first
-        marks."""
+        """Return {phase: seconds}, in the order in which the phases first ended, for the time since `start()`. On CUDA
+        the result is that of the previous step."""
         marks = (self._previous or self._marks) if self.cuda else self._marks
         if self.cuda:
             marks[-1][1].synchronize()  # type: ignore[union-attr]

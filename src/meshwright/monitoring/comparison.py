@@ -41,8 +41,9 @@ class Prediction:
     """Predicted memory, step time and traffic of one rank; None for values that could not be predicted.
 
     Attributes:
-        memory: Bytes of tensors at the memory peak by category ("parameters" ...), and their sum, "peak". Not in the
-            sum: "framework" (CUDA context or interpreter and libraries), "unexplained" (excess of earlier runs).
+        memory: Bytes of tensors at the memory peak by category ("parameters" ...), and their sum, "peak". Two
+            categories are not in the sum: "framework" (CUDA context, or interpreter and libraries), and "unexplained"
+            (bytes by which earlier runs exceeded their predictions).
         time: Seconds of a step by phase.
         sent_by_axis: Bytes sent in a step by mesh axis.
         machine: The hardware profile (measured machine speeds).
@@ -64,15 +65,16 @@ class Prediction:
 
     @property
     def peak_bytes(self) -> int:
-        """Predicted peak memory of this rank in bytes: that of its process if it is predicted (on CPUs), else that of
-        the tensor allocator; 0 if unknown."""
+        """Predicted peak memory of this rank in bytes, 0 if unknown. On CPUs it is the peak of the process (RSS);
+        otherwise that of the tensor allocator."""
         if self.process is not None:
             return self.process.peak
         return 0 if self.memory is None else _compute_expected_peak(self.memory)
 
     def memory_to_json(self) -> dict[str, Any]:
-        """Return this rank's predicted memory: {"memory_bytes": bytes of tensors by category, with the peaks of
-        allocator and process, "process_memory_bytes": peak RSS by item}; None for unknown values."""
+        """Return this rank's predicted memory as a JSON object, None for unknown values. Keys: "memory_bytes":
+        {category of tensors, "allocator_peak" or "process_peak": bytes}; "process_memory_bytes": {item of the process's
+        memory: bytes of the peak RSS}."""
         return {
             "memory_bytes": None if self.memory is None else {**self.memory, **self._get_peak_entries()},
             "process_memory_bytes": None if self.process is None else dict(self.process.items),
@@ -100,8 +102,8 @@ class Prediction:
         }
 
     def _get_peak_entries(self) -> dict[str, int | None]:
-        """Return {"allocator_peak": predicted peak bytes of the tensor allocator, "process_peak": predicted peak RSS of
-        the process in bytes, or None if it is not predicted (always on CUDA)}."""
+        """Return {"allocator_peak": bytes, "process_peak": bytes}, the predicted peaks of the tensor allocator and of
+        the process (RSS). The latter is None if it is not predicted, as always on CUDA."""
         assert self.memory is not None
         process = self.process
         return {"allocator_peak": self.memory["peak"], "process_peak": None if process is None else process.peak}
@@ -123,8 +125,9 @@ class Prediction:
 
 
 def _format_fullest(fullest: Mapping[str, Any]) -> list[str]:
-    """Format the predicted memory of the rank with the largest peak as a list of one text; empty if the memory is
-    unknown. fullest: that rank's "rank", "memory_bytes" and "process_memory_bytes"."""
+    """Format the predicted memory of the rank with the largest peak as one console text. Return a list that contains
+    this text, or an empty list if the memory is unknown. fullest: {"rank": its number, "memory_bytes": bytes of tensors
+    by category, "process_memory_bytes": peak RSS by item}."""
     memory, process, rank = fullest["memory_bytes"], fullest["process_memory_bytes"], fullest["rank"]
     if memory is None:
         return []
@@ -137,8 +140,8 @@ def _format_fullest(fullest: Mapping[str, Any]) -> list[str]:
 
 
 class _StepTime(NamedTuple):
-    """Measured duration of one step. seconds: of the whole step. parts: {phase: seconds}. waited: seconds that the host
-    waited in collective calls."""
+    """Measured duration of one step. seconds: duration of the whole step. parts: {phase: seconds}. waited: seconds that
+    the host waited in collective calls."""
 
     seconds: float
     parts: Mapping[str, float]
@@ -166,10 +169,10 @@ class StepTimes:
         return sorted(self._steps, key=lambda step: step.seconds)[(len(self._steps) - 1) // 2] if self._steps else None
 
     def to_json_dict(self, device: torch.device) -> dict[str, Any]:
-        """Return the measured duration of a step for the result document: "step_seconds" (median), "seconds_by_part"
-        ({phase: seconds}), "seconds_by_kind" ({"working": seconds, "waiting": seconds}) and "waiting_seconds". On CUDA
-        "seconds_by_kind" and "waiting_seconds" are None; before any step is stored, all values are None. device: device
-        of this rank."""
+        """Return the measured duration of a step for the result document. Keys: "step_seconds" (median),
+        "seconds_by_part" ({phase: seconds}), "seconds_by_kind" ({"working": seconds, "waiting": seconds}),
+        "waiting_seconds". The last two are None on CUDA; all are None before any step is stored. device: device of this
+        rank."""
         step = self.find_median_step()
         if step is None:
             return dict.fromkeys(("step_seconds", "seconds_by_part", "seconds_by_kind", "waiting_seconds"))
@@ -193,9 +196,9 @@ def _sum_waiting_seconds(breakdown: Mapping[str, float]) -> float:
 
 
 def _split_waiting(seconds: float, waiting: float) -> dict[str, float]:
-    """Split the duration of a step into {"working": seconds, "waiting": seconds}, by which predicted and measured steps
-    can be compared though their phases differ. seconds: duration of the step. waiting: seconds of it in which this rank
-    waits for others."""
+    """Split the duration of a step into {"working": seconds, "waiting": seconds}. Predicted and measured steps have
+    different phases, but can be compared by these two numbers. seconds: duration of the step. waiting: part of it in
+    which this rank waits for others."""
     return {"working": max(0.0, seconds - waiting), "waiting": waiting}
 
 
@@ -205,13 +208,12 @@ def collect_measured_memory(
     """Return the measured memory of rank 0 in bytes, None for unknown values.
 
     Keys: each category of model states ("parameters" ...); "peak": growth from before the trainer's construction to the
-    peak of the first steps; "allocator_peak"; "process_peak" (RSS); "unexplained": measured minus predicted peak, of
-    the allocator on CUDA and of the process on a CPU, where the prediction is taken without the correction learnt from
-    earlier runs.
+    peak of the first steps; "allocator_peak"; "process_peak" (RSS); "unexplained": measured minus predicted peak. On
+    CUDA "unexplained" compares the peaks of the allocator. On a CPU it compares those of the process; the correction
+    that the prediction learnt from earlier runs is removed first.
 
     states: bytes by kind, from `Trainer.memory`. memory: meter of the peaks. prediction: entry `predicted` of the
-    result document.
-    """
+    result document."""
     found: dict[str, Any] = {}
     for kind, size in states.items():
         found[CATEGORY_OF_STATE[kind]] = found.get(CATEGORY_OF_STATE[kind], 0) + size
@@ -241,9 +243,9 @@ def format_comparison(predicted: Mapping[str, Any], measured: Mapping[str, Any])
 
 
 def _format_peak(predicted: Mapping[str, Any] | None, measured: Mapping[str, Any] | None) -> list[str]:
-    """Format the peak memory of two ranks, that with the largest measured and that with the largest predicted peak, as
-    a list of one text; empty if nothing was measured. predicted, measured: entries "fullest_rank" of the result
-    document."""
+    """Format the peak memory of two ranks as one console text: the rank with the largest measured peak, and the rank
+    with the largest predicted peak. Return a list that contains this text, or an empty list if nothing was measured.
+    predicted, measured: entries "fullest_rank" of the result document's figures."""
     if measured is None:
         return []
     found, expected = measured["memory_bytes"], (predicted or {}).get("memory_bytes")

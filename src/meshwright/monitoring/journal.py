@@ -79,9 +79,9 @@ class Journal:
     ) -> None:
         """Report the run before its first step, and open `metrics.jsonl` and the trackers.
 
-        run: description of model and data. layout: notation such as "dp2 zero1 bf16". done: number of steps already
-        done in the checkpoint `resumed_from` (its name; None: a fresh run). threads: compute threads of each rank; None
-        except on CPUs. `UserError` if the run directory cannot be written.
+        run: description of model and data. layout: notation such as "dp2 zero1 bf16". resumed_from: name of the
+        checkpoint from which the run resumes; None: a fresh run. done: number of steps done in this checkpoint.
+        threads: compute threads of each rank; None except on CPUs. `UserError` if the run directory cannot be written.
         """
         self.run, recipe = run, self.recipe
         self._figures = {key: [] for key in ("loss", "validation_loss", self.rate_name, *run.metric_names)}
@@ -122,9 +122,11 @@ class Journal:
     def log_already_done(
         self, checkpoint: str, done: int, layout: Layout | str, state: Mapping[str, Any] | None = None
     ) -> None:
-        """Log that the run has no steps left. checkpoint: name of the newest checkpoint. done: its number of steps, at
-        least `train.steps`. layout: layout that was requested now; the line says so if the run used another. state: the
-        checkpoint's `state.json`, which names the layout that it ran with."""
+        """Log that the run has no steps left, because its newest checkpoint has at least `train.steps` steps.
+
+        checkpoint: name of this checkpoint. done: its number of steps. layout: layout that the user requested now.
+        state: the checkpoint's `state.json`, which names the layout of the run; the logged line mentions it if it
+        differs from the requested one."""
         steps = self.recipe.train.steps
         more = f" of train.steps, and {done - steps} more" if done > steps else ""
         earlier = str(layout if state is None else state.get("layout", layout))
@@ -197,9 +199,8 @@ class Journal:
         self.log(f"step {record.step} skipped on all ranks: {reason}")
 
     def _store_values(self, line: dict[str, Any], record: StepRecord) -> None:
-        """Keep a step's values for the result document, except the loss and metrics of a skipped step and the
-        throughput of a profiled step. line: the step's line of `metrics.jsonl`. record: results and times of the
-        step."""
+        """Store a step's values for the result document. Loss and metrics of a skipped step, and the throughput of a
+        profiled step, are left out. line: the step's line of `metrics.jsonl`. record: results and times of the step."""
         left_out = {
             *(() if record.finite else ("loss", *record.metrics.values)),
             *((self.rate_name,) if record.profiled else ()),
@@ -348,9 +349,10 @@ class Journal:
                 self.log(str(error))
 
     def read_earlier_result(self, step: int, checkpointer: Checkpointer) -> dict[str, Any] | None:
-        """Return the result document that an earlier start of the run stored, with the current paths of its
-        checkpoints. None if there is no such document, if it belongs to another number of steps, and on every rank but
-        0. step: number of steps that the run has done. checkpointer: knows the newest and best checkpoint."""
+        """Read the result document that an earlier start of the run stored, and replace its checkpoint paths by the
+        current ones; return it. Return None on all ranks but 0, and if there is no such document or it belongs to
+        another number of steps. step: number of steps that the run has done. checkpointer: knows the newest and best
+        checkpoint."""
         result = self.directory.read_result() if self.leader else None
         if result is None or result.get("step") != step:
             return None

@@ -51,8 +51,8 @@ def read_peak_resident_bytes() -> int | None:
     """Return the peak resident set size (RSS) of this process in bytes, since its start or `reset_peak_rss` (proc(5));
     None if unknown.
 
-    getrusage(2) is not used, because it includes the memory before exec(2), that of a launcher that prepared data.
-    """
+    getrusage(2) is not used: its peak includes memory from before exec(2), when the process was still a copy of the
+    launcher."""
     return _read_status_bytes("VmHWM")
 
 

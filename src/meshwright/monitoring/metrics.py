@@ -71,8 +71,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _count_bytes_to_keep(content: bytes, resume_step: int) -> int:
-    """Return how many bytes at the beginning of a metrics file are complete lines of steps up to `resume_step`.
-    content: content of the file."""
+    """Return the number of bytes to keep at the beginning of a metrics file. They end before the first line that is
+    incomplete or belongs to a step after `resume_step`. content: content of the file."""
     kept = 0
     for line in content.splitlines(keepends=True):
         if not line.endswith(b"\n") or (parse_metrics_line(line) or {}).get("step", 0) > resume_step:
@@ -111,7 +111,8 @@ class SlowRankWatch:
 
     @property
     def between_windows(self) -> bool:
-        """True if no window of steps is in progress: no step was added yet, or the last one completed a window."""
+        """True if no window is in progress: no step was added yet, or the last step completed a window (a number of
+        consecutive steps)."""
         return not self._steps
 
 

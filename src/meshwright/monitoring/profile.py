@@ -149,7 +149,7 @@ class _ProfileRecording:
         self._timer = time_calls(mesh.communicator)
         self.calls = self._timer.__enter__()
         trainer.clock.listener = self._on_clock_mark
-        trainer.passes.watched = lambda compute: _NamedCompute(compute, self._compute_step)
+        trainer.passes.watched = lambda compute: _NamedCompute(compute, self._record_pass)
         if operators:
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it logs to stderr when it starts and stops
             activities = [torch.profiler.ProfilerActivity.CPU]
@@ -191,8 +191,8 @@ class _ProfileRecording:
         return torch.profiler.record_function(name) if self.operators is not None else ExitStack()
 
     def _on_clock_mark(self, part: str) -> None:
-        """Record the interval of the step phase that ends now, and begin the next phase; called by `StepClock` at each
-        mark. part: name of the ended phase, "" at the start of a step."""
+        """Record the interval of the step phase that ends now, and begin the next phase. `StepClock` calls it at each
+        mark. part: name of the ended phase; "" at the start of a step, when no phase ends."""
         now = time.time_ns()
         self._annotations.close()
         if part in _PARTS:
@@ -202,9 +202,9 @@ class _ProfileRecording:
             self._annotations.enter_context(self._annotate_operators(_AFTER[part]))
 
     @contextmanager
-    def _compute_step(self, kind: Kind, stage: int, replica: int, micro_batch: int) -> Iterator[None]:
-        """Context manager that records the interval of one pass over a micro-batch. kind: forward, backward,
-        input-gradient or weight-gradient pass; stage, replica (model copy), micro_batch: indices."""
+    def _record_pass(self, kind: Kind, stage: int, replica: int, micro_batch: int) -> Iterator[None]:
+        """Context manager around one pass over a micro-batch, which records the interval of the pass. kind: forward,
+        backward, input-gradient or weight-gradient pass; stage, replica (model copy), micro_batch: indices."""
         label, name = self._names.describe_step(kind, stage, replica, micro_batch)
         begun = time.time_ns()
         with self._annotate_operators(label):
@@ -236,8 +236,8 @@ class _NamedCompute:
 
 
 def _compare_clocks(mesh: Mesh) -> tuple[int, int]:
-    """Compare the clocks of all ranks by the times at which they leave several barriers. Return (start of the profile
-    on rank 0's clock in nanoseconds since 1970, nanoseconds by which this rank's clock is ahead of rank 0's).
+    """Compare the clocks of all ranks, by the times at which the ranks leave several barriers. Return (start of the
+    profile on rank 0's clock, in nanoseconds since 1970; nanoseconds by which this rank's clock is ahead of rank 0's).
     Collective: all ranks of `mesh` call it."""
     size, rank = mesh.world_size, mesh.rank
     seen = torch.zeros(MEETINGS + 1, size, dtype=torch.int64)

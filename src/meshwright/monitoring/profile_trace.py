@@ -84,11 +84,10 @@ def compute_clock_offset(times: Sequence[Sequence[int]], machines: Sequence[int]
 
 
 def build_rank_trace(steps: RankSteps, operators: Mapping[str, Any]) -> tuple[dict[str, Any], Events]:
-    """Build the Chrome trace of one rank. Return (trace document, the GPU events in it, which the merged trace of all
-    ranks includes too).
+    """Build the Chrome trace of one rank. Return (trace document, GPU events). The GPU events are part of the document;
+    they are returned separately for the merged trace of all ranks.
 
-    steps: intervals and collective calls recorded on this rank. operators: the Chrome trace of torch's profiler.
-    """
+    steps: intervals and collective calls recorded on this rank. operators: the Chrome trace of torch's profiler."""
     threads = _ThreadNumbers(steps.rank, OPERATORS)
     shift = (int(operators.get("baseTimeNanoseconds", 0)) - steps.zero) / 1e3
     host = {event["pid"] for event in operators["traceEvents"] if event.get("cat") == "cpu_op"}
@@ -117,13 +116,12 @@ def build_rank_trace(steps: RankSteps, operators: Mapping[str, Any]) -> tuple[di
 def merge_rank_traces(
     parts: Sequence[Mapping[str, Any]], program: PipelineProgram, pipeline_ranks: Mapping[int, int]
 ) -> dict[str, Any]:
-    """Build the Chrome trace document of all ranks, in which each rank is a process.
+    """Build the Chrome trace document of all ranks, in which each rank is a process. If the pipeline schedule has
+    several ranks, the document also shows a simulation of it with the recorded median durations; the simulation begins
+    at the first forward pass of the last recorded step.
 
     parts: for each rank the dict of `RankSteps.to_table`, with its GPU events under "kernels". program: the pipeline
-    schedule. If it has several ranks, the trace also shows a simulation of the schedule with the recorded median
-    durations; it begins at the first forward pass of the last recorded step. pipeline_ranks: global rank -> pipeline
-    rank.
-    """
+    schedule. pipeline_ranks: global rank -> pipeline rank."""
     ranks = [RankSteps.from_table(part) for part in parts]
     events: Events = []
     for rank, part in zip(ranks, parts, strict=True):
@@ -200,8 +198,8 @@ def _simulate_events(ranks: Sequence[RankSteps], program: PipelineProgram, pipel
 
 class _ThreadNumbers:
     """Assignment of thread numbers to the named threads of one rank in a Chrome trace, in the order in which names
-    first occur. Each rank has a range of `THREADS` numbers. rank: global rank. first: number of leading numbers of the
-    range that are not assigned."""
+    first occur. Each rank has a range of `THREADS` numbers. rank: global rank. first: number of the rank's numbers, at
+    the beginning of its range, that are used for other threads."""
 
     def __init__(self, rank: int, first: int) -> None:
         """Start without threads; arguments: see the class."""

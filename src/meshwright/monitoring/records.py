@@ -16,8 +16,8 @@ class Metrics(NamedTuple):
 
 
 class Validation(NamedTuple):
-    """Result of a validation. loss: mean loss in nats per target token, or per pair of responses, or in the unit of the
-    loss function of a user's script; metrics: further mean values."""
+    """Result of a validation. loss: mean loss, in nats per target token or per pair of responses; for a user's script
+    in the unit of its loss function. metrics: further mean values."""
 
     loss: float
     metrics: Metrics = Metrics()
@@ -37,11 +37,10 @@ class RunDescription:
         notes: Further console lines.
         parameters: Number of trained elements.
         unit: Unit of throughput ("tokens", "samples").
-        units_per_step: Number of them in a step over all ranks.
+        units_per_step: Number of tokens or samples in a step, over all ranks.
         flops_per_unit: Training FLOPs of one token or sample; None: unknown, so MFU is not reported.
         peak_flops: Dense FLOP/s of one device.
-        metric_names: Keys in metrics.jsonl of the metrics other than the losses.
-    """
+        metric_names: Keys in metrics.jsonl of the metrics other than the losses."""
 
     model: str
     data: str

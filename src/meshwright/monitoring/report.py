@@ -21,9 +21,8 @@ def write_report(
     """Write the page `report.html` into a run directory from its metrics, recipe and result; return the path of the
     page.
 
-    evaluation: document returned by `evaluate`; None: the page has none. samples: documents of `generate` (`prompt` and
-    `text`). `UserError` if the run has no training step or the page cannot be written.
-    """
+    evaluation: document returned by `evaluate`; None: the page has no evaluation. samples: documents of `generate`
+    (`prompt` and `text`). `UserError` if the run has no training step or the page cannot be written."""
     from meshwright.monitoring.report_inputs import check_evaluation, check_sample
 
     run = read_run(run_directory)

@@ -100,13 +100,12 @@ class _TrackerThread:
     Attributes:
         name: The tracker's name in `track.to`.
         tracker: The tracker.
-        run: Description of the run for it.
+        run: Description of the run, which the tracker gets at its start.
         recipe: Dotted key -> value.
         missing: Lines of metrics.jsonl that an earlier start of the run may not have sent; sent first and never
             dropped.
-        keep: Function that writes the trackers' stored strings to the run directory.
-        log: Prints a line.
-    """
+        keep: Function that writes the strings that trackers need to resume to the run directory.
+        log: Prints a line on the console."""
 
     def __init__(
         self,
@@ -149,8 +148,8 @@ class _TrackerThread:
             self._news.notify()
 
     def join(self, seconds: float) -> None:
-        """Wait at most `seconds` for the thread to send what is queued and end. If lines were not delivered, or the
-        tracker did not accept the end of the run, log how many and why."""
+        """Wait at most `seconds` for the thread to send all queued lines and to end. Lines that were not delivered are
+        logged with their number and the reason, and so is a tracker that did not accept the end of the run."""
         self._thread.join(seconds)
         late = self._thread.is_alive()
         with self._news:
@@ -199,8 +198,8 @@ class _TrackerThread:
             return (self._missing or self._waiting).popleft()
 
     def _retry(self, call: Callable[[], None], tries: int | None = None) -> bool:
-        """Call `call` until it does not raise, with growing pauses in between; return True. Return False after `tries`
-        failures (None: no limit), or after a failure once the run has ended."""
+        """Call `call` until it does not raise, with growing pauses between the calls; return True. Give up and return
+        False after `tries` failures (None: no limit), or at the first failure after the run has ended."""
         pause, tried = PAUSE, 0
         while True:
             try:

@@ -52,11 +52,11 @@ SITE = "attention.ring"
 
 
 def list_local_positions(layout: Layout, rank: int, sequence: int) -> torch.Tensor:
-    """Return the sequence indices of the tokens that cp rank `rank` holds of each unsharded sequence: int64 [S / cp],
-    ascending.
+    """Return the positions in the unsharded sequence of the tokens that cp rank `rank` holds: int64 [sequence / cp],
+    ascending. They are equal for all sequences.
 
-    `layout`: gives cp and its method; `sequence`: S in tokens, a multiple of cp (ring attention: of 2 cp).
-    """
+    `layout`: gives cp and its method; `sequence`: number of tokens of an unsharded sequence, a multiple of cp (ring
+    attention: of 2 cp)."""
     ring = layout.cp_method == "ring"
     count, held = (2 * layout.cp, list_held_chunks(rank, layout.cp)) if ring else (layout.cp, (rank,))
     assert sequence % count == 0, f"{sequence} tokens in {count} chunks"
@@ -66,11 +66,12 @@ def list_local_positions(layout: Layout, rank: int, sequence: int) -> torch.Tens
 def shard_sequences(
     tokens_BS: torch.Tensor, targets_BS: torch.Tensor, documents: Documents, mesh: Mesh
 ) -> tuple[torch.Tensor, torch.Tensor, Documents]:
-    """Return this cp rank's slices of the unsharded `tokens_BS` and `targets_BS`, [B, S] -> [B, S / cp] each, and of
-    `documents` (document boundaries in packed sequences). Without context parallelism the arguments are returned
-    unchanged.
+    """Return this cp rank's slices of the tokens, targets and document boundaries of unsharded sequences. Tokens and
+    targets are sliced from [B, S] to [B, S / cp], for B sequences of S tokens. Without context parallelism the
+    arguments are returned unchanged.
 
-    `mesh`: device mesh, whose layout gives the cp method and whose cp axis gives this rank."""
+    `documents`: document boundaries in packed sequences; `mesh`: device mesh, whose layout gives the cp method and
+    whose cp axis gives this rank."""
     if mesh.cp.trivial:
         return tokens_BS, targets_BS, documents
     indices_C = list_local_positions(mesh.layout, mesh.cp.rank, tokens_BS.shape[1]).to(tokens_BS.device)
@@ -91,19 +92,19 @@ class ContextParallel(ContextOperations):
 
 
 class RingAttention(ContextParallel):
-    """Ring attention over the context-parallel `axis`: each sequence is cut into 2 cp chunks, of which each of the cp
-    ranks holds two, and the ranks pass KV blocks around a ring."""
+    """Ring attention over the context-parallel `axis`. Each sequence is cut into 2 x cp chunks, and each of the cp
+    ranks holds two of them. The ranks pass KV blocks (keys and values of a rank's tokens) around a ring."""
 
     def make_attention_mask(
         self, documents: Documents, tokens: int, window: int | None, device: torch.device, form: MaskForm = "boolean"
     ) -> VarlenMask | torch.Tensor | None:
-        """Return the attention mask that `attend` takes as `visible`. With `form` "varlen" (flash attention) it is a
-        `VarlenMask` of this rank's chunks. Otherwise it is the index in the unsharded sequence of the first key that
-        each of this rank's queries attends to, integers [B or 1, C] on the CPU; None if that is 0 for all.
+        """Return the attention mask for the argument `visible` of `attend`. With `form` "varlen" (flash attention) it
+        is a `VarlenMask` of this rank's chunks. Otherwise it has for each of this rank's queries the index, in the
+        unsharded sequence, of the first key that the query attends to: integers on the CPU, [sequences or 1, tokens];
+        None if that is 0 for all.
 
-        `documents`: boundaries in packed sequences; `tokens`: C, tokens of each sequence on this rank; `window`:
-        sliding window in tokens (None: none); `form`: mask format of the attention kernel.
-        """
+        `documents`: boundaries in packed sequences; `tokens`: tokens of each sequence on this rank; `window`: sliding
+        window in tokens (None: none); `form`: mask format of the attention kernel."""
         chunks, held = 2 * self.size, list_held_chunks(self.axis.rank, self.size)
         if form == "varlen":
             return make_varlen_mask(documents, window, device, held, chunks)
@@ -114,12 +115,12 @@ class RingAttention(ContextParallel):
         self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: AttentionMask,
         scores: ScoreSettings | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Return the causal attention [B, N, C, D] of this rank's queries `q_BNSD` to the keys and values of all cp
-        ranks. `k_BKSD`, `v_BKSD`: keys and values of this rank's C tokens of every sequence.
+        """Return the causal attention of this rank's queries to the keys and values of all cp ranks, [B, N, C, D]: B
+        sequences, N query heads, C tokens of a sequence on this rank, head size D.
 
-        `visible`: attention mask from `make_attention_mask`; `scores`: scale and softcap of the attention scores; None:
-        1 / √D and no softcap.
-        """
+        `q_BNSD`: queries of this rank's tokens; `k_BKSD`, `v_BKSD`: their keys and values, with K key-value heads; the
+        dim S is C on this rank. `visible`: attention mask from `make_attention_mask`; `scores`: scale and softcap of
+        the attention scores; None: 1 / √D and no softcap."""
         operators, key = torch.ops.meshwright, self.axis.key
         scores = scores or ScoreSettings(q_BNSD.shape[-1] ** -0.5)
         if isinstance(visible, VarlenMask):
@@ -142,13 +143,14 @@ class UlyssesAttention(ContextParallel):
         self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: AttentionMask,
         scores: ScoreSettings | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Return the causal attention [B, N, C, D] of this rank's queries `q_BNSD` to the keys and values of all cp
-        ranks. One all-to-all gives each rank unsharded sequences of N / cp heads, a second one restores token slices.
-        With more ranks than key-value heads, several ranks get copies of the same key-value head.
+        """Return the causal attention of this rank's queries to the keys and values of all cp ranks, [B, N, C, D]: B
+        sequences, N query heads, C tokens of a sequence on this rank, head size D. One all-to-all gives each rank
+        unsharded sequences with N / cp heads; a second one restores the token slices. With more ranks than key-value
+        heads, several ranks get copies of the same key-value head.
 
-        `k_BKSD`, `v_BKSD`: keys and values of this rank's C tokens of every sequence; `visible`: attention mask from
-        `make_attention_mask`; `scores`: scale and softcap of the attention scores.
-        """
+        `q_BNSD`: queries of this rank's tokens; `k_BKSD`, `v_BKSD`: their keys and values, with K key-value heads; the
+        dim S is C on this rank. `visible`: attention mask from `make_attention_mask`; `scores`: scale and softcap of
+        the attention scores; None: 1 / √D and no softcap."""
         axis, copies = self.axis, max(1, self.size // k_BKSD.shape[1])
         three = q_BNSD, k_BKSD.repeat_interleave(copies, dim=1), v_BKSD.repeat_interleave(copies, dim=1)
         by_rank = torch.cat([x.unflatten(1, (axis.size, -1)) for x in three], dim=2).flatten(1, 2)
@@ -172,11 +174,11 @@ def make_context_operations(mesh: Mesh) -> ContextOperations:
 
 
 def _pass_kv(k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, axis: Axis, site: str) -> Iterator[tuple[int, torch.Tensor]]:
-    """Pass KV blocks around the ring of cp ranks (`axis`). Yield (owner rank, block [2, B, K, C, D]: its keys and
-    values) for every rank, beginning with this rank's own `k_BKCD`, `v_BKCD`. The next block is received while the
-    caller computes with the current one.
+    """Pass KV blocks around the ring of cp ranks (`axis`). Yield (owner rank, KV block) once for every rank, beginning
+    with this rank's own block. The next block is received while the caller computes with the current one.
 
-    `site`: label of the calls in traces."""
+    `k_BKCD`, `v_BKCD`: this rank's keys and values: B sequences, K key-value heads, C tokens, head size D. A KV block
+    stacks both, [2, B, K, C, D]. `site`: label of the calls in traces."""
     here = torch.stack([k_BKCD, v_BKCD])
     spare = [torch.empty_like(here) for _ in range(min(2, axis.size - 1))]
     for distance in range(axis.size):
@@ -193,14 +195,13 @@ def _compute_ring_attention(
     q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, key: str, attend_span: ring_spans.AttendSpan,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute ring attention, without autograd, for this rank's C tokens of each sequence; return (output [B, N, C, D],
-    log-sum-exp of each query's scores [B, N, C]).
+    """Compute ring attention, without autograd, for this rank's tokens. Return (output [B, N, C, D], log-sum-exp of
+    each query's scores [B, N, C]): B sequences, N query heads, C tokens of a sequence on this rank, head size D.
 
-    `q_BNCD`, `k_BKCD`, `v_BKCD`: queries, keys and values of these tokens; `key`: identifies the cp axis (`Axis.key`),
-    because custom operators accept no objects; `attend_span`: computes the attention of a span (a slice of queries over
-    a slice of keys); `sinks`: attention-sink score of each query head [N] (None: none), merged once, after all KV
-    blocks.
-    """
+    `q_BNCD`, `k_BKCD`, `v_BKCD`: queries, keys and values of these tokens, with K key-value heads; `key`: identifies
+    the cp axis (`Axis.key`), because custom operators accept no objects; `attend_span`: computes the attention of a
+    span (a slice of queries over a slice of keys); `sinks`: attention-sink score of each query head [N] (None: none),
+    merged once, after all KV blocks."""
     axis, wide = find_axis(key), at_least_float32(q_BNCD.dtype)
     q = group_by_kv_head(q_BNCD, k_BKCD)
     out = q.new_zeros(q.shape, dtype=wide)
@@ -218,12 +219,12 @@ def _compute_gradients(
     d_out_BNCD: torch.Tensor, saved_tensors: list[torch.Tensor], key: str, add_span: ring_spans.AddSpan,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradients of ring attention's queries, keys, values (in their shapes) and `sinks` (from this rank's
-    queries), given the output gradient `d_out_BNCD`.
+    """Return the gradients of ring attention: those of queries, keys, values and attention sinks, in this order and in
+    their shapes. The gradient of `sinks` is that of this rank's queries.
 
+    `d_out_BNCD`: output gradient, for B sequences, N query heads, C tokens of a sequence on this rank, head size D;
     `saved_tensors`: queries, keys, values, output, log-sum-exps; `key`: identifies the cp axis (`Axis.key`);
-    `add_span`: computes and adds the gradients of a span (a slice of queries over a slice of keys).
-    """
+    `add_span`: computes and adds the gradients of a span (a slice of queries over a slice of keys)."""
     q_BNCD, k_BKCD, v_BKCD, out_BNCD, log_sum_BNC = saved_tensors
     axis, wide = find_axis(key), log_sum_BNC.dtype
     inner_BNC = (d_out_BNCD.to(wide) * out_BNCD).sum(dim=-1)
@@ -247,8 +248,9 @@ def _compute_gradients(
 
 
 def _empty_results(q_BNCD: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return an uninitialised output [B, N, C, D] and log-sum-exp [B, N, C] for queries `q_BNCD`: fake implementation
-    of the ring attention operators, for torch.compile. `rest`: ignored."""
+    """Return uninitialised results of ring attention: output [B, N, C, D] and log-sum-exps [B, N, C], for B sequences,
+    N query heads, C tokens, head size D. Fake implementation of the custom operators, for torch.compile. `q_BNCD`:
+    queries; `rest`: ignored."""
     return empty_bsnd(q_BNCD), q_BNCD.new_empty(q_BNCD.shape[:-1], dtype=at_least_float32(q_BNCD.dtype))
 
 
@@ -259,11 +261,12 @@ def _attend_by_tiles(
     q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, first_BC: torch.Tensor | None,
     numbers: list[float], key: str, sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute ring attention by tiles, without autograd; arguments and result as for `_compute_ring_attention`.
+    """Compute ring attention by tiles, without autograd. Return (output [B, N, C, D], log-sum-exps [B, N, C]), for B
+    sequences, N query heads, C tokens of a sequence on this rank, head size D.
 
-    `first_BC`: index of the first key to which each query attends (None: 0); `numbers`: [scale, softcap] of the scores;
-    `key`: identifies the cp axis; `sinks`: attention-sink score of each query head.
-    """
+    `q_BNCD`, `k_BKCD`, `v_BKCD`: queries, keys and values of these tokens; `first_BC`: index of the first key to which
+    each query attends (None: 0); `numbers`: [scale, softcap] of the scores; `key`: identifies the cp axis; `sinks`:
+    attention-sink score of each query head."""
     attend_span = partial(ring_spans.attend_by_tiles, first_BC, ScoreSettings(numbers[0], numbers[1]))
     return _compute_ring_attention(q_BNCD, k_BKCD, v_BKCD, key, attend_span, sinks)
 
@@ -274,8 +277,9 @@ def _differentiate_by_tiles(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the gradients of ring attention's queries, keys, values and sinks, computed by tiles.
 
-    `d_out_BNCD`: output gradient; `saved`: queries, keys, values, output, log-sum-exps; `first_BC`, `numbers`, `key`,
-    `sinks`: as in `_attend_by_tiles`."""
+    `d_out_BNCD`: output gradient; `saved`: queries, keys, values, output, log-sum-exps; `first_BC`: index of the first
+    key to which each query attends (None: 0); `numbers`: [scale, softcap] of the scores; `key`: identifies the cp axis;
+    `sinks`: attention-sink score of each query head."""
     add_span = partial(ring_spans.add_gradients_by_tiles, first_BC, ScoreSettings(numbers[0], numbers[1]))
     return _compute_gradients(d_out_BNCD, saved, key, add_span, sinks)
 
@@ -284,11 +288,12 @@ def _attend_by_flash(
     q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, tensors: list[torch.Tensor],
     numbers: list[float], key: str, sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute ring attention by flash kernels, without autograd; arguments and result as for `_compute_ring_attention`.
+    """Compute ring attention by flash kernels, without autograd. Return (output [B, N, C, D], log-sum-exps [B, N, C]),
+    for B sequences, N query heads, C tokens of a sequence on this rank, head size D.
 
-    `tensors`: tensors of the `VarlenMask` (document boundaries); `numbers`: [sliding window of the mask, scale of the
-    scores]; `key`: identifies the cp axis; `sinks`: attention-sink score of each query head.
-    """
+    `q_BNCD`, `k_BKCD`, `v_BKCD`: queries, keys and values of these tokens; `tensors`: tensors of the `VarlenMask`
+    (document boundaries); `numbers`: [sliding window of the mask, scale of the scores]; `key`: identifies the cp axis;
+    `sinks`: attention-sink score of each query head."""
     attend_span = partial(ring_spans.attend_by_flash, _rebuild_varlen_mask(tensors, numbers), numbers[1])
     return _compute_ring_attention(q_BNCD, k_BKCD, v_BKCD, key, attend_span, sinks)
 
@@ -299,8 +304,9 @@ def _differentiate_by_flash(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the gradients of ring attention's queries, keys, values and sinks, computed by flash kernels.
 
-    `d_out_BNCD`: output gradient; `saved`: queries, keys, values, output, log-sum-exps; `tensors`, `numbers`, `key`,
-    `sinks`: as in `_attend_by_flash`."""
+    `d_out_BNCD`: output gradient; `saved`: queries, keys, values, output, log-sum-exps; `tensors`: tensors of the
+    `VarlenMask` (document boundaries); `numbers`: [sliding window of the mask, scale of the scores]; `key`: identifies
+    the cp axis; `sinks`: attention-sink score of each query head."""
     add_span = partial(ring_spans.add_gradients_by_flash, _rebuild_varlen_mask(tensors, numbers), numbers[1])
     return _compute_gradients(d_out_BNCD, saved, key, add_span, sinks)
 

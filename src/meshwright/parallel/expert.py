@@ -34,10 +34,9 @@ COUNTS_SITE, KEYS_SITE = "experts.counts", "experts.keys"
 class Routes(NamedTuple):
     """Numbers of token copies in one expert-parallel dispatch (a token has one copy for each of its experts).
 
-    `sent`, `received`: copies that this rank sends to, and receives from, each ep rank. `shared`: copies that each etp
-    rank has received over ep, which the etp ranks then all-gather. `counts_GPL[g, p, l]`: copies for local expert l
-    that etp rank g has received from ep rank p.
-    """
+    `sent`: copies that this rank sends to each ep rank. `received`: copies that it receives from each ep rank.
+    `shared`: copies that each etp rank has received over ep, and that the etp ranks then all-gather. `counts_GPL[g, p,
+    l]`: copies for local expert l that etp rank g has received from ep rank p."""
 
     sent: list[int]
     received: list[int]
@@ -61,13 +60,12 @@ class AllToAllTokenDispatcher:
         self.expert_ranks, self.width_ranks, self.width_rank = ep.size, etp.size, etp.rank
 
     def dispatch(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Dispatched]:
-        """Send token copies `x_NH`, one for each of a token's experts and sorted by expert, to the ranks of their
-        experts.
+        """Send token copies to the ranks of their experts (a token has one copy for each of its experts). Return
+        (received copies [R, H], sorted by local expert; exclusive end index of each local expert's copies, int32
+        [experts on this rank]; state that `combine` needs), for R received copies of hidden size H.
 
-        `ends_E`: exclusive end index of each expert's copies. Returns three things: the received copies [R, H], sorted
-        by local expert; the exclusive end index of each local expert's copies, int32 [experts on this rank]; and the
-        state that `combine` needs.
-        """
+        `x_NH`: the N copies of this rank's tokens, sorted by expert. `ends_E`: exclusive end index in them of each
+        expert's copies."""
         routes = compute_once(lambda: self._agree_on_routes(ends_E))
         x_RH = all_to_all_rows(x_NH, self.ep, "experts.dispatch", routes.sent, routes.received)
         x_RH = gather_rows(x_RH, self.etp, "experts.gather", routes.shared)
@@ -81,27 +79,30 @@ class AllToAllTokenDispatcher:
         return Permuted.apply(x_RH, order_R, inverse_R, None), ends_L, (routes, order_R, inverse_R)
 
     def dispatch_keys(self, keys_N: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
-        """Send a number for each token copy of a dispatch, `keys_N`, to the rank of the copy's expert. Return the
-        numbers of the received copies, [R], sorted by local expert. `dispatched`: third result of `dispatch`."""
+        """Send the random-number keys of token copies, such as those of adapter dropout, to the ranks of the copies'
+        experts, as `dispatch` does with the copies. Return the keys of the R copies that this rank received, [R],
+        sorted by local expert.
+
+        `keys_N`: one integer for each of the N copies of this rank's tokens, sorted by expert; `dispatched`: third
+        result of `dispatch`."""
         routes, order_R, _ = dispatched
         keys_R = all_to_all_rows(keys_N, self.ep, KEYS_SITE, routes.sent, routes.received)
         return gather_rows(keys_R, self.etp, KEYS_SITE, routes.shared)[order_R]
 
     def combine(self, y_RH: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
-        """Send the expert outputs `y_RH` back to the ranks of their tokens, summed over the etp ranks that split each
-        expert's width. Return the outputs for this rank's token copies, [N, H], in the order of the `x_NH` that was
-        dispatched.
+        """Send expert outputs back to the ranks of their tokens; outputs are summed over the etp ranks that split an
+        expert's width. Return the outputs for this rank's N token copies, [N, H] with hidden size H, in the order in
+        which they were dispatched.
 
-        `dispatched`: third result of `dispatch`.
-        """
+        `y_RH`: outputs of this rank's experts for the R copies received. `dispatched`: third result of `dispatch`."""
         routes, order_R, inverse_R = dispatched
         y_RH = Permuted.apply(y_RH, inverse_R, order_R, None)
         y_RH = reduce_scatter_rows(y_RH, self.etp, "experts.sum", routes.shared)
         return all_to_all_rows(y_RH, self.ep, "experts.combine", routes.received, routes.sent)
 
     def _agree_on_routes(self, ends_E: torch.Tensor) -> Routes:
-        """Exchange the numbers of token copies before a dispatch, and return them as `Routes`: first over ep (copies
-        that each rank sends to each expert), then over etp (copies that each rank has received).
+        """Exchange the numbers of token copies before a dispatch; return them as `Routes`. The first exchange is over
+        ep: copies that each rank sends to each expert. The second is over etp: copies that each rank has received.
 
         `ends_E`: exclusive end index of each expert's copies on this rank. Raises RanksDisagree if a checksum is wrong.
         """
@@ -121,12 +122,12 @@ class AllToAllTokenDispatcher:
         return Routes(sent, received, shared, counts_GPL)
 
     def _share_counts(self, counts: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, torch.Tensor]:
-        """Exchange integer counts over an axis by an all-to-all: send row i of `counts` [ranks, columns] to rank i.
-        Return the received counts, row i from rank i, and an error flag for each row: 0 if its checksum is right.
+        """Exchange integer counts over an axis by an all-to-all: row i of `counts` [ranks, columns] is sent to rank i.
+        Return (received counts [ranks, columns], row i from rank i; error flags [ranks], 0 where the checksum of the
+        row is right).
 
-        The checksum column shows whether a row is intact, belongs to this call, and has the right sender and receiver:
-        with wrong sizes, ranks would hang or read data that was never sent.
-        """
+        The checksum shows whether a row is intact, belongs to this call, and has the right sender and receiver. With
+        wrong counts, ranks would hang or read data that was never sent."""
         if axis.trivial:
             return counts, counts.new_zeros(1)
         # The number of this group's next call, equal on all of its ranks, and one for each sender and receiver.

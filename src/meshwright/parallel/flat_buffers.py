@@ -23,9 +23,8 @@ from meshwright.spec.parameters import ModelParameter, ParameterEntry, Parameter
 
 
 class Columns(NamedTuple):
-    """Range [start, stop) of the columns of a matrix of `total` columns, as tensor parallelism gives one to a rank. The
-    matrix is a parameter entry (one tensor of a checkpoint) in memory order, [output, input].
-    """
+    """Range [start, stop) of the columns of a matrix with `total` columns, such as the range that tensor parallelism
+    gives to a rank. The matrix is a parameter entry (one tensor of a checkpoint) in memory order, [output, input]."""
 
     start: int
     stop: int
@@ -70,8 +69,8 @@ def make_slice_reader(value_of: Callable[[ParameterEntry], torch.Tensor]) -> Rea
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """Slice of one tensor of a checkpoint: a range of the elements of a parameter entry, with a 1-D view `tensor` of
-    their values, which saving reads and loading overwrites.
+    """Slice of one tensor of a checkpoint: a range of the elements of a parameter entry. `tensor` is a 1-D view of
+    their values; saving a checkpoint reads it, loading overwrites it.
 
     `kind`: quantity in `tensor`: "master" (weights) or an optimizer state such as "exp_avg"; `name`: name of the entry.
     `start`, `stop`: element range [start, stop) of the flattened entry, row-major as the model stores it, [output,
@@ -174,10 +173,10 @@ class FlatLayout:
                 yield part, first, last
 
     def split_by_copies(self, low: int, high: int) -> list[tuple[int, int, int]]:
-        """Divide the buffer elements [low, high) into ranges whose elements are held by the same number of ranks along
-        tp (etp), so that a gradient norm can count each element once. Return (first, last, copies) for each range
-        [first, last), where `copies` is that number. Elements that do not count in gradient norms are left out:
-        padding, and the routers' load-balancing biases."""
+        """Divide the buffer elements [low, high) into ranges, so that all elements of a range are held by the same
+        number of ranks along tp (for experts, etp). Return (first, last, copies) for each range [first, last), where
+        `copies` is that number; a gradient norm divides by it to count each element once. Elements that do not count in
+        gradient norms are left out: padding, and the routers' load-balancing biases."""
         ranges: list[tuple[int, int, int]] = []
         for part, first, last in self.find_slices(low, high):
             if part.entry.balances:
@@ -230,9 +229,8 @@ class FlatLayout:
             shard[count(first - start) : count(last - start)].copy_(form.pack(values, first))
 
     def fill_from_model(self, shard: torch.Tensor, start: int, model: nn.Module) -> None:
-        """Copy the parameters of `model` (before `bind`) into the 1-D `shard` of the flat buffer, which begins at the
-        buffer element `start`. Parameters on the meta device are skipped.
-        """
+        """Copy the parameters of `model` into the 1-D `shard` of the flat buffer. Must be called before `bind`. start:
+        index in the buffer of the shard's first element. Parameters on the meta device are skipped."""
         for placed in self.tensors:
             value, offset = model.get_parameter(placed.tensor.name).detach(), placed.offset
             first, last = max(start, offset), min(start + shard.numel(), offset + placed.numel)
@@ -308,8 +306,9 @@ def cut_slices(
     parameter entry (checkpoint tensor) in that range, each a view of the 1-D `values`.
 
     `flat`: layout of the buffer; `values`: consecutive elements of the buffer from its element `start` on; `kind`: name
-    of the quantity in `values` ("master", "exp_avg", ...); `position`: {axis: index of this rank}, if elements that
-    several ranks of an axis hold are to be divided equally among these; None: this rank gets them all."""
+    of the quantity in `values` ("master", "exp_avg", ...); `position`: {axis: index of this rank}: elements that
+    several ranks of an axis hold are divided equally among these ranks, and only this rank's share is returned; None:
+    all elements are returned."""
     slices = []
     for part, first, last in flat.find_slices(low, high):
         if position is not None:

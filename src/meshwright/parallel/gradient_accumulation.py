@@ -24,10 +24,9 @@ class BackwardPass:
     input gradients and its weight gradients.
 
     `order`: names of the FSDP units whose gradients are incomplete, in backward order. `missing`: {unit name: indices
-    of its parameters without a gradient}. `held`: (parameter, gradient) pairs that a split pass stores until it is
-    resumed, instead of adding them to the gradient buffers; None in any other pass. `early`: after the resumption,
-    those of these pairs that are not yet added, by unit name.
-    """
+    of its parameters without a gradient}. `held`: (parameter, gradient) pairs that a split pass has stored, instead of
+    adding them to the gradient buffers, until it is resumed; None in any other pass. `early`: after the pass is
+    resumed, {unit name: the stored pairs that are not yet added to the gradient buffers}."""
 
     order: list[str]
     missing: dict[str, set[int]]
@@ -115,26 +114,24 @@ class GradientAccumulator:
         self._running = None
 
     def resume(self, paused: BackwardPass) -> None:
-        """Resume the split backward pass `paused`, whose weight gradients then arrive through `accumulate`; `end` ends
-        it. Gradients stored before the pause are added to the buffer of their FSDP unit when the unit's next gradient
-        arrives, so that few buffers exist at a time.
-        """
+        """Resume the split backward pass `paused`. Its weight gradients then arrive through `accumulate`, and `end`
+        must be called after them. Gradients that were stored before the pause are added to the buffer of their FSDP
+        unit when the unit's next gradient arrives, so that few buffers exist at a time."""
         assert self._running is None and paused.held is not None
         self._running, held, paused.held = paused, paused.held, None
         for each in held:
             paused.early.setdefault(self._place[each[0]][0], []).append(each)
 
     def end(self) -> None:
-        """End the running backward pass: parameters without a gradient count as complete, and the remaining FSDP units
-        are reduced (under ZeRO-0 and 1 only after a unit's last pass of the step)."""
+        """End the running backward pass. Parameters without a gradient count as complete, and the FSDP units that are
+        not reduced yet are reduced now (under ZeRO-0 and 1 only after a unit's last pass of the step)."""
         assert self._running is not None
         self.skip(self._running.order)
         self._running = None
 
     def skip(self, units: Iterable[str]) -> None:
-        """Declare that the FSDP units named `units` get no further gradients in the running backward pass. Each is
-        reduced in its turn, when all units before it (in backward order) are complete.
-        """
+        """Declare that the FSDP units named `units` get no further gradients in the running backward pass. The gradient
+        of such a unit is reduced once all units before it (in backward order) are complete."""
         running = self._running
         assert running is not None
         for name in units:
@@ -180,11 +177,11 @@ class GradientAccumulator:
             self.accumulate(parameter, gradient)
 
     def _gradient_view(self, running: BackwardPass, parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
-        """Return (view, stale) for a parameter: the view of its elements in the gradient buffer of its FSDP unit; and
-        True if the caller must overwrite their values, False if it must add to them. Gradients of the unit that were
-        stored before a pause are first added to the buffer.
+        """Return (view, stale): the view of a parameter's elements in the gradient buffer of its FSDP unit; True if the
+        caller must overwrite the view's values, False if it must add to them.
 
-        `running`: state of the running pass."""
+        Side effect: gradients of the unit that were stored before a pause are added to the buffer. `running`: state of
+        the running pass."""
         name, index = self._place[parameter]
         for each in running.early.pop(name, ()):
             self.accumulate(*each)

@@ -37,31 +37,34 @@ Key = tuple[int, int, int]
 
 
 class Compute(Protocol):
-    """Interface of the object that executes the compute steps of a pipeline program. Its input tensors have no autograd
-    history; the tensors that it returns may have one."""
+    """Interface of the object that executes the compute steps of a pipeline program. The tensors that it receives have
+    no autograd history; those that it returns may have one."""
 
     def run(self, kind: Kind, key: Key, x: torch.Tensor | None) -> torch.Tensor | None:
-        """Run one compute step of a micro-batch through a stage. `kind`: one of the four kinds below; `key`: indices
-        (stage, replica, micro-batch), where replica counts the model copies of a bidirectional schedule (else 0).
+        """Run one compute step of a micro-batch through a stage. There are four kinds:
 
-        Forward: `x` is the stage's input (first stage: None); return the output (last stage: keep the loss, return
-        None). Backward: `x` is the gradient of the stage's output (last stage: None); compute the weight gradients and
-        return the input gradient (first stage: None). Input gradient (B pass of a split backward): as backward, but
-        defer the weight gradients. Weight gradient (W pass): compute the deferred weight gradients; `x` and the result
-        are None."""
+        * forward: `x` is the stage's input (None on the first stage). Return the stage's output; the last stage keeps
+          the loss and returns None;
+        * backward: `x` is the gradient of the stage's output (None on the last stage). Compute the weight gradients,
+          and return the input gradient (None on the first stage);
+        * input gradient (B pass of a split backward): as backward, but the weight gradients are deferred;
+        * weight gradient (W pass): compute the deferred weight gradients. `x` and the result are None.
+
+        `kind`: one of these; `key`: indices (stage, replica, micro-batch), where replica counts the model copies of a
+        bidirectional schedule (else 0)."""
 
     def buffer(self, key: Key) -> torch.Tensor:
-        """Return an uninitialised contiguous buffer, of the shape and dtype of a stage's input, in which that input or
-        its gradient is received.
+        """Return an uninitialised contiguous buffer for receiving a stage's input, or the input's gradient, from
+        another rank; it has the shape and dtype of the input.
 
-        `key`: indices (stage, replica, micro-batch), where replica counts the model copies of a bidirectional
-        schedule."""
+        `key`: indices (stage, replica, micro-batch), where replica counts the model copies of a bidirectional schedule.
+        """
 
 
 def check_programs_match(program: PipelineProgram, mesh: Mesh) -> None:
-    """Raise UserError on every rank if any rank's pipeline program differs from that of rank 0, because different
-    programs would deadlock (each rank generates or reads the program by itself). The programs' names are not compared.
-    Collective over all ranks of `mesh`."""
+    """Raise UserError on every rank if any rank's pipeline program differs from that of rank 0. Each rank generates or
+    reads the program by itself, and different programs would deadlock. The programs' names are not compared. Collective
+    over all ranks of `mesh`."""
     if mesh.pp.size == 1:
         return
     digest = hashlib.sha256(repr((program.ranks, program.micro_batches, program.placement)).encode())
@@ -88,9 +91,8 @@ class _Step:
 
     `kind`: forward, backward, B or W pass. `key`: indices (stage, replica (model copy), micro-batch). `reads`: value of
     another stage that the step needs; `produces`: value that it computes for another stage; None: none. `acknowledges`:
-    values sent earlier by this rank that are known to be consumed once `reads` has arrived, so that their memory can be
-    released.
-    """
+    values that this rank sent earlier, and whose memory can be released once `reads` has arrived, because the receiver
+    has then used them."""
 
     kind: Kind
     key: Key
@@ -103,10 +105,10 @@ class _Step:
 class _Transfer:
     """One send or receive between pipeline ranks.
 
-    `value`: the activation or gradient, as (output or gradient, replica, stage, micro-batch) of the stage that computes
-    it; `peer`: index of the other rank on pp; `is_receive`: True for a receive, False for a send. `forward_key`:
-    (stage, replica, micro-batch) of the forward step whose input, or input gradient, is transferred. `site`, `name`:
-    labels in traces and errors."""
+    `value`: the transferred activation or gradient: (output or gradient, replica, stage, micro-batch), where stage is
+    the one that computes it. `peer`: index of the other rank on pp; `is_receive`: True for a receive, False for a send.
+    `forward_key`: (stage, replica, micro-batch) of the forward step to whose input the value belongs: it is the input
+    itself or its gradient. `site`, `name`: labels in traces and errors."""
 
     value: Value
     peer: int
@@ -209,8 +211,8 @@ class _PipelineExecution:
 
     def read(self, step: _Step) -> torch.Tensor | None:
         """Return the activation or gradient that `step` needs from another stage, after waiting until it is received;
-        None if the step needs none. Then release the sent tensors that the receipt shows to be consumed
-        (`step.acknowledges`)."""
+        None if the step needs none. Then release the sent tensors that are now known to be used (`step.acknowledges`).
+        """
         if step.reads is None:
             return None
         if step.reads in self.here:

@@ -68,13 +68,12 @@ class ActivationCheckpointing(Recompute):
         around: Callable[[Function], Function] = lambda compiled: compiled,
     ) -> Function:
         """Return a replacement for `function`, the forward of a transformer block or of a part of it, with selective
-        activation checkpointing: the results of some operators are saved, those of others recomputed in backward. It
-        applies to the kind "selective", and to "none" if the function is compiled; otherwise the function is only
-        compiled, if requested.
+        activation checkpointing: the results of some operators are saved, all others are recomputed in backward. This
+        applies to the kind "selective", and to "none" if the function is compiled. In all other cases `function` is
+        compiled if requested, and returned without checkpointing.
 
-        compile_options: keyword arguments of torch.compile; None: do not compile. around: wraps the compiled function;
-        not called without compilation.
-        """
+        compile_options: keyword arguments of torch.compile; None: do not compile. around: function that wraps the
+        compiled function; not called without compilation."""
         if self.kind == "selective":
             function = _checkpoint_saving(function, MATRIX_PRODUCTS | SUMS)
         elif self.kind == "none" and compile_options is not None:
@@ -123,10 +122,8 @@ _stored = threading.local()
 
 
 def _run_with_stored_results(function: Function, results: list[Any], *arguments: Any) -> Any:
-    """Call `function(*arguments)`, in forward or in its recomputation by activation checkpointing.
-
-    `results`: list in which `compute_once` stores its results in forward and finds them in the recomputation.
-    """
+    """Call `function(*arguments)` with `results` as the store of `compute_once`: a forward appends results to this
+    list, a recomputation by activation checkpointing reads them from it."""
     _stored.call = results, itertools.count()
     try:
         return function(*arguments)
@@ -135,9 +132,8 @@ def _run_with_stored_results(function: Function, results: list[Any], *arguments:
 
 
 def compute_once(compute: Callable[[], T]) -> T:
-    """Return `compute()` in forward; in a recomputation by activation checkpointing return that forward's result
-    without calling `compute` again. The result must not require a gradient.
-    """
+    """Compute a value once per forward: return `compute()` in forward, and the same stored result in a recomputation by
+    activation checkpointing. The result must not require a gradient."""
     results, numbers = getattr(_stored, "call", (list[T](), itertools.count()))
     if (number := next(numbers)) == len(results):
         results.append(compute())
@@ -145,6 +141,6 @@ def compute_once(compute: Callable[[], T]) -> T:
 
 
 def _drop_in_place_warning(record: logging.LogRecord) -> bool:
-    """Logging filter: return False, so that `record` is not logged, for torch's warning about in-place operations in
-    checkpointed regions; transformer blocks have none."""
+    """Logging filter that drops one warning of torch: the one about in-place operations in checkpointed regions, which
+    transformer blocks do not have. Return False for that `record`, True for every other."""
     return "Detected that context_fn is passed" not in record.getMessage()

@@ -32,12 +32,11 @@ def list_held_chunks(rank: int, ranks: int) -> tuple[int, int]:
 
 
 def list_spans(rank: int, source: int, ranks: int, tokens: int) -> list[Span]:
-    """List the spans of causal attention between the queries of cp rank `rank` and the KV block of rank `source`: one
-    `Span` (slice of queries, slice of keys) for each pair of their chunks, two per rank, without pairs that the causal
-    mask hides.
+    """List the spans of causal attention between the queries of cp rank `rank` and the KV block of rank `source`. A
+    span is a slice of queries over a slice of keys. Each rank holds two chunks of a sequence; there is one span for
+    each pair of a query chunk and a key chunk, except pairs that the causal mask hides completely.
 
-    `ranks`: size of cp; `tokens`: number of tokens of a sequence on each rank.
-    """
+    `ranks`: size of cp; `tokens`: number of tokens of a sequence on each rank."""
     chunk = tokens // 2
     halves = (slice(0, chunk), slice(chunk, tokens))
     return [
@@ -74,11 +73,11 @@ AddSpan = Callable[[Gradients, SavedQueries, torch.Tensor, Span], None]
 
 
 def merge_attention(out: torch.Tensor, log_sum: torch.Tensor, more: torch.Tensor, log_sum_more: torch.Tensor) -> None:
-    """Merge two attention results of the same queries over different keys, in place into the first: the output becomes
-    the mean of both outputs, weighted by the exponentials of their log-sum-exps.
+    """Merge two attention results of the same queries over different keys; the merged result overwrites the first one.
+    The output becomes the mean of both outputs, weighted by the exponentials of their log-sum-exps.
 
-    `out`, `log_sum`: output [..., D] and log-sum-exp [...] of the first; `more`, `log_sum_more`: those of the second.
-    """
+    `out`, `log_sum`: output [..., D] and log-sum-exp [...] of the first, with head size D; `more`, `log_sum_more`:
+    those of the second."""
     both = torch.logaddexp(log_sum, log_sum_more)
     out.mul_((log_sum - both).exp_()[..., None])
     out.addcmul_(more.to(out.dtype), (log_sum_more - both).exp_()[..., None])
@@ -91,11 +90,12 @@ def merge_attention(out: torch.Tensor, log_sum: torch.Tensor, more: torch.Tensor
 def attend_by_tiles(
     first_BC: torch.Tensor | None, settings: ScoreSettings, q_BKGCD: torch.Tensor, block: torch.Tensor, span: Span
 ) -> Iterator[Result]:
-    """Compute the attention of `span` (a slice of queries over a slice of keys) by tiles; yield partial results
+    """Compute the attention of `span` (a slice of queries over a slice of keys) by tiles. Yield partial results
     (outputs with log-sum-exps), which `merge_attention` can merge.
 
     `first_BC`: index of the first key to which each query attends (None: 0), on the CPU; `settings`: scale and softcap
-    of the scores; `q_BKGCD`: this rank's queries; `block`: keys and values, [2, B, K, C, D]."""
+    of the scores; `q_BKGCD`: this rank's queries: B sequences, K key-value heads, G query heads of each, C tokens, head
+    size D; `block`: keys and values, [2, B, K, C, D]."""
     k_BKCD, v_BKCD = block
     for rows, heads, tiles in cut_tiles(q_BKGCD, span, first_BC):
         k_PCD, v_PCD = flatten_heads(k_BKCD[rows, heads]), flatten_heads(v_BKCD[rows, heads])
@@ -123,7 +123,7 @@ def add_gradients_by_tiles(
 
     `first_BC`: index of the first key that each query attends to (None: 0), on the CPU; `settings`: scale and softcap
     of the scores; `saved`: this rank's queries, outputs and output gradients; `block`: keys and values, [2, B, K, C,
-    D]."""
+    D]: B sequences, K key-value heads, C tokens, head size D."""
     (dq_BKGCD, d_keys_values), (k_BKCD, v_BKCD) = gradients, block
     dtype, scale = saved.q.dtype, settings.scale
     for rows, heads, tiles in cut_tiles(saved.q, span, first_BC):
@@ -199,11 +199,12 @@ def list_kernel_calls(mask: VarlenMask, span: Span, rows: int, scale: float | No
 def attend_by_flash(
     mask: VarlenMask, scale: float, q_BKGCD: torch.Tensor, block: torch.Tensor, span: Span
 ) -> Iterator[Result]:
-    """Compute the attention of `span` (a slice of queries over a slice of keys) by flash kernels; yield partial results
+    """Compute the attention of `span` (a slice of queries over a slice of keys) by flash kernels. Yield partial results
     (outputs with log-sum-exps), which `merge_attention` can merge.
 
-    `mask`: document boundaries and sliding window; `scale`: factor of the scores; `q_BKGCD`: this rank's queries;
-    `block`: keys and values, [2, B, K, C, D]."""
+    `mask`: document boundaries and sliding window; `scale`: factor of the scores; `q_BKGCD`: this rank's queries: B
+    sequences, K key-value heads, G query heads of each, C tokens, head size D; `block`: keys and values, [2, B, K, C,
+    D]."""
     for at, there, call in list_kernel_calls(mask, span, len(q_BKGCD), scale):
         out, log_sum = flash_forward(q_BKGCD[at].flatten(1, 2), block[0][there], block[1][there], call)
         yield at, group_by_kv_head(out, block[0]), group_by_kv_head(log_sum, block[0])
@@ -216,7 +217,8 @@ def add_gradients_by_flash(
     add them in place to `gradients`.
 
     `mask`: document boundaries and sliding window; `scale`: factor of the scores; `saved`: this rank's queries, outputs
-    and output gradients; `block`: keys and values, [2, B, K, C, D]."""
+    and output gradients; `block`: keys and values, [2, B, K, C, D]: B sequences, K key-value heads, C tokens, head size
+    D."""
     for at, there, call in list_kernel_calls(mask, span, len(saved.q), scale):
         of_queries = saved.q, saved.out, saved.d_out, saved.log_sum_BKGC
         q, out, d_out, log_sum = (x[at].flatten(1, 2) for x in of_queries)

@@ -29,11 +29,10 @@ Objective = Callable[[int, torch.Tensor], torch.Tensor]
 class BackwardOrder(NamedTuple):
     """Order of this rank's backwards relative to its forwards in the pipeline program.
 
-    `at_once`: keys (stage, replica (model copy), micro-batch) of the forwards that are immediately followed by their
-    own backward; for these, the last stage computes the gradient of the output head together with the loss, so that
-    backward need not recompute the logits. `queue`: queue of the weight gradients that split backward passes defer;
-    None if only forwards run.
-    """
+    `at_once`: keys (stage, replica (model copy), micro-batch) of the forwards whose own backward follows immediately.
+    For these, the last stage computes the gradient of the logits together with the loss, so that backward need not
+    recompute the logits. `queue`: queue of the weight gradients that split backward passes defer; None if only forwards
+    run."""
 
     at_once: Collection[Key] = ()
     queue: WeightGradients | None = None
@@ -43,29 +42,31 @@ _FORWARD_ONLY = BackwardOrder()
 
 
 class StageCompute:
-    """Executor of the forwards and backwards of a rank's pipeline stages during one training step or one evaluation. It
-    implements `parallel.pipeline.Compute`.
+    """Executor of the forwards and backwards of a rank's pipeline stages during one training step or one evaluation.
+    Implements `parallel.pipeline.Compute`.
 
     `model`: modules of the rank's stages; `engine`: ZeRO engine that owns their parameters; `micro_batches`: all
-    micro-batches of this rank; `targets`: number by which the summed loss is divided; `order`: which forwards are
-    immediately followed by their backward, and the queue of split backwards; `mark`: called with the name of each phase
-    when the phase ends ("forward", "backward", ...); `objective`: function (index of a micro-batch, response
-    log-probabilities) -> summed preference loss; None: next-token loss. Attribute `loss`: divided loss, summed over the
-    micro-batches whose last stage is on this rank (float64 scalar)."""
+    micro-batches of this rank; `divisor`: number by which the summed loss is divided, or a function that returns it;
+    `order`: backwards that immediately follow their forward, and the queue of deferred weight gradients; `mark`: called
+    with the name of each phase when the phase ends ("forward", "backward", ...); `objective`: function (index of a
+    micro-batch, response log-probabilities) -> summed preference loss; None: next-token loss.
+
+    Attribute `loss`: summed loss after division, over the micro-batches whose last stage is on this rank (float64
+    scalar)."""
 
     def __init__(
         self,
         model: Transformer,
         engine: ZeroEngine,
         micro_batches: Sequence[MicroBatch],
-        targets: Divisor,
+        divisor: Divisor,
         order: BackwardOrder = _FORWARD_ONLY,
         mark: Callable[[str], None] = lambda part: None,
         objective: Objective | None = None,
     ) -> None:
         self.model, self.engine, self.mark, self._objective = model, engine, mark, objective
         self.loss = torch.zeros((), dtype=torch.float64, device=engine.mesh.device)
-        self._micro_batches, self._divisor = micro_batches, targets if callable(targets) else lambda: targets
+        self._micro_batches, self._divisor = micro_batches, divisor if callable(divisor) else lambda: divisor
         self._at_once, self._queue = order
         self._stages = engine.partition.stages
         self._kept: dict[Key, _SavedForward] = {}
@@ -110,8 +111,8 @@ class StageCompute:
         return d_x
 
     def _forward(self, key: Key, stage: Stage, x: torch.Tensor | None) -> torch.Tensor | None:
-        """Run the forward of a micro-batch through `stage` and return the stage's output [B, S, H]; on the last stage,
-        add the loss to the attribute `loss` and return None.
+        """Run the forward of a micro-batch through `stage`. Return the stage's output [B, S, H] (B sequences of S
+        tokens, hidden size H). The last stage adds its loss to the attribute `loss` instead and returns None.
 
         `key`: indices (stage, replica (model copy), micro-batch); `x`: the stage's input (first stage: None)."""
         units, micro_batch = self.engine.prefetchers[stage.index], key[2]
@@ -134,8 +135,8 @@ class StageCompute:
         return None if stage.last else out.detach()
 
     def buffer(self, key: Key) -> torch.Tensor:
-        """Return an uninitialised buffer [B, S, H] in which the input of a stage, or its gradient, is received; S
-        counts only this tp rank's token slice with sequence parallelism.
+        """Return an uninitialised buffer [B, S, H] for receiving a stage's input, or the input's gradient, from another
+        rank: B sequences of S tokens (with sequence parallelism this tp rank's S / tp), hidden size H.
 
         `key`: indices (stage, replica (model copy), micro-batch)."""
         tokens_BS, mesh = self._micro_batches[key[2]][0], self.engine.mesh
@@ -163,9 +164,9 @@ class StageCompute:
 class _SavedForward(NamedTuple):
     """Tensors of a forward that its backward needs.
 
-    `x`: stage input; None on the first stage. `root`: tensor from which autograd's backward starts: the loss, or the
-    `_OutputRoot` of the stage output. `balance`: load-balancing loss; None without experts.
-    """
+    `x`: stage input; None on the first stage. `root`: tensor from which autograd's backward starts: the loss on the
+    last stage; on other stages an empty tensor that stands for the stage output (`_OutputRoot`). `balance`:
+    load-balancing loss; None without experts."""
 
     x: torch.Tensor | None
     root: torch.Tensor
@@ -173,31 +174,30 @@ class _SavedForward(NamedTuple):
 
 
 class _OutputRoot(torch.autograd.Function):
-    """Autograd function that replaces a stage's output in the autograd graph by an empty tensor, so that the output can
-    be freed once it is sent (as Megatron-LM's `deallocate_pipeline_outputs`). Backward starts from the empty tensor,
-    with the gradient that `_set_output_gradient` has set.
-    """
+    """Autograd function that lets a stage free its output once it is sent to the next stage, while autograd can still
+    run the stage's backward (as Megatron-LM's `deallocate_pipeline_outputs`). An empty tensor takes the output's
+    position in the autograd graph; `_set_output_gradient` supplies the output gradient."""
 
     @staticmethod
     def forward(context: Any, out: torch.Tensor) -> torch.Tensor:
-        """Return an empty tensor that replaces the stage output `out` as the root of backward. context: autograd
-        context.
-        """
+        """Return an empty tensor from which autograd's backward of the stage output `out` can be started. context:
+        autograd context."""
         context.gradient = None
         return out.new_empty(0)
 
     @staticmethod
     def backward(context: Any, *empty: torch.Tensor) -> Any:
-        """Return the gradient of the stage's output, which `_set_output_gradient` has set. context: autograd context.
-        `empty`: gradient of the empty tensor; ignored."""
+        """Return the gradient of the stage's output, which `_set_output_gradient` has stored. context: autograd
+        context. `empty`: gradient of the empty tensor; ignored."""
         gradient, context.gradient = context.gradient, None
         return gradient
 
 
 def _set_output_gradient(root: torch.Tensor, d_out: torch.Tensor) -> torch.Tensor:
-    """Set `d_out` as the gradient of the stage output that `_OutputRoot` replaced by `root`. Return the empty gradient
-    of `root` with which autograd's backward is called.
-    """
+    """Store `d_out` as the gradient of a stage output that has been freed, so that backward can start from it. Return
+    the second argument of `torch.autograd.backward([root], [...])`, an empty tensor.
+
+    `root`: empty tensor that stands for the stage output in the autograd graph."""
     exit_: Any = root.grad_fn
     exit_.gradient = d_out
     return torch.empty_like(root)

@@ -60,34 +60,31 @@ class ForwardBackward:
         elif not model.compiled:  # taps would hold the operands of all weight gradients together
             defer_weight_gradients(model, queue, fused_accumulation_min_numel)
 
-    def train(self, micro_batches: Sequence[MicroBatch], targets: Divisor) -> torch.Tensor:
-        """Run forward and backward of this rank's `micro_batches`; afterwards `engine.shards` hold the reduced
-        gradients.
+    def train(self, micro_batches: Sequence[MicroBatch], divisor: Divisor) -> torch.Tensor:
+        """Run forward and backward of this rank's `micro_batches`, and reduce the gradients into `engine.shards`.
+        Return the loss of the micro-batches whose last stage is on this rank (float64 scalar, 0 without any). Ranks
+        that compute the same loss all return it; `loss_share` corrects for this.
 
-        `targets`: number by which the summed loss is divided, or a function that returns it: the number of target
-        tokens (or pairs) of the whole step, divided by the loss scale. Returns the loss of the micro-batches whose last
-        stage is on this rank (float64 scalar, 0 without any); `loss_share` corrects it for ranks that compute the same
-        loss."""
+        `divisor`: number by which the summed loss is divided, or a function that returns it: the number of target
+        tokens (or pairs) of the whole step, divided by the loss scale."""
         self.engine.begin_step(self._passes)
         objective = self._make_objective(micro_batches)
-        compute = StageCompute(self.model, self.engine, micro_batches, targets, self._order, self.mark, objective)
+        compute = StageCompute(self.model, self.engine, micro_batches, divisor, self._order, self.mark, objective)
         self._pipeline.run(compute if self.watched is None else self.watched(compute))
         self.engine.finish()
         self.mark("reduce")
         return compute.loss
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch], targets: int = 1) -> torch.Tensor:
-        """Return the summed loss divided by `targets`, without gradients (float64 scalar); 0 where the last stage is on
-        another rank. `micro_batches`: no more than a step has.
-        """
-        return self._run_forwards(micro_batches, targets, self._make_objective(micro_batches))
+    def evaluate(self, micro_batches: Sequence[MicroBatch], divisor: int = 1) -> torch.Tensor:
+        """Run the forwards without gradients; return the summed loss divided by `divisor` (float64 scalar), 0 where the
+        last stage is on another rank. `micro_batches`: at most as many as a training step has."""
+        return self._run_forwards(micro_batches, divisor, self._make_objective(micro_batches))
 
     def log_probabilities(self, micro_batches: Sequence[MicroBatch]) -> dict[int, torch.Tensor]:
-        """Run the forwards of preference micro-batches; return {micro-batch index: log-probabilities (nats) of the D
-        responses of each sequence [B, D]} for those whose last stage is on this rank.
+        """Run the forwards of preference micro-batches. Return {micro-batch index: log-probabilities in nats [B, D]},
+        for B sequences with D responses each; only micro-batches whose last stage is on this rank.
 
-        `micro_batches`: no more than a step has.
-        """
+        `micro_batches`: at most as many as a training step has."""
         found: dict[int, torch.Tensor] = {}
 
         def keep(micro_batch: int, log_probabilities_BD: torch.Tensor) -> torch.Tensor:
@@ -100,24 +97,24 @@ class ForwardBackward:
         return found
 
     def _run_forwards(
-        self, micro_batches: Sequence[MicroBatch], targets: int, objective: Objective | None
+        self, micro_batches: Sequence[MicroBatch], divisor: int, objective: Objective | None
     ) -> torch.Tensor:
-        """Run the forwards of `micro_batches` without gradients. Return the summed loss divided by `targets` (float64
+        """Run the forwards of `micro_batches` without gradients. Return the summed loss divided by `divisor` (float64
         scalar); 0 where the last stage is on another rank.
 
         `objective`: function (index of a micro-batch, response log-probabilities) -> summed preference loss; None:
         next-token loss."""
         with torch.no_grad():
-            compute = StageCompute(self.model, self.engine, micro_batches, targets, objective=objective)
+            compute = StageCompute(self.model, self.engine, micro_batches, divisor, objective=objective)
             self._pipeline.run_forwards(compute, len(micro_batches))
         return compute.loss
 
     def _make_objective(self, micro_batches: Sequence[MicroBatch]) -> Objective | None:
-        """Build the loss function of preference training: (index of a micro-batch, log-probabilities [B, D] of the D
-        responses of each sequence) -> summed loss; it also adds the micro-batch's metrics to the attribute
-        `metric_sums`. None for next-token training.
+        """Build the loss function of preference training; None for next-token training. The function maps (index of a
+        micro-batch, log-probabilities [B, D]) to the summed loss, for B sequences with D responses each. It also adds
+        the micro-batch's metrics to the attribute `metric_sums`.
 
-        `micro_batches`: those that the indices refer to."""
+        `micro_batches`: micro-batches of this rank, to which the index refers."""
         preference = self.preference
         if preference is None:
             return None
@@ -136,15 +133,17 @@ class ForwardBackward:
 
 
 def count_targets(targets: Iterable[torch.Tensor], mesh: Mesh) -> TermCount:
-    """Start to count the target tokens (not -100) of the whole step, summed over all ranks of `mesh`, at least 1.
+    """Start to count the target tokens of the whole step, summed over all ranks of `mesh`. Return a function that waits
+    for the sum and returns it, at least 1. Collective.
 
-    `targets`: target tokens of each of this rank's micro-batches, [B, S] each. Collective."""
+    `targets`: target tokens of each of this rank's micro-batches, [B, S] for B sequences of S tokens; -100 is not
+    counted."""
     return sum_over_data(((micro_batch != -100).sum() for micro_batch in targets), mesh)
 
 
 def sum_over_data(counts: Iterable[torch.Tensor], mesh: Mesh, copies: int = 1) -> TermCount:
-    """Start the all-reduce of the sum of `counts` over micro-batches and over all ranks of the mesh axis `data` (dp x
-    cp). Return the function that waits for it and returns the sum divided by `copies`, at least 1. Collective.
+    """Start an all-reduce that sums `counts` over micro-batches and over the ranks of the mesh axis `data` (dp x cp).
+    Return a function that waits for it and returns the sum divided by `copies`, at least 1. Collective.
 
     `counts`: integer scalars, one per micro-batch of this rank; `copies`: number of ranks that hold the same counts,
     such as cp ranks with the same pairs."""
@@ -161,11 +160,11 @@ def sum_over_data(counts: Iterable[torch.Tensor], mesh: Mesh, copies: int = 1) -
 
 
 def loss_share(loss: torch.Tensor, mesh: Mesh, of_pairs: bool = False) -> torch.Tensor:
-    """Return this rank's share of the step's loss: `loss`, that of its micro-batches, divided by the number of ranks of
-    `mesh` that compute the same loss. The shares of all ranks sum to the loss of the step.
+    """Return this rank's share of the step's loss, so that the shares of all ranks sum to it. The share is `loss`
+    divided by the number of ranks of `mesh` that compute the same loss.
 
-    Ranks along tp compute the same loss and, for a preference loss (`of_pairs`), ranks along cp too.
-    """
+    `loss`: loss of this rank's micro-batches. `of_pairs`: True for a preference loss, which ranks along tp and cp
+    compute alike; False for a next-token loss, which only ranks along tp compute alike."""
     return loss / (mesh.tp.size * (mesh.cp.size if of_pairs else 1))
 
 

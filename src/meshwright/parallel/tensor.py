@@ -31,7 +31,7 @@ SHARED_HEADS_SITE = "tensor.gradients.shared_heads"
 
 
 class TensorParallel(TensorOperations):
-    """Tensor-parallel communication of one rank over `axis` (tp); on an axis of size 1 every operation returns its
+    """Tensor-parallel communication of one rank over `axis` (tp). If the axis has size 1, every operation returns its
     input.
 
     `sequence_parallel`: True if each rank holds only a slice of the tokens outside of column- and row-parallel
@@ -42,15 +42,17 @@ class TensorParallel(TensorOperations):
         self.size, self.rank, self.trivial = axis.size, axis.rank, axis.trivial
 
     def enter(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
-        """Return the input of a column-parallel product, [B, S, H] on every rank: `x_BSH` itself or, with sequence
-        parallelism, the all-gather of the tp ranks' token slices `x_BSH` [B, S / tp, H].
+        """Return the input of a column-parallel product, [B, S, H] for B sequences of S tokens and hidden size H.
+        Without sequence parallelism it is `x_BSH` unchanged. With it, `x_BSH` is a token slice [B, S / tp, H], and the
+        slices of the tp ranks are all-gathered.
 
         `site`: label of the call in traces."""
         return (gather_from if self.sequence_parallel else copy_to)(x_BSH, self.axis, site)
 
     def leave(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
-        """Return the sum over the tp ranks of `x_BSH`, each rank's partial result of a row-parallel product: [B, S, H]
-        or, with sequence parallelism, this rank's token slice of that sum, [B, S / tp, H].
+        """Sum the partial results `x_BSH` of a row-parallel product over the tp ranks. Return the sum, [B, S, H] for B
+        sequences of S tokens and hidden size H; with sequence parallelism this rank's token slice of it, [B, S / tp,
+        H].
 
         `site`: label of the call in traces."""
         return (reduce_scatter_to if self.sequence_parallel else reduce_from)(x_BSH, self.axis, site)
@@ -66,18 +68,18 @@ class TensorParallel(TensorOperations):
         return reduce_from(copy_to(x / self.size, self.axis, site), self.axis, site)
 
     def gather(self, x: torch.Tensor, site: str, dim: int) -> torch.Tensor:
-        """Return the tp ranks' `x` concatenated along dim `dim`. Backward sums the gradient over the ranks and returns
-        this rank's slice of the sum. `site`: label of the call in traces."""
+        """Concatenate the tp ranks' tensors `x` along dim `dim`; return the result on every rank. Backward sums the
+        gradient over the ranks and returns this rank's slice of the sum. `site`: label of the call in traces."""
         return gather_from(x, self.axis, site, dim)
 
     def split_tokens(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
-        """Return this rank's token slice [B, S / tp, H] of an `x_BSH` that is equal on all tp ranks. `site`: label of
-        the call in traces."""
+        """Return this rank's token slice [B, S / tp, H] of `x_BSH` [B, S, H], which is equal on all tp ranks (B
+        sequences of S tokens, hidden size H). `site`: label of the call in traces."""
         return split_to(x_BSH, self.axis, site)
 
     def join_tokens(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
-        """Return the concatenation [B, S, H] of the tp ranks' token slices `x_BSH` [B, S / tp, H]: the inverse of
-        `split_tokens`. `site`: label of the call in traces."""
+        """Concatenate the token slices `x_BSH` [B, S / tp, H] of the tp ranks; return [B, S, H] (B sequences of S
+        tokens, hidden size H). Inverse of `split_tokens`. `site`: label of the call in traces."""
         return join_from(x_BSH, self.axis, site)
 
     def all_reduce(self, x: torch.Tensor, site: str, op: str = "sum") -> None:
@@ -87,12 +89,11 @@ class TensorParallel(TensorOperations):
 
 
 class PartialGradients:
-    """Partial gradients of one rank: those of parameters that several tp (for experts, etp) ranks hold, but each
-    applies only to its own tokens, heads or part of a width, so that the ranks' gradients must be summed. They are
-    stored as views of the gradient shards of the FSDP `units`.
+    """Gradients of one rank that must be summed over tp (for experts, etp) ranks. Such ranks hold the same parameters,
+    but each computes only the contribution of its own tokens, heads or part of a width. The partial gradients are views
+    of the gradient shards of the FSDP `units`.
 
-    `table`: parameter table of the model; `mesh`: device mesh of this rank.
-    """
+    `table`: parameter table of the model; `mesh`: device mesh of this rank."""
 
     def __init__(self, units: Iterable[FsdpUnit], table: ParameterTable, mesh: Mesh) -> None:
         views: dict[tuple[str, int], list[torch.Tensor]] = {}

@@ -151,7 +151,7 @@ class FsdpUnit:
         )
 
     def unshard(self) -> None:
-        """Make the unsharded parameters available: all-gather them and wait for it."""
+        """Make the unsharded parameters available: start their all-gather unless it is in flight, and wait for it."""
         if self.is_unsharded:
             return
         self.start_all_gather()
@@ -190,8 +190,7 @@ class UnshardedGradient:
     """Gradient of an FSDP unit before its reduction over ranks.
 
     `buffer`: the gradient, 1-D; `views`: one view of the buffer per parameter, in its shape; `stale`: indices of views
-    with values of an earlier step, which the next gradient overwrites instead of being added.
-    """
+    that still hold values of an earlier step; the next gradient overwrites these instead of being added."""
 
     buffer: torch.Tensor
     views: list[torch.Tensor]
@@ -207,8 +206,9 @@ class UnshardedGradient:
 
 
 class GradientReducer:
-    """Reducer of the gradients of a rank's FSDP units over ranks; it starts each reduction when backward has completed
-    the gradient. `units`: name -> unit; `pool`: supplies unsharded gradient buffers under ZeRO-2 and 3."""
+    """Reducer of the gradients of a rank's FSDP units over ranks. The reduction of a unit starts when backward has
+    completed the unit's gradient. `units`: name -> unit; `pool`: supplies unsharded gradient buffers under ZeRO-2 and
+    3."""
 
     def __init__(self, units: Mapping[str, FsdpUnit], pool: GradientBufferPool) -> None:
         self._units, self._pool = units, pool
@@ -266,11 +266,11 @@ class GradientReducer:
         complete()
 
     def _add_to_shard(self, unit: FsdpUnit, output: torch.Tensor, buffer: torch.Tensor, last: bool) -> None:
-        """Finish a completed reduction: add its `output` to the unit's gradient shard and release the unsharded
+        """Finish a completed reduction: add its `output` to the unit's gradient shard, and release the unsharded
         `buffer`.
 
-        `last`: True for the unit's last reduction of the step; under hybrid sharding, the all-reduce of the shard over
-        the ranks that hold the same shard then starts."""
+        `last`: True for the unit's last reduction of the step. Under hybrid sharding this starts an all-reduce over the
+        ranks that hold the same shard."""
         if unit.zero >= 2:
             self._pool.release(buffer)
         if output is not unit.gradient:
@@ -349,9 +349,8 @@ class ParameterPrefetcher(Units):
             self._leave_backward(name)
 
     def _unshard(self, name: str, prefetched: str | None) -> None:
-        """Unshard the parameters that the FSDP unit `name` uses (wait for their all-gathers), and start the all-gathers
-        of the unit `prefetched` (None: of none).
-        """
+        """Unshard the parameters that the FSDP unit `name` uses (wait for their all-gathers). Then start the
+        all-gathers of the unit `prefetched`; None: start none."""
         for each in (name, prefetched):
             for unit in () if each is None else self._sharded[each]:
                 unit.start_all_gather()

@@ -114,9 +114,9 @@ class ZeroEngine:
     def _build_unit(self, name: str, buffer: BufferKind, tied: Axis | None) -> FsdpUnit:
         """Build the `FsdpUnit` of one flat buffer of the FSDP unit `name`.
 
-        `buffer`: kind of the parameters in it: "dense" (trained), "experts" (routed experts, which are sharded over
-        other ranks), "frozen" ... `tied`: mesh axis over all pipeline ranks that hold a copy of the unit, such as a
-        tied embedding; None if this pipeline rank alone holds the unit."""
+        `buffer`: kind of the parameters in it: "dense" (trained), "experts" (routed experts under expert parallelism),
+        "frozen", "frozen_experts" or "packed" (quantized). `tied`: mesh axis over all pipeline ranks that hold a copy
+        of the unit, such as a tied embedding; None if this pipeline rank alone holds the unit."""
         mesh = self.mesh
         if buffer in EXPERT_BUFFERS:
             axes = ShardingAxes(mesh.expert_data, mesh.expert_shard, mesh.expert_replica, tied)
@@ -163,7 +163,7 @@ class ZeroEngine:
 
     def pause_pass(self, stage: Stage, deferred: Collection[nn.Parameter]) -> None:
         """Pause a split backward pass through `stage` after its input gradients. `deferred`: parameters whose weight
-        gradients are added later, by `gradients.resume` and `gradients.accumulate`."""
+        gradients are computed later; `gradients.resume` then resumes the pass, and `gradients.accumulate` adds them."""
         self.gradients.pause(deferred)
         self.prefetchers[stage.index].reshard()
 
@@ -173,8 +173,8 @@ class ZeroEngine:
         self.prefetchers[stage.index].reshard()
 
     def finish(self) -> None:
-        """Wait for the gradient reductions of a step; then the attribute `gradient` of each unit in `shards` is the sum
-        over all ranks and micro-batches."""
+        """Wait for the gradient reductions of a step. Afterwards the attribute `gradient` of each unit in `shards` is
+        the sum over all ranks and micro-batches."""
         self.gradients.finish()
         for unit in self._units.values():
             if unit.pending_all_gather is not None:  # unused in this step, and updated next

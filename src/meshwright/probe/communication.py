@@ -40,13 +40,13 @@ def make_axes(mesh: Mesh) -> list[tuple[str, Axis]]:
 def time_collective(
     mesh: Mesh, axis: Axis, operation: str, size: int, seconds: float
 ) -> tuple[list[float], list[float]]:
-    """Time a collective on a float32 vector, in `BATCHES` batches of calls. Return (seconds per call, the part of them
-    in which this rank waited for a CPU core), each a list with one value per batch.
+    """Time a collective on a float32 vector, in `BATCHES` batches of calls. Return two lists with one value per batch:
+    the seconds per call, and the seconds of these in which this rank waited for a CPU core. All ranks call this with
+    equal arguments; all groups of the axis run the collective at once.
 
     operation: one of `OPERATIONS`, such as "all-reduce"; for "send-receive" the time of one message is returned. size:
-    bytes of the full (unsharded) vector. seconds: time budget. All ranks call this with equal arguments, and all groups
-    of the axis run the collective at once. mesh: from `probe.rank.make_probe_mesh`.
-    """
+    bytes of the full (unsharded) vector. seconds: duration of the whole measurement. axis: process groups over which
+    the collective runs. mesh: from `probe.rank.make_probe_mesh`."""
     device = mesh.device
     call, calls_each = _make_call(axis, operation, size, device)
     for _ in range(2):  # warm-up: creates connections and buffers
@@ -80,12 +80,11 @@ def choose_precision(mesh: Mesh) -> str:
 
 
 def compute_slowest_median(by_rank: list[list[float]], waits: list[list[float]]) -> float:
-    """Return the duration of a collective in seconds: the median over batches of the slowest rank's time.
+    """Return the duration of a collective in seconds: the median, over batches of calls, of the slowest rank's time.
 
     by_rank: seconds per call, [rank][batch]. waits: seconds of these in which the rank waited for a CPU core,
-    [rank][batch]. Waits are subtracted in batches in which their sum over ranks exceeds half of the slowest rank's time
-    (at most 90% of that time).
-    """
+    [rank][batch]. If the sum of a batch's waits over all ranks exceeds half of the slowest rank's time, it is
+    subtracted from that time, but at most 90% of the time."""
     found = []
     for times, waited in zip(zip(*by_rank, strict=True), zip(*waits, strict=True), strict=True):
         slowest, lost = max(times), sum(waited)
@@ -117,8 +116,8 @@ def _make_call(axis: Axis, operation: str, size: int, device: torch.device) -> t
 
 
 def _ping_pong(message: torch.Tensor, axis: Axis) -> None:
-    """Send `message` from the first to the second rank of each pair of neighbours on `axis` (0 and 1, 2 and 3 ...), and
-    back, to time point-to-point messages."""
+    """Send `message` to the neighbour on `axis` and back, to time point-to-point messages. Ranks 0 and 1, 2 and 3, ...
+    of the axis form the pairs; the lower rank sends first."""
     first, peer = axis.rank % 2 == 0, axis.rank ^ 1
     if peer >= axis.size:  # the last rank of an odd number has no partner
         return

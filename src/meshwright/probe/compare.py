@@ -40,8 +40,7 @@ def find_slow(what: str, seconds: Sequence[Sequence[float]], hosts: Sequence[str
     """Find the hosts and ranks that need more than `THRESHOLD` times the time of the others.
 
     what: kind of measurement, "products" or "memory". seconds: duration of each measurement (a matrix product or memory
-    pass of one size), [rank][measurement]. hosts: host name of each rank.
-    """
+    pass of one size), [rank][measurement]. hosts: host name of each rank."""
     names = list(dict.fromkeys(hosts))
     of_host = [[rank for rank, host in enumerate(hosts) if host == name] for name in names]
     nodes = [

@@ -44,8 +44,8 @@ the MLP's second matrix product."""
 
 
 class _Attention(NamedTuple):
-    """Attention kernel to be timed. head_size: dimension of a head. kv_block: tokens of a KV block for ring attention;
-    None for attention without context parallelism."""
+    """Attention kernel to be timed. head_size: dimension of a head. kv_block: tokens per KV block of ring attention;
+    None: attention without context parallelism."""
 
     head_size: int
     kv_block: int | None = None
@@ -79,13 +79,12 @@ def list_layer_points(plan: MeasurementPlan) -> list[MeasurementPoint]:
 def _list_kernels(
     axes: Sequence[str], elements: int, dtype: torch.dtype, back: bool
 ) -> Iterator[tuple[str, Callable[[torch.device], Callable[[], Any]], float, float]]:
-    """Yield every layer operation on tensors of `elements` elements, as (name, make, kernels, bytes). make: function
-    (device) -> function to be timed. kernels: number of device kernels that one run launches. bytes: bytes that one of
-    these kernels reads and writes.
+    """Yield every timed operation of a transformer layer on tensors of `elements` elements, as (name, make, kernels,
+    bytes).
 
-    dtype: dtype of the tensors. axes: mesh axes of the plan; with "cp" ring attention is included. back: True for the
-    backward pass, False for the forward pass.
-    """
+    make: function (device) -> function that runs the operation once. kernels: number of device kernels that one run
+    launches. bytes: mean bytes that one of these kernels reads and writes. dtype: dtype of the tensors. axes: mesh axes
+    of the plan; with "cp" ring attention is included. back: True for the backward pass, False for the forward pass."""
     for name, (width, kernels) in _ELEMENTWISE.items():
         passes, tokens = kernels[back], elements // width
         moved = passes.bytes(dtype.itemsize) * tokens * width / passes.kernels
@@ -110,11 +109,10 @@ ForwardCall = tuple[list[torch.Tensor], Callable[[], torch.Tensor]]
 
 
 def _make_call(made: Callable[[torch.device], ForwardCall], back: bool, device: torch.device) -> Callable[[], Any]:
-    """Return a function that runs one pass of a layer operation on `device`.
+    """Return a function that runs the forward or the backward pass of a layer operation on `device`.
 
     made: function (device) -> (inputs whose gradients are computed, forward function). back: True for the backward pass
-    alone, False for the forward pass, which saves activations.
-    """
+    alone, False for the forward pass, which saves activations."""
     with torch.enable_grad():
         inputs, forward = made(device)
         if not back:
@@ -148,8 +146,8 @@ def _make_elementwise(name: str, tokens: int, dtype: torch.dtype, device: torch.
 
 
 def _make_loss_call(tokens: int, dtype: torch.dtype, back: bool, device: torch.device) -> Callable[[], Any]:
-    """Return a function that computes the cross entropy of `tokens` tokens from random logits of `dtype` on `device`
-    or, if `back`, one that overwrites the logits with their gradient."""
+    """Return a function that computes the cross entropy of `tokens` tokens from random logits of `dtype` on `device`.
+    If `back`, it computes the gradient of the logits instead, and overwrites the logits with it."""
     logits_CV = torch.randn(tokens, VOCABULARY, device=device).to(dtype)
     targets_C = torch.randint(VOCABULARY, (tokens,), device=device)
     forward = partial(loss_chunk_from_logits, logits_CV, targets_C)

@@ -24,19 +24,19 @@ _LARGE_SIDES = ((4096, 1024), (1024, 4096), (4096, 4096), (14336, 4096), (4096, 
 
 @dataclass(frozen=True, slots=True)
 class MeasurementPoint:
-    """One timed measurement: a matrix product, memory pass or layer operation at one size and precision.
+    """One timed measurement, at one size and precision: a matrix product, an elementwise operation limited by memory
+    bandwidth ("memory pass"), or an operation of a transformer layer.
 
     Attributes:
-        kind: "product" (matrix product), "pass" (elementwise operation over memory) or "kernel" (operation of a
-            transformer layer, such as norm or attention).
-        name: Name of the pass or operation; for a product "forward", "input-gradient" or "weight-gradient".
+        kind: "product" (matrix product), "pass" (memory pass) or "kernel" (operation of a transformer layer, such as
+            norm or attention).
+        name: Name of the memory pass or operation; for a product "forward", "input-gradient" or "weight-gradient".
         precision: Such as "bf16".
         sizes: (tokens, output size, input size) of a product, else (elements,).
         make: For kind "kernel", function (device) -> function that runs the operation once on inputs allocated there;
             else None.
         kernels: Number of device kernels that one run launches.
-        kernel_bytes: Mean bytes that each of these kernels reads and writes.
-    """
+        kernel_bytes: Mean bytes that each of these kernels reads and writes."""
 
     kind: str
     name: str
@@ -48,9 +48,9 @@ class MeasurementPoint:
 
     @property
     def bytes(self) -> float:
-        """Bytes read and written, the key under which the planner looks up the measured time: for a memory pass those
-        of one run, for a layer operation the mean per device kernel that it launches. Not defined for matrix
-        products."""
+        """Bytes that one device kernel of the measured operation reads and writes. A memory pass (elementwise
+        operation) has one kernel; for an operation of a transformer layer it is the mean over its kernels. Not defined
+        for matrix products. The planner interpolates measured times by this number."""
         if self.make is not None:
             return self.kernel_bytes
         return float(PASSES[self.name] * self.sizes[0] * DTYPES[self.precision].itemsize)
@@ -207,8 +207,8 @@ def make_call(point: MeasurementPoint, device: torch.device) -> Callable[[], Any
 
 @contextmanager
 def use_precision(precision: str) -> Iterator[None]:
-    """Context manager in which float32 matrix products on GPUs use TF32 if `precision` is "tf32", and full float32 for
-    every other value."""
+    """Context manager that lets float32 matrix products on GPUs use TF32 if `precision` is "tf32"; for every other
+    value they use full float32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     try:
@@ -218,8 +218,8 @@ def use_precision(precision: str) -> Iterator[None]:
 
 
 def time_point(point: MeasurementPoint, device: torch.device, seconds: float) -> float:
-    """Time a measurement point for about `seconds`; return the seconds of one run or, for a layer operation that
-    launches several device kernels, the mean seconds per kernel."""
+    """Time a measurement point for about `seconds` on `device`; return the seconds of one run. For an operation that
+    launches several device kernels, return the mean seconds per kernel instead."""
     cold = point.kind == "product" and device.type == "cpu"
     with torch.no_grad(), use_precision(point.precision):
         return time_call(make_call(point, device), device, seconds, cold) / point.kernels
@@ -230,13 +230,12 @@ LONG = 4
 
 
 def time_call(call: Callable[[], Any], device: torch.device, seconds: float, cold: bool = False) -> float:
-    """Time `call()` for about `seconds`; return the seconds of one call: the median over at least three batches, each
-    of which repeats the call between two synchronizations with `device`. A call that takes longer than `seconds` is
-    timed once, after one warm-up call.
+    """Time `call()` on `device`; return the seconds of one call: the median over at least three batches of calls, with
+    a synchronization before and after each batch. seconds: approximate duration of the measurement. A call that takes
+    longer than this is timed once, after one warm-up call.
 
     cold: True to return the time of the warm-up call if it exceeds `LONG` times `seconds`, since the extra work of a
-    first call is then negligible.
-    """
+    first call is then negligible."""
     first = _time_batch(call, device, 1)  # warm-up: chooses kernels and packs weights
     if cold and first > LONG * seconds:
         return first
@@ -259,8 +258,8 @@ def _time_batch(call: Callable[[], Any], device: torch.device, calls: int) -> fl
 
 
 class _SeededBackward(torch.autograd.Function):
-    """Autograd function that turns a tensor into a scalar whose backward gives this tensor a chosen gradient, to time a
-    backward pass without a loss."""
+    """Autograd function that lets a backward pass start from a tensor with a given gradient, without a loss. Its output
+    is a scalar; calling `backward` on the scalar gives the tensor that gradient."""
 
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -277,8 +276,8 @@ class _SeededBackward(torch.autograd.Function):
 
 
 def start_backward(out: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return a scalar whose `backward()` gives `out` the gradient `gradient`: a replacement for
-    `out.backward(gradient)`, which makes torch import sympy (half a second)."""
+    """Return a scalar; calling `backward()` on it runs the backward pass of `out` with the output gradient `gradient`.
+    It replaces `out.backward(gradient)`, which makes torch import sympy (half a second)."""
     found: torch.Tensor = _SeededBackward.apply(out, gradient)
     return found
 

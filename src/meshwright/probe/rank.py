@@ -78,14 +78,14 @@ def measure(
     """Make all measurements of `plan` on this machine. All ranks must call this function.
 
     mesh: from `make_probe_mesh`. host: this rank's host. log: receives progress lines on rank 0. kernels: measurement
-    points of layer operations, timed with all ranks at once. steps: function (reference matrix product, its seconds at
-    the CPU's usual speed) -> training steps of the reference model.
+    points of layer operations, timed with all ranks at once. steps: function that times training steps of the reference
+    model (a small transformer). Its arguments: the reference matrix product, by which times are corrected for the CPU's
+    current speed, and the seconds of this product at the CPU's usual speed.
 
     Returns a JSON dict: "measured" (`Measured.tables`), "hosts" (host name of each rank), "ratios" ({"products",
     "memory": slowdown of each rank}), "slow" (fields of each `SlowRank`), "failed" (None), "device" (name and
     memory_bytes) and "seconds" (duration of the whole measurement). Start-up times, launch overheads, copies, "device"
-    and "seconds" are those of this rank, and the disk's bandwidth that of rank 0; all else is equal on all ranks.
-    """
+    and "seconds" are those of this rank, and the disk's bandwidth that of rank 0; all else is equal on all ranks."""
     begun = time.perf_counter()
     leader = mesh.rank == 0
     threads = torch.get_num_threads()
@@ -169,10 +169,9 @@ def _time_points(
     the other ranks idle. Return (times, usual).
 
     times: seconds of one run of each point, scaled to the CPU's usual speed, [rank][point]; an empty list for an idle
-    rank. usual: seconds of the reference matrix product at the usual speed (median over all points, mean over the
-    computing ranks). seconds: time spent on each point. mesh: mesh of all ranks. kernel: reference matrix product,
-    timed after each point to scale the point's time.
-    """
+    rank. usual: seconds of the reference matrix product at the CPU's usual speed: the median over all points, then the
+    mean over the computing ranks. seconds: time spent on each point. mesh: mesh of all ranks. kernel: reference matrix
+    product, timed after each point to scale the point's time."""
     torch.set_num_threads(threads)
     mine = mesh.tp.rank < busy
     times, local = [], []
@@ -240,9 +239,9 @@ def _group_by_name(
 
 
 def _time_collectives(mesh: Mesh, plan: MeasurementPlan, log: Callable[[str], None]) -> list[CollectiveCurve]:
-    """Time every collective operation on every kind of process group (inside a host, across hosts, all ranks) and
-    vector size of the plan; return one record for each operation and group. mesh: mesh of all ranks. log: receives
-    progress lines."""
+    """Time every collective operation of the plan for every kind of process group (ranks of a host, ranks across hosts,
+    all ranks) and every vector size. Return one curve (seconds over bytes) for each operation and kind of group. mesh:
+    mesh of all ranks. log: receives progress lines."""
     found = []
     for place, axis in make_axes(mesh):
         log(f"collectives of {axis.size} ranks" + (f" ({place})" if mesh.dp.size > 1 else ""))
@@ -296,8 +295,8 @@ def _measure_launch_overhead(device: torch.device, seconds: float) -> dict[str, 
 
 
 def _describe_device(mesh: Mesh) -> dict[str, Any]:
-    """Describe the device on which this rank of `mesh` computes as {"name": its name, "memory_bytes": its memory; for a
-    CPU this rank's share of the host's memory}."""
+    """Describe the device on which this rank of `mesh` computes; return {"name": text, "memory_bytes": number}. For a
+    CPU the memory is this rank's share of the host's memory."""
     if mesh.device.type == "cuda":
         properties = torch.cuda.get_device_properties(mesh.device)
         return {"name": torch.cuda.get_device_name(mesh.device), "memory_bytes": properties.total_memory}

@@ -45,23 +45,25 @@ def probe(
     short: dict[str, Any] | None = None,
     log: Callable[[str], None] = print_message,
 ) -> dict[str, Any]:
-    """Measure the speed of this machine with `ranks` processes (None: one for each GPU, two without GPUs) and return
-    the result as a dict.
+    """Measure the speed of this machine with `ranks` processes (None: one for each GPU, two without GPUs); return the
+    result as a dict.
 
     device: "auto", "cpu" or "cuda". directory: directory on the disk to be measured. plan: fields of the default
     `MeasurementPlan` to override. threads: threads of each process (None: chosen by the number of cores). log: receives
-    progress lines. short: to measure on CPUs only what one run needs: {"precisions": list of names such as "fp32",
-    "axes": list of mesh axes such as "tp", "fastest": True to find the faster of bf16 and fp32 first and to measure it
-    too}; None: measure everything.
+    progress lines.
+
+    short: None: measure everything. Otherwise make a short measurement on CPUs, for the prediction of one training run,
+    with these keys: "precisions": list of the run's precisions such as "fp32"; "axes": list of its mesh axes such as
+    "tp"; "fastest": True to first find the faster of bf16 and fp32, and to measure it too.
 
     Keys of the result: "measured" (tables of speeds), "hosts" (host name by rank), "ratios" (slowdown by rank), "slow"
-    (slow ranks), "device" (its name and memory_bytes) and "seconds", all as in `probe.rank.measure`; "kind" ("cpu" or
-    "cuda"), "rank" (0), "failed" (rank and error line of failed reference training steps, or None). With `short` also
-    "cluster" (tables of the hardware profile) and "fastest" (faster precision; None: not asked for).
+    (slow ranks), "device" (its name and memory_bytes) and "seconds" (duration), all as in `probe.rank.measure`; "kind"
+    ("cpu" or "cuda"); "rank" (0); "failed": None, or rank and error line if the training steps of a small reference
+    model failed. With `short` also "cluster" (tables of the hardware profile) and "fastest" (faster precision; None:
+    not asked for).
 
     Raises `UserError` for a device or number of ranks that this machine does not have; with `short`, `RankLost` after
-    `SHORT_LIMIT_SECONDS`.
-    """
+    `SHORT_LIMIT_SECONDS`."""
     kind = choose_single_device(device)
     most = MAX_RANKS
     if kind == "cuda":
@@ -160,15 +162,14 @@ def _measure(start: RendezvousInfo, description: dict[str, Any], started_by_othe
 
 
 class _GuardedSteps:
-    """Callable that times the reference training steps and catches their errors, so that the results of earlier
-    measurements are kept.
+    """Callable that times training steps of a small reference model, and catches their errors, so that the results of
+    earlier measurements are kept.
 
     measure: function that times the steps. start: this rank's number, and the number of ranks. store: key-value store
     of the process group, None for a single rank.
 
     Attributes:
-        failed: {"rank", "line" (error text), "at" (Unix time)} of the first failure; None without one.
-    """
+        failed: {"rank", "line" (error text), "at" (Unix time)} of the first failure; None without one."""
 
     def __init__(
         self, measure: Callable[[ReferenceKernel, float], list[ReferenceStep]], start: RendezvousInfo, store: Any
@@ -178,11 +179,11 @@ class _GuardedSteps:
         self.failed: dict[str, Any] | None = None
 
     def __call__(self, kernel: ReferenceKernel, usual_seconds: float) -> list[ReferenceStep]:
-        """Time the reference training steps; return [] after a failure. Raises if a rank was lost and no rank reports
-        an error of its own.
+        """Time training steps of the small reference model; return [] after a failure. Raises if a rank was lost and no
+        rank reports an error of its own.
 
-        kernel: reference matrix product, by which times are scaled to the CPU's usual speed. usual_seconds: its
-        duration at that speed."""
+        kernel: reference matrix product, by which times are corrected for the CPU's current speed. usual_seconds: its
+        duration at the CPU's usual speed."""
         try:
             return self.measure(kernel, usual_seconds)
         except Exception as error:
@@ -192,8 +193,8 @@ class _GuardedSteps:
             return []
 
     def _find_first_failure(self, error: Exception) -> dict[str, Any] | None:
-        """Publish this rank's failure to the other ranks and return that of the rank that failed first: {"rank", "line"
-        (error text), "at" (Unix time in seconds)}. None if every rank reports only the loss of another rank
+        """Publish this rank's failure to all ranks, and return the first failure of any rank: {"rank", "line" (error
+        text), "at" (Unix time in seconds)}. Return None if every rank reports only that it lost another rank
         (`RankLost`). error: exception raised on this rank."""
         own = None
         if not isinstance(error, RankLost):

@@ -35,9 +35,10 @@ def make_cluster_tables(found: Mapping[str, Any], device: str) -> dict[str, Any]
 
 
 def _make_device_table(measured: Measured, reported: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """Build the table `device` of the hardware profile. A GPU in the project's device catalogue gets its catalogue name
-    and the reported memory; other devices the reported name and memory and the measured rates. reported: {"name",
-    "memory_bytes"} of the device. device: "cpu" or "cuda"."""
+    """Build the table `device` of the hardware profile. A GPU in the project's device catalogue gets its name in the
+    catalogue and the reported memory. Any other device gets the reported name and memory, and the measured rates.
+
+    measured: measured speeds. reported: {"name", "memory_bytes"} of the device. device: "cpu" or "cuda"."""
     known = find_device(reported["name"]) if device == "cuda" else None
     if known is not None:
         return {"like": known.name, "memory_bytes": reported["memory_bytes"]}
@@ -51,8 +52,8 @@ def _make_device_table(measured: Measured, reported: Mapping[str, Any], device: 
 
 
 def find_best_product_rates(measured: Measured, ranks: int | None = None) -> dict[str, float]:
-    """Return the highest FLOP/s of one rank in matrix products, by precision. ranks: number of ranks that computed at
-    once on a host (None: `measured.ranks`)."""
+    """Return {precision: highest FLOP/s of one rank in matrix products}. ranks: number of ranks that computed at once
+    on a host (None: `measured.ranks`)."""
     wanted = measured.ranks if ranks is None else ranks
     rates: dict[str, float] = {}
     for each in measured.products:
@@ -77,12 +78,11 @@ def find_copy_rate(measured: Measured, ranks: int | None = None) -> float | None
 
 
 def _make_link(measured: Measured, which: str, place: str) -> dict[str, float]:
-    """Return bandwidth and latency between two ranks, from timed messages, as keys of a hardware profile:
+    """Return the bandwidth and latency between two ranks, from timed messages, in the form of a hardware profile:
     {"<which>_gb_per_second": 10^9 bytes per second, "<which>_latency_seconds": seconds}; {} if no messages were timed.
 
-    measured: measured speeds. which: beginning of the keys. place: scope of the messages: "inside" (ranks of one host)
-    or "across" (ranks of different hosts).
-    """
+    measured: measured speeds. which: name of the link, with which the keys begin. place: "inside" for messages between
+    ranks of one host, "across" for ranks of different hosts."""
     pairs = [each for each in measured.collectives if (each.operation, each.place) == ("send-receive", place)]
     if not pairs:
         return {}

@@ -33,10 +33,9 @@ def measure_reference_steps(
     return one result per layout, equal on all ranks. All ranks must call this function.
 
     mesh: from `probe.rank.make_probe_mesh`. plan: gives the numbers of steps and rounds, the precisions and the mesh
-    axes. kernel: reference matrix product, timed between steps to correct for the CPU's current speed. usual_seconds:
-    its duration at the CPU's usual speed. Layouts alternate in `plan.rounds` rounds, so that disturbances affect all of
-    them.
-    """
+    axes. kernel: reference matrix product, timed between steps to correct their times for the CPU's current speed.
+    usual_seconds: its duration at the CPU's usual speed. The layouts alternate in `plan.rounds` rounds, so that
+    disturbances affect all of them."""
     found, steps = [], plan.steps
     layouts: list[Layout] = []
     if steps:
@@ -78,13 +77,12 @@ class _ReferenceRun:
         return [shard_sequences(tokens[:, :-1], tokens[:, 1:], Documents(), self.mesh)]
 
     def measure(self, world: Mesh, steps: int, kernel: ReferenceKernel, usual_seconds: float) -> list[float]:
-        """Train one warm-up step and up to `steps` more, as many as begin within `LONGEST_SECONDS` and at least one;
-        return the seconds that each of these took on the slowest rank, [steps].
+        """Train one warm-up step, then up to `steps` timed steps, as many as begin within `LONGEST_SECONDS` (at least
+        one). Return the seconds of each timed step on the slowest rank, [steps].
 
         Time in which ranks waited for a CPU core is subtracted if it exceeds the fraction `DISTURBED` of the step. The
         rest is scaled to the CPU's usual speed, at which the reference matrix product `kernel` takes `usual_seconds`.
-        world: mesh of all ranks.
-        """
+        world: mesh of all ranks."""
         targets = count_targets((goals for _, goals, _ in self.batch), self.mesh)
         times, local = list[tuple[float, float]](), [kernel.measure_seconds()]
         for at in range(1 + steps):

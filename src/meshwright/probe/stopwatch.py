@@ -29,13 +29,12 @@ def read_waiting_times(threads: int) -> dict[str, int]:
 
 
 class Stopwatch:
-    """Stopwatch, running from its creation, that leaves out the time in which a computing thread waited for a CPU core
-    used by other programs (Linux only). With a single computing thread, waits caused by the process's own communication
-    threads are not left out, since they occur in training too.
+    """Stopwatch that starts when it is created. It leaves out the time in which a computing thread waited for a CPU
+    core used by other programs (Linux only). With a single computing thread, waits caused by the process's own
+    communication threads are not left out, since they occur in training too.
 
-    shared (class attribute): True to leave nothing out: the process computes on a GPU, or the host's ranks have more
-    computing threads than cores.
-    """
+    shared (class attribute): True to leave nothing out. Set if the process computes on a GPU, or if the host's ranks
+    have more computing threads than cores."""
 
     shared = False  # set by `measure` for all measurements of this process
 
@@ -55,8 +54,9 @@ class Stopwatch:
         return passed, max(0.0, min(waited - (self._read_other_threads_seconds() - self._helped), 0.9 * passed))
 
     def _read_other_threads_seconds(self) -> float:
-        """Return the CPU seconds used so far by the other threads of this process, such as communication threads; 0 if
-        several threads compute. A wait for a core that they use is not a disturbance by other programs."""
+        """Return the CPU seconds used so far by the process's threads other than the calling one, such as communication
+        threads; 0 if several threads compute. Waits for a core used by these threads are not counted as disturbance by
+        other programs."""
         return time.process_time() - time.thread_time() if self._threads == 1 else 0.0
 
     def read_seconds(self) -> float:

@@ -23,9 +23,8 @@ NAME = "nf4-double"
 @functools.cache
 def _build_scale_tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the 256 quantization levels of bitsandbytes' dynamic 8-bit format [256] and the midpoints between
-    neighbouring levels [255], float32 on `device`. A level is a sign, a decimal exponent in unary and a fraction of the
-    remaining bits (Dettmers 2015, arXiv:1511.04561).
-    """
+    neighbouring levels [255], float32 on `device`. A code consists of a sign bit, a decimal exponent in unary, and a
+    fraction in the remaining bits (Dettmers 2015, arXiv:1511.04561)."""
     levels = [0.0, 1.0]
     for exponent in range(7):
         edges = torch.linspace(0.1, 1, 2**exponent + 1, dtype=torch.float32)
@@ -86,7 +85,8 @@ class BufferSlice(Protocol):
 
     @property
     def begin(self) -> int:
-        """Index in the flattened matrix (or in its flattened `columns`) of the slice's first element."""
+        """Index of the slice's first element in the flattened matrix, or in the flattened `columns` if the slice is
+        limited to these."""
 
     @property
     def columns(self) -> ColumnRange | None:
@@ -94,13 +94,12 @@ class BufferSlice(Protocol):
 
 
 class _Region(NamedTuple):
-    """Range [first, stop) of a buffer's blocks (64 weights each) that belong to one matrix, of which the buffer may
-    hold only some columns.
+    """Range [first, stop) of the 64-weight blocks of a buffer that belong to one matrix. The buffer may hold only some
+    columns of the matrix.
 
-    begin: index of block `first` among the matrix's blocks in these columns. columns: per row of the matrix, (first
-    block held, number of blocks held, number of all blocks). base: index in `DoubleQuantized.scales` of the mean of the
-    matrix's block scales; the values of its groups follow.
-    """
+    begin: index of block `first`, counted over the matrix's blocks in these columns. columns: (first held block, number
+    of held blocks, number of all blocks) in each row of the matrix. base: index in `DoubleQuantized.scales` of the mean
+    of the matrix's block scales; the values of its groups follow it."""
 
     first: int
     stop: int
@@ -109,9 +108,8 @@ class _Region(NamedTuple):
     base: int
 
     def compute_group_indices(self, first: int, stop: int, device: torch.device) -> torch.Tensor:
-        """Return for each buffer block in [first, stop) the index of its group's value in `DoubleQuantized.scales`,
-        int32 [stop - first] on `device`.
-        """
+        """Return one index per buffer block in [first, stop), int32 [stop - first] on `device`. The index is the
+        position in `DoubleQuantized.scales` of the scale of the block's group (256 consecutive blocks of a matrix)."""
         shift, (start, width, total) = self.begin - self.first, self.columns
         blocks = torch.arange(first + shift, stop + shift, dtype=torch.int32, device=device)
         if width != total:
@@ -120,13 +118,12 @@ class _Region(NamedTuple):
 
 
 class DoubleQuantized(QuantizedFormat):
-    """Storage format of a flat buffer of NF4 weights with double quantization: the scales of the blocks are quantized
-    to 8 bits too. slices: the slices of matrices that the buffer holds; all other blocks are padding and dequantize to
-    0.
+    """Storage format of a flat buffer of NF4 weights with double quantization (QLoRA): each block of 64 weights has a
+    scale, and these block scales are quantized to 8 bits too.
 
-    Attribute `scales`: a tuple of one float32 tensor; for each matrix, the mean of its block scales, then the largest
-    absolute difference from this mean in each group of 256 blocks.
-    """
+    slices: slices of matrices that the buffer holds; all other blocks are padding and dequantize to 0. Attribute
+    `scales`: a tuple of one float32 tensor. For each matrix it has the mean of the block scales, then for each group of
+    256 blocks the largest absolute difference from this mean."""
 
     def __init__(self, slices: Sequence[BufferSlice]) -> None:
         super().__init__(NAME)
@@ -150,27 +147,25 @@ class DoubleQuantized(QuantizedFormat):
             self._incomplete[bases[name] + count_groups(entry.numel)] = entry.numel % (BLOCK * GROUP) != 0
 
     def compute_scales(self, read_slice: ReadEntry, device: torch.device) -> None:
-        """Compute the attribute `scales` on `device` from the whole matrices, which `read_slice` reads, so that it does
-        not depend on the layout.
-        """
+        """Compute the second-level scales (the mean of the block scales, and the scale of each group of blocks) of all
+        matrices, and store them on `device` in the attribute `scales`. They are computed from whole matrices, so that
+        they are equal under every parallel layout. read_slice: function that reads the values of a matrix."""
         parts = [
             compute_scale_statistics(read_slice(entry, 0, entry.numel, None)).cpu() for entry in self._entries.values()
         ]
         self.scales = (torch.cat(parts).to(device),)
 
     def _find_overlaps(self, first: int, stop: int) -> Iterator[tuple[_Region, int, int]]:
-        """Yield (region, low, high) for each region that overlaps the buffer blocks [first, stop), in ascending order;
-        [low, high) are the blocks that they have in common.
-        """
+        """Yield (region, low, high) for each region that overlaps the buffer blocks [first, stop), in ascending order.
+        A region is a range of consecutive blocks of one matrix; [low, high) are its blocks inside [first, stop)."""
         for region in self._regions:
             low, high = max(first, region.first), min(stop, region.stop)
             if low < high:
                 yield region, low, high
 
     def _encode_scales(self, scales: torch.Tensor, first: int) -> torch.Tensor:
-        """Quantize the block scales `scales` [blocks] to 8 bits; return the codes, uint8 [blocks, 1], equal to those of
-        bitsandbytes' PyTorch implementation bit for bit. `first`: index in the buffer of the first block.
-        """
+        """Quantize the block scales `scales` [blocks] to 8 bits; return the codes, uint8 [blocks, 1]. They equal those
+        of bitsandbytes' PyTorch implementation bit for bit. first: index in the buffer of the first of these blocks."""
         known, incomplete = self.scales[0].to(scales.device), self._incomplete.to(scales.device)
         bounds = _build_scale_tables(scales.device)[1]
         codes = torch.zeros(len(scales), dtype=torch.uint8, device=scales.device)
@@ -183,9 +178,8 @@ class DoubleQuantized(QuantizedFormat):
         return codes[:, None]
 
     def _decode_scales(self, stored: torch.Tensor, first: int) -> torch.Tensor:
-        """Dequantize the block scales from their 8-bit codes `stored` [blocks, 1]; return float32 [blocks, 1]. `first`:
-        index in the buffer of the first block.
-        """
+        """Dequantize block scales from their 8-bit codes; return float32 [blocks, 1]. stored: codes, uint8 [blocks, 1].
+        first: index in the buffer of the first of these blocks."""
         known, end = self.scales[0], first
         scales = _build_scale_tables(stored.device)[0].index_select(0, stored.flatten().int())
         for region, low, high in self._find_overlaps(first, first + len(stored)):
@@ -200,10 +194,9 @@ class DoubleQuantized(QuantizedFormat):
 
 
 def compute_scale_statistics(values: torch.Tensor) -> torch.Tensor:
-    """Return the second-level scales of a matrix for double quantization, float32 [1 + groups]: the mean of its block
-    scales, then the largest absolute difference from this mean in each group of 256 blocks. values: the matrix,
-    flattened.
-    """
+    """Return the second-level scales of a matrix for double quantization, float32 [1 + groups]. The first number is the
+    mean of the matrix's block scales. The others are the largest absolute difference from this mean in each group of
+    256 blocks. values: the matrix, flattened."""
     largest = torch.linalg.vector_norm(values.reshape(-1, BLOCK), torch.inf, dim=1).float()
     mean = largest.mean()
     centred = torch.nn.functional.pad((largest - mean).abs(), (0, -len(largest) % GROUP))

@@ -23,7 +23,8 @@ def get_weight_format(name: str | None, slices: Sequence[BufferSlice] = ()) -> U
 
 
 class _OneMatrix(NamedTuple):
-    """Buffer slice that holds a single matrix as a whole; it is also that matrix (attribute `entry`)."""
+    """Buffer slice that holds one whole matrix. The object describes both the slice and the matrix (its attribute
+    `entry` is the object itself)."""
 
     model_shape: tuple[int, ...]
     numel: int

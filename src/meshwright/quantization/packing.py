@@ -33,9 +33,9 @@ def _build_nf4_tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]
 
 @functools.cache
 def _build_nf4_pairs(device: torch.device) -> torch.Tensor:
-    """Return a lookup table, int64 [256] on `device`, that dequantizes two NF4 codes at a time. The index is a byte of
-    two codes; the entry's 8 bytes are their two float32 levels, that of the high half first. This is twice as fast as
-    one lookup per code."""
+    """Return a lookup table, int64 [256] on `device`, that dequantizes a byte of two NF4 codes at once. The index is
+    the byte. The 8 bytes of an entry are two float32 numbers, the levels of the two codes, that of the byte's high half
+    first. This is twice as fast as one lookup per code."""
     values = _build_nf4_tables(device)[0]
     return torch.stack([values.repeat_interleave(16), values.repeat(16)], dim=1).view(torch.int64).flatten()
 
@@ -46,46 +46,43 @@ tensor of a checkpoint), flattened as the model stores it."""
 
 
 class UnquantizedFormat:
-    """Storage format of a flat weight buffer that holds the weights themselves, one buffer item per weight. Base class
-    of `QuantizedFormat`, whose buffer items are bytes.
+    """Storage format of a flat weight buffer that holds weights unquantized, one buffer item per weight. Base class of
+    `QuantizedFormat`, whose buffer items are bytes.
 
-    Attributes: `dtype`: dtype of the buffer; None: that of the weights. `scales`: tensors in addition to the buffer
-    that dequantization reads.
-    """
+    Attributes: `dtype`: dtype of the buffer; None: that of the weights. `scales`: tensors that dequantization reads in
+    addition to the buffer."""
 
     dtype: torch.dtype | None = None
     scales: tuple[torch.Tensor, ...] = ()
 
     def count_items(self, elements: int) -> int:
-        """Return the number of buffer items that store `elements` weights: here the same number."""
+        """Return the number of buffer items that store `elements` weights: the same number, as this format does not
+        quantize."""
         return elements
 
     def count_elements(self, items: int) -> int:
-        """Return the number of weights that `items` buffer items store: here the same number."""
+        """Return the number of weights that `items` buffer items store: the same number, as this format does not
+        quantize."""
         return items
 
     def compute_scales(self, read_slice: ReadEntry, device: torch.device) -> None:
-        """Compute the attribute `scales`, before the buffer is filled; here nothing, as this format has no scales.
-        read_slice: returns the weights of a matrix. device: device of the scales.
-        """
+        """Compute the attribute `scales` before the buffer is filled. This format has no scales: nothing is done.
+        read_slice: function that reads the weights of a matrix. device: device of the scales."""
 
     def pack(self, values: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """Convert weights `values` [n] to buffer items; here return `values` unchanged. `start`: number of weights that
-        precede them in the buffer.
-        """
+        """Convert weights to buffer items. This format does not quantize: `values` [n] is returned unchanged. start:
+        number of weights that precede these in the buffer."""
         return values
 
     def unpack(self, items: torch.Tensor, dtype: torch.dtype, start: int = 0) -> torch.Tensor:
-        """Convert buffer items [n] to weights [n] of `dtype`; here return `items` unchanged, whatever `dtype`. `start`:
-        number of weights that precede them in the buffer.
-        """
+        """Convert buffer items to weights of `dtype`. This format does not quantize: `items` [n] is returned unchanged,
+        in its own dtype. start: number of weights that precede these in the buffer."""
         return items
 
     def bind(self, layer: Any, start: int, items: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Return the tensor that becomes the data of a parameter of `layer`: here its buffer items [n], viewed in
-        `shape`. A quantized format returns the bytes instead and makes `layer` dequantize them in forward. `start`:
-        number of weights that precede the parameter in the buffer.
-        """
+        """Return the tensor that a parameter of `layer` uses as its data: a view of its buffer items `items` [n] in
+        `shape`. (A quantized format returns the bytes, and makes `layer` dequantize them in forward.) start: number of
+        weights that precede the parameter in the buffer."""
         return self.view(items, shape)
 
     def view(self, items: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -108,7 +105,7 @@ class QuantizedFormat(UnquantizedFormat):
 
     @property
     def record_bytes(self) -> int:
-        """Size in bytes of a record, which stores the codes and the scale of one block of 64 weights."""
+        """Bytes that a block of 64 weights occupies in the buffer: the codes of the weights and the block's scale."""
         return RECORD_BYTES[self.name]
 
     def count_items(self, elements: int) -> int:
@@ -134,9 +131,9 @@ class QuantizedFormat(UnquantizedFormat):
         return items
 
     def pack(self, values: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """Quantize weights `values` [n], n a multiple of 64; return uint8 [n / 64 x record bytes]. Codes and scales of
-        NF4 are those of bitsandbytes, bit for bit. `start`: number of weights that precede them in the buffer.
-        """
+        """Quantize weights; return the bytes of their blocks, uint8 [n / 64 x bytes per block]. Codes and scales of NF4
+        equal those of bitsandbytes bit for bit. values: weights [n], n a multiple of 64. start: number of weights that
+        precede these in the buffer."""
         blocks = values.reshape(-1, BLOCK).float()
         largest = blocks.abs().amax(dim=1)
         scaled = (blocks * (1.0 / largest.clamp(min=1e-38))[:, None]).clamp(-1, 1)
@@ -148,21 +145,20 @@ class QuantizedFormat(UnquantizedFormat):
         return torch.cat([codes, self._encode_scales(largest, start // BLOCK)], dim=1).flatten()
 
     def _encode_scales(self, scales: torch.Tensor, first: int) -> torch.Tensor:
-        """Return the bytes by which records store the block scales `scales` [blocks], uint8 [blocks, bytes]: here their
-        float32 bits. `first`: index in the buffer of the first block.
-        """
+        """Encode the scales of blocks as bytes, the last bytes of each block in the buffer; return uint8 [blocks,
+        bytes]. In this class they are the float32 bits of the scales. scales: [blocks]. first: index in the buffer of
+        the first of these blocks."""
         return scales[:, None].view(torch.uint8)
 
     def _decode_scales(self, stored: torch.Tensor, first: int) -> torch.Tensor:
-        """Return the block scales, float32 [blocks, 1], that records store as the bytes `stored` [blocks, bytes].
-        `first`: index in the buffer of the first block.
-        """
+        """Decode the scales of blocks from their bytes in the buffer; return float32 [blocks, 1]. stored: uint8
+        [blocks, bytes], the last bytes of each block. first: index in the buffer of the first of these blocks."""
         return stored.contiguous().view(torch.float32)
 
     def unpack(self, records: torch.Tensor, dtype: torch.dtype, start: int = 0) -> torch.Tensor:
-        """Dequantize `records`, uint8 [n / 64 x record bytes], to weights [n] of `dtype`, computed in float32 as by
-        bitsandbytes. `start`: number of weights that precede them in the buffer.
-        """
+        """Dequantize weights; return [n] in `dtype`, computed in float32 as by bitsandbytes. records: the bytes of
+        their blocks (codes, then scale), uint8 [n / 64 x bytes per block]. start: number of weights that precede these
+        in the buffer."""
         records, block = records.view(-1, self.record_bytes), start // BLOCK
         at_once = UNPACKED_AT_ONCE.get(records.device.type, len(records))
         if len(records) <= at_once or torch.compiler.is_compiling():
@@ -174,9 +170,8 @@ class QuantizedFormat(UnquantizedFormat):
         return values.flatten()
 
     def _unpack(self, records: torch.Tensor, dtype: torch.dtype, first: int) -> torch.Tensor:
-        """Dequantize `records`, uint8 [blocks, record bytes], without chunking; return weights [blocks, 64] of `dtype`.
-        `first`: index in the buffer of the first block.
-        """
+        """Dequantize all blocks at once; return weights [blocks, 64] in `dtype`. records: the bytes of each block
+        (codes, then scale), uint8 [blocks, bytes per block]. first: index in the buffer of the first block."""
         width = BLOCK if self.name == "int8" else BLOCK // 2
         codes, largest = records[:, :width], self._decode_scales(records[:, width:], first)
         if self.name != "int8":
@@ -197,7 +192,7 @@ class QuantizedMatmul:
         self.storage_format, self.shape, self.start = packing, shape, start
 
     def unpack(self, records: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Dequantize the weight from its `records`, flat uint8; return W [outputs, inputs] in `dtype`."""
+        """Dequantize the weight; return W [outputs, inputs] in `dtype`. records: quantized bytes of W, flat uint8."""
         return self.storage_format.unpack(records, dtype, self.start).view(self.shape)
 
     def __call__(self, x: torch.Tensor, records: torch.Tensor) -> torch.Tensor:

@@ -15,9 +15,9 @@ from meshwright.schedules.report import schedule as report_schedule
 class StepDurations(TypedDict, total=False):
     """Durations of the passes and transfers of one micro-batch in a pipeline, in any unit of time.
 
-    Any field may be omitted. Each but `transfer` is one number: the time on all stages of a rank together, equal on all
-    ranks; or a list [ranks] of such times; or a list [stages] with the time of each stage. The length of a list decides
-    whether it is by rank or by stage.
+    Any field may be omitted. A number is the time on all stages of a rank together, equal on all ranks. A list [ranks]
+    has one such time per rank; a list [stages] has the time of each stage. The length of a list decides between the
+    two. `transfer` has other units, see below.
 
     Attributes:
         forward: Time of the forward pass; 1 unless given.
@@ -25,8 +25,7 @@ class StepDurations(TypedDict, total=False):
         weight_gradient: Time of the weight-gradient pass (W); 1 unless given.
         transfer: Time of a message from a stage to the next: one number, or one per stage boundary; 0 unless given.
         overlapped: Time of a forward and a backward together, where a schedule overlaps them; the sum of their times
-            unless given.
-    """
+            unless given."""
 
     forward: float | Sequence[float]
     input_gradient: float | Sequence[float]

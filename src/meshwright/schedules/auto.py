@@ -74,9 +74,9 @@ class SearchResult:
         candidates: All candidates: those within the memory limits, then the others, each by increasing makespan (total
             time).
         refused: {named schedule: reason why it does not accept the numbers of ranks and micro-batches}.
-        lower_bound: Lower bound of the makespan of any schedule with the searched placements and memory limits; None if
-            candidates lie outside its model (two replicas, or overlapped steps that take less time than one after the
-            other).
+        lower_bound: Lower bound of the makespan of any schedule with the searched placements and memory limits. None if
+            it does not hold for all candidates: some have two replicas, or overlapped steps that take less time than
+            one after the other.
     """
 
     program: PipelineProgram
@@ -123,19 +123,19 @@ def search_schedule(
     weight_copies: int = 1,
     effort: int = EFFORT,
 ) -> SearchResult:
-    """Search for a synchronous pipeline schedule (steps of every rank) with a small makespan, the total time; durations
+    """Search for a synchronous pipeline schedule (steps of every rank) with a small makespan, the total time. Durations
     may differ by rank or stage. After Qi et al. 2024, arXiv 2401.10241, section 3, and arXiv 2405.15362.
 
     ranks, micro_batches: numbers of pipeline ranks and micro-batches. durations: times of the passes of one
-    micro-batch. Each field is one number or a list [ranks], for all stages of a rank together (divided equally among
-    them), or a list [stages], which fixes the number of stages per rank ([stages - 1] for transfers). Or a function
-    from the number of stages to `Durations`.
+    micro-batch, or a function (number of stages) -> `Durations`. A field with one number, or a list [ranks], is the
+    time on all stages of a rank together, divided equally among them. A list [stages] ([stages - 1] for transfers) has
+    the time of each stage, and so fixes the number of stages per rank.
 
     memory: maximum saved activations of a rank, in micro-batches on all its stages, one number or one per rank; None:
-    no limit. chunks: stages per rank; None: 1 and 2 are tried. weight_copies: 2 to consider also named schedules with
-    two replicas. effort: approximate number of task runs (one pass of one micro-batch on one stage) to simulate for
-    each placement of stages on ranks. Raises UserError for invalid numbers and for a memory below the minimum.
-    """
+    no limit. chunks: stages per rank; None: 1 and 2 are tried. weight_copies: 2 to also consider named schedules with
+    two replicas of the model. effort: approximate number of task runs (one pass of one micro-batch on one stage) to
+    simulate for each placement of stages on ranks. Raises UserError for invalid numbers and for a memory below the
+    minimum."""
     timed = _tabulate_durations(ranks, micro_batches, durations, chunks)
     counts = tuple(timed)
     limits = _check_memory(ranks, memory)

@@ -16,9 +16,9 @@ def chimera(ranks: int, micro_batches: int, forward_doubling: bool = False) -> P
     collide. ranks/2 micro-batches per direction form a unit; units follow each other without idle slots (direct
     concatenation). Ranks and micro-batches must be even (`UserError`).
 
-    forward_doubling: True for slots of two forwards or one backward, for backwards that take as long as two forwards. A
-    unit then has twice as many micro-batches. The paper runs the two forwards as one batch; here they are separate
-    steps, and the first is sent while the second is computed.
+    forward_doubling: True if a slot holds two forwards or one backward; suits backwards that take as long as two
+    forwards. A unit then has twice as many micro-batches. The paper runs the two forwards as one batch; here they are
+    separate steps, and the first is sent while the second is computed.
 
     Costs, for N >= D micro-batches in whole units on D ranks (table 2 of the paper):
     - bubble ratio: (D-2) / (2N+D-2) if a backward takes as long as a forward. If it takes as long as two:
@@ -27,8 +27,7 @@ def chimera(ranks: int, micro_batches: int, forward_doubling: bool = False) -> P
     - peak activations: D/2 + 1 micro-batches on the outer ranks to D on the inner ones; with forward doubling 3D/2 + 1
       to 2D
     - weight copies: 2
-    - transfers: as many as 1F1B
-    """
+    - transfers: as many as 1F1B"""
     if ranks < 2 or ranks % 2:
         raise UserError(f"chimera on {ranks} ranks: the number of ranks must be even")
     if micro_batches < 2 or micro_batches % 2:

@@ -55,12 +55,11 @@ def with_components(program: PipelineProgram) -> PipelineProgram:
 
 
 def _split_group(group: list[_Step]) -> Iterator[tuple[_Step, ...]]:
-    """Split the whole steps of one group (steps that a rank runs together) into their layer components (attention,
-    dispatch, MLP, combine); yield the groups that replace it.
+    """Split the steps of one group (steps that a rank runs together) into their layer components (attention, dispatch,
+    MLP, combine). Yield the groups of components that replace the group.
 
-    group: steps (kind, stage, replica, micro-batch, component). The components of an overlapped forward and backward
-    are paired, one of each in a group.
-    """
+    group: steps (kind, stage, replica, micro-batch, component), each a whole pass. The components of an overlapped
+    forward and backward are paired, one of each in a group."""
     whole = [step for step in group if step[0] in _PARTS and step[4] == Component.WHOLE]
     if len(whole) < len(group):
         yield tuple(step for step in group if step not in whole)
@@ -85,10 +84,9 @@ class ComponentDurations:
     transfer: float = 0.0
 
     def tabulate(self) -> Floats:
-        """Return the durations as a table [4, 4] in their unit.
+        """Return the durations as a table [4, 4], in the unit of the fields.
 
-        Rows: forward, full backward, input gradient, weight gradient. Columns: attention, dispatch, MLP, combine.
-        """
+        Rows: forward, full backward, input gradient, weight gradient. Columns: attention, dispatch, MLP, combine."""
         weights = np.array([self.weight_gradient[0], 0.0, self.weight_gradient[1], 0.0])
         inputs = np.array(self.input_gradient)
         return np.array([self.forward, inputs + weights, inputs, weights], np.float64)

@@ -44,11 +44,10 @@ def write_dual_order(rank: RankBuilder, chunks: list[Chunk], half: int) -> None:
     """Append one rank's steps under DualPipe or DualPipeV (DeepSeek-V3 report, section 3.2.1) to `rank`, the builder of
     the rank's steps.
 
-    chunks: the rank's two stages with their micro-batches, the lower stage number first; a rank whose lower stage is
-    number d is the d-th from an end of the pipeline, which determines its order. half: number of ranks from an end to
-    the middle of the pipeline: half of the ranks under DualPipe; all ranks under DualPipeV, whose last rank holds the
-    two middle stages.
-    """
+    chunks: the rank's two stages with their micro-batches, the lower stage number first. The lower stage number is the
+    rank's distance from an end of the pipeline, which determines its order of steps. half: number of ranks from an end
+    to the middle of the pipeline: half of the ranks under DualPipe, all ranks under DualPipeV (whose last rank holds
+    the two middle stages)."""
     depth, to_the_middle = chunks[0].stage, half - chunks[0].stage - 1
     order = PhraseWriter(rank, chunks)
     # Numbers: steps of the schedule in DeepSeek's published code.

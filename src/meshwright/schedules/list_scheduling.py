@@ -49,13 +49,12 @@ Rule = Callable[[int, float], tuple[int, float]]
 
 def _build_orders(problem: Problem, rule: Rule, state: PartialOrders) -> tuple[float, list[Order]]:
     """Build the task orders of all ranks: whenever a rank is free, ask `rule` for its next task (one pass on one
-    stage). Return (makespan, orders), where orders[rank] lists the rank's task numbers; the makespan (total time) is
+    stage). Return (makespan, orders), where orders[rank] lists the rank's task numbers. The makespan (total time) is
     infinite if some tasks never run.
 
-    problem: ranks, placement, task durations and memory limits. rule: function (rank, time) -> (task number, 0) to run
-    the task now, or (-1, time at which to ask again); it is also asked when a task that produces an input for the rank
-    is scheduled. state: end times and memory use of all ranks, which this function updates.
-    """
+    problem: ranks, placement, task durations and memory limits. rule: function (rank, time) that returns (task number,
+    0) to run this task now, or (-1, time at which to ask again). It is also asked when a task that produces an input
+    for the rank is scheduled. state: end times and memory use of all ranks, which this function updates."""
     stages = problem.stages
     orders: list[Order] = [[] for _ in range(problem.ranks)]
     free = [0.0] * problem.ranks
@@ -173,10 +172,9 @@ def reorder_out_of_order(
     stage.
 
     problem: placement, task durations and memory limits. orders: for each rank, its task numbers in execution order.
-    window: number of next tasks among which the one that runs ahead is chosen; the memory limit must still hold.
-    patience: fraction of its duration that a task must be able to run before the input of an overtaken task arrives (1:
-    overtaken tasks are not delayed; 0: any delay is accepted).
-    """
+    window: number of next tasks of the rank that may run ahead; the memory limit holds for them too. patience: fraction
+    of its duration that a task must be able to run before the input of an overtaken task arrives (1: overtaken tasks
+    are not delayed; 0: any delay is accepted)."""
     s, duration = problem.stages, problem.duration
     state = PartialOrders(problem, [[] for _ in range(3 * s)] + [[0.0] * problem.micro_batches], [0] * problem.ranks)
     ends, needs, lag = state.ends, problem.predecessor, problem.lag

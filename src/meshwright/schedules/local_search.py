@@ -17,13 +17,12 @@ Block = tuple[int, int, int]  # rank, first and last position
 
 
 def find_critical_blocks(problem: Problem, orders: list[Order], clock: TaskTimes) -> list[Block]:
-    """Return the critical path (chain of tasks that determines the makespan) as blocks, from the end to the start. A
-    block is (rank, first position, last position): consecutive tasks of a rank without idle time between them;
-    positions are indices into the rank's order.
+    """Return the critical path (chain of tasks that determines the makespan) as a list of blocks, from the end of the
+    schedule to its start. A block is a sequence of tasks of one rank without idle time between them, given as (rank,
+    first position, last position); positions are indices into the rank's order.
 
     problem: placement and task durations. orders: for each rank, its task numbers in execution order (a task is one
-    pass on one stage). clock: end times of the tasks under these orders.
-    """
+    pass on one stage). clock: end times of the tasks under these orders."""
     rank = max(range(problem.ranks), key=lambda r: clock.by_rank[r][-1])
     position = last = len(orders[rank]) - 1
     blocks, hair = [], 1e-9 * clock.makespan
@@ -94,13 +93,12 @@ def improve_orders(problem: Problem, orders: list[Order], runs: int) -> tuple[fl
 
 
 def _draw_move(problem: Problem, orders: list[Order], blocks: list[Block], draw: Random) -> tuple[int, Order | None]:
-    """Draw a random move of one task (a pass on one stage) within a block of the critical path: by one position, or to
-    the start or end of the block or a few positions beyond; return (rank, new feasible order of that rank). The order
-    is None if ten draws in a row give no feasible one.
+    """Draw a random move of one task (a pass on one stage) on the critical path; return (rank, new feasible order of
+    that rank). The order is None if ten draws in a row give no feasible one. The task moves by one position, or to the
+    start or end of its block, or a few positions beyond it.
 
     problem: placement and memory limits. orders: for each rank, its task numbers in execution order. blocks: (rank,
-    first position, last position) of consecutive tasks on the critical path. draw: random-number generator.
-    """
+    first position, last position) of consecutive tasks on the critical path. draw: random-number generator."""
     for _ in range(10):
         rank, first, last = blocks[int(draw.random() * len(blocks))]
         order = orders[rank]

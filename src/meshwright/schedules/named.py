@@ -68,12 +68,11 @@ def check_sizes(name: str, ranks: int | None, micro_batches: int | None, chunks:
 
 
 def _check_positive(name: str, what: str, preposition: str, number: int | None) -> int:
-    """Return `number` if it is 1 or more, else raise UserError (also for None, a missing number), such as "1f1b on 0
-    ranks".
+    """Return `number` if it is at least 1. Raise UserError, such as "1f1b on 0 ranks", if it is smaller or missing
+    (None).
 
     name: name of the schedule. what: the quantity, such as `ranks`. preposition: word of the message between name and
-    number, such as `on`.
-    """
+    number, such as `on`."""
     if number is None:
         raise UserError(f"{name}: the number of {what} is missing")
     if number < 1:

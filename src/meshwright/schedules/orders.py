@@ -109,8 +109,8 @@ class Problem:
 
     @cached_property
     def lag(self) -> tuple[float, ...]:
-        """Time that the input of each task (one pass on one stage) takes from the rank that produces it: [tasks]; 0 if
-        that is the task's own rank."""
+        """Transfer time of each task's input (a task is one pass on one stage), [tasks]; 0 if the rank that produces
+        the input is the task's own."""
         return (0.0, *self.hop, *self.hop, 0.0, *[0.0] * self.stages)
 
     @cached_property
@@ -146,11 +146,13 @@ class Problem:
         """Lower bound of the makespan (total time) over all orders within the memory limits: the maximum, over all
         ranks, of a work bound and a memory bound.
 
-        Work bound: idle time before the rank's first input gradient, at least (its first micro-batch must arrive, and
-        memory limits the forwards until then); plus its forwards and input gradients; plus the longer of its weight
-        gradients and the passes of earlier stages after its last input gradient. Memory bound: arrival time of the
-        first micro-batch, plus the memory-time product of all activations divided by the memory limit.
-        """
+        The work bound of a rank is the sum of three times. (1) Minimum idle time before its first input gradient, given
+        when its first micro-batch arrives and how many forwards memory allows until then. (2) Time of all its forwards
+        and input gradients. (3) The longer of: all its weight gradients; the passes of earlier stages that follow its
+        last input gradient.
+
+        The memory bound of a rank is the arrival time of its first micro-batch, plus the memory-time product of all its
+        activations divided by the memory limit."""
         s, m, t = self.stages, self.micro_batches, self.duration
         comes, after = [0.0] * s, [t[2 * s]] + [0.0] * (s - 1)
         for x in range(1, s):
@@ -190,9 +192,8 @@ def simulate_orders(
     """Simulate task orders, each task as early as its rank and its input allow; return all end times.
 
     problem: placement and task durations. orders: for each rank, its task numbers in execution order (a task is one
-    pass on one stage). before, since: to save time, result for other orders that differ only in tasks which end at time
-    `since` or later; its earlier end times are reused. None: all times are computed.
-    """
+    pass on one stage). before: earlier result for orders that differ only in tasks which end at time `since` or later;
+    end times before `since` are copied from it, to save time. None: all times are computed."""
     needs, lag, duration = problem.predecessor, problem.lag, problem.duration
     ranks = range(problem.ranks)
     if before is None:
@@ -259,9 +260,8 @@ def extract_orders(program: PipelineProgram) -> list[Order]:
     order. A task is one pass on one stage, numbered kind x stages + stage with kinds 0 forward, 1 input gradient, 2
     weight gradient.
 
-    A full backward becomes two tasks. Not kept are groups (steps that run together) and micro-batch numbers: the n-th
-    run of a task is taken as that of micro-batch n.
-    """
+    A full backward becomes two tasks. Groups (steps that run together) and micro-batch numbers are lost: the n-th run
+    of a task is taken as that of micro-batch n."""
     stages, orders = program.stages, []
     kinds = {int(kind): number for number, kind in enumerate(KINDS)}
     for rank in range(program.ranks):
@@ -281,9 +281,8 @@ def build_program_from_orders(name: str, problem: Problem, orders: list[Order]) 
     """Build the pipeline schedule called `name` from task orders. A task is one pass on one stage; its number is kind x
     stages + stage, with kinds 0 forward, 1 input gradient, 2 weight gradient.
 
-    problem: gives the placement of stages on ranks. orders: for each rank, its task numbers in execution order; where a
-    number comes for the n-th time, the task runs micro-batch n.
-    """
+    problem: gives the placement of stages on ranks. orders: for each rank, its task numbers in execution order; the
+    n-th occurrence of a number is the task's run on micro-batch n."""
     rows = []
     for rank, order in enumerate(orders):
         count = [0] * (3 * problem.stages)

@@ -43,18 +43,17 @@ class PhraseWriter:
         self._written: list[Integers] = []
 
     def write(self, phrase: str, times: int = 1) -> None:
-        """Append the steps that the text `phrase` describes, such as `F0 F0&B1` (forward of chunk 0, then its next
-        forward overlapped with a backward of chunk 1; a chunk is a stage on this rank), repeated `times` times (none
-        for 0 or less)."""
+        """Append the steps that the text `phrase` describes, repeated `times` times (0 or less: none). Example: `F0
+        F0&B1` is a forward of chunk 0, then the next forward of chunk 0 overlapped with a backward of chunk 1. A chunk
+        is a stage on this rank."""
         self._written += [_parse_phrase(phrase)] * times
 
     def finish(self) -> None:
         """Number the micro-batches of all steps written so far, in execution order, and append the steps to the rank's
-        builder. To be called once, at the end.
+        builder. Call it once, at the end.
 
-        Asserts that either all weight gradients or none were written with the number of their chunk (stage of the
-        rank).
-        """
+        Asserts that weight gradients were written either all with a chunk number (`W0`) or all without (`W`). A chunk
+        is a stage on the rank."""
         kind, chunk, joined = np.concatenate(self._written).T
         micro_batch = np.full(len(kind), -1)
         split = kind == Kind.INPUT_GRADIENT
@@ -83,9 +82,11 @@ class PhraseWriter:
 
 @lru_cache(maxsize=128)
 def _parse_phrase(phrase: str) -> Integers:
-    """Parse a text such as `F0 F0&B1` (F: forward, B: full backward, I: input gradient, W: weight gradient; the number
-    is that of a chunk) into a table of steps [steps, 3]. Columns: kind; chunk number, -1 for a `W` without number; 1 if
-    `&` joins the step to the one before, else 0."""
+    """Parse a text such as `F0 F0&B1` into a table of steps [steps, 3]. F is forward, B full backward, I input
+    gradient, W weight gradient; the number is that of a chunk (stage on this rank).
+
+    Columns: (1) kind; (2) chunk number, -1 for a `W` without number; (3) 1 if `&` joins the step to the one before,
+    else 0."""
     steps = [
         (_KINDS[step[0]], int(step[1:]) if step[1:] else -1, place > 0)
         for word in phrase.split()

@@ -39,10 +39,9 @@ def from_csv(text: str, where: str = "schedule") -> PipelineProgram:
     """Parse a PyTorch schedule CSV (one row of actions such as `2F5` per rank) into a pipeline schedule. Empty cells
     and cells about sharded parameters are ignored.
 
-    where: prefix of error messages; its file name becomes the schedule's name. The number of stages follows from the
-    highest stage number, the number of micro-batches from the stage with the most forwards; `check_pipeline` finds
-    inconsistencies. Raises UserError with row and cell for invalid text.
-    """
+    where: prefix of error messages, such as the path of the file; the file's name becomes the schedule's name. The
+    number of stages follows from the highest stage number, the number of micro-batches from the stage with the most
+    forwards; `check_pipeline` finds inconsistencies. Raises UserError with row and cell for invalid text."""
     try:
         rows = list(csv.reader(io.StringIO(text, newline=""), strict=True))
     except csv.Error as error:

@@ -162,14 +162,14 @@ def schedule(
 
     name: schedule such as "1f1b", `auto` (search), or `@FILE`. ranks, micro_batches: numbers of pipeline ranks and
     micro-batches; None only for a file. chunks: stages per rank (None: the schedule's default). durations: times of one
-    micro-batch, in any unit: in each field one number or a list [ranks], for all stages of a rank together (divided
-    equally among them), or a list [stages]. memory: limit on a rank's saved activations, in activations of one
-    micro-batch on all stages of the rank (None: no limit); used by `auto` only. parts: times of attention, dispatch,
-    MLP and combine in a forward on all stages of a rank, instead of `durations`; the input gradient takes the same
-    times, the weight gradient those of attention and MLP. Steps are then split into these components and simulated with
-    two streams per rank. None: steps are not split. Raises UserError for unknown names and invalid numbers,
-    ProgramError for an incorrect program.
-    """
+    micro-batch, in any unit. In each field, one number or a list [ranks] is the time on all stages of a rank together,
+    divided equally among them; a list [stages] has the time of each stage. memory: maximum saved activations of a rank,
+    in micro-batches on all its stages (None: no limit); used by `auto` only.
+
+    parts: times of attention, dispatch, MLP and combine in a forward on all stages of a rank, used instead of
+    `durations`. The input gradient takes the same times, the weight gradient those of attention and MLP. Each step is
+    then split into these components, and simulated with two streams per rank. None: steps are not split. Raises
+    UserError for unknown names and invalid numbers, ProgramError for an incorrect program."""
     found, cut = None, None
     if name == "auto":
         # Durations of a rank's whole share: the search chooses the placement.

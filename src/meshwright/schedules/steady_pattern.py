@@ -11,12 +11,11 @@ from meshwright.schedules.orders import Order, Problem
 
 
 def compute_shortest_period(problem: Problem) -> float:
-    """Return a lower bound of the time per micro-batch while the pipeline is full, in the unit of the step durations:
-    the larger of the work of the busiest rank on one micro-batch, and the largest ratio, over ranks, of the memory-time
-    product of one micro-batch's activations to the memory limit.
+    """Return a lower bound of the period (time per micro-batch while the pipeline is full), in the unit of the step
+    durations. It is the larger of two maxima over ranks: the rank's work on one micro-batch; the memory-time product of
+    one micro-batch's activations on the rank, divided by the rank's memory limit.
 
-    problem: placement of stages, task durations and memory limits.
-    """
+    problem: placement of stages, task durations and memory limits."""
     s, t = problem.stages, problem.duration
     work = max(sum(t[x] + t[s + x] + t[2 * s + x] for x in held) for held in problem.stages_by_rank)
     return max(

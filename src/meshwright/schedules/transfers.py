@@ -19,9 +19,8 @@ def with_transfers(program: PipelineProgram, durations: Durations | None = None)
     All compute steps and transfers are sorted by simulated time: a step by its start, a transfer by the time at which
     its value is produced. A send and its receive take this position on both ranks, so that the first pending transfer
     can always complete. Transfers of a rank without computation between them form one group, posted at once. In
-    simulation no compute step is later than without explicit transfers: a value is sent as soon as it is produced, and
-    its receive is posted before the value is needed.
-    """
+    simulation no compute step starts later than without explicit transfers: a value is sent as soon as it is produced,
+    and its receive is posted before the value is needed."""
     if program.has_transfers:
         return program
     s = program.steps

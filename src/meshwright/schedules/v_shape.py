@@ -68,27 +68,25 @@ def v_min(ranks: int, micro_batches: int) -> PipelineProgram:
 
 
 def _repeat_block(name: str, block: Block, micro_batches: int, most_held: int) -> PipelineProgram:
-    """Build a V-shaped pipeline schedule by repeating the steps of one micro-batch (the building block): micro-batch k
-    starts six time slots after micro-batch k - 1, then all steps move earlier into idle slots as far as memory allows.
+    """Build a V-shaped pipeline schedule by repeating the steps of one micro-batch (the building block). Micro-batch k
+    starts six time slots after micro-batch k - 1. Then all steps move earlier into idle slots, as far as memory allows.
 
-    name: name of the schedule. block: [ranks], time slots in which micro-batch 0 runs its two forwards and its two B
-    (input-gradient) passes on each rank; its two W (weight-gradient) passes take the two free slots of the six.
-    most_held: limit on the saved activations of a rank, in activations of one micro-batch on one stage; `block` itself
-    must keep to it.
-    """
+    name: name of the schedule. block: [ranks], time slots in which micro-batch 0 runs its two forwards and its two
+    input gradients on each rank; its two weight gradients take the two free slots of the six. most_held: limit on the
+    saved activations of a rank, in activations of one micro-batch on one stage; `block` itself must respect it."""
     ranks = len(block)
     program = Builder(name, ranks, micro_batches, (place_in_v_shape(ranks),))
     states = [
         _RankState(writer, planned_slots, ranks, micro_batches)
         for writer, planned_slots in zip(program.ranks, block, strict=True)
     ]
-    stops_made = [0] * micro_batches
+    passes_done = [0] * micro_batches
     left = sum(len(rank.waiting) for rank in states)
     while left:
-        moved = [rank.run_slot(stops_made, most_held) for rank in states]
+        moved = [rank.run_slot(passes_done, most_held) for rank in states]
         for micro_batch in moved:  # the result of a slot is available from the next one on
             if micro_batch is not None:
-                stops_made[micro_batch] += 1
+                passes_done[micro_batch] += 1
         before, left = left, sum(len(rank.waiting) for rank in states)
         assert left < before, "no step can run: the block itself needs more memory"
     return program.build()
@@ -101,7 +99,7 @@ class _RankState:
     gradients of micro-batch 0 on this rank. ranks: number of ranks. micro_batches: number of micro-batches.
 
     Attributes:
-        stops: Indices of these four steps in the sequence of all 4 x ranks forwards and input gradients of a
+        pass_indices: Indices of these four steps in the sequence of all 4 x ranks forwards and input gradients of a
             micro-batch (forwards from rank 0 to the last rank and back, then input gradients likewise).
         waiting: Steps not yet run, as (planned time slot, step, micro-batch), in planned order.
         left: Number of steps not yet run, for each of the six steps of a micro-batch.
@@ -114,7 +112,7 @@ class _RankState:
     ) -> None:
         """Plan the rank's steps, weight gradients in the free slots; arguments: see the class."""
         rank, self.writer = writer.rank, writer
-        self.stops = (rank, 2 * ranks - 1 - rank, 2 * ranks + rank, 4 * ranks - 1 - rank)
+        self.pass_indices = (rank, 2 * ranks - 1 - rank, 2 * ranks + rank, 4 * ranks - 1 - rank)
         # Weight gradients take the two free slots, soon after their input gradients.
         free = set(range(_INTERVAL)) - {due % _INTERVAL for due in planned_slots}
         after = [[due + 1 + (slot - due - 1) % _INTERVAL for due in planned_slots[I1:]] for slot in sorted(free)]
@@ -128,15 +126,15 @@ class _RankState:
         self.ready_weights: set[tuple[int, int]] = set()  # weight gradients that can run: step, micro-batch
         self.held = 0
 
-    def run_slot(self, stops_made: list[int], most_held: int) -> int | None:
-        """Run the rank's next possible step in the current time slot, by appending it to the schedule. Return the
-        micro-batch of the step if it is a forward or input gradient, whose result the next stage needs; None for a
-        weight gradient or if no step can run.
+    def run_slot(self, passes_done: list[int], most_held: int) -> int | None:
+        """Choose the step that the rank runs in the current time slot, and append it to the rank's schedule. Return the
+        micro-batch of the step if it is a forward or input gradient, whose result the next stage needs. Return None for
+        a weight gradient, or if no step can run.
 
-        stops_made: [micro-batches], number of forwards and input gradients that each micro-batch has completed, over
-        all ranks. most_held: maximum saved activations of the rank, in activations of one micro-batch on one stage.
-        """
-        able = self._find_ready(stops_made, most_held)
+        passes_done: [micro-batches], number of forwards and input gradients that each micro-batch has completed so far,
+        over all ranks. most_held: maximum saved activations of the rank, in activations of one micro-batch on one
+        stage."""
+        able = self._find_ready(passes_done, most_held)
         if self.left[F0]:
             place = next(able, None)
         else:  # during cool-down, weight gradients last: no other rank waits for them
@@ -154,18 +152,19 @@ class _RankState:
             self.ready_weights.add((step + 2, micro_batch))
         return micro_batch
 
-    def _find_ready(self, stops_made: list[int], most_held: int) -> Iterator[int]:
-        """Yield the remaining steps of the rank that can run now, in planned order, as indices into `self.waiting` (the
-        steps not yet run).
+    def _find_ready(self, passes_done: list[int], most_held: int) -> Iterator[int]:
+        """Yield the steps of the rank that can run now, in planned order, as indices into `self.waiting` (the steps not
+        yet run).
 
-        A step can run if its input has arrived. A forward also needs free memory: for itself and for the steps planned
-        before it, which will run after it. While the pipeline is full (from the rank's first input gradient on its
-        first stage until its last forward on that stage) only the first planned step is considered.
+        A step can run if its input has arrived. A forward also needs free memory. It may overtake steps planned before
+        it only if memory suffices for its activations in addition to the peak of theirs. While the pipeline is full, no
+        step overtakes another: only the first planned step is considered. (The pipeline is full from the rank's first
+        input gradient on its first stage until its last forward on that stage.)
 
-        stops_made: [micro-batches], number of forwards and input gradients that each micro-batch has completed, over
-        all ranks. most_held: maximum saved activations of the rank, in activations of one micro-batch on one stage.
-        """
-        steady = self.left[I0] < len(stops_made) and self.left[F0] > 0
+        passes_done: [micro-batches], number of forwards and input gradients that each micro-batch has completed so far,
+        over all ranks. most_held: maximum saved activations of the rank, in activations of one micro-batch on one
+        stage."""
+        steady = self.left[I0] < len(passes_done) and self.left[F0] > 0
         held = highest = self.held
         seen: set[int] = set()
         looked_at = 1 if steady else sum(left > 0 for left in self.left)  # only the next step of each kind can run
@@ -174,7 +173,7 @@ class _RankState:
                 if step in (W1, W0):
                     ready = (step, micro_batch) in self.ready_weights
                 else:
-                    ready = stops_made[micro_batch] == self.stops[step]
+                    ready = passes_done[micro_batch] == self.pass_indices[step]
                 if ready and (step not in (F0, F1) or highest < most_held):
                     yield place
             seen.add(step)

@@ -24,20 +24,19 @@ Row = Sequence[int]
 
 
 class AdmissionState:
-    """State of the banker's algorithm (deadlock avoidance) for a pool of KV blocks that N running sequences share:
-    limits how many blocks each sequence may allocate now, so that all can finish one after the other, from the oldest
-    to the youngest.
+    """State of the banker's algorithm (deadlock avoidance) for a pool of KV blocks that N running sequences share. It
+    limits how many blocks a sequence may allocate now, so that all sequences can finish one after the other, from the
+    oldest to the youngest.
 
-    The state is safe if every sequence i can get the blocks that it may still need once all older sequences have
-    finished: its slack, available + (sum of `owned` over older sequences) - need_i, is not negative. need_i: maximum
-    number of blocks that it may still need.
+    The state is safe if each sequence, once all older ones have finished, can get all blocks that it may still need.
+    For sequence i these are at most need_i blocks. Its slack is available + (sum of `owned` over older sequences) -
+    need_i. The state is safe if no slack is negative.
 
     available: KV blocks that can be allocated now. tables: number W of block tables of each sequence. remaining [N]:
     blocks that each sequence may still allocate in each of its tables. most [N, W]: maximum number of blocks that each
     sequence holds at a time in each table (bounded by the sliding window, if there is one). owned [N, W]: blocks in
     each table that the sequence holds and no younger sequence shares; they become available when it and all older
-    sequences have finished.
-    """
+    sequences have finished."""
 
     def __init__(
         self, available: int, tables: int, remaining: Sequence[int], most: Sequence[Row], owned: Sequence[Row]
@@ -74,11 +73,10 @@ class AdmissionState:
         """Return a copy of the state with one more running sequence, the youngest. The copy may be unsafe; this state
         is unchanged.
 
-        most [W]: maximum number of KV blocks that the new sequence holds at a time in each block table. remaining: KV
-        blocks that it may still allocate in each table. cached [W]: number of blocks of its cached prefix in each table
-        that no running sequence holds. shared: {(index of a running sequence, table): number of blocks of the cached
-        prefix that the running sequence owned so far}; the new sequence owns them from now on.
-        """
+        most [W]: maximum number of KV blocks that the new sequence holds at a time in each of W block tables.
+        remaining: KV blocks that it may still allocate in each table. cached [W]: number of blocks of its cached prefix
+        in each table that no running sequence holds. shared: {(index of a running sequence, table): number of blocks of
+        the cached prefix that this sequence has owned so far}; they become owned by the new sequence."""
         owned, prefix = self._owned.copy(), list(cached)
         for (index, table), count in shared.items():
             owned[index, table] -= count

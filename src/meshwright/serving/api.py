@@ -218,8 +218,8 @@ def load(
             the ranks and loads the model on them.
         dtype: Dtype of weights and KV cache, a name such as `"bfloat16"` or a torch dtype; default float32.
         device: `"cpu"`, `"cuda"`, or `"auto"`: the GPU where there is one.
-        log: Called with one line of text for each newer checkpoint that is skipped because it is damaged, before the
-            CPU kernels are compiled, and if there are none for this machine or dtype.
+        log: Called with one line of text in three cases: a newer checkpoint is skipped because it is damaged; the CPU
+            kernels are about to be compiled; there are no kernels for this machine or dtype.
 
     Returns:
         The model, with `generate` and `stream`.

@@ -103,14 +103,13 @@ class BlockPool:
         return block
 
     def find(self, hashes: Sequence[bytes], windows: Sequence[int | None] = (None,)) -> tuple[int, list[list[int]]]:
-        """Find the longest prefix of a sequence whose KV blocks the prefix cache has. Return (number of blocks in the
-        prefix, indices of the blocks): the indices as one list for each block table, of those blocks only that are
-        inside the sliding window of the token after the prefix.
+        """Find the longest prefix of a sequence whose KV blocks are in the prefix cache. Return (number of blocks in
+        the prefix, lists of block indices). There is one list for each block table; it has only the blocks inside the
+        table's sliding window, as seen by the token after the prefix.
 
         hashes: hash of each block of the sequence, in order (see `HashChain`). windows: sliding window of each block
-        table in tokens, None: no window. A prefix is found if for every table the pool still has the blocks inside that
-        window, held or cached; blocks before the window are not needed.
-        """
+        table in tokens, None: no window. A prefix counts as cached if the pool still has all blocks inside these
+        windows, held or cached; blocks before a window are not needed."""
         count, begins = 0, [0] * len(windows)  # of the run of known blocks of each table that ends here
         for end, content in enumerate(hashes, 1):
             for table in range(len(windows)):

@@ -51,8 +51,8 @@ class DeviceLogits:
         self._copied = torch.cuda.current_stream(logits_RV.device).record_event() if logits_RV.is_cuda else None
 
     def copy_tokens_to(self, tokens: torch.Tensor) -> None:
-        """Queue the copy of the token IDs that the GPU has sampled to `tokens`, int32 [R], the input of the runner's
-        next step. Allowed only if `decided`, as that step overwrites the logits."""
+        """Queue a copy of the token IDs that the GPU has sampled into `tokens`, int32 [R] for R output rows, the input
+        of the runner's next step. Allowed only if `decided` is true, as the next step overwrites the logits."""
         tokens.copy_(self._drawn_R.int().clamp_(0, self._logits.shape[1] - 1))  # undefined if logits are NaN
 
     def wait(self) -> None:

@@ -50,8 +50,9 @@ class Tiles(NamedTuple):
 
 
 def add_norm(x_TH: torch.Tensor, delta_TH: torch.Tensor | None, weight_H: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Add `delta_TH` (a residual branch; None: nothing) to the hidden states `x_TH` in place; return the RMSNorm of the
-    sum times `weight_H`, [T, H]. epsilon: added to the mean square before the root."""
+    """Add the residual branch `delta_TH` (None: nothing) to the hidden states `x_TH` in place; return the RMSNorm of
+    the sum times `weight_H`, [T, H] for T tokens of hidden size H. epsilon: added to the mean square before the root.
+    """
     out_TH, size = torch.empty_like(x_TH), x_TH.shape[1]
     delta = x_TH if delta_TH is None else delta_TH
     block = triton.next_power_of_2(size)
@@ -95,11 +96,11 @@ def attend(
     Each context is split into sections of `SECTION` keys, counted from position 0. The sections are computed in
     parallel, and merged in order (Flash-Decoding).
 
-    qkv: [T, (N + 2K) D], of which the queries are read, the first N D columns. cache: (keys, values), each [C, K, D]
-    for C slots. tiles: tokens that are computed together. window: number of keys that a token attends to, its own
-    included (None: all). scores: (scale of the scores, softcap c that turns scores x into c tanh(x / c) or 0 for none,
-    attention sink of each query head [N] or None). scratch: float32 buffer for partial results, large enough for at
-    least one tile. arrivals: int32 counters, one for each (tile, key-value head), zeros before and after the call."""
+    qkv: [T, (N + 2K) D]; only its first N D columns, the queries, are read. cache: (keys, values), each [C, K, D] for C
+    slots. tiles: tokens that are computed together. window: number of keys that a token attends to, its own included
+    (None: all). scores: (scale of the scores, softcap c that turns scores x into c tanh(x / c) or 0 for none, attention
+    sink of each query head [N] or None). scratch: float32 buffer for partial results, large enough for at least one
+    tile. arrivals: int32 counters, one for each (tile, key-value head), zeros before and after the call."""
     keys, values = cache
     kv_heads, size = keys.shape[1:]
     heads = qkv.shape[1] // size - 2 * kv_heads
@@ -131,11 +132,11 @@ def attend(
 def product(
     x_TX: torch.Tensor, weight_YX: torch.Tensor, bias_Y: torch.Tensor | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Return the matrix product x Wᵀ + b, [T, Y], batch-invariant: the bits of each row do not depend on the number of
-    rows T, because tile sizes and split-K depend on the weight's shape alone.
+    """Return the matrix product x Wᵀ + b, [T, Y], for T tokens, X inputs and Y outputs. It is batch-invariant: the bits
+    of each row do not depend on the number of rows T, because tile sizes and split-K depend on the weight's shape
+    alone.
 
-    x_TX: input x, T tokens. weight_YX: weight W. bias_Y: bias b; None: no bias. dtype: dtype of the result; None: the
-    dtype of x.
+    x_TX: input x. weight_YX: weight W. bias_Y: bias b; None: no bias. dtype: dtype of the result; None: the dtype of x.
     """
     rows, (columns, inner) = len(x_TX), weight_YX.shape
     wide, splits = columns >= 16384 and x_TX.dtype.itemsize == 2, 1
@@ -160,15 +161,14 @@ def gemv(
     x_1X: torch.Tensor, weight: torch.Tensor, bias_Y: torch.Tensor | None = None, dtype: torch.dtype | None = None, *,
     norm: tuple[torch.Tensor, float] | None = None, delta_1X: torch.Tensor | None = None, gated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return two rows for a single token: the matrix-vector product v Wᵀ + b, [1, Y], and the sum x + delta, [1, X].
-    v is the RMSNorm of x + delta, or x itself if `norm` is None.
+    """Compute a matrix-vector product for a single token. Return (v Wᵀ + b, [1, Y]; x + delta, [1, X]), for X inputs
+    and Y outputs. v is the RMSNorm of x + delta, or x itself if `norm` is None.
 
     x_1X: row x. weight: W [Y, X], a parameter: it is read before the previous kernel has ended (programmatic dependent
     launch), so no queued kernel may write to it. bias_Y: b; None: no bias. dtype: dtype of the product; None: the dtype
     of x. norm: (weight [X], epsilon) of the RMSNorm. delta_1X: delta, a residual branch; None: nothing is added, as
-    required if `norm` is None. gated: W is [2 Y, X], the first row is silu(first half) * second half of the product
-    (SwiGLU), and there is no bias.
-    """
+    required if `norm` is None. gated: True for SwiGLU: W is [2 Y, X], the product is replaced by silu(its first half) *
+    its second half, and there is no bias."""
     assert norm is not None or delta_1X is None, "only a norm adds"
     columns, inner = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     padded = triton.next_power_of_2(inner)
@@ -186,8 +186,9 @@ def gemv(
 
 def grouped_product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """Return the grouped GEMM of E experts, [N, Y]: each of the N rows of `x_NX` times the transposed weight of the
-    row's expert. The rows are (token, expert) pairs sorted by expert. weight_EYX: weights of the experts. ends_E:
-    int32, exclusive end of each expert's rows."""
+    row's expert, for X inputs and Y outputs. The rows are (token, expert) pairs sorted by expert.
+
+    weight_EYX: weights of the experts. ends_E: int32, exclusive end of each expert's rows."""
     rows, (experts, columns, _) = len(x_NX), weight_EYX.shape
     out = x_NX.new_empty(rows, columns)
     grid = triton.cdiv(rows, _PRODUCT_ROWS), triton.cdiv(columns, 64), experts
@@ -196,14 +197,12 @@ def grouped_product(x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.
 
 
 def _launch_product(grid: Any, x: Any, weight: Any, bias: Any, out: Any, rows: Any, chosen: Any) -> None:
-    """Launch the Triton kernel `product`, which writes x Wᵀ + bias to `out`; with `chosen[2]`, a grouped GEMM over
-    experts.
+    """Launch the Triton kernel `product`, which writes x Wᵀ + bias to `out`, or computes a grouped GEMM over experts.
 
     grid: (number of row tiles, number of column tiles, number of splits of the inner dimension or of experts). x:
-    [rows, X]. weight: W, [Y, X] or [experts, Y, X]. bias: [Y]; any tensor if no bias is added. rows: (exclusive end of
-    each expert's rows, or any tensor if not grouped; number of rows of x). chosen: (columns of a tile, splits of the
-    inner dimension, True to group by expert, True to add the bias).
-    """
+    [rows, X] with X inputs. weight: W, [Y, X] or [experts, Y, X] with Y outputs. bias: [Y]; any tensor if no bias is
+    added. rows: (exclusive end of each expert's rows, or any tensor if not grouped; number of rows of x). chosen:
+    (columns of a tile, splits of the inner dimension, True to group by expert, True to add the bias)."""
     *_, columns, inner = weight.shape
     halves = x.dtype.itemsize == 2
     kernels.product[grid](
@@ -213,8 +212,8 @@ def _launch_product(grid: Any, x: Any, weight: Any, bias: Any, out: Any, rows: A
 
 
 def swiglu(up_TF: torch.Tensor) -> torch.Tensor:
-    """Return SwiGLU of `up_TF`, the output [T, 2F] of an MLP's gate and up projection: silu(first F columns, the gate)
-    * last F columns, [T, F]."""
+    """Return SwiGLU of the output of an MLP's gate and up projection, [T, F] for T tokens and intermediate size F:
+    silu(first F columns of `up_TF`, the gate) * its last F columns. up_TF: [T, 2F]."""
     width = up_TF.shape[1] // 2
     out_TF = up_TF.new_empty(len(up_TF), width)
     kernels.swiglu[(len(up_TF), triton.cdiv(width, 1024))](up_TF, out_TF, width, 1024)
@@ -226,10 +225,10 @@ def summarize_logits(logits_RV: torch.Tensor, draws_3R: torch.Tensor) -> torch.T
     among equals); 1: its logit (NaN if any is NaN); 2: sum over the vocabulary of exp(logit - highest); 3: sum of
     exp((logit - highest) / temperature); 4: ID of the drawn token; 5: its logit; 6: logit of the target token.
 
-    logits_RV: float32 [R, V]; rows may be strided. draws_3R: sampling inputs of each row, float64 [3, R], contiguous:
-    temperature; quantile in [0, 1) at which a token is drawn, tokens ordered by ID; target token ID. If the temperature
-    is 0, figure 3 is 0 and figure 4 the most likely token. The bits of a row do not depend on the other rows.
-    """
+    logits_RV: float32 [R, V] for V vocabulary entries; rows may be strided. draws_3R: sampling inputs of each row,
+    float64 [3, R], contiguous: temperature; quantile in [0, 1) at which a token is drawn, tokens ordered by ID; target
+    token ID. If the temperature is 0, figure 3 is 0 and figure 4 the most likely token. The bits of a row do not depend
+    on the other rows."""
     rows, size = logits_RV.shape
     count = triton.cdiv(size, _LOGITS_SECTION)
     sections = draws_3R.new_empty(rows, count, 4)

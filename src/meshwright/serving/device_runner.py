@@ -124,8 +124,8 @@ class DeviceRunner:
         """Compute this rank's pipeline stage for a batch of T tokens. The last stage returns the logits of the output
         rows (tokens whose logits are wanted) as `DeviceLogits`, which the GPU may still be computing. Any other stage
         returns its hidden states [T, H]. hidden: the previous stage's hidden states [T, H]; None on the first stage.
-        after: result of the previous call, if this batch's input is the tokens that the GPU samples from it. A result
-        is valid until the next call; if passed to it as `after`, until the call after that."""
+        after: result of the previous call, if the input of this batch is the tokens that the GPU samples from it; else
+        None. A result is valid until the next call; if passed to it as `after`, until the call after that."""
         tokens, rows, sequences = len(batch.tokens), len(batch.output_rows), len(batch.context)
         decoding = tokens == rows == sequences
         size = next(each for each in self._sizes if each >= tokens) if decoding else tokens
@@ -159,11 +159,8 @@ class DeviceRunner:
     def compute(self, counts: tuple[int, int, int], decoding: bool, x_TH: torch.Tensor | None = None) -> torch.Tensor:
         """Compute this rank's pipeline stage for the batch in the device's buffers, without a host synchronization. The
         last stage returns the logits of the R output rows (tokens whose logits are wanted), float32 [R, V]; any other
-        stage returns the hidden states [T, H].
-
-        counts: (number of tokens, number of attention tiles, number of output rows). decoding: True if every sequence
-        has one token. x_TH: hidden states of the previous stage; None on the first.
-        """
+        stage the hidden states [T, H]. counts: (number of tokens, number of attention tiles, number of output rows).
+        decoding: True if every sequence has one token. x_TH: hidden states of the previous stage; None on the first."""
         tokens, tiles, rows = counts
         number = self._numbers
         lines = self._compute_tile_rows(decoding)
@@ -235,9 +232,10 @@ class DeviceRunner:
         return len(first_I)
 
     def _attend(self, attention: Attention, qkv: torch.Tensor, layer: int, given: Sequence[Any]) -> torch.Tensor:
-        """Return the output [T, H] of a layer's attention and output projection, and write the tokens' keys and values
-        to the KV cache. attention: the layer's module. qkv: queries, keys and values [T, (N + 2K) D]. layer: index of
-        the layer. given: attention tiles (`device_operations.Tiles`) of the step for each block table."""
+        """Write the tokens' keys and values to the KV cache of a layer; return the output of its attention and output
+        projection, [T, H]. attention: the layer's module. qkv: [T, (N + 2K) D], N query heads and K key-value heads of
+        size D. layer: index of the layer. given: attention tiles of the step (`device_operations.Tiles`) for each block
+        table."""
         table, place = self._block_tables.layers[layer]
         cache, tiles = self._cache[place], given[table]
         norms, config = None, self.config
@@ -256,7 +254,7 @@ class DeviceRunner:
 
     def _mix_experts(self, mixture: Mixture, x_TH: torch.Tensor) -> torch.Tensor:
         """Return the output [T, H] of the mixture-of-experts layer `mixture`, summed over the tensor-parallel ranks.
-        x_TH: input, the normalized hidden states."""
+        x_TH: input, the normalized hidden states of T tokens."""
         config, experts, (tokens, hidden) = self.config, mixture.experts, x_TH.shape
         weights_TK, chosen_TK = mixture.router.choose(mixture.router.scores(x_TH, self._product))
         count, (order_N, *groups) = chosen_TK.shape[1], sort_copies(chosen_TK, experts.experts)
@@ -278,9 +276,10 @@ class DeviceRunner:
         return self._tensor.leave(total_TH, "mlp.output")
 
     def _grouped_product(self, layer: Any, x_NX: torch.Tensor, groups: Sequence[Any], first: int = 0) -> torch.Tensor:
-        """Return x Wᵀ + b, [N, Y], with the weight and bias of each row's expert. x_NX: a row for each (token, expert)
-        pair, sorted by expert. layer: module with the stacked weights and biases of all experts. groups: (expert of
-        each row, exclusive end of each expert's rows). first: output column from which on the bias is added."""
+        """Return x Wᵀ + b, [N, Y], with the weight and bias of each row's expert. x_NX: input x, one row for each
+        (token, expert) pair, sorted by expert. layer: module with the stacked weights and biases of all experts.
+        groups: (expert of each row, exclusive end of each expert's rows). first: first output column to which a bias is
+        added."""
         experts = len(groups[1])
         y_NY = self._operations.grouped_product(x_NX, layer.weight.unflatten(0, (experts, -1)), groups[1])
         if layer.bias is not None:
@@ -289,8 +288,8 @@ class DeviceRunner:
         return y_NY  # type: ignore[no-any-return]
 
     def _activate(self, up_TF: torch.Tensor, activation: str, gated: bool) -> torch.Tensor:
-        """Return the activation function `activation` ("silu" ...) of `up_TF` [T, F]; if `gated`, that of the first F/2
-        columns times the last F/2."""
+        """Apply the activation function `activation` ("silu" ...) to `up_TF` [T, F] of T tokens. If `gated`, the first
+        F/2 columns are the gate: return activation(gate) times the last F/2 columns, [T, F/2]."""
         if not gated:
             return modules.activate(up_TF, activation)
         if activation == "silu":
@@ -302,10 +301,10 @@ class DeviceRunner:
         self, norm: Any, x_TH: torch.Tensor, delta_TH: torch.Tensor | None, linear: Any, *, swiglu: bool = False,
         dtype: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Add `delta_TH` (a residual branch; None: nothing) to the hidden states `x_TH`, perhaps in place: the caller
-        must not use `x_TH` afterwards. Return (output [T, Y] of the layer `linear` for the norm of the sum, the sum
-        [T, H]). norm: the norm's module, or None. swiglu: True: `linear` is the gate and up projection of an MLP, and
-        SwiGLU of its output is returned. dtype: dtype of the output; None: that of `x_TH`."""
+        """Add the residual branch `delta_TH` (None: nothing) to the hidden states `x_TH`, apply `norm` (a module, or
+        None) to the sum, and apply the layer `linear` to the result. Return (output of the layer [T, Y], the sum [T,
+        H]). The sum may overwrite `x_TH`, which the caller must not use afterwards. swiglu: True: the layer is an MLP's
+        gate and up projection; SwiGLU of its output is returned. dtype: dtype of the output; None: that of `x_TH`."""
         bias = getattr(linear, "bias", None)
         if norm is None:
             x_TH = x_TH if delta_TH is None else x_TH.add_(delta_TH)
@@ -320,20 +319,21 @@ class DeviceRunner:
         return self._operations.swiglu(y_TY) if swiglu else y_TY, x_TH
 
     def _post_norm(self, norm: Any, delta_TH: torch.Tensor) -> torch.Tensor:
-        """Return the sublayer output `delta_TH` [T, H] after its post-norm `norm` (a module or None), times the model's
-        residual scale, ready to be added to the hidden states."""
+        """Return a sublayer's output [T, H], ready to be added to the hidden states: `delta_TH` after the post-norm
+        `norm` (a module, or None), times the model's residual scale."""
         if norm is not None:
             delta_TH = self._add_norm(norm, delta_TH, None)
         scale = self.config.residual_scale
         return delta_TH if scale == 1 else delta_TH * scale
 
     def _uses_gemv(self, x: torch.Tensor) -> bool:
-        """Return True if the kernel `gemv` multiplies `x` [T, X] by parameters: for T = 1, unless batch-invariant."""
+        """Return True if the kernel `gemv` computes products of `x` [T, X] with parameters: for a single row (T = 1),
+        unless the runner must be batch-invariant."""
         return len(x) == 1 and not self._invariant
 
     def _add_norm(self, norm: Any, x_TH: torch.Tensor, delta_TH: torch.Tensor | None) -> torch.Tensor:
-        """Add `delta_TH` (None: nothing) to the hidden states `x_TH` in place; return the norm of the sum, [T, H].
-        norm: the norm's module; None: return the sum itself."""
+        """Add the residual branch `delta_TH` (None: nothing) to the hidden states `x_TH` in place; return the norm of
+        the sum, [T, H]. norm: the norm's module; None: return the sum itself."""
         if norm is None:
             return x_TH if delta_TH is None else x_TH.add_(delta_TH)
         if isinstance(norm, modules.RMSNorm):
@@ -341,8 +341,8 @@ class DeviceRunner:
         return norm(x_TH if delta_TH is None else x_TH.add_(delta_TH))
 
     def _linear(self, linear: modules.Linear, x_TX: torch.Tensor) -> torch.Tensor:
-        """Return the output [T, Y] of the layer `linear` for the input `x_TX`. The output of a row-parallel layer is
-        summed over the tensor-parallel ranks before the bias is added."""
+        """Return the output [T, Y] of the layer `linear` for the input `x_TX` of T tokens. The output of a row-parallel
+        layer is summed over the tensor-parallel ranks before the bias is added."""
         if not isinstance(linear, modules.RowParallelLinear) or linear.tensor.trivial:
             return self._product(x_TX, linear.weight, linear.bias)
         y_TY = linear.tensor.leave(self._product(x_TX, linear.weight), linear.site)
@@ -351,9 +351,9 @@ class DeviceRunner:
     def _product(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """Return x Wᵀ + b, [T, Y]. If the runner must be batch-invariant, the kernel `product` computes it; otherwise
-        the kernel `gemv` if T is 1 and W a parameter, else torch. x: input [T, X]. weight: W [Y, X]. bias: b [Y]; None:
-        no bias. dtype: dtype of the result; None: that of `x`."""
+        """Return x Wᵀ + b, [T, Y] for T rows. If the runner must be batch-invariant, the kernel `product` computes it;
+        else torch, or the kernel `gemv` if T is 1 and W a parameter. x: input [T, X]. weight: W [Y, X]. bias: b [Y];
+        None: no bias. dtype: dtype of the result; None: that of `x`."""
         if self._invariant:
             return self._operations.product(x, weight, bias, dtype)
         if self._uses_gemv(x) and isinstance(weight, torch.nn.Parameter):  # which no kernel has just written

@@ -88,9 +88,10 @@ class Engine:
         self._last = {"tokens": len(batch.tokens), "context": int(batch.positions.sum()) + len(batch.tokens)}
 
     def report(self) -> dict[str, Any]:
-        """Return the engine's counts and times by name, for the server's metrics: those of `Scheduler.stats`; of the
-        last step, `tokens` (number of tokens) and `context` (number of keys that each token attends to, summed over
-        tokens), both absent if it computed nothing; `kernel_seconds`, the time spent in the runner since the start."""
+        """Return the engine's counts and times by name, for the server's metrics. They are those of `Scheduler.stats`,
+        and: `tokens`, number of tokens of the last step; `context`, number of keys that a token of the last step
+        attends to, summed over its tokens; `kernel_seconds`, time spent in the runner since the start. `tokens` and
+        `context` are absent if the last step computed nothing."""
         return {**self._last, **self.scheduler.stats, "kernel_seconds": self._kernel_seconds}
 
     def properties(self) -> dict[str, Any]:

@@ -18,9 +18,9 @@ class Refusal:
     retry.
 
     Attributes:
-        reason: Label for the metrics: the limit that is reached, `"requests"` or `"tokens"` (of waiting requests),
-            `"seconds"` (predicted wait) or `"connections"`; or the state in which no request is accepted, `"starting"`,
-            `"recovering"`, `"draining"` or `"failed"`.
+        reason: Label for the metrics. If a limit is reached: `"requests"` or `"tokens"` (waiting requests, their prompt
+            tokens), `"seconds"` (predicted wait) or `"connections"`. If no request is accepted, the state of the
+            engine: `"starting"`, `"recovering"`, `"draining"` or `"failed"`.
         retry_after_seconds: Predicted time until a request of this size would be queued."""
 
     reason: str
@@ -56,22 +56,20 @@ class EngineClient(Protocol):
         """JSON object that describes the engine (layout, dtype, instruction set, KV blocks ...), shown in `/props`."""
 
     def admit(self, requests: Sequence[Request], ticket: Ticket) -> Refusal | None:
-        """Check whether the queue has room for all of `requests`; return None if so, else the refusal. This call queues
-        nothing; the caller must `submit` the requests before its next await, as other requests could take the room
-        meanwhile.
+        """Check whether the queue has room for all of `requests`; return None if so, else the refusal. Nothing is
+        queued by this call. The caller must `submit` the requests before its next await, because other requests could
+        take the room meanwhile.
 
         ticket: identity of the HTTP request, by which its retry is recognised. With empty `requests`, the result is the
-        refusal that even the shortest request with this ticket would get, or None.
-        """
+        refusal that even the shortest request with this ticket would get, or None."""
 
     def submit(self, request: Request) -> AsyncIterator[Output]:
         """Queue a request at once and return the iterator over its outputs. The iterator ends after the output with a
-        finish reason, which is `"timeout"` if the request's deadline has passed; the HTTP server needs no timer of its
-        own.
+        finish reason. The reason is `"timeout"` if the request's deadline has passed, so that the HTTP server needs no
+        timer.
 
         Outputs that have not been read are merged into one. The iterator raises `meshwright.errors.RankLost` if the
-        request cannot be finished.
-        """
+        request cannot be finished."""
 
     def cancel(self, request_id: str) -> None:
         """Cancel the request with the ID `request_id`: it ends by the next step and its KV blocks are freed. IDs of
@@ -86,13 +84,16 @@ class EngineClient(Protocol):
     def stats(self) -> Sequence[Mapping[str, float]]:
         """Return one mapping of figures per replica; a missing key counts as 0.
 
-        Keys: `running`, `waiting`, `paused` sequences (a paused one keeps its KV blocks and waits for more); `free`,
-        `cached`, `held` KV blocks; and totals since the start: `steps`, `step_seconds` (their measured time, from one
-        schedule to the next), `kernel_seconds` (the part of `step_seconds` in the runner's forward passes),
-        `predicted_seconds` (predicted time of the same steps), `pauses`, `prefix_queries` and `prefix_hits` (prompt
-        tokens looked up and found in the prefix cache), `restarts` (after a lost rank).
+        Numbers of sequences now: `running`, `waiting`, `paused` (it keeps its KV blocks and waits for more). Numbers of
+        KV blocks now: `free`, `cached`, `held`.
+
+        Totals since the start:
+        - `steps`; `step_seconds`: their measured time, from one schedule to the next; `kernel_seconds`: the part of it
+        in
+          the runner's forward passes; `predicted_seconds`: predicted time of the same steps
+        - `pauses` of sequences; `restarts` after a lost rank
+        - `prefix_queries` and `prefix_hits`: prompt tokens looked up and found in the prefix cache
 
         The first mapping also has figures of the waiting line, in which refused requests keep a place until their
-        clients retry: the number of places now (`outstanding`), and since the start of those whose clients were
-        admitted (`admitted`) or did not return in time (`expired`).
-        """
+        clients retry: the number of places now (`outstanding`), and since the start those whose clients were admitted
+        (`admitted`) or did not return in time (`expired`)."""

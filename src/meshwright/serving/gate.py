@@ -35,8 +35,8 @@ class HttpSettings:
         body_bytes: Maximum number of bytes of one request body.
         all_body_bytes: Maximum number of bytes of all bodies that are being read or parsed at a time.
         body_seconds: Maximum seconds from the first to the last byte of a body.
-        stream_bytes: Maximum number of bytes of a streamed response that wait to be sent, per choice (answer) in it and
-            in addition to the socket's own buffers.
+        stream_bytes: Maximum number of bytes of a streamed response that wait to be sent, for each choice (answer) of
+            the response. Bytes in the socket's own buffers are not counted.
         drain_seconds: Maximum seconds that a client may take, after the last token, to read the rest of its stream.
         connections: Maximum number of connections served at once, if the limit on open files allows it; each takes some
             10 KB.
@@ -69,9 +69,9 @@ def read_api_keys(path: Path) -> tuple[str, ...]:
 
 
 def check_origins(origins: Sequence[str]) -> Sequence[str]:
-    """Return `origins`, the setting `HttpSettings.cors_origins`, unchanged. Raises UserError for an origin in a form
-    that no browser sends, which would never match; each must be a scheme and host, such as "https://example.org:8443",
-    or "*"."""
+    """Check the setting `HttpSettings.cors_origins` and return it unchanged. Each origin must be "*", or a scheme and
+    host such as "https://example.org:8443". Raises UserError for any other form, which no browser sends and which would
+    never match."""
     for origin in origins:
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+", origin):
             raise UserError(f'--cors-origin {origin}: should be an origin such as https://example.org:8443, or "*"')

@@ -29,7 +29,8 @@ class GenerationOptions(TypedDict, total=False):
         frequency_penalty: Subtracted from the logits of tokens for each time they are in the answer; default 0: off.
         logit_bias: {token ID: number from -100 to 100 that is added to its logit}; default: none.
         min_tokens: Minimum number of new tokens, before which no end token or stop string ends the text; default 0.
-        stop: Text, or several, before the first of which the generated text ends; default: none.
+        stop: A text, or several texts; the generated text ends before the first of them that occurs in it. Default:
+            none.
         logprobs: Number of most likely tokens that `Generation.logprobs` reports beside each token, 0 for the token
             alone; default None: no log-probabilities.
         n: Answers to each prompt, which differ in their draws; default 1. Only `generate` takes more.
@@ -94,12 +95,12 @@ class Generation:
 class Answer:
     """Builder of the `Generation` of one request from the engine's outputs.
 
-    prompts: tokenizer. generation: object to fill. request: request that the engine runs. wanted: limit on new tokens
-    that the caller set; that of `request` is lower if the model has too few positions left. stop: stop strings.
+    prompts: tokenizer. generation: object to fill. request: request that the engine runs. wanted: maximum number of new
+    tokens that the caller asked for; the limit in `request` is lower if the model has too few positions left. stop:
+    stop strings.
 
     Attributes:
-        generation: Text, token IDs and times so far.
-    """
+        generation: Text, token IDs and times so far."""
 
     def __init__(self, prompts: Prompts, generation: Generation, request: Request, wanted: int, stop: StopRule) -> None:
         """Start with no output; arguments: see the class."""

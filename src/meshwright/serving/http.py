@@ -128,9 +128,9 @@ class HttpApp:
         raise ApiError(status, f"{request.method} {path[:200]}: {reason}", code="not_found", headers=headers)
 
     def _check_queue(self, path: str, ticket: Ticket) -> None:
-        """Raise ApiError if the engine's queue is so full that it would refuse even the shortest request. Does nothing
-        for a `path` that generates no text. ticket: identity of the request, by which the retry of a refused request is
-        recognised and keeps its place in the waiting line."""
+        """Raise ApiError if the engine's queue is so full that it would refuse even the shortest request. Do nothing
+        for a `path` that generates no text. ticket: identity of the request. It lets the server recognise the retry of
+        a refused request, which keeps its place in the waiting line."""
         if path in GENERATION and (refusal := self._client.admit((), ticket)) is not None:
             self.metrics.refuse(refusal.reason)
             raise make_refusal_error(refusal)

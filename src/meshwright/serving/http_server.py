@@ -123,8 +123,9 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._crowded, self._refuse, self._group = crowded, refuse, group
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start to serve a new connection, given by its `transport`. Called by asyncio. The client must send complete
-        headers within `HEADER_SECONDS`, or any request within `REFUSED_SECONDS` if the connection is to be refused."""
+        """Start to serve a new connection, given by its `transport`. Called by asyncio. Set its first deadline: the
+        client must send complete headers within `HEADER_SECONDS`; on a connection that is to be refused, any request
+        within `REFUSED_SECONDS`."""
         self._lingering = _LingeringTransport(transport)
         super().connection_made(cast(asyncio.Transport, self._lingering))
         self._mark_newest()
@@ -180,12 +181,11 @@ class _LimitedProtocol(HttpToolsProtocol):
             super().send_400_response(msg)
 
     def on_message_begin(self) -> None:
-        """Reset the count of header bytes at the start of a request; its headers must be complete within
-        `HEADER_SECONDS`.
+        """Start a request: reset the count of header bytes, and set the deadline for its headers, `HEADER_SECONDS` from
+        now.
 
         A request that comes before the response to the previous one (HTTP pipelining) is not read, and the connection
-        closes after that response: so requests do not pile up, and a disconnect is noticed.
-        """
+        closes after that response. So requests do not pile up, and a disconnect is noticed."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._ends, self.cycle.keep_alive, self._lingering.unread = True, False, True
             raise ValueError("pipelined request")  # ends the parsing
@@ -240,8 +240,8 @@ class _LimitedProtocol(HttpToolsProtocol):
             self._set_deadline(HEADER_SECONDS if self._lingering.unread else KEEP_ALIVE_SECONDS)
 
     def expire(self) -> None:
-        """Abort the connection at its deadline; but if the client has read a part of a response since the last
-        deadline, extend it by `KEEP_ALIVE_SECONDS`."""
+        """Handle the connection's deadline. If the client has read a part of a response since the last deadline, the
+        deadline is extended by `KEEP_ALIVE_SECONDS`; otherwise the connection is aborted."""
         before, self._unsent_bytes = self._unsent_bytes, self.transport.get_write_buffer_size()
         if self._unsent_bytes in (0, before):
             self.transport.abort()

@@ -42,12 +42,11 @@ Float32 = npt.NDArray[np.float32]
 
 @dataclass(slots=True)
 class Segment:
-    """Consecutive kernel operations of a model, up to index `end` (exclusive) in its list, and the tensor-parallel
-    all-reduce that follows them.
+    """Consecutive kernel operations of a model, and the tensor-parallel all-reduce that follows them.
 
-    partial: buffer [T, H] that is all-reduced over tp; None: no all-reduce. bias: [H], added to the sum; None: 0.
-    residual: buffer [T, H] to which the result is added; None: the result is written to `partial`.
-    """
+    end: exclusive end index of the operations in the model's list. partial: buffer [T, H] that is all-reduced over tp,
+    for a budget of T tokens and hidden size H; None: no all-reduce. bias: [H], added to the sum; None: 0. residual:
+    buffer [T, H] to which the result is added; None: the result is written to `partial`."""
 
     end: int
     partial: Float32 | None = None
@@ -102,25 +101,25 @@ class Lowering:
         self._model = Transformer(self.config, axes=axes, device="meta", stages=[self._stage])
         self._names = {id(module): name for name, module in self._model.named_modules()}
         self._rotations: dict[Rotation | Temperature | None, Any] = {None: (None, None)}
-        for turn in map(self._find_turn, self._stage.layers):
-            if turn is not None and turn not in self._rotations:
-                self._rotations[turn] = self._make_rotation(turn)
+        for rotation in map(self._find_rotation, self._stage.layers):
+            if rotation is not None and rotation not in self._rotations:
+                self._rotations[rotation] = self._make_rotation(rotation)
         self.states = self._memory.get_buffer("states", self.config.hidden)
         self.logits: Float32 | None = None
         with reserve_pool([each for pair in self._caches for each in pair if limits.resident]):
             self._lower_stage()  # reads and packs the weights meanwhile
         kernels.end_packing()
 
-    def _find_turn(self, layer: int) -> Rotation | Temperature | None:
-        """Return the rotary embedding of the layer with index `layer`, or the temperature of its queries; None: it has
-        neither."""
+    def _find_rotation(self, layer: int) -> Rotation | Temperature | None:
+        """Return the rotary embedding of the layer with index `layer`; for a layer that scales its queries by a
+        position-dependent temperature instead, return this temperature. None: the layer has neither."""
         return self.config.layer_rotation(layer) or self.config.layer_temperature(layer)
 
-    def _make_rotation(self, turn: Rotation | Temperature) -> tuple[Float32, Float32]:
-        """Return (cosines, sines) [positions, pairs of features] of a rotary embedding; of a temperature, its factors
-        in place of cosines, and zeros."""
+    def _make_rotation(self, rotation: Rotation | Temperature) -> tuple[Float32, Float32]:
+        """Return (cosines, sines) by position, each [positions, pairs of features], for a rotary embedding. A
+        temperature is expressed in the same form: its factors take the place of the cosines, and the sines are 0."""
         length, size = self._limits.max_length, self.config.rotary_dim
-        table = make_table(turn, torch.float32, None).look_up(None, 0, length, torch.device("cpu"))
+        table = make_table(rotation, torch.float32, None).look_up(None, 0, length, torch.device("cpu"))
         cosine, sine = table[0][0, 0], table[0][0, 0] * 0 if table[1] is None else table[1][0, 0]
         cosine, sine = (each.expand(-1, size // 2) if each.shape[1] == 1 else each for each in (cosine, sine))
         pair = (cosine, sine) if self.config.latent else pad_pairs((cosine, sine), self.config.head_dim)
@@ -162,8 +161,8 @@ class Lowering:
             self._lower_row_parallel(block.mlp.down, self._lower_up(block.mlp, normed), block.mlp_post_norm)
 
     def _lower_input(self, norm: nn.Module | None) -> Float32:
-        """Append to `ops` the norm before a sublayer; return the buffer with the sublayer's input [T, H]. norm: the
-        norm's module; None: there is none, and the hidden states are the input."""
+        """Append to `ops` the norm before a sublayer; return the buffer with the sublayer's input, [T, H] for T tokens
+        of hidden size H. norm: the norm's module; None: there is none, and the hidden states are the input."""
         if norm is None:
             return self.states
         normed = self._memory.get_buffer("normed", self.config.hidden)
@@ -171,8 +170,9 @@ class Lowering:
         return normed
 
     def _lower_attention(self, attention: AttentionModule, x: Float32, layer: int) -> Float32:
-        """Append to `ops` QKV projection, RoPE, KV-cache write and attention of the layer with index `layer`; return
-        the buffer of the attention output [T, N D]. attention: the layer's module. x: input [T, H]."""
+        """Append to `ops` QKV projection, RoPE, KV-cache write and attention of the layer with index `layer`. Return
+        the buffer of the attention output, [T, N D] for T tokens and N query heads of size D. attention: the layer's
+        module. x: input [T, H] with hidden size H."""
         config = self.config
         heads, kv_heads, size = attention.heads, attention.kv_heads, attention.size
         qkv = self._memory.get_buffer("qkv", (heads + 2 * kv_heads) * size)
@@ -186,10 +186,10 @@ class Lowering:
                 self.ops.append(op.Norm(part, part, weight, None, config.norm_epsilon))
             q_norm = k_norm = None
         table, place = self._tables.layers[layer]
-        cache, turn = op.LayerCache(*self._caches[place], size, table), self._find_turn(layer)
-        if config.rotated_norm and isinstance(turn, Rotation):  # a rotation does not change the root mean square
+        cache, rotation = op.LayerCache(*self._caches[place], size, table), self._find_rotation(layer)
+        if config.rotated_norm and isinstance(rotation, Rotation):  # a rotation does not change the root mean square
             q_norm = k_norm = np.ones(size, np.float32)
-        (cosine, sine), alone = self._rotations[turn], isinstance(turn, Temperature)
+        (cosine, sine), alone = self._rotations[rotation], isinstance(rotation, Temperature)
         self.ops.append(op.RopeStore(qkv, cache, heads, cosine, sine, q_norm, k_norm, config.norm_epsilon, alone))
         out, window = self._memory.get_buffer("attention", heads * size), config.layer_window(layer) or 0
         softcap, sinks = config.attention_softcap or 0.0, self._read_optional(attention, "sinks")
@@ -198,13 +198,14 @@ class Lowering:
         return out
 
     def _lower_latent_attention(self, attention: LatentAttention, x: Float32, layer: int) -> Float32:
-        """Append to `ops` the latent attention of the layer with index `layer`; return the buffer of the attention
-        output [T, N V], V: size of a head's values. attention: the layer's module. x: input [T, H]."""
+        """Append to `ops` the latent attention of the layer with index `layer`. Return the buffer of the attention
+        output, [T, N V] for T tokens and N heads with values of size V. attention: the layer's module. x: input [T, H]
+        with hidden size H."""
         latent, heads, (table, place) = attention.latent, attention.heads, self._tables.layers[layer]
         queries = None if attention.query_up is None else self._memory.get_buffer("queries", heads * attention.size)
         both, plain = self._read_matrix(attention.latent_up).reshape(heads, -1, latent.rank), attention.plain
         ups = [self._memory.pack(each) for each in (both[:, :plain].swapaxes(1, 2), both[:, plain:])]
-        cosine, sine = self._rotations[self._find_turn(layer)]
+        cosine, sine = self._rotations[self._find_rotation(layer)]
         out = self._memory.get_buffer("attention", heads * latent.value_dim)
         self.ops.append(
             op.LatentAttention(
@@ -219,9 +220,9 @@ class Lowering:
         return out
 
     def _lower_mixture(self, mixture: Mixture, x: Float32, norm: nn.Module | None) -> None:
-        """Append to `ops` a mixture-of-experts layer (routed and shared experts); the result is added to the hidden
-        states. mixture: the layer's module. x: normed input [T, H]. norm: post-norm of the result, or None.
-        """
+        """Append to `ops` a mixture-of-experts layer (routed and shared experts), whose result is added to the hidden
+        states. mixture: the layer's module. x: normed input, [T, H] for T tokens of hidden size H. norm: post-norm of
+        the result, or None."""
         config, experts = self.config, mixture.experts
         workspace = self._memory.get_experts_workspace(config, experts.down.weight.shape[1])
         added = not self._split and self._adds_directly(norm)
@@ -253,8 +254,9 @@ class Lowering:
             self._lower_sum(out, None, norm)
 
     def _lower_shared(self, mixture: Mixture, shared: modules.FeedForward, x: Float32, out: Float32) -> None:
-        """Append to `ops` the shared expert of a mixture-of-experts layer (`mixture`) with its sigmoid gate, if it has
-        one; the result is added to `out` [T, H]. shared: the expert's MLP. x: normed input [T, H]."""
+        """Append to `ops` the shared expert of a mixture-of-experts layer, with its sigmoid gate if it has one; the
+        result is added to `out`. mixture: the layer's module. shared: the expert's MLP. x, out: normed input and
+        output, [T, H] for T tokens of hidden size H."""
         hidden = self._lower_up(shared, x)
         if mixture.shared_gate is not None:  # a factor per token, applied before the down projection
             weight, scores = self._pack_weight(mixture.shared_gate, "float32"), self._memory.get_buffer("gate", 1)
@@ -262,8 +264,8 @@ class Lowering:
         self._lower_linear(shared.down, out, hidden, accumulate=True)
 
     def _lower_up(self, mlp: modules.FeedForward, x: Float32) -> Float32:
-        """Append to `ops` the up projection and activation of the MLP `mlp`; return the buffer of the result, [T, F].
-        x: normed input [T, H]."""
+        """Append to `ops` the up projection and activation of the MLP `mlp`; return the buffer of the result, [T, F]
+        for T tokens and intermediate size F. x: normed input [T, H] with hidden size H."""
         up = self._memory.get_buffer("up", mlp.up.weight.shape[0])
         self._lower_linear(mlp.up, up, x)
         hidden = self._memory.get_buffer("hidden", mlp.down.weight.shape[1])
@@ -287,7 +289,7 @@ class Lowering:
         self, norm: nn.Module, out: Float32, x: Float32, rows: op.Rows = "tokens", divisor: float = 1.0
     ) -> None:
         """Append to `ops` a norm over the hidden dimension, from `x` to `out`, whose result is divided by `divisor`.
-        rows: "tokens" (all T tokens of the step) or "outputs" (the R tokens whose logits are wanted)."""
+        rows: "tokens" (all tokens of the step) or "outputs" (the tokens whose logits are wanted)."""
         weight, bias = self._read_parameter(norm, "weight"), self._read_optional(norm, "bias")
         for factors in (weight, bias) if divisor != 1 else ():
             if factors is not None:
@@ -316,9 +318,9 @@ class Lowering:
         return norm is None and self.config.residual_scale == 1
 
     def _lower_sum(self, partial: Float32, bias: Float32 | None, norm: nn.Module | None) -> None:
-        """Append to `ops` the residual addition of a sublayer: all-reduce `partial` [T, H] over tp, add `bias`, apply
-        the post-norm and the residual scale, and add the result to the hidden states. bias: [H], or None. norm: the
-        post-norm's module, or None."""
+        """Append to `ops` the residual addition of a sublayer: all-reduce `partial` over tp, add `bias`, apply the
+        post-norm and the residual scale, and add the result to the hidden states. partial: [T, H] for T tokens of
+        hidden size H. bias: [H], or None. norm: the post-norm's module, or None."""
         if self._adds_directly(norm):
             self._sum_over_ranks(partial, self.states, bias)
             return
@@ -328,9 +330,10 @@ class Lowering:
         self.ops.append(op.Scale(self.states, partial, self.config.residual_scale, accumulate=True))
 
     def _sum_over_ranks(self, partial: Float32, residual: Float32 | None = None, bias: Float32 | None = None) -> None:
-        """End the current segment (operations between two all-reduces) with an all-reduce of `partial` [T, H] over tp.
-        Afterwards `bias` [H] is added to the sum, and the result is added to `residual` [T, H]; None: the result is
-        written back to `partial`. Does nothing without tp, where the operations themselves add bias and residual."""
+        """End the current segment (operations between two all-reduces) with an all-reduce of `partial` over tp.
+        Afterwards `bias` is added to the sum, and the result is added to `residual`; None: the result is written back
+        to `partial`. Does nothing without tp, where the operations themselves add bias and residual. partial, residual:
+        [T, H] for T tokens of hidden size H. bias: [H], or None."""
         if self._split:
             self.segments.append(Segment(len(self.ops), partial, residual, bias))
 
@@ -340,8 +343,9 @@ class Lowering:
         return self._memory.pack(self._read_matrix(module), dtype)
 
     def _read_matrix(self, module: nn.Module) -> npt.NDArray[Any]:
-        """Return this rank's shard of the weight of `module` [Y, X], float32 or bfloat16 bits, with the rows in the
-        order that the kernels need. It is valid until the next read."""
+        """Return this rank's shard of the weight of `module`, [Y, X] for Y outputs and X inputs, with the rows in the
+        order that the kernels need. It is float32, or uint16 with the bits of bfloat16, and valid until the next read.
+        """
         name = f"{self._names[id(module)]}.weight"
         # Packing widens bfloat16 in the processor's cache.
         return self._read_shard(name, self._dtype == "bfloat16" or self._weights.is_bfloat16(name))

@@ -46,9 +46,10 @@ class NativeRunner:
         return dict(self._memory)
 
     def run(self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
-        """Compute this rank's pipeline stage for a batch of T tokens. The last stage returns the logits [R, V] of the R
-        output rows (tokens whose logits are wanted), any other stage the hidden states [T, H]. The result is valid
-        until the next call. `hidden`: the previous stage's hidden states [T, H]; None on the first stage."""
+        """Compute this rank's pipeline stage for a batch of T tokens. The last stage returns the logits of the R output
+        rows (tokens whose logits are wanted), [R, V] for V vocabulary entries. Any other stage returns the hidden
+        states, [T, H] with hidden size H. The result is valid until the next call. `hidden`: the previous stage's
+        hidden states [T, H]; None on the first stage."""
         tokens, rows = len(batch.tokens), len(batch.output_rows)
         assert tokens <= self._limits.token_budget and rows <= self._limits.logits, (tokens, rows)
         if hidden is not None:
@@ -67,8 +68,10 @@ class NativeRunner:
         return np.concatenate(list(slices_PRV), axis=1)[:, : self.config.vocabulary]  # without vocabulary padding
 
     def _sum_over_ranks(self, segment: Segment, partial_TH: npt.NDArray[np.float32]) -> None:
-        """All-reduce `partial_TH` [T, H] over the tensor-parallel ranks, summed in rank order, and add the segment's
-        bias. The result is added to the segment's residual, or written back to `partial_TH` if it has none."""
+        """All-reduce `partial_TH` over the tensor-parallel ranks, summed in rank order, and add the bias of `segment`.
+        The result is added to the segment's residual; if it has none, the result overwrites `partial_TH`.
+
+        partial_TH: this rank's partial result, [T, H] for T tokens of hidden size H."""
         first_TH, *others = self._all_gather(partial_TH, SUM_SITE)
         for part_TH in others:
             first_TH += part_TH
@@ -80,8 +83,8 @@ class NativeRunner:
             segment.residual[: len(partial_TH)] += first_TH
 
     def _all_gather(self, own: npt.NDArray[np.float32], site: str) -> npt.NDArray[np.float32]:
-        """All-gather the array `own` of each tensor-parallel rank; return [P, ...] in rank order. site: label of the
-        call in traces."""
+        """All-gather the array `own` of each of the P tensor-parallel ranks; return [P, ...] in rank order. site: label
+        of the call in traces."""
         parts = self._gathered[: self._tensor.size * own.size].view(self._tensor.size, *own.shape)
         all_gather(parts, torch.from_numpy(own), self._tensor, site)
         return parts.numpy()

@@ -99,9 +99,9 @@ class PipelineEngine(Engine):
         return self.scheduler.idle and not any(self._batches.values())
 
     def step(self) -> list[Output]:
-        """Run one slot of the pipeline: schedule the next batch of one group of sequences; compute this stage for the
-        batch that has reached it; and record the sampled tokens of the batch whose tokens have come back from the last
-        stage. Return the outputs of this last batch."""
+        """Run one slot of the pipeline, in three parts: schedule the next batch of one group of sequences; compute this
+        stage for the batch that has reached it; record the sampled tokens of the batch whose tokens have come back from
+        the last stage. Return the outputs of the batch recorded last."""
         slot, self._last = self._slot, {}
         self._batches[slot] = self.scheduler.schedule(slot % self._stages)
         outputs: list[Output] = []

@@ -102,8 +102,8 @@ def _run_leader(engine: Engine, front: Channel, followers: list[Channel]) -> Non
     iteration receives the front's messages, forwards them to the replica's other ranks (`followers`), runs an engine
     step, and sends the outputs and a report on the step to the front.
 
-    `seconds` in the report is the time of the whole iteration, from the end of the previous engine step, or from the
-    end of idleness, to the end of this step; 0 if no step ran."""
+    `seconds` in the report is the duration of the whole iteration, 0 if no step ran. It is measured from the end of the
+    previous engine step, or of a period without work, to the end of this step."""
     began = time.perf_counter()
     while True:
         messages = front.receive_ready(wait=(slept := engine.idle))
@@ -138,8 +138,9 @@ def _run_follower(engine: Engine, leader: Channel) -> None:
 
 
 def _apply_messages(engine: Engine, messages: list[Message]) -> tuple[bool, list[Output]]:
-    """Apply the front's messages ("add", "cancel", "stop") to the engine. Return (True if a stop message arrived, list
-    with a "cancelled" output for each request that the engine refuses). The front is the HTTP server's process."""
+    """Apply the messages of the front (the HTTP server's process) to the engine: "add", "cancel" and "stop". Return
+    (True if a stop message arrived, outputs). The outputs are one "cancelled" output for each request that the engine
+    refuses."""
     refused = []
     for message in messages:
         if "add" in message:

@@ -36,7 +36,7 @@ class Stream(AsyncIterator[Output]):
     Attributes:
         request: The request.
         tokens: IDs of the tokens generated so far.
-        losses: Number of times that a rank was lost while the request ran, since its newest token.
+        losses: Number of times that a rank was lost while the request ran; 0 again after each new token.
         replica: Replica (data-parallel copy of the model) that runs it; None while no replica is ready.
         deadline: Timer that cancels the request; None without a deadline.
         ended: True if no further output will come.
@@ -73,8 +73,8 @@ class Stream(AsyncIterator[Output]):
         self._changed.set()
 
     def make_resumed_request(self) -> Request:
-        """Return a request by which another replica, or the same one after a restart, continues the answer. The tokens
-        generated so far become its `replayed` tokens: they are recomputed like prompt tokens, not sampled again."""
+        """Return a request that continues the answer on another replica, or on the same one after a restart. The tokens
+        generated so far become its `replayed` tokens: they are recomputed like prompt tokens, and not sampled again."""
         return replace(self.request, replayed=tuple(self.tokens)) if self.tokens else self.request
 
     async def __anext__(self) -> Output:
@@ -107,8 +107,9 @@ class Replica:
         last_message: Time of its last message, in seconds of `time.monotonic`.
         sent: Number of requests sent to it that `report` does not include yet.
         report: Figures of its last step, from `Engine.report`.
-        totals: {name: figure summed since the server's start}. A figure that `report` also counts (`COUNTERS`), such as
-            prefix-cache hits, is summed here over earlier starts of the ranks only; `stats` adds the present count.
+        totals: {name: sum since the server's start}. Figures that `report` counts too (`COUNTERS`), such as
+            prefix-cache hits, are summed here over earlier starts of the ranks only; `stats` adds the count of the
+            present start.
         cached_hashes: Hashes of KV blocks that its prefix cache probably holds, the least recently used first (keys;
             values None).
         step_times: Predictor of step times.
@@ -178,22 +179,23 @@ class Replica:
 
     @property
     def free_sequences(self) -> int:
-        """Estimated number of further sequences that the replica could start now: its maximum minus the running ones of
-        its last report (0 if requests wait there), minus the requests that wait there or were sent since then. May be
-        negative."""
+        """Estimated number of further sequences that the replica could start now; may be negative. It is the maximum
+        minus the sequences that ran at its last report, and minus the requests sent to it since then. If requests
+        waited at that report, it is minus the number of these and of the requests sent since then."""
         running, waiting = self.report.get("running", 0) + self.report.get("paused", 0), self.report.get("waiting", 0)
         return (0 if waiting else self.max_sequences - running) - waiting - self.sent
 
     @property
     def pending_tokens(self) -> int:
-        """Estimated number of tokens that the replica computes before the first token of a new request: the prompts of
-        all requests without a generated token, and for each that already generates a flat `BLOCK_TOKENS`. Used to
-        balance load over replicas."""
+        """Estimated number of tokens that the replica computes before the first token of a new request, used to balance
+        load over replicas. A request without a generated token counts with the length of its prompt, every other
+        request with `BLOCK_TOKENS`."""
         return sum(BLOCK_TOKENS if each.tokens else len(each.request.tokens) for each in self.streams.values())
 
     def predict_wait(self, count: int) -> float:
         """Return the predicted seconds until the first `count` requests of the replica's queue have been admitted. If
-        the queue has fewer requests, the predicted wait of its last one is scaled in proportion to `count`."""
+        the queue has fewer requests, the prediction is the wait of its last one, multiplied by `count` and divided by
+        the number of requests."""
         now = time.monotonic()
         if now - self._predicted > PREDICTION_SECONDS:
             running = [self._estimate_work_left(each) for each in self.streams.values() if each.tokens]
@@ -211,8 +213,9 @@ class Replica:
 
     @property
     def delay(self) -> float:
-        """Seconds by which the replica's current step is late: the time since its last report, minus the predicted time
-        of a step, or of the next admission if that is longer; 0 if it is not late or has no requests."""
+        """Seconds by which the replica's current step is late; 0 if it is not late, or if there are no requests. It is
+        the time since the last report, minus the larger of two predictions: the duration of a step, and the time until
+        the next admission."""
         expected = max([self._predict_step(), *self._admissions[:1]])
         return max(0.0, time.monotonic() - self.last_message - expected) if self.streams else 0.0
 

@@ -357,8 +357,8 @@ class Replicas:
     # --- requests
 
     def _dispatch(self, stream: Stream) -> None:
-        """Send the request of `stream` to the ready replica with the least remaining work, from which its expected
-        prefix-cache hits for this request are subtracted. If no replica is ready, keep the request until one is."""
+        """Send the request of `stream` to the ready replica with the least remaining work, less the expected
+        prefix-cache hits of this request there. If no replica is ready, keep the request until one is."""
         request = stream.make_resumed_request()
         ready = [replica for replica in self._replicas if replica.ready]
         if not ready:

@@ -39,9 +39,10 @@ class Runner(Protocol):
 
     def run(self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None) -> StepOutput:
         """Compute this rank's pipeline stage for a batch of T tokens, and write the tokens' keys and values to the KV
-        cache. The last stage returns the logits of the R output rows (tokens whose logits are wanted), float32 [R, V]
-        or one `LogitRow` each; any other stage returns the hidden states, float32 [T, H]. The result is valid until the
-        next call. `hidden`: the previous stage's hidden states [T, H]; None on the first stage."""
+        cache. The last stage returns the logits of the R output rows (tokens whose logits are wanted): float32 [R, V]
+        for V vocabulary entries, or R objects of type `LogitRow`. Any other stage returns the hidden states, float32
+        [T, H] with hidden size H. The result is valid until the next call. `hidden`: the previous stage's hidden states
+        [T, H]; None on the first stage."""
 
     def memory(self) -> dict[str, int]:
         """Return {kind: bytes}: `weights`, `kv` (cache), `logits`, and with kernels `workspace` (buffers)."""

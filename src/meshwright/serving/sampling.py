@@ -29,7 +29,7 @@ class Sampling:
     """Sampling options of one request, in the order in which they apply.
 
     Attributes:
-        min_tokens: Stop tokens have probability 0 until the answer has so many tokens.
+        min_tokens: Minimum number of tokens of the answer, before which stop tokens have probability 0.
         logit_bias: Added to the logit of a token ID; -100 to 100.
         repetition_penalty: Logits of tokens in the prompt or the answer are divided by it where positive and multiplied
             where negative; 1: off.
@@ -113,8 +113,8 @@ class TokenResult(NamedTuple):
 
 
 class TokenCounts:
-    """Token IDs that occur in a sequence, and how often each occurs in its answer, from which the repetition, frequency
-    and presence penalties are computed. prompt: token IDs of the prompt. answer: those of the answer so far."""
+    """Token IDs that occur in a sequence, and how often each occurs in the answer. The repetition, frequency and
+    presence penalties are computed from them. prompt: token IDs of the prompt. answer: those of the answer so far."""
 
     def __init__(self, prompt: Iterable[int], answer: Iterable[int] = ()) -> None:
         """Count the tokens of `prompt` and `answer`."""
@@ -225,12 +225,12 @@ def _adjust(row: LogitRow, sampling: Sampling, position: int, counts: TokenCount
 
 
 def _find_token(row: LogitRow, sampling: Sampling, uniform: float) -> int:
-    """Return the ID of the token at quantile `uniform`, in [0, 1), of the tokens of `row` that top-k, top-p and min-p
-    of `sampling` keep (inverse-CDF sampling). If all tokens are kept, they are ordered by token ID; else by descending
-    probability, equal ones by token ID. Raises InvalidLogits if the highest logit is NaN or +inf.
+    """Sample a token from the tokens of `row` that the options top-k, top-p and min-p keep; return its ID. It is the
+    kept token at quantile `uniform`, in [0, 1) (inverse-CDF sampling). If all tokens are kept, they are ordered by
+    token ID; else by descending probability, equal ones by token ID. Raises InvalidLogits if the highest logit is NaN
+    or +inf.
 
-    The kept tokens are always the most likely ones, so only as many are sorted.
-    """
+    sampling: the options. The kept tokens are always the most likely ones, so only these are sorted."""
     highest, temperature = row.highest, sampling.temperature
     if highest == -np.inf:  # every token is a stop token before `min_tokens`
         return 0

@@ -41,8 +41,8 @@ class StepBatch:
     Attributes:
         tokens: Token IDs [T].
         positions: Position of each token in its sequence [T].
-        slots: For each block table, the slot of the KV cache into which each token's key and value are written [W, T]:
-            block * 16 + offset in the block.
+        slots: For each of W block tables, the slot of the KV cache into which each token's key and value are written
+            [W, T]: block * 16 + offset in the block.
         starts: Index of each sequence's first token [S + 1]; starts[S] = T.
         context: Number of each sequence's tokens in the KV cache after this step [S].
         block_tables: Block tables [W, S, B]: entry [w, s, b] is the index of sequence s's KV block number b (16
@@ -63,7 +63,7 @@ class StepBatch:
     group: int = 0
 
     def outputs(self) -> Iterator[tuple[Sequence, int]]:
-        """Yield, for each token whose logits are wanted, in order, (its sequence, its position in the sequence)."""
+        """Yield (sequence, position in the sequence) for each token whose logits are wanted, in order."""
         owners = self.starts.searchsorted(self.output_rows, side="right") - 1
         for owner, position in zip(owners.tolist(), self.positions[self.output_rows].tolist(), strict=True):
             yield self.sequences[owner], position
@@ -154,9 +154,9 @@ class Scheduler:
         return self._build_batch(picked, group) if picked else None
 
     def schedule_following(self, batch: StepBatch) -> StepBatch | None:
-        """Return the decode step that follows `batch`, before the results of `batch` are known; its token IDs are 0
-        until `batch` has sampled them. Return None unless all sequences of `batch` decode and can continue, and nothing
-        else can run."""
+        """Return the decode step that follows `batch` before the results of `batch` are known; its token IDs are 0
+        until `batch` has sampled them. Return None if a sequence of `batch` does not decode or cannot continue, or if
+        anything else can run."""
         going = [each for each in batch.sequences if each.answered + 1 < each.request.sampling.max_tokens]
         decoding = len(going) == len(self._admitted) == len(batch.tokens) == len(batch.output_rows)
         self._state = None
@@ -242,16 +242,16 @@ class Scheduler:
 
     def _find_prefix(self, sequence: Sequence) -> tuple[int, list[list[int]]]:
         """Find the prefix of a waiting sequence that the prefix cache has. Return (number of KV blocks in the prefix,
-        for each block table the indices of those inside the sliding window). The prefix never includes the last token,
-        whose logits are needed; it is empty if the prompt's log-probabilities are requested."""
+        indices of those inside the sliding window, one list per block table). The prefix is empty if the prompt's
+        log-probabilities are requested; it never includes the last token, whose logits are needed."""
         if not sequence.scores_prompt:
             sequence.chain.extend(sequence.tokens)
         return self.pool.find(sequence.chain.hashes[: (len(sequence.tokens) - 1) // BLOCK_TOKENS], self.windows)
 
     def _should_wait_for_prefix(self, sequence: Sequence, found: int) -> bool:
-        """Return True if a waiting sequence should not be admitted yet, because a running one is about to compute the
-        KV block that follows its cached prefix, which gives it a longer prefix-cache hit. found: number of blocks of
-        the prefix."""
+        """Return True if the admission of a waiting sequence should be delayed, because a running sequence is about to
+        compute the KV block that follows its cached prefix. The prefix-cache hit is then longer. found: number of
+        blocks of the cached prefix."""
         if sequence.scores_prompt or found >= (len(sequence.tokens) - 1) // BLOCK_TOKENS:
             return False
         wanted = sequence.chain.hashes[found]
@@ -297,9 +297,9 @@ class Scheduler:
         return min(wanted, room)
 
     def _build_batch(self, picked: SequenceOf[tuple[Sequence, range, range]], group: int) -> StepBatch:
-        """Return the batch of the picked sequences. picked: for each (its state, range of positions to compute, range
-        of positions whose logits are wanted). Tokens that a batch in flight will sample have ID 0. group: pipeline
-        group of the sequences."""
+        """Return the batch of the picked sequences. picked: a triple for each: (its state, range of positions to
+        compute, range of positions whose logits are wanted). A token that a batch in flight has yet to sample has ID 0.
+        group: pipeline group of the sequences."""
         tokens = array("i")
         output_rows: list[int] = []
         for sequence, computed, wanted in picked:
@@ -325,8 +325,8 @@ class Scheduler:
         )  # fmt: skip
 
     def _record_tokens(self, sequence: Sequence, count: int, results: SequenceOf[TokenResult]) -> Output | None:
-        """Record `count` computed tokens of a sequence, and the results of its output rows (tokens whose logits are
-        wanted); return the output for its request, None if there is nothing new."""
+        """Record that `count` tokens of a sequence were computed, and the results of its output rows (tokens whose
+        logits are wanted). Return the output for its request; None if there is nothing new."""
         if any(result.token < 0 for result in results):
             self._finish(sequence, "error")  # its blocks are not registered in the prefix cache
             return Output(sequence.request.id, [], "error", sequence.cached_tokens)
@@ -393,8 +393,8 @@ class Scheduler:
 
 
 def sample_batch(batch: StepBatch, logits: StepOutput) -> list[TokenResult]:
-    """Return one result for each of the R output rows of a batch: for a sequence's last known token a newly sampled
-    token, for other rows (`prompt_logprobs`) the prompt's next token with its log-probability. The results depend on
-    the arguments alone. logits: [R, V], or R objects of type `LogitRow`."""
+    """Return one result for each of the R output rows of a batch: for the last known token of a sequence a newly
+    sampled token, for any other row (`prompt_logprobs`) the prompt's next token with its log-probability. The results
+    depend on the arguments alone. logits: float32 [R, V] for V vocabulary entries, or R objects of type `LogitRow`."""
     rows = map(HostRow, logits) if isinstance(logits, np.ndarray) else logits
     return [sequence.sample_row(row, position) for row, (sequence, position) in zip(rows, batch.outputs(), strict=True)]

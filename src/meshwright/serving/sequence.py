@@ -63,11 +63,12 @@ class Sequence:
 
     @property
     def answered(self) -> int:
-        """Number of tokens of the answer so far, replayed ones included."""
+        """Number of tokens of the answer so far. Tokens that were generated before a lost rank was restarted
+        (`Request.replayed`) are included."""
         return len(self.tokens) - len(self.request.tokens)
 
     def get_output_positions(self, count: int) -> range:
-        """Return the positions in the sequence whose logits are wanted, as a range, if the next `count` tokens are
+        """Return the range of positions in the sequence whose logits are wanted when the next `count` tokens are
         computed."""
         end = self.computed + count
         ends = end == len(self.tokens)
@@ -77,17 +78,20 @@ class Sequence:
         return range(begin, end - (ends and not self.request.sampling.max_tokens))
 
     def prepare_draw(self, position: int) -> Draw:
-        """Return the inputs (`Draw`) with which a GPU samples from the logits at `position`, or summarizes them for
-        `sample_row`. position: index in the sequence; it may be that of the next token, which is not sampled yet."""
+        """Return the sampling inputs (`Draw`) for the logits at `position`. With them a GPU samples a token itself, or
+        summarizes the logits for `sample_row`. position: index in the sequence; it may be that of the next token, which
+        is not sampled yet."""
         request, beyond = self.request, position - (len(self.tokens) - 1)
         if beyond >= 0:
             return prepare_draw(request.sampling, choice=request.choice, position=self.answered + beyond)
         return Draw(target=self.tokens[position + 1], ranked=request.sampling.prompt_logprobs or 0)
 
     def sample_row(self, row: LogitRow, position: int) -> TokenResult:
-        """Return the token result for `row`, the logits at a position (an index in the sequence). At the sequence's
-        last token it is a newly sampled token; before that, the prompt's next token with its log-probability. Its token
-        is -1 if logits are NaN or infinite, or the sequence has ended."""
+        """Return the token result for `row`, the logits at a position of the sequence. If the position is the
+        sequence's last token, a new token is sampled. At an earlier position the result is the prompt's next token with
+        its log-probability. The result's token is -1 if logits are NaN or infinite, or if the sequence has ended.
+
+        position: index in the sequence."""
         sampling = self.request.sampling
         if self.finish_reason is not None:
             return TokenResult(-1)

@@ -260,9 +260,11 @@ def _check_model(
 
 
 def _prepare_kernels(model: _Settings, phases: _StartupTimer) -> _Settings:
-    """Compile the kernels of CPU ranks if necessary. Return the settings `model` with the kernels' instruction set, or
-    if no kernels can be used, with the predicted memory of plain torch. phases: logger of durations. Raises UserError
-    if the layout needs kernels and none can be used."""
+    """Compile the kernels of CPU ranks if necessary, and return updated settings. If kernels can be used, the settings
+    contain their instruction set; otherwise they contain the memory predicted for plain torch. Raises UserError if the
+    layout needs kernels and none can be used.
+
+    model: checked settings of the server. phases: logger of durations."""
     if model.device != "cpu":
         return model
     instruction_set, reason = prepare_kernels(model.config, model.dtype, model.layout, phases.log)

@@ -26,13 +26,13 @@ class Work(NamedTuple):
 
 
 class StepTimes:
-    """Model of the time of a step, learnt online: seconds = a + b * tokens + c * keys, with a, b, c >= 0, for a step of
-    `tokens` tokens that attend to `keys` keys in all. It predicts 0 until the first step is observed.
+    """Model of the time of a step, learnt online: seconds = a + b * tokens + c * keys, with a, b, c >= 0. `tokens`:
+    number of tokens of the step; `keys`: number of keys that they attend to, summed over tokens. It predicts 0 until
+    the first step is observed.
 
     Recursive least squares of relative errors with exponential forgetting; coordinate descent keeps the coefficients
     non-negative. An outlier (a step that the machine interrupted) counts little; a lasting change is learnt within some
-    fifty steps.
-    """
+    fifty steps."""
 
     def __init__(self) -> None:
         """Start without observations."""

@@ -79,7 +79,8 @@ class JobRunner:
 
     async def _run(self, job: Job, outputs: Sequence[AsyncIterator[Output]], take: Take) -> None:
         """Follow all choices of a job concurrently until they have finished. Raises ApiError (408 after the requests'
-        deadline), and what `take` raises. outputs: for each choice, the iterator over the engine's outputs."""
+        deadline), and what `take` raises. outputs: for each choice, the iterator over the engine's outputs. take:
+        called with (choice, piece) for each new piece of text."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for choice, iterator in zip(job.choices, outputs, strict=True):
@@ -88,8 +89,8 @@ class JobRunner:
             raise group.exceptions[0] from None
 
     async def _follow(self, choice: Choice, outputs: AsyncIterator[Output], take: Take) -> None:
-        """Call `take` with each new piece of one choice until it has finished. outputs: iterator over the engine's
-        outputs for the choice."""
+        """Call `take` with (choice, piece) for each new piece of one choice until it has finished. outputs: iterator
+        over the engine's outputs for the choice."""
         with convert_panics():
             async for output in outputs:
                 if output.finish_reason in FAILED_ENDS:

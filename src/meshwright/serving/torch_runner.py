@@ -35,8 +35,9 @@ class OrderedTensorParallel(TensorParallel):
         super().__init__(mesh.tp, sequence_parallel=False)
 
     def leave(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
-        """All-reduce `x_BSH` [B, S, H], a rank's partial result of a row-parallel layer, over the tensor-parallel ranks
-        in rank order, and return the sum. `site`: label of the call in traces."""
+        """All-reduce a rank's partial result of a row-parallel layer over the tensor-parallel ranks, in rank order;
+        return the sum. x_BSH: partial result, [B, S, H] for B sequences of S tokens and hidden size H. `site`: label of
+        the call in traces."""
         if self.trivial:
             return x_BSH
         parts = x_BSH.new_empty(self.size, *x_BSH.shape)
@@ -60,8 +61,8 @@ class PagedCache:
     of keys and values.
 
     Attributes:
-        pairs: Tensors [2, slots, K, D] of keys and values (latent attention: [1, slots, 1, C] of latent vectors), each
-            for one layer of every block table.
+        pairs: Tensors [2, slots, K, D] of keys and values, for K key-value heads of size D. With latent attention they
+            are [1, slots, 1, C], latent vectors of size C. Each tensor serves one layer of every block table.
     """
 
     length = 0
@@ -100,9 +101,11 @@ class PagedCache:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Write the keys and values of the selected tokens to the cache of the layer with index `layer`. Return their
-        causal attention, inside the layer's sliding window, [1, N, T, D]; 0 for padding. q_BNTD: queries [1, N, T, D].
-        k_BKTD, v_BKTD: keys and values [1, K, T, D]; v_BKTD None: the keys are the values too. sinks: attention-sink
-        logit of each query head [N]; None: no sinks."""
+        causal attention inside the layer's sliding window, [1, N, T, D] for T tokens and N query heads of size D; 0 for
+        padding.
+
+        q_BNTD: queries [1, N, T, D]. k_BKTD, v_BKTD: keys and values [1, K, T, D] of K key-value heads; v_BKTD None:
+        the keys are the values too. sinks: attention-sink logit of each query head [N]; None: no sinks."""
         table, place = self._layers[layer]
         tokens = self._slots_WT.shape[1]
         for cache, new in zip(self.pairs[place], (k_BKTD,) if v_BKTD is None else (k_BKTD, v_BKTD), strict=True):
@@ -119,9 +122,11 @@ class PagedCache:
     def _attend_segment(
         self, layer: int, q_ND: torch.Tensor, slots_C: torch.Tensor, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the attention [N, D] of one token's queries `q_ND` over its context, the KV-cache slots `slots_C`, in
-        the layer with index `layer`; computed in float32 or float64. sinks: attention-sink logit of each query head
-        [N]; None: no sinks."""
+        """Return the attention of one token over its context in the layer with index `layer`, [N, D] for N query heads
+        of size D; computed in float32 or float64.
+
+        q_ND: queries of the token. slots_C: KV-cache slots of the C tokens of its context. sinks: attention-sink logit
+        of each query head [N]; None: no sinks."""
         slots_C = slots_C[self._config.first_key(layer, len(slots_C) - 1) :]  # blocks before it may have been freed
         wide = at_least_float32(q_ND.dtype)
         k_KCD, *values = (each[slots_C].transpose(0, 1).to(wide) for each in self.pairs[self._layers[layer][1]])
@@ -179,9 +184,10 @@ class TorchRunner:
         }
 
     def run(self, batch: StepBatch, hidden: npt.NDArray[np.float32] | None = None) -> npt.NDArray[np.float32]:
-        """Compute this rank's pipeline stage for a batch of T tokens. The last stage returns the logits [R, V] of the R
-        output rows (tokens whose logits are wanted), any other stage the hidden states [T, H]. `hidden`: the previous
-        stage's hidden states [T, H]; None on the first stage."""
+        """Compute this rank's pipeline stage for a batch of T tokens. The last stage returns the logits of the R output
+        rows (tokens whose logits are wanted), [R, V] for V vocabulary entries. Any other stage returns the hidden
+        states, [T, H] with hidden size H. `hidden`: the previous stage's hidden states [T, H]; None on the first stage.
+        """
         with torch.inference_mode():
             begins = range(0, len(batch.tokens), self._tile)
             states_TH = torch.cat([self._run_tile(batch, begin, hidden) for begin in begins])
@@ -190,9 +196,11 @@ class TorchRunner:
             return states_TH.float().numpy()
 
     def _run_tile(self, batch: StepBatch, begin: int, hidden: npt.NDArray[np.float32] | None) -> torch.Tensor:
-        """Run this rank's pipeline stage on the tile of tokens of `batch` from index `begin` on, padded to full size;
-        return their hidden states [T, H], without padding. `hidden`: the previous stage's output for all tokens, None
-        on the first stage."""
+        """Run this rank's pipeline stage on one tile of tokens, padded to the fixed tile size. Return the hidden states
+        of its tokens, [T, H] for T tokens of hidden size H, without padding.
+
+        batch: the whole batch. begin: index in it of the tile's first token. `hidden`: the previous stage's output for
+        all tokens of the batch, None on the first stage."""
         size, end = self._tile, min(len(batch.tokens), begin + self._tile)
         numbers = np.zeros((2, 1, size), np.int64)
         numbers[0, 0, : end - begin] = batch.tokens[begin:end]
@@ -208,7 +216,8 @@ class TorchRunner:
         return self._model.hidden(tokens_BS, **given)[0, : end - begin]
 
     def _logits(self, states_RH: torch.Tensor) -> npt.NDArray[np.float32]:
-        """Return the logits [R, V] for the final-norm outputs `states_RH`."""
+        """Return the logits [R, V] of R output rows (tokens whose logits are wanted), for V vocabulary entries.
+        states_RH: outputs of the final norm, with hidden size H."""
         rows, size = len(states_RH), self._tile
         out_RV = np.empty((rows, self.config.vocabulary), np.float32)
         for begin in range(0, rows, size):

@@ -53,7 +53,7 @@ class QueueForecast:
     """State of the engine's queue as it would be after appending a new HTTP request.
 
     Attributes:
-        waiting: Number of engine requests that would wait, those of the new request included; if 0 or less, all could
+        waiting: Number of engine requests that would wait, those of the new request included; 0 or less if all could
             run at once.
         prompts: Function that returns the number of prompt tokens of each queued request, from the head, without the
             new request.
@@ -79,12 +79,12 @@ class _Place:
         number: Order in the line: lower numbers come first.
         requests: Number of engine requests (choices) of the HTTP request.
         tokens: Number of prompt tokens of these requests together.
-        due: Time at which the client's retry is expected, in seconds of the line's clock; from then on a retry is not
-            refused in favour of other places.
+        due: Time at which the client is expected to retry, in seconds of the line's clock. A retry at this time or
+            later is not refused in favour of other places.
         expires: Time at which the place is removed if the client has not retried.
         watched: Time of the earliest scheduled check of this place.
-        returned: True if the client retried in time and its next check will count that in `WaitingLine.returning`, the
-            average share of clients that retry.
+        returned: True if the client retried in time, and this is not yet counted in `WaitingLine.returning`, the
+            average share of clients that retry. The next check of the place counts it.
     """
 
     key: bytes
@@ -131,14 +131,13 @@ class WaitingLine:
         return len(self._expected) + len(self._late)
 
     def admit(self, ticket: Ticket, requests: int, tokens: int, queue: QueueForecast) -> Refusal | None:
-        """Admit an HTTP request to the engine's queue, or refuse it. If it is admitted, remove its place in the line,
-        if it had one, and return None. If it is refused, return the refusal; the request then keeps its place, or gets
-        one if `ticket` has a key and the line is not full.
+        """Admit an HTTP request to the engine's queue, or refuse it. If it is admitted, its place in the waiting line
+        is removed (if it had one), and None is returned. If it is refused, the refusal is returned; the request keeps
+        its place, or gets one if `ticket` has a key and the line is not full.
 
         ticket: identity of the request. requests: number of the engine's requests (choices) that the HTTP request
         makes; 0: only check whether it would be refused, without removing its place. tokens: number of prompt tokens of
-        these requests, or an estimate. queue: state of the queue if the request were appended.
-        """
+        these requests, or an estimate. queue: state of the queue if the request were appended."""
         now = self._clock()
         self._run_due_checks(now)
         same = self._places.get(ticket.key, ())
@@ -173,9 +172,11 @@ class WaitingLine:
         return Refusal(reason, min(wait, LONGEST_SECONDS))
 
     def _find_limit(self, queue: QueueForecast, ahead: float) -> tuple[str, float]:
-        """Return (name of the limit in `QueueLimits` that the queue would exceed with a new request, predicted seconds
-        until it no longer would); ("", 0.0) if it would exceed none. queue: state of the queue with the new request.
-        ahead: expected number of engine requests of clients in the waiting line that come before it."""
+        """Find the limit in `QueueLimits` that the queue would exceed with a new request. Return (name of the limit,
+        predicted seconds until the request could be queued); ("", 0.0) if no limit would be exceeded.
+
+        queue: state of the queue with the new request. ahead: expected number of engine requests of clients in the
+        waiting line that come before it."""
         if queue.waiting <= 0:
             return "", 0.0
         over = math.ceil(queue.waiting + ahead) - self._limits.requests
@@ -191,13 +192,12 @@ class WaitingLine:
         return ("seconds", seconds) if seconds > 0 else ("", 0.0)
 
     def _count_expected_before(self, place: _Place | None) -> float:
-        """Return the expected number of engine requests of clients that will retry, of those before `place` in the line
-        (None: of all in the line).
+        """Return the expected number of engine requests that clients in the waiting line will send again, counted over
+        the places before `place` (None: over all places).
 
-        It is the number of requests of the expected clients, times the average share of clients that retry; but at
-        least 1 / `GUARD` of the limit on waiting requests (or all of these requests, if fewer), because the average
-        adapts slowly.
-        """
+        It is the number of requests of the clients that are expected to retry, times the average share of clients that
+        do. But at least 1 / `GUARD` of the limit on waiting requests is returned (or all of these requests, if they are
+        fewer), because the average adapts slowly."""
         count = len(self._numbers) if place is None else bisect_left(self._numbers, place.number)
         return max(self.returning * count, min(count, self._limits.requests // GUARD))
 

@@ -70,15 +70,15 @@ class RankWeights:
         return iter(self._buffers)
 
     def is_bfloat16(self, name: str) -> bool:
-        """Return True if the checkpoint's files have the model parameter `name` in bfloat16."""
+        """Return True if the model parameter `name` is stored in bfloat16 in the checkpoint's files."""
         flat, placed = self._buffers[name]
         parts = flat.find_slices(placed.offset, placed.offset + placed.numel)
         tensors = {name for part, _, _ in parts for name in self._files.stored_names(self._names[part.entry.name])}
         return all(self._files.dtype(name) == "BF16" for name in tensors)
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return this rank's shard of the model parameter `name` in `dtype`, valid until the next call; vocabulary
-        padding is 0. It is a view of the memory-mapped file if the file has it in this form."""
+        """Return this rank's shard of the model parameter `name` in `dtype`; vocabulary padding is 0. The tensor is
+        valid until the next call. It is a view of the memory-mapped file if no conversion is needed."""
         self._release_pages()
         flat, placed = self._buffers[name]
         found = list(flat.find_slices(placed.offset, placed.offset + placed.numel))

@@ -38,9 +38,8 @@ class AdapterConfig:
     Attributes:
         rank: Number of rows of A and of columns of B.
         alpha: Numerator of the scale s.
-        kind: "lora" scales by s = alpha / rank; "rslora" by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732,
-            eq. 8); "dora" adds a trained magnitude of each output (Liu et al. 2024, arXiv:2402.09353, eq. 5), with s of
-            "lora".
+        kind: "lora": s = alpha / rank. "rslora": s = alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732, eq. 8).
+            "dora": s as for "lora", and a trained magnitude for each output (Liu et al. 2024, arXiv:2402.09353, eq. 5).
         targets: Names of linear layers, as in PEFT: a full Hugging Face module name, its last parts ("q_proj"), a
             pattern with * ? or [], or "all-linear".
         base: Directory or hub name of the base model, as an `adapter_config.json` records it.
@@ -48,8 +47,7 @@ class AdapterConfig:
             for verification.
         packed: Format in which the weights of the frozen linear layers are kept in memory (QLoRA, Dettmers et al. 2023,
             arXiv:2305.14314), "nf4-double" with quantized scales; None: the dtype of the parameters.
-        dropout: Probability with which an element of an adapted layer's input is 0 for the adapter, in training.
-    """
+        dropout: Probability with which an element of an adapted layer's input is 0 for the adapter, in training."""
 
     kind: AdapterKind = "lora"
     rank: int = 8

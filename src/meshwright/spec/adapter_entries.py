@@ -34,9 +34,9 @@ _ADAPTABLE = tuple(
 
 
 def find_adaptable_entries(entries: Sequence[ParameterEntry]) -> dict[str, ParameterEntry]:
-    """Return the linear layers among `entries` that can have an adapter, {Hugging Face module name: parameter entry of
-    its weight}: those of attention, dense MLPs, shared experts, and routed experts that checkpoints store one by one.
-    """
+    """Return the linear layers that can have an adapter, {Hugging Face module name: parameter entry of its weight}.
+    These are the layers of attention, dense MLPs and shared experts, and those of routed experts if checkpoints store
+    each expert separately. entries: parameter entries of the model."""
     return {
         entry.name.removesuffix(".weight"): entry
         for entry in entries
@@ -62,9 +62,9 @@ def _selects(target: str, module: str, entry: ParameterEntry) -> bool:
 
 
 def target_modules(entries: Sequence[ParameterEntry], targets: Sequence[str]) -> dict[str, ParameterEntry]:
-    """Return {module name: entry of its weight} of the linear layers that `targets` select, in the order of `entries`.
-    Raises `UserError` with the nearest names for a target that selects none, and if routed experts of a layer differ in
-    their adapted matrices."""
+    """Return the linear layers that `targets` select, {module name: parameter entry of its weight}, in the order of
+    `entries`. Raises `UserError` with the nearest names for a target that selects none, and if the routed experts of a
+    layer have different adapted matrices."""
     known = find_adaptable_entries(entries)
     for target in targets:
         if not any(matches(module, target) for module in known):

@@ -77,9 +77,9 @@ def find_base_directory(directory: Path) -> Path | None:
 
 
 def check_initial_adapter(directory: str | Path, config: ModelConfig) -> None:
-    """Raise `UserError` unless the PEFT directory that `adapter.from` names, or the newest checkpoint of the run
-    directory that it names, holds an adapter with the settings and modules of that of `config`. Its values are not
-    read."""
+    """Check that a directory holds an adapter with the settings and modules of the adapter of `config`; raise
+    `UserError` if not. The values of the adapter are not read. directory: value of `adapter.from`: a PEFT directory, or
+    a run directory, whose newest checkpoint is checked."""
     place = Path(directory)
     if not (place / ADAPTER_CONFIG).is_file():
         found = sorted(place.glob(f"checkpoints/step-*/{ADAPTER_CONFIG}"))
@@ -95,7 +95,8 @@ def check_initial_adapter(directory: str | Path, config: ModelConfig) -> None:
 
 
 def refuse_other_adapter(directory: str | Path, config: ModelConfig, other: AdapterConfig) -> None:
-    """Raise `UserError` if the adapter of a PEFT directory, `other`, differs from that of a model (`config`)."""
+    """Raise `UserError` if an adapter differs from that of a model. directory: PEFT directory of the adapter, for the
+    message. config: configuration of the model. other: settings of the adapter in the directory."""
     if (difference := find_adapter_difference(config, other)) is not None:
         raise UserError(f"{directory}: holds an adapter with {difference}; give [adapter] the values of the directory")
 

@@ -63,18 +63,18 @@ def count_blocks(tokens: int) -> int:
 
 
 def first_block_in_window(tokens: int, window: int | None) -> int:
-    """Return the index (from 0) of the first KV block that the next token of a sequence can attend to. tokens: number
-    of tokens before the next one. window: sliding window in tokens; None: no window, which gives block 0."""
+    """Return the index (from 0) of the first KV block (16 tokens) that the next token of a sequence can attend to.
+    tokens: number of tokens before the next one. window: sliding window in tokens; None: no window, which gives block
+    0."""
     return 0 if window is None else max(0, tokens - window + 1) // BLOCK_TOKENS
 
 
 def max_blocks_held(tokens: int, windows: Sequence[int | None], chunk: int) -> tuple[int, ...]:
-    """Return, for each block table, the maximum number of KV blocks that a sequence of `tokens` tokens holds at once.
-    With a sliding window, only the blocks of one step's tokens and of the window before them are held.
+    """Return the maximum number of KV blocks that a sequence of `tokens` tokens holds at once, one number per block
+    table. With a sliding window, only the blocks of one step's tokens and of the window before them are held.
 
     windows: sliding window of each block table in tokens; None: no window. chunk: maximum number of tokens computed in
-    a step.
-    """
+    a step."""
     blocks = count_blocks(tokens)
     return tuple(
         blocks if window is None else min(blocks, (window + chunk - 3) // BLOCK_TOKENS + 2) for window in windows
@@ -82,21 +82,19 @@ def max_blocks_held(tokens: int, windows: Sequence[int | None], chunk: int) -> t
 
 
 def max_sequence_tokens(blocks: int, windows: Sequence[int | None], chunk: int, limit: int) -> int:
-    """Return the length in tokens, at most `limit`, of the longest sequence that fits into `blocks` KV blocks, over all
-    block tables.
+    """Return the length in tokens, at most `limit`, of the longest sequence whose blocks in all block tables together
+    are at most `blocks` KV blocks.
 
     windows: sliding window of each block table in tokens; None: no window. chunk: maximum number of tokens computed in
-    a step.
-    """
+    a step."""
     return bisect_right(range(1, limit + 1), blocks, key=lambda tokens: sum(max_blocks_held(tokens, windows, chunk)))
 
 
 @lru_cache(maxsize=64)
 def block_tables(config: ModelConfig, stages: int) -> BlockTables:
-    """Assign a model's layers to block tables of the paged KV cache, for serving in `stages` pipeline stages: with 1 to
-    8 tables, whichever number takes the fewest KV-cache bytes for a sequence of maximum length (in a tie, the fewest
-    tables). config: configuration of the model.
-    """
+    """Assign a model's layers to block tables of the paged KV cache, for serving in `stages` pipeline stages. Of 1 to 8
+    tables, the number is chosen that takes the fewest KV-cache bytes for a sequence of maximum length (in a tie, the
+    fewest tables). config: configuration of the model."""
     counts = Counter(config.layer_window(layer) for layer in range(config.layers))
     longest = None if None in counts else max(window for window in counts if window is not None)
     shares = {tuple(-(-count // size) for count in counts.values()) for size in range(1, config.layers + 1)}
@@ -114,9 +112,8 @@ def _assign_layers(config: ModelConfig, stages: Sequence[Stage], choice: dict[in
     """Distribute the layers of each pipeline stage evenly over block tables (see `BlockTables`).
 
     config: configuration of the model. stages: its pipeline stages. choice: {sliding window in tokens (None: no
-    window): number of block tables for the layers with it}; the tables of a single entry serve all layers, also those
-    with smaller windows.
-    """
+    window): number of block tables for the layers with this window}. If there is only one entry, its tables serve all
+    layers, also those with smaller windows."""
     windows = tuple(window for window, count in choice.items() for _ in range(count))
     layers, depths = list[tuple[int, int]](), list[int]()
     for stage in stages:

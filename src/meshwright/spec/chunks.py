@@ -12,9 +12,8 @@ def split_loss_chunks(tokens: int, vocabulary: int, device: str) -> list[int]:
     """Split `tokens` tokens into chunks of nearly equal size for the chunked loss, which computes the logits of one
     chunk at a time; return the number of tokens of each chunk.
 
-    `vocabulary`: number of logits per token that a tp rank computes, on the rank with the most, so that all tp ranks
-    get the same chunks; `device`: "cpu" or "cuda".
-    """
+    `vocabulary`: number of logits per token that a tp rank computes; the maximum over the tp ranks, so that all get the
+    same chunks; `device`: "cpu" or "cuda"."""
     limit = max(MIN_CHUNK_TOKENS, CHUNK_LOGITS.get(device, 1 << 27) // vocabulary)
     at_once = max(1, -(-tokens // max(1, -(-tokens // limit))))
     return [min(at_once, tokens - start) for start in range(0, tokens, at_once)]
@@ -38,8 +37,7 @@ MIN_DOCUMENTS = 16
 
 
 def pad_document_count(documents: int) -> int:
-    """Return the padded number of documents for variable-length attention, for a micro-batch that packs `documents`
-    documents: the next power of two, at least `MIN_DOCUMENTS`. Compiled graphs have static shapes; with so few
-    different numbers, batches reuse them.
-    """
+    """Return the number to which the number of documents in a micro-batch is padded for variable-length attention: the
+    next power of two, at least `MIN_DOCUMENTS`. Compiled graphs have static shapes; with few distinct numbers, batches
+    can reuse them. documents: number of packed documents."""
     return max(MIN_DOCUMENTS, 1 << (documents - 1).bit_length())

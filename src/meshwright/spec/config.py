@@ -37,8 +37,8 @@ class ModelConfig:
     Attributes:
         family: Model family, the ``model_type`` of ``config.json``, such as "llama".
         vocabulary, hidden, layers: Number of token ids, hidden size, and number of layers.
-        heads, kv_heads: Numbers of query heads and of key-value heads, each of which equally many query heads share.
-        head_dim: Size of a head; with ``latent``, size of a head's query, with and without position.
+        heads, kv_heads: Number of query heads; number of key-value heads, each shared by heads / kv_heads query heads.
+        head_dim: Size of a head. With ``latent``, size of a head's query, its features with position included.
         intermediate: Width of a dense MLP.
         max_positions: Longest sequence in tokens.
         norm, norm_epsilon: Kind of the norms, and number added to the variance or mean square.
@@ -47,15 +47,15 @@ class ModelConfig:
         rope_theta, rope_scaling: Base and scaling method of rotary positions.
         sliding_window: Number of tokens that a token attends to, itself included, in windowed layers; None: no limit.
         windowed_layers: For each layer, True if it has the sliding window; None: all have it.
-        rotary_fraction, rotary_interleaved: Fraction of a head's features, the first ones, that is rotated; True to
-            rotate pairs of neighbours, False pairs half of the rotated features apart.
+        rotary_fraction, rotary_interleaved: Fraction of a head's features that is rotated (the first ones); True to
+            rotate pairs of neighbouring features, False to rotate pairs that are half of the rotated features apart.
         window_rope_theta: Rotary base of windowed layers, without scaling; None: as in the other layers.
         unrotated_layers: Indices of the layers without positions.
         attention_scale: Factor on attention scores; None: 1 / sqrt(head_dim).
         attention_softcap, logit_softcap: Cap c that turns attention scores, or logits, x into c tanh(x / c).
         attention_sinks: Each query head has a learned score that is one more term of the softmax's denominator.
-        swiglu_limit, swiglu_alpha: A gated MLP computes gate * sigmoid(``swiglu_alpha`` * gate) * (up + 1), with the
-            gate limited to at most ``swiglu_limit`` and up to at most this magnitude (gpt-oss); limit None: as under
+        swiglu_limit, swiglu_alpha: A gated MLP computes gate * sigmoid(``swiglu_alpha`` * gate) * (up + 1) (gpt-oss);
+            gate is capped at ``swiglu_limit``, up is clamped to [-limit, limit]. Limit None: the MLP is that of
             ``gated``.
         window_chunks: A token attends to tokens of its chunk of ``sliding_window`` positions, cut from the document's
             start.
@@ -69,31 +69,31 @@ class ModelConfig:
             projection.
         mlp_bias, norm_bias: Biases of the linear layers of MLPs, experts and their router included, and of norms.
         query_key_norm: A norm on the queries and keys of each head.
-        projection_norm: The norm on queries, and that on keys, span all heads together.
-        pre_norms, post_norms: Norms on the input, and on the output, of each sublayer.
+        projection_norm: The norm on queries spans all heads together, and so does that on keys.
+        pre_norms, post_norms: Norms on the input of each sublayer; norms on its output.
         zero_centred_norms: Norms multiply by 1 + weight.
         embedding_norm: Norm on the embeddings. Decoders with it (BLOOM) can be planned but not run.
         tied: The output head shares the embedding matrix.
         bos_token, eos_token, more_eos_tokens, pad_token: Ids of special tokens: beginning and end of a sequence,
             further end-of-sequence tokens, padding; None: none.
-        initializer_range, mup_base_hidden: Standard deviation of initial weights, at this hidden size (None: at any
-            size).
-        experts, experts_per_token, expert_intermediate: Number of experts in a layer (0: dense MLPs), of which a token
-            uses some, and the width of each.
+        initializer_range, mup_base_hidden: Standard deviation of initial weights; hidden size at which it holds under
+            µP (None: no µP).
+        experts, experts_per_token, expert_intermediate: Number of experts in a layer (0: dense MLPs); number of experts
+            that a token uses; width of an expert.
         shared_intermediate, shared_gate: Width of the shared expert (0: none); True if it has a sigmoid gate.
         dense_layers: Indices of the layers with a dense MLP instead of experts.
         router: Scores are a "softmax" over the experts, or a "sigmoid" of each.
         router_bias, router_loss: Load balancing by a bias on the scores, or by a loss with this coefficient (0: none).
         normalise_choice, routed_scale: True if the weights of a token's experts are normalised to sum 1; factor on all
-            weights.
+            these weights.
         expert_groups, groups_per_token: The experts form groups of equal size, and a token's experts are in at most
             ``groups_per_token`` of them (DeepSeek-V2, arXiv:2405.04434, section 2.2.2).
         latent: Sizes of multi-head latent attention; None: grouped-query attention.
-        prediction_layers, prediction_loss: 1 trains a module of multi-token prediction (DeepSeek-V3, arXiv:2412.19437,
-            section 2.2); factor on its loss.
-        token_types, head, labels: Of encoders: number of segment types; output head, "masked" (masked language model),
-            "classes" (sequence classification) or "none", where a decoder's is "next" (next token); names of the
-            classes.
+        prediction_layers, prediction_loss: 1 to train a module of multi-token prediction (DeepSeek-V3,
+            arXiv:2412.19437, section 2.2), 0 for none; factor on its loss.
+        token_types, head, labels: Only for encoders: number of segment types; output head: "masked" (masked language
+            model), "classes" (sequence classification) or "none"; names of the classes. The head of a decoder is "next"
+            (next token).
         adapter: LoRA adapter, with which the model's own parameters are frozen. Not in ``config.json``.
         projections: (layer, teacher's hidden size) of each layer that distillation compares. Not in ``config.json``.
     """

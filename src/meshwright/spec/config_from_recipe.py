@@ -33,15 +33,13 @@ _KEYS = (
 def config_from_recipe(
     model: ModelRecipe, sequence: int, tokenizer_vocabulary: int, adapter: AdapterRecipe | None = None
 ) -> ModelConfig:
-    """Return the ModelConfig that a recipe's ``[model]`` table (`model`) describes, with the adapter of its
-    ``[adapter]`` table (None: no adapter). The [model] table may name a preset or a Hugging Face directory, from which
-    all fields are taken; its other keys then replace single fields.
+    """Return the ModelConfig that a recipe's ``[model]`` table (`model`) describes. If the table names a preset or a
+    Hugging Face directory, all fields are taken from it; the table's other keys then replace single fields.
 
     ``sequence``: tokens of a sequence (``data.sequence``). ``tokenizer_vocabulary``: number of token ids of the
-    tokenizer, which is the model's vocabulary if the table gives none and names no directory. Raises ``UserError`` if
-    the model's vocabulary is smaller than the tokenizer's, the sequence longer than the model's positions, or the
-    adapter does not fit the model.
-    """
+    tokenizer, which is the model's vocabulary if the table gives none and names no directory. ``adapter``: the recipe's
+    ``[adapter]`` table; None: no adapter. Raises ``UserError`` if the model's vocabulary is smaller than the
+    tokenizer's, the sequence longer than the model's positions, or the adapter does not fit the model."""
     if model.from_path is not None:
         base = config_from_path(model.from_path)
     elif model.preset is not None:
@@ -150,11 +148,10 @@ def _make_default_latent(size: int, head_dim: int | None) -> dict[str, Any]:
 
 def _make_default_experts(model: ModelRecipe, keys: Experts, intermediate: int) -> dict[str, Any]:
     """Return the ``config.json`` keys of a mixture of experts, with values, for a recipe's ``[model]`` table (`model`).
-    An expert width that the table does not give is chosen so that a token's experts together cost about as much compute
-    as a dense MLP of width `intermediate`; in family mixtral each expert is as wide as that MLP.
+    If the table gives no expert width, it is chosen so that a token's experts together cost about as much compute as a
+    dense MLP of width `intermediate`; in family mixtral each expert has that width.
 
-    keys: names of the family's ``config.json`` keys for experts.
-    """
+    keys: names of the family's ``config.json`` keys for experts. intermediate: width of a dense MLP."""
     experts = model.experts or 8
     chosen = model.experts_per_token or min(2, experts)
     written: dict[str, Any] = {keys.count[0]: experts, "num_experts_per_tok": chosen}
@@ -181,10 +178,9 @@ def _add_derived_sizes(base: ModelConfig, overrides: dict[str, Any]) -> None:
     """Add to ``overrides`` ({ModelConfig field: new value}), in place, the sizes that follow from the overridden ones.
 
     The rules: head_dim = hidden / heads; kv_heads = heads; intermediate = 4 hidden (ungated MLP); the same rotary base
-    in all layers. A rule is applied only if `base`, the configuration that is overridden, follows it: a `base` with
-    fewer key-value heads than heads keeps their number. Fields with one value per layer are cut or continued to the new
-    number of layers.
-    """
+    in all layers. A rule is applied only if the configuration `base`, before the overrides, follows it: if `base` has
+    fewer key-value heads than heads, their number is not changed. Fields with one value per layer are cut or continued
+    to the new number of layers."""
     hidden, heads = overrides.get("hidden", base.hidden), overrides.get("heads", base.heads)
     if base.latent is None and base.head_dim * base.heads == base.hidden and hidden % heads == 0:
         overrides.setdefault("head_dim", hidden // heads)

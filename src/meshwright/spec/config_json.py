@@ -98,16 +98,16 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def _is_hub_name(path: str | Path) -> bool:
-    """Return True if a path that does not exist looks like the name of a model on the Hugging Face Hub, such as
-    "Qwen/Qwen3-8B": two parts, of which the first is no directory and the second no file name."""
+    """Return True if `path` does not exist and looks like the name of a model on the Hugging Face Hub, such as
+    "Qwen/Qwen3-8B": it has two parts, the first is not a directory, and the second is not a file name."""
     owner, _, name = str(path).partition("/")
     words = re.fullmatch(r"[A-Za-z0-9][\w.-]*", owner) and re.fullmatch(r"[A-Za-z0-9][\w.-]*", name)
     return bool(words) and not Path(owner).exists() and not name.endswith((".json", ".toml"))
 
 
 def list_file_keys(family: str) -> Mapping[str, tuple[str, ...]]:
-    """Return, by ModelConfig field name, the ``config.json`` keys that may hold the field in a family (its
-    ``model_type``), the preferred key first."""
+    """Return {ModelConfig field: ``config.json`` keys that may hold it} for a family (its ``model_type``). The
+    preferred key comes first."""
     return {**_KEYS, **FAMILIES[family].keys}
 
 
@@ -132,9 +132,9 @@ def read_family(data: Mapping[str, Any], where: str) -> Family:
 
 
 def select_text_config(data: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Return the configuration of the language model in a ``config.json`` object (`data`): the object itself or, for a
-    multimodal model, its ``text_config``, with the special tokens of the whole object and with a `ModelWarning`. where:
-    name of the configuration in errors."""
+    """Return the configuration of the language model in a ``config.json`` object (`data`). Usually this is the object
+    itself. For a multimodal model it is the object's ``text_config``, completed by the special tokens of the whole
+    object; a `ModelWarning` is then issued. where: name of the configuration in errors."""
     if data.get("model_type") not in NESTED:
         return data
     text = data.get("text_config")
@@ -150,12 +150,11 @@ def select_text_config(data: Mapping[str, Any], where: str) -> Mapping[str, Any]
 
 
 def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Read the ModelConfig fields, by name, from a ``config.json`` object (`data`). where: name of the configuration in
-    errors.
+    """Read the ModelConfig fields from a ``config.json`` object (`data`); return {field: value}. where: name of the
+    configuration in errors.
 
     Raises ``UserError`` for values that cannot be read or whose effect is not implemented. Warns with `ModelWarning` of
-    unknown fields, of custom code and of another architecture.
-    """
+    unknown fields, of custom code and of another architecture."""
     family, data = read_family(data, where), select_text_config(data, where)
     read = Reader(data, family.defaults, where)
     keys = list_file_keys(family.name)
@@ -217,8 +216,8 @@ def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _read_settings(family: Family, read: Reader) -> dict[str, Any]:
-    """Read the optional ModelConfig fields of a family, and return their values by name: the fields for which
-    ``family.settings`` gives a ``config.json`` key. read: typed access to the file."""
+    """Read the optional ModelConfig fields of a family, those for which ``family.settings`` gives a ``config.json``
+    key; return {field: value}. read: typed access to the file."""
     fields: dict[str, Any] = {}
     for name, setting in family.settings.items():
         if setting.kind == "flag":

@@ -23,7 +23,7 @@ ACTIVATIONS = {
 
 class Reader:
     """Typed access to the keys of a ``config.json`` object (`data`). defaults: {key: value if the key is missing}.
-    where: name of the configuration, which errors give together with the key."""
+    where: name of the configuration; error messages contain it and the key."""
 
     def __init__(self, data: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> None:
         """Wrap a ``config.json`` object (`data`). `defaults`: the family's values of missing keys; `where`: name of the
@@ -31,9 +31,9 @@ class Reader:
         self.data, self.defaults, self.where = data, defaults, where
 
     def get(self, keys: Iterable[str], default: Any = None) -> tuple[str, Any]:
-        """Return (key, value) of the first of the synonymous ``keys`` that is present. If none is, return the first key
-        with the family's default for it or, if the family has none, with `default`. Raises ``UserError`` if two
-        synonyms are present with different values."""
+        """Return (key, value) for the first of the synonymous ``keys`` that is present. If none is present, the key is
+        the first one, and the value is the family's default for it, or `default` if the family has none. Raises
+        ``UserError`` if two synonyms are present with different values."""
         keys = tuple(keys)
         present = [key for key in keys if key in self.data]
         for other in present[1:]:
@@ -48,8 +48,7 @@ class Reader:
 
     def integer(self, limit: str, keys: Iterable[str], default: int | None = None) -> int:
         """Return the integer under the first of the synonyms ``keys`` that is present, else `default` (None: the key is
-        required). ``UserError`` unless it is at least 1 and at most the number that `meshwright.limits` defines under
-        the name `limit`."""
+        required). ``UserError`` if it is below 1 or above a limit. limit: name of this limit in `meshwright.limits`."""
         key, value = self.get(keys, default)
         if value is None:
             value = default

@@ -32,13 +32,12 @@ def read_teacher_config(recipe: Recipe) -> ModelConfig | None:
 
 
 def map_layers(recipe: Recipe, layers: int) -> tuple[tuple[int, int], ...]:
-    """Return the pairs (student's layer, teacher's layer), indices from 0, whose outputs distillation compares: those
-    in `distill.layer_map`, else one pair for each of the student's n layers: the i-th with the last layer of the i-th
-    of n equal parts of the teacher (uniform mapping: Jiao et al. 2019, arXiv:1909.10351, section 3.1). Empty unless
-    `distill.hidden` is true.
+    """Return the pairs (student's layer, teacher's layer) whose outputs distillation compares, as indices from 0; empty
+    unless `distill.hidden` is true. They are the pairs in `distill.layer_map`. By default the teacher is divided into n
+    equal parts, and the student's i-th layer is compared with the last layer of the i-th part (uniform mapping: Jiao et
+    al. 2019, arXiv:1909.10351, section 3.1).
 
-    recipe: recipe with the table [distill]. layers: n.
-    """
+    recipe: recipe with the table [distill]. layers: n, number of the student's layers."""
     if not recipe.distill.hidden:
         return ()
     if recipe.distill.layer_map:
@@ -114,12 +113,12 @@ def check_teacher(recipe: Recipe, student: ModelConfig, layout: Layout) -> None:
 
 
 def check_vocabularies(recipe: Recipe, student: int, tokens: int | None) -> None:
-    """Raise `UserError` unless the next-token distributions of teacher and student can be compared: both have equally
-    many token IDs, or both have all those of their common tokenizer, and any further IDs are padding.
+    """Check that the next-token distributions of teacher and student can be compared; raise `UserError` if not. They
+    can if both models have equally many token IDs, or if both have all IDs of a common tokenizer, so that any further
+    IDs are padding.
 
-    student: number of token IDs of the trained model. tokens: number of token IDs of the tokenizer if it is known to be
-    the teacher's too, else None.
-    """
+    recipe: names the teacher. student: number of token IDs of the trained model. tokens: number of token IDs of the
+    common tokenizer; None if it is unknown or not the teacher's."""
     teacher = read_teacher_config(recipe)
     if teacher is None:
         return
@@ -135,7 +134,6 @@ def check_vocabularies(recipe: Recipe, student: int, tokens: int | None) -> None
 
 
 def fit_vocabulary(teacher: ModelConfig, student: int) -> ModelConfig:
-    """Return the teacher's configuration with `student` token IDs, the number of the trained model: padding of the
-    vocabulary is cut off or added, so that both shard the vocabulary alike.
-    """
+    """Return the teacher's configuration with `student` token IDs, the number of the trained model, so that both models
+    shard the vocabulary alike. IDs of padding are removed from the end, or added."""
     return dataclasses.replace(teacher, vocabulary=student)

@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
 
 def read_encoder(read: Reader, family: Family, vocabulary: int) -> dict[str, Any]:
-    """Read the ModelConfig fields that only an encoder has, by name: token types, head, labels, padding token. The head
-    is determined by the first of ``architectures`` (default: masked language modeling). read: typed access to the
-    ``config.json``. family: the encoder's family. vocabulary: number of token ids. Raises ``UserError`` for another
-    head."""
+    """Read the ModelConfig fields that only an encoder has (token types, head, labels, padding token); return {field:
+    value}. The first of ``architectures`` determines the head (default: masked language modeling). Raises ``UserError``
+    for an unknown head.
+
+    read: typed access to the ``config.json``. family: the encoder's family. vocabulary: number of token ids."""
     architectures = read.data.get("architectures") or [family.architecture]
     known = ", ".join(family.heads)
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):

@@ -16,9 +16,9 @@ _GROUPED = "group_limited_greedy"  # DeepSeek-V2's name of routing with expert g
 
 
 def read_experts(read: Reader, keys: Experts, layers: int, intermediate: int) -> dict[str, Any]:
-    """Read the ModelConfig fields of a mixture of experts, by name: number of experts, their widths, router. read:
-    typed access to the ``config.json``. keys: names of the family's keys for experts. layers: number of layers.
-    intermediate: width of a dense MLP."""
+    """Read the ModelConfig fields of a mixture of experts (number of experts, their widths, router); return {field:
+    value}. read: typed access to the ``config.json``. keys: names of the family's keys for experts. layers: number of
+    layers. intermediate: width of a dense MLP."""
     width = read.integer("expert_intermediate", (keys.width,)) if keys.width else intermediate
     fields: dict[str, Any] = {
         "experts": read.integer("experts", keys.count),
@@ -85,8 +85,8 @@ def write_experts(config: ModelConfig, keys: Experts) -> dict[str, Any]:
 
 
 def _read_groups(read: Reader, keys: Experts) -> dict[str, int]:
-    """Return the ModelConfig fields of group-limited routing (a token's experts are in a few groups of experts), by
-    name. read: typed access to the ``config.json``. keys: names of the family's keys for experts."""
+    """Read the ModelConfig fields of group-limited routing, in which a token's experts are in a few groups of experts;
+    return {field: value}. read: typed access to the ``config.json``. keys: names of the family's keys for experts."""
     _, method = read.get(("topk_method",)) if keys.groups == "method" else ("", _GROUPED)
     if method not in ("greedy", _GROUPED):
         raise UserError(
@@ -99,10 +99,9 @@ def _read_groups(read: Reader, keys: Experts) -> dict[str, int]:
 
 
 def _read_dense_layers(read: Reader, layers: int) -> tuple[int, ...]:
-    """Return the indices of the layers with a dense MLP: those in ``mlp_only_layers``, and those whose number, counted
-    from 1, is not a multiple of ``decoder_sparse_step``. read: typed access to the ``config.json``. layers: number of
-    layers.
-    """
+    """Return the indices of the layers with a dense MLP. These are the layers in ``mlp_only_layers``, and those whose
+    number, counted from 1, is not a multiple of ``decoder_sparse_step``. read: typed access to the ``config.json``.
+    layers: number of layers."""
     step = read.integer("layers", ("decoder_sparse_step",), 1)
     _, listed = read.get(("mlp_only_layers",))
     dense = _parse_layer_indices(read, "mlp_only_layers", listed or [])

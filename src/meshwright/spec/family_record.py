@@ -28,17 +28,16 @@ class Windows:
     """Rule by which the ``config.json`` of a family says which layers have a sliding window.
 
     Attributes:
-        layers: Layers with a window if the key ``layer_types`` is missing: "all"; "late": from ``max_window_layers``
-            on; "early": every other layer before ``max_window_layers``; "periodic": all but every ``period``-th;
-            "unrotated": those without rotary positions, by default every ``period``-th; "rotated": those with rotary
-            positions.
+        layers: Layers with a window if the key ``layer_types`` is missing or not read: "all"; "late": from
+            ``max_window_layers`` on; "early": every other layer before ``max_window_layers``; "periodic": all but every
+            ``period``-th; "unrotated": those without rotary positions, by default every ``period``-th; "rotated": those
+            with rotary positions.
         period, period_key: Period of the pattern of layers, and the key that overrides it.
         switch: True if layers have a window only where ``use_sliding_window`` is true.
-        listed: True if ``layer_types`` may list the layers; if not, transformers ignores that key, and all layers or
-            none have a window.
+        listed: True if ``layer_types``, when present, lists the layers with a window. False if the family does not read
+            that key, as in transformers.
         chunked: True if windows are chunks: the key ``attention_chunk_size`` has their size, and ``layer_types`` calls
-            them ``chunked_attention``.
-    """
+            them ``chunked_attention``."""
 
     layers: Literal["all", "late", "early", "periodic", "unrotated", "rotated"]
     period: int = 1
@@ -74,8 +73,9 @@ class Experts:
         loss: Key of the coefficient of the load-balancing loss; None: there is none.
         loss_switched: True: there is a loss only where ``output_router_logits`` is true, as in transformers.
         scale: Key of ``ModelConfig.routed_scale``; None: it is 1.
-        shared: Key of the shared expert's width or, if ``shared_copies``, of that width divided by an expert's; None:
-            no shared expert; "": it is as wide as the others, without a key.
+        shared: Key of the shared expert's width. If ``shared_copies``, the key holds that width divided by the width of
+            an expert. "": the shared expert is as wide as the others, and there is no key. None: there is no shared
+            expert.
         dense: Layers with a dense MLP. "first": the first ones, as many as ``first_k_dense_replace`` says; "listed":
             those given by ``mlp_only_layers`` and ``decoder_sparse_step``; "interleaved": those not in ``moe_layers``,
             by default all but every ``interleave_moe_layer_step``-th; None: no layer.

@@ -65,17 +65,17 @@ def build_module_table(parameters: Sequence[ForeignParameter]) -> ParameterTable
 
 def build_saved_table(table: ParameterTable, kept: Sequence[KeptValue], exported: bool = True) -> ParameterTable:
     """Build the parameter table for checkpoints: the trained parameters of `table`, followed by the buffers and frozen
-    parameters `kept`. exported: True: these are saved in the checkpoint's model file; False: only in its directory
-    training/, the state for resuming."""
+    parameters `kept`. exported: True to save all of these in the checkpoint's model file; False to save them only in
+    its directory training/, the state for resuming."""
     entries = [_make_replicated_entry(each.name, each.shape, REST, decay=False, kept=each.dtype) for each in kept]
     entries = [replace(each, exported=exported) for each in entries]
     return ParameterTable((*table.entries, *entries), table.tensors, table.units)
 
 
 def refuse_for_module(layout: Layout, batch: int) -> None:
-    """Raise `UserError` if a user's module cannot run on the layout: if the layout has tp, cp, pp, ep or recomputation,
-    which need a model built by Meshwright, or if `batch` is not a multiple of dp x micro-batches. batch: samples of a
-    step over all ranks."""
+    """Check that a user's module can run on the layout; raise `UserError` if not. The layout must not have tp, cp, pp,
+    ep or recomputation, which need a model built by Meshwright, and `batch` must be a multiple of dp x micro-batches.
+    batch: samples of a step over all ranks."""
     layout.check_implemented()
     spread = f'layout "{layout}"'
     own = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "ep": layout.ep * layout.etp}

@@ -64,11 +64,11 @@ def draw_normal_values(
 
 
 def _list_spans(start: int, stop: int, columns: tuple[int, int, int] | None) -> Iterator[tuple[int, int]]:
-    """Yield the index ranges (begin, end) of a flattened tensor that contain the elements [start, stop) of `columns`.
+    """Yield the index ranges (begin, end) of a flattened tensor that together hold the elements [start, stop) of
+    `columns`.
 
-    columns: (first, end, width): the elements are those of the columns [first, end) of a matrix of `width` columns,
-    counted row by row; one range per row. None: all elements; a single range.
-    """
+    columns: None: all columns of the tensor; a single range is yielded. (first, end, width): the columns [first, end)
+    of a matrix of `width` columns, whose elements are counted row by row; one range per row is yielded."""
     if columns is None:
         yield start, stop
         return

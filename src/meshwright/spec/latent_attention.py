@@ -33,14 +33,13 @@ class LatentAttention:
         return self.rank + self.rotary_dim
 
     def tensors(self, hidden: int, heads: int, head_dim: int) -> list[tuple[str, str, int, tuple[int, ...], int]]:
-        """List the weights of the projections and norms before the attention scores, in forward order, as tuples: (role
-        such as "query_down", name of the model parameter that contains the weight such as the fused "qkv", its start
-        index along dim 0 there, its shape, its number of rows per head).
+        """List the weights of the projections and norms before the attention scores, in forward order. An item is a
+        tuple of five: role, such as "query_down"; name of the model parameter that contains the weight, such as the
+        fused "qkv"; start index of the weight along dim 0 of this parameter; shape; number of rows per head.
 
         The number of rows per head is 0 for the projections and norms of latent vectors, which every tp rank holds in
         full (with partial gradients). hidden: size of the hidden state; heads: number of heads; head_dim: size of a
-        head's query.
-        """
+        head's query."""
         query, both = heads * head_dim, head_dim - self.rotary_dim + self.value_dim
         queries: list[tuple[str, str, int, tuple[int, ...], int]] = [("query", "qkv", 0, (query, hidden), head_dim)]
         if self.query_rank is not None:
@@ -82,8 +81,8 @@ class LatentAttention:
 
 
 def read_latent_attention(read: Reader) -> dict[str, Any]:
-    """Read the ModelConfig fields ``latent`` and ``head_dim`` of a model with latent attention, by name. read: typed
-    access to the ``config.json``."""
+    """Read the ModelConfig fields ``latent`` and ``head_dim`` of a model with latent attention; return {field: value}.
+    read: typed access to the ``config.json``."""
     _, query_rank = read.get(("q_lora_rank",))  # null: no latent vector
     if query_rank is not None:
         query_rank = read.integer("hidden", ("q_lora_rank",))

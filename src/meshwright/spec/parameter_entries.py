@@ -54,9 +54,8 @@ def count_reused_buffers(sizes: Sequence[tuple[int, ...]]) -> dict[int, int]:
     of buffers}.
 
     `sizes`: for each FSDP unit, in forward order, the numbers of elements of its flat buffers. Only consecutive units
-    of equal sizes, such as layers, share buffers: one buffer for the unit whose backward runs, and one for each
-    gradient reduction in flight, at most `REDUCTIONS_IN_FLIGHT`.
-    """
+    of equal sizes, such as layers, share buffers. They share one buffer for the unit whose backward runs, and one for
+    each gradient reduction in flight (at most `REDUCTIONS_IN_FLIGHT`)."""
     kept: dict[int, int] = {}
     for unit, run in itertools.groupby(sizes):
         length = len(list(run))
@@ -172,7 +171,8 @@ class ParameterEntry:
 
     @property
     def disk_shape(self) -> tuple[int, ...]:
-        """Shape of the tensor `disk_name`: that of the entry, or of the entries of all experts."""
+        """Shape of the tensor on disk that holds the entry. If one tensor holds the entries of all experts (`stacked`),
+        this is the shape of all of them together."""
         return (self.expert[1], *self.shape) if self.stacked and self.expert else self.shape
 
     @property
@@ -181,9 +181,9 @@ class ParameterEntry:
         return math.prod(self.shape)
 
     def buffer_kind(self, layout: Layout) -> BufferKind:
-        """Return the kind of flat buffer that holds the entry under `layout`: "experts" for a routed expert under
-        expert parallelism, else "dense"; if the entry is frozen, "frozen_experts" or "frozen"; "packed" for a frozen
-        matrix that is held quantized."""
+        """Return the kind of flat buffer that holds the entry under `layout`. A routed expert under expert parallelism
+        is in "experts" or, if it is frozen, in "frozen_experts". Any other entry is in "packed" if it is held
+        quantized, in "frozen" if it is frozen, else in "dense"."""
         if self.expert_parallel(layout):
             return "experts" if self.trainable else "frozen_experts"
         return "packed" if self.packed else "dense" if self.trainable else "frozen"
@@ -201,8 +201,8 @@ class ParameterEntry:
         return number // (experts // layout.ep)
 
     def sharded_dims(self, layout: Layout) -> Mapping[str, int]:
-        """Return {axis: dim along which this axis shards the entry} for `layout`: ``split``, with "etp" in place of
-        "tp" for routed experts under expert parallelism."""
+        """Return {axis: dim along which this axis shards the entry} under `layout`. It is the attribute ``split``; for
+        routed experts under expert parallelism "tp" is replaced by "etp"."""
         return {self.width_axis(layout): self.split["tp"]} if "tp" in self.split else {}
 
     def width_axis(self, layout: Layout) -> Literal["tp", "etp"]:
@@ -212,10 +212,10 @@ class ParameterEntry:
 
     def replicas(self, layout: Layout) -> int:
         """Return the number of consecutive ranks of the axis `width_axis` that hold the same values of the entry; 1 if
-        each of these ranks has a shard of its own.
+        each of these ranks has another shard.
 
         A sum over all ranks of that axis counts each element this many times. Routed experts under expert parallelism
-        also have the same values on all ranks of a group of the mesh axis "expert_data", which are not counted.
+        also have the same values on all ranks of a group of the mesh axis "expert_data"; these ranks are not counted.
         """
         if "tp" not in self.split:
             return int(getattr(layout, self.width_axis(layout)))
@@ -227,20 +227,19 @@ class ParameterEntry:
     def gradient_axes(self, layout: Layout) -> tuple[str, ...]:
         """Return the mesh axes over which the entry's gradient is all-reduced under `layout`; () for a frozen entry.
 
-        "data" (dp x cp) is always one of them, because ranks see different samples and different slices of a sequence;
-        for routed experts under expert parallelism it is "expert_data" instead. `partial_axis` is another one. Not
-        listed is axis pp, over which the pipeline ranks that hold the same FSDP unit (`partition.Partition.holders`)
-        all-reduce its gradient.
-        """
+        One of them is "data" (dp x cp), because ranks see different samples and different slices of a sequence; for
+        routed experts under expert parallelism it is "expert_data" instead. The other one is `partial_axis`, if there
+        is one. Axis pp is not listed: pipeline ranks that hold the same FSDP unit all-reduce its gradient separately
+        (`partition.Partition.holders`)."""
         if not self.trainable:
             return ()
         partial = self.partial_axis(layout)
         return ("expert_data" if self.expert_parallel(layout) else "data", *(() if partial is None else (partial,)))
 
     def partial_axis(self, layout: Layout) -> Literal["tp", "etp"] | None:
-        """Return the mesh axis ("tp" or, for experts, "etp") of which each rank computes only a partial gradient of the
-        entry, so that the ``replicas(layout)`` consecutive ranks with the same values all-reduce it; None if each rank
-        computes the complete gradient, and for a frozen entry."""
+        """Return the mesh axis ("tp" or, for experts, "etp") whose ranks each compute only a partial gradient of the
+        entry; None if each rank computes the complete gradient, and for a frozen entry. The partial gradients are
+        all-reduced over the ``replicas(layout)`` consecutive ranks with the same values."""
         if not self.trainable or self.replicas(layout) == 1:
             return None
         partial = self.partial == "heads" or (self.partial == "sequence" and layout.tensor_sequence_parallel)
@@ -256,9 +255,8 @@ class ParameterEntry:
         return tuple(shape)
 
     def _local_block_size(self, block: int, parts: int) -> int:
-        """Return the size, along the sharded dim, of a rank's shard of a block (one of `blocks`) of `block` rows or
-        columns. ``parts``: number of ranks that shard it.
-        """
+        """Return the size of a rank's shard of one of the entry's `blocks`, along the sharded dim. block: rows or
+        columns of the unsharded block. parts: number of ranks that shard it."""
         pieces = block // self.granularity
         if pieces % parts == 0:
             return pieces // parts * self.granularity

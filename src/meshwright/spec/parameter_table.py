@@ -118,9 +118,8 @@ class ParameterTable:
         """Return the blocks of a parameter entry (one tensor of a checkpoint) that one rank holds. ``coordinates``:
         {axis: position} of the rank, from ``layout.coordinates``.
 
-        The blocks of all ranks cover the entry, with each element on ``entry.replicas(layout)`` tp ranks. A routed
-        expert under expert parallelism is covered by the ep x etp ranks among which the experts are distributed.
-        """
+        The blocks of all ranks cover the entry; each element is on ``entry.replicas(layout)`` tp ranks. A routed expert
+        under expert parallelism is covered by the blocks of the ep x etp ranks that share the experts."""
         offset = self.tensor(entry.tensor).local_offset(entry, layout)
         dims = range(len(entry.model_shape))
         boxes = []

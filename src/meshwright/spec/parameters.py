@@ -144,8 +144,8 @@ class _Builder:
             self.add_prediction(config.layers)
 
     def add_prediction(self, layer: int) -> None:
-        """Append the parameter entries of the multi-token prediction module, which files on disk name as the layer with
-        index `layer`. They belong to the FSDP unit of the head."""
+        """Append the parameter entries of the multi-token prediction module. They belong to the FSDP unit of the head.
+        layer: index of the layer under which checkpoint files store the module."""
         norms = (f"prediction_{name}" for name in ("embedding_norm", "hidden_norm", "norm"))
         for part in norms:
             self.add_norm(_EntryPosition("head", part, layer, part.replace("_", ".", 1)))
@@ -155,9 +155,9 @@ class _Builder:
         self.add_layer("head", layer, "prediction.block")
 
     def add_encoder_head(self) -> None:
-        """Append the parameter entries of an encoder's head: for masked language modeling the transform, norm and
-        output bias; otherwise the pooler and, for classification, the classifier. All but the output bias are
-        replicated over tp."""
+        """Append the parameter entries of an encoder's head. For masked language modeling these are the transform, norm
+        and output bias. Otherwise they are the pooler and, for classification, the classifier. All but the output bias
+        are replicated over tp."""
         hidden = self.config.hidden
         dense = {"masked": "transform"}.get(self.config.head, "pooler")
         for shape, suffix in (((hidden, hidden), "weight"), ((hidden,), "bias")):

@@ -12,13 +12,13 @@ from meshwright.spec.stages import Stage, cut_into_stages, list_stage_units
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Partition of a model into pipeline stages, and their placement on ranks. table: the model's parameter table.
-    stages: the stages in forward order. placement[replica][stage]: pipeline rank (index on axis pp) that holds a stage
-    of a model copy; only bidirectional schedules have two copies.
+    """Partition of a model into pipeline stages, and their placement on ranks.
 
-    A rank may hold several stages (interleaving). Several ranks may hold the same stage (bidirectional schedules), and
-    several stages the same FSDP unit (a tied embedding is on the first and the last stage).
-    """
+    table: the model's parameter table. stages: the stages in forward order. placement[replica][stage]: pipeline rank
+    (index on axis pp) that holds the stage of this model copy; only bidirectional schedules have two copies.
+
+    A rank may hold several stages (interleaving), several ranks the same stage (bidirectional schedules), and several
+    stages the same FSDP unit (a tied embedding is on the first and the last stage)."""
 
     table: ParameterTable
     stages: tuple[Stage, ...]

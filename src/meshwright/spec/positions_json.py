@@ -78,8 +78,10 @@ def _read_object(data: Mapping[str, Any], key: str, where: str) -> Mapping[str, 
 
 
 def _read_rotation(entry: Mapping[str, Any], fields: dict[str, Any], where: str) -> tuple[float, RopeScaling | None]:
-    """Return (base, scaling) of a ``rope_scaling`` or ``rope_parameters`` object (`entry`), whose rotated fraction of a
-    head goes to ``fields``. fields: ModelConfig fields read so far. where: name of the object in errors."""
+    """Read the rotary base and the scaling method from a ``rope_scaling`` or ``rope_parameters`` object (`entry`);
+    return (base, scaling). Also add the rotated fraction of a head to ``fields``.
+
+    fields: ModelConfig fields read so far, which this function extends. where: name of the object in errors."""
     family, inner = FAMILIES[fields["family"]], Reader(entry, {}, where)
     fraction = inner.number(("partial_rotary_factor",), fields.get("rotary_fraction", 1.0))
     if family.partial_rotation:
@@ -164,10 +166,9 @@ def _read_unrotated(read: Reader, layers: int, rule: Windows) -> tuple[int, ...]
 
 
 def resize_patterns(config: ModelConfig, layers: int) -> dict[str, Any]:
-    """Return the per-layer ModelConfig fields of `config`, by name, for another number of layers (`layers`):
+    """Return the per-layer ModelConfig fields of `config` for another number of layers (`layers`), as {field: value}:
     ``unrotated_layers``, ``windowed_layers`` and, if dense layers are interleaved, ``dense_layers``. Each pattern of
-    layers is cut, or continued by the family's rule.
-    """
+    layers is cut, or continued by the family's rule."""
     rule = FAMILIES[config.family].windows
     by_rule = rule.layers if rule is not None else "all"
     unrotated = [index in config.unrotated_layers for index in range(config.layers)]
@@ -189,10 +190,9 @@ def resize_patterns(config: ModelConfig, layers: int) -> dict[str, Any]:
 def _continue_pattern(pattern: list[bool], layers: int, period: int | None, marked: bool) -> list[bool]:
     """Cut or continue `pattern`, one value per layer, to `layers` layers; return the result.
 
-    period: None: repeat the last value. Otherwise the family's rule: every `period`-th layer has the value `marked`,
-    all others the opposite. A pattern that follows this rule with any period is continued by it; any other by
-    repetition of its shortest repeating part.
-    """
+    period: None: repeat the last value. Otherwise the family's rule gives every `period`-th layer the value `marked`,
+    and all others the opposite. A pattern that follows this rule, with the same or another period, is continued by the
+    rule; any other pattern by repetition of its shortest repeating part."""
     if period is None or layers <= len(pattern):
         return (pattern + pattern[-1:] * layers)[:layers]
     for each in (period, *range(1, len(pattern) + 1)):

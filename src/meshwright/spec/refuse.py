@@ -158,9 +158,9 @@ def _find_sequence_problem(layout: Layout, config: ModelConfig, sequence: int | 
 
 
 def _find_context_problem(layout: Layout, config: ModelConfig) -> str | None:
-    """Return an error message if `layout` has context parallelism and the model has multi-token prediction, or if
-    Ulysses's degree does not divide the model's attention heads; else None. config: configuration of the model.
-    """
+    """Return an error message if context parallelism of `layout` does not fit the model, else None. The model must not
+    have multi-token prediction, and Ulysses's degree must divide the number of attention heads. config: configuration
+    of the model."""
     if layout.cp > 1 and config.prediction_layers:
         return f"cp{layout.cp} splits sequences, whose next tokens multi-token prediction needs; leave cp out"
     if layout.cp == 1 or layout.cp_method != "ulysses":
@@ -181,9 +181,8 @@ def _find_pipeline_problem(layout: Layout, config: ModelConfig, sequence: int | 
     """Return an error message if the pipeline of `layout` has more stages than the model has layers, else None.
 
     config: configuration of the model. sequence: tokens of a sequence, for which the pipeline schedule is generated to
-    count its stages (None: the model's maximum). planning: True: do not generate it, and take the number of stages from
-    `layout`.
-    """
+    count its stages; None: the model's maximum. planning: True to take the number of stages from `layout` instead,
+    without generating the schedule."""
     stages = layout.pp * layout.chunks
     if (
         stages <= config.layers and not planning
@@ -196,8 +195,8 @@ def _find_pipeline_problem(layout: Layout, config: ModelConfig, sequence: int | 
 
 
 def _find_expert_problem(layout: Layout, config: ModelConfig) -> str | None:
-    """Return an error message if ep of `layout` does not divide the model's experts, or etp their width, else None.
-    config: configuration of the model."""
+    """Return an error message if ep of `layout` does not divide the number of the model's experts, or if etp does not
+    divide their width; else None. config: configuration of the model."""
     if not layout.expert_parallel:
         return None
     if not config.experts:
@@ -216,10 +215,9 @@ def _find_expert_problem(layout: Layout, config: ModelConfig) -> str | None:
 
 
 def _count_expert_biases(config: ModelConfig) -> int:
-    """Return the number of elements of the bias of an expert's down projection; 0 if experts have no biases. It must be
-    a multiple of the ranks that shard an expert's width, since each adds one slice of the bias. config: configuration
-    of the model.
-    """
+    """Return the number of elements of the bias of an expert's down projection; 0 if experts have no biases. The number
+    must be a multiple of the ranks that shard an expert's width, because each of these adds one slice of the bias.
+    config: configuration of the model."""
     return config.hidden if config.experts and config.mlp_bias else 0
 
 

@@ -21,18 +21,17 @@ find the same program."""
 @dataclass(frozen=True, slots=True)
 class StageTimes:
     """Estimator of the durations of a model's pipeline stages (forward, input-gradient and weight-gradient passes) from
-    FLOPs, for schedules; called with the number of stages.
+    FLOPs, for schedules. An object is called with the number of stages.
 
     A weight matmul costs the same in forward, input gradient and weight gradient. The attention core (scores and
     weighted values) has no weights; its backward, twice the forward FLOPs, counts as input gradient. Recomputation and
-    both gradients of the head count as input gradient, too. Communication and memory bandwidth are left out.
+    both gradients of the head also count as input gradient. Communication and memory bandwidth are left out.
 
     Attributes:
         config: Configuration of the model.
         ranks: Number of pipeline ranks.
         sequence: Tokens of a sequence.
-        recompute: Activation checkpointing ("none", "selective" or "full").
-    """
+        recompute: Activation checkpointing ("none", "selective" or "full")."""
 
     config: ModelConfig
     ranks: int

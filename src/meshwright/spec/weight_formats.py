@@ -33,9 +33,11 @@ class BlockFp8:
 @dataclass(frozen=True, slots=True)
 class MxFp4:
     """Weights in float4 (E2M1) with one scale, a power of two (E8M0), for each 32 elements of a row (OCP Microscaling
-    Formats 1.0, section 5). The tensor ``NAME_blocks`` holds the codes of the matrix [..., output, input], two in a
-    byte, the low half first: uint8 [..., output, blocks, 16]; ``NAME_scales`` the exponents plus 127: uint8 [...,
-    output, blocks]. The weights ``NAME`` are its transpose, [..., input, output]."""
+    Formats 1.0, section 5).
+
+    The checkpoint has two tensors for a matrix [..., output, input]. ``NAME_blocks``, uint8 [..., output, blocks, 16],
+    holds the codes, two in a byte, the low half first. ``NAME_scales``, uint8 [..., output, blocks], holds the
+    exponents of the scales plus 127. The weights ``NAME`` of the model are the transpose, [..., input, output]."""
 
 
 WeightFormat = BlockFp8 | MxFp4
@@ -43,8 +45,8 @@ WeightFormat = BlockFp8 | MxFp4
 
 def read_weight_format(data: Mapping[str, Any], where: str) -> WeightFormat | None:
     """Return the format of the quantized weights that a ``config.json`` object (`data`) describes; None if they are not
-    quantized. Raises ``UserError``, which names the formats that are read, for another one. where: name of the
-    configuration in errors."""
+    quantized. Raises ``UserError`` for a format that is not supported; the message names those that are. where: name of
+    the configuration in errors."""
     key = next((key for key in _KEYS if data.get(key) is not None), None)
     if key is None:
         return None

@@ -23,10 +23,10 @@ section 3.1)."""
 
 
 def count_predictions(config: ModelConfig, rows: int, sequence: int) -> int:
-    """Return the number of positions at which the output head computes logits for a batch of `rows` sequences of
-    `sequence` tokens: a decoder's at all tokens; an encoder's at the fraction `MASKED_SHARE` of the tokens with the
-    masked-language-model head, else one per sequence. config: configuration of the model.
-    """
+    """Return the number of positions at which the output head computes logits, for a batch of `rows` sequences of
+    `sequence` tokens. A decoder computes them at all tokens. An encoder computes them at the fraction `MASKED_SHARE` of
+    the tokens with the masked-language-model head, otherwise at one token per sequence. config: configuration of the
+    model."""
     if not config.encoder:
         return rows * sequence
     return max(1, round(MASKED_SHARE * rows * sequence)) if config.head == "masked" else rows
@@ -87,8 +87,8 @@ def prediction_flops(config: ModelConfig, sequence: int) -> float:
 
 def head_flops(config: ModelConfig, sequence: int) -> float:
     """Return the forward FLOPs per token of the matmuls of the output head, averaged over a sequence of `sequence`
-    tokens: an encoder's head computes only the masked tokens (`MASKED_SHARE`) or one position per sequence. config:
-    configuration of the model."""
+    tokens. The head of an encoder computes only the masked tokens (the fraction `MASKED_SHARE`) or one position per
+    sequence. config: configuration of the model."""
     if not config.encoder:
         return 2.0 * config.hidden * config.vocabulary
     share = MASKED_SHARE if config.head == "masked" else 1 / sequence

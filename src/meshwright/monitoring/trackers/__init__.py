@@ -140,8 +140,8 @@ def _is_tracker(made: object) -> bool:
 
 
 def _contains_server_address(value: object) -> bool:
-    """Return True if the value of a tracker's option is, or contains, the address of a server, to which credentials
-    could be sent; False for a local file or SQLite database."""
+    """Return True if the value of a tracker's option contains the address of a server, to which credentials could be
+    sent. A local file or an SQLite database is no server."""
     if isinstance(value, Mapping):
         return any(map(_contains_server_address, value.values()))
     if isinstance(value, list | tuple):

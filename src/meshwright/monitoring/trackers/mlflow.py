@@ -39,9 +39,9 @@ class MLflowTracker:
         self._has: dict[str, int] = {}  # metric -> last step that a resumed MLflow run has
 
     def start(self, run: TrackedRun, recipe: Mapping[str, Any]) -> None:
-        """Create the MLflow run, or resume it. run: description of the run; recipe: dotted key -> value; logged as
-        parameters, except that a value changed since the first start is logged as a tag, because MLflow's parameters
-        are immutable."""
+        """Create the MLflow run, or resume it. run: description of the run. recipe: dotted key -> value. The values are
+        logged as parameters; a value that has changed since the first start is logged as a tag, because MLflow's
+        parameters are immutable."""
         self._client = client = self._make(tracking_uri=self._uri)
         if not self._run:
             before = run.kept.get(_RUN_ID)

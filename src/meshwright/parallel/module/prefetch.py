@@ -31,11 +31,11 @@ HELD_SITE = "module.units"
 
 class ModulePrefetcher:
     """ZeRO-3 prefetcher for the FSDP units of a user-defined module: it all-gathers, prefetches and reshards them.
-    `units`: their names in declaration order; `needs`: unit name -> list that contains the unit's only flat buffer.
+    `units`: their names in declaration order; `needs`: {unit name: list of the unit's only flat buffer}.
 
-    Attribute `held`: names of the units that stay unsharded from the start of forward to the end of backward. The first
-    passes detect these units: their parameters are used outside of the unit's submodule, or the submodule is called
-    more than once."""
+    Attribute `held`: names of the units that stay unsharded from the start of forward to the end of backward: their
+    parameters are used outside of the unit's submodule, or the submodule is called more than once. The first passes
+    detect these units."""
 
     def __init__(self, units: Sequence[str], needs: Mapping[str, Sequence[FsdpUnit]]) -> None:
         self._order = tuple(units)
@@ -99,10 +99,8 @@ class ModulePrefetcher:
     @contextmanager
     def backward(self, gradients: GradientAccumulator) -> Iterator[None]:
         """Context manager around the backward pass of a micro-batch, in which FSDP units are all-gathered before use
-        (ZeRO-3).
-
-        `gradients`: accumulator of the parameter gradients, in which units that the forward did not use are marked to
-        get none."""
+        (ZeRO-3). It also tells the accumulator `gradients` which units the forward did not use, since these get no
+        gradient."""
         if not self.sharded:
             yield
             return
@@ -203,10 +201,9 @@ class ModulePrefetcher:
             self._unshard(name)
 
     def _agree_on_held(self, axis: Axis) -> bool:
-        """Agree over `axis` on the FSDP units that stay unsharded during whole passes: add to `self.held` those that
-        any rank has marked, and reshard all units. Return False if no rank ran the submodule of a unit in this pass, so
-        that the next pass must agree again. Collective.
-        """
+        """Exchange over `axis` which FSDP units must stay unsharded during whole passes: units that any rank has marked
+        are added to `self.held`. Then reshard all units. Collective. Return False if some unit's submodule ran on no
+        rank in this pass, so that the next pass must exchange the marks again."""
         found = [*(int(name in self._found) for name in self._order), len(self._entered)]
         flags = torch.tensor(found, device=next(iter(self._units.values())).parameters.device)
         all_reduce(flags, axis, HELD_SITE)

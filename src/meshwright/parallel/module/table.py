@@ -121,9 +121,9 @@ def _find_units(
 
 
 def _is_unit_by_size(module: nn.Module, total: int, listed: bool) -> bool:
-    """Return True if a module of this size becomes an FSDP unit: one with at least 1/32 of all trained parameters and
-    without a list of modules (ModuleList, Sequential) inside. An item of a ModuleList becomes one at any size, unless
-    it has more than 1/4 of the parameters and a list inside.
+    """Return True if a module becomes an FSDP unit because of its size: it has at least 1/32 of all trained parameters,
+    and no list of modules (ModuleList, Sequential) inside. An item of a ModuleList becomes one at any size, except an
+    item with more than 1/4 of the parameters and a list inside.
 
     `total`: number of elements of all trained parameters; `listed`: True if the module's parent is a ModuleList."""
     size = sum(each.numel() for each in module.parameters() if each.requires_grad)

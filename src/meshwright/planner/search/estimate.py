@@ -61,7 +61,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """True if the layout fits into device memory, less the reserve that is to stay free."""
+        """True if the predicted memory is at most the device memory, less the reserve that must stay free."""
         return self.memory.device_bytes <= self.problem.usable_bytes
 
     @property
@@ -71,7 +71,8 @@ class Estimate:
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds of a step in which devices wait for communication that no computation overlaps."""
+        """Seconds of a step in which devices wait for communication (exposed communication, not overlapped with
+        computation)."""
         return sum(self.time.breakdown[part] for part in EXPOSED)
 
     @property
@@ -138,7 +139,7 @@ class ProblemOptions(TypedDict, total=False):
         engine: Training engine (framework) whose kernels and buffers are modelled; `"meshwright"` unless given.
         compile: True to predict for layers compiled by torch.compile.
         optimizer: `"adamw"` (if None), `"adam"`, `"sgd"` or `"momentum"`.
-        precision: Such as `"bf16"`; the layout's, else the cluster's default, unless given.
+        precision: Such as `"bf16"`. If not given: the precision of the layout, else the cluster's default.
         documents: Average number of documents packed into one sequence; 1 unless given.
     """
 
@@ -161,8 +162,8 @@ def problem_of(
 
     model: preset, Hugging Face directory, config.json or its content, or recipe; wanted: cluster as object, shorthand,
     file or mapping; sequence: tokens of a sequence; batch: sequences of a step over all ranks; options: fields of
-    `ProblemOptions`. Raises `UserError` for an unknown name, with the most similar one, and for numbers out of range.
-    """
+    `ProblemOptions`. Raises `UserError` for an unknown name (the message suggests the most similar one) and for numbers
+    out of range."""
     check_options(problem_of, options, ProblemOptions)
     documents, compile = options.get("documents", 1.0), bool(options.get("compile"))
     optimizer = options.get("optimizer") or "adamw"
@@ -200,8 +201,8 @@ def problem_of(
 
 
 def estimate_layout(problem: Problem, layout: Layout, step: StepPredictor | None = None) -> Estimate:
-    """Predict time and memory of a layout for a planning problem. step: step-time predictor of this layout whose
-    results are reused, if there is one. Raises `UserError` with the reason if the layout cannot run."""
+    """Predict time and memory of a layout for a planning problem. step: predictor of the layout's step time, whose
+    results are reused; None: a new one is made. Raises `UserError` with the reason if the layout cannot run."""
     layout = layout.with_(precision=problem.precision)
     refuse(layout, problem.config, problem.batch, problem.sequence, problem.cluster.devices, planning=True)
     if layout.offload is not None:
@@ -220,8 +221,8 @@ def _step(problem: Problem, layout: Layout) -> StepPredictor:
 
 
 def recipe_layout(problem: Problem, layout: Layout) -> Estimate | str:
-    """Return the estimate of the layout that a recipe names, in the layout's precision; or, as text, the reason why it
-    cannot run on the problem's cluster."""
+    """Return the estimate of the layout that a recipe names, in the layout's precision. If it cannot run on the
+    problem's cluster, return the reason as text instead."""
     try:
         return estimate_layout(replace(problem, precision=layout.precision or problem.precision), layout)
     except UserError as error:
@@ -229,8 +230,9 @@ def recipe_layout(problem: Problem, layout: Layout) -> Estimate | str:
 
 
 def _warnings(problem: Problem, layout: Layout, memory: RankMemory) -> list[str]:
-    """Return lines of text on predictions that are less certain, for layouts that `meshwright train` refuses and for
-    axes and schedules that the engine lacks. memory: of the pipeline rank with the highest peak."""
+    """Return lines of text that warn of uncertain predictions: for layouts that `meshwright train` refuses, and for
+    axes and schedules that the engine (training framework) does not have. memory: memory of the pipeline rank with the
+    highest peak."""
     found = []
     config, engine = problem.config, problem.engine
     if config.planning_only:

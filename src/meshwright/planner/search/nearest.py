@@ -30,11 +30,11 @@ MOST_DOUBLINGS = 6
 
 @dataclass(frozen=True, slots=True)
 class Nearest:
-    """Layouts closest to fitting, where no layout of a search fits.
+    """Layouts that come closest to fitting, for a search in which no layout fits.
 
-    least: estimate of the layout with the lowest memory peak on the given devices; enough: estimate of a layout that
-    fits on 2, 4, ... times the devices; None if the links of more devices are unknown or no tried number suffices.
-    """
+    least: estimate of the layout with the lowest memory peak on the given devices. enough: estimate of a layout that
+    fits on 2, 4, ... times as many devices; None if the links of more devices are unknown, or no tried number of
+    devices suffices."""
 
     least: Estimate
     enough: Estimate | None
@@ -53,17 +53,17 @@ class Nearest:
 
 
 def find_nearest(result: SearchResult) -> Nearest | None:
-    """Return the layouts closest to fitting; None if training also refuses the layouts with the lowest memory. result:
-    search in which no layout fits."""
+    """Return the layouts that come closest to fitting, for a search in which no layout fits. Return None if training
+    refuses even the layouts with the lowest memory. result: result of the search."""
     assert result.screened is not None and not result.best
     least = _least(result.problem, result.screened)
     return None if least is None else Nearest(least, _enough(least))
 
 
 def _least(problem: Problem, screened: ScreenedLayouts) -> Estimate | None:
-    """Return the estimate of the layout with the lowest memory peak by the ledger (of several that fit, the fastest);
-    None if training refuses all that were tried. screened: closed-form predictions, of which the layouts with the
-    lowest memory are tried."""
+    """Return the estimate of the layout with the lowest memory peak by the ledger, or the fastest if several fit; None
+    if training refuses all that were tried. screened: closed-form predictions; the layouts with the lowest predicted
+    memory are tried."""
     room = problem.usable_bytes
     best: tuple[float, float, Layout] | None = None
     asked = 0
@@ -104,8 +104,8 @@ def _enough(least: Estimate) -> Estimate | None:
 
 
 def resize_cluster(here: Cluster, devices: int) -> Cluster | None:
-    """Return a cluster like `here` with `devices` devices: more nodes of the same size or, for a single node, the
-    device catalogue's cluster; None if its links are unknown."""
+    """Return a cluster like `here` with `devices` devices. Several nodes: more nodes of the same size. A single node:
+    the cluster that the device catalogue has for its device. None if the links of the larger cluster are unknown."""
     known = find_device(here.device.name)
     if here.nodes > 1:
         return replace(here, name=f"{devices}x{here.device.name}", devices=devices)

@@ -67,13 +67,14 @@ class ScreenedLayouts:
         return self.by_pipeline(PIPELINE_PROPERTIES[name])
 
     def by_candidate(self, get: Callable[[StageCandidate], Any]) -> Array:
-        """Return get(stage's candidate layout) for every layout as an array; values that are not numbers are replaced
-        by integers, equal for equal values."""
+        """Compute a property of the stage of every layout; return an array with one entry per layout. get: function
+        (candidate layout of a stage) -> value. Values that are not numbers are replaced by integers, equal for equal
+        values."""
         return _as_numbers(map(get, self.candidates))[self.candidate]
 
     def by_pipeline(self, get: Callable[[PipelineCandidate], Any]) -> Array:
-        """Return get(pipeline) for every layout as an array; values that are not numbers are replaced by integers,
-        equal for equal values."""
+        """Compute a property of the pipeline of every layout; return an array with one entry per layout. get: function
+        (candidate pipeline) -> value. Values that are not numbers are replaced by integers, equal for equal values."""
         return _as_numbers(map(get, self.pipelines))[self.pipe]
 
     def layout(self, index: int) -> Layout:
@@ -126,8 +127,8 @@ def screen(problem: Problem) -> ScreenedLayouts:
 
 
 class _Sharding(NamedTuple):
-    """ZeRO sharding groups of candidate layouts. fits: bool array, True if the candidate admits them; hybrid: number of
-    ranks of a group, 0 for all data-parallel ranks; groups: process groups."""
+    """ZeRO sharding groups of candidate layouts, as arrays with one entry per candidate. fits: True if the candidate
+    can have such groups. hybrid: number of ranks of a group, 0 for all data-parallel ranks. groups: process groups."""
 
     fits: Array
     hybrid: Array
@@ -135,9 +136,11 @@ class _Sharding(NamedTuple):
 
 
 class _FittingCandidates:
-    """Candidate stages with which `ranks` pipeline ranks use all devices of the cluster. Attributes: indices of the
-    candidates (`index`), and for each the numbers of data-parallel replicas (`dp`), micro-batches (`micro`) and
-    data-parallel ranks dp x cp (`data`)."""
+    """Candidate layouts of a pipeline stage that use all devices of the cluster together with `ranks` pipeline ranks.
+    layer_times: times of layers under each candidate.
+
+    Attributes, with one value per candidate that remains: `index`: its index in `layer_times`; `dp`: number of
+    data-parallel replicas; `micro`: number of micro-batches; `data`: number of data-parallel ranks, dp x cp."""
 
     def __init__(self, layer_times: LayerTimes, ranks: int) -> None:
         self.layer_times, problem = layer_times, layer_times.problem
@@ -175,7 +178,8 @@ class _FittingCandidates:
         return _Sharding(fits if inside else self.data > 1, hybrid, groups)
 
     def levels(self) -> Iterator[tuple[int, bool]]:
-        """Yield the ZeRO settings to try: (ZeRO stage, True for sharding groups within nodes)."""
+        """Yield the ZeRO settings to try, as (ZeRO stage, True if sharding groups are within nodes, False if they span
+        all data-parallel ranks)."""
         problem = self.layer_times.problem
         for zero in problem.engine.zero:
             yield zero, False
@@ -184,8 +188,11 @@ class _FittingCandidates:
 
 
 class _Pipeline:
-    """Predicted times and memory of a pipeline's ranks under all candidate stages in `grid`; ranks with equal stages
-    are computed once ("distinct")."""
+    """Predicted times and memory of the ranks of one pipeline, for all candidate layouts of its stages at once.
+    Pipeline ranks with equal stages are computed once; each such set counts as one distinct rank.
+
+    grid: candidate layouts of a stage. memory: bytes of activations under each candidate. pipeline: number of ranks,
+    schedule, chunks. places: stages on each rank."""
 
     def __init__(
         self, grid: _FittingCandidates, memory: ActivationBytes, pipeline: PipelineCandidate, places: list[list[int]]
@@ -202,8 +209,9 @@ class _Pipeline:
 
     @cached_method
     def states(self, zero: int, inside: bool) -> tuple[Floats, Floats]:
-        """Return (bytes of model states on each distinct rank [ranks, candidates], bytes of a layer that ZeRO-2 and 3
-        temporarily gather and reduce [candidates]). zero: ZeRO stage; inside: True for sharding groups within nodes."""
+        """Return (bytes of model states on each distinct rank, [ranks, candidates]; bytes of the temporary buffers in
+        which ZeRO-2 and 3 gather and reduce one layer, [candidates]). zero: ZeRO stage; inside: True for sharding
+        groups within nodes."""
         of, problem = self.of, self.grid.layer_times.problem
         shards, expert_shards = self.grid.sharding[inside].groups.shards
         dense, expert = of.rank_dense, of.rank_expert
@@ -222,9 +230,9 @@ class _Pipeline:
         return stay, layer
 
     def activations(self, pipeline: PipelineCandidate, at_once: bool) -> Floats:
-        """Return the bytes of saved activations of all micro-batches in flight at the peak of each distinct rank
-        [ranks, candidates]. pipeline: schedule of the pipeline; at_once: the last stage's backward directly follows its
-        forward."""
+        """Return the bytes of saved activations at the peak of each distinct rank, over all micro-batches in flight:
+        [ranks, candidates]. pipeline: schedule of the pipeline; at_once: True if the last stage runs the backward of a
+        micro-batch directly after its forward."""
         of, grid = self.of, self.grid
         found = np.zeros(self.saved.shape)
         for number, members in enumerate(of.members):
@@ -243,9 +251,9 @@ class _Pipeline:
 def _screen_pipeline(
     costs: _Pipeline, pipeline: PipelineCandidate
 ) -> Iterator[tuple[int, Array, Array, Floats, Floats]]:
-    """Yield, for each ZeRO setting, its ZeRO stage and arrays with one entry per layout: candidate index, ranks of a
-    sharding group, seconds of a step, bytes at the memory peak. costs: predicted times and memory of the pipeline's
-    ranks."""
+    """Predict time and memory of all layouts with one pipeline. Yield for each ZeRO setting (ZeRO stage, and four
+    arrays with one entry per layout: candidate index, ranks of a sharding group, seconds of a step, bytes at the memory
+    peak). costs: predicted times and memory of the pipeline's ranks."""
     grid = costs.grid
     fits = grid.micro >= MIN_MICRO_BATCHES.get(pipeline.schedule, 0) * pipeline.ranks
     if pipeline.schedule in BIDIRECTIONAL_SCHEDULES:

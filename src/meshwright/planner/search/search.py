@@ -48,10 +48,11 @@ class TooLargeLayout:
     """A fast layout that does not fit into device memory, and a change of it that does.
 
     Attributes:
-        layout, seconds, bytes: The layout, seconds of a step, bytes on a device.
+        layout, seconds, bytes: The layout that does not fit; its seconds of a step; the bytes that it needs on a
+            device.
         change: Change that makes it fit, such as "ac:full"; None if none is known.
-        instead, instead_seconds: The changed layout (the fastest of those with fewest differences), seconds of its
-            step.
+        instead, instead_seconds: The layout after the change (of the layouts with the fewest differences that fit, the
+            fastest), and its seconds of a step; None if no change is known.
     """
 
     layout: Layout
@@ -90,9 +91,9 @@ class SearchResult:
 
 
 def search(problem: Problem, top: int = 5) -> SearchResult:
-    """Search all layouts of a planning problem for the `top` fastest that fit and that training accepts: first the
-    fastest of each kind of layout (`layout_kinds`), then the next fastest. `best` of the result is empty if none
-    fits."""
+    """Search all layouts of a planning problem for the fastest that fit and that training accepts. `best` of the result
+    has up to `top` of them: first the fastest of each kind of layout (`layout_kinds`), then the next fastest of all;
+    empty if none fits."""
     begun = time.perf_counter()
     # No layout can fix this: more tokens than positions.
     refuse(Layout(), problem.config, 1, problem.sequence, planning=True)
@@ -110,7 +111,8 @@ def search(problem: Problem, top: int = 5) -> SearchResult:
 
 
 def _no_layout_error(problem: Problem) -> str:
-    """Return the error line for a planning problem whose batch is not divisible by any layout."""
+    """Return the error line for a planning problem that no layout can run, because none divides its batch into equal
+    micro-batches."""
     devices = problem.cluster.devices
     return (
         f"no layout of {devices} devices can split batch {problem.batch} of sequence {problem.sequence}: each of dp "
@@ -119,9 +121,9 @@ def _no_layout_error(problem: Problem) -> str:
 
 
 def _advice(shortlist: Shortlist, first: float) -> Iterator[TooLargeLayout]:
-    """Yield the fastest layouts that do not fit but take less than `first` seconds a step, up to `MOST_ADVISED`, which
-    differ in tp, cp, pp or recompute; each with a change that makes it fit, if one is found. shortlist: candidates of
-    the search."""
+    """Yield fast layouts that do not fit, each with a change that makes it fit (if one is found). They take less than
+    `first` seconds a step, are yielded fastest first, at most `MOST_ADVISED`, and differ from each other in tp, cp, pp
+    or recompute. shortlist: candidates of the search."""
     problem, every, room = shortlist.problem, shortlist.every, shortlist.room
     fit = add_device_overhead(problem, every.bytes) <= room
     expected = shortlist.expected()
@@ -163,8 +165,7 @@ def _find_change(
     None if there is none with up to three differences.
 
     shortlist: candidates of the search; columns: {property: array over all candidates}; fit: array, True if a candidate
-    may fit; expected: predicted seconds.
-    """
+    may fit; expected: predicted seconds of a step, one per candidate."""
     unlike = np.asarray(sum((column != column[index]).astype(np.int8) for column in columns.values()))
     for changes in range(1, MOST_CHANGES + 1):
         near = np.flatnonzero(fit & (unlike == changes))
@@ -195,12 +196,11 @@ _CHANGES: dict[str, Callable[[Layout], str]] = {
 
 
 def fastest_of_kinds(shortlist: Shortlist, top: int) -> list[Estimate]:
-    """Return estimates of `top` layouts, fastest first: the fastest layout of each kind (`layout_kinds`), then the next
-    fastest of all.
+    """Return the estimates of `top` layouts: first the fastest layout of each kind (`layout_kinds`), then the next
+    fastest of all. They are sorted by time.
 
     Layouts of one kind differ only in the sizes of the axes, and their times mostly by less than the error bounds.
-    shortlist: candidates predicted exactly; further ones are predicted as needed.
-    """
+    shortlist: candidates that are predicted exactly; it predicts more of them as needed."""
     kinds, remaining, stopped = layout_kinds(shortlist.every), shortlist.pending.copy(), shortlist.stopped
     found: list[Estimate] = []
     others: list[tuple[float, int, Layout]] = []
@@ -223,9 +223,9 @@ def fastest_of_kinds(shortlist: Shortlist, top: int) -> list[Estimate]:
 
 
 def layout_kinds(screened: ScreenedLayouts) -> Array:
-    """Return an integer for each candidate layout, equal for layouts of one kind: they agree in which axes are larger
-    than 1, in recompute, and in what ZeRO shards (nothing, optimizer states, or parameters too). screened: closed-form
-    predictions of the candidates."""
+    """Return one integer per candidate layout, equal for layouts of the same kind. Layouts are of one kind if they
+    agree in three things: which axes are larger than 1; recompute; what ZeRO shards (nothing, optimizer states, or
+    parameters too). screened: closed-form predictions of the candidates."""
 
     def of_stage(candidate: StageCandidate) -> int:
         """Return an integer that is equal for stages of one kind."""

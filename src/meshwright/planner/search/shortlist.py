@@ -102,8 +102,9 @@ class Shortlist:
             self.stopped = True
 
     def exclude(self, alike: Array, budget: int) -> int:
-        """Exclude candidates and find the fastest of the others. alike: array, True for candidates to exclude; budget:
-        most exact predictions to make; returns the number made."""
+        """Exclude candidates, and find the fastest of the others; it becomes the first entry of `best`. Return the
+        number of exact predictions made. alike: bool array over all candidates, True for those to exclude; budget:
+        maximum number of exact predictions."""
         before, self.budget = self.asked, budget
         self.pending[alike], self._left[alike], self._wanted = np.inf, False, 1
         self.best = [entry for entry in self.best if not alike[entry[1]]]
@@ -111,16 +112,18 @@ class Shortlist:
         return self.asked - before
 
     def _learn(self, index: int, exact: float) -> None:
-        """Scale the closed-form memory of all candidates with the same schedule and recompute as candidate `index`, so
-        that it agrees with the `exact` bytes of this one."""
+        """Correct the closed-form memory of similar candidates by one exact prediction: that of all candidates with the
+        same schedule and recompute is scaled by the same factor, so that candidate `index` gets `exact` bytes.
+        Candidates that are then too large are excluded."""
         alike = self._memory == self._memory[index]
         self._needed[alike] *= exact / self._needed[index]
         too_large = alike & self._left & (self._needed > self.room * DOUBT_ABOVE)
         self.pending[too_large], self._left[too_large] = np.inf, False
 
     def _kinds(self) -> Array:
-        """Return an integer for each candidate, equal for candidates whose closed-form times have similar errors: the
-        same pipeline, and as many micro-batches per pipeline rank (rounded to a power of two)."""
+        """Return one integer per candidate, equal for candidates whose closed-form times have similar errors. These
+        have the same pipeline, and equal numbers of micro-batches per pipeline rank after rounding to a power of two.
+        """
         every, ranks = self.every, self.every.column("pp")
         inner = every.by_candidate(lambda one: one.layout.tp * one.layout.cp / one.rows)
         micro = self.problem.batch / self.problem.cluster.devices * inner * ranks
@@ -128,8 +131,8 @@ class Shortlist:
         return np.asarray(every.pipe * 64 + rounds)
 
     def accepts(self, layout: Layout) -> bool:
-        """Return True if training accepts the layout, or, for models and engines that can only be planned, if it is
-        feasible."""
+        """Return True if training accepts the layout. For models and engines that can only be planned, return True if
+        the layout is possible for the model."""
         problem = self.problem
         try:
             refuse(layout, problem.config, problem.batch, problem.sequence, planning=problem.only_planned)
@@ -142,7 +145,8 @@ class Shortlist:
         return self.accepts(layout) and device_bytes(self.problem, layout, self.room) <= self.room
 
     def seconds(self, index: int, layout: Layout) -> float:
-        """Return the simulated seconds of a step. index: of the candidate; layout: its layout."""
+        """Return the seconds of a step of a candidate layout, predicted by the simulator. index: index of the
+        candidate. layout: its layout."""
         return self._step(index, layout).price(parts=False).seconds
 
     def expected(self) -> Array:
@@ -152,8 +156,8 @@ class Shortlist:
         return np.asarray(self.every.seconds * factor[self.kinds])
 
     def _step(self, index: int, layout: Layout) -> StepPredictor:
-        """Return the step-time predictor of a candidate, which reuses results of earlier candidates. index: of the
-        candidate; layout: its layout."""
+        """Return the step-time predictor of a candidate layout; it reuses results of earlier candidates. index: index
+        of the candidate. layout: its layout."""
         layer_times = self.every.layer_times.select(int(self.every.candidate[index]))
         return StepPredictor(self.problem, layout, layer_times=layer_times, makespans=self.makespans)
 
@@ -165,8 +169,8 @@ class Shortlist:
         return int((self.pending < (best[-1].time.seconds if len(best) >= top else np.inf)).sum())
 
     def estimates(self, top: int) -> list[Estimate]:
-        """Return the estimates of the `top` fastest layouts; a layout that does not fit by the exact memory of all its
-        ranks is replaced by the next fastest."""
+        """Return the estimates of the `top` fastest layouts that fit by the exact memory of all their ranks. A layout
+        that does not is replaced by the next fastest."""
         found: dict[int, Estimate] = {}
         while True:
             fit: list[Estimate] = []
@@ -188,16 +192,17 @@ class Shortlist:
             self._decide()
 
     def _too_large(self, layout: Layout) -> float | None:
-        """Return the device bytes of a pipeline rank of the layout that exceed the usable memory; None if all ranks
-        fit."""
+        """Find a pipeline rank of the layout that needs more than the usable memory; return its bytes on a device, None
+        if all ranks fit."""
         layout = layout.with_(precision=self.problem.precision)
         size = device_bytes(self.problem, layout, self.room, distinct_ranks(self.problem, layout))
         return size if size > self.room else None
 
 
 def device_bytes(problem: Problem, layout: Layout, limit: float = math.inf, ranks: Iterable[int] | None = None) -> int:
-    """Return the device bytes of a layout by the ledger: the maximum over pipeline ranks, up to the first that exceeds
-    `limit` bytes. ranks: the pipeline ranks; None: the first and the last."""
+    """Return the predicted bytes that a layout needs on a device: the larger of its first and its last pipeline rank,
+    by the memory ledger. limit: bytes; if the first rank exceeds this, its bytes are returned and the last rank is not
+    computed."""
     most = 0
     for rank in ranks or sorted({0, layout.pp - 1}):
         most = max(most, memory_of(problem, layout, rank).device_bytes)

@@ -40,8 +40,8 @@ def divisors(number: int) -> list[int]:
 
 
 def candidates(problem: Problem) -> list[StageCandidate]:
-    """Return all candidate layouts of a pipeline stage, each with the sequences of a micro-batch, that the model and
-    the engine admit for any number of stages."""
+    """Return all candidate layouts of a pipeline stage that the model and the engine admit for any number of stages.
+    Each candidate includes its number of sequences per micro-batch."""
     found = []
     for stage in _stages(problem):
         for recompute in RECOMPUTE:
@@ -51,7 +51,7 @@ def candidates(problem: Problem) -> list[StageCandidate]:
 
 
 def _rows(problem: Problem) -> list[int]:
-    """Return the candidate numbers of sequences of a micro-batch."""
+    """Return the numbers of sequences per micro-batch that the search tries."""
     return [rows for rows in divisors(problem.batch) if rows <= MOST_ROWS]
 
 
@@ -81,8 +81,8 @@ def _stages(problem: Problem) -> Iterator[Layout]:
 
 
 def _experts(config: ModelConfig, engine: Engine, devices: int, tp: int) -> Iterator[tuple[int, int]]:
-    """Yield the candidate (ep, etp) sizes of expert parallelism for `tp` tensor-parallel ranks on `devices` devices,
-    (1, 1) first."""
+    """Yield the candidate sizes (ep, etp) of expert parallelism, (1, 1) first. devices: number of devices of a pipeline
+    stage. tp: number of tensor-parallel ranks."""
     yield 1, 1
     if config.experts and "ep" in engine.axes:
         for ep in divisors(config.experts):

@@ -44,12 +44,11 @@ def plan_document(problem: Problem, best: Sequence[Estimate], result: SearchResu
 
 
 def ledger_documents(estimate: Estimate) -> list[dict[str, Any]]:
-    """Return the memory ledger of an estimate as JSON objects: the tensors at the memory peak of each pipeline rank,
-    ranks with equal memory listed once.
+    """Return the memory ledger of an estimate as JSON objects, one per tensor that is allocated at the memory peak of a
+    pipeline rank. Of several ranks with equal memory only one is listed.
 
-    Keys of an item: name, category, shape, dtype; bytes: of all equal tensors together; stage: pipeline stage, null if
-    it belongs to none; first, last: events between which it is allocated.
-    """
+    Keys of an object: name, category, shape, dtype; bytes: of all equal tensors together; stage: pipeline stage, null
+    if it belongs to none; first, last: events between which it is allocated."""
     ranks = (
         memory_of(estimate.problem, estimate.layout, rank) for rank in distinct_ranks(estimate.problem, estimate.layout)
     )
@@ -70,8 +69,8 @@ def ledger_documents(estimate: Estimate) -> list[dict[str, Any]]:
 
 
 def no_fit_error(result: SearchResult) -> str:
-    """Return the error line for a search in which no layout fits: number of devices, GiB of each, and what to
-    change."""
+    """Return the error line for a search in which no layout fits. It names the number of devices, the GiB of each, and
+    what to change."""
     problem, count = result.problem, result.problem.cluster.devices
     reserved = f", with {problem.reserve / GIB:.1f} GiB more reserved" if problem.reserve else ""
     none = f"none of the {MOST_PRICED} fastest layouts" if result.undecided else "no layout"

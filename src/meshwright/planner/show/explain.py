@@ -58,7 +58,8 @@ class OperationTime:
 
 
 def explain(problem: Problem, layout: Layout, pp_rank: int = 0) -> list[OperationTime]:
-    """Return the operations of one micro-batch on pipeline rank `pp_rank`, with their predicted cost, longest first."""
+    """Return the operations of one micro-batch on pipeline rank `pp_rank` of a layout, with their predicted cost,
+    longest first. problem: model, cluster, batch and engine."""
     rates = Rates.of(problem.cluster, problem.precision, problem.engine.fusion)
     kernel = attention_kernel(problem.engine, problem.cluster, problem.config)
     rows = problem.batch // (layout.dp * layout.micro_batches)
@@ -83,8 +84,9 @@ def explain(problem: Problem, layout: Layout, pp_rank: int = 0) -> list[Operatio
 
 
 def _time_calls(calls: list[Operation], seconds: float, share: float, rates: Rates) -> OperationTime:
-    """Return the cost of an operation in a phase. calls: its calls, one entry for each size; seconds, share: of all
-    calls; rates: speeds of the device, which decide `bound`."""
+    """Return the cost of an operation in one phase, summed over its calls. calls: the calls, one entry for each size.
+    seconds: their total time. share: fraction of the micro-batch's time. rates: speeds of the device, which decide
+    `bound`."""
     first = calls[0]
     count = sum(one.count for one in calls)
     flops, moved = (sum(getattr(one, of) * one.count for one in calls) for of in ("flops", "bytes"))

@@ -71,8 +71,8 @@ def plan_page(
 
 
 def _search(result: SearchResult, least: Nearest | None) -> Iterator[Markup]:
-    """Yield the page's sections on a search: best layouts, faster ones that do not fit, scatter plot of memory and
-    time. least: layouts closest to fitting, if none fits."""
+    """Yield the page's sections on a search: a table of the best layouts, layouts that are faster but do not fit, and a
+    scatter plot of memory against time. least: layouts that come closest to fitting; None if some layout fits."""
     if result.best:
         yield element("h2", f"The best of {result.searched:,} layouts")
         yield _best(result)
@@ -99,7 +99,7 @@ def _search(result: SearchResult, least: Nearest | None) -> Iterator[Markup]:
 
 
 def _best(result: SearchResult) -> Markup:
-    """Return the HTML table of the best layouts of a search."""
+    """Return an HTML table of the best layouts of a search."""
     unit = Unit.of(max(one.memory.device_bytes for one in result.best))
     head = ("layout", "step s", "low", "high", "tokens/s/device", "MFU", f"memory {unit.name}")
     return table((*head, "compared with the first"), best_cells(result, unit))
@@ -143,8 +143,9 @@ def _layout(estimate: Estimate) -> Iterator[Markup]:
 
 
 def _categories(ranks: Sequence[RankMemory]) -> Iterator[Markup]:
-    """Yield an HTML table of memory by category with a column for each pipeline rank, and the memory snapshot of each
-    rank's peak; of more than eight ranks, only the first, the last, and those with most and least memory."""
+    """Yield an HTML table of memory by category with one column per pipeline rank, and the time (memory snapshot) at
+    which each rank reaches its peak. Of more than eight ranks at most four are shown: the first, the last, and those
+    with the most and the least memory. ranks: memory of each pipeline rank."""
     shown = list(ranks)
     if len(shown) > 8:
         size = attrgetter("device_bytes")
@@ -159,7 +160,8 @@ def _categories(ranks: Sequence[RankMemory]) -> Iterator[Markup]:
 
 
 def _bill(memory: RankMemory) -> Iterator[Markup]:
-    """Yield the page's section with a table of a pipeline rank's tensors at its memory peak."""
+    """Yield the page's section on the tensors of a pipeline rank at its memory peak: a heading and a table. memory:
+    memory of the rank."""
     yield element("h2", f"Memory of pipeline rank {memory.pp_rank} at its peak ({memory.peak_snapshot})")
     unit, smallest = Unit.of(memory.peak_bytes), 1e-3 * memory.peak_bytes
     items = merge_layers(memory.items)
@@ -186,7 +188,8 @@ def _pipeline(estimate: Estimate) -> Iterator[Markup]:
 
 
 def _shortened(estimate: Estimate) -> Layout:
-    """Return the estimate's layout with no more micro-batches than a picture of the pipeline schedule can show."""
+    """Return the layout of an estimate for the drawing of its pipeline schedule: the number of micro-batches is reduced
+    to what a drawing can show."""
     layout, problem = estimate.layout, estimate.problem
     each = 3 * layout.pp * layout.chunks
     for rounds in (8, 4, 2, 1):

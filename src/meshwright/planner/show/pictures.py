@@ -63,8 +63,8 @@ def time_bar(parts: dict[str, float]) -> Markup:
 
 
 def memory_bars(rows: Sequence[tuple[str, dict[str, float]]], limit: float) -> Markup:
-    """Return one stacked bar of memory for each of `rows`, (label, bytes by category), with a legend. limit: bytes of a
-    device's memory, drawn as a line."""
+    """Return stacked bars of memory with a legend, one bar for each item of `rows`. An item is (label, {category:
+    bytes}). limit: bytes of a device's memory, drawn as a line."""
     used = dict.fromkeys(part for _, parts in rows for part, size in parts.items() if size > 0)
     drawn = draw_stacked_bars(
         rows, COLOURS, lambda size: Unit.of(size).format(size), "memory of each rank", _device_limit(limit)
@@ -73,6 +73,6 @@ def memory_bars(rows: Sequence[tuple[str, dict[str, float]]], limit: float) -> M
 
 
 def _device_limit(limit: float) -> tuple[float, str]:
-    """Return (position in bytes, label) of the line that marks a device's memory in a plot. limit: bytes of the
-    memory."""
+    """Return (position in bytes, label) of the line that marks the memory limit of a device in a plot. limit: the limit
+    in bytes."""
     return limit, f"{Unit.of(limit).format(limit)} of a device"

@@ -31,7 +31,8 @@ LEAST_PART = 1e-6
 
 
 def headline(problem: Problem, model: str) -> str:
-    """Return one line on a planning problem: model, cluster, sequence and batch. model: name to print."""
+    """Return one line of text on a planning problem: model, cluster, sequence length and batch. model: name of the
+    model, to be printed."""
     sizes = model_document(problem.config)
     active = (
         "" if sizes["active_parameters"] == sizes["parameters"] else f", {_count(sizes['active_parameters'])} active"
@@ -50,7 +51,7 @@ def headline(problem: Problem, model: str) -> str:
 
 
 def search_text(result: SearchResult, width: int = WIDE) -> str:
-    """Format the result of a search as text. width: characters of a line, which long words may exceed."""
+    """Format the result of a search as text. width: maximum characters of a line; long words may exceed it."""
     lines = [f"searched {result.searched:,} layouts in {result.seconds:.2f} s"]
     if not result.best:
         lines.append("none of them fits in memory")
@@ -66,8 +67,8 @@ def search_text(result: SearchResult, width: int = WIDE) -> str:
 
 
 def _best(result: SearchResult, width: int) -> Iterator[str]:
-    """Yield the lines of the table of a search's best layouts. width: characters of a line, which long words may
-    exceed."""
+    """Yield the lines of a text table of the best layouts of a search. width: maximum characters of a line; long words
+    may exceed it."""
     unit = Unit.of(max(one.memory.device_bytes for one in result.best))
     rows = [(step, f"{low} - {high}", *rest) for _, step, low, high, *rest, _ in best_cells(result, unit)]
     head = ("step s", "low - high", "tokens/s/device", "MFU", unit.name)
@@ -85,9 +86,9 @@ def _best(result: SearchResult, width: int) -> Iterator[str]:
 
 
 def best_cells(result: SearchResult, unit: Unit) -> list[tuple[str, ...]]:
-    """Return, for each of a search's best layouts, the cells of a table: layout, seconds of a step, its low and high
-    bound, tokens/s/device, MFU, memory in `unit`, and text on why it is slower than the first, followed by "tight" if
-    little memory stays free."""
+    """Return one table row per best layout of a search: layout, seconds of a step, their low and high bound,
+    tokens/s/device, MFU, memory in `unit`, remark. The remark says why the layout is slower than the first, and ends
+    with "tight" if little memory stays free."""
     return [
         (
             str(one.layout), f"{one.time.seconds:.4g}", f"{one.time.low:.4g}", f"{one.time.high:.4g}",
@@ -99,7 +100,8 @@ def best_cells(result: SearchResult, unit: Unit) -> list[tuple[str, ...]]:
 
 
 def advice_text(result: SearchResult, too_large: TooLargeLayout) -> str:
-    """Format a faster layout that does not fit, with the change that makes it fit."""
+    """Format a fast layout that does not fit, with the change that makes it fit. too_large: the layout and its
+    change."""
     problem = result.problem
     more = too_large.bytes - problem.usable_bytes
     wants = f"{too_large.layout}: {seconds_text(problem, too_large.layout, too_large.seconds)}, "
@@ -112,29 +114,31 @@ NO_CHANGE = "no combination of three changes"
 
 
 def change_text(problem: Problem, too_large: TooLargeLayout) -> str | None:
-    """Format the change that makes a layout fit, with the seconds of a step; None if none is known."""
+    """Format the change that makes a layout fit, and the seconds of a step after it; None if no change is known.
+    too_large: the layout and its change."""
     if too_large.instead is None or too_large.instead_seconds is None:
         return None
     return f"{too_large.change}: {seconds_text(problem, too_large.instead, too_large.instead_seconds)}"
 
 
 def seconds_text(problem: Problem, layout: Layout, seconds: float) -> str:
-    """Format a layout's step time with its bounds, such as `1.2 s (1 to 1.5)`. seconds: expected, calibrated."""
+    """Format a layout's step time with its bounds, such as `1.2 s (1 to 1.5)`. seconds: expected step time after
+    calibration."""
     cluster = problem.cluster
     seconds, low, high, _ = bound_seconds(cluster, StepProperties.of(problem, layout, seconds / cluster.time_factor))
     return f"{seconds:.3g} s ({low:.3g} to {high:.3g})"
 
 
 def nearest_text(nearest: Nearest, width: int = WIDE) -> str:
-    """Format the layouts closest to fitting (`nearest`), where none fits. width: characters of a line, which long words
-    may exceed."""
+    """Format the layouts that come closest to fitting, for a search in which no layout fits. width: maximum characters
+    of a line; long words may exceed it."""
     lines = ["the layout that needs the least memory, which does not fit either:", estimate_text(nearest.least, width)]
     return "\n".join([*lines, *wrap_line(nearest_line(nearest), width, "  ")])
 
 
 def nearest_line(nearest: Nearest) -> str:
-    """Format the sentence on how many devices would suffice, where no layout fits. nearest: layouts closest to
-    fitting."""
+    """Format one sentence on the number of devices that would suffice, for a search in which no layout fits. nearest:
+    layouts that come closest to fitting."""
     enough = nearest.enough
     if enough is None:
         return "The number of devices that would suffice is unknown."
@@ -147,15 +151,16 @@ def nearest_line(nearest: Nearest) -> str:
 
 
 def undecided_text(result: SearchResult) -> str:
-    """Format a note on the number of layouts that may be better but were not predicted exactly, as the search reached
-    its limit."""
+    """Format a note on the layouts that may be better but were not predicted exactly, because the search reached its
+    limit: how many they are."""
     what = "better than the last one listed" if result.best else "small enough"
     return f"stopped after {MOST_PRICED} exact prices: {result.undecided:,} more layouts may be {what}"
 
 
 def recipe_text(recipe_estimate: Estimate | str, best: Estimate | None) -> str:
-    """Format the cost of the layout that a recipe names, relative to the best layout; or the reason why it cannot run,
-    if `recipe_estimate` is this reason as text."""
+    """Format the predicted cost of the layout that a recipe names, relative to the best layout. recipe_estimate:
+    estimate of the recipe's layout; or text with the reason why it cannot run, which is then printed. best: estimate of
+    the best layout; None: no layout fits."""
     if isinstance(recipe_estimate, str):
         return f"the recipe's own layout: {recipe_estimate}"
     fits = "" if recipe_estimate.fits else ", which does not fit"
@@ -166,8 +171,8 @@ def recipe_text(recipe_estimate: Estimate | str, best: Estimate | None) -> str:
 
 
 def estimate_text(estimate: Estimate, width: int = WIDE) -> str:
-    """Format one estimate: time by part, memory by category and by item. width: characters of a line, which long words
-    may exceed."""
+    """Format one estimate as text: time by part, memory by category and by item. width: maximum characters of a line;
+    long words may exceed it."""
     time, unit = estimate.time, Unit.of(estimate.memory.device_bytes)
     parts = ", ".join(
         f"{part} {seconds:.3g} s ({share_text(seconds / time.seconds)})"
@@ -188,7 +193,8 @@ def estimate_text(estimate: Estimate, width: int = WIDE) -> str:
 
 
 def step_text(estimate: Estimate) -> str:
-    """Format an estimate's seconds of a step with their bounds, throughput and model FLOP utilisation."""
+    """Format the predicted step time of an estimate with its bounds, and the throughput and model FLOP utilisation that
+    follow from it."""
     time, rate = estimate.time, estimate.model_flops_per_device
     flops = f"{rate / 1e12:.1f} TFLOP/s" if rate >= 1e11 else f"{rate / 1e9:.1f} GFLOP/s"
     return (
@@ -198,7 +204,8 @@ def step_text(estimate: Estimate) -> str:
 
 
 def memory_text(estimate: Estimate) -> str:
-    """Format an estimate's bytes per device and the limit, whether it fits, and the memory snapshot of the peak."""
+    """Format the predicted memory of a device in one line: bytes, limit, whether it fits, and the time (memory
+    snapshot) of the peak. estimate: estimate of the layout."""
     memory, room = estimate.memory, estimate.problem.usable_bytes
     over = memory.device_bytes - room
     verdict = (
@@ -210,7 +217,7 @@ def memory_text(estimate: Estimate) -> str:
 
 
 def communication_text(estimate: Estimate) -> str:
-    """Format the exposed and the total seconds of communication of an estimate's step."""
+    """Format the seconds of communication in a step: the exposed part, which no computation overlaps, and the total."""
     exposed, total = estimate.exposed_seconds, estimate.communication_seconds
     return (
         f"{exposed:.3g} s exposed ({share_text(exposed / estimate.time.seconds)} of the step), {total:.3g} s in total"
@@ -218,8 +225,9 @@ def communication_text(estimate: Estimate) -> str:
 
 
 def usage_text(best: Sequence[Estimate], width: int = WIDE) -> str:
-    """Format the recipe keys of the first of the best estimates (unless it cannot be trained) and the legend of the
-    layout notation of all. width: characters of a line."""
+    """Format instructions below a plan: the recipe keys with which the first of the best layouts is trained (left out
+    if it cannot be trained), then the legend of the layout notation. best: estimates, fastest first. width: maximum
+    characters of a line."""
     keys = [] if best[0].problem.only_planned else recipe_block(best[0]).splitlines()
     block = ["recipe keys:", *(f"  {line}" for line in keys)] if keys else []
     legend = "; ".join(f"{part} {meaning}" for part, meaning in notation_legend(one.layout for one in best))
@@ -232,8 +240,8 @@ def share_text(share: float) -> str:
 
 
 def _bill(estimate: Estimate, unit: Unit) -> Iterator[tuple[str, str, str]]:
-    """Yield table rows (category, its memory in `unit`, its largest items) for the pipeline rank of an estimate with
-    the highest memory peak."""
+    """Yield the rows of a table of memory: (category, its memory in `unit`, its largest items). The table is for the
+    pipeline rank with the highest memory peak. estimate: estimate of the layout."""
     yield "", unit.name, "of which"
     memory, process = estimate.memory, estimate.problem.process or (("CUDA context", estimate.memory.framework_bytes),)
     for category, size in memory.by_category().items():
@@ -249,8 +257,8 @@ def _bill(estimate: Estimate, unit: Unit) -> Iterator[tuple[str, str, str]]:
 
 
 def ledger_text(memory: RankMemory, width: int = WIDE) -> str:
-    """Format every tensor of a rank at its memory peak as a table, equal tensors of several layers in one line. width:
-    characters of a line, to which columns are dropped."""
+    """Format every tensor of a rank at its memory peak as a table; equal tensors of several layers share a line.
+    memory: memory of the rank. width: maximum characters of a line; columns that do not fit are dropped."""
     unit = Unit.of(memory.peak_bytes)
     rows = tensor_rows(merge_layers(memory.items), unit)
     title = f"pipeline rank {memory.pp_rank} at {memory.peak_snapshot}: {unit.format(memory.peak_bytes)} of tensors"
@@ -291,8 +299,8 @@ def calibrated_text(runs: Sequence[RunFigures], calibration: Calibration, path: 
 
 
 def explain_text(layout: Layout, pp_rank: int, rows: Sequence[OperationTime], width: int = WIDE, most: int = 24) -> str:
-    """Format the `most` longest operations of a micro-batch on pipeline rank `pp_rank` as a table. rows: all
-    operations, longest first; width: characters of a line, to which columns are dropped."""
+    """Format the `most` longest operations of a micro-batch on pipeline rank `pp_rank` as a table. layout: the layout.
+    rows: all operations, longest first. width: maximum characters of a line; columns that do not fit are dropped."""
     head = ("operation", "phase", "count", "shape", "GFLOP", "MB", "FLOP/byte", "bound by", "ms", "share")
     shown = [
         (
@@ -329,8 +337,8 @@ def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def format_narrow_table(rows: Sequence[Sequence[str]], width: int, droppable: Sequence[str]) -> list[str]:
-    """Return the lines of a table, with `droppable` columns (their names) dropped as needed to fit into `width`
-    characters. rows: cells; the first row is the header."""
+    """Return the lines of a table that fits into `width` characters; columns are dropped as needed. rows: cells; the
+    first row is the header. droppable: names of the columns that may be dropped."""
     kept = [list(row) for row in rows]
     lines = format_table(kept)
     for name in droppable:

@@ -204,13 +204,13 @@ class GenerationBody(EndpointBody):
         raise NotImplementedError
 
     def encode(self, prompts: Prompts) -> list[tuple[list[int], str | None]]:
-        """Tokenize the body's prompts. Return a pair for each prompt: (token IDs, text of the prompt if the answer
-        begins with it, else None). prompts: the model's tokenizer. Raises UserError for an invalid prompt."""
+        """Tokenize the body's prompts. Return a pair for each prompt: (token IDs, text of the prompt if it is to be put
+        before the answer, else None). prompts: the model's tokenizer. Raises UserError for an invalid prompt."""
         raise NotImplementedError
 
     def truncate(self, tokens: list[int], prompts: Prompts) -> list[int]:
-        """Return the last tokens of a prompt, at most as many as the field `truncate_prompt_tokens` states; None: all;
-        -1: the model's maximum length, `prompts.max_length`. tokens: the prompt's token IDs."""
+        """Return the last tokens of a prompt, at most as many as the field `truncate_prompt_tokens` says (None: all;
+        -1: the model's maximum length, `prompts.max_length`). tokens: the prompt's token IDs."""
         most = prompts.max_length if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
         return tokens if most is None else tokens[-most:]
 
@@ -236,8 +236,8 @@ class GenerationBody(EndpointBody):
 
 
 class PromptBody(GenerationBody):
-    """Base class of the bodies that have a `prompt` (texts or token IDs) instead of messages, which `echo` puts before
-    the answer."""
+    """Base class of the bodies that have a `prompt` (texts or token IDs) instead of messages. echo: True to put the
+    prompt's text before the answer."""
 
     prompt: str | Tokens | Texts | TokenLists
     max_tokens: TokenCount | None = Field(None, description="default: 16")
@@ -251,8 +251,8 @@ class PromptBody(GenerationBody):
         return self.logprobs
 
     def encode(self, prompts: Prompts) -> list[tuple[list[int], str | None]]:
-        """Tokenize the body's prompts. Return a pair for each prompt: (token IDs, text of the prompt if the answer
-        begins with it, else None). prompts: the model's tokenizer. Raises UserError for an invalid prompt."""
+        """Tokenize the body's prompts. Return a pair for each prompt: (token IDs, text of the prompt if `echo` is true,
+        else None). prompts: the model's tokenizer. Raises UserError for an invalid prompt."""
         single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         inputs: list[tuple[list[int], str | None]] = []
         for given in cast("list[str | list[int]]", [self.prompt] if single else self.prompt):
