@@ -183,7 +183,7 @@ def _measure(step: Step) -> Measured:
     # A thread of gloo lets go of a message that has arrived when it next runs: the lowest is what the step needs. When
     # all ranks have seen theirs twice, it is the lowest.
     found = [watched()]
-    while 1 < mesh.world_size and len(found) < WATCHED:
+    while mesh.world_size > 1 and len(found) < WATCHED:
         found.append(watched())
         peaks = [each[0] for each in found]
         again = torch.tensor(peaks.count(min(peaks)) > 1)
