@@ -61,12 +61,17 @@ def test_study_with_killed_worker_continues_its_trial_and_equals_plain_training(
         if number == signal.SIGTERM:
             os.kill(int(children[0]), number)
         worker.communicate()
+        deadline = time.monotonic() + 30
+        while Path(f"/proc/{children[0]}").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert RunDirectory(trial).last_step() < 60, "the training process went on"  # SIGKILL: the kernel ends it
         return worker.returncode
 
     assert stop_after_checkpoint(signal.SIGTERM) == 143
     state = json.loads((trial / "checkpoints" / find_newest() / "training/state.json").read_text())
     assert state["step"] == RunDirectory(trial).last_step()
-    assert stop_after_checkpoint(signal.SIGKILL) == -9  # the kernel ends its training process too
+    assert stop_after_checkpoint(signal.SIGKILL) == -9
     output, errors = (last := ForkedCommand(command, tmp_path)).communicate()
     assert last.returncode == 0, errors
     document = json.loads(output)
