@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -69,12 +70,18 @@ def package(module: str) -> str | None:
 
 def says_torch_free(path: Path) -> bool:
     """True if the module's docstring ends with the claim that importing it loads no torch."""
-    return "free of torch" in " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").lower().split())
+    return "free of torch" in " ".join((ast.get_docstring(parse(path.read_text())) or "").lower().split())
+
+
+@cache
+def parse(source: str) -> ast.Module:
+    """Parse a file that several tests read."""
+    return ast.parse(source)
 
 
 def imports(source: str, known: dict[str, Path]) -> Iterator[tuple[int, str]]:
     """Line and dotted name of each import of a file, those inside functions and under TYPE_CHECKING included."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -57,7 +57,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("distillation")
     config = dataclasses.replace(small(layers=4), vocabulary=257, max_positions=64, hidden=48, intermediate=36)
     write_base(home / "teacher", config, torch.float32)
-    (home / "text.py").write_text(Path(cases.SOURCES[0]).read_text()[:24_000])
+    (home / "text.py").write_text(Path(cases.SOURCES[0]).read_text()[:10_000])
     return home
 
 

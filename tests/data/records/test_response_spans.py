@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 import pytest
 from hypothesis import example, given, settings
@@ -97,16 +98,21 @@ def test_spans_begin_after_the_header_and_end_with_the_token_that_ends_a_turn(na
     assert spans_of(template, kept) == expected[1:] == spans_of(template, turns, trained_from=len(turns) - 1)
 
 
+@cache
+def make_shared_template() -> ChatTemplate:
+    """The template of all examples, in one process, as of all conversations of a data set."""
+    source, special, *_ = STRUCTURES["another token ends the last answer"]
+    return ChatTemplate(source, {}, frozenset(special), "it")
+
+
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.text(st.characters(exclude_categories=["Co", "Cs"]), min_size=1), min_size=2, max_size=7))
 @example(["Q", 'He said "yes"', "Q", "A\\"])
 def test_spans_have_the_answers_whatever_their_text(texts: list[str]):
-    source, special, *_ = STRUCTURES["another token ends the last answer"]
-    template = ChatTemplate(source, {}, frozenset(special), "it")
     turns = [Message("assistant" if number % 2 else "user", text) for number, text in enumerate(texts)]
     answers = [text for number, text in enumerate(texts) if number % 2 and text.strip()]
     try:
-        found = spans_of(template, turns)
+        found = spans_of(make_shared_template(), turns)
     except TemplateError:
         assert any(text.strip() and all(map(is_unmasked, text)) for text in texts)  # cannot be found
         return

@@ -180,8 +180,16 @@ def _measure(step: Step) -> Measured:
             compile=step.compiled, teacher=step.teacher,
         )  # fmt: skip
 
-    # A thread of gloo lets go of a message that has arrived when it next runs: the lowest is what the step needs.
-    found = [watched() for _ in range(WATCHED if mesh.world_size > 1 else 1)]
+    # A thread of gloo lets go of a message that has arrived when it next runs: the lowest is what the step needs. When
+    # all ranks have seen theirs twice, it is the lowest.
+    found = [watched()]
+    while mesh.world_size > 1 and len(found) < WATCHED:
+        found.append(watched())
+        peaks = [each[0] for each in found]
+        again = torch.tensor(peaks.count(min(peaks)) > 1)
+        torch.distributed.all_reduce(again, torch.distributed.ReduceOp.BAND)
+        if again:
+            break
     peak, where, came = min(found, key=lambda each: each[0])
     tensors = [tensor for kind in optimizer.state_tensors().values() for tensor in kind]
     states = engine.memory() | {"optimizer": sum(tensor.nbytes for tensor in tensors)}
