@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from inspect import Parameter, signature
 
 from meshwright.errors import UserError
@@ -154,6 +154,14 @@ def unknown(kind: str, word: str, known: Iterable[str], listed: str = "") -> str
     like = [name for name in difflib.get_close_matches(word.lower(), known, n=5, cutoff=0.4) if name != close]
     others = f"; similar: {', '.join(like)}" if like else ""
     return f'unknown {kind} "{word}"{suggestion} ({len(known)} are known{others}{f"; {listed}" if listed else ""})'
+
+
+def refuse_unknown(table: Iterable[object], known: Sequence[str], where: str, kind: str = "field") -> None:
+    """Raise `UserError`, with the most similar name, if `table` has a key that is not in `known`. where: beginning of
+    the error text, such as the name of a file; kind: what the keys are."""
+    for key in table:
+        if key not in known:
+            raise UserError(f"{where}: {unknown(kind, str(key), known)}")
 
 
 def check_options(function: Callable[..., object], given: Iterable[str], options: type) -> None:

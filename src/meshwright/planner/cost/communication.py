@@ -161,10 +161,8 @@ class ProcessGroups:
         """Return the cost function of a collective over an axis for all candidates."""
         groups, which = self.groups(axis)
         costs = [self.collectives.cost(operation, group) for group in groups]
-        if not all(isinstance(each, Cost) for each in costs):
-            return CostByLayout(costs, which)
-        parts = (np.array([getattr(each, name) for each in costs]) for name in ("start", "byte", "root"))
-        return Cost(*(part[which] for part in parts))
+        published = [each for each in costs if isinstance(each, Cost)]
+        return Cost.stack(published, which) if len(published) == len(costs) else CostByLayout(costs, which)
 
     def distinct_places(self, axis: str, chosen: int, groups: tuple[int, int] = (1, 1)) -> Floats:
         """Return the expected number of distinct nodes (or, if the group is within a node, ranks) to which a token is
