@@ -3,6 +3,7 @@ process groups of layouts on a cluster, and the seconds of collectives in them."
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -66,13 +67,14 @@ def group_of(layout: Layout, axis: str, cluster: Cluster) -> Group:
         stride *= layout.group_size(axis.replace("replica", "shard"))
     node = cluster.devices_per_node
     # Groups begin at multiples of their span: those that cross a node boundary are the slowest.
-    return Group(ranks, max(part for part in _divisors(ranks) if part == 1 or node % (stride * part) == 0))
+    return Group(ranks, max(part for part in divisors(ranks) if part == 1 or node % (stride * part) == 0))
 
 
 @cache
-def _divisors(number: int) -> tuple[int, ...]:
+def divisors(number: int) -> tuple[int, ...]:
     """Return all divisors of a number in ascending order; cached."""
-    return tuple(part for part in range(1, number + 1) if number % part == 0)
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return tuple(sorted({*small, *(number // each for each in small)}))
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,8 +139,8 @@ def attention_rates(kernel: AttentionKernel, architecture: str) -> tuple[float, 
 
 def straggler_terms(cluster: Cluster) -> tuple[float, float]:
     """Return (factor, seconds) by which a step takes longer than its operations, as all devices wait for the slowest:
-    step = factor x operations + seconds. (1, 0) on CPUs and on machines measured by `meshwright probe`."""
-    if cluster.kind == "cpu" or cluster.measured is not None:
+    step = factor x operations + seconds. (1, 0) on machines measured by `meshwright probe`."""
+    if cluster.measured is not None:
         return 1.0, 0.0
     found, doublings = constants()["step"], math.log2(max(1, cluster.nodes))
     return 1 + found["straggler_share"] * doublings, found["seconds"] + found["straggler_seconds"] * doublings
