@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from inspect import Parameter, signature
 from pathlib import Path
 
@@ -162,6 +162,14 @@ def list_other_steps(path: Path) -> str:
     "; checkpoints there: step-000200, step-000300", if `path` is named like one; else the empty string."""
     others = sorted(one.name for one in path.parent.glob("step-*")) if path.name.startswith("step-") else []
     return f"; checkpoints there: {', '.join(others)}" if others else ""
+
+
+def refuse_unknown(table: Iterable[object], known: Sequence[str], where: str, kind: str = "field") -> None:
+    """Raise `UserError`, with the most similar name, if `table` has a key that is not in `known`. where: beginning of
+    the error text, such as the name of a file; kind: what the keys are."""
+    for key in table:
+        if key not in known:
+            raise UserError(f"{where}: {unknown(kind, str(key), known)}")
 
 
 def check_options(function: Callable[..., object], given: Iterable[str], options: type) -> None:

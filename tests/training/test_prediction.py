@@ -196,9 +196,8 @@ def test_time_of_step_is_median_without_first_two():
 
 
 def test_predicted_wait_is_step_minus_own_work():
-    time = StepTime(
-        1.0, 0.9, 1.2, {"compute": 0.5, "data": 0.25, "bubble": 0.15, "optimizer": 0.1}, True, Bounds(0.9, 1.2)
-    )
+    parts = {"compute": 0.5, "data": 0.25, "bubble": 0.15, "optimizer": 0.1}
+    time = StepTime(1.0, 0.9, 1.2, parts, Bounds(0.9, 1.2))
     said = Prediction(None, time, None, None, compiled=False).to_json_dict()
     assert said["seconds_by_kind"] == pytest.approx({"working": 0.6, "waiting": 0.4})
 

@@ -123,7 +123,6 @@ def command(
     from meshwright.planner.api import plan
     from meshwright.planner.models import is_recipe, model_of, recipe_of
     from meshwright.planner.show.answers import no_fit_error
-    from meshwright.planner.show.text import WIDE
 
     recipe = recipe_of(model, overrides) if is_recipe(model) else None
     if recipe is None:
@@ -141,7 +140,7 @@ def command(
             reserve=reserve, **({"adapter": adapter} if adapter else {}),
         )  # fmt: skip
         document = found.to_json_dict(ledger=every_tensor, operations=explained)
-        lines = _format_plan(found, model, shutil.get_terminal_size((WIDE, 24)).columns, every_tensor, explained)
+        lines = [] if as_json else _format_plan(found, model, every_tensor, explained)
         if html:
             from meshwright.planner.show.page import plan_page
 
@@ -153,10 +152,11 @@ def command(
         raise UserError(no_fit_error(found.search))
 
 
-def _format_plan(found: Plan, model: str, width: int, every_tensor: bool, explained: bool) -> list[str]:
-    """Format a plan as paragraphs of text. found: the plan. model: name as the user wrote it. width: columns of a line.
+def _format_plan(found: Plan, model: str, every_tensor: bool, explained: bool) -> list[str]:
+    """Format a plan as paragraphs of text, as wide as the terminal. found: the plan. model: name as the user wrote it.
     every_tensor: add the memory of all tensors. explained: add the time of each operation."""
     from meshwright.planner.show.text import (
+        WIDE,
         estimate_text,
         explain_text,
         headline,
@@ -167,7 +167,7 @@ def _format_plan(found: Plan, model: str, width: int, every_tensor: bool, explai
         usage_text,
     )
 
-    best = found.best if found.estimates else None
+    best, width = found.best if found.estimates else None, shutil.get_terminal_size((WIDE, 24)).columns
     lines = [headline(found.problem, model)]
     if found.search is not None:
         lines.append(search_text(found.search, width))

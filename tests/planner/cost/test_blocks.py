@@ -14,7 +14,7 @@ from meshwright.planner.cost.communication import count_parameters
 from meshwright.planner.cost.data_calls import Work
 from meshwright.planner.cost.layer_times import LayerTimes
 from meshwright.planner.cost.micro_batch import MicroBatch
-from meshwright.planner.cost.operations import list_operations, total_flops
+from meshwright.planner.cost.operations import list_operations
 from meshwright.planner.cost.operators import CollectiveCall, LinearShape, Operator, SavedTensor, linear_operator
 from meshwright.planner.cost.step_time import StepPredictor
 from meshwright.planner.cost.traffic import predicted_traffic
@@ -26,6 +26,7 @@ from meshwright.planner.show.explain import explain
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
 from meshwright.spec.stages import whole_model
+from tests.planner.cost.operation_sums import total_flops
 
 CONFIG = dataclasses.replace(preset("llama-3-8b"), layers=2, vocabulary=1024)
 LAYOUT = Layout.parse("tp2 bf16")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,7 +60,7 @@ def measured(**fields: object) -> Measured:
 def here(what: Measured | None = None, devices: int = 2) -> Cluster:
     base = find_device("a100-80")
     assert base is not None
-    device: Device = replace(base, bf16=None, fp16=None, fp8=None, tf32=None, fp32=0.05, memory_bandwidth=5e9)
+    device: Device = replace(base, peaks={"fp32": 0.05}, memory_bandwidth=5e9)
     return Cluster("here", device, devices, devices, Link(1e9, 1e-5), Link(1e9, 1e-5), what or measured())
 
 
@@ -117,6 +118,29 @@ def test_ring_attention_with_smaller_blocks_costs_more_per_score():
         one = Operation("attention.core.ring", "attention", "forward", 4.0 * 128 * 64 * 5000, 0.0, (piece, 128.0, 64))
         per_score.append(rates.seconds(one) / (SCORE_BYTES * attention_scores(5000, 128, piece)))
     assert per_score == pytest.approx([8e-9, 4e-9, 2e-9])
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "shape"),
+    [
+        ("product", "mlp.up", ([8.0, 40.0, 3000.0], 256.0, [64.0, 64.0, 700.0])),
+        ("attention", "attention.core", (128.0, [12.0, 64.5, 64.5], 48.0)),
+        ("attention", "attention.core.ring", ([32.0, 64.0, 128.0], [12.0, 64.5, 64.5], 48.0)),
+        ("elementwise", "mlp.activation", None),
+        ("loss", "loss", None),
+    ],
+)
+def test_many_layouts_take_as_long_as_each_alone(kind: Any, name: str, shape: tuple[Any, ...] | None):
+    """Shapes that were measured, lie between measured ones or beyond them; no product fits constant rates."""
+    more = {"shapes": (SHAPE, (256, 256, 256), (64, 64, 64), (512, 128, 64)), "seconds": (3e-3, 3e-4, 1e-4, 9e-4)}
+    rough = tuple(replace(each, **more) for each in measured().products)  # type: ignore[arg-type]
+    rates, moved, flops = Rates.of(here(measured(products=rough)), "fp32"), [1e3, 1e6, 1e9], [1e5, 1e8, 1e10]
+    sizes = None if shape is None else tuple(map(np.asarray, shape))
+    many = Operation(name, kind, "input", np.array(flops), np.array(moved), sizes, 3.0)
+    for at, seconds in enumerate(np.broadcast_to(rates.seconds(many), 3).tolist()):
+        own = None if shape is None else tuple(size[at] if isinstance(size, list) else size for size in shape)
+        alone = Operation(name, kind, "input", flops[at], moved[at], own, 3.0)
+        assert seconds == pytest.approx(rates.seconds(alone), rel=1e-12)
 
 
 def test_unmeasured_attention_uses_published_rates():

@@ -24,7 +24,7 @@ from meshwright.planner.cost.blocks import layer_operators
 from meshwright.planner.cost.engines import ENGINES, Engine, engine
 from meshwright.planner.cost.flops import forward_flops_per_token, training_flops_per_token
 from meshwright.planner.cost.micro_batch import MicroBatch
-from meshwright.planner.cost.operations import list_operations, total_flops
+from meshwright.planner.cost.operations import list_operations
 from meshwright.planner.cost.operators import FLASH_BACKWARD, Operation
 from meshwright.planner.cost.step_time import step_time
 from meshwright.planner.hardware.cluster import cluster
@@ -33,6 +33,7 @@ from meshwright.spec.config import ModelConfig
 from meshwright.spec.presets import PRESETS, preset
 from meshwright.spec.stages import Stage, cut_into_stages, whole_model
 from tests.planner.cost.flop_counting import ROWS, SEQUENCE, count, count_on_rank, small
+from tests.planner.cost.operation_sums import total_flops
 
 OURS = ENGINES["meshwright"]
 TINY = [name for name in PRESETS if name.endswith("-tiny") and not preset(name).encoder]

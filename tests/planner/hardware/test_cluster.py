@@ -86,7 +86,7 @@ def test_device_table_defines_device(tmp_path: Path):
     with pytest.raises(UserError, match="across_gb_per_second is missing"):
         cluster({**fields, "inside_gb_per_second": 100})
     found = cluster({"device": {"like": "h200", "memory_bytes": 150e9}, "devices": 8})
-    assert (found.device.memory_bytes, found.device.bf16, found.device.name) == (150e9, 989, "h200")
+    assert (found.device.memory_bytes, found.device.peaks["bf16"], found.device.name) == (150e9, 989, "h200")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from meshwright.planner.cost.communication import count_parameters
 from meshwright.planner.cost.engines import ENGINES
 from meshwright.planner.cost.flops import forward_flops_per_token, training_flops_per_token
 from meshwright.planner.cost.micro_batch import MicroBatch
-from meshwright.planner.cost.operations import list_operations, total_flops
+from meshwright.planner.cost.operations import list_operations
 from meshwright.planner.cost.operators import FLASH_BACKWARD
 from meshwright.planner.memory.rank_memory import fullest_rank
 from meshwright.planner.search.estimate import problem_of
@@ -26,6 +26,7 @@ from meshwright.spec.presets import preset
 from meshwright.spec.stages import whole_model
 from meshwright.spec.work import count_predictions
 from tests.conftest import exhaustive
+from tests.planner.cost.operation_sums import total_flops
 from tests.planner.memory.encoder_cases import EncoderCase, EncoderStep, count, measure, small, watch
 from tests.planner.memory.ledger_cases import check_states
 from tests.planner.memory.saved_cases import difference

@@ -199,25 +199,17 @@ def parse_bounds_table(table: Mapping[str, Any]) -> BoundsTable:
     return BoundsTable(tuple(kinds), frozenset(table["engines"]), table["widen"], own)
 
 
-def find_bounds(cluster: Cluster, step: StepProperties) -> Bounds:
-    """Return the bounds of a predicted step: from published runs of its kind; on CPUs and on machines measured by
-    `meshwright probe`, two constants."""
-    if cluster.kind == "cpu" or cluster.measured is not None:
-        band = constants()["band"]
-        return Bounds(band["low"], band["high"])
-    return read_bounds_table().bounds(step)
-
-
 def bound_seconds(cluster: Cluster, step: StepProperties) -> tuple[float, float, float, Bounds]:
     """Return (expected, low, high, bounds): seconds of a step on a cluster after calibration, and the bounds from which
     low and high are computed.
 
-    If other programs used the processors while the machine was measured, the upper bound assumes that they slow the run
-    as much.
+    The bounds are from published runs of the step's kind; on machines measured by `meshwright probe`, they are two
+    constants. If other programs used the processors while the machine was measured, the upper bound assumes that they
+    slow the run as much.
     """
-    found, calibrated = find_bounds(cluster, step), cluster.calibration
-    busy = 0.0 if cluster.measured is None else cluster.measured.disturbed or 0.0
-    high = found.high / (1 - busy)
+    calibrated, measured, band = cluster.calibration, cluster.measured, constants()["band"]
+    found = read_bounds_table().bounds(step) if measured is None else Bounds(band["low"], band["high"])
+    high = found.high / (1 - (measured.disturbed or 0.0 if measured is not None else 0.0))
     if calibrated is None:
         return step.seconds, step.seconds * found.low, step.seconds * high, found
     return *calibrated.bounds(step.seconds, found.low, high), found

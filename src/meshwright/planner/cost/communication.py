@@ -3,6 +3,7 @@ process groups of layouts on a cluster, and the seconds of collectives in them."
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -66,13 +67,14 @@ def group_of(layout: Layout, axis: str, cluster: Cluster) -> Group:
         stride *= layout.group_size(axis.replace("replica", "shard"))
     node = cluster.devices_per_node
     # Groups begin at multiples of their span: those that cross a node boundary are the slowest.
-    return Group(ranks, max(part for part in _divisors(ranks) if part == 1 or node % (stride * part) == 0))
+    return Group(ranks, max(part for part in divisors(ranks) if part == 1 or node % (stride * part) == 0))
 
 
 @cache
-def _divisors(number: int) -> tuple[int, ...]:
+def divisors(number: int) -> tuple[int, ...]:
     """Return all divisors of a number in ascending order; cached."""
-    return tuple(part for part in range(1, number + 1) if number % part == 0)
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return tuple(sorted({*small, *(number // each for each in small)}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +163,8 @@ class ProcessGroups:
         """Return the cost function of a collective over an axis for all candidates."""
         groups, which = self.groups(axis)
         costs = [self.collectives.cost(operation, group) for group in groups]
-        if not all(isinstance(each, Cost) for each in costs):
-            return CostByLayout(costs, which)
-        parts = (np.array([getattr(each, name) for each in costs]) for name in ("start", "byte", "root"))
-        return Cost(*(part[which] for part in parts))
+        published = [each for each in costs if isinstance(each, Cost)]
+        return Cost.stack(published, which) if len(published) == len(costs) else CostByLayout(costs, which)
 
     def distinct_places(self, axis: str, chosen: int, groups: tuple[int, int] = (1, 1)) -> Floats:
         """Return the expected number of distinct nodes (or, if the group is within a node, ranks) to which a token is

@@ -3,6 +3,7 @@ properties that decide the cost of a step in addition to the model, the layout a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -125,16 +126,14 @@ class Engine:
 _COMPILED_LOSS = 12.0  # bf16 logits read for the maxima, for the sums, and read and written for the gradient; a copy
 
 
-def _engines() -> dict[str, Engine]:
-    """Return {name: engine} for the engines described in engines.toml."""
-    tables: dict[str, dict[str, Any]] = {
-        name: {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
-        for name, table in read_packaged_toml("planner/cost/engines.toml").items()
-    }
-    return {name: Engine(name, **table) for name, table in tables.items()}
+def _with_tuples(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of an `Engine` in a table of engines.toml, lists as tuples."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
 
 
-ENGINES = _engines()
+ENGINES = {
+    name: Engine(name, **_with_tuples(table)) for name, table in read_packaged_toml("planner/cost/engines.toml").items()
+}
 
 
 def engine(name: str | Engine, *, compile: bool = False) -> Engine:

@@ -4,7 +4,7 @@ and the head with its loss, whose sum gives the time of any stage."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -127,25 +127,25 @@ class LayerTimes:
         """Index into `meshes`: layouts with different sizes of tp, cp, ep, etp."""
         self.meshes = [layouts[sizes.index(each)] for each in numbers]
 
+    def _with(self, times: Callable[[Array], Array], **changes: Any) -> LayerTimes:
+        """Return a copy with times(layer), times(first) and times(last). changes: further attributes of the copy."""
+        found = object.__new__(LayerTimes)
+        arrays = {name: times(getattr(self, name)) for name in ("layer", "first", "last")}
+        found.__dict__.update(self.__dict__ | arrays | changes)
+        return found
+
     def select(self, index: int) -> LayerTimes:
         """Return the times of the candidate with index `index` alone."""
-        found = object.__new__(LayerTimes)
-        found.__dict__.update(self.__dict__, candidates=[self.candidates[index]])
         at = slice(index, index + 1)
-        found.layer, found.first, found.last, found.parameters = (
-            each[..., at] for each in (self.layer, self.first, self.last, self.parameters)
+        found = self._with(
+            lambda each: each[..., at], candidates=self.candidates[at], parameters=self.parameters[..., at]
         )
         found._index()
         return found
 
     def sum_parts(self) -> LayerTimes:
         """Return a copy in which the parts (compute and communication) are summed: their dimension has length 1."""
-        found = object.__new__(LayerTimes)
-        found.__dict__.update(self.__dict__)
-        found.layer, found.first, found.last = (
-            each.sum(axis=-2, keepdims=True) for each in (self.layer, self.first, self.last)
-        )
-        return found
+        return self._with(lambda each: each.sum(axis=-2, keepdims=True))
 
     @property
     def itemsize(self) -> int:

@@ -71,12 +71,6 @@ def list_kernels(operators: Iterable[Operator]) -> list[Operation]:
     return [one for operator in operators for one in operator.operations]
 
 
-def total_flops(operations: list[Operation], *phases: str) -> Number:
-    """Return the sum of the operations' FLOPs. phases: count only these, of "forward", "recompute", "input" and
-    "weight" (gradients); all if none is given."""
-    return sum(one.flops * one.count for one in operations if not phases or one.phase in phases)
-
-
 def _recomputed_operations(batch: MicroBatch, layer: list[Operation], mixed: bool) -> Iterator[Operation]:
     """Yield the kernels of a layer's forward that activation checkpointing repeats in the backward. layer: all kernels
     of the layer; mixed: True if its MLP is a mixture of experts."""

@@ -4,8 +4,8 @@ the data sheet's peaks, or, on a machine that `meshwright probe` measured, from 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -53,32 +53,24 @@ class Rates:
     """Speeds of a device in one precision, from which the seconds of operations are predicted.
 
     Attributes:
-        peak: Sustained peak FLOP/s.
         product: FLOP/s that large matrix products reach.
+        wide_product: The same for operations that fp8 training computes in 16 bits; in other precisions `product`.
         float32: FLOP/s that large matrix products in float32 reach.
-        wide_peak, wide_product: `peak` and `product` for operations that fp8 training computes in 16 bits, such as
-            attention; in other precisions equal to `peak` and `product`.
+        wide_peak: Sustained peak FLOP/s of 16 bits in fp8 training, else of the precision.
         memory: Achieved memory bandwidth in bytes a second.
-        product_launch, memory_launch: Launch overhead of a matrix product and of an elementwise kernel in seconds.
         architecture: Architecture of the device, such as "Hopper".
+        eight_bit: True if the rates are those of fp8 training.
         measured: Rates measured by `meshwright probe`, which take precedence; None if not measured.
     """
 
-    peak: float
     product: float
+    wide_product: float
     float32: float
     wide_peak: float
-    wide_product: float
     memory: float
-    product_launch: float
-    memory_launch: float
     architecture: str
+    eight_bit: bool = False
     measured: MeasuredRates | None = None
-
-    @property
-    def eight_bit(self) -> bool:
-        """True if the rates are those of fp8 training."""
-        return self.product != self.wide_product
 
     @classmethod
     def of(cls, cluster: Cluster, precision: str, fusion: Fusion = "eager") -> Rates:
@@ -87,28 +79,21 @@ class Rates:
 
         Raises `UserError` if the device lacks the precision, or its memory bandwidth is unknown.
         """
-        device, found = cluster.device, constants()
-        products, memory = found["products"], found["memory"]
+        device, sustained = cluster.device, constants()["products"]["sustained"]
         wide = "bf16" if precision == "fp8" else precision
-        sustained = products["sustained"]
         sustained = sustained.get(architecture_family(device.architecture), sustained["other"])
         peak, wide_peak = (sustained * cluster.peak(each) for each in (precision, wide))
         single = peak if precision == "tf32" else sustained * (device.peak("fp32") or cluster.peak(wide))
         if not device.memory_bandwidth:
             raise UserError(f"{device.name}: its memory bandwidth is unknown")
         own = MeasuredRates.of(cluster.measured, precision, fusion == "eager")
-        return cls(
-            peak,
-            peak * share_of_peak(device, precision),
-            single * share_of_peak(device, "fp32"),
-            wide_peak,
-            wide_peak * share_of_peak(device, wide),
-            memory["efficiency"] * device.memory_bandwidth if own is None else own.memory,
-            products["launch_seconds"],
-            memory["launch_seconds"],
-            device.architecture,
-            own,
+        memory = constants()["memory"]["efficiency"] * device.memory_bandwidth if own is None else own.memory
+        product, wide_product, float32 = (
+            each * share_of_peak(device, name)
+            for each, name in ((peak, precision), (wide_peak, wide), (single, "fp32"))
         )
+        eight_bit = precision == "fp8"
+        return cls(product, wide_product, float32, wide_peak, memory, device.architecture, eight_bit, own)
 
     def seconds(self, operation: Operation, kernel: AttentionKernel = "flash-2") -> Number:
         """Return the seconds of all `count` calls of an operation: a number, or an array if its sizes are arrays.
@@ -116,20 +101,24 @@ class Rates:
         known = None if self.measured is None else self.measured.seconds(operation)
         if known is not None:
             return known
-        moving = operation.bytes / self.memory
         if operation.kind == "product":
             rate = self.product if in_eight_bits(operation.name) else self.wide_product
-            return operation.count * (self.product_launch + np.hypot(operation.flops / rate, moving))
-        if operation.kind == "float32 product":
-            return operation.count * (self.product_launch + np.hypot(operation.flops / self.float32, moving))
-        if operation.kind == "attention":
+        elif operation.kind == "float32 product":
+            rate = self.float32
+        elif operation.kind == "attention":
             share = attention_rates(kernel, self.architecture)[operation.phase == "input"]
-            if operation.name.endswith(".ring"):
-                share /= constants()["step"]["ring"]
-            return operation.count * (
-                self.product_launch + np.hypot(operation.flops / (share * self.wide_peak), moving)
-            )
-        return operation.count * (self.memory_launch + moving)
+            ring = constants()["step"]["ring"] if operation.name.endswith(".ring") else 1.0
+            rate = share / ring * self.wide_peak
+        else:
+            rate = math.inf
+        taken = np.hypot(operation.flops / rate, operation.bytes / self.memory)
+        return operation.count * (launch_seconds(operation) + taken)
+
+
+def launch_seconds(operation: Operation) -> float:
+    """Return the seconds in which a kernel is launched."""
+    multiplies = operation.kind in ("product", "float32 product", "attention")
+    return float(constants()["products" if multiplies else "memory"]["launch_seconds"])
 
 
 def architecture_family(architecture: str) -> str:
@@ -150,8 +139,8 @@ def attention_rates(kernel: AttentionKernel, architecture: str) -> tuple[float, 
 
 def straggler_terms(cluster: Cluster) -> tuple[float, float]:
     """Return (factor, seconds) by which a step takes longer than its operations, as all devices wait for the slowest:
-    step = factor x operations + seconds. (1, 0) on CPUs and on machines measured by `meshwright probe`."""
-    if cluster.kind == "cpu" or cluster.measured is not None:
+    step = factor x operations + seconds. (1, 0) on machines measured by `meshwright probe`."""
+    if cluster.measured is not None:
         return 1.0, 0.0
     found, doublings = constants()["step"], math.log2(max(1, cluster.nodes))
     return 1 + found["straggler_share"] * doublings, found["seconds"] + found["straggler_seconds"] * doublings
@@ -177,37 +166,38 @@ class Group(NamedTuple):
         return max(1, -(-self.ranks // self.in_node))
 
 
+_TERMS = ("start", "byte", "root")
+
+
 @dataclass(frozen=True, slots=True)
 class Cost:
     """Seconds of a collective as a function of its bytes: start + byte x size + root x sqrt(size).
 
     start: latency in seconds; byte: seconds per byte (inverse bandwidth); root: coefficient of the square-root term,
-    which lowers the bandwidth of small messages.
+    which lowers the bandwidth of small messages; beside: cost of a part that runs at the same time (inside nodes and
+    across them), so that the slower one counts; None without.
     """
 
     start: Floats | float
     byte: Floats | float
     root: Floats | float
+    beside: Cost | None = None
 
     def seconds_at(self, size: Sizes) -> Sizes:
         """Return the seconds of the collective on a vector of `size` bytes (a number or an array); 0 for size 0."""
         seconds: Sizes = (self.start + self.byte * size + self.root * size**0.5) * (size > 0)
-        return seconds
+        return seconds if self.beside is None else np.maximum(seconds, self.beside.seconds_at(size))
+
+    @classmethod
+    def stack(cls, costs: Sequence[Cost], which: Any) -> Cost:
+        """Return the costs of many candidate layouts as one, whose fields are arrays [candidates]. costs: one for each
+        distinct process group; which: index into `costs` of each candidate, [candidates]."""
+        start, byte, root = (np.array([getattr(each, name) for each in costs])[which] for name in _TERMS)
+        beside = [each.beside or NOTHING for each in costs]
+        return cls(start, byte, root, None if all(each is NOTHING for each in beside) else cls.stack(beside, which))
 
 
 NOTHING = Cost(0.0, 0.0, 0.0)
-
-
-class SlowerOfTwo(NamedTuple):
-    """Cost function of a collective that ends with the slower of two parts: inside nodes and across them."""
-
-    inside: Cost
-    across: Cost
-
-    def seconds_at(self, size: Sizes) -> Sizes:
-        """Return the seconds of the collective on a vector of `size` bytes (a number or an array)."""
-        seconds: Sizes = np.maximum(self.inside.seconds_at(size), self.across.seconds_at(size))
-        return seconds
 
 
 class Collectives:
@@ -217,7 +207,7 @@ class Collectives:
         self.cluster = cluster
 
     @cached_method
-    def cost(self, operation: Collective, group: Group) -> Cost | SlowerOfTwo | MeasuredCost:
+    def cost(self, operation: Collective, group: Group) -> Cost | MeasuredCost:
         """Return the function that gives the seconds of a collective in a group from the bytes of the full vector (of
         an all-to-all: one rank's input; of a send: the message). operation: such as "all-reduce"."""
         measured, found = self.cluster.measured, None
@@ -235,7 +225,7 @@ class Collectives:
         return float(constants()["overlap"]["tax"]["inside" if group.nodes == 1 else "across"])
 
 
-def _published_cost(cluster: Cluster, operation: Collective, group: Group) -> Cost | SlowerOfTwo:
+def _published_cost(cluster: Cluster, operation: Collective, group: Group) -> Cost:
     """Return the cost function of a collective in a group, from published bandwidths.
 
     For an all-reduce of s bytes over n ranks a rank sends 2 s (n - 1) / n bytes, for other collectives s (n - 1) / n,
@@ -254,10 +244,8 @@ def _published_cost(cluster: Cluster, operation: Collective, group: Group) -> Co
     share = (ranks - 1) / ranks * (2 if operation == "all-reduce" else 1)
     if operation == "all-to-all" and group.nodes > 1:
         away, near = (ranks - group.in_node) / ranks, (group.in_node - 1) / ranks
-        return SlowerOfTwo(
-            _ramped_cost(start, near, _inside_bandwidth(cluster, operation, group.in_node), "inside"),
-            _ramped_cost(start, away, _across_bandwidth(cluster.across, 1), "across"),
-        )
+        inside = _ramped_cost(start, near, _inside_bandwidth(cluster, operation, group.in_node), "inside")
+        return replace(_ramped_cost(start, away, _across_bandwidth(cluster.across, 1), "across"), beside=inside)
     if group.nodes == 1:
         return _ramped_cost(start, share, _inside_bandwidth(cluster, operation, ranks), "inside")
     rings = 2 if operation == "all-reduce" else 1

@@ -41,7 +41,6 @@ class StepTime:
             ("tensor"), cp ("context"), ep ("expert"), data parallelism ("data") and between stages ("pipeline");
             "bubble"; "optimizer", which includes everything that happens once a step, such as gradient norms and
             waiting for the slowest device.
-        simulated: True if the pipeline schedule was simulated, False if computed in closed form.
         bounds: Source of `low` and `high`.
     """
 
@@ -49,7 +48,6 @@ class StepTime:
     low: float
     high: float
     breakdown: Mapping[str, float]
-    simulated: bool
     bounds: Bounds
 
 
@@ -158,7 +156,7 @@ class StepPredictor:
         seconds = factor * seconds + once
         breakdown = {part: cluster.time_factor * value for part, value in breakdown.items()}
         expected, low, high, bounds = bound_seconds(cluster, StepProperties.of(problem, layout, seconds))
-        return StepTime(expected, low, high, breakdown, simulate, bounds)
+        return StepTime(expected, low, high, breakdown, bounds)
 
     @cached_property
     def transfer(self) -> float:
@@ -207,6 +205,7 @@ def pipeline_durations(problem: Problem, layout: Layout, step_factors: Floats) -
 def default_precision(cluster: Cluster) -> str:
     """Return the precision that a layout without one gets on a cluster: "bf16" where devices have it, else "fp16" or
     "fp32"; on CPUs "bf16" only if it is at least 1.2 times as fast as fp32."""
+    bf16, fp16, fp32 = (cluster.device.peak(name) or 0.0 for name in ("bf16", "fp16", "fp32"))
     if cluster.kind == "cpu":
-        return "bf16" if (cluster.device.bf16 or 0.0) >= 1.2 * (cluster.device.fp32 or 0.0) else "fp32"
-    return "bf16" if cluster.device.bf16 else "fp16" if cluster.device.fp16 else "fp32"
+        return "bf16" if bf16 >= 1.2 * fp32 else "fp32"
+    return "bf16" if bf16 else "fp16" if fp16 else "fp32"

@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.limits import is_finite_number, shorten_repr
-from meshwright.names import unknown
+from meshwright.names import refuse_unknown
 
 FIELDS = ("time_factor", "time_low", "time_high", "runs", "unexplained_share", "unexplained_runs")
 _COUNTS = ("runs", "unexplained_runs")
@@ -70,9 +70,7 @@ def read(table: Any, where: str) -> Calibration:
     again = "; remove the table, or rewrite it with `meshwright plan --calibrate`"
     if not isinstance(table, Mapping):
         raise UserError(f"{where} should be a table, not {table!r}{again}")
-    for key in table:
-        if key not in FIELDS:
-            raise UserError(f"{where}: {unknown('field', str(key), FIELDS)}")
+    refuse_unknown(table, FIELDS, where)
     for key in FIELDS[:4]:
         if key not in table:
             raise UserError(f"{where}: {key} is missing{again}")

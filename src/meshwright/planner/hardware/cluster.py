@@ -21,7 +21,7 @@ from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.limits import get_limit, make_limit_error, shorten, shorten_repr
-from meshwright.names import LISTED, PRECISIONS, unknown
+from meshwright.names import LISTED, PRECISIONS, refuse_unknown, unknown
 from meshwright.planner.hardware.calibration import Calibration
 from meshwright.planner.hardware.calibration import read as read_calibration
 from meshwright.planner.hardware.devices import DEVICES, Device, find_device
@@ -206,9 +206,7 @@ def _unknown_device(name: str) -> str:
 def _from_mapping(table: Mapping[str, Any], where: str) -> Cluster:
     """Return the cluster described by a table with `FIELDS` as keys. Raises `UserError`, whose text begins with
     `where`, for an invalid table."""
-    for key in table:
-        if key not in FIELDS:
-            raise UserError(f"{where}: {unknown('field', str(key), FIELDS)}")
+    refuse_unknown(table, FIELDS, where)
     for key in ("device", "devices"):
         if key not in table:
             raise UserError(f"{where}: {key} is missing; device and devices are required, such as h100-sxm and 64")
@@ -300,9 +298,7 @@ def _described(table: Mapping[str, Any], where: str) -> Device:
     """Return the device described by the `device` table of a cluster file (keys `DEVICE_FIELDS`). Raises `UserError`,
     whose text begins with `where`, for an invalid table."""
     where = f"{where}: device"
-    for key in table:
-        if key not in DEVICE_FIELDS:
-            raise UserError(f"{where}: {unknown('field', str(key), DEVICE_FIELDS)}")
+    refuse_unknown(table, DEVICE_FIELDS, where)
     said: dict[str, Any] = {}
     for key, field, unit in (
         ("memory_bytes", "memory_bytes", 1.0),
@@ -314,20 +310,21 @@ def _described(table: Mapping[str, Any], where: str) -> Device:
     peaks = table.get("peaks", {})
     if not isinstance(peaks, Mapping):
         raise UserError(f"{where}: peaks should be a table such as {{ bf16 = 989 }}, 10^12 operations per second")
-    for precision, peak in peaks.items():
-        if precision not in PRECISIONS:
-            raise UserError(f"{where}: peaks: {unknown('precision', str(precision), PRECISIONS)}")
-        said[precision] = _in_unit(_number(peak, f"peaks.{precision}", where), f"peaks.{precision}", _TERA, where)
+    refuse_unknown(peaks, PRECISIONS, f"{where}: peaks", "precision")
+    said_peaks = {
+        name: _in_unit(_number(peak, f"peaks.{name}", where), f"peaks.{name}", _TERA, where)
+        for name, peak in peaks.items()
+    }
     if "like" in table:
         base = _catalogued(table["like"], where)
-        return replace(base, **said, sources={**base.sources, **dict.fromkeys(said, where)})
+        sources = {**base.sources, **dict.fromkeys((*said, *said_peaks), where)}
+        return replace(base, **said, peaks={**base.peaks, **said_peaks}, sources=sources)
     for key in ("name", "memory_bytes", "memory_gb_per_second", "peaks"):
         if key not in table:
             raise UserError(f"{where}: {key} is missing; give it, or like = a name from the catalogue")
     if not isinstance(table["name"], str):
         raise UserError(f"{where}: name should be text, not {shorten_repr(table['name'])}")
-    empty = dict.fromkeys(PRECISIONS)
-    return Device(name=table["name"], pattern=None, source=where, **{**empty, **said})
+    return Device(table["name"], None, where, said_peaks, **said)
 
 
 def _in_unit(value: float, key: str, unit: float, where: str) -> float:

@@ -16,9 +16,6 @@ _GIGA = 1e9
 
 _CATALOGUE = read_packaged_toml("planner/hardware/devices.toml")
 
-PEAKS = ("fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
-"""Precisions whose peaks the catalogue has."""
-
 
 @dataclass(frozen=True, slots=True)
 class Links:
@@ -61,12 +58,12 @@ class Device:
         name: Catalogue name, such as "h100-sxm".
         pattern: Regular expression for the names that drivers report (``torch.cuda.get_device_name``); None: found by
             name alone.
-        fp32, tf32, fp16, bf16, fp8, fp4: Dense peaks in 10¹² operations a second; fp16 and bf16 of matrix units that
-            accumulate in float32, fp32 of the vector units.
         source: Source of all figures but those in `sources`.
+        peaks: Dense peaks in 10¹² operations a second by precision: fp32 (of the vector units), tf32, fp16 and bf16 (of
+            matrix units that accumulate in float32), fp8, fp4.
         published: Product variant of the figures, such as "A100-SXM4-80GB".
         architecture: Such as "Hopper".
-        measured_bf16, measured_fp8: Fastest measured matrix product, in 10¹² operations a second.
+        measured: Fastest measured matrix product by precision, in 10¹² operations a second.
         all_reduce_ring, all_reduce_switch: Measured bus bandwidth of a large all-reduce in a node by a ring and by
             in-switch reduction, in bytes a second.
         memory_gb, memory_bytes: Memory by the data sheet in GB, and as drivers report it in bytes, where known (else
@@ -81,17 +78,11 @@ class Device:
 
     name: str
     pattern: str | None
-    fp32: float | None
-    tf32: float | None
-    fp16: float | None
-    bf16: float | None
-    fp8: float | None
     source: str
+    peaks: Mapping[str, float] = field(hash=False)
     published: str = ""
     architecture: str = ""
-    fp4: float | None = None
-    measured_bf16: float | None = None
-    measured_fp8: float | None = None
+    measured: Mapping[str, float] = field(default_factory=dict, hash=False)
     all_reduce_ring: float | None = None
     all_reduce_switch: float | None = None
     memory_gb: float = 0.0
@@ -109,14 +100,12 @@ class Device:
     def peak(self, precision: str) -> float | None:
         """Return the dense peak in operations a second; None where the device has none. precision: "fp32", "tf32",
         "bf16", "fp16", "fp8" or "fp4"."""
-        peak: float | None = getattr(self, precision) if precision in PEAKS else None
-        return None if peak is None else peak * _TERA
+        return _times(self.peaks.get(precision), _TERA)
 
     def measured_share(self, precision: str) -> float | None:
         """Return the throughput of the fastest measured matrix product as a fraction of the peak. precision: "bf16" or
         "fp8"; if it was not measured, the other's fraction is returned; None if neither was."""
-        pairs = {"bf16": (self.measured_bf16, self.bf16), "fp8": (self.measured_fp8, self.fp8)}
-        shares = {name: best / peak for name, (best, peak) in pairs.items() if best and peak}
+        shares = {name: best / self.peaks[name] for name, best in self.measured.items() if name in self.peaks}
         return shares.get(precision) or next(iter(shares.values()), None)
 
 
@@ -132,9 +121,9 @@ def _device(name: str, entry: Mapping[str, Any]) -> Device:
     delays = {"latency": links["kind"], "host_latency": "pcie", "across_latency": "network"}
     plain = {key: links[key] for key in ("kind", "name", "domain", "node")}
     return Device(
-        name, entry.get("pattern"), source=words[entry["source"]], published=entry["published"],
-        architecture=entry["architecture"], **{precision: peaks.get(precision) for precision in PEAKS},
-        **{f"measured_{precision}": measured.get(precision) for precision in ("bf16", "fp8")},
+        name, entry.get("pattern"), words[entry["source"]], peaks, published=entry["published"],
+        architecture=entry["architecture"],
+        measured={precision: measured[precision] for precision in ("bf16", "fp8") if precision in measured},
         **{f"all_reduce_{way}": _times(measured.get(way), _GIGA) for way in ("ring", "switch")},
         memory_gb=memory["gb"],
         memory_bytes=memory["driver_mib"] * 2.0**20 if "driver_mib" in memory else memory["gb"] * _GIGA,

@@ -103,33 +103,19 @@ class Estimate:
 
     def document(self) -> dict[str, Any]:
         """Return the JSON entry that `meshwright plan --json` prints for this layout."""
-        return (
-            {
-                "layout": str(self.layout),
-                "fits": self.fits,
-                "tight": self.tight,
-                "memory_gib": self.memory.gib(),
-                "step_seconds": self.time.seconds,
-                "step_seconds_low": self.time.low,
-                "step_seconds_high": self.time.high,
-                "tokens_per_second_per_device": self.tokens_per_second_per_device,
-                "model_tflops_per_device": self.model_flops_per_device / 1e12,
-                "mfu": self.mfu,
-                "flops_convention": FLOPS_CONVENTION,
-                "breakdown_seconds": dict(self.time.breakdown),
-                "communication_seconds": {"exposed": self.exposed_seconds, "total": self.communication_seconds},
-                "fullest_rank": {"pp": self.memory.pp_rank, "when": self.memory.peak_snapshot},
-            }
-            | self.time.bounds.document()
-            | self._calibration()
-            | ({"warnings": list(self.warnings)} if self.warnings else {})
-        )
-
-    def _calibration(self) -> dict[str, Any]:
-        """Return {"calibration": table} for JSON, with the ratios of measured to predicted figures of the cluster's
-        finished runs; {} without calibration."""
-        found = self.problem.cluster.calibration
-        return {} if found is None else {"calibration": found.table()}
+        found = {
+            "layout": str(self.layout), "fits": self.fits, "tight": self.tight, "memory_gib": self.memory.gib(),
+            "step_seconds": self.time.seconds, "step_seconds_low": self.time.low, "step_seconds_high": self.time.high,
+            "tokens_per_second_per_device": self.tokens_per_second_per_device,
+            "model_tflops_per_device": self.model_flops_per_device / 1e12, "mfu": self.mfu,
+            "flops_convention": FLOPS_CONVENTION, "breakdown_seconds": dict(self.time.breakdown),
+            "communication_seconds": {"exposed": self.exposed_seconds, "total": self.communication_seconds},
+            "fullest_rank": {"pp": self.memory.pp_rank, "when": self.memory.peak_snapshot},
+        }  # fmt: skip
+        found |= self.time.bounds.document()
+        if self.problem.cluster.calibration is not None:
+            found["calibration"] = self.problem.cluster.calibration.table()
+        return found | ({"warnings": list(self.warnings)} if self.warnings else {})
 
 
 class ProblemOptions(TypedDict, total=False):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshwright.layout import MIN_MICRO_BATCHES, Layout
-from meshwright.names import BIDIRECTIONAL_SCHEDULES, RECOMPUTE
+from meshwright.names import BIDIRECTIONAL_SCHEDULES
 from meshwright.planner.cost.bubbles import followed_at_once, in_flight, stages_by_rank
 from meshwright.planner.cost.cached import cached_method
 from meshwright.planner.cost.communication import Array, ProcessGroups
@@ -21,17 +21,6 @@ from meshwright.planner.memory.activation_bytes import ActivationBytes, state_by
 from meshwright.planner.problem import Problem, StageCandidate
 from meshwright.planner.search.space import PipelineCandidate, candidates, layout_of, pipeline_candidates
 from meshwright.program.durations import Floats
-
-CANDIDATE_PROPERTIES: dict[str, Callable[[StageCandidate], Any]] = {
-    "tp": lambda one: one.layout.tp, "cp": lambda one: one.layout.cp, "rows": lambda one: one.rows,
-    "recompute": lambda one: RECOMPUTE.index(one.layout.recompute),
-    "sequence": lambda one: one.layout.tensor_sequence_parallel * 2 + (one.layout.cp_method == "ring"),
-    "experts": lambda one: (one.layout.ep, one.layout.etp), "ep": lambda one: one.layout.ep,
-}  # fmt: skip
-PIPELINE_PROPERTIES: dict[str, Callable[[PipelineCandidate], Any]] = {
-    "pp": lambda pipe: pipe.ranks, "schedule": lambda pipe: (pipe.schedule, pipe.chunks),
-    "schedule name": lambda pipe: pipe.schedule,
-}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -58,13 +47,6 @@ class ScreenedLayouts:
     hybrid: Array
     seconds: Floats
     bytes: Floats
-
-    def column(self, name: str) -> Array:
-        """Return a property of every layout as an array. name: key of `CANDIDATE_PROPERTIES` or `PIPELINE_PROPERTIES`,
-        such as "tp"; values that are not numbers are replaced by integers, equal for equal values."""
-        if name in CANDIDATE_PROPERTIES:
-            return self.by_candidate(CANDIDATE_PROPERTIES[name])
-        return self.by_pipeline(PIPELINE_PROPERTIES[name])
 
     def by_candidate(self, get: Callable[[StageCandidate], Any]) -> Array:
         """Compute a property of the stage of every layout; return an array with one entry per layout. get: function

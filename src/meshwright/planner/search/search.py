@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -128,8 +129,7 @@ def _advice(shortlist: Shortlist, first: float) -> Iterator[TooLargeLayout]:
     fit = add_device_overhead(problem, every.bytes) <= room
     expected = shortlist.expected()
     remaining = np.where(fit, np.inf, expected)
-    zero = every.zero * 2 + (every.hybrid > 0)
-    columns = {name: zero if name == "zero" else every.column(name) for name in _CHANGES}
+    columns = {name: change.column(every) for name, change in _CHANGES.items()}
     found = 0
     for _ in range(MOST_LOOKED_AT):
         at = int(remaining.argmin())
@@ -153,7 +153,7 @@ def _advice(shortlist: Shortlist, first: float) -> Iterator[TooLargeLayout]:
             yield TooLargeLayout(layout, seconds, size, None, None, None)
         else:
             instead = every.layout(chosen)
-            changes = [_CHANGES[name](instead) for name in columns if columns[name][chosen] != columns[name][at]]
+            changes = [_CHANGES[name].text(instead) for name in columns if columns[name][chosen] != columns[name][at]]
             change = " and ".join(dict.fromkeys(changes))
             yield TooLargeLayout(layout, seconds, size, change, instead, shortlist.seconds(chosen, instead))
 
@@ -181,18 +181,39 @@ def _equal_mask(columns: Mapping[str, Array], index: int, *names: str) -> Array:
     return np.asarray(np.logical_and.reduce([columns[name] == columns[name][index] for name in names]))
 
 
-_CHANGES: dict[str, Callable[[Layout], str]] = {
-    "tp": lambda one: f"tp{one.tp}",
-    "cp": lambda one: f"cp{one.cp}",
-    "pp": lambda one: f"pp{one.pp}",
-    "rows": lambda one: f"mb{one.micro_batches}",
-    "recompute": lambda one: f"ac:{one.recompute}",
-    "zero": lambda one: f"zero{one.zero}" + (f" hs{one.hybrid}" if one.hybrid else ""),
-    "schedule": lambda one: f"pp{one.pp}{one._format_schedule()}",
-    "sequence": lambda one: "sequence-parallel norms" if one.tensor_sequence_parallel else "tp:nosp",
-    "experts": lambda one: f"ep{one.ep}:etp{one.etp}",
+class Change(NamedTuple):
+    """A property in which a suggested layout may differ from one that does not fit. column: returns an integer or
+    number for each screened layout, equal for equal values; text: notation of a layout's value."""
+
+    column: Callable[[ScreenedLayouts], Array]
+    text: Callable[[Layout], str]
+
+
+def _of_stage(get: Callable[[Layout], Any]) -> Callable[[ScreenedLayouts], Array]:
+    """Return the column of a property of a stage's layout."""
+    return lambda every: every.by_candidate(lambda one: get(one.layout))
+
+
+_CHANGES = {
+    "tp": Change(_of_stage(lambda one: one.tp), lambda one: f"tp{one.tp}"),
+    "cp": Change(_of_stage(lambda one: one.cp), lambda one: f"cp{one.cp}"),
+    "pp": Change(lambda every: every.by_pipeline(lambda pipe: pipe.ranks), lambda one: f"pp{one.pp}"),
+    "rows": Change(lambda every: every.by_candidate(lambda one: one.rows), lambda one: f"mb{one.micro_batches}"),
+    "recompute": Change(_of_stage(lambda one: one.recompute), lambda one: f"ac:{one.recompute}"),
+    "zero": Change(
+        lambda every: every.zero * 2 + (every.hybrid > 0),
+        lambda one: f"zero{one.zero}" + (f" hs{one.hybrid}" if one.hybrid else ""),
+    ),
+    "schedule": Change(
+        lambda every: every.by_pipeline(lambda pipe: (pipe.schedule, pipe.chunks)),
+        lambda one: f"pp{one.pp}{one._format_schedule()}",
+    ),
+    "sequence": Change(
+        _of_stage(lambda one: (one.tensor_sequence_parallel, one.cp_method == "ring")),
+        lambda one: "sequence-parallel norms" if one.tensor_sequence_parallel else "tp:nosp",
+    ),
+    "experts": Change(_of_stage(lambda one: (one.ep, one.etp)), lambda one: f"ep{one.ep}:etp{one.etp}"),
 }
-"""Properties in which a suggested layout may differ, and the notation of its value."""
 
 
 def fastest_of_kinds(shortlist: Shortlist, top: int) -> list[Estimate]:

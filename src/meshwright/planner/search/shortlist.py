@@ -50,7 +50,8 @@ class Shortlist:
         self.makespans = MakespanCache()
         self.kinds = self._kinds()
         # Their closed-form memory has similar errors.
-        self._memory = screened.column("schedule name") * len(RECOMPUTE) + screened.column("recompute")
+        recompute = screened.by_candidate(lambda one: RECOMPUTE.index(one.layout.recompute))
+        self._memory = screened.by_pipeline(lambda pipe: pipe.schedule) * len(RECOMPUTE) + recompute
         self.factors: dict[int, float] = {}
         self.stopped = False
         self._wanted, self.budget, self.asked = wanted, MOST_PRICED, 0
@@ -124,7 +125,7 @@ class Shortlist:
         """Return one integer per candidate, equal for candidates whose closed-form times have similar errors. These
         have the same pipeline, and equal numbers of micro-batches per pipeline rank after rounding to a power of two.
         """
-        every, ranks = self.every, self.every.column("pp")
+        every, ranks = self.every, self.every.by_pipeline(lambda pipe: pipe.ranks)
         inner = every.by_candidate(lambda one: one.layout.tp * one.layout.cp / one.rows)
         micro = self.problem.batch / self.problem.cluster.devices * inner * ranks
         rounds = np.clip(np.log2(micro / ranks) + 16, 0, 63).astype(np.int64)

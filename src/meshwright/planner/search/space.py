@@ -9,6 +9,7 @@ from typing import NamedTuple
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.names import RECOMPUTE, SCHEDULE_CHUNKS
+from meshwright.planner.cost.communication import divisors
 from meshwright.planner.cost.engines import Engine
 from meshwright.planner.problem import Problem, StageCandidate
 from meshwright.spec.config import ModelConfig
@@ -33,26 +34,12 @@ class PipelineCandidate(NamedTuple):
     chunks: int
 
 
-def divisors(number: int) -> list[int]:
-    """Return all divisors of a number, ascending."""
-    small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
-    return sorted({*small, *(number // each for each in small)})
-
-
 def candidates(problem: Problem) -> list[StageCandidate]:
-    """Return all candidate layouts of a pipeline stage that the model and the engine admit for any number of stages.
-    Each candidate includes its number of sequences per micro-batch."""
-    found = []
-    for stage in _stages(problem):
-        for recompute in RECOMPUTE:
-            layout = stage.with_(recompute=recompute)
-            found += [StageCandidate(layout, rows) for rows in _rows(problem)]
-    return found
-
-
-def _rows(problem: Problem) -> list[int]:
-    """Return the numbers of sequences per micro-batch that the search tries."""
-    return [rows for rows in divisors(problem.batch) if rows <= MOST_ROWS]
+    """Return all candidate layouts of a pipeline stage, each with the sequences of a micro-batch, that the model and
+    the engine admit for any number of stages."""
+    every_rows = [rows for rows in divisors(problem.batch) if rows <= MOST_ROWS]
+    layouts = (stage.with_(recompute=recompute) for stage in _stages(problem) for recompute in RECOMPUTE)
+    return [StageCandidate(layout, rows) for layout in layouts for rows in every_rows]
 
 
 def _stages(problem: Problem) -> Iterator[Layout]:

@@ -12,6 +12,8 @@ from meshwright.planner.search.estimate import Estimate, model_document
 from meshwright.planner.search.search import SearchResult
 from meshwright.planner.search.shortlist import MOST_PRICED
 
+_ITEM_KEYS = ("name", "category", "shape", "dtype", "bytes", "stage", "first", "last")
+
 MOST_TOP = 100
 """Maximum number of layouts that a search returns."""
 
@@ -56,13 +58,7 @@ def ledger_documents(estimate: Estimate) -> list[dict[str, Any]]:
         {
             "pp": rank.pp_rank, "when": rank.peak_snapshot, "peak_bytes": rank.peak_bytes,
             "framework_bytes": rank.framework_bytes, "unexplained_bytes": rank.slack_bytes,
-            "items": [
-                {
-                    "name": item.name, "category": item.category, "shape": list(item.shape), "dtype": item.dtype,
-                    "bytes": item.bytes, "stage": item.stage, "first": item.first, "last": item.last,
-                }
-                for item in rank.items
-            ],
+            "items": [{key: getattr(item, key) for key in _ITEM_KEYS} for item in rank.items],
         }
         for rank in ranks
     ]  # fmt: skip

@@ -11,7 +11,7 @@ from meshwright.planner.cost.layer_times import MICRO_BATCH_PARTS
 from meshwright.planner.cost.micro_batch import DTYPES, MicroBatch
 from meshwright.planner.cost.operations import list_operations
 from meshwright.planner.cost.operators import Operation
-from meshwright.planner.cost.rates import Rates, attention_kernel
+from meshwright.planner.cost.rates import Rates, attention_kernel, launch_seconds
 from meshwright.planner.cost.reference_step import measured_step_factors
 from meshwright.planner.memory.rank_memory import distinct_ranks, stages_at
 from meshwright.planner.problem import Problem
@@ -90,9 +90,8 @@ def _time_calls(calls: list[Operation], seconds: float, share: float, rates: Rat
     first = calls[0]
     count = sum(one.count for one in calls)
     flops, moved = (sum(getattr(one, of) * one.count for one in calls) for of in ("flops", "bytes"))
-    product = first.kind in ("product", "float32 product", "attention")
-    start = rates.product_launch if product else rates.memory_launch
-    parts = {"compute": flops / rates.product, "memory": moved / rates.memory, "start": count * start}
+    start = count * launch_seconds(first)
+    parts = {"compute": flops / rates.product, "memory": moved / rates.memory, "start": start}
     bound = max(parts, key=lambda part: parts[part])
     return OperationTime(first.name, first.phase, count, first.shape or (), flops, moved, seconds, share, bound)
 
