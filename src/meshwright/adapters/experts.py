@@ -227,8 +227,9 @@ class AdaptedExperts(Experts):
         return y_TH
 
     def _make_copy_keys(self, chosen_TK: torch.Tensor) -> torch.Tensor | None:
-        """Return the random-number keys of this rank's N token copies, int32 [N], sorted by expert; None if nothing is
-        dropped. chosen_TK: indices of the K experts of each of T tokens."""
+        """Return the random-number keys, from which dropout masks are computed, of the N (token, expert) pairs that
+        this rank's router has chosen: int32 [N], sorted by expert; None without dropout. chosen_TK: indices of the K
+        experts of each of T tokens."""
         if self.tokens is None or self.tokens.keys_BC is None or not torch.is_grad_enabled():
             return None
         keys_BC, (tokens, chosen) = self.tokens.keys_BC, chosen_TK.shape

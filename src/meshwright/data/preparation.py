@@ -353,10 +353,9 @@ class _Preparation:
         return totals
 
     def _find_split_ends(self, corpus: CleanedCorpus, split: str) -> list[int]:
-        """Return for each data source the end of its documents in `split` ("train" or "validation"), exclusive: 1 + the
-        number of the last one, [sources]. A source without documents in the split gets the value of the source before
-        it. corpus: assigns documents to splits.
-        """
+        """Return for each data source 1 + the number of its last document in `split` ("train" or "validation"),
+        [sources]. Documents are numbered consecutively over all sources, so that a source without documents in the
+        split gets the value of the source before it. corpus: assigns documents to splits."""
         code, ends, begin, last = SPLITS.index(split), list[int](), 0, 0
         for count in self._sum_by_source(corpus.documents_by_file):
             last = find_last(corpus.codes, code, begin, begin + count) + 1 or last

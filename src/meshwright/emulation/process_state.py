@@ -79,7 +79,8 @@ class ProcessState:
 
     @classmethod
     def from_process(cls) -> ProcessState:
-        """Create a state with the contents of the calling process, outside all emulated ranks."""
+        """Capture the process-wide state of this process as it is now: process groups, environment variables,
+        `__main__` and `sys.argv`. Call it while no emulated rank runs."""
         return cls(c10d._world, _environment().__dict__["_data"], sys.modules["__main__"], sys.argv)
 
     @classmethod

@@ -78,9 +78,9 @@ def is_started_by_others(environment: Mapping[str, str] | None = None) -> bool:
 def read_rendezvous_info(rendezvous: str | None = None, environment: Mapping[str, str] | None = None) -> RendezvousInfo:
     """Read this process's rank and rendezvous from the environment variables of torchrun, Kubernetes or SLURM.
 
-    rendezvous: URL of the recipe (tcp://HOST:PORT or file:///PATH), in place of the environment's. environment:
-    variables, by default this process's. `UserError` names the variable that is missing or wrong.
-    """
+    rendezvous: rendezvous URL from the recipe (tcp://HOST:PORT or file:///PATH), used in place of the environment's;
+    None: the environment's. environment: variables; None: this process's. `UserError` names the variable that is
+    missing or wrong."""
     environment = os.environ if environment is None else environment
     if "RANK" in environment and "WORLD_SIZE" in environment:
         rank, ranks = _read_int(environment, "RANK"), _read_int(environment, "WORLD_SIZE")

@@ -115,9 +115,9 @@ def defer_weight_gradients(model: nn.Module, queue: WeightGradients | None, smal
 
 
 class Taps(NamedTuple):
-    """Two dummy inputs of a linear layer y = x Wᵀ in a compiled graph, by which backward returns tensors from the
-    graph. The gradient of `dy` [..., Y] is the output gradient dy; the gradient of `x` [..., X] is the layer's input x.
-    Both are zeros that use no memory (stride 0)."""
+    """Two dummy inputs, zeros of stride 0 without memory, that a linear layer y = x Wᵀ takes in a compiled graph.
+    Backward of the graph returns two tensors as their gradients: for the field `dy` [..., Y] the layer's output
+    gradient, for the field `x` [..., X] the layer's input."""
 
     dy: torch.Tensor
     x: torch.Tensor

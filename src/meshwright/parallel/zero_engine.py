@@ -162,8 +162,9 @@ class ZeroEngine:
         return self.gradients.start(self._list_unit_names(stage), split)
 
     def pause_pass(self, stage: Stage, deferred: Collection[nn.Parameter]) -> None:
-        """Pause a split backward pass through `stage` after its input gradients. `deferred`: parameters whose weight
-        gradients are computed later; `gradients.resume` then resumes the pass, and `gradients.accumulate` adds them."""
+        """Pause the bookkeeping of a split backward pass through `stage` once its input gradients are computed, and
+        reshard the stage's parameters. `deferred`: parameters whose weight gradients are computed later;
+        `gradients.resume` then continues the pass, and `gradients.accumulate` adds them."""
         self.gradients.pause(deferred)
         self.prefetchers[stage.index].reshard()
 

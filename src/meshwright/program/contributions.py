@@ -54,13 +54,13 @@ class SlotMoves:
 def build_transfer_moves(
     program: CollectiveProgram, sends: Integers, receives: Integers, order: PostingOrder, read_level: Integers
 ) -> SlotMoves:
-    """Split all transfers into moves of single slots (buffers for one chunk) and return these, sorted by read level
-    and, within a level, overwriting moves before reductions.
+    """Split each transfer into moves, one for each slot (buffer for one chunk), from which the program is evaluated
+    level by level. A level is a set of transfers all of whose dependencies are in earlier levels. The moves are sorted
+    by level and, within one, overwriting moves come before reductions.
 
-    program: the collective program. sends, receives: [transfers], step indices of the two ends. order: dependency level
-    of each group (steps that a rank posts together). read_level: [transfers], dependency level at which each transfer
-    runs. Each signal of a barrier is a move of its single slot.
-    """
+    program: the collective program. sends, receives: [transfers], step indices of the two ends. order: level of each
+    group (steps that a rank posts together). read_level: [transfers], level at which the sender's slots are read. Each
+    signal of a barrier is a move of its single slot."""
     s, slots = program.steps, program.slots
     barrier = program.operation == "barrier"
     data = np.flatnonzero((s.count[sends] > 0) | barrier)

@@ -156,12 +156,10 @@ def _sort_into_waves(program: PipelineProgram) -> _WaveOrder:
 
 def _list_remote_predecessors(program: PipelineProgram, wait: RemoteReads) -> tuple[list[Integers], list[Integers]]:
     """List, for each group (steps run together on a rank), the groups on other ranks that it waits for. program: the
-    schedule. wait: values read across ranks.
+    schedule. wait: reads of values that other ranks compute.
 
-    Returns (groups, reads), two lists of arrays [groups]. In the i-th array of the first list, entry g is the i-th
-    group that group g waits for. In the i-th array of the second list, entry g is the index in `wait` of the read that
-    causes this wait. Entries are -1 if g has no more waits.
-    """
+    Returns (groups, reads), both padded tables as lists of columns: groups[i][g] is the i-th group on another rank that
+    group g waits for, reads[i][g] the index in `wait` of the read that causes it; -1 if there is none."""
     s = program.steps
     groups = len(s.group_rank)
     readers, makers = s.group_index[wait.reader], s.group_index[wait.leaves]

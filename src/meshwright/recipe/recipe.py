@@ -153,8 +153,8 @@ class Recipe(Table):
 
     @property
     def base_directory(self) -> str | None:
-        """Directory of the weights that the run starts from: `model.from` with `model.load_weights` or an adapter;
-        None for random initial weights."""
+        """Directory of the weights that the run starts from: `model.from` if `model.load_weights` is true or the recipe
+        has an adapter; otherwise None (random initial weights)."""
         loads = self.model.load_weights or self.adapter.kind != "none"
         return self.model.from_path if loads else None
 

@@ -194,11 +194,12 @@ def schedule(
 
 
 def _split_parts(parts: Sequence[float], chunks: int, transfer: ArrayLike) -> ComponentDurations:
-    """Convert the times of layer components on all stages of a rank together to those of one stage, by equal division.
+    """Return the durations of one stage's layer components: the forward times of a rank divided by its number of
+    stages. The backward gets the same times as the forward.
 
-    parts: times of attention, dispatch, MLP, combine in a forward. chunks: stages per rank. transfer: time of a
-    message, one number for all stage boundaries (UserError for a list).
-    """
+    parts: forward times of attention, dispatch, MLP and combine, summed over the rank's stages. chunks: number of
+    stages of a rank. transfer: time of one message, stored unchanged; one number for all stage boundaries (UserError
+    for a list)."""
     if len(parts) != 4:
         raise UserError(f"parts: {len(parts)} durations; expected 4: attention, dispatch, MLP, combine")
     if not isinstance(transfer, (int, float)):

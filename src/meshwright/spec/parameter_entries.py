@@ -255,8 +255,9 @@ class ParameterEntry:
         return tuple(shape)
 
     def _local_block_size(self, block: int, parts: int) -> int:
-        """Return the size of a rank's shard of one of the entry's `blocks`, along the sharded dim. block: rows or
-        columns of the unsharded block. parts: number of ranks that shard it."""
+        """Return the number of rows or columns, along the sharded dim, that one rank holds of a block (one part of a
+        fused weight, such as Q, K or V). block: number of rows or columns of the whole block. parts: number of ranks
+        that shard it."""
         pieces = block // self.granularity
         if pieces % parts == 0:
             return pieces // parts * self.granularity

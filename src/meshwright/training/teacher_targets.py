@@ -62,8 +62,8 @@ class TeacherTargets:
     frees: bool = False
 
     def fill(self) -> None:
-        """Call `source` to compute or read the teacher's states, unless they are set already. Collective for a running
-        teacher."""
+        """Set the teacher's hidden states or cached tokens by calling `source`, which runs the teacher model or reads
+        its cache; do nothing if they are set. Collective if the teacher model is run."""
         if self.source is not None and self.states_TH is None and self.top_ids_TK is None:
             self.source(self)
 
@@ -185,8 +185,9 @@ class _DistillationChunk(Chunk):
 
 
 class LogitChunk(_DistillationChunk):
-    """Chunk of tokens whose divergence is over the whole vocabulary, for a running teacher: its logits are computed
-    from its final hidden states."""
+    """Chunk of tokens in the distillation loss whose teacher is a model run beside the student, not cached outputs. The
+    teacher's logits are computed for the chunk from its final hidden states; the divergence covers the whole
+    vocabulary."""
 
     def _prepare_teacher(self, tokens: slice) -> None:
         """Compute the teacher's logits of the chunk on this rank's vocabulary slice, with the teacher's softcap

@@ -96,8 +96,9 @@ class LateCompletion:
     def all_to_all(
         self, output: torch.Tensor, source: torch.Tensor, axis: Axis, output_sizes: Any, source_sizes: Any
     ) -> Posted:
-        """Start an all-to-all of `source` over the mesh axis `axis` on copies; `output` holds NaN until the call is
-        waited for. output_sizes, source_sizes: rows per rank, as in `comm/transport.py`."""
+        """Start an all-to-all over the mesh axis `axis` on private copies of `source` and `output`. Until the call is
+        waited for, `output` holds NaN. output_sizes, source_sizes: numbers of rows received from and sent to each rank;
+        None: equal."""
         copy, sent = torch.empty_like(output), source.clone()
         post = partial(self._originals["all_to_all"], copy, sent, axis, output_sizes, source_sizes)
         return self._post(post, [(output, copy)], [source])

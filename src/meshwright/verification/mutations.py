@@ -86,12 +86,11 @@ def explain_neutral_fault(fault: Fault, layout: Layout, paired: bool = False) ->
 
 
 class _FaultRuns:
-    """Runner that trains one model on one layout with planted faults (deliberate bugs), one at a time.
+    """Runner that trains one model on one layout with deliberate bugs, one at a time.
 
     maker: builds the training problems. reference: function (problem) -> single-device results. ranks: processes that
-    train. collectives: the recipe's choice of collective algorithms. Attribute `planted`: keys of the faults run so far
-    that altered a value.
-    """
+    run the layout's ranks. collectives: the recipe's choice of collective algorithms. Attribute `planted`: keys of the
+    bugs run so far that changed at least one value."""
 
     def __init__(
         self,

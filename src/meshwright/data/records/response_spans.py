@@ -150,11 +150,12 @@ class TurnFinder:
         return ends.end() if ends else len(text)
 
     def _measure_header(self, gap: str, header: str | None) -> int | None:
-        """Return the length in characters of an assistant turn's header; None if it cannot be determined.
+        """Return the length in characters of an assistant turn's header, which the template writes before the model's
+        text; None if it cannot be determined.
 
-        gap: the template's text between the previous message and the turn's text. It begins with the header; the model
-        generates the rest. header: header of this turn if the conversation ended with it; None: unknown.
-        """
+        gap: template text between the previous message and the turn's content; it starts with the header and may go on
+        with text that the model generates. header: generation prompt that the template appends after the previous
+        message; None: unknown."""
         if header is not None:
             if gap.startswith(header):
                 return len(header)

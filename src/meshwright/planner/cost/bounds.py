@@ -200,13 +200,12 @@ def parse_bounds_table(table: Mapping[str, Any]) -> BoundsTable:
 
 
 def bound_seconds(cluster: Cluster, step: StepProperties) -> tuple[float, float, float, Bounds]:
-    """Return (expected, low, high, bounds): seconds of a step on a cluster after calibration, and the bounds from which
-    low and high are computed.
+    """Return (expected, low, high, bounds): predicted seconds of a step, expected × bounds.low, expected × bounds.high,
+    and these factors. A calibration of the cluster changes all three times.
 
-    The bounds are from published runs of the step's kind; on machines measured by `meshwright probe`, they are two
-    constants. If other programs used the processors while the machine was measured, the upper bound assumes that they
-    slow the run as much.
-    """
+    The factors are the range of measured over predicted seconds in published runs of the step's kind. For a machine
+    measured by `meshwright probe` they are two constants; if other programs used its processors during the measurement,
+    the high one is raised by the slowdown that they caused."""
     calibrated, measured, band = cluster.calibration, cluster.measured, constants()["band"]
     found = read_bounds_table().bounds(step) if measured is None else Bounds(band["low"], band["high"])
     high = found.high / (1 - (measured.disturbed or 0.0 if measured is not None else 0.0))

@@ -184,7 +184,8 @@ class ProcessGroups:
 
     @cached_property
     def shards(self) -> tuple[Floats, Floats]:
-        """Number of ranks over which ZeRO shards (dense, expert-parallel) parameters."""
+        """Numbers of ranks over which ZeRO shards: first the dense parameters, then the parameters of experts under
+        expert parallelism; one entry for each layout."""
         return self.ranks("shard"), self.ranks("expert_shard")
 
     @cached_method

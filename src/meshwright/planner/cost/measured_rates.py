@@ -71,9 +71,10 @@ class MeasuredRates:
 
     @classmethod
     def of(cls, measured: Measured | None, precision: str, eager: bool) -> MeasuredRates | None:
-        """Return the predictor for a precision such as "bf16"; None if the machine's matrix products or memory-bound
-        kernels were not measured. eager: True if elementwise operations run as single kernels, False if torch.compile
-        fuses them."""
+        """Return the rates from which kernel times on this machine are predicted for a precision such as "bf16"; None
+        if its matrix products or memory-bound kernels were not measured. measured: measurements of the machine; None:
+        there are none. eager: True if elementwise operations run as single kernels, False if torch.compile fuses
+        them."""
         if measured is None or measured.product(precision) is None:
             return None
         found = cls(measured, precision, eager)

@@ -76,9 +76,9 @@ class TeacherMemory:
             yield activation("teacher.hidden", self.item * here * config.hidden * self.teacher.projected)
 
     def list_loss_temporaries(self, differentiated: bool) -> Iterator[Temporary]:
-        """Yield the tensors of a chunk of the loss that the cross-entropy alone does not need: the teacher's logits
-        and, unless the chunk is `differentiated` already, gradients of the divergence and temporaries of a slice of
-        tokens."""
+        """Yield the temporaries that distillation adds to those of the cross-entropy for one chunk of tokens: the
+        teacher's logits and, while the chunk's gradients are not yet computed, the divergence's gradients and the
+        temporaries of one slice of the chunk. differentiated: True if the gradients are computed already."""
         batch, width = self.batch, -(-self.batch.config.vocabulary // self.batch.layout.tp)
         longest = max(split_loss_chunks(batch.all_tokens, width, batch.device), default=0)
         whole = batch.device != "cpu" or self.compiled
