@@ -110,6 +110,7 @@ def test_run_stopped_by_signal_resumes_bit_for_bit(two, tmp_path, command_line):
 def test_signal_before_first_step_ends_run_immediately(tmp_path):
     running = begin(tmp_path)
     wait_until(lambda: (tmp_path / "run/ranks.json").exists(), running)
+    ranks = json.loads((tmp_path / "run/ranks.json").read_text()).values()
     os.kill(running.pid, signal.SIGTERM)
     asked = time.monotonic()
     line = end(running, 143)[-1]
@@ -118,7 +119,6 @@ def test_signal_before_first_step_ends_run_immediately(tmp_path):
         "meshwright: stopped by SIGTERM before a checkpoint was due; "
         "there is no checkpoint yet: the same command starts from the beginning"
     )
-    ranks = json.loads((tmp_path / "run/ranks.json").read_text()).values()
     assert not any(Path(f"/proc/{process}").exists() for process in ranks)
 
 

@@ -57,10 +57,10 @@ def train(place: Path, layout: str, restarts: int = 0, **fault: Any) -> tuple[li
 
 
 def test_stopped_rank_0_is_named_with_missing_call(tmp_path):
-    log, line = train(tmp_path, "dp3 zero1 fp32", rank=0, does="stop", site="data.targets", call=4)
+    log, line = train(tmp_path, "dp3 fp32", rank=0, does="stop", site="data.targets", call=4)
     assert re.fullmatch(
         r"rank 0 has not entered call \d+ of ranks 0-2 \(all_reduce data\.targets over data\), where ranks 1, 2 have "
-        r"been waiting for \d+\.\d s at parallel/\w+\.py:\d+ \(_sum_over_data\); its last completed call was "
+        r"been waiting for \d+\.\d s at parallel/\w+\.py:\d+ \(sum_over_data\); its last completed call was "
         r"call \d+ \(.*\), \d+\.\d "
         r"s ago, at training/trainer\.py:\d+ \(Trainer\._all_reduce_outcome\); its process is stopped \(state T\); "
         r"after step 3; the same command resumes from step-000002",
@@ -96,7 +96,7 @@ def test_skipped_call_is_attributed_by_history_on_two_ranks(tmp_path):
     _, line = train(tmp_path, "dp2 zero1 fp32", rank=1, does="skip", site="data.targets", call=4)
     assert re.match(
         r"rank 1 has skipped call \d+ of ranks 0,1 \(all_reduce data\.targets over data\), at parallel/\w+\.py:\d+ "
-        r"\(_sum_over_data\) and is in reduce_scatter data\.gradients over shard, at parallel/\w+\.py:\d+ ",
+        r"\(sum_over_data\) and is in reduce_scatter data\.gradients over shard, at parallel/\w+\.py:\d+ ",
         line,
     ), line
     assert "rank 0 has been waiting for " in line

@@ -109,7 +109,7 @@ def one_step(parallel: ZeroEngine, model: Transformer, mesh: Mesh, config: Any, 
     batches = share_of(
         make_batch(Problem(config, batch=4, sequence=SEQUENCE), 0), mesh.data.rank, mesh.data.size, micro_batches
     )
-    targets = count_targets([torch.from_numpy(batch.targets) for batch in batches], mesh)
+    targets = count_targets([torch.from_numpy(batch.targets) for batch in batches], mesh)()
     parallel.begin_step(len(batches))
     for batch in batches:
         parallel.backward(model(*tensors_of(batch, mesh), parallel.prefetchers[0]) / targets)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.quantization.double_quantization import DoubleQuantized, _scale_tables
+from meshwright.quantization.double_quantization import DoubleQuantized, _build_scale_tables
 from meshwright.quantization.formats import round_trip
 
 ROWS, INPUTS = 150, 256  # 600 blocks: two groups of 256 and an incomplete one
@@ -132,7 +132,7 @@ def test_matrices_in_a_buffer_have_separate_scales():
 def test_scales_are_divided_in_an_incomplete_group_alone():
     """In complete groups they are multiplied by the reciprocal, as in bitsandbytes. Reference: both in numpy's float32,
     for values whose quotient and product lie on different sides of a bound between two codes."""
-    bounds = _scale_tables(torch.device("cpu"))[1].numpy()
+    bounds = _build_scale_tables(torch.device("cpu"))[1].numpy()
     largest = np.float32(0.7)
     near = (bounds[bounds > 0.01] * largest).astype(np.float32)
     near = np.concatenate([(near.view(np.int32) + step).view(np.float32) for step in range(-2, 3)])

@@ -11,12 +11,13 @@ from meshwright.layout import Layout
 from meshwright.planner.cost.communication import ProcessGroups
 from meshwright.planner.cost.engines import ENGINES
 from meshwright.planner.cost.micro_batch import MicroBatch
-from meshwright.planner.cost.operations import layer_operations, prediction_operations, total_flops
+from meshwright.planner.cost.operations import layer_operations, prediction_operations
 from meshwright.planner.cost.rates import Collectives
 from meshwright.planner.hardware.cluster import cluster
 from meshwright.planner.memory.rank_memory import memory_of
 from meshwright.planner.problem import Problem
 from meshwright.spec.work import prediction_flops
+from tests.planner.cost.operation_sums import total_flops
 
 ENGINE = ENGINES["hai-llm"]
 
