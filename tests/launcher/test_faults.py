@@ -20,6 +20,7 @@ import pytest
 
 from meshwright.checkpoint import find_newest, verify_checkpoint
 from meshwright.comm.local import LocalRanks
+from meshwright.monitoring.run_directory import RunDirectory
 from tests.forked_commands import ForkedCommand
 from tests.training import training_cases as cases
 
@@ -76,6 +77,9 @@ def test_run_stopped_by_signal_resumes_bit_for_bit(two, tmp_path, command_line):
         path.mkdir()
     assert two.run(cases.train, recipe(whole))[0]["result"]["step"] == STEPS
 
+    (place / "recipe.toml").write_text(recipe(place))
+    with RunDirectory(place / "run"):  # the command's imports would take as long as the run
+        assert command_line("train", place / "recipe.toml").code == 2
     running = begin(place)
     wait_until(lambda: last_step(place) >= 3, running)
     second = command_line("train", place / "recipe.toml")  # while the first one runs
