@@ -1,5 +1,5 @@
 // The operations of a forward step (operations.py says what each computes), and the thread pool that executes a list of
-// them: each thread takes items of an operation, then all meet at a barrier.
+// them: its threads take items of one operation after another.
 #include <atomic>
 #include <thread>
 
@@ -128,8 +128,8 @@ static void route(const Op& op, long t) {
     float* best = rating + r.count;  // of each group: the best rating, of sigmoids the sum of the two best
     for (long g = 0; g < r.groups && r.kept < r.groups; ++g) {
         const float* group = rating + g * size;
-        std::partial_sort_copy(group, group + size, best + g, best + g + 1 + op.mode, std::greater<float>());
-        if (op.mode) best[g] += best[g + 1];
+        std::partial_sort_copy(group, group + size, best + g, best + g + 1 + (op.mode == SIGMOID), std::greater<float>());
+        if (op.mode == SIGMOID) best[g] += best[g + 1];
     }
     for (long kept = r.groups, worst = 0; kept > r.kept; --kept, worst = 0) {
         for (long g = 1; g < r.groups; ++g) worst = best[g] <= best[worst] ? g : worst;
@@ -227,7 +227,7 @@ static long count_items(const Op& op, Run& run) {
             return run.ends.back();
         case ATTENTION:
             run.floats = run.tile_tokens * op.heads / op.cache.kv_heads * partial_floats(op.cache.head_dim);
-            run.parts = std::min(run.spans, (4 * run.threads - 1) / units + 1);  // more where units are few
+            run.parts = std::min(run.spans, (4 * run.threads - 1) / std::max(units, 1L) + 1);  // more where units are few
             if (run.threads == 1 || units * run.spans * run.floats > MOST_PARTIALS) run.parts = 1;
             if (run.parts > 1) run.partials.resize(units * run.spans * run.floats);
             run.done.assign(units, 0);
@@ -257,8 +257,10 @@ static void execute(const Op& op, Run& run, long item) {
     }
 }
 
-// Threads take items of the current operation one by one; whoever finishes the last item begins the next operation, so
-// that a thread without a core (another process has it) holds nobody up unless it is inside an item.
+// Threads take items of the current operation one by one and count those that they have finished when they find none
+// left; whoever counts the last item begins the next operation. Until then the operation stays the current one, so that
+// a thread always counts its items for the operation they belong to. A thread without a core delays the others only
+// between taking an item and counting it.
 struct Pool {
     explicit Pool(long threads) {
         for (long i = 1; i < threads; ++i)

@@ -46,13 +46,12 @@ _HEADS_TOGETHER = 16  # most heads of latent attention that one thread computes 
 
 
 class OpList:
-    """List of the operations of a forward step, which the compiled library executes in order, each on all threads with
-    a barrier after it. An operation takes one or more entries (structs `structures.Op`); `len()` is the number of
-    entries.
+    """List of the operations of a forward step, which the compiled library executes in order, each on all threads; one
+    begins when the one before it is complete. An operation takes one or more entries (structs `structures.Op`); `len()`
+    is the number of entries.
 
     execute: function (entries, begin, end, step) that executes the entries from `begin` to `end` (exclusive) on a
-    batch, such as `Kernels.execute`.
-    """
+    batch, such as `Kernels.execute`. """
 
     def __init__(self, execute: Execute) -> None:
         self._execute = execute

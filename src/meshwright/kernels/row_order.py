@@ -70,11 +70,13 @@ def _order_latent_rows(config: ModelConfig, name: str, values: Array) -> Array:
     plain = config.head_dim - latent.rotary_dim
     of_head = np.concatenate([np.arange(plain), plain + rotary])
 
+    if ".query_up." not in name and ".qkv." not in name:
+        return values
     order = np.arange(len(values))
     heads = (np.arange(0, len(values), config.head_dim)[:, None] + of_head).reshape(-1)
     if ".query_up." in name:
         order = heads
-    elif ".qkv." in name:
+    else:
         begin = len(values) - latent.cached_dim
         queries = heads[:begin] if latent.query_rank is None else order[:begin]
         order = np.concatenate([order[begin : begin + latent.rank], begin + latent.rank + rotary, queries])

@@ -75,7 +75,7 @@ class Lowering:
         """Read and pack the weights, allocate all buffers and build the list of operations; arguments: see the
         class."""
         self.config, self._stage = weights.config, weights.stage
-        self._kernels, self._weights, self._dtype, self._limits = kernels, weights, dtype, limits
+        self._weights, self._dtype, self._limits = weights, dtype, limits
         self._split = not mesh.tp.trivial
         self.ops: OpList = kernels.create_op_list()
         self.segments: list[Segment] = []
