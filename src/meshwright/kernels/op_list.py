@@ -51,7 +51,7 @@ class OpList:
     is the number of entries.
 
     execute: function (entries, begin, end, step) that executes the entries from `begin` to `end` (exclusive) on a
-    batch, such as `Kernels.execute`. """
+    batch, such as `Kernels.execute`."""
 
     def __init__(self, execute: Execute) -> None:
         self._execute = execute
