@@ -1,14 +1,15 @@
 """The CPU kernels on families with latent attention, attention sinks, or experts with biases: the serving engine with
 its compiled kernels, the same engine in plain torch, and `transformers` generate, in one process, in turns.
 
-python bench/serving_families.py [--rounds 4] [--threads 1] [--dtypes bfloat16 float32] [--families gpt-oss ...]
+    python bench/serving_families.py [--rounds 4] [--threads 1] [--dtypes bfloat16 float32] [--families gpt-oss ...]
 
 Models are random, scaled down from DeepSeek-V3, gpt-oss and Llama 4: 1,024 wide, 8 layers, 16 heads, 16 or 32 experts.
 Per contender and round: seconds to the first token of a prompt of 64 tokens, then tokens per second of 8 decode steps
 of that sequence. transformers generates greedily from its cache; decode is its time for 9 tokens without its time for
 one. Reported are medians and minima of each, and the paired ratios of each round. Before timing, five greedy tokens of
 the kernels are compared with those of transformers; the result says whether they are equal. Writes
-bench/results/serving_families.json."""
+bench/results/serving_families.json.
+"""
 
 from __future__ import annotations
 
