@@ -3,7 +3,10 @@ steps, nor on other sequences, nor on the places of its blocks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -138,6 +141,15 @@ def attend_exactly(case: Case, sequence: int) -> torch.Tensor:
     return (weights @ v).transpose(0, 1).flatten(1)
 
 
+def check_bits(kernels: Kernels, run: Callable[..., list[Any]]) -> None:
+    """Check that the results of `run` (sequences, chunk size) have the same bits in any chunks, batches and threads."""
+    whole = run(list(range(len(LENGTHS))), 1000)
+    for threads, members, chunk in [(1, [5], 1), (3, [5, 0, 3], 7), (2, [2, 4, 5, 1], 16), (2, [3, 5], 50)]:
+        kernels.set_threads(threads)
+        for member, out in zip(members, run(members, chunk, seed=chunk), strict=True):
+            assert np.array_equal(out, whole[member]), (threads, members, chunk)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_attention_equals_float64(kernels: Kernels, case: Case):
     for sequence, out in enumerate(run_in_chunks(kernels, case, list(range(len(LENGTHS))), 1000)):
@@ -148,11 +160,7 @@ def test_attention_equals_float64(kernels: Kernels, case: Case):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_attention_bits_ignore_chunks_batch_threads_and_blocks(kernels: Kernels, case: Case):
-    whole = run_in_chunks(kernels, case, list(range(len(LENGTHS))), 1000)
-    for threads, members, chunk in [(1, [5], 1), (3, [5, 0, 3], 7), (2, [2, 4, 5, 1], 16), (2, [3, 5], 50)]:
-        kernels.set_threads(threads)
-        for member, out in zip(members, run_in_chunks(kernels, case, members, chunk, seed=chunk), strict=True):
-            assert np.array_equal(out, whole[member]), (threads, members, chunk)
+    check_bits(kernels, partial(run_in_chunks, kernels, case))
 
 
 @pytest.mark.parametrize("window", [0, 1100])
@@ -292,11 +300,7 @@ def test_latent_attention_equals_decompressed_keys_and_values_in_float64(kernels
 
 @pytest.mark.parametrize("case", LATENT_CASES, ids=str)
 def test_latent_attention_bits_ignore_chunks_batch_threads_and_blocks(kernels: Kernels, case: LatentCase):
-    whole = run_latent_in_chunks(kernels, case, list(range(len(LENGTHS))), 1000)
-    for threads, members, chunk in [(1, [5], 1), (3, [5, 0, 3], 7), (2, [2, 4, 5, 1], 16), (2, [3, 5], 50)]:
-        kernels.set_threads(threads)
-        for member, out in zip(members, run_latent_in_chunks(kernels, case, members, chunk, seed=chunk), strict=True):
-            assert np.array_equal(out, whole[member]), (threads, members, chunk)
+    check_bits(kernels, partial(run_latent_in_chunks, kernels, case))
 
 
 def test_cache_of_another_shape_is_refused(kernels: Kernels):
