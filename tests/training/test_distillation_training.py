@@ -488,6 +488,46 @@ def test_sequences_without_targets_are_not_continued(home: Path):
     assert torch.equal(tokens[1], tokens_BS[1]) and targets[1].eq(-100).all() and not targets[0].eq(-100).all()
 
 
+def test_step_without_prompts_to_continue_computes_nothing_and_filled_sequences_lengthen_no_prompt(home: Path):
+    task, recipe, _ = make_task(home, {})
+    tokens_BS, targets_BS, documents = task.load_step(0)[0]
+    targets_BS[1] = -100
+    targets_BS[0, :5], targets_BS[2:, :5] = -100, -100
+    (units,) = task.parallel.prefetchers.values()
+    sampler = Sampler(task.model, units, task.mesh, ends=(), temperature=1.0, seed=recipe.run.seed)
+
+    def sample(chosen: list[int]) -> tuple[Any, list[int]]:
+        """Return the micro-batch sampled from some sequences, and the tokens of each computed part of a sequence."""
+        given = (tokens_BS[chosen], targets_BS[chosen], documents)
+        with mock.patch.object(sampler, "_compute_hidden", wraps=sampler._compute_hidden) as compute:
+            found = sampler.sample(given, find_prompts(given, None), 0, np.array(chosen))
+        return found, [call.args[0].shape[1] for call in compute.call_args_list]
+
+    (_, _, _), widths = sample([0, 1, 2])
+    assert widths[0] == 6 and set(widths[1:]) == {1} and len(widths) == 1 + 32 - 6
+    (tokens, targets, _), widths = sample([1])
+    assert widths == [] and torch.equal(tokens, tokens_BS[[1]]) and targets.eq(-100).all()
+
+
+def test_samples_do_not_depend_on_the_micro_batches_sampled_together(home: Path, monkeypatch: pytest.MonkeyPatch):
+    task, _, _ = make_task(home, {"on_policy": 1.0, "on_policy_prompt": 20})
+    rows = task.samples_of_step(0)
+    micro_batches = [
+        (tokens[None], targets[None], Documents()) for tokens, targets in zip(*task.load_step(0)[0][:2], strict=True)
+    ]
+    parts = [rows[index : index + 1] for index in range(4)]
+    made: list[list[torch.Tensor]] = []
+    for positions, groups in ((1, 4), (3 * 32, 2), (65_536, 1)):
+        monkeypatch.setattr("meshwright.training.distillation.GROUP", positions)
+        with mock.patch.object(Sampler, "sample", autospec=True, side_effect=Sampler.sample) as sample:
+            found = task.objective._sample(task, micro_batches, parts, 0)
+        assert sample.call_count == groups and [len(each[0]) for each in found] == [1] * 4
+        made.append([torch.cat([each[index] for each in found]) for index in (0, 1)])
+    assert (made[0][1] >= 0).sum() > 20
+    for other in made[1:]:
+        assert torch.equal(other[0], made[0][0]) and torch.equal(other[1], made[0][1])
+
+
 @pytest.mark.parametrize("damage", ["archive", "dtype", "cut", "manifest"])
 def test_damaged_cache_is_refused_in_one_line_and_written_again(home: Path, damage: str):
     document = write_cache(home)
