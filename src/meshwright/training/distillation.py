@@ -99,7 +99,7 @@ class Distillation(NextToken):
                 digest = hash_teacher(str(self.recipe.distill.teacher))
             except UserError as error:
                 problem = str(error)
-        _raise_first(problem, agreement)
+        agreement.raise_first(problem)
         found = agreement.broadcast_first_text(digest)
         assert found is not None, "rank 0 has hashed them or raised"
         try:
@@ -108,7 +108,7 @@ class Distillation(NextToken):
             self._checksum = self.cache.sha256
         except UserError as error:
             problem = str(error)
-        _raise_first(problem, agreement)
+        agreement.raise_first(problem)
 
     def _load_teacher(self, policy: Policy, agreement: Agreement, directory: Path) -> None:
         """Load the teacher from a Hugging Face directory and compute the checksum of its weights. policy: the student;
@@ -121,7 +121,7 @@ class Distillation(NextToken):
             teacher.load(directory)
         except UserError as error:
             problem = str(error)
-        _raise_first(problem, agreement)
+        agreement.raise_first(problem)
         # If the teacher is not sharded over tp, each rank along tp holds all of its slices.
         counted = teacher.mesh.tp.size == policy.mesh.tp.size or policy.mesh.tp.rank == 0
         self._checksum = compute_weights_checksum(frozen_slices(teacher.engine) if counted else (), teacher.mesh)
@@ -228,10 +228,3 @@ def _read_cache(
     if documents.indices_C is not None:
         parts = [part[:, documents.indices_C] for part in parts]
     targets.top_ids_TK, targets.top_log_p_TO = (part.flatten(0, 1) for part in parts)
-
-
-def _raise_first(problem: str | None, agreement: Agreement) -> None:
-    """Raise `UserError` on every rank with the message of the lowest rank that has one. problem: this rank's message,
-    None without. agreement: exchanges texts between ranks. Collective."""
-    if (first := agreement.broadcast_first_text(problem)) is not None:
-        raise UserError(first[1])
