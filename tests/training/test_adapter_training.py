@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from safetensors.torch import load_file
 from meshwright.comm.local import LocalRanks
 from meshwright.errors import UserError
 from meshwright.launcher.recipe_checks import check_adapter_from
+from meshwright.launcher.rendezvous import RendezvousInfo
 from meshwright.planner.cost.traffic import ROUTED
 from meshwright.planner.models import config_of
 from meshwright.recipe import Recipe
 from meshwright.spec.config_from_recipe import config_from_recipe
 from meshwright.spec.parameters import parameter_table
+from meshwright.training.worker import train_as_rank
 from tests.adapters.adapter_cases import small, write_base
 from tests.training import training_cases as cases
 
@@ -89,6 +92,27 @@ def test_adapter_from_a_run_starts_at_its_newest_checkpoint(base: Path, tmp_path
         with pytest.raises(UserError, match=expected):
             config_of(recipe)  # what is planned
         assert "\n" not in str(error.value)
+
+
+def test_missing_adapter_from_is_refused_unless_the_run_resumes(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A plan and a rank of torchrun."""
+    settings = {"train_steps": 1, "train_warmup": 0, "checkpoint_every": 1}
+    cases.run_without_error(None, tmp_path / "first", "dp1 fp32", **changes(base, **settings))
+    adapter = changes(base)["adapter"] | {"from": str(tmp_path / "moved")}
+    (tmp_path / "first/run").rename(tmp_path / "moved")
+    cases.run_without_error(None, tmp_path / "second", "dp1 fp32", **changes(base, adapter=adapter, **settings))
+    (tmp_path / "moved").rename(tmp_path / "elsewhere")
+    start = RendezvousInfo(0, 1, 0, "env://", "torchrun", 1)
+    monkeypatch.setattr("meshwright.launcher.rendezvous.read_rendezvous_info", lambda method: start)
+    monkeypatch.setattr("meshwright.training.worker._run_as_rank", lambda *_, **__: {"done": True})
+    resumed = cases.recipe(tmp_path / "second", "dp1", **changes(base, adapter=adapter, **settings))
+    assert config_of(resumed)[0].adapter is not None and train_as_rank(resumed, probe=False) == {"done": True}
+    new = cases.recipe(tmp_path / "third", "dp1", **changes(base, adapter=adapter, **settings))
+    for refuse in (config_of, partial(train_as_rank, probe=False)):
+        with pytest.raises(UserError, match="adapter.from: .*moved/adapter_model.safetensors cannot be read"):
+            refuse(new)
 
 
 def test_double_quantized_base_is_the_same_on_every_layout(ranks: LocalRanks, tmp_path: Path):

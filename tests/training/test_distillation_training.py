@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +26,8 @@ from meshwright.comm.mesh import Mesh
 from meshwright.data import prepare
 from meshwright.data.files import hash_file
 from meshwright.data.tokenizers.tokenizer import find_tokenizer
-from meshwright.errors import UserError
+from meshwright.errors import RankLost, UserError
+from meshwright.launcher.launcher import launch
 from meshwright.launcher.recipe_checks import check_recipe, check_teacher_tokenizer
 from meshwright.layout import Layout
 from meshwright.model.documents import Documents
@@ -34,6 +37,7 @@ from meshwright.planner.cost.teacher import make_teacher_work
 from meshwright.recipe import Recipe
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
+from meshwright.training import teacher_cache_writer
 from meshwright.training.distillation import Distillation
 from meshwright.training.distillation_loss import DistillationLoss
 from meshwright.training.language_model import LanguageModelTask
@@ -258,6 +262,49 @@ def test_cache_of_a_layout_is_that_of_one_device(two: LocalRanks, home: Path, la
         assert tied.mean() < 0.1 and ((found[ids] == expected[ids]) | (tied & (not exact))).all()
 
 
+def fail_to_write(recipe: Recipe, layout: str, failing: str, rank: int) -> str:
+    """Return the message with which a rank ends that computes the cache while one rank's disk is full at the method
+    `failing` of the cache. Each rank calls it."""
+    mesh = Mesh.create(Layout.parse(layout))
+    cache = TeacherCache(recipe, prepare(recipe.data, recipe.run.seed))
+    cache.directory.mkdir(parents=True, exist_ok=True)
+    if mesh.rank == rank:
+        setattr(cache, failing, mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(UserError) as caught:
+        compute_shards(cache, recipe, mesh, cache.find_missing_shards(), lambda line: None)
+    mesh.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("failing", "rank"), [("create_files", 0), ("map_unfinished", 1), ("finish_files", 0)])
+def test_full_disk_of_a_rank_is_one_line_on_every_rank(two: LocalRanks, home: Path, failing: str, rank: int):
+    recipe = cases.recipe(home / "full", "dp1", **changes(home, CACHED | {"temperature": 3.0}))
+    first, second = two.run(fail_to_write, recipe, "dp2", failing, rank)
+    assert first == second and first.startswith("data.cache: ") and first.endswith("no space left on device")
+    assert "\n" not in first
+
+
+def test_killed_ranks_of_a_cache_say_that_finished_files_are_kept(home: Path, monkeypatch: pytest.MonkeyPatch):
+    recipe = cases.recipe(home / "killed", "dp1", **changes(home, CACHED | {"temperature": 4.0}))
+    dies = (sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    monkeypatch.setattr(teacher_cache_writer, "launch", lambda spec: launch(dataclasses.replace(spec, command=dies)))
+    with pytest.raises(RankLost, match="SIGKILL.*; finished files of the cache are kept: the same command continues"):
+        write_teacher_cache(recipe, prepare(recipe.data, recipe.run.seed), layout=Layout.parse("dp2"))
+
+
+def test_cache_of_one_device_is_computed_with_the_threads_of_the_recipe(home: Path, monkeypatch: pytest.MonkeyPatch):
+    recipe = cases.recipe(home / "threads", "dp1", **changes(home, CACHED | {"temperature": 5.0}, run_threads=2))
+    used, before = list[int](), torch.get_num_threads()
+
+    def compute(*given: Any) -> None:
+        used.append(torch.get_num_threads())
+        compute_shards(*given)
+
+    monkeypatch.setattr(teacher_cache_writer, "compute_shards", compute)
+    write_teacher_cache(recipe, prepare(recipe.data, recipe.run.seed))
+    assert before != 2 and used == [2] and torch.get_num_threads() == before
+
+
 def test_file_of_a_cache_is_compared_with_its_checksum_at_its_first_read(home: Path, monkeypatch: pytest.MonkeyPatch):
     directory = Path(write_cache(home)["directory"])
     recipe = cases.recipe(home / "alone", "dp1", **changes(home, CACHED))
@@ -297,8 +344,8 @@ def test_missing_and_stale_caches_are_refused_in_one_line(home: Path):
         ("dp1", {"hidden": True, "layer_map": [[0, 4]]}, "names layer 4 of the teacher, whose layers are 0 to 3"),
         ("dp1", {"hidden": True, "layer_map": [[2, 0]]}, "names layer 2 of the model, whose layers are 0 to 1"),
         ("pp2 mb2", {"hidden": True}, "distill.hidden compares layers that pipeline ranks do not hold together"),
-        ("tp2", {"on_policy": 0.5}, "distill.on_policy samples token by token"),
-        ("cp2", {"on_policy": 0.5}, "distill.on_policy samples token by token"),
+        ("tp2", {"on_policy": 0.5}, "distill.on_policy samples on dp with any zero"),
+        ("cp2", {"on_policy": 0.5}, "distill.on_policy samples on dp with any zero"),
         ("dp1", {"on_policy": 0.5, "on_policy_prompt": 32}, "on_policy_prompt 32 leaves nothing"),
         ("dp1", {"top_k": 257}, "top_k 257 is not below"),
         ("pp2 mb2", {"layout": "zero3 tp1"}, "runs on dp, zero, hs, tp and cp alone"),
@@ -486,6 +533,46 @@ def test_sequences_without_targets_are_not_continued(home: Path):
     prompts = find_prompts((tokens_BS, targets_BS, documents), None)
     tokens, targets, _ = sampler.sample((tokens_BS, targets_BS, documents), prompts, 0, np.arange(len(tokens_BS)))
     assert torch.equal(tokens[1], tokens_BS[1]) and targets[1].eq(-100).all() and not targets[0].eq(-100).all()
+
+
+def test_step_without_prompts_to_continue_computes_nothing_and_filled_sequences_lengthen_no_prompt(home: Path):
+    task, recipe, _ = make_task(home, {})
+    tokens_BS, targets_BS, documents = task.load_step(0)[0]
+    targets_BS[1] = -100
+    targets_BS[0, :5], targets_BS[2:, :5] = -100, -100
+    (units,) = task.parallel.prefetchers.values()
+    sampler = Sampler(task.model, units, task.mesh, ends=(), temperature=1.0, seed=recipe.run.seed)
+
+    def sample(chosen: list[int]) -> tuple[Any, list[int]]:
+        """Return the micro-batch sampled from some sequences, and the tokens of each computed part of a sequence."""
+        given = (tokens_BS[chosen], targets_BS[chosen], documents)
+        with mock.patch.object(sampler, "_compute_hidden", wraps=sampler._compute_hidden) as compute:
+            found = sampler.sample(given, find_prompts(given, None), 0, np.array(chosen))
+        return found, [call.args[0].shape[1] for call in compute.call_args_list]
+
+    (_, _, _), widths = sample([0, 1, 2])
+    assert widths[0] == 6 and set(widths[1:]) == {1} and len(widths) == 1 + 32 - 6
+    (tokens, targets, _), widths = sample([1])
+    assert widths == [] and torch.equal(tokens, tokens_BS[[1]]) and targets.eq(-100).all()
+
+
+def test_samples_do_not_depend_on_the_micro_batches_sampled_together(home: Path, monkeypatch: pytest.MonkeyPatch):
+    task, _, _ = make_task(home, {"on_policy": 1.0, "on_policy_prompt": 20})
+    rows = task.samples_of_step(0)
+    micro_batches = [
+        (tokens[None], targets[None], Documents()) for tokens, targets in zip(*task.load_step(0)[0][:2], strict=True)
+    ]
+    parts = [rows[index : index + 1] for index in range(4)]
+    made: list[list[torch.Tensor]] = []
+    for positions, groups in ((1, 4), (3 * 32, 2), (65_536, 1)):
+        monkeypatch.setattr("meshwright.training.distillation.GROUP", positions)
+        with mock.patch.object(Sampler, "sample", autospec=True, side_effect=Sampler.sample) as sample:
+            found = task.objective._sample(task, micro_batches, parts, 0)
+        assert sample.call_count == groups and [len(each[0]) for each in found] == [1] * 4
+        made.append([torch.cat([each[index] for each in found]) for index in (0, 1)])
+    assert (made[0][1] >= 0).sum() > 20
+    for other in made[1:]:
+        assert torch.equal(other[0], made[0][0]) and torch.equal(other[1], made[0][1])
 
 
 @pytest.mark.parametrize("damage", ["archive", "dtype", "cut", "manifest"])

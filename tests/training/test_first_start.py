@@ -33,11 +33,12 @@ from meshwright.probe import communication
 from meshwright.probe import ranks as probe_ranks
 from meshwright.probe.points import MeasurementPlan
 from meshwright.spec.presets import preset
-from meshwright.threads import count_available_cores
+from meshwright.threads import build_child_environment, count_available_cores
 from meshwright.toml import read_toml
 from meshwright.training import first_start
 from meshwright.training.automatic import search_fastest_layout
 from meshwright.training.first_start import describe_missing, find_hardware_profile, measure_first_start
+from meshwright.training.measurement_failures import LOGGED_VARIABLE
 from meshwright.training.prediction import find_training_cluster
 from meshwright.training.start import launch_recipe
 from meshwright.training.worker import train_as_rank
@@ -55,6 +56,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.delenv(PROBE_VARIABLE)
+    monkeypatch.setenv(LOGGED_VARIABLE, "")
     monkeypatch.setattr(first_start, "runs_on_cpu", lambda device: device != "cuda")
 
 
@@ -231,7 +233,15 @@ def test_failed_measurement_is_one_line_and_not_stored(asked: list[dict[str, Any
     assert len(asked) == 1 and "no room" in line
     failed = FailedMeasurement.read(profile_path())
     assert failed is not None and f"after {failed.path} is deleted, the next start measures again" in line
-    # The note about the missing prediction repeats neither the error nor the remedy.
+    # The note about the missing prediction repeats neither the error nor the remedy, unless this start, such as one
+    # with --no-probe, has not logged them. Ranks are started with the launcher's environment.
+    assert build_child_environment(1)[LOGGED_VARIABLE] == failed.file
+    with monkeypatch.context() as another_start:
+        another_start.setenv(LOGGED_VARIABLE, "")
+        assert describe_missing("no profile", "auto", profile_path()) == (
+            "no profile; hardware measurement failed: rank 1: RuntimeError: no room (at an earlier start); after "
+            f"{failed.path} is deleted, the next start measures again unless --no-probe is given"
+        )
     assert (
         describe_missing("no profile", "auto", profile_path()) == "no profile, since its measurement failed (see above)"
     )

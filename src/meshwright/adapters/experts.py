@@ -78,9 +78,9 @@ class ExpertLowRank(nn.Module):
 
 
 class ExpertWeightDecomposed(ExpertLowRank):
-    """DoRA adapters of one linear layer of each routed expert (Liu et al. 2024, arXiv:2402.09353, eq. 5). Each output
-    feature of the adapted layer is multiplied by a trained magnitude, and divided by the norm of the feature's row of W
-    + s B A. The norm is a constant in backward.
+    """DoRA adapters of one linear layer, without bias, of each routed expert (Liu et al. 2024, arXiv:2402.09353, eq.
+    5). Each output feature of the adapted layer is multiplied by a trained magnitude, and divided by the norm of the
+    feature's row of W + s B A. The norm is a constant in backward.
 
     Parameters: `a` and `b` as in `ExpertLowRank`; `magnitude` [experts x adapted output features], one expert after
     another.
@@ -100,9 +100,12 @@ class ExpertWeightDecomposed(ExpertLowRank):
         """Return the output of the adapted layer, [N, Y], for N token copies sorted by expert.
 
         x_NX: inputs of the copies, with X input features. y_NY: outputs of the experts without adapter, with Y output
-        features. copies: experts of the copies. layer: the experts' linear layer, whose weights enter the row norms."""
+        features. copies: experts of the copies. layer: the experts' linear layer, without bias and not quantized, whose
+        weights enter the row norms."""
         if not self.enabled:
             return y_NY
+        assert layer.bias is None, "the factors would scale the bias, too"
+        assert layer.packed is None, "the norms need the weight itself"
         weight_EYX = layer.weight.unflatten(0, (self.experts, -1))
         a_EMRX, b_EZR = (each.unflatten(0, (self.experts, -1)) for each in (self.a, self.b))
         pairs = zip(a_EMRX.split(self.rank, dim=1), b_EZR.split([each.size for each in self.rows], dim=1), strict=True)

@@ -11,6 +11,7 @@ import torch
 
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
+from meshwright.errors import UserError
 
 _TEXT_BYTES = 2048
 
@@ -44,6 +45,12 @@ class Agreement:
         sent = (text or "").encode()[:_TEXT_BYTES] if rank == sender else b""
         received = bytes(self._sum([*sent.ljust(_TEXT_BYTES, b"\0")]))
         return sender, received.rstrip(b"\0").decode(errors="replace")
+
+    def raise_first(self, problem: str | None) -> None:
+        """Raise `UserError` on every rank with the message of the lowest rank that has one. problem: this rank's
+        message; None: it has none."""
+        if (first := self.broadcast_first_text(problem)) is not None:
+            raise UserError(first[1])
 
     def broadcast_from_largest(self, size: int, values: Mapping[str, Any]) -> dict[str, Any]:
         """Broadcast the `values` of the rank with the largest `size` >= 0, such as its peak memory; in a tie, of the

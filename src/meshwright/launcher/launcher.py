@@ -59,6 +59,8 @@ class LaunchSpec:
         before_ranks: Function called once the directory is locked.
         log: Function called with each line for the user.
         limit_seconds: Time limit of one start of the ranks, after which they are ended; None: no limit.
+        kept: Clause for the message about ranks that were lost and do not train: what remains of their work, and what
+            the same command does.
     """
 
     description: Mapping[str, Any]
@@ -74,6 +76,7 @@ class LaunchSpec:
     before_ranks: Callable[[], None] = lambda: None
     log: Callable[[str], None] = print_message
     limit_seconds: float | None = None
+    kept: str = "nothing was written: the same command starts from the beginning"
 
 
 def launch(spec: LaunchSpec) -> dict[str, Any]:
@@ -378,7 +381,7 @@ class _Attempt:
     def _describe_resume(self) -> str:
         """Return text on the checkpoint from which the same command, run again, resumes."""
         if not self.spec.trains:
-            return "nothing was written: the same command starts from the beginning"
+            return self.spec.kept
         checkpoint = find_newest(self.directory.checkpoints)
         if checkpoint is None:
             return "there is no checkpoint yet: the same command starts from the beginning"

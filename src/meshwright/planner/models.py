@@ -106,7 +106,8 @@ def config_of(recipe: Recipe) -> tuple[ModelConfig, str | None]:
     """Return (model config of a recipe, assumption about its vocabulary as text or None).
 
     For a tokenizer that has yet to be trained, its maximum vocabulary is assumed. Raises `UserError` if the vocabulary
-    size is unknown.
+    size is unknown, or `adapter.from` has another adapter. If that directory is missing, the recipe's run must have a
+    checkpoint, from which it resumes.
     """
     model, data = recipe.model, recipe.data
     assumed = None
@@ -123,8 +124,9 @@ def config_of(recipe: Recipe) -> tuple[ModelConfig, str | None]:
     else:
         vocabulary, assumed = _of_files(data.tokenizer, model.preset)
     config = config_from_recipe(model, data.sequence, vocabulary, recipe.adapter)
-    if recipe.adapter.from_path is not None:
-        check_initial_adapter(recipe.adapter.from_path, config)
+    initial = recipe.adapter.from_path
+    if initial is not None and (Path(initial).exists() or not any(recipe.run_directory.glob("checkpoints/step-*"))):
+        check_initial_adapter(initial, config)
     return config, assumed
 
 

@@ -94,7 +94,7 @@ def check_teacher(recipe: Recipe, student: ModelConfig, layout: Layout) -> None:
         )
     if given.on_policy and (layout.pp > 1 or layout.cp > 1 or (layout.tp > 1 and layout.tensor_sequence_parallel)):
         raise UserError(
-            f'layout "{layout}": distill.on_policy samples token by token, on dp with any zero and tpN:nosp; leave out '
+            f'layout "{layout}": distill.on_policy samples on dp with any zero and on tpN:nosp; leave out '
             "pp, cp and tp's sequence parallelism"
         )
     if given.on_policy and student.latent:

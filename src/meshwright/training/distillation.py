@@ -27,7 +27,7 @@ from meshwright.spec.distillation import check_teacher, fit_vocabulary
 from meshwright.spec.policy import DISTILLATION_METRICS
 from meshwright.training.distillation_loss import DistillationLoss
 from meshwright.training.objective import NextToken, Policy
-from meshwright.training.on_policy import Sampler, find_prompts, is_on_policy_step
+from meshwright.training.on_policy import GROUP, Sampler, find_prompts, is_on_policy_step
 from meshwright.training.reference import compute_weights_checksum, frozen_slices
 from meshwright.training.task import RunStart
 from meshwright.training.teacher import Teacher
@@ -99,7 +99,7 @@ class Distillation(NextToken):
                 digest = hash_teacher(str(self.recipe.distill.teacher))
             except UserError as error:
                 problem = str(error)
-        _raise_first(problem, agreement)
+        agreement.raise_first(problem)
         found = agreement.broadcast_first_text(digest)
         assert found is not None, "rank 0 has hashed them or raised"
         try:
@@ -108,7 +108,7 @@ class Distillation(NextToken):
             self._checksum = self.cache.sha256
         except UserError as error:
             problem = str(error)
-        _raise_first(problem, agreement)
+        agreement.raise_first(problem)
 
     def _load_teacher(self, policy: Policy, agreement: Agreement, directory: Path) -> None:
         """Load the teacher from a Hugging Face directory and compute the checksum of its weights. policy: the student;
@@ -121,7 +121,7 @@ class Distillation(NextToken):
             teacher.load(directory)
         except UserError as error:
             problem = str(error)
-        _raise_first(problem, agreement)
+        agreement.raise_first(problem)
         # If the teacher is not sharded over tp, each rank along tp holds all of its slices.
         counted = teacher.mesh.tp.size == policy.mesh.tp.size or policy.mesh.tp.rank == 0
         self._checksum = compute_weights_checksum(frozen_slices(teacher.engine) if counted else (), teacher.mesh)
@@ -184,13 +184,19 @@ class Distillation(NextToken):
             policy.model, units, policy.mesh, ends=policy.config.eos_tokens,
             temperature=given.on_policy_temperature, seed=recipe.run.seed,
         )  # fmt: skip
-        # Together, because a step of sampling reads all weights for a token of each sequence.
-        together = torch.cat([tokens for tokens, _, _ in micro_batches]), torch.cat([each[1] for each in micro_batches])
-        prompts = [prompt for each in micro_batches for prompt in find_prompts(each, text_tokens)]
-        tokens, targets, documents = sampler.sample((*together, Documents()), prompts, step, np.concatenate(rows))
+        # Several micro-batches together, because a step of sampling reads all weights for a token of each sequence. All
+        # ranks have equally many micro-batches of the same shape, hence equally many groups.
+        size, made = max(1, GROUP // micro_batches[0][0].numel()), list[MicroBatch]()
+        for first in range(0, len(micro_batches), size):
+            group, places = micro_batches[first : first + size], rows[first : first + size]
+            together = torch.cat([each[0] for each in group]), torch.cat([each[1] for each in group]), Documents()
+            prompts = [prompt for each in group for prompt in find_prompts(each, text_tokens)]
+            tokens, targets, documents = sampler.sample(together, prompts, step, np.concatenate(places))
+            counts = [len(each) for each in places]
+            parts = zip(tokens.split(counts), targets.split(counts), strict=True)
+            made += [(*pair, documents) for pair in parts]
         units.reshard()
-        sizes = [len(each) for each in rows]
-        return [(*pair, documents) for pair in zip(tokens.split(sizes), targets.split(sizes), strict=True)]
+        return made
 
     def state(self) -> dict[str, Any]:
         """Return {"teacher": checksum of the teacher's weights or of its cache} for `state.json`. A resumed run must
@@ -222,10 +228,3 @@ def _read_cache(
     if documents.indices_C is not None:
         parts = [part[:, documents.indices_C] for part in parts]
     targets.top_ids_TK, targets.top_log_p_TO = (part.flatten(0, 1) for part in parts)
-
-
-def _raise_first(problem: str | None, agreement: Agreement) -> None:
-    """Raise `UserError` on every rank with the message of the lowest rank that has one. problem: this rank's message,
-    None without. agreement: exchanges texts between ranks. Collective."""
-    if (first := agreement.broadcast_first_text(problem)) is not None:
-        raise UserError(first[1])

@@ -37,6 +37,7 @@ from meshwright.planner.hardware.process_constants import ProcessConstants, Proc
 from meshwright.probe.ranks import SHORT_LIMIT_SECONDS
 from meshwright.recipe import Recipe
 from meshwright.threads import count_available_cores, measure_busy_share
+from meshwright.training.measurement_failures import BUSY_SHARE, describe_failure, log_failed, was_logged
 
 LIMIT_SECONDS = 120.0
 """Time limit of a measurement of process memory: many times the duration on an idle machine."""
@@ -49,9 +50,6 @@ PROFILE_SECONDS, PROFILE_SECONDS_MORE = 8, 5
 MEMORY_SECONDS, MEMORY_SECONDS_COMPILED = 5, 37
 """About the duration of the measurement of process memory, of all precisions at once; with compiled blocks."""
 
-BUSY_SHARE = 0.25
-"""Share of a machine's CPU time used by other programs above which a measurement that other programs disturbed, or
-that failed, is not repeated."""
 
 SYNCHRONOUS_AXES = ("tp", "cp")
 """Mesh axes with a collective in every layer, whose synchronization cost is measured; expert parallelism has that of
@@ -94,8 +92,8 @@ def find_hardware_profile(ranks: int, threads: int) -> Cluster | None:
 
 def describe_missing(what: str, device: str, measurement: Path, remedy: str = "") -> str:
     """Return an error message about a missing measurement of this machine: `what` is missing, and how the user gets it
-    measured, such as "start once without --no-probe". If the measurement failed, this start has logged its line and
-    remedy (`_describe_failure`), so the message refers to that.
+    measured, such as "start once without --no-probe". If the measurement failed, the message has the line and remedy
+    of `describe_failure`, or refers to them if this start has logged them.
 
     what: clause such as "no hardware profile for 2 ranks". device: the recipe's `run.device` ("auto", "cpu" or "cuda").
     measurement: path of the missing file. remedy: another remedy, named first, such as 'run "meshwright probe"'."""
@@ -103,22 +101,13 @@ def describe_missing(what: str, device: str, measurement: Path, remedy: str = ""
         way = f"without {PROBE_VARIABLE}=0"
     elif not runs_on_cpu(device):  # there is a GPU device file, but torch does not use the GPU
         way = "with run.device=cpu"
-    elif FailedMeasurement.read(measurement) is not None:
-        return f"{what}, since its measurement failed (see above)"
+    elif (failed := FailedMeasurement.read(measurement)) is not None:
+        if was_logged(failed):
+            return f"{what}, since its measurement failed (see above)"
+        return f"{what}; {describe_failure(failed, ' (at an earlier start)')} unless --no-probe is given"
     else:
         way = "without --no-probe"
     return f"{what}; {remedy and f'{remedy}, or '}start once {way}"
-
-
-def _describe_failure(failed: FailedMeasurement, when: str = "") -> str:
-    """Return a line about a failed measurement: the error, then the condition under which it is repeated, such as
-    "after PATH is deleted, the next start measures again". when: put after the error, such as " (at an earlier start)".
-    """
-    if failed.busy > BUSY_SHARE:
-        again = f"the next start while other programs use less than {BUSY_SHARE:.0%} of the cores measures again"
-    else:
-        again = f"after {failed.path} is deleted, the next start measures again"
-    return f"{failed.line}{when}; {again}"
 
 
 def measure_run(recipe: Recipe, threads: int, log: Callable[[str], None]) -> None:
@@ -220,7 +209,7 @@ def _may_repeat(measurement: Path, log: Callable[[str], None]) -> bool:
     failed = FailedMeasurement.read(measurement)
     if failed is None or (failed.busy > BUSY_SHARE and measure_busy_share() <= BUSY_SHARE):
         return True
-    log(_describe_failure(failed, " (at an earlier start)"))
+    log_failed(failed, log, " (at an earlier start)")
     return False
 
 
@@ -278,7 +267,7 @@ def _measure_and_store(
                 each.write(constants)
     for path, line in failures.items():
         failed = FailedMeasurement(path.name, line, measure_busy_share())
-        log(_describe_failure(failed))
+        log_failed(failed, log)
         failed.write()
     if not failures:
         log(f"measured in {time.monotonic() - begun:.1f} s")

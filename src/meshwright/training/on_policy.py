@@ -29,6 +29,9 @@ _STEP, _TOKENS = 1, 2  # purposes of random numbers
 SITE = "distill.samples"
 CHUNK = 2048
 """Tokens of all prompts that are computed at a time, which bounds the attention scores."""
+GROUP = 65_536
+"""Positions of the sequences that are sampled together on a rank, unless one micro-batch has more. It bounds the KV
+cache and the attention scores."""
 CHECK_EVERY = 16
 """Sampled tokens between checks that a sequence of any rank still goes on."""
 
@@ -96,7 +99,11 @@ class Sampler:
         ended_B = lengths_B > length
         ends = torch.tensor(self._ends, dtype=torch.int64, device=device)
         cache = _DenseCache(self._model.config, count, length)
-        longest, draws = self._agree(max(min(each, length) for each in counts), length + 1 - min(counts))
+        longest, draws = self._agree(
+            max((each for each in counts if each < length + 1), default=0), length + 1 - min(counts)
+        )
+        if not draws:
+            return text_BL[:, :-1].contiguous(), targets_BS, Documents()
         hidden_BH = self._compute_prompts(text_BL[:, :longest], lengths_B, cache)
         for draw in range(draws):
             places_B = lengths_B - 1 + draw

@@ -94,7 +94,11 @@ class TeacherCache:
             with hold_lock(self.directory / "lock", log, "writing the same teacher's cache"):
                 yield
         except OSError as error:
-            raise UserError(f"data.cache: {self.directory} cannot be written: {error_reason(error)}") from None
+            raise UserError(self.describe_write_error(error)) from None
+
+    def describe_write_error(self, error: OSError) -> str:
+        """Return the message for the user about an error on writing a file of the cache."""
+        return f"data.cache: {self.directory} cannot be written: {error_reason(error)}"
 
     def find_missing_shards(self) -> list[Shard]:
         """Return the shards whose files are missing, do not fit, or differ from their checksums in the manifest."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,9 @@ def write_teacher_cache(
     "sequences", "bytes", "computed" (number of sequences computed now), "mean_rest" (mean probability of the tokens
     other than the K stored ones).
 
-    recipe: settings, which name the teacher. data: prepared data. log: called with progress lines. layout: layout of
-    the ranks, started on this machine, that run the teacher; None: one device. Raises `UserError` if the teacher cannot
+    recipe: settings, which name the teacher. data: prepared data. log: called with progress lines, unless ranks are
+    started, which print theirs. layout: layout of the ranks, started on this machine, that run the teacher; None: one
+    device, with `run.threads` threads if set. Raises `UserError` if the teacher cannot
     run on the layout, or a file cannot be written."""
     layout = Layout() if layout is None else layout
     check_teacher_on_layout(recipe, layout)
@@ -58,10 +60,22 @@ def write_teacher_cache(
         missing = cache.find_missing_shards()
         if missing and layout.world_size == 1:
             device = choose_single_device(recipe.run.device)
-            compute_shards(cache, recipe, Mesh.single(layout, device), missing, log)
+            with _limit_threads(recipe.run.threads):
+                compute_shards(cache, recipe, Mesh.single(layout, device), missing, log)
         elif missing:
             _launch_ranks(recipe, layout, cache, missing, log)
         return cache.write_manifest() | {"computed": sum(shard.sequences for shard in missing)}
+
+
+@contextmanager
+def _limit_threads(threads: int | None) -> Iterator[None]:
+    """Context manager in which torch computes with this number of threads; None: with as many as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def check_teacher_on_layout(recipe: Recipe, layout: Layout) -> None:
@@ -82,7 +96,7 @@ def compute_shards(
     sequences on every layout.
 
     cache: cache that the shards belong to. recipe: settings, which name the teacher. mesh: device mesh. log: called
-    with progress lines on rank 0. Collective.
+    with progress lines on rank 0. Raises `UserError` on every rank if a file cannot be written on any. Collective.
     """
     given, agreement = recipe.distill, Agreement(mesh)
     assert given.teacher is not None
@@ -91,22 +105,40 @@ def compute_shards(
     teacher.load(Path(given.teacher))
     done = 0
     for shard in shards:
+        with _raise_on_every_rank(cache, agreement):
+            if mesh.rank == 0:
+                cache.create_files(shard)
+        with _raise_on_every_rank(cache, agreement):
+            files = cache.map_unfinished(shard)
+        _compute_shard(cache, teacher, mesh, shard, files)
+        with _raise_on_every_rank(cache, agreement):
+            for file in files:
+                file.flush()
+        with _raise_on_every_rank(cache, agreement):
+            if mesh.rank == 0:
+                cache.finish_files(shard)
         if mesh.rank == 0:
-            cache.create_files(shard)
-        agreement.all_true(True)  # the files are there
-        _compute_shard(cache, teacher, mesh, shard)
-        agreement.all_true(True)  # all ranks have written
-        if mesh.rank == 0:
-            cache.finish_files(shard)
             done += shard.sequences
             log(f"teacher: {done:,} of {sum(each.sequences for each in shards):,} sequences")
 
 
-def _compute_shard(cache: TeacherCache, teacher: Teacher, mesh: Mesh, shard: Shard) -> None:
+@contextmanager
+def _raise_on_every_rank(cache: TeacherCache, agreement: Agreement) -> Iterator[None]:
+    """Context manager that raises `UserError` on every rank if any rank has an `OSError` inside it, such as a full
+    disk. The ranks also wait for each other at its end. cache: cache that is written. Collective."""
+    problem = None
+    try:
+        yield
+    except OSError as error:
+        problem = cache.describe_write_error(error)
+    agreement.raise_first(problem)
+
+
+def _compute_shard(cache: TeacherCache, teacher: Teacher, mesh: Mesh, shard: Shard, files: tuple[Any, Any]) -> None:
     """Run `teacher` on the sequences of a shard, and write what this rank computes into the shard's files. cache: cache
-    that the shard belongs to. mesh: device mesh of the ranks. Collective."""
+    that the shard belongs to. mesh: device mesh of the ranks. files: memory maps of the shard's token IDs and
+    log-probabilities. Collective."""
     given = cache.recipe.distill
-    ids, values = cache.map_unfinished(shard)
     rows, passes = max(1, TOKENS // cache.data.sequence), mesh.layout.micro_batches
     for start in range(0, shard.sequences, rows * mesh.dp.size * passes):
         firsts = [start + rows * (number * mesh.dp.size + mesh.dp.rank) for number in range(passes)]
@@ -118,11 +150,9 @@ def _compute_shard(cache: TeacherCache, teacher: Teacher, mesh: Mesh, shard: Sha
             if mesh.tp.rank == 0 and count:
                 indices_C = loaded[number][2].indices_C
                 held = slice(None) if indices_C is None else indices_C.cpu().numpy()
-                for file, part in zip((ids, values), top, strict=True):
+                for file, part in zip(files, top, strict=True):
                     written = part.unflatten(0, (rows, -1))[:count].cpu().numpy().astype(file.dtype)
                     file[firsts[number] : firsts[number] + count, held] = written
-    ids.flush()
-    values.flush()
 
 
 def _load_sequences(cache: TeacherCache, mesh: Mesh, shard: Shard, places: NDArray[np.int64]) -> MicroBatch:
@@ -158,6 +188,7 @@ def _launch_ranks(
         spec = LaunchSpec(
             description, layout.world_size, Path(place), threads=threads, command=command, trains=False, log=log,
             collective_timeout=recipe.run.collective_timeout,
+            kept="finished files of the cache are kept: the same command continues",
         )  # fmt: skip
         launch(spec)
 

@@ -64,11 +64,13 @@ def train_as_rank(recipe: Recipe, *, probe: bool = True, **options: Any) -> dict
     is no measurement on emulated ranks, on several hosts, and if the wait would exceed `run.collective_timeout`.
     options: keyword arguments of `meshwright.training.loop.train` (`show_progress`).
     """
-    from meshwright.launcher.recipe_checks import check_memory, check_recipe
+    from meshwright.launcher.recipe_checks import check_adapter_from, check_memory, check_recipe
 
     start = rendezvous.read_rendezvous_info(recipe.run.rendezvous)
     check_world_size(start, recipe.parsed_layout)
     check_recipe(recipe)
+    if read_resumed_state(recipe) is None:
+        check_adapter_from(recipe)
     one_host = start.ranks == (start.host_ranks or 1)
     if one_host:
         check_memory(recipe, read_machine_memory())

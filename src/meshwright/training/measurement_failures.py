@@ -1,0 +1,40 @@
+"""Lines for the user about measurements of this machine that failed, and which of them this start has logged. Free of
+torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from meshwright.planner.hardware.machine_profile import FailedMeasurement
+
+BUSY_SHARE = 0.25
+"""Share of a machine's CPU time used by other programs above which a measurement that other programs disturbed, or
+that failed, is not repeated."""
+LOGGED_VARIABLE = "MESHWRIGHT_LOGGED_FAILURES"
+"""Environment variable with the files of the failed measurements that this start has logged, joined by ":". Ranks
+inherit it from the launcher."""
+
+
+def describe_failure(failed: FailedMeasurement, when: str = "") -> str:
+    """Return a line about a failed measurement: the error, then the condition under which it is repeated, such as
+    "after PATH is deleted, the next start measures again". when: put after the error, such as " (at an earlier start)".
+    """
+    if failed.busy > BUSY_SHARE:
+        again = f"the next start while other programs use less than {BUSY_SHARE:.0%} of the cores measures again"
+    else:
+        again = f"after {failed.path} is deleted, the next start measures again"
+    return f"{failed.line}{when}; {again}"
+
+
+def log_failed(failed: FailedMeasurement, log: Callable[[str], None], when: str = "") -> None:
+    """Log the line of `describe_failure` about a failed measurement, and note that this start has logged it. log:
+    called with the line. when: as for `describe_failure`."""
+    log(describe_failure(failed, when))
+    known = os.environ.get(LOGGED_VARIABLE, "").split(os.pathsep)
+    os.environ[LOGGED_VARIABLE] = os.pathsep.join({*filter(None, known), failed.file})
+
+
+def was_logged(failed: FailedMeasurement) -> bool:
+    """Return True if this start has logged the line about this failed measurement, here or in the launcher."""
+    return failed.file in os.environ.get(LOGGED_VARIABLE, "").split(os.pathsep)
