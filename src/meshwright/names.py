@@ -158,10 +158,11 @@ def unknown(kind: str, word: str, known: Iterable[str], listed: str = "") -> str
 
 
 def list_other_steps(path: Path) -> str:
-    """Return a clause that ends the error message about a missing path: the checkpoints beside it, such as
-    "; checkpoints there: step-000200, step-000300", if `path` is named like one; else the empty string."""
+    """Format the end of the error message about a missing checkpoint: the names of the newest checkpoints in the
+    directory that contains `path`, at most `MAX_LISTED`, such as "; checkpoints there: step-000200, step-000300".
+    Returns "" if `path` is not named like a checkpoint, or there are none."""
     others = sorted(one.name for one in path.parent.glob("step-*")) if path.name.startswith("step-") else []
-    return f"; checkpoints there: {', '.join(others)}" if others else ""
+    return f"; checkpoints there: {', '.join(others[-MAX_LISTED:])}" if others else ""
 
 
 def refuse_unknown(table: Iterable[object], known: Sequence[str], where: str, kind: str = "field") -> None:

@@ -73,7 +73,7 @@ def test_predicted_memory_matches_allocation_of_one_rank(name: str, dtype: str, 
     ("name", "layout"),
     [
         *(("qwen3-tiny", "tp2"), ("qwen2-tiny", "pp2"), ("mixtral-tiny", "tp2 ep2"), ("qwen2-moe-tiny", "tp2")),
-        *(("deepseek-v3-tiny", "tp2"), ("gpt-oss-tiny", "tp2 ep2")),
+        *(("deepseek-v3-tiny", "tp2"), ("gpt-oss-tiny", "tp2"), ("gpt-oss-tiny", "tp2 ep2")),
     ],
 )
 def test_predicted_memory_matches_allocation_of_each_of_two_ranks(

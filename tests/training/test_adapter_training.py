@@ -74,13 +74,13 @@ def test_adapter_from_a_run_starts_at_its_newest_checkpoint(base: Path, tmp_path
     cases.run_without_error(None, tmp_path / "first", "dp1 fp32", **changes(base, **settings))
     run, adapter = tmp_path / "first/run", changes(base)["adapter"]
     losses = []
-    for number, place in enumerate((run, run / "checkpoints/step-000002", run / "checkpoints/step-000001")):
+    for number, place in enumerate((run, run / "checkpoints", *(run / f"checkpoints/step-00000{n}" for n in (2, 1)))):
         given = changes(base, adapter=adapter | {"from": str(place)}, **settings)
         recipe = cases.recipe(tmp_path / str(number), "dp1 fp32", **given)
         check_adapter_from(recipe)
         cases.run_without_error(None, tmp_path / str(number), "dp1 fp32", **given)
         losses.append([line["loss"] for line in cases.metrics(tmp_path / str(number)) if "loss" in line])
-    assert losses[0] == losses[1] != losses[2]
+    assert losses[0] == losses[1] == losses[2] != losses[3]
     for other, expected in (
         (adapter | {"rank": 3, "from": str(run)}, "holds an adapter with rank 2, not 3"),
         (adapter | {"targets": ["q_proj"], "from": str(run)}, "an adapter of model.layers.0.self_attn.o_proj"),

@@ -7,7 +7,7 @@ rank, R rank of the adapter, M adapted matrices of an expert in the layer (gate 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +63,7 @@ class ExpertLowRank(nn.Module):
         if not self.enabled:
             return y_NY
         keys_N = copies.keys_N if self.dropout is not None else None
-        return _AddLowRankTerms.apply(x_NX, y_NY, self.a, self.b, copies.ends_E, (self, keys_N))  # type: ignore[no-untyped-call, no-any-return]
+        return _add_low_rank_terms(x_NX, y_NY, self.a, self.b, copies.ends_E, (self, keys_N))
 
     def split(self, low_NL: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Split tensors by adapted matrix. Yield for each of the M adapted matrices of an expert (its range of output
@@ -116,7 +116,7 @@ class ExpertWeightDecomposed(ExpertLowRank):
         factors_EZ = self.magnitude.view(self.experts, -1) / compute_row_norms(matrices, self.scale, self.sums)
         factors_EY = fill_factors(factors_EZ, self.rows, y_NY.shape[1])
         unscaled_NY = super().forward(x_NX, y_NY, copies, layer)
-        return _ScaleCopies.apply(unscaled_NY, factors_EY, copies.ends_E)  # type: ignore[no-untyped-call, no-any-return]
+        return _scale_copies(unscaled_NY, factors_EY, copies.ends_E)
 
 
 class _ScaleCopies(torch.autograd.Function):
@@ -140,6 +140,9 @@ class _ScaleCopies(torch.autograd.Function):
         y_NY, factors_EY, ends_E = context.saved_tensors
         d_factors_EY = sum_bias_gradients(dy_NY * y_NY, ends_E)
         return _repeat_rows(factors_EY, ends_E, len(y_NY)).mul_(dy_NY), d_factors_EY, None
+
+
+_scale_copies: Callable[..., torch.Tensor] = _ScaleCopies.apply
 
 
 def _repeat_rows(rows_EY: torch.Tensor, ends_E: torch.Tensor, copies: int) -> torch.Tensor:
@@ -202,6 +205,9 @@ class _AddLowRankTerms(torch.autograd.Function):
             dx_NX = operators.grouped_product_input(d_low, a.unflatten(0, (adapter.experts, -1)), ends_E)
             dx_NX = dx_NX if dropout is None else dx_NX.masked_fill_(~mask, 0.0).mul_(dropout.scale)
         return dx_NX, dy_NY, d_a.flatten(0, 1), d_b, None, None
+
+
+_add_low_rank_terms: Callable[..., torch.Tensor] = _AddLowRankTerms.apply
 
 
 class AdaptedExperts(Experts):

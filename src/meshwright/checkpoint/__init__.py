@@ -9,20 +9,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from meshwright.checkpoint.catalogue import CheckpointPath, find_adapter, find_best, find_checkpoint, find_newest
+    from meshwright.checkpoint.catalogue import CheckpointPath, find_best, find_checkpoint, find_newest
     from meshwright.checkpoint.checkpointer import Checkpointer
     from meshwright.checkpoint.manifest import DamagedCheckpoint, Manifest, read_manifest, verify_checkpoint
     from meshwright.checkpoint.settings import SaveOptions
 
 _NAMES = {
-    "catalogue": ("CheckpointPath", "find_adapter", "find_best", "find_checkpoint", "find_newest"),
+    "catalogue": ("CheckpointPath", "find_best", "find_checkpoint", "find_newest"),
     "checkpointer": ("Checkpointer",),
     "manifest": ("DamagedCheckpoint", "Manifest", "read_manifest", "verify_checkpoint"),
     "settings": ("SaveOptions",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = [
-    "CheckpointPath", "Checkpointer", "DamagedCheckpoint", "Manifest", "SaveOptions", "find_adapter", "find_best",
+    "CheckpointPath", "Checkpointer", "DamagedCheckpoint", "Manifest", "SaveOptions", "find_best",
     "find_checkpoint", "find_newest", "read_manifest", "verify_checkpoint",
 ]  # fmt: skip
 

@@ -4,14 +4,18 @@ run. For the main thread only."""
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from meshwright.checkpoint.catalogue import find_adapter
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
+from meshwright.terminal import print_message
 
 _TEXT_BYTES = 2048
 
@@ -70,3 +74,21 @@ class Agreement:
         tensor = torch.tensor(values, dtype=torch.int64, device=self._mesh.device)
         collectives.all_reduce(tensor, self._mesh.world, "checkpoint.agreement")
         return tensor.tolist()
+
+
+def agree_on_adapter(path: os.PathLike[str] | str, mesh: Mesh) -> Path:
+    """Return the adapter directory that rank 0 finds with `find_adapter`, on every rank: a run that is still training
+    may save or delete checkpoints while ranks look. path: value of `adapter.from`. Collective. Raises `UserError` on
+    every rank if there is no adapter."""
+    agreement, found, problem = Agreement(mesh), None, None
+    if mesh.rank == 0:
+        try:
+            found = str(find_adapter(path))
+        except UserError as error:
+            problem = str(error)
+    agreement.raise_first(problem)
+    sent = agreement.broadcast_first_text(found)
+    assert sent is not None, "rank 0 has found a directory or an error"
+    if mesh.rank == 0 and Path(sent[1]) != Path(path):
+        print_message(f"adapter: from {sent[1]}")
+    return Path(sent[1])

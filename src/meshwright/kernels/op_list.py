@@ -158,7 +158,7 @@ def _lower_norm(op: Norm) -> Iterator[structures.Op]:
 
 def _lower_linear(op: Linear) -> Iterator[structures.Op]:
     """Yield the ctypes struct of the `Linear` operation `op`. Raises `ValueError` if a matrix reads or writes columns
-    that a buffer does not have."""
+    that a buffer does not have, or if several matrices have no column strides."""
     weight, (out_step, in_step) = op.weight, op.steps
     bias, last = get_address(op.bias, np.float32, weight.count * weight.n), weight.count - 1
     out, x = op.out, op.x
@@ -166,6 +166,8 @@ def _lower_linear(op: Linear) -> Iterator[structures.Op]:
         if last * out_step + weight.n > out.shape[1] or last * in_step + weight.k > x.shape[1]:
             raise ValueError(f"linear: {weight.count} matrices [{weight.n}, {weight.k}], expected rows for all of them")
         out, x = out[:, : weight.n], x[:, : weight.k]
+    elif weight.count > 1:
+        raise ValueError(f"linear: {weight.count} matrices need the steps between their columns")
     yield _make_op(
         "linear", out, x, width=weight.n, in_width=weight.k, rows=_ROWS[op.rows], bias=bias,
         accumulate=op.accumulate, matrix=make_matrix_struct(weight), out_step=out_step, in_step=in_step,

@@ -105,10 +105,11 @@ class Norm:
 class Linear:
     """Linear layer: out = x Wᵀ + bias, from input size X to output size Y.
 
-    out, x: [rows, Y] and [rows, X]. weight: packed W [Y, X]. bias: [Y] (None: 0). accumulate: if True, add to the
+    out, x: [rows, Y] and [rows, X]. weight: packed W [Y, X], or [count, Y, X] with `steps`. bias: [Y], or [count Y] in
+    the order of the matrices (None: 0). accumulate: if True, add to the
     present values of `out` (a residual connection). rows: "tokens" if `x` and `out` have a row per token of the step,
-    "outputs" if a row per token whose logits are wanted. steps: column strides (of `out`, of `x`) between heads, used
-    if `weight` has one matrix per head. Matrix i reads X columns of `x` from column i * steps[1] on, and writes Y
+    "outputs" if a row per token whose logits are wanted. steps: column strides (of `out`, of `x`) between matrices, if
+    `weight` has several (one per head). Matrix i reads X columns of `x` from column i * steps[1] on, and writes Y
     columns of `out` from column i * steps[0] on."""
 
     out: Float32

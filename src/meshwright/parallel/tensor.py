@@ -90,8 +90,8 @@ class TensorParallel(TensorOperations):
 
 class PartialGradients:
     """Gradients of one rank that must be summed over tp (for experts, etp) ranks. Such ranks hold the same parameters,
-    but each computes only the contribution of its own tokens, heads or part of a width. The partial gradients are views
-    of the gradient shards of the FSDP `units`.
+    but their gradients cover different tokens, heads or slices of a layer's width. The partial gradients are views of
+    the gradient shards of the FSDP `units`.
 
     `table`: parameter table of the model; `mesh`: device mesh of this rank."""
 

@@ -179,8 +179,8 @@ class _GuardedSteps:
         self.failed: dict[str, Any] | None = None
 
     def __call__(self, kernel: ReferenceKernel, usual_seconds: float) -> list[ReferenceStep]:
-        """Time training steps of the small reference model; return [] after a failure. Raises if a rank was lost and no
-        rank reports an error of its own.
+        """Time training steps of the small reference model; return [] after a failure. Raises the error if it is the
+        loss of another rank, which has reported no failure.
 
         kernel: reference matrix product, by which times are corrected for the CPU's current speed. usual_seconds: its
         duration at the CPU's usual speed."""
@@ -188,7 +188,7 @@ class _GuardedSteps:
             return self.measure(kernel, usual_seconds)
         except Exception as error:
             self.failed = self._find_first_failure(error)
-            if self.failed is None:  # no rank reports an error of its own: a rank was lost
+            if self.failed is None:  # no rank reports a failure: a rank was lost
                 raise
             return []
 

@@ -235,9 +235,10 @@ class Lowering:
         down = self._memory.pack(self._read_matrix(experts.down).reshape(experts.held, config.hidden, -1))
         biases: tuple[Float32 | None, Float32 | None, Float32 | None] = (None, None, None)
         if config.mlp_bias:
-            up_bias, down_bias = (self._read_parameter(each, "bias") for each in (experts.up, experts.down))
+            up_bias = self._read_parameter(experts.up, "bias")
             up_bias = separate_gates(up_bias, experts.held) if config.experts_interleaved else up_bias
-            down_bias = spread_bias(down_bias, experts.held, config.hidden, experts.first)
+            down_bias = self._read_shard(f"{self._names[id(experts.down)]}.bias", bfloat16=False)
+            down_bias = self._memory.copy(spread_bias(down_bias, experts.held, config.hidden, experts.first))
             biases, router_bias = (router_bias, up_bias, down_bias), None
         self.ops.append(
             op.Experts(

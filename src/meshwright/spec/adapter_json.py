@@ -79,11 +79,11 @@ def find_base_directory(directory: Path) -> Path | None:
 def check_initial_adapter(directory: str | Path, config: ModelConfig) -> None:
     """Check that a directory holds an adapter with the settings and modules of the adapter of `config`; raise
     `UserError` if not. The values of the adapter are not read. directory: value of `adapter.from`: a PEFT directory, or
-    a run directory, whose newest checkpoint is checked."""
+    a run directory or its directory of checkpoints, whose newest is checked."""
     place = Path(directory)
     if not (place / ADAPTER_CONFIG).is_file():
-        found = sorted(place.glob(f"checkpoints/step-*/{ADAPTER_CONFIG}"))
-        place = found[-1].parent if found else place
+        found = [path.parent for each in ("checkpoints/", "") for path in place.glob(f"{each}step-*/{ADAPTER_CONFIG}")]
+        place = max(found, key=lambda path: (len(path.name), path.name), default=place)  # numbers have 6 digits or more
     path = place / ADAPTER_FILE
     try:
         with safe_open(path, framework="numpy") as file:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from meshwright.adapters.attach import adapters_off, make_initial_values
 from meshwright.adapters.dropout import sample_keys
 from meshwright.adapters.peft_directory import read_peft_adapter
-from meshwright.checkpoint import find_adapter
+from meshwright.checkpoint.agreement import agree_on_adapter
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
 from meshwright.data import PackedDataset, PackedExamples, PreparedData
@@ -261,7 +261,7 @@ class LanguageModelTask:
         names = match_entries(files, parameter_table(base), base)
         read_base = make_slice_reader(lambda entry: read_entry(files, entry, names))
         if self.recipe.adapter.from_path is not None:
-            place = find_adapter(self.recipe.adapter.from_path)
+            place = agree_on_adapter(self.recipe.adapter.from_path, self.mesh)
             adapter_value = read_peft_adapter(place, self.config, self.recipe.run.seed)
         else:
             adapter_value = make_initial_values(

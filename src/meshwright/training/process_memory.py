@@ -70,9 +70,8 @@ def predict_process_memory(
         "mapped data": _predict_mapped_bytes(trainer),
         "checkpoint hashing buffer": min(snapshot, HASHED_AT_ONCE),
     }
-    items["startup peak"] = max(
-        0, (read_peak_resident_bytes() or 0) - sum(items.values())
-    )  # if above the peak of the steps
+    # Memory of the start-up, as far as its peak is above that of the steps.
+    items["startup peak"] = max(0, (read_peak_resident_bytes() or 0) - sum(items.values()))
     items["unexplained"] = round(share * sum(items.values()))
     return ProcessMemory(items)
 

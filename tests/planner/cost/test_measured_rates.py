@@ -133,7 +133,7 @@ def test_ring_attention_with_smaller_blocks_costs_more_per_score():
 def test_many_layouts_take_as_long_as_each_alone(kind: Any, name: str, shape: tuple[Any, ...] | None):
     """Shapes that were measured, lie between measured ones or beyond them; no product fits constant rates."""
     more = {"shapes": (SHAPE, (256, 256, 256), (64, 64, 64), (512, 128, 64)), "seconds": (3e-3, 3e-4, 1e-4, 9e-4)}
-    rough = tuple(replace(each, **more) for each in measured().products)  # type: ignore[arg-type]
+    rough = tuple(replace(each, **more) for each in measured().products)
     rates, moved, flops = Rates.of(here(measured(products=rough)), "fp32"), [1e3, 1e6, 1e9], [1e5, 1e8, 1e10]
     sizes = None if shape is None else tuple(map(np.asarray, shape))
     many = Operation(name, kind, "input", np.array(flops), np.array(moved), sizes, 3.0)

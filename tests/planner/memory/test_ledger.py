@@ -40,8 +40,8 @@ LORA, QLORA, DOUBLE, DORA = (
     )
 )
 ROUTED_LORA, ROUTED_DORA = (
-    dataclasses.replace(MIXTURE, adapter=AdapterConfig(rank=4, targets=("w1", "w2", "w3"), **settings))  # type: ignore[arg-type]
-    for settings in ({}, {"kind": "dora"})
+    dataclasses.replace(MIXTURE, adapter=AdapterConfig(rank=4, targets=("w1", "w2", "w3"), kind=kind))
+    for kind in ("lora", "dora")
 )
 DROPPED = dataclasses.replace(SMALL_HEAD, intermediate=1024, adapter=AdapterConfig(rank=4, dropout=0.1))
 SHARED = dataclasses.replace(preset("qwen2-moe-tiny"), vocabulary=256, experts=4, expert_intermediate=512)

@@ -288,10 +288,10 @@ def _rank_ledger(rank: ServingRank) -> RankLedger:
     for tensor, numel in reversed(rank.parameters):
         as_table, as_matrix = _forms(config, tensor, stage)
         transit = max(transit, numel * item - packed)
-        if as_table:  # norms and biases are float32
-            weights += numel * (item if tensor.unit in LOOKED_UP else 4)
-        if as_matrix:
-            packed += _packed_bytes(config, layout, tensor, item)
+        if as_table:  # norms and biases are float32, those of experts' down projections at full width on every rank
+            full = tensor.name.endswith(".experts.down.bias") and not layout.expert_parallel
+            weights += numel * (layout.tp if full else 1) * (item if tensor.unit in LOOKED_UP else 4)
+        packed += _packed_bytes(config, layout, tensor, item) if as_matrix else 0
     # Cosines and sines of half the features each; temperatures of queries in place of cosines.
     turns = {config.layer_rotation(layer) or config.layer_temperature(layer) for layer in stage.layers} - {None}
     weights += len(turns) * sizes.max_length * (config.rotary_dim if config.latent else config.head_dim) * 4

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from meshwright.adapters.modules import adapt_module, load_module_adapter
-from meshwright.checkpoint import find_adapter
-from meshwright.checkpoint.agreement import Agreement
+from meshwright.checkpoint.agreement import Agreement, agree_on_adapter
 from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.layout import Layout
@@ -33,7 +32,7 @@ def build_task(spec: ModuleSpec, recipe: ModuleRecipe, mesh: Mesh) -> ModuleTask
     adapter = make_adapter_config(recipe.adapter)
     modules = [] if adapter is None else adapt_module(module, adapter)
     if recipe.adapter.from_path is not None:
-        load_module_adapter(module, find_adapter(recipe.adapter.from_path), adapter)
+        load_module_adapter(module, agree_on_adapter(recipe.adapter.from_path, mesh), adapter)
     derived = describe_module(module, spec.units, spec.decays)
     if adapter is not None:
         derived = _name_as_peft(derived, module)
