@@ -3,7 +3,7 @@ steps, nor on other sequences, nor on the places of its blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -73,6 +73,24 @@ def draw_inputs(case: Case) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
     return rows, rng.random(case.head_dim, dtype=np.float32), rng.random(case.head_dim, dtype=np.float32)
 
 
+def cut_into_steps(members: list[int], chunk: int, seed: int) -> Iterator[tuple[dict[int, range], Batch]]:
+    """Yield each step of the sequences `members`, which run together: {sequence: positions of at most `chunk` tokens},
+    and the batch. `seed`: order of the blocks; block 0 is not used."""
+    longest = -(-max(LENGTHS) // 16)
+    order = 1 + np.random.default_rng(seed).permutation(len(members) * longest)
+    block_tables = order.reshape(len(members), longest).astype(np.int32)
+    done = dict.fromkeys(members, 0)
+    while active := [s for s in members if done[s] < LENGTHS[s]]:
+        ranges = {s: range(done[s], min(LENGTHS[s], done[s] + chunk)) for s in active}
+        positions = np.concatenate([np.array(r, np.int32) for r in ranges.values()])
+        starts = np.cumsum([0, *map(len, ranges.values())]).astype(np.int32)
+        table = np.ascontiguousarray(block_tables[[members.index(s) for s in active]])
+        blocks = np.concatenate([table[i, np.array(r) // 16] for i, r in enumerate(ranges.values())])
+        slots = (blocks * 16 + positions % 16).astype(np.int32)
+        yield ranges, Batch(positions, positions, slots, starts, table, positions[:0])
+        done |= {s: r.stop for s, r in ranges.items()}
+
+
 def run_in_chunks(kernels: Kernels, case: Case, members: list[int], chunk: int, seed: int = 0) -> list[np.ndarray]:
     """Attention outputs of the sequences `members`, which run together, `chunk` tokens of each in a step. `seed`: order
     of the blocks. The cache starts full of NaN but for what the sequences write; block 0 stays so."""
@@ -83,21 +101,12 @@ def run_in_chunks(kernels: Kernels, case: Case, members: list[int], chunk: int, 
     keys, values = (np.full(shape, np.nan if dtype == np.float32 else 0x7FC0, dtype) for shape in shapes)
     values[..., case.head_dim :] = 0  # the padding of the features
     cache = LayerCache(keys, values, case.head_dim)
-    order = 1 + np.random.default_rng(seed).permutation(len(members) * longest)
-    block_tables = order.reshape(len(members), longest).astype(np.int32)
     cosine, sine = tables(case)
-    done = dict.fromkeys(members, 0)
     outs = {s: np.zeros((LENGTHS[s], case.heads * case.head_dim), np.float32) for s in members}
-    while active := [s for s in members if done[s] < LENGTHS[s]]:
-        ranges = [range(done[s], min(LENGTHS[s], done[s] + chunk)) for s in active]
-        positions = np.concatenate([np.array(r, np.int32) for r in ranges])
-        starts = np.cumsum([0, *map(len, ranges)]).astype(np.int32)
-        table = np.ascontiguousarray(block_tables[[members.index(s) for s in active]])
-        blocks = np.concatenate([table[i, np.array(r) // 16] for i, r in enumerate(ranges)])
-        slots = (blocks * 16 + positions % 16).astype(np.int32)
-        for i, r in enumerate(ranges if case.window else ()):  # the scheduler has freed what is behind the window
-            table[i, : case.first_key(r.start) // 16] = 0
-        qkv = np.concatenate([inputs[s][r.start : r.stop] for s, r in zip(active, ranges, strict=True)])
+    for ranges, batch in cut_into_steps(members, chunk, seed):
+        for i, r in enumerate(ranges.values() if case.window else ()):  # the scheduler has freed what is behind it
+            batch.block_tables[i, : case.first_key(r.start) // 16] = 0
+        qkv = np.concatenate([inputs[s][r.start : r.stop] for s, r in ranges.items()])
         out = np.zeros((len(qkv), case.heads * case.head_dim), np.float32)
         operations = kernels.create_op_list()
         rotation = (cosine, sine) if case.rotated else (None, None)
@@ -105,9 +114,9 @@ def run_in_chunks(kernels: Kernels, case: Case, members: list[int], chunk: int, 
         operations.append(RopeStore(qkv, cache, case.heads, *rotation, *norms))
         options = (case.head_dim**-0.5, case.window, case.softcap, draw_sinks(case), case.chunks)
         operations.append(Attention(out, qkv, cache, case.heads, *options))
-        operations.run(Batch(positions, positions, slots, starts, table, positions[:0]))
-        for i, (s, r) in enumerate(zip(active, ranges, strict=True)):
-            outs[s][r.start : r.stop], done[s] = out[starts[i] : starts[i + 1]], r.stop
+        operations.run(batch)
+        for i, (s, r) in enumerate(ranges.items()):
+            outs[s][r.start : r.stop] = out[batch.starts[i] : batch.starts[i + 1]]
     return list(outs.values())
 
 
@@ -223,22 +232,14 @@ def run_latent_in_chunks(
     shapes = LayerCache.compute_shapes(1 + len(members) * longest, 1, cached, latent=True)
     dtype = np.float32 if case.dtype == "float32" else np.uint16
     keys, values = (np.full(shape, np.nan if dtype == np.float32 else 0x7FC0, dtype) for shape in shapes)
-    order = 1 + np.random.default_rng(seed).permutation(len(members) * longest)
-    block_tables = order.reshape(len(members), longest).astype(np.int32)
     names = ("down", "query_up", "key_up", "value_up")
     down, query_up, key_up, value_up = (kernels.pack(each, case.dtype) for each in case.draw(*names))
     latent_norm, query_norm = case.draw("latent_norm", "query_norm")
     with_queries = case.query_rank is not None
     cosine, sine = tables(Case(1, 1, case.rotated, case.rotated))
-    done = dict.fromkeys(members, 0)
     outs = {s: np.zeros((LENGTHS[s], case.heads * case.value_dim), np.float32) for s in members}
-    while active := [s for s in members if done[s] < LENGTHS[s]]:
-        ranges = [range(done[s], min(LENGTHS[s], done[s] + chunk)) for s in active]
-        positions = np.concatenate([np.array(r, np.int32) for r in ranges])
-        starts = np.cumsum([0, *map(len, ranges)]).astype(np.int32)
-        table = np.ascontiguousarray(block_tables[[members.index(s) for s in active]])
-        blocks = np.concatenate([table[i, np.array(r) // 16] for i, r in enumerate(ranges)])
-        x = np.concatenate([case.draw(f"x{s}")[0][r.start : r.stop] for s, r in zip(active, ranges, strict=True)])
+    for ranges, batch in cut_into_steps(members, chunk, seed):
+        x = np.concatenate([case.draw(f"x{s}")[0][r.start : r.stop] for s, r in ranges.items()])
         out, wide, queries, attended = (
             np.zeros((len(x), case.heads * width + more), np.float32)
             for width, more in ((case.value_dim, 0), (cached, down.n), (case.plain + case.rotated, 0), (cached, 0))
@@ -250,10 +251,9 @@ def run_latent_in_chunks(
                 key_up, value_up, wide, queries, attended, LayerCache(keys, values, cached), cosine, sine, 0.3,
             )
         )  # fmt: skip
-        slots = (blocks * 16 + positions % 16).astype(np.int32)
-        operations.run(Batch(positions, positions, slots, starts, table, positions[:0]))
-        for i, (s, r) in enumerate(zip(active, ranges, strict=True)):
-            outs[s][r.start : r.stop], done[s] = out[starts[i] : starts[i + 1]], r.stop
+        operations.run(batch)
+        for i, (s, r) in enumerate(ranges.items()):
+            outs[s][r.start : r.stop] = out[batch.starts[i] : batch.starts[i + 1]]
     return list(outs.values())
 
 
