@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Iterator
+from collections import defaultdict
+from contextlib import suppress
 from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 
+from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.planner.cost.micro_batch import MicroBatch, layer_kind
-from meshwright.planner.memory.dimensions import list_dimensions, list_properties
+from meshwright.planner.cost.engines import ENGINES
+from meshwright.planner.cost.micro_batch import MicroBatch
+from meshwright.planner.memory import published, saved, temporaries
+from meshwright.planner.memory.ledger import ledger
 from meshwright.planner.memory.tables import compute_size, holds, load_table, make_tensor, parse_items
+from meshwright.spec.adapter_config import AdapterConfig
 from meshwright.spec.presets import preset
-
-# Those of a pass, of the loss and of a stage, beside those of a layer.
-MORE_DIMENSIONS = {
-    "split", "computed", "most_copies", "bounds", "ring_bounds", "head_rows", "longest", "sliced", "head_width",
-    "kept_weight", "weight_bytes", "summed_bytes", "chunk_bytes", "table",
-}  # fmt: skip
-MORE_PROPERTIES = {
-    "split", "mixtures", "several_chunks", "keeps_gradient", "again", "compiled_loss", "keeps_hidden", "keeps_weight",
-    "computes_weight",
-}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -52,42 +48,87 @@ def test_group_joins_conditions_of_its_items() -> None:
     assert found == [("first", "2 x", ("c", "a", "b")), ("last", "", ("c",)), ("own", "", ())]
 
 
-def every_layer() -> Iterator[tuple[dict[str, Any], frozenset[str]]]:
-    """Yield the dimensions and properties of layers of many families, layouts and devices."""
-    families = ("llama-tiny", "gpt2-tiny", "bert-tiny", "qwen3-tiny", "mistral-tiny", "mixtral-tiny", "dots1-tiny",
-                "qwen2-moe-tiny", "gemma2-tiny", "llama4-tiny")  # fmt: skip
-    layouts = ("dp1", "tp2 ac:full", "cp2 ac:selective", "cp2:ulysses", "dp2 ep2")
-    for name, layout, device, packed in product(families, layouts, ("cpu", "cuda"), (False, True)):
-        config = preset(name)
-        if config.encoder and layout != "dp1":
-            continue
-        batch = MicroBatch.of(config, Layout.parse(layout), 2, 256, device=device, packed=packed)
-        for layer in range(config.layers):
-            yield list_dimensions(batch, layer_kind(config, layer)), list_properties(batch, layer_kind(config, layer))
+Names = dict[str, set[str]]
 
 
-def test_rows_name_dimensions_and_properties_that_exist() -> None:
-    """A wrong name in a condition would only leave a tensor out."""
-    dimensions, properties = set(MORE_DIMENSIONS), set(MORE_PROPERTIES)
-    for sizes, true in every_layer():
-        dimensions |= set(sizes)
-        properties |= true
-    properties |= {"adapter", "labelled", "classes_head"}
+def record_names(monkeypatch: pytest.MonkeyPatch) -> tuple[Names, Names]:
+    """Return by section of the table the names of all dimensions, and of all properties that are true at least once,
+    with which the ledgers of many families, layouts, devices and options look its tensors up."""
+    dimensions, properties = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
+    list_saved, list_temporaries = saved._listed, temporaries.Pass.snapshots
+
+    def record_saved(section: str, sizes: dict[str, Any], true: frozenset[str]) -> Any:
+        dimensions[section].update(sizes)
+        properties[section].update(true)
+        return list_saved(section, sizes, true)
+
+    def record_temporaries(each: temporaries.Pass, section: str) -> Any:
+        dimensions[section].update(each.dimensions)
+        properties[section].update(each.properties)
+        return list_temporaries(each, section)
+
+    monkeypatch.setattr(saved, "_listed", record_saved)
+    monkeypatch.setattr(temporaries.Pass, "snapshots", record_temporaries)
+    families = ("llama-tiny", "gpt2-tiny", "qwen3-tiny", "mixtral-tiny", "dots1-tiny", "qwen2-moe-tiny", "gemma2-tiny",
+                "llama4-tiny")  # fmt: skip
+    layouts = ("dp1", "tp2 ac:full", "cp2 ac:selective", "cp2:ulysses", "dp2 ep2", "pp2:zb-h1 mb4")
+    options: tuple[dict[str, Any], ...] = (
+        {}, {"device": "cuda", "documents": True}, {"device": "cuda", "precision": "fp32"}, {"pairs": True},
+        {"compile": True},
+    )  # fmt: skip
+    adapted = (
+        dataclasses.replace(preset("llama-tiny"), adapter=AdapterConfig(rank=4)),
+        dataclasses.replace(preset("llama-tiny"), adapter=AdapterConfig(rank=4, packed="nf4")),
+        dataclasses.replace(preset("qwen2-moe-tiny"), adapter=AdapterConfig(rank=4, targets=("q_proj",))),
+    )
+    labelled = dataclasses.replace(preset("bert-tiny"), head="classes", labels=("a", "b"))
+    for config in (*map(preset, families), *adapted, labelled, preset("bert-tiny")):
+        for text, more, longest in product(layouts, options, (64, 4096)):
+            sequence = min(longest, config.max_positions or longest)
+            with suppress(UserError):  # not every family has every layout
+                ledger(config, Layout.parse(text), batch=8, sequence=sequence, **({"precision": "bf16"} | more))
+    return dimensions, properties
+
+
+def test_rows_name_dimensions_and_properties_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong name in a condition, in the table or in the code, would only leave a tensor out."""
+    dimensions, properties = record_names(monkeypatch)
     table = load_table("tensors.toml")
     types, words = {"x", "wide", "index", "int32", "bool"}, re.compile(r"[a-z_]\w*")
-    for items in table["saved"].values():
+    for section, items in table["saved"].items():
         for item in parse_items(items, {}):
             assert item.value.split()[0] in types, item
-            assert set(words.findall(item.value.partition(" ")[2])) <= dimensions, item
+            assert set(words.findall(item.value.partition(" ")[2])) <= dimensions[section], (section, item)
+            assert {word for each in item.conditions for word in words.findall(each)} <= properties[section], item
+    sections = table.keys() - {"saved", "groups"}
+    assert sum(len(table[section]) for section in sections) > 15
+    for section in sections:
+        for row in table[section]:
+            assert set(row) <= {"name", "if", "tensors", "freed", "held"}
+            conditions = [row.get("if", "")]
+            for key in ("tensors", "freed", "held"):
+                for item in parse_items(row.get(key, ()), table["groups"]):
+                    conditions += item.conditions
+                    assert set(words.findall(item.value)) <= dimensions[section], (section, item)
+                    assert bool(item.value) == (key == "tensors"), item
+            assert {word for each in conditions for word in words.findall(each)} <= properties[section], (section, row)
+
+
+def test_published_activations_name_properties_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = set[str]()
+
+    def record(conditions: tuple[str, ...], true: set[str]) -> bool:
+        properties.update(true)
+        return holds(conditions, true)
+
+    monkeypatch.setattr(published, "holds", record)
+    models = ("llama-tiny", "gpt2-tiny", "qwen3-tiny", "mixtral-tiny")
+    for engine, name, text in product(ENGINES.values(), models, ("dp1", "dp1 ac:full", "dp1 ac:selective")):
+        batch = MicroBatch.of(preset(name), Layout.parse(text), 2, 64, engine=engine, dtype="bfloat16", device="cuda")
+        for kernel in ("flash-2", "scores"):
+            found = published.published_layer(dataclasses.replace(batch, kernel=kernel), batch.config.experts > 0)
+            assert min(found.values()) > 0
+    table, words = load_table("published.toml"), re.compile(r"[a-z_]\w*")
+    for name in table.keys() - {"groups"}:
+        for item in parse_items(table[name], table["groups"]):
             assert {word for each in item.conditions for word in words.findall(each)} <= properties, item
-    rows = [row for name, section in table.items() if name not in ("saved", "groups") for row in section]
-    assert len(rows) > 15
-    for row in rows:
-        assert set(row) <= {"name", "if", "tensors", "freed", "held"}
-        conditions = [row.get("if", "")]
-        for key in ("tensors", "freed", "held"):
-            for item in parse_items(row.get(key, ()), table["groups"]):
-                conditions += item.conditions
-                assert set(words.findall(item.value)) <= dimensions, item
-                assert bool(item.value) == (key == "tensors"), item
-        assert {word for each in conditions for word in words.findall(each)} <= properties, row
