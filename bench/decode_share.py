@@ -110,6 +110,8 @@ def main() -> None:
     kernels.set_threads(arguments.threads)
     limits = StepLimits(256, 512, 8, 2048)
     runner = NativeRunner(kernels, RankWeights(arguments.directory, mesh), mesh, arguments.dtype, limits)
+    if runner.config.experts or runner.config.latent:
+        parser.error(f"{arguments.directory}: a dense model without latent attention is needed")
     engine = Engine(runner, build_scheduler(runner.config, limits))
     prompt = np.random.default_rng(0).integers(0, runner.config.vocabulary, arguments.context).tolist()
     engine.add(Request("0", tuple(prompt), Sampling(max_tokens=1024)))
