@@ -19,7 +19,7 @@ from meshwright.kernels import operations as op
 from meshwright.kernels.library import Kernels
 from meshwright.kernels.memory_pages import reserve_pool
 from meshwright.kernels.op_list import OpList
-from meshwright.kernels.rank_memory import RankMemory
+from meshwright.kernels.rank_allocator import RankAllocator
 from meshwright.kernels.row_order import order_rows, separate_gates, spread_bias
 from meshwright.kernels.structures import PackedMatrix
 from meshwright.model import layers as modules
@@ -68,7 +68,7 @@ class Lowering:
         states: Hidden states [T, H], input and output of the stage; T: the token budget of a step.
         logits: Logits [R, V / P] of this rank's vocabulary slice, P tensor-parallel ranks; None unless this is the last
             stage.
-        nbytes: {kind: bytes}, as `RankMemory` counts them.
+        nbytes: {kind: bytes}, as `RankAllocator` counts them.
     """
 
     def __init__(self, kernels: Kernels, weights: RankWeights, mesh: Mesh, dtype: str, limits: StepLimits) -> None:
@@ -79,7 +79,7 @@ class Lowering:
         self._split = not mesh.tp.trivial
         self.ops: OpList = kernels.create_op_list()
         self.segments: list[Segment] = []
-        self._memory = RankMemory(kernels, dtype, limits.token_budget)
+        self._memory = RankAllocator(kernels, dtype, limits.token_budget)
         self.nbytes = self._memory.nbytes
         self._kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
         self._order = find_half_rotation_order(self.config)

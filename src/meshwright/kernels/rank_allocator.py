@@ -11,7 +11,7 @@ from meshwright.kernels.structures import Array, Float32, PackedMatrix
 from meshwright.spec.config import ModelConfig
 
 
-class RankMemory:
+class RankAllocator:
     """Allocator of the arrays that the operations of one rank use; counts their bytes by kind.
 
     kernels: compiled library, which allocates and packs the arrays. dtype: "float32" or "bfloat16", of packed weights
