@@ -1,8 +1,9 @@
 """Cost of batch invariance, and of everything outside kernels, in steps of the serving engine.
 
-    python bench/batch_invariance.py DIRECTORY [--turns 15] [--threads 2] [--context 256]
+    python bench/batch_invariance.py [DIRECTORY] [--turns 15] [--threads 2] [--context 256]
 
-For decode steps of 1, 8 and 32 sequences and prefill steps of 128 and 512 tokens, in float32 and bfloat16, in turns:
+The default model has the shape of SmolLM-135M and random weights (`bench/serving_models.py`). For
+decode steps of 1, 8 and 32 sequences and prefill steps of 128 and 512 tokens, in float32 and bfloat16, in turns:
 
 - `step`: the engine's whole step: schedule, run, sample, record_results;
 - `runner`: the kernels' list of operations, one call;
@@ -41,6 +42,7 @@ from meshwright.serving.sampling import Sampling
 from meshwright.serving.scheduler import sample_batch
 from meshwright.serving.step_limits import StepLimits
 from meshwright.serving.weights import RankWeights
+from serving_models import model_directory
 
 CASES = {"decode 1": (1, 1), "decode 8": (8, 1), "decode 32": (32, 1), "prefill 128": (1, 128), "prefill 512": (1, 512)}
 """By name: sequences, and tokens of each in a step."""
@@ -131,12 +133,13 @@ def measure_case(engine: Engine, kernels: Any, case: str, arguments: Any) -> dic
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path)
+    parser.add_argument("directory", type=Path, nargs="?", help="model directory; default: SmolLM-135M's shape")
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--context", type=int, default=256, help="tokens before those of a decode step")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     arguments = parser.parse_args()
+    directory = arguments.directory or model_directory("smollm-135m")
     torch.set_num_threads(arguments.threads)
     torch.set_grad_enabled(False)
     results: dict[str, Any] = {}
@@ -147,12 +150,12 @@ def main() -> None:
         kernels.set_threads(arguments.threads)
         limits = StepLimits(2048, 512, 32, 1024)
         mesh = Mesh.single(device="cpu")
-        runner = NativeRunner(kernels, RankWeights(arguments.directory, mesh), mesh, dtype, limits)
+        runner = NativeRunner(kernels, RankWeights(directory, mesh), mesh, dtype, limits)
         engine = Engine(runner, build_scheduler(runner.config, limits))
         for case in CASES:
             results[f"{dtype} {case}"] = measure_case(engine, kernels, case, arguments)
             print(dtype, case, results[f"{dtype} {case}"], file=sys.stderr, flush=True)
-    model = arguments.directory.name
+    model = directory.name
     write_result("batch_invariance", {"model": model, "threads": arguments.threads, "steps": results}, quiet=True)
 
 
