@@ -35,7 +35,7 @@ from common import paired_ratio, write_result
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
-from meshwright.model.documents import ONE_DOCUMENT
+from meshwright.model.documents import ONE_DOCUMENT, MicroBatch
 from meshwright.model.initialise import initial_value, write_entry
 from meshwright.model.loss import linear_cross_entropy
 from meshwright.model.transformer import Transformer
@@ -107,7 +107,7 @@ def ours(problem: Problem) -> Callable[[], float | None]:
     runtime = ForwardBackward(model, parallel, generate_for_layout(problem.layout))
     optimizer = Optimizer(parallel.shards, problem.settings.train)
     micro_batches = [
-        (tokens[None], targets[None], ONE_DOCUMENT)
+        MicroBatch(tokens[None], targets[None], ONE_DOCUMENT)
         for tokens, targets in zip(problem.tokens, problem.targets, strict=True)
     ]
     last = any(stage.last for stage in partition.stages_on(mesh.pp.rank))

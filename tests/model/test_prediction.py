@@ -16,7 +16,7 @@ from transformers.modeling_layers import MtpModel
 from meshwright.checkpoint.model_directory import save_huggingface
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.model.documents import Documents
+from meshwright.model.documents import Documents, MicroBatch
 from meshwright.model.huggingface import load_huggingface
 from meshwright.model.prediction import shift_by_one
 from meshwright.spec.config_json import config_to_huggingface
@@ -94,7 +94,7 @@ def test_gradient_adds_loss_of_token_after_next_and_value_does_not(documents: Do
 def test_next_tokens_and_targets_stay_within_their_document():
     tokens, targets = torch.arange(12).view(2, 6), torch.arange(1, 13).view(2, 6)
     documents = Documents.from_ids(torch.tensor([[0, 0, 1, 1, 1, 1], [0] * 6]))
-    following, after = shift_by_one(tokens, targets, documents)
+    following, after = shift_by_one(MicroBatch(tokens, targets, documents))
     assert following[:, :-1].tolist() == tokens[:, 1:].tolist()
     assert after.tolist() == [[2, -100, 4, 5, 6, -100], [8, 9, 10, 11, 12, -100]]
 

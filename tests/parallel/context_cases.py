@@ -166,7 +166,7 @@ def operators(method: str) -> None:
             _check_operators("flash_ring_attention", (q, k, v, mask.tensors, [0.0, 0.3], key, None), direction)
         first, sinks = torch.arange(16).clamp(max=5)[None], torch.ones(4, dtype=torch.float64)
         for numbers, each in (([0.3, 0.7], None), ([0.3, 0.0], sinks)):
-            _check_operators("ring_attention", (q, k, v, first, numbers, key, each), direction)
+            _check_operators("ring_attention", (q, k, v, [first], numbers, key, each), direction)
     else:
         torch.library.opcheck(ring.all_to_all.default, (q.requires_grad_(), key, "test", 1, 2))
     mesh.close()

@@ -12,7 +12,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.data import prepare
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.model.documents import Documents
+from meshwright.model.documents import Documents, MicroBatch
 from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.flat_buffers import TensorSlice
 from meshwright.parallel.parallelize import parallelize
@@ -29,7 +29,7 @@ from meshwright.verification.samples import Batch
 from tests.batches import make_batch, share_of
 
 
-def tensors_of(batch: Batch, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor, Documents]:
+def tensors_of(batch: Batch, mesh: Mesh) -> MicroBatch:
     """This rank's slices of tokens, targets and documents of a batch of unsharded sequences."""
     tokens, targets = torch.from_numpy(batch.tokens), torch.from_numpy(batch.targets)
     return shard_sequences(tokens, targets, Documents.from_ids(batch.document_ids), mesh)

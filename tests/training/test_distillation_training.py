@@ -30,7 +30,7 @@ from meshwright.errors import RankLost, UserError
 from meshwright.launcher.launcher import launch
 from meshwright.launcher.recipe_checks import check_recipe, check_teacher_tokenizer
 from meshwright.layout import Layout
-from meshwright.model.documents import Documents
+from meshwright.model.documents import Documents, MicroBatch
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
 from meshwright.planner.cost.teacher import make_teacher_work
@@ -530,8 +530,10 @@ def test_sequences_without_targets_are_not_continued(home: Path):
     targets_BS[1] = -100
     (units,) = task.parallel.prefetchers.values()
     sampler = Sampler(task.model, units, task.mesh, ends=(256,), temperature=1.0, seed=recipe.run.seed)
-    prompts = find_prompts((tokens_BS, targets_BS, documents), None)
-    tokens, targets, _ = sampler.sample((tokens_BS, targets_BS, documents), prompts, 0, np.arange(len(tokens_BS)))
+    prompts = find_prompts(MicroBatch(tokens_BS, targets_BS, documents), None)
+    tokens, targets, _ = sampler.sample(
+        MicroBatch(tokens_BS, targets_BS, documents), prompts, 0, np.arange(len(tokens_BS))
+    )
     assert torch.equal(tokens[1], tokens_BS[1]) and targets[1].eq(-100).all() and not targets[0].eq(-100).all()
 
 
@@ -545,7 +547,7 @@ def test_step_without_prompts_to_continue_computes_nothing_and_filled_sequences_
 
     def sample(chosen: list[int]) -> tuple[Any, list[int]]:
         """Return the micro-batch sampled from some sequences, and the tokens of each computed part of a sequence."""
-        given = (tokens_BS[chosen], targets_BS[chosen], documents)
+        given = MicroBatch(tokens_BS[chosen], targets_BS[chosen], documents)
         with mock.patch.object(sampler, "_compute_hidden", wraps=sampler._compute_hidden) as compute:
             found = sampler.sample(given, find_prompts(given, None), 0, np.array(chosen))
         return found, [call.args[0].shape[1] for call in compute.call_args_list]
@@ -560,7 +562,8 @@ def test_samples_do_not_depend_on_the_micro_batches_sampled_together(home: Path,
     task, _, _ = make_task(home, {"on_policy": 1.0, "on_policy_prompt": 20})
     rows = task.samples_of_step(0)
     micro_batches = [
-        (tokens[None], targets[None], Documents()) for tokens, targets in zip(*task.load_step(0)[0][:2], strict=True)
+        MicroBatch(tokens[None], targets[None], Documents())
+        for tokens, targets in zip(*task.load_step(0)[0][:2], strict=True)
     ]
     parts = [rows[index : index + 1] for index in range(4)]
     made: list[list[torch.Tensor]] = []

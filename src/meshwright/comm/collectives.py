@@ -18,7 +18,7 @@ from meshwright.comm import backend, transport
 from meshwright.comm.faults import Fault
 from meshwright.comm.handle import DONE, Handle, make_rank_lost_error
 from meshwright.comm.mesh import Axis, calls_in_flight
-from meshwright.comm.transport import Message
+from meshwright.comm.transport import Message, RowCounts
 from meshwright.errors import RankLost
 
 
@@ -66,19 +66,17 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str
     errors. async_op: return before completion."""
     n = source.numel()
     assert output.numel() == n * axis.size, (site, output.numel(), n, axis.size)
-    parts = output.view(axis.size, n)
     sent = output.nbytes * (axis.size - 1) // axis.size
     call = _record_call("all_gather", axis, site, output.nbytes, sent, output)
     if call is None:
-        _copy_unless_shared(parts[axis.rank], source)
+        _copy_unless_shared(output.view(axis.size, n)[axis.rank], source)
         return DONE
-    lose: Callable[[], Any] | None = None if call.dropped_rank is None else parts[call.dropped_rank].zero_
+    source = _drop_source(call, source)
     over, turned = axis.communicator.faults.redirect(call.fault, axis)
     if over is not axis:
         source = source.clone()  # its slice of the output belongs to another rank now
-    if turned:
-        lose = lambda: output.copy_(_shift_by_one_rank(output, axis))  # noqa: E731
-    return _post_call(lambda: transport.all_gather(output, source, over), call, output, async_op, lose)
+    turn = (lambda: output.copy_(_shift_by_one_rank(output, axis))) if turned else None
+    return _post_call(partial(transport.all_gather, output, source, over), call, output, async_op, turn)
 
 
 def broadcast(tensor: torch.Tensor, axis: Axis, site: str, source: int = 0, async_op: bool = False) -> Handle:
@@ -97,37 +95,29 @@ def broadcast(tensor: torch.Tensor, axis: Axis, site: str, source: int = 0, asyn
 
 
 def all_to_all(
-    output: torch.Tensor,
-    source: torch.Tensor,
-    axis: Axis,
-    site: str,
-    output_sizes: list[int] | None = None,
-    source_sizes: list[int] | None = None,
-    async_op: bool = False,
+    output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, sizes: RowCounts | None = None
 ) -> Handle:
     """Send part i of `source` to rank i of the axis, and receive the part from rank i as part i of `output`; parts are
-    consecutive rows (dim 0). Return a handle to wait on.
+    consecutive rows (dim 0). Return a complete handle.
 
-    source_sizes, output_sizes: number of rows of each part (None: equal parts). site: label of the call in traces, byte
-    counts and errors. async_op: return before completion."""
+    site: label of the call in traces, byte counts and errors. sizes: numbers of rows of the parts (None: equal
+    parts)."""
     if axis.trivial:
         _copy_unless_shared(output, source)
         return DONE
-    size = source.nbytes
-    own = source_sizes[axis.rank] if source_sizes else source.shape[0] // axis.size
-    sent = size - (size // source.shape[0] * own if source.shape[0] else 0)
-    call = _record_call("all_to_all", axis, site, size, sent)
+    rows = source.shape[0]
+    own = rows // axis.size if sizes is None else sizes.sent[axis.rank]
+    sent = source.nbytes * (rows - own) // rows if rows else 0
+    call = _record_call("all_to_all", axis, site, source.nbytes, sent)
     if call is None:
         output.zero_()
         return DONE
-    over, source = axis, _drop_source(call, source)
-    uneven = source_sizes is not None or output_sizes is not None
-    if not uneven:  # uneven parts fit no other ranks: the redirected call would fail by itself
+    over = axis
+    source = _drop_source(call, source)
+    if sizes is None:  # uneven parts fit no other ranks: the redirected call would fail by itself
         over, source = _redirect_source(call, source)
-    return _post_call(
-        lambda: transport.all_to_all(output, source, over, output_sizes, source_sizes),
-        call, output, async_op, uneven=uneven,
-    )  # fmt: skip
+    post = partial(transport.all_to_all, output, source, over, sizes)
+    return _post_call(post, call, output, False, uneven=sizes is not None)
 
 
 def transfer(messages: Sequence[Message], axis: Axis) -> list[Handle]:
@@ -138,25 +128,16 @@ def transfer(messages: Sequence[Message], axis: Axis) -> list[Handle]:
     for. An injected fault (for tests) changes what the receiver gets: zeros (kinds "skip" and "drop"), doubled values
     ("double"), or the previous message of the same size ("stale"). Raises RankLost if a message cannot be posted."""
     communicator = axis.communicator
-    calls, whats, faults = [], list[Callable[[], tuple[str, str]]](), list[Fault | None]()
     with communicator.calls.post_together():
-        for m in messages:
-            size, here, there = m.tensor.nbytes, axis.ranks[axis.rank], axis.ranks[m.peer]
-            communicator.record.count_call(m.site, "transfer", axis.name, size, 0 if m.is_receive else size)
-            pair = communicator.calls.register_group(axis.ranks, (there, here) if m.is_receive else (here, there))
-            dtype, shape = m.tensor.dtype, m.tensor.shape
-            calls.append(communicator.calls.post(pair, m.site, "transfer", axis.name, size, dtype, shape))
-            whats.append(partial(_name_message, m, axis, communicator.calls.count_calls(pair)))
-            planted = m.is_receive and communicator.faults.active is not None
-            faults.append(communicator.faults.match_call(m.site, "transfer") if planted else None)
+        recorded = [_record_message(message, axis) for message in messages]
     try:
         with communicator.around(messages[0].site if messages else "nothing"):
             posted = transport.transfer(messages, axis)
     except (RuntimeError, RankLost) as error:
-        raise make_rank_lost_error(whats[0], error) from error
+        raise make_rank_lost_error(recorded[0][1], error) from error
     handles = []
-    for m, call, what, fault, (works, finish) in zip(messages, calls, whats, faults, posted, strict=True):
-        handle = Handle(works, what, _choose_host_timeout(axis, m.tensor), communicator, call).then(finish)
+    for m, (number, describe, fault), (works, finish) in zip(messages, recorded, posted, strict=True):
+        handle = Handle(works, describe, _choose_host_timeout(axis, m.tensor), communicator, number).then(finish)
         if fault is not None and fault.kind in ("skip", "drop"):
             handle.then(m.tensor.zero_)
         elif fault is not None:
@@ -198,8 +179,8 @@ def all_gather_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, site
         output.zero_()
         _copy_unless_shared(mine, source)
         return
-    lose = None if call.dropped_rank is None else output.split(sizes)[call.dropped_rank].zero_
-    _post_call(lambda: transport.all_gather_rows(output, source, axis, sizes), call, output, False, lose, True)
+    post = partial(transport.all_gather_rows, output, _drop_source(call, source), axis, sizes)
+    _post_call(post, call, output, False, uneven=True)
 
 
 def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> None:
@@ -249,6 +230,20 @@ def _choose_host_timeout(axis: Axis, tensor: torch.Tensor) -> timedelta | None:
     return None if tensor.is_cuda else timedelta(seconds=axis.communicator.timeout_seconds)
 
 
+def _record_message(message: Message, axis: Axis) -> tuple[int, Callable[[], tuple[str, str]], Fault | None]:
+    """Count a point-to-point message in `Mesh.record` and in the flight recorder. Return (its number there, function
+    that describes it for an error message, fault to inject into it)."""
+    calls = axis.communicator.calls
+    tensor, site = message.tensor, message.site
+    here, there = axis.ranks[axis.rank], axis.ranks[message.peer]
+    sent = 0 if message.is_receive else tensor.nbytes
+    axis.communicator.record.count_call(site, "transfer", axis.name, tensor.nbytes, sent)
+    pair = calls.register_group(axis.ranks, (there, here) if message.is_receive else (here, there))
+    number = calls.post(pair, site, "transfer", axis.name, tensor.nbytes, tensor.dtype, tensor.shape)
+    fault = axis.communicator.faults.match_call(site, "transfer") if message.is_receive else None
+    return number, partial(_name_message, message, axis, calls.count_calls(pair)), fault
+
+
 def _name_message(message: Message, axis: Axis, index: int) -> tuple[str, str]:
     """Describe a point-to-point message that was not delivered, for an error message: return ("rank A had nothing from
     rank B", "SITE (NAME over axis AXIS, message INDEX between the two)").
@@ -256,9 +251,9 @@ def _name_message(message: Message, axis: Axis, index: int) -> tuple[str, str]:
     index: number of the message among those between these two ranks.
     """
     peer = axis.ranks[message.peer]
-    waits = f"had nothing from rank {peer}" if message.is_receive else f"had no reader for what it sends to rank {peer}"
+    waits = "had nothing from" if message.is_receive else "had no reader for what it sends to"
     return (
-        f"rank {axis.ranks[axis.rank]} {waits}",
+        f"rank {axis.ranks[axis.rank]} {waits} rank {peer}",
         f"{message.site} ({message.name} over axis {axis.name}, message {index} between the two)",
     )
 
@@ -315,9 +310,10 @@ def _record_call(
         sent = program.sent_bytes(vector.numel(), vector.element_size())
     communicator = axis.communicator
     communicator.record.count_call(site, operation, axis.name, payload, sent)
-    faults = communicator.faults
-    fault = faults.match_call(site, operation) if faults.active is not None else None
-    return None if fault is not None and fault.kind == "skip" else _RecordedCall(operation, axis, site, payload, fault)
+    fault = communicator.faults.match_call(site, operation)
+    if fault is not None and fault.kind == "skip":
+        return None
+    return _RecordedCall(operation, axis, site, payload, fault)
 
 
 def _drop_source(call: _RecordedCall, source: torch.Tensor) -> torch.Tensor:
@@ -350,20 +346,23 @@ def _post_call(
     corrupts at completion. then: callback at completion, called before an injected fault corrupts `output` (None: no
     callback). async_op: True: return before completion. uneven: True if dim 0 of `output` differs between ranks.
     """
-    axis, fault, calls = call.axis, call.fault, call.axis.communicator.calls
+    axis = call.axis
+    communicator = axis.communicator
+    calls = communicator.calls
     shape = ("...", *output.shape[1:]) if uneven else output.shape  # the recorded shape must be equal on all ranks
     number = calls.post(axis.recorder_group, call.site, call.operation, axis.name, call.payload, output.dtype, shape)
     call.index = calls.count_calls(axis.recorder_group)
     try:
-        with axis.communicator.around(call.site):
+        with communicator.around(call.site):
             works, finish = post()
     except (RuntimeError, RankLost) as error:  # a connection that is already gone fails when the call is posted
         raise make_rank_lost_error(call, error) from error
-    handle = Handle(works, call, _choose_host_timeout(axis, output), axis.communicator, number).then(finish).then(then)
-    if fault is not None:
-        handle.then(lambda: axis.communicator.faults.corrupt_result(fault, output))
+    handle = Handle(works, call, _choose_host_timeout(axis, output), communicator, number)
+    handle.then(finish).then(then)
+    if call.fault is not None:
+        handle.then(partial(communicator.faults.corrupt_result, call.fault, output))
     if async_op:
-        calls_in_flight[handle] = axis.communicator
+        calls_in_flight[handle] = communicator
     else:
         handle.wait()
     return handle

@@ -15,6 +15,7 @@ import torch
 from meshwright.comm import collectives
 from meshwright.comm.custom_operator import custom_operator
 from meshwright.comm.mesh import Axis, find_axis
+from meshwright.comm.transport import RowCounts
 
 
 def copy_to(x: torch.Tensor, axis: Axis, site: str) -> torch.Tensor:
@@ -160,7 +161,7 @@ def _forward_all_to_all_rows(
     """Send source_sizes[i] rows (dim 0) of `x` to rank i of `axis`; return the received rows, output_sizes[i] from rank
     i, in rank order (forward of `all_to_all_rows`). site: label of the call in traces."""
     arrived = _empty_rows(x, sum(output_sizes))
-    collectives.all_to_all(arrived, x.contiguous(), axis, site, output_sizes, source_sizes)
+    collectives.all_to_all(arrived, x.contiguous(), axis, site, RowCounts(output_sizes, source_sizes))
     return arrived
 
 
@@ -213,7 +214,8 @@ class Operator(NamedTuple):
     arguments: str = ""
 
 
-DIM, SIZES = ", SymInt dim", ", SymInt[] sizes"
+DIM = ", SymInt dim"
+SIZES = ", SymInt[] sizes"
 OPERATORS = {
     "copy_to": Operator("reduce_from", lambda x, axis, site: x.clone(), lambda x, axis: torch.empty_like(x)),
     "reduce_from": Operator("copy_to", _forward_all_reduce, lambda x, axis: x.new_empty(x.shape)),
@@ -260,7 +262,8 @@ def _register(name: str, operator: Operator) -> None:
         """Save axis key, call site and further arguments for backward. ctx: autograd context. inputs: the operator's
         inputs: x, axis key, site, further arguments. output: the operator's result (unused)."""
         _, ctx.axis, site, *arguments = inputs
-        ctx.site, ctx.arguments = site + ".backward", arguments[::-1]
+        ctx.site = site + ".backward"
+        ctx.arguments = arguments[::-1]
 
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of the operator's inputs: for x the conjugate operator's result on `gradient` (the

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from meshwright.comm.mesh import Axis
 
 Posted = tuple[list[Any], Callable[[], Any] | None]
 
-MESSAGE_TAG = 1  # gloo tag of messages, other than that of the sends and receives of a collective in the same group
+EXCHANGE_TAG, MESSAGE_TAG = 0, 1  # gloo tags: sends and receives of collectives, and messages in the same group
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,14 @@ class Message:
     is_receive: bool
     site: str
     name: str
+
+
+class RowCounts(NamedTuple):
+    """Numbers of rows (dim 0) in an uneven all-to-all: those received from and those sent to each rank of the
+    axis."""
+
+    received: list[int]
+    sent: list[int]
 
 
 def uses_native_calls(axis: Axis, tensor: torch.Tensor) -> bool:
@@ -69,8 +77,7 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Po
         return [axis.communicator.programs.post(run, source, program.batched)], None
     if uses_native_calls(axis, source):
         # Flat: gloo on CUDA tensors refuses an output and a source whose shapes differ in more than dim 0.
-        flat, parts = output.view(-1), source.view(-1)
-        return [native_reduce_scatter(flat, parts, group=axis.group, async_op=True)], None
+        return [native_reduce_scatter(output.view(-1), source.view(-1), group=axis.group, async_op=True)], None
     parts = source.view(axis.size, -1)
     arrived = [parts[rank] if rank == axis.rank else torch.empty_like(parts[rank]) for rank in range(axis.size)]
     works = _post_exchange(list(parts), arrived, axis)
@@ -93,8 +100,7 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted
     """
     program = axis.program("all_gather", output.nbytes)
     if program is None and uses_native_calls(axis, source):
-        whole, part = output.view(-1), source.view(-1)
-        return [native_all_gather(whole, part, group=axis.group, async_op=True)], None
+        return [native_all_gather(output.view(-1), source.view(-1), group=axis.group, async_op=True)], None
     parts = output.view(axis.size, -1)
     if parts[axis.rank].data_ptr() != source.data_ptr():
         parts[axis.rank].copy_(source.view(-1))
@@ -124,21 +130,15 @@ def broadcast(tensor: torch.Tensor, source: int, axis: Axis) -> Posted:
     return [dist.broadcast(tensor, group=axis.group, group_src=source, async_op=True)], None
 
 
-def all_to_all(
-    output: torch.Tensor,
-    source: torch.Tensor,
-    axis: Axis,
-    output_sizes: list[int] | None,
-    source_sizes: list[int] | None,
-) -> Posted:
+def all_to_all(output: torch.Tensor, source: torch.Tensor, axis: Axis, sizes: RowCounts | None = None) -> Posted:
     """Post an all-to-all over the mesh axis `axis` along dim 0: part i of `source` goes to rank i, and the part from
     rank i becomes part i of `output`.
 
-    source_sizes, output_sizes: number of rows of each part (None: equal parts). Returns (work handles, None); None:
-    there is no completion callback.
+    sizes: numbers of rows of the parts (None: equal parts). Returns (work handles, None); None: there is no completion
+    callback.
     """
-    work = dist.all_to_all_single(output, source, output_sizes, source_sizes, group=axis.group, async_op=True)
-    return [work], None
+    received, sent = sizes or (None, None)
+    return [dist.all_to_all_single(output, source, received, sent, group=axis.group, async_op=True)], None
 
 
 def transfer(messages: Sequence[Message], axis: Axis) -> list[Posted]:
@@ -183,9 +183,9 @@ def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
     if axis.size == 1 and axis.backends[source.device.type] == "gloo":  # which has no connection of a rank to itself
         output.copy_(source)
         return [], None
-    before, following = (axis.rank - 1) % axis.size, (axis.rank + 1) % axis.size
-    ends = [Message(output, before, True, "", "rotate"), Message(source, following, False, "", "rotate")]
-    (works, finish), (sent, _) = transfer(ends, axis)
+    receive = Message(output, (axis.rank - 1) % axis.size, True, "", "rotate")
+    send = Message(source, (axis.rank + 1) % axis.size, False, "", "rotate")
+    (works, finish), (sent, _) = transfer([receive, send], axis)
     return works if works is sent else works + sent, finish
 
 
@@ -194,7 +194,7 @@ def all_gather_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, size
     the ranks' `source`, sizes[i] rows from rank i. Returns (work handles, None); None: there is no completion callback.
     """
     copies = source.repeat(axis.size, *(1 for _ in source.shape[1:]))
-    return all_to_all(output, copies, axis, sizes, [source.shape[0]] * axis.size)
+    return all_to_all(output, copies, axis, RowCounts(sizes, [source.shape[0]] * axis.size))
 
 
 def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, sizes: list[int]) -> Posted:
@@ -204,7 +204,7 @@ def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, 
     Returns (work handles, completion callback); the callback adds up the received parts.
     """
     arrived = source.new_empty((axis.size * output.shape[0], *output.shape[1:]))
-    works, _ = all_to_all(arrived, source, axis, [output.shape[0]] * axis.size, sizes)
+    works, _ = all_to_all(arrived, source, axis, RowCounts([output.shape[0]] * axis.size, sizes))
 
     def finish() -> None:
         """Add up the received parts in rank order into `output`."""
@@ -220,13 +220,8 @@ def _post_exchange(outgoing: list[torch.Tensor], incoming: list[torch.Tensor], a
     Each rank sends first to its right neighbour. The group's own methods are called, because `dist.isend` and
     `dist.irecv` look up the group at each call.
     """
-    works: list[Any] = []
-    group, tag = axis.group, 0
+    group = axis.group
     assert group is not None
-    for distance in range(1, axis.size):
-        left = (axis.rank - distance) % axis.size
-        works.append(group.recv([incoming[left]], left, tag))
-    for distance in range(1, axis.size):
-        right = (axis.rank + distance) % axis.size
-        works.append(group.send([outgoing[right]], right, tag))
-    return works
+    left = [(axis.rank - distance) % axis.size for distance in range(1, axis.size)]
+    works = [group.recv([incoming[rank]], rank, EXCHANGE_TAG) for rank in left]
+    return works + [group.send([outgoing[rank]], rank, EXCHANGE_TAG) for rank in reversed(left)]

@@ -5,17 +5,17 @@ Shapes: B sequences, S tokens of a sequence (on this rank), H hidden, N query he
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from meshwright.model.attention_inputs import AttentionInputs
 from meshwright.model.axis_operations import AxisOperations
-from meshwright.model.cache import AttentionCache
 from meshwright.model.layers import Linear, RMSNorm, RowParallelLinear, normalise
 from meshwright.model.rope import rotate
-from meshwright.model.scaled_dot_product import AttentionMask
 from meshwright.model.tiled_attention import ScoreSettings
 from meshwright.spec.config import ModelConfig
 
@@ -36,44 +36,36 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
-        self.tensor, self.context = axes.tensor, axes.context
-        self.size, self.encoder = config.head_dim, config.encoder
+        self.tensor = axes.tensor
+        self.context = axes.context
+        self.size = config.head_dim
+        self.encoder = config.encoder
         self.heads = config.heads // axes.tensor.size
         self.kv_heads = max(1, config.kv_heads // axes.tensor.size)
         width = (self.heads + 2 * self.kv_heads) * self.size
         self.qkv = Linear(config.hidden, width, config.qkv_bias, **options)
-        self.projection_norm, self.interleaved = config.projection_norm, config.rotary_interleaved
+        self.projection_norm = config.projection_norm
+        self.interleaved = config.rotary_interleaved
         self.scores = ScoreSettings(config.score_scale, config.attention_softcap or 0.0)
         self.query_norm = self.key_norm = None
         if config.query_key_norm:
-            centre, tensor = float(config.zero_centred_norms), axes.tensor if config.projection_norm else None
-            sizes = (self.heads * self.size, self.kv_heads * self.size) if config.projection_norm else (self.size,) * 2
-            self.query_norm, self.key_norm = (
-                RMSNorm(size, config.norm_epsilon, centre, tensor, **options) for size in sizes
-            )
+            build = partial(RMSNorm, epsilon=config.norm_epsilon, centre=float(config.zero_centred_norms), **options)
+            if config.projection_norm:
+                self.query_norm = build(self.heads * self.size, tensor=axes.tensor)
+                self.key_norm = build(self.kv_heads * self.size, tensor=axes.tensor)
+            else:
+                self.query_norm = build(self.size)
+                self.key_norm = build(self.size)
         self.rotated_norm = config.norm_epsilon if config.rotated_norm else None
         self.sinks = nn.Parameter(torch.empty(self.heads, **options)) if config.attention_sinks else None
         self.output = RowParallelLinear(
             self.heads * self.size, config.hidden, config.output_bias, axes.tensor, "attention.output", **options
         )
 
-    def forward(
-        self,
-        x_BSH: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor | None] | None,
-        visible: AttentionMask,
-        cache: AttentionCache | None = None,
-        layer: int = 0,
-    ) -> torch.Tensor:
+    def forward(self, x_BSH: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
         """Return the attention output [B, S, H] for the hidden states `x_BSH`. With sequence parallelism, both hold
-        only this rank's tokens.
-
-        `rotation`: rotary cosine and sine of each token, [B or 1, 1, S, R/2] each (R: rotated features of a head); None
-        without rotary positions. `visible`: attention mask. In a decoder it comes from `make_attention_mask`; None:
-        plain causal. In an encoder it comes from `make_bidirectional_mask`; None: unmasked. `cache`: KV cache, in which
-        the new keys and values are stored under the layer number `layer`; attention then covers the cached tokens too,
-        and `visible` is ignored.
-        """
+        only this rank's tokens. `inputs`: positions, mask and KV cache; the mask of a decoder is from
+        `make_attention_mask`, that of an encoder from `make_bidirectional_mask`."""
         x_BSH = self.tensor.enter(x_BSH, "attention.input")
         heads_BSND = self.qkv(x_BSH).unflatten(-1, (-1, self.size))
         q, k, v = heads_BSND.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
@@ -83,22 +75,22 @@ class Attention(nn.Module):
                 k = self.key_norm(k.flatten(2)).view_as(k)
             else:
                 q, k = self.query_norm(q), self.key_norm(k)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        if rotation is not None:
-            cosine, sine = rotation
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if inputs.rotation is not None:
+            cosine, sine = inputs.rotation
             if sine is None:
                 q = (q * cosine).to(q.dtype)
             else:
-                q, k = rotate(q, cosine, sine, self.interleaved), rotate(k, cosine, sine, self.interleaved)
+                q, k = (rotate(x, cosine, sine, self.interleaved) for x in (q, k))
                 if self.rotated_norm is not None:
-                    q, k = normalise(q, self.rotated_norm), normalise(k, self.rotated_norm)
-        if cache is not None:
+                    q, k = (normalise(x, self.rotated_norm) for x in (q, k))
+        if inputs.cache is not None:
             assert self.context.size == 1, "a KV cache needs unsharded sequences"
-            out_BNSD = cache.attend(layer, q, k, v, self.sinks)
+            out_BNSD = inputs.cache.attend(inputs.layer, q, k, v, self.sinks)
         elif self.encoder:
-            out_BNSD = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)  # type: ignore[arg-type]
+            out_BNSD = F.scaled_dot_product_attention(q, k, v, attn_mask=inputs.visible)  # type: ignore[arg-type]
         else:
-            out_BNSD = self.context.attend(q, k, v, visible, self.scores._replace(sinks=self.sinks))
+            out_BNSD = self.context.attend(q, k, v, inputs.visible, self.scores._replace(sinks=self.sinks))
         return self.output(out_BNSD.transpose(1, 2).flatten(2))
 
     def linear_layers(self) -> list[Linear]:

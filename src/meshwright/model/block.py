@@ -12,12 +12,11 @@ import torch
 from torch import nn
 
 from meshwright.model.attention import Attention
+from meshwright.model.attention_inputs import AttentionInputs
 from meshwright.model.axis_operations import AxisOperations
-from meshwright.model.cache import AttentionCache
 from meshwright.model.experts import Mixture
 from meshwright.model.latent_attention import LatentAttention
 from meshwright.model.layers import FeedForward, Linear, make_norm
-from meshwright.model.scaled_dot_product import AttentionMask
 from meshwright.spec.config import ModelConfig
 
 
@@ -41,22 +40,13 @@ class Block(nn.Module):
         self.residual_scale = config.residual_scale
 
     def forward(
-        self,
-        x_BSH: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor | None] | None,
-        visible: AttentionMask,
-        counted_B: torch.Tensor | None = None,
-        cache: AttentionCache | None = None,
-        layer: int = 0,
+        self, x_BSH: torch.Tensor, inputs: AttentionInputs, counted_B: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the block's output [B, S, H] for the hidden states `x_BSH`, and the load-balancing loss of its mixture
         of experts (None without experts, or without `counted_B`).
 
-        `rotation`: rotary cosine and sine of each token, [B or 1, 1, S, D/2] each; None with learned positions.
-        `visible`: attention mask; None: plain causal. `counted_B`: number of target tokens of each sequence. `cache`:
-        KV cache, in which the new keys and values are stored under the layer number `layer`.
-        """
-        x_BSH, normed_BSH = self.attend(x_BSH, rotation, visible, cache, layer)
+        `inputs`: positions, mask and KV cache of attention; `counted_B`: number of target tokens of each sequence."""
+        x_BSH, normed_BSH = self.attend(x_BSH, inputs)
         if not isinstance(self.mlp, Mixture):
             return self.add(x_BSH, self.mlp(normed_BSH), self.mlp_post_norm), None
         y_BSH, balance = self.mlp(normed_BSH, counted_B)
@@ -70,22 +60,11 @@ class Block(nn.Module):
         y_BSH = y_BSH if norm is None else norm(y_BSH)
         return x_BSH + (y_BSH if self.residual_scale == 1 else y_BSH * self.residual_scale)
 
-    def attend(
-        self,
-        x_BSH: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor | None] | None,
-        visible: AttentionMask,
-        cache: AttentionCache | None = None,
-        layer: int = 0,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, x_BSH: torch.Tensor, inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the first half of the block on hidden states x (`x_BSH`): return (y, norm(y)), [B, S, H] each, where y =
-        x + attention(norm(x)) and norm(y) is the input of the MLP.
-
-        `rotation`: rotary cosine and sine of each token; None with learned positions. `visible`: attention mask; None:
-        plain causal. `cache`: KV cache, in which the new keys and values are stored under the layer number `layer`.
-        """
+        x + attention(norm(x)) and norm(y) is the input of the MLP. `inputs`: positions, mask and KV cache."""
         normed_BSH = x_BSH if self.attention_norm is None else self.attention_norm(x_BSH)
-        y_BSH = self.attention(normed_BSH, rotation, visible, cache, layer)
+        y_BSH = self.attention(normed_BSH, inputs)
         x_BSH = self.add(x_BSH, y_BSH, self.attention_post_norm)
         return x_BSH, x_BSH if self.mlp_norm is None else self.mlp_norm(x_BSH)
 
@@ -106,13 +85,13 @@ def compile_around_dispatch(
     graph break inside activation checkpointing would leave the whole block uncompiled.
     """
 
-    def run(block: Block, x_BSH: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run one transformer block, with or without experts; return its output and load-balancing loss. `rest`: rotary
-        cosine and sine, attention mask, number of target tokens of each sequence."""
+    def run(
+        block: Block, x_BSH: torch.Tensor, inputs: AttentionInputs, counted_B: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run one transformer block, with or without experts; arguments and result are those of `Block.forward`."""
         if not isinstance(block.mlp, Mixture):
-            return run_dense(block, x_BSH, *rest)  # type: ignore[no-any-return]
-        rotation, visible, counted_B = rest
-        x_BSH, normed_BSH = attend(block, x_BSH, rotation, visible)
+            return run_dense(block, x_BSH, inputs, counted_B)  # type: ignore[no-any-return]
+        x_BSH, normed_BSH = attend(block, x_BSH, inputs)
         y_BSH, balance = mixture(block.mlp, normed_BSH, counted_B)
         return block.add(x_BSH, y_BSH, block.mlp_post_norm), balance
 

@@ -6,7 +6,7 @@ Shapes: B sequences, S tokens of a sequence, C of them on this rank (all, withou
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -121,6 +121,17 @@ class Documents:
 
 ONE_DOCUMENT = Documents()
 """Every sequence is one document."""
+
+
+class MicroBatch(NamedTuple):
+    """Sequences of one forward pass of training: B sequences of S tokens on this rank.
+
+    `tokens_BS`: token IDs; `targets_BS`: target token IDs, -100 where there is none; `documents`: document boundaries,
+    preference pairs and targets of a teacher."""
+
+    tokens_BS: torch.Tensor
+    targets_BS: torch.Tensor
+    documents: Documents
 
 
 def move(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:

@@ -18,6 +18,7 @@ from torch import nn
 from meshwright.errors import UserError
 from meshwright.model import weight_gradients
 from meshwright.model.attention import Attention
+from meshwright.model.attention_inputs import AttentionInputs
 from meshwright.model.axis_operations import SINGLE_DEVICE, AxisOperations, Recompute
 from meshwright.model.documents import ONE_DOCUMENT, Documents
 from meshwright.model.layers import Embedding, FeedForward, Linear, activate, make_norm
@@ -47,7 +48,7 @@ class EncoderBlock(nn.Module):
 
         `added`: additive attention mask [B or 1, 1, S or 1, S] (0 or a large negative number) from
         `make_bidirectional_mask`; None: every token attends to every other."""
-        x_BSH = self.attention_norm(x_BSH + self.attention(x_BSH, None, added))
+        x_BSH = self.attention_norm(x_BSH + self.attention(x_BSH, AttentionInputs(None, added)))
         return self.mlp_norm(x_BSH + self.mlp(x_BSH))
 
 

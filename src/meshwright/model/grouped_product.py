@@ -30,12 +30,10 @@ def grouped_product(
     `weight_EYX`: W [Y, X] of each of E experts; `ends_E`: exclusive end index of each expert's copies, int32.
     `bias_EZ`: b of each expert, added to the Z outputs that start at index `first`; None: no bias.
     """
-    if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        # A custom operator's first call loads the compiler.
-        return _compute_grouped_product(x_NX, weight_EYX, ends_E, bias_EZ, first)
     return torch.ops.meshwright.grouped_product(x_NX, weight_EYX, ends_E, bias_EZ, first)
 
 
+@custom_operator("meshwright::grouped_product")
 def _compute_grouped_product(
     x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor, bias_EZ: torch.Tensor | None, first: int
 ) -> torch.Tensor:
@@ -52,9 +50,6 @@ def _compute_grouped_product(
         of_copies_NZ = bias_EZ.repeat_interleave(copies_E, dim=0, output_size=len(y_NY))
         y_NY[:, first : first + bias_EZ.shape[1]] += of_copies_NZ
     return y_NY
-
-
-_forward = custom_operator("meshwright::grouped_product")(_compute_grouped_product)
 
 
 @custom_operator("meshwright::grouped_product_input")
@@ -121,7 +116,7 @@ def _iterate_expert_slices(ends_E: torch.Tensor) -> Iterator[tuple[int, slice]]:
         start = stop
 
 
-_forward.register_fake(lambda x, weight, ends, bias, first: x.new_empty(x.shape[0], weight.shape[1]))
+_compute_grouped_product.register_fake(lambda x, weight, ends, bias, first: x.new_empty(x.shape[0], weight.shape[1]))
 _compute_input_gradient.register_fake(lambda dy, weight, ends: dy.new_empty(dy.shape[0], weight.shape[2]))
 _compute_weight_gradient.register_fake(lambda dy, x, ends: x.new_empty(len(ends), dy.shape[1], x.shape[1]))
 
@@ -149,4 +144,4 @@ def _backward_formula(ctx: Any, dy_NY: torch.Tensor) -> tuple[torch.Tensor | Non
     )
 
 
-_forward.register_autograd(_backward_formula, setup_context=_save_for_backward)
+_compute_grouped_product.register_autograd(_backward_formula, setup_context=_save_for_backward)

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from meshwright.model.attention_inputs import AttentionInputs
 from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.cache import AttentionCache
 from meshwright.model.layers import Linear, RMSNorm, RowParallelLinear
@@ -44,8 +45,11 @@ class LatentAttention(nn.Module):
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
         assert config.latent is not None
-        self.tensor, self.context, self.latent = axes.tensor, axes.context, config.latent
-        self.heads, self.size = config.heads // axes.tensor.size, config.head_dim
+        self.tensor = axes.tensor
+        self.context = axes.context
+        self.latent = config.latent
+        self.heads = config.heads // axes.tensor.size
+        self.size = config.head_dim
         self.plain = config.head_dim - config.latent.rotary_dim
         rank, query_rank = config.latent.rank, config.latent.query_rank
         query = self.heads * self.size
@@ -58,25 +62,16 @@ class LatentAttention(nn.Module):
         self.latent_up = Linear(rank, self.heads * (self.plain + config.latent.value_dim), False, **options)
         inputs = self.heads * config.latent.value_dim
         self.output = RowParallelLinear(inputs, config.hidden, False, axes.tensor, "attention.output", **options)
-        self.scores, self.interleaved = ScoreSettings(config.score_scale), config.rotary_interleaved
+        self.scores = ScoreSettings(config.score_scale)
+        self.interleaved = config.rotary_interleaved
 
-    def forward(
-        self,
-        x_BSH: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor] | None,
-        visible: AttentionMask,
-        cache: AttentionCache | None = None,
-        layer: int = 0,
-    ) -> torch.Tensor:
+    def forward(self, x_BSH: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
         """Return the attention output [B, S, H] for the hidden states `x_BSH`. With sequence parallelism, both hold
-        only this rank's tokens.
-
-        `rotation`: rotary cosine and sine of each token, [B or 1, 1, S, E/2] each, for rotary keys of size E.
-        `visible`: attention mask from `make_attention_mask`; None: plain causal. `cache`: KV cache, in which the latent
-        vectors and rotary keys are stored under the layer number `layer`; attention then covers the cached tokens too,
-        and `visible` is ignored.
-        """
-        assert rotation is not None
+        only this rank's tokens. `inputs`: positions, mask and KV cache; the cache stores latent vectors and rotary
+        keys."""
+        assert inputs.rotation is not None
+        cosine, sine = inputs.rotation
+        assert sine is not None
         parts = self.qkv(self.tensor.enter(x_BSH, "attention.input"))
         rank, rotary = self.latent.rank, self.latent.rotary_dim
         q, latent_BSR, k_rotary_BSE = parts.split([parts.shape[-1] - rank - rotary, rank, rotary], dim=-1)
@@ -84,16 +79,17 @@ class LatentAttention(nn.Module):
             q = self.query_up(self.query_norm(q))
         q_BNSP, q_BNSE = q.unflatten(-1, (self.heads, self.size)).transpose(1, 2).split([self.plain, rotary], dim=-1)
         k_B1SE = k_rotary_BSE[:, None]
-        q_BNSE, k_B1SE = (rotate(x, *rotation, self.interleaved) for x in (q_BNSE, k_B1SE))
+        q_BNSE, k_B1SE = (rotate(x, cosine, sine, self.interleaved) for x in (q_BNSE, k_B1SE))
         latent_BSR = self.latent_norm(latent_BSR)
-        if cache is not None:
+        if inputs.cache is not None:
             assert self.context.size == 1, "a KV cache needs unsharded sequences"
-            out_BNSV = self._attend_latent(q_BNSP, q_BNSE, torch.cat([latent_BSR[:, None], k_B1SE], -1), cache, layer)
+            new_B1SC = torch.cat([latent_BSR[:, None], k_B1SE], dim=-1)
+            out_BNSV = self._attend_latent(q_BNSP, q_BNSE, new_B1SC, inputs.cache, inputs.layer)
         else:
             k_BNSP, v_BNSV = self._decompress(latent_BSR)
             k_BNSE = k_B1SE.expand(-1, self.heads, -1, -1)
-            q, k = torch.cat([q_BNSP, q_BNSE], dim=-1), torch.cat([k_BNSP, k_BNSE], dim=-1)
-            out_BNSV = self._attend(q, k, v_BNSV, visible)
+            q, k = (torch.cat(halves, dim=-1) for halves in ((q_BNSP, q_BNSE), (k_BNSP, k_BNSE)))
+            out_BNSV = self._attend(q, k, v_BNSV, inputs.visible)
         return self.output(out_BNSV.transpose(1, 2).flatten(2))
 
     def linear_layers(self) -> list[Linear]:
@@ -118,9 +114,9 @@ class LatentAttention(nn.Module):
         """
         if self.context.size == 1 and q_BNSD.device.type == "cpu":
             return self.context.attend(q_BNSD, k_BNSD, v_BNSV.contiguous(), visible, self.scores)
-        width, values = max(self.size, self.latent.value_dim), self.latent.value_dim
+        width = max(self.size, self.latent.value_dim)
         q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q_BNSD, k_BNSD, v_BNSV))
-        return self.context.attend(q, k, v, visible, self.scores)[..., :values]
+        return self.context.attend(q, k, v, visible, self.scores)[..., : self.latent.value_dim]
 
     def _attend_latent(
         self, q_BNSP: torch.Tensor, q_BNSE: torch.Tensor, new_B1SC: torch.Tensor, cache: AttentionCache, layer: int

@@ -13,7 +13,7 @@ from torch import nn
 
 from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.block import Block
-from meshwright.model.documents import Documents
+from meshwright.model.documents import MicroBatch
 from meshwright.model.layers import Linear, make_norm
 from meshwright.model.loss import IGNORED
 from meshwright.spec.config import ModelConfig
@@ -42,17 +42,17 @@ class PredictionModule(nn.Module):
 
         `x_BSH`: output of the model's final norm; `next_BSH`: embeddings of the next tokens. With sequence parallelism,
         arguments and result are this rank's token slices."""
-        return self.projection(torch.cat([self.embedding_norm(next_BSH), self.hidden_norm(x_BSH)], dim=-1))  # type: ignore[no-any-return]
+        both: torch.Tensor = torch.cat([self.embedding_norm(next_BSH), self.hidden_norm(x_BSH)], dim=-1)
+        return self.projection(both)  # type: ignore[no-any-return]
 
 
-def shift_by_one(
-    tokens_BS: torch.Tensor, targets_BS: torch.Tensor, documents: Documents | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Shift the inputs of multi-token prediction by one position. Return two tensors [B, S]: the next token of each
-    token in `tokens_BS`, and the target (in `targets_BS`) of that next token. The target is -100 (ignored) at the end
-    of a sequence and where the next token is in another document (`documents`: boundaries in packed sequences)."""
-    next_BS, after_BS = tokens_BS.roll(-1, dims=1), targets_BS.roll(-1, dims=1)
+def shift_by_one(batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Shift the inputs of multi-token prediction by one position. Return two tensors [B, S]: the token after each token
+    of the micro-batch `batch`, and the target of that next token. The target is -100 (ignored) at the end of a sequence
+    and where the next token is in another document."""
+    next_BS = batch.tokens_BS.roll(-1, dims=1)
+    after_BS = batch.targets_BS.roll(-1, dims=1)
     after_BS[:, -1] = IGNORED
-    if documents is not None and (starts_BS := documents.starts_BS) is not None:
+    if (starts_BS := batch.documents.starts_BS) is not None:
         after_BS = after_BS.masked_fill(starts_BS != starts_BS.roll(-1, dims=1), IGNORED)
     return next_BS, after_BS

@@ -75,11 +75,8 @@ def tiled_attention(
     from 0) to its own index; query head n reads key-value head n // (N / K), for N query and K key-value heads.
 
     `scores`: scale (in place of 1 / √D), softcap and sinks of the scores; None: the defaults."""
-    arguments = q_BNSD, k_BKSD, v_BKSV, first_BS, *(scores or ScoreSettings(q_BNSD.shape[-1] ** -0.5))
-    if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        # A custom operator's first call loads the compiler (over a second); generation does without.
-        return _compute_attention(*arguments)
-    return torch.ops.meshwright.tiled_attention(*arguments)
+    scores = scores or ScoreSettings(q_BNSD.shape[-1] ** -0.5)
+    return torch.ops.meshwright.tiled_attention(q_BNSD, k_BKSD, v_BKSV, first_BS, *scores)
 
 
 def _compute_attention(

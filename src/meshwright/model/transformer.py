@@ -15,39 +15,21 @@ import torch
 from torch import nn
 
 from meshwright.model import weight_gradients
+from meshwright.model.attention_inputs import AttentionInputBuilder, TokenInput
 from meshwright.model.axis_operations import SINGLE_DEVICE, AxisOperations
 from meshwright.model.block import Block, compile_around_dispatch
 from meshwright.model.cache import AttentionCache
-from meshwright.model.documents import ONE_DOCUMENT, Documents
+from meshwright.model.documents import ONE_DOCUMENT, Documents, MicroBatch
 from meshwright.model.experts import Mixture
 from meshwright.model.layers import Embedding, Linear, make_norm, scale_embedding
 from meshwright.model.loss import IGNORED, OutputHead, cap_logits_, linear_cross_entropy, token_cross_entropy
 from meshwright.model.pairs import RESPONSES_SITE
 from meshwright.model.prediction import PredictionModule, shift_by_one
-from meshwright.model.rope import RotaryTable, TemperatureTable, make_table
-from meshwright.model.scaled_dot_product import AttentionMask, choose_mask_form
 from meshwright.model.units import NO_UNITS, Units
 from meshwright.model.weight_gradients import attach_taps
 from meshwright.spec.chunks import keeps_head_gradient
 from meshwright.spec.config import ModelConfig
-from meshwright.spec.rope_scaling import Rotation, Temperature
 from meshwright.spec.stages import Stage, whole_model
-
-Rotated = tuple[torch.Tensor, torch.Tensor | None] | None
-"""Rotary cosine and sine of each token, [B or 1, 1, S, D/2] each; factors on its queries [B or 1, 1, S, 1] and None;
-None without either."""
-
-
-class StageInput(NamedTuple):
-    """Input of pipeline stage `stage` for one micro-batch.
-
-    `x_BSH`: the previous stage's output; None on the first stage. `tokens_BS`: token IDs; `documents`: document
-    boundaries in packed sequences (None: every sequence is one document)."""
-
-    stage: Stage
-    x_BSH: torch.Tensor | None
-    tokens_BS: torch.Tensor
-    documents: Documents | None
 
 
 class StageOutput(NamedTuple):
@@ -87,14 +69,15 @@ class Transformer(nn.Module):
         width = -(-config.vocabulary // axes.tensor.size)  # of this rank's slice of the vocabulary
         self._first_token = axes.tensor.rank * width
         stages = (whole_model(config),) if stages is None else tuple(stages)
-        first, last = any(stage.first for stage in stages), any(stage.last for stage in stages)
+        first = any(stage.first for stage in stages)
+        last = any(stage.last for stage in stages)
         held = {layer for stage in stages for layer in stage.layers}
         self._whole = len(held) == config.layers and first and last
         looked_up = first or (last and (config.tied or config.prediction_layers > 0))
         self.embedding: Any = Embedding(width, config.hidden, axes.tensor, **options) if looked_up else None
-        self.served_length: int | None = None  # of the longest sequence of a server, by which LongRoPE chooses
-        learned = config.positions == "learned"
-        self.positions = Embedding(config.max_positions, config.hidden, None, **options) if learned and first else None
+        self.positions: Embedding | None = None
+        if first and config.positions == "learned":
+            self.positions = Embedding(config.max_positions, config.hidden, None, **options)
         self.layers: Any = nn.ModuleList()
         for layer in range(config.layers):  # None for a layer of another stage
             block = Block(config, axes, layer, **options) if layer in held else None
@@ -102,7 +85,7 @@ class Transformer(nn.Module):
         self.final_norm = make_norm(config, **options) if last else None
         self.prediction = PredictionModule(config, axes, **options) if last and config.prediction_layers else None
         self.head = Linear(config.hidden, width, bias=False, **options) if last and not config.tied else None
-        self._dtype, self._rotary = dtype, dict[Rotation | Temperature, RotaryTable | TemperatureTable]()
+        self.attention_inputs = AttentionInputBuilder(config, axes.context, dtype)
         self._run_block: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = axes.recompute.wrap_block(
             axes.recompute.wrap(Block.__call__)
         )
@@ -146,49 +129,50 @@ class Transformer(nn.Module):
         the gradient, but not to the value.
 
         `documents`: document boundaries in packed sequences, and preference pairs; `units`: hooks around FSDP units."""
-        return self.run_stage(self._whole_model_stage(), None, tokens_BS, targets_BS, documents, units).x
+        batch = MicroBatch(tokens_BS, targets_BS, documents or ONE_DOCUMENT)
+        return self.run_stage(self._whole_model_stage(), None, batch, units).x
 
     def run_stage(
-        self, stage: Stage, x_BSH: torch.Tensor | None, tokens_BS: torch.Tensor, targets_BS: torch.Tensor,
-        documents: Documents | None = None, units: Units = NO_UNITS, at_once: bool = True,
-    ) -> StageOutput:  # fmt: skip
+        self, stage: Stage, x_BSH: torch.Tensor | None, batch: MicroBatch, units: Units, at_once: bool = True
+    ) -> StageOutput:
         """Run pipeline stage `stage` on `x_BSH`, the previous stage's output (None: first stage), and return its
-        output. The last stage returns the summed loss of the targets `targets_BS` that are not -100 or, with preference
-        pairs in `documents`, the log-probabilities of the responses; other stages return hidden states. The last
-        stage's load-balancing loss adds to the gradient of its summed loss, but not to the value.
+        output. The last stage returns the summed loss of the micro-batch's targets that are not -100 or, with
+        preference pairs in its documents, the log-probabilities of the responses; other stages return hidden states.
+        The last stage's load-balancing loss adds to the gradient of its summed loss, but not to the value.
 
-        `tokens_BS`: token IDs; `documents`: document boundaries in packed sequences; `units`: hooks around FSDP units;
-        `at_once`: True if the backward pass of this forward follows immediately. If not, the loss saves the gradient of
-        the output head only if it is small; otherwise backward recomputes the logits.
+        `batch`: the micro-batch; `units`: hooks around FSDP units; `at_once`: True if the backward pass of this forward
+        follows immediately. If not, the loss saves the gradient of the output head only if it is small; otherwise
+        backward recomputes the logits.
         """
-        pairs = None if documents is None else documents.pairs
+        tokens_BS, targets_BS, documents = batch
+        pairs = documents.pairs
         counted_B = None
         predicts = stage.last and self.prediction is not None and torch.is_grad_enabled()
         if torch.is_grad_enabled() and (predicts or any(self.config.has_experts(layer) for layer in stage.layers)):
             counted_B = (targets_BS != IGNORED).sum(dim=1) if pairs is None else pairs.counted_BP.sum(dim=1)
             if self.config.router_loss and pairs is None:  # sequences are weighted by their targets on all cp ranks
                 counted_B = self.axes.context.reduce(counted_B, "router.targets")
-        given = StageInput(stage, x_BSH, tokens_BS, documents)
-        x_BSH, losses = self._forward_blocks(given, units, counted_B=counted_B)
+        x_BSH, losses = self._forward_blocks(stage, x_BSH, TokenInput(tokens_BS, documents), units, counted_B)
         balance = torch.stack(losses).sum() if losses else None
         if not stage.last:
             return StageOutput(x_BSH, balance)
         x_BSH = self._normalise(units.enter("head", x_BSH))
         normed_BSH = x_BSH if predicts else None  # nothing else may hold the states while the loss is computed
         x_BSH = self.axes.tensor.enter(x_BSH, "head.input")
-        states_TH, targets_T = x_BSH.flatten(0, 1), targets_BS.flatten()
+        states_TH = x_BSH.flatten(0, 1)
+        targets_T = targets_BS.flatten()
         if pairs is not None:
             losses_T = token_cross_entropy(states_TH, targets_T, self.output_head())
             responses_BD = self.axes.context.reduce(pairs.log_probabilities(losses_T), RESPONSES_SITE)
             return StageOutput(units.leave("head", responses_BD), balance)
         keep = keeps_head_gradient(len(targets_T), self._widest, len(stage.layers), self.axes.recompute.kind, at_once)
-        teacher = None if documents is None else documents.teacher
+        teacher = documents.teacher
         loss = linear_cross_entropy(states_TH, targets_T, self.output_head()._replace(teacher=teacher), keep)
         if teacher is not None:
             loss = loss + teacher.compute_hidden_loss(self, targets_BS)
         if normed_BSH is not None:
-            later, more = self._predict_token_after_next(normed_BSH, tokens_BS, targets_BS, documents, counted_B, keep)
-            balance = more if balance is None else balance + more
+            later, later_balance = self._predict_token_after_next(normed_BSH, batch, counted_B, keep)
+            balance = later_balance if balance is None else balance + later_balance
             loss = loss + self.config.prediction_loss * (later - later.detach())
         if balance is not None:
             loss = loss + (balance - balance.detach())
@@ -209,7 +193,8 @@ class Transformer(nn.Module):
         `stage`: run only this pipeline stage on `x_BSH`, the previous stage's output; every stage but the last returns
         hidden states for the next stage."""
         stage = self._whole_model_stage() if stage is None else stage
-        x_BSH, _ = self._forward_blocks(StageInput(stage, x_BSH, tokens_BS, documents), units, cache, positions)
+        given = TokenInput(tokens_BS, documents or ONE_DOCUMENT, cache, positions)
+        x_BSH, _ = self._forward_blocks(stage, x_BSH, given, units)
         if not stage.last:
             return x_BSH
         return units.leave("head", self.axes.tensor.enter(self._normalise(units.enter("head", x_BSH)), "head.input"))
@@ -250,7 +235,8 @@ class Transformer(nn.Module):
         self._run_block = recompute.wrap_block(run_block)
         if self.final_norm is not None:
             self._norm = torch.compile(type(self.final_norm).forward, **options)
-        self.compiled, self._loss_backend = True, options.get("backend", "inductor")
+        self.compiled = True
+        self._loss_backend = options.get("backend", "inductor")
 
     def _with_taps(self, run_block: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the compiled function `run_block` so that its backward can defer weight gradients to a queue. During
@@ -273,48 +259,48 @@ class Transformer(nn.Module):
         return whole_model(self.config)
 
     def _forward_blocks(
-        self, given: StageInput, units: Units, cache: AttentionCache | None = None,
-        positions_BS: torch.Tensor | None = None, counted_B: torch.Tensor | None = None,
+        self, stage: Stage, x_BSH: torch.Tensor | None, given: TokenInput, units: Units,
+        counted_B: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:  # fmt: skip
-        """Run the embedding and blocks of a stage on `given`; return the hidden states [B, S, H] and the load-balancing
-        loss of each block that has one.
+        """Run the embedding and blocks of a stage; return the hidden states [B, S, H] and the load-balancing loss of
+        each block that has one.
 
-        `units`: hooks around FSDP units; `cache`: KV cache of the preceding tokens; `positions_BS`: position IDs; None:
-        0, 1, 2 ... within each document, or continuing after the cached tokens. `counted_B`: number of target tokens of
-        each sequence, by which the losses are weighted; None: they are not computed."""
-        stage, x, tokens_BS, documents = given
-        documents = ONE_DOCUMENT if documents is None else documents
-        sequence, cached = tokens_BS.shape[1], 0 if cache is None else cache.length
-        positions_BS, inputs = self._prepare_attention(stage.layers, tokens_BS, documents, cache, positions_BS)
+        `x_BSH`: the previous stage's output (None: first stage); `given`: the tokens; `units`: hooks around FSDP units;
+        `counted_B`: number of target tokens of each sequence, by which the losses are weighted; None: they are not
+        computed."""
+        inputs = self.attention_inputs.build(stage.layers, given)
         if stage.first:
-            assert x is None and self.embedding is not None
+            assert x_BSH is None and self.embedding is not None
             units.enter("embedding", None)
-            x = units.leave("embedding", self._embed(tokens_BS, "embedding"))
+            x_BSH = units.leave("embedding", self._embed(given.tokens_BS, "embedding"))
             if self.positions is not None:
-                x = units.enter("positions", x)
-                if positions_BS is None:
-                    positions_BS = torch.arange(cached, cached + sequence, device=tokens_BS.device)[None]
-                if (tensor := self.axes.tensor).sequence_parallel:
-                    positions_BS = positions_BS.chunk(tensor.size, dim=1)[tensor.rank]
-                x = x + self.positions(positions_BS)
-                x = units.leave("positions", x)
-        assert x is not None, "the output of the previous stage is missing"
-        x_BSH, losses = x, list[torch.Tensor]()
+                x_BSH = units.enter("positions", x_BSH)
+                x_BSH = units.leave("positions", x_BSH + self.positions(self._find_positions(given)))
+        assert x_BSH is not None, "the output of the previous stage is missing"
+        losses = []
+        run_block = self._run_block if given.cache is None else Block.__call__
         for layer in stage.layers:
-            block, (rotation, visible) = self.layers[layer], inputs[layer]
             x_BSH = units.enter(f"layers.{layer}", x_BSH)
-            if cache is None:
-                x_BSH, balance = self._run_block(block, x_BSH, rotation, visible, counted_B)
-                if balance is not None:
-                    losses.append(balance)
-            else:
-                x_BSH, _ = block(x_BSH, rotation, None, None, cache, layer)
+            x_BSH, balance = run_block(self.layers[layer], x_BSH, inputs[layer], counted_B)
+            if balance is not None:
+                losses.append(balance)
             x_BSH = units.leave(f"layers.{layer}", x_BSH)
             if layer in self.layer_outputs:
                 self.layer_outputs[layer] = x_BSH
-        if cache is not None:
-            cache.advance(sequence)
+        if given.cache is not None:
+            given.cache.advance(given.tokens_BS.shape[1])
         return x_BSH, losses
+
+    def _find_positions(self, given: TokenInput) -> torch.Tensor:
+        """Return the position IDs of the tokens of `given` for learned positions, [B or 1, S] (with sequence
+        parallelism those of this tp rank's token slice)."""
+        positions_BS = given.documents.positions_BS() if given.positions_BS is None else given.positions_BS
+        if positions_BS is None:
+            cached = 0 if given.cache is None else given.cache.length
+            tokens_BS = given.tokens_BS
+            positions_BS = torch.arange(cached, cached + tokens_BS.shape[1], device=tokens_BS.device)[None]
+        tensor = self.axes.tensor
+        return positions_BS.chunk(tensor.size, dim=1)[tensor.rank] if tensor.sequence_parallel else positions_BS
 
     def _embed(self, tokens_BS: torch.Tensor, site: str) -> torch.Tensor:
         """Return the scaled embeddings [B, S, H] of `tokens_BS` (with sequence parallelism this rank's token slice).
@@ -322,63 +308,22 @@ class Transformer(nn.Module):
         x_BSH = self.axes.tensor.leave(self.embedding(tokens_BS), site)
         return scale_embedding(x_BSH, self.config.embedding_factor)
 
-    def _prepare_attention(
-        self,
-        layers: Iterable[int],
-        tokens_BS: torch.Tensor,
-        documents: Documents,
-        cache: AttentionCache | None,
-        positions_BS: torch.Tensor | None,
-    ) -> tuple[torch.Tensor | None, dict[int, tuple[Rotated, AttentionMask]]]:
-        """Compute positions and attention masks for the attention of the given `layers`. Return the position IDs (None:
-        consecutive) and {layer: (rotary cosine and sine, attention mask)}. Cosine and sine are None without rotary
-        positions; the mask is None for plain causal attention or with a KV cache.
-
-        `tokens_BS`: token IDs; `documents`: document boundaries; `cache`: KV cache of the preceding tokens;
-        `positions_BS`: position IDs; None: consecutive within each document."""
-        sequence, cached = tokens_BS.shape[1], 0 if cache is None else cache.length
-        windows = {layer: self.config.layer_window(layer) for layer in layers}
-        turns = {layer: self.config.layer_rotation(layer) or self.config.layer_temperature(layer) for layer in windows}
-        visible: dict[int | None, AttentionMask] = {}
-        if cache is None:
-            context = self.axes.context
-            assert context.size == 1 or documents.indices_C is not None, "context parallelism needs indices_C"
-            capped, size = self.config.attention_softcap is not None, max(self.config.head_dim, self.config.value_dim)
-            form = choose_mask_form(tokens_BS.device, self._dtype, size, capped, self.config.attention_sinks)
-            for each in set(windows.values()):
-                inside, window = documents, each
-                if each is not None and self.config.window_chunks:
-                    whole = len(tokens_BS), sequence * context.size
-                    inside, window = documents.cut_into_chunks(each, *whole, tokens_BS.device), None
-                visible[each] = context.make_attention_mask(inside, sequence, window, tokens_BS.device, form)
-        # The host would wait for a GPU to read the largest position: only a caller's own ones are unknown.
-        stop = cached + sequence if positions_BS is None else int(positions_BS.max()) + 1
-        if positions_BS is None and (positions_BS := documents.positions_BS()) is not None:
-            stop = sequence * self.axes.context.size
-        rotations: dict[Rotation | Temperature | None, Rotated] = {None: None}
-        for turn in turns.values():
-            if turn is not None and turn not in rotations:
-                table = self._rotary.setdefault(turn, make_table(turn, self._dtype, self.served_length))
-                rotations[turn] = table.look_up(positions_BS, cached, stop, tokens_BS.device, documents)
-        return positions_BS, {layer: (rotations[turns[layer]], visible.get(windows[layer])) for layer in windows}
-
     def _predict_token_after_next(
-        self, normed_BSH: torch.Tensor, tokens_BS: torch.Tensor, targets_BS: torch.Tensor, documents: Documents | None,
-        counted_B: torch.Tensor | None, keep: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        self, normed_BSH: torch.Tensor, batch: MicroBatch, counted_B: torch.Tensor | None, keep: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Predict the token after the next one (multi-token prediction). Return (summed loss of these predictions,
         load-balancing loss of the prediction module).
 
-        `normed_BSH`: output of the final norm; `tokens_BS`, `targets_BS`: token IDs and targets of the next token;
-        `documents`: document boundaries; `counted_B`: number of target tokens of each sequence; `keep`: True to compute
-        the loss's gradients in forward and save them; False: backward recomputes the logits.
+        `normed_BSH`: output of the final norm; `batch`: the micro-batch; `counted_B`: number of target tokens of each
+        sequence; `keep`: True to compute the loss's gradients in forward and save them; False: backward recomputes the
+        logits.
         """
         assert self.prediction is not None and self.axes.context.size == 1, "refused with cp"
-        next_BS, after_BS = shift_by_one(tokens_BS, targets_BS, documents)
+        next_BS, after_BS = shift_by_one(batch)
         x_BSH = self.prediction.project(normed_BSH, self._embed(next_BS, "prediction.embedding"))
-        number, documents = self.config.layers, ONE_DOCUMENT if documents is None else documents
-        _, inputs = self._prepare_attention([number], tokens_BS, documents, None, None)
-        x_BSH, balance = self._run_block(self.prediction.block, x_BSH, *inputs[number], counted_B)
+        layer = self.config.layers
+        inputs = self.attention_inputs.build([layer], TokenInput(batch.tokens_BS, batch.documents))
+        x_BSH, balance = self._run_block(self.prediction.block, x_BSH, inputs[layer], counted_B)
         states_BSH = self.axes.tensor.enter(self.prediction.norm(x_BSH), "prediction.head")
         assert balance is not None, "the module has experts"
         return linear_cross_entropy(states_BSH.flatten(0, 1), after_BS.flatten(), self.output_head(), keep), balance

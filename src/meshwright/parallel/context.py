@@ -17,8 +17,7 @@ size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -37,13 +36,13 @@ from meshwright.model.attention_operator import (
     register_attention,
 )  # fmt: skip
 from meshwright.model.axis_operations import ContextOperations
-from meshwright.model.documents import Documents
+from meshwright.model.documents import Documents, MicroBatch
 from meshwright.model.precision import at_least_float32
 from meshwright.model.scaled_dot_product import AttentionMask, MaskForm, attend
 from meshwright.model.tiled_attention import ScoreSettings
 from meshwright.model.varlen_attention import VarlenMask, make_varlen_mask
 from meshwright.parallel import ring_spans
-from meshwright.parallel.ring_spans import list_held_chunks
+from meshwright.parallel.ring_spans import FlashSpans, SpanKernel, TiledSpans, list_held_chunks
 
 SITE = "attention.ring"
 
@@ -63,19 +62,17 @@ def list_local_positions(layout: Layout, rank: int, sequence: int) -> torch.Tens
     return torch.cat([chunk for index, chunk in enumerate(torch.arange(sequence).chunk(count)) if index in held])
 
 
-def shard_sequences(
-    tokens_BS: torch.Tensor, targets_BS: torch.Tensor, documents: Documents, mesh: Mesh
-) -> tuple[torch.Tensor, torch.Tensor, Documents]:
+def shard_sequences(tokens_BS: torch.Tensor, targets_BS: torch.Tensor, documents: Documents, mesh: Mesh) -> MicroBatch:
     """Return this cp rank's slices of the tokens, targets and document boundaries of unsharded sequences. Tokens and
-    targets are sliced from [B, S] to [B, S / cp], for B sequences of S tokens. Without context parallelism the
-    arguments are returned unchanged.
+    targets are sliced from [B, S] to [B, S / cp], for B sequences of S tokens. Without context parallelism the slices
+    are the arguments.
 
     `documents`: document boundaries in packed sequences; `mesh`: device mesh, whose layout gives the cp method and
     whose cp axis gives this rank."""
     if mesh.cp.trivial:
-        return tokens_BS, targets_BS, documents
+        return MicroBatch(tokens_BS, targets_BS, documents)
     indices_C = list_local_positions(mesh.layout, mesh.cp.rank, tokens_BS.shape[1]).to(tokens_BS.device)
-    return tokens_BS[:, indices_C], targets_BS[:, indices_C], documents.select_tokens(indices_C)
+    return MicroBatch(tokens_BS[:, indices_C], targets_BS[:, indices_C], documents.select_tokens(indices_C))
 
 
 class ContextParallel(ContextOperations):
@@ -83,7 +80,8 @@ class ContextParallel(ContextOperations):
     sequence."""
 
     def __init__(self, axis: Axis) -> None:
-        self.axis, self.size = axis, axis.size
+        self.axis = axis
+        self.size = axis.size
 
     def reduce(self, x: torch.Tensor, site: str) -> torch.Tensor:
         """Return the sum of `x` (any shape) over the cp ranks; backward passes the gradient through unchanged. `site`:
@@ -105,7 +103,8 @@ class RingAttention(ContextParallel):
 
         `documents`: boundaries in packed sequences; `tokens`: tokens of each sequence on this rank; `window`: sliding
         window in tokens (None: none); `form`: mask format of the attention kernel."""
-        chunks, held = 2 * self.size, list_held_chunks(self.axis.rank, self.size)
+        chunks = 2 * self.size
+        held = list_held_chunks(self.axis.rank, self.size)
         if form == "varlen":
             return make_varlen_mask(documents, window, device, held, chunks)
         first_BS = documents.on_host().first_visible_BS(self.size * tokens, window, torch.device("cpu"))
@@ -121,18 +120,18 @@ class RingAttention(ContextParallel):
         `q_BNSD`: queries of this rank's tokens; `k_BKSD`, `v_BKSD`: their keys and values, with K key-value heads; the
         dim S is C on this rank. `visible`: attention mask from `make_attention_mask`; `scores`: scale and softcap of
         the attention scores; None: 1 / √D and no softcap."""
-        operators, key = torch.ops.meshwright, self.axis.key
         scores = scores or ScoreSettings(q_BNSD.shape[-1] ** -0.5)
         if isinstance(visible, VarlenMask):
             assert not scores.softcap
+            name = "flash_ring_attention"
+            tensors = visible.tensors
             numbers = [float(visible.window), scores.scale]
-            found = operators.flash_ring_attention(q_BNSD, k_BKSD, v_BKSD, visible.tensors, numbers, key, scores.sinks)
-            return found[0]  # type: ignore[no-any-return]
-        arguments = q_BNSD, k_BKSD, v_BKSD, visible, [scores.scale, scores.softcap], key, scores.sinks
-        if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            # A custom operator's first call loads the compiler.
-            return _attend_by_tiles(*arguments)[0]
-        return operators.ring_attention(*arguments)[0]  # type: ignore[no-any-return]
+        else:
+            name = "ring_attention"
+            tensors = [] if visible is None else [visible]
+            numbers = [scores.scale, scores.softcap]
+        operator = getattr(torch.ops.meshwright, name)
+        return operator(q_BNSD, k_BKSD, v_BKSD, tensors, numbers, self.axis.key, scores.sinks)[0]  # type: ignore[no-any-return]
 
 
 class UlyssesAttention(ContextParallel):
@@ -151,7 +150,8 @@ class UlyssesAttention(ContextParallel):
         `q_BNSD`: queries of this rank's tokens; `k_BKSD`, `v_BKSD`: their keys and values, with K key-value heads; the
         dim S is C on this rank. `visible`: attention mask from `make_attention_mask`; `scores`: scale and softcap of
         the attention scores; None: 1 / √D and no softcap."""
-        axis, copies = self.axis, max(1, self.size // k_BKSD.shape[1])
+        axis = self.axis
+        copies = max(1, self.size // k_BKSD.shape[1])
         three = q_BNSD, k_BKSD.repeat_interleave(copies, dim=1), v_BKSD.repeat_interleave(copies, dim=1)
         by_rank = torch.cat([x.unflatten(1, (axis.size, -1)) for x in three], dim=2).flatten(1, 2)
         mine = all_to_all(by_rank, axis, "attention.heads", split=1, join=2)
@@ -182,7 +182,8 @@ def _pass_kv(k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, axis: Axis, site: str) 
     here = torch.stack([k_BKCD, v_BKCD])
     spare = [torch.empty_like(here) for _ in range(min(2, axis.size - 1))]
     for distance in range(axis.size):
-        handle, following = DONE, here
+        handle = DONE
+        following = here
         if distance < axis.size - 1:
             following = spare[distance % 2]
             handle = collectives.rotate(following, here, axis, site, async_op=True)
@@ -192,23 +193,24 @@ def _pass_kv(k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, axis: Axis, site: str) 
 
 
 def _compute_ring_attention(
-    q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, key: str, attend_span: ring_spans.AttendSpan,
+    q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, kernel: SpanKernel, key: str,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute ring attention, without autograd, for this rank's tokens. Return (output [B, N, C, D], log-sum-exp of
     each query's scores [B, N, C]): B sequences, N query heads, C tokens of a sequence on this rank, head size D.
 
-    `q_BNCD`, `k_BKCD`, `v_BKCD`: queries, keys and values of these tokens, with K key-value heads; `key`: identifies
-    the cp axis (`Axis.key`), because custom operators accept no objects; `attend_span`: computes the attention of a
-    span (a slice of queries over a slice of keys); `sinks`: attention-sink score of each query head [N] (None: none),
+    `q_BNCD`, `k_BKCD`, `v_BKCD`: queries, keys and values of these tokens, with K key-value heads; `kernel`: computes
+    the attention of a span (a slice of queries over a slice of keys); `key`: identifies the cp axis (`Axis.key`),
+    because custom operators accept no objects; `sinks`: attention-sink score of each query head [N] (None: none),
     merged once, after all KV blocks."""
-    axis, wide = find_axis(key), at_least_float32(q_BNCD.dtype)
+    axis = find_axis(key)
+    wide = at_least_float32(q_BNCD.dtype)
     q = group_by_kv_head(q_BNCD, k_BKCD)
     out = q.new_zeros(q.shape, dtype=wide)
     log_sum = q.new_full(q.shape[:-1], float("-inf"), dtype=wide)
     for source, block in _pass_kv(k_BKCD, v_BKCD, axis, SITE):
         for span in ring_spans.list_spans(axis.rank, source, axis.size, block.shape[3]):
-            for at, *more in attend_span(q, block, span):
+            for at, *more in kernel.attend(q, block, span):
                 ring_spans.merge_attention(out[at], log_sum[at], *more)
     if sinks is not None:
         add_sinks(out, log_sum, sinks.view(*q.shape[1:3], 1))
@@ -216,17 +218,18 @@ def _compute_ring_attention(
 
 
 def _compute_gradients(
-    d_out_BNCD: torch.Tensor, saved_tensors: list[torch.Tensor], key: str, add_span: ring_spans.AddSpan,
+    d_out_BNCD: torch.Tensor, saved_tensors: list[torch.Tensor], kernel: SpanKernel, key: str,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the gradients of ring attention: those of queries, keys, values and attention sinks, in this order and in
     their shapes. The gradient of `sinks` is that of this rank's queries.
 
     `d_out_BNCD`: output gradient, for B sequences, N query heads, C tokens of a sequence on this rank, head size D;
-    `saved_tensors`: queries, keys, values, output, log-sum-exps; `key`: identifies the cp axis (`Axis.key`);
-    `add_span`: computes and adds the gradients of a span (a slice of queries over a slice of keys)."""
+    `saved_tensors`: queries, keys, values, output, log-sum-exps; `kernel`: computes and adds the gradients of a span (a
+    slice of queries over a slice of keys); `key`: identifies the cp axis (`Axis.key`)."""
     q_BNCD, k_BKCD, v_BKCD, out_BNCD, log_sum_BNC = saved_tensors
-    axis, wide = find_axis(key), log_sum_BNC.dtype
+    axis = find_axis(key)
+    wide = log_sum_BNC.dtype
     inner_BNC = (d_out_BNCD.to(wide) * out_BNCD).sum(dim=-1)
     of_queries = q_BNCD, out_BNCD, d_out_BNCD, log_sum_BNC, inner_BNC
     saved = ring_spans.SavedQueries(*(group_by_kv_head(x, k_BKCD) for x in of_queries))
@@ -237,7 +240,7 @@ def _compute_gradients(
     for source, block in _pass_kv(k_BKCD, v_BKCD, axis, SITE + ".backward"):
         mine = torch.zeros_like(arriving)
         for span in ring_spans.list_spans(axis.rank, source, axis.size, block.shape[3]):
-            add_span((dq, mine), saved, block, span)
+            kernel.add_gradients((dq, mine), saved, block, span)
         handle.wait()
         leaving, arriving = arriving.add_(mine), leaving
         handle = collectives.rotate(arriving, leaving, axis, SITE + ".gradients", async_op=True)
@@ -254,69 +257,31 @@ def _empty_results(q_BNCD: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torc
     return empty_bsnd(q_BNCD), q_BNCD.new_empty(q_BNCD.shape[:-1], dtype=at_least_float32(q_BNCD.dtype))
 
 
-# The operators: functions of the mask's tensors and numbers, which choose how spans are computed.
+Rebuild = Callable[[list[torch.Tensor], list[float]], SpanKernel]
+"""Function that rebuilds a kernel, which custom operators cannot take as an argument, from its tensors and numbers."""
 
 
-def _attend_by_tiles(
-    q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, first_BC: torch.Tensor | None,
-    numbers: list[float], key: str, sinks: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute ring attention by tiles, without autograd. Return (output [B, N, C, D], log-sum-exps [B, N, C]), for B
-    sequences, N query heads, C tokens of a sequence on this rank, head size D.
+def _register_ring_attention(name: str, rebuild: Rebuild) -> None:
+    """Register ring attention with one kind of kernel as the differentiable custom operator meshwright::`name`."""
 
-    `q_BNCD`, `k_BKCD`, `v_BKCD`: queries, keys and values of these tokens; `first_BC`: index of the first key to which
-    each query attends (None: 0); `numbers`: [scale, softcap] of the scores; `key`: identifies the cp axis; `sinks`:
-    attention-sink score of each query head."""
-    attend_span = partial(ring_spans.attend_by_tiles, first_BC, ScoreSettings(numbers[0], numbers[1]))
-    return _compute_ring_attention(q_BNCD, k_BKCD, v_BKCD, key, attend_span, sinks)
+    def attend_ring(
+        q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, tensors: list[torch.Tensor],
+        numbers: list[float], key: str, sinks: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Forward of the operator. `tensors`, `numbers`: arguments of `rebuild`; the others and the result are those of
+        `_compute_ring_attention`."""
+        return _compute_ring_attention(q_BNCD, k_BKCD, v_BKCD, rebuild(tensors, numbers), key, sinks)
 
+    def differentiate(
+        d_out_BNCD: torch.Tensor, saved: list[torch.Tensor], tensors: list[torch.Tensor], numbers: list[float],
+        key: str, sinks: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Backward of the operator. `tensors`, `numbers`: arguments of `rebuild`; the others and the result are those
+        of `_compute_gradients`."""
+        return _compute_gradients(d_out_BNCD, saved, rebuild(tensors, numbers), key, sinks)
 
-def _differentiate_by_tiles(
-    d_out_BNCD: torch.Tensor, saved: list[torch.Tensor], first_BC: torch.Tensor | None, numbers: list[float], key: str,
-    sinks: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradients of ring attention's queries, keys, values and sinks, computed by tiles.
-
-    `d_out_BNCD`: output gradient; `saved`: queries, keys, values, output, log-sum-exps; `first_BC`: index of the first
-    key to which each query attends (None: 0); `numbers`: [scale, softcap] of the scores; `key`: identifies the cp axis;
-    `sinks`: attention-sink score of each query head."""
-    add_span = partial(ring_spans.add_gradients_by_tiles, first_BC, ScoreSettings(numbers[0], numbers[1]))
-    return _compute_gradients(d_out_BNCD, saved, key, add_span, sinks)
+    register_attention(name, attend_ring, differentiate, _empty_results)
 
 
-def _attend_by_flash(
-    q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, tensors: list[torch.Tensor],
-    numbers: list[float], key: str, sinks: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute ring attention by flash kernels, without autograd. Return (output [B, N, C, D], log-sum-exps [B, N, C]),
-    for B sequences, N query heads, C tokens of a sequence on this rank, head size D.
-
-    `q_BNCD`, `k_BKCD`, `v_BKCD`: queries, keys and values of these tokens; `tensors`: tensors of the `VarlenMask`
-    (document boundaries); `numbers`: [sliding window of the mask, scale of the scores]; `key`: identifies the cp axis;
-    `sinks`: attention-sink score of each query head."""
-    attend_span = partial(ring_spans.attend_by_flash, _rebuild_varlen_mask(tensors, numbers), numbers[1])
-    return _compute_ring_attention(q_BNCD, k_BKCD, v_BKCD, key, attend_span, sinks)
-
-
-def _differentiate_by_flash(
-    d_out_BNCD: torch.Tensor, saved: list[torch.Tensor], tensors: list[torch.Tensor], numbers: list[float], key: str,
-    sinks: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradients of ring attention's queries, keys, values and sinks, computed by flash kernels.
-
-    `d_out_BNCD`: output gradient; `saved`: queries, keys, values, output, log-sum-exps; `tensors`: tensors of the
-    `VarlenMask` (document boundaries); `numbers`: [sliding window of the mask, scale of the scores]; `key`: identifies
-    the cp axis; `sinks`: attention-sink score of each query head."""
-    add_span = partial(ring_spans.add_gradients_by_flash, _rebuild_varlen_mask(tensors, numbers), numbers[1])
-    return _compute_gradients(d_out_BNCD, saved, key, add_span, sinks)
-
-
-def _rebuild_varlen_mask(tensors: list[torch.Tensor], numbers: list[float]) -> VarlenMask:
-    """Rebuild a `VarlenMask`, which custom operators cannot take as an argument, from its `tensors` and its window,
-    numbers[0].
-    """
-    return VarlenMask(tensors[0], tensors[1], int(numbers[0])) if tensors else VarlenMask(None, None, int(numbers[0]))
-
-
-register_attention("ring_attention", _attend_by_tiles, _differentiate_by_tiles, _empty_results)
-register_attention("flash_ring_attention", _attend_by_flash, _differentiate_by_flash, _empty_results)
+_register_ring_attention("ring_attention", TiledSpans.rebuild)
+_register_ring_attention("flash_ring_attention", FlashSpans.rebuild)

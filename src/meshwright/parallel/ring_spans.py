@@ -13,9 +13,9 @@ size. In a tile: P pairs of a sequence and a key-value head, X = G x queries of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -66,10 +66,19 @@ class SavedQueries(NamedTuple):
     inner_BKGC: torch.Tensor
 
 
-AttendSpan = Callable[[torch.Tensor, torch.Tensor, Span], Iterator[Result]]
-"""Computation of the attention of a span, of queries [B, K, G, C, D] over a KV block [2, B, K, C, D]."""
-AddSpan = Callable[[Gradients, SavedQueries, torch.Tensor, Span], None]
-"""Computation of the gradients of a span over a KV block, added in place."""
+class SpanKernel(Protocol):
+    """Interface of a kernel that computes the attention of spans (slices of queries over slices of keys)."""
+
+    def attend(self, q_BKGCD: torch.Tensor, block: torch.Tensor, span: Span) -> Iterator[Result]:
+        """Compute the attention of `span`; yield partial results, which `merge_attention` can merge.
+
+        `q_BKGCD`: this rank's queries: B sequences, K key-value heads, G query heads of each, C tokens, head size D;
+        `block`: keys and values, [2, B, K, C, D]."""
+
+    def add_gradients(self, gradients: Gradients, saved: SavedQueries, block: torch.Tensor, span: Span) -> None:
+        """Compute the gradients of the attention of `span` and add them in place to `gradients`.
+
+        `saved`: this rank's queries, outputs and output gradients; `block`: keys and values, [2, B, K, C, D]."""
 
 
 def merge_attention(out: torch.Tensor, log_sum: torch.Tensor, more: torch.Tensor, log_sum_more: torch.Tensor) -> None:
@@ -87,66 +96,62 @@ def merge_attention(out: torch.Tensor, log_sum: torch.Tensor, more: torch.Tensor
 # --- tiles
 
 
-def attend_by_tiles(
-    first_BC: torch.Tensor | None, settings: ScoreSettings, q_BKGCD: torch.Tensor, block: torch.Tensor, span: Span
-) -> Iterator[Result]:
-    """Compute the attention of `span` (a slice of queries over a slice of keys) by tiles. Yield partial results
-    (outputs with log-sum-exps), which `merge_attention` can merge.
+class TiledSpans(NamedTuple):
+    """Computation of spans by tiles.
 
     `first_BC`: index of the first key to which each query attends (None: 0), on the CPU; `settings`: scale and softcap
-    of the scores; `q_BKGCD`: this rank's queries: B sequences, K key-value heads, G query heads of each, C tokens, head
-    size D; `block`: keys and values, [2, B, K, C, D]."""
-    k_BKCD, v_BKCD = block
-    for rows, heads, tiles in cut_tiles(q_BKGCD, span, first_BC):
-        k_PCD, v_PCD = flatten_heads(k_BKCD[rows, heads]), flatten_heads(v_BKCD[rows, heads])
-        wide_k_PCD = k_PCD.to(at_least_float32(q_BKGCD.dtype))
-        for tile in tiles:
-            at = (rows, heads, slice(None), tile.queries)
-            part = q_BKGCD[at]
-            scores_PXL, _ = compute_scores(flatten_heads(part), wide_k_PCD, tile, part.shape, settings)
-            p_PXL = torch.softmax(scores_PXL, dim=-1)
-            here = log_sum_exp(scores_PXL, p_PXL).view(part.shape[:-1])
-            o_PXD = torch.bmm(p_PXL.to(q_BKGCD.dtype), v_PCD[:, tile.keys])
-            yield at, o_PXD.view(part.shape), here
+    of the scores."""
 
+    first_BC: torch.Tensor | None
+    settings: ScoreSettings
 
-def add_gradients_by_tiles(
-    first_BC: torch.Tensor | None,
-    settings: ScoreSettings,
-    gradients: Gradients,
-    saved: SavedQueries,
-    block: torch.Tensor,
-    span: Span,
-) -> None:
-    """Compute the gradients of the attention of `span` (a slice of queries over a slice of keys) by tiles and add them
-    in place to `gradients`.
+    @classmethod
+    def rebuild(cls, tensors: list[torch.Tensor], numbers: list[float]) -> TiledSpans:
+        """Rebuild the kernel from the arguments of a custom operator: [`first_BC`] or [], and [scale, softcap]."""
+        return cls(tensors[0] if tensors else None, ScoreSettings(*numbers))
 
-    `first_BC`: index of the first key that each query attends to (None: 0), on the CPU; `settings`: scale and softcap
-    of the scores; `saved`: this rank's queries, outputs and output gradients; `block`: keys and values, [2, B, K, C,
-    D]: B sequences, K key-value heads, C tokens, head size D."""
-    (dq_BKGCD, d_keys_values), (k_BKCD, v_BKCD) = gradients, block
-    dtype, scale = saved.q.dtype, settings.scale
-    for rows, heads, tiles in cut_tiles(saved.q, span, first_BC):
-        k_PCD, v_PCD = flatten_heads(k_BKCD[rows, heads]), flatten_heads(v_BKCD[rows, heads])
-        dk_PCD, dv_PCD = (each[rows, heads].view(k_PCD.shape) for each in d_keys_values)
-        wide_k_PCD = k_PCD.to(dq_BKGCD.dtype)
-        for tile in tiles:
-            at = (rows, heads, slice(None), tile.queries)
-            part = saved.q[at]
-            q_PXD, d_out_PXD = flatten_heads(part), flatten_heads(saved.d_out[at])
-            log_sum_PX1 = _to_column(saved.log_sum_BKGC[at])
-            scores_PXL, slope_PXL = compute_scores(q_PXD, wide_k_PCD, tile, part.shape, settings, log_sum_PX1)
-            p_PXL = scores_PXL.exp_()
-            dv_PCD[:, tile.keys] += torch.bmm(p_PXL.to(dtype).mT, d_out_PXD)
-            subtract_PX1, v_PDL = _to_column(saved.inner_BKGC[at]), v_PCD[:, tile.keys].mT
-            if dtype == subtract_PX1.dtype:
-                dp_PXL = torch.baddbmm(subtract_PX1, d_out_PXD, v_PDL, beta=-1)
-            else:
-                dp_PXL = torch.bmm(d_out_PXD, v_PDL) - subtract_PX1
-            ds_PXL = p_PXL.mul_(dp_PXL).mul_(1 if slope_PXL is None else slope_PXL).to(dtype)
-            dq_PXD = torch.bmm(ds_PXL, k_PCD[:, tile.keys])
-            dq_BKGCD[at].add_(dq_PXD.view(part.shape), alpha=scale)
-            dk_PCD[:, tile.keys].add_(torch.bmm(ds_PXL.mT, q_PXD), alpha=scale)
+    def attend(self, q_BKGCD: torch.Tensor, block: torch.Tensor, span: Span) -> Iterator[Result]:
+        """Compute the attention of `span` by tiles; see `SpanKernel.attend`."""
+        k_BKCD, v_BKCD = block
+        for rows, heads, tiles in cut_tiles(q_BKGCD, span, self.first_BC):
+            k_PCD, v_PCD = (flatten_heads(x[rows, heads]) for x in (k_BKCD, v_BKCD))
+            wide_k_PCD = k_PCD.to(at_least_float32(q_BKGCD.dtype))
+            for tile in tiles:
+                at = (rows, heads, slice(None), tile.queries)
+                part = q_BKGCD[at]
+                scores_PXL, _ = compute_scores(flatten_heads(part), wide_k_PCD, tile, part.shape, self.settings)
+                p_PXL = torch.softmax(scores_PXL, dim=-1)
+                here = log_sum_exp(scores_PXL, p_PXL).view(part.shape[:-1])
+                o_PXD = torch.bmm(p_PXL.to(q_BKGCD.dtype), v_PCD[:, tile.keys])
+                yield at, o_PXD.view(part.shape), here
+
+    def add_gradients(self, gradients: Gradients, saved: SavedQueries, block: torch.Tensor, span: Span) -> None:
+        """Add the gradients of `span` by tiles; see `SpanKernel.add_gradients`."""
+        dq_BKGCD, d_block = gradients
+        dtype = saved.q.dtype
+        scale = self.settings.scale
+        for rows, heads, tiles in cut_tiles(saved.q, span, self.first_BC):
+            k_PCD, v_PCD = (flatten_heads(x[rows, heads]) for x in block)
+            dk_PCD, dv_PCD = (x[rows, heads].view(k_PCD.shape) for x in d_block)
+            wide_k_PCD = k_PCD.to(dq_BKGCD.dtype)
+            for tile in tiles:
+                at = (rows, heads, slice(None), tile.queries)
+                part = saved.q[at]
+                q_PXD, d_out_PXD = (flatten_heads(x[at]) for x in (saved.q, saved.d_out))
+                log_sum_PX1 = _to_column(saved.log_sum_BKGC[at])
+                scores_PXL, slope_PXL = compute_scores(q_PXD, wide_k_PCD, tile, part.shape, self.settings, log_sum_PX1)
+                p_PXL = scores_PXL.exp_()
+                dv_PCD[:, tile.keys] += torch.bmm(p_PXL.to(dtype).mT, d_out_PXD)
+                inner_PX1 = _to_column(saved.inner_BKGC[at])
+                v_PDL = v_PCD[:, tile.keys].mT
+                if dtype == inner_PX1.dtype:
+                    dp_PXL = torch.baddbmm(inner_PX1, d_out_PXD, v_PDL, beta=-1)
+                else:
+                    dp_PXL = torch.bmm(d_out_PXD, v_PDL) - inner_PX1
+                ds_PXL = p_PXL.mul_(dp_PXL).mul_(1 if slope_PXL is None else slope_PXL).to(dtype)
+                dq_PXD = torch.bmm(ds_PXL, k_PCD[:, tile.keys])
+                dq_BKGCD[at].add_(dq_PXD.view(part.shape), alpha=scale)
+                dk_PCD[:, tile.keys].add_(torch.bmm(ds_PXL.mT, q_PXD), alpha=scale)
 
 
 def _to_column(x: torch.Tensor) -> torch.Tensor:
@@ -171,7 +176,9 @@ def list_kernel_calls(mask: VarlenMask, span: Span, rows: int, scale: float | No
 
     `rows`: number of sequences; `scale`: factor of the scores (None: 1 / √D).
     """
-    every, chunk, window = slice(None), span.keys.stop - span.keys.start, mask.window
+    every = slice(None)
+    chunk = span.keys.stop - span.keys.start
+    window = mask.window
     half = int(span.queries.start > 0)
     lengths = [chunk, *[0, chunk] * 2 * rows] if mask.lengths is None else mask.lengths.tolist()
     if span.query_start == span.key_start:
@@ -179,11 +186,14 @@ def list_kernel_calls(mask: VarlenMask, span: Span, rows: int, scale: float | No
         call = FlashCall(cu_seqlens, lengths[0], True, window - 1 if window else None, scale)
         yield (every, every, every, span.queries), (every, every, span.keys), call
         return
-    queries_at, keys_at = span.queries.start - span.query_start, span.keys.start - span.key_start
+    queries_at = span.queries.start - span.query_start
+    keys_at = span.keys.start - span.key_start
     leading = list(zip(lengths[1 + 2 * half :: 4], lengths[2 + 2 * half :: 4], strict=True))
     end = span.key_start + chunk
     for (start, tokens), group in groupby(range(rows), key=leading.__getitem__):
-        first, stop, (row, *more) = max(start, span.key_start), span.query_start + tokens, group
+        first = max(start, span.key_start)
+        stop = span.query_start + tokens
+        row, *more = group
         same = slice(row, row + 1 + len(more))
         # Queries before `sees_all` see all keys of the document, each later one sees one key less at the start.
         sees_all = max(span.query_start, min(stop, first + window)) if window else stop
@@ -191,38 +201,37 @@ def list_kernel_calls(mask: VarlenMask, span: Span, rows: int, scale: float | No
             if first < end and begin < until:
                 limited = begin == sees_all
                 oldest = max(first, begin - window + 1) if limited else first
-                queries, keys = slice(queries_at + begin, queries_at + until), slice(keys_at + oldest, span.keys.stop)
+                queries = slice(queries_at + begin, queries_at + until)
+                keys = slice(keys_at + oldest, span.keys.stop)
                 call = FlashCall(left=window - 1 - (until - end) if limited else None, scale=scale)
                 yield (same, every, every, queries), (same, every, keys), call
 
 
-def attend_by_flash(
-    mask: VarlenMask, scale: float, q_BKGCD: torch.Tensor, block: torch.Tensor, span: Span
-) -> Iterator[Result]:
-    """Compute the attention of `span` (a slice of queries over a slice of keys) by flash kernels. Yield partial results
-    (outputs with log-sum-exps), which `merge_attention` can merge.
+class FlashSpans(NamedTuple):
+    """Computation of spans by flash kernels. `mask`: document boundaries and sliding window; `scale`: factor of the
+    scores."""
 
-    `mask`: document boundaries and sliding window; `scale`: factor of the scores; `q_BKGCD`: this rank's queries: B
-    sequences, K key-value heads, G query heads of each, C tokens, head size D; `block`: keys and values, [2, B, K, C,
-    D]."""
-    for at, there, call in list_kernel_calls(mask, span, len(q_BKGCD), scale):
-        out, log_sum = flash_forward(q_BKGCD[at].flatten(1, 2), block[0][there], block[1][there], call)
-        yield at, group_by_kv_head(out, block[0]), group_by_kv_head(log_sum, block[0])
+    mask: VarlenMask
+    scale: float
 
+    @classmethod
+    def rebuild(cls, tensors: list[torch.Tensor], numbers: list[float]) -> FlashSpans:
+        """Rebuild the kernel from the arguments of a custom operator: the mask's tensors, and [its window, scale]."""
+        cu_seqlens, lengths = tensors or (None, None)
+        window, scale = numbers
+        return cls(VarlenMask(cu_seqlens, lengths, int(window)), scale)
 
-def add_gradients_by_flash(
-    mask: VarlenMask, scale: float, gradients: Gradients, saved: SavedQueries, block: torch.Tensor, span: Span
-) -> None:
-    """Compute the gradients of the attention of `span` (a slice of queries over a slice of keys) by flash kernels and
-    add them in place to `gradients`.
+    def attend(self, q_BKGCD: torch.Tensor, block: torch.Tensor, span: Span) -> Iterator[Result]:
+        """Compute the attention of `span` by flash kernels; see `SpanKernel.attend`."""
+        for at, there, call in list_kernel_calls(self.mask, span, len(q_BKGCD), self.scale):
+            out, log_sum = flash_forward(q_BKGCD[at].flatten(1, 2), block[0][there], block[1][there], call)
+            yield at, group_by_kv_head(out, block[0]), group_by_kv_head(log_sum, block[0])
 
-    `mask`: document boundaries and sliding window; `scale`: factor of the scores; `saved`: this rank's queries, outputs
-    and output gradients; `block`: keys and values, [2, B, K, C, D]: B sequences, K key-value heads, C tokens, head size
-    D."""
-    for at, there, call in list_kernel_calls(mask, span, len(saved.q), scale):
-        of_queries = saved.q, saved.out, saved.d_out, saved.log_sum_BKGC
-        q, out, d_out, log_sum = (x[at].flatten(1, 2) for x in of_queries)
-        dq, dk, dv = flash_backward(d_out, (q, block[0][there], block[1][there], out, log_sum), call)
-        gradients[0][at] += group_by_kv_head(dq, block[0])
-        gradients[1][0][there] += dk
-        gradients[1][1][there] += dv
+    def add_gradients(self, gradients: Gradients, saved: SavedQueries, block: torch.Tensor, span: Span) -> None:
+        """Add the gradients of `span` by flash kernels; see `SpanKernel.add_gradients`."""
+        for at, there, call in list_kernel_calls(self.mask, span, len(saved.q), self.scale):
+            q, out, d_out, log_sum = (x[at].flatten(1, 2) for x in saved[:4])
+            dq, dk, dv = flash_backward(d_out, (q, block[0][there], block[1][there], out, log_sum), call)
+            gradients[0][at] += group_by_kv_head(dq, block[0])
+            gradients[1][0][there] += dk
+            gradients[1][1][there] += dv

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshwright.model.documents import Documents
+from meshwright.model.documents import MicroBatch
 from meshwright.model.transformer import Transformer
 from meshwright.model.weight_gradients import WeightGradients
 from meshwright.parallel.gradient_accumulation import BackwardPass
@@ -15,9 +15,6 @@ from meshwright.parallel.pipeline import Key
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.program.pipeline import Kind
 from meshwright.spec.stages import Stage
-
-MicroBatch = tuple[torch.Tensor, torch.Tensor, Documents]
-"""Tokens [B, S], targets [B, S] (-100: none), documents."""
 
 Divisor = float | torch.Tensor | Callable[[], float | torch.Tensor]
 """Number by which a step's summed loss is divided, or a function that returns it once the first loss is there."""
@@ -64,9 +61,13 @@ class StageCompute:
         mark: Callable[[str], None] = lambda part: None,
         objective: Objective | None = None,
     ) -> None:
-        self.model, self.engine, self.mark, self._objective = model, engine, mark, objective
+        self.model = model
+        self.engine = engine
+        self.mark = mark
         self.loss = torch.zeros((), dtype=torch.float64, device=engine.mesh.device)
-        self._micro_batches, self._divisor = micro_batches, divisor if callable(divisor) else lambda: divisor
+        self._objective = objective
+        self._micro_batches = micro_batches
+        self._divisor = divisor if callable(divisor) else lambda: divisor
         self._at_once, self._queue = order
         self._stages = engine.partition.stages
         self._kept: dict[Key, _SavedForward] = {}
@@ -86,7 +87,8 @@ class StageCompute:
         stage = self._stages[key[0]]
         # Backward recomputes with the same masks.
         if self.model.token_keys is not None and kind != Kind.WEIGHT_GRADIENT:
-            self.model.token_keys.set(self._micro_batches[key[2]][2], self._micro_batches[key[2]][0].shape[1])
+            batch = self._micro_batches[key[2]]
+            self.model.token_keys.set(batch.documents, batch.tokens_BS.shape[1])
         if kind == Kind.FORWARD:
             out = self._forward(key, stage, x)
             self.mark("forward")
@@ -115,18 +117,19 @@ class StageCompute:
         tokens, hidden size H). The last stage adds its loss to the attribute `loss` instead and returns None.
 
         `key`: indices (stage, replica (model copy), micro-batch); `x`: the stage's input (first stage: None)."""
-        units, micro_batch = self.engine.prefetchers[stage.index], key[2]
-        units.keeps_last = at_once = key in self._at_once
+        batch = self._micro_batches[key[2]]
+        units = self.engine.prefetchers[stage.index]
+        units.keeps_last = key in self._at_once
         if x is not None:
             x = x.detach()
             if torch.is_grad_enabled():
                 x.requires_grad_()
-        if stage.last and (teacher := self._micro_batches[micro_batch][2].teacher) is not None:
-            teacher.fill()
-        out, balance = self.model.run_stage(stage, x, *self._micro_batches[micro_batch], units, at_once)
+        if stage.last and batch.documents.teacher is not None:
+            batch.documents.teacher.fill()
+        out, balance = self.model.run_stage(stage, x, batch, units, units.keeps_last)
         if stage.last:
             if self._objective is not None:
-                out = self._objective(micro_batch, out)
+                out = self._objective(key[2], out)
             out = out / self._divisor()
             self.loss += out.detach()
         if torch.is_grad_enabled():
@@ -139,8 +142,8 @@ class StageCompute:
         rank: B sequences of S tokens (with sequence parallelism this tp rank's S / tp), hidden size H.
 
         `key`: indices (stage, replica (model copy), micro-batch)."""
-        tokens_BS, mesh = self._micro_batches[key[2]][0], self.engine.mesh
-        rows, sequence = tokens_BS.shape
+        mesh = self.engine.mesh
+        rows, sequence = self._micro_batches[key[2]].tokens_BS.shape
         if mesh.layout.tensor_sequence_parallel:
             sequence //= mesh.tp.size
         shape = rows, sequence, self.model.config.hidden
@@ -152,7 +155,8 @@ class StageCompute:
         x, root, balance = self._kept.pop(key)
         if not root.requires_grad:  # a first stage without trained parameters
             return None
-        roots, gradients = [root], [None if d_out is None else _set_output_gradient(root, d_out)]
+        roots = [root]
+        gradients = [None if d_out is None else _set_output_gradient(root, d_out)]
         # Load-balancing loss of this stage's mixtures; without router loss and bias it needs no gradient.
         if balance is not None and balance.requires_grad:
             roots.append(balance)

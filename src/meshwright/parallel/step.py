@@ -11,11 +11,12 @@ import torch
 
 from meshwright.comm.collectives import all_reduce
 from meshwright.comm.mesh import Mesh
+from meshwright.model.documents import MicroBatch
 from meshwright.model.pairs import Pairs, PreferenceLoss
 from meshwright.model.transformer import Transformer
 from meshwright.model.weight_gradients import WeightGradients, defer_weight_gradients
 from meshwright.parallel.pipeline import Compute, Key, Pipeline
-from meshwright.parallel.stage_compute import BackwardOrder, Divisor, MicroBatch, Objective, StageCompute
+from meshwright.parallel.stage_compute import BackwardOrder, Divisor, Objective, StageCompute
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.program.pipeline import COMPUTING, Kind, PipelineProgram
 from meshwright.spec.policy import FUSED_ACCUMULATION_MIN_NUMEL, PREFERENCE_METRICS
@@ -43,7 +44,9 @@ class ForwardBackward:
         fused_accumulation_min_numel: int = FUSED_ACCUMULATION_MIN_NUMEL,
         preference: Callable[[torch.Tensor, Pairs], PreferenceLoss] | None = None,
     ) -> None:
-        self.model, self.engine, self.program = model, engine, program
+        self.model = model
+        self.engine = engine
+        self.program = program
         self.preference = preference
         # Called with each phase's name when it ends: "pipeline" (wait for a stage), "forward", "backward", "reduce".
         self.mark: Callable[[str], None] = lambda part: None
@@ -123,7 +126,7 @@ class ForwardBackward:
         def compute_loss(micro_batch: int, log_probabilities_BD: torch.Tensor) -> torch.Tensor:
             """Return the summed preference loss of micro-batch number `micro_batch`, given the log-probabilities [B, D]
             of its responses, and add its metrics to `metric_sums`."""
-            pairs = micro_batches[micro_batch][2].pairs
+            pairs = micro_batches[micro_batch].documents.pairs
             assert pairs is not None, "documents without pairs"
             found = preference(log_probabilities_BD, pairs)
             self.metric_sums.add_(found.metric_sums)

@@ -10,10 +10,9 @@ import torch
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
-from meshwright.model.documents import Documents
+from meshwright.model.documents import Documents, MicroBatch
 from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.parallelize import parallelize
-from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.parallel.step import ForwardBackward, count_targets
 from meshwright.planner.cost.reference_step import batch_of, reference_layouts, reference_model
 from meshwright.planner.hardware.measured import ReferenceStep
@@ -83,7 +82,7 @@ class _ReferenceRun:
         Time in which ranks waited for a CPU core is subtracted if it exceeds the fraction `DISTURBED` of the step. The
         rest is scaled to the CPU's usual speed, at which the reference matrix product `kernel` takes `usual_seconds`.
         world: mesh of all ranks."""
-        targets = count_targets((goals for _, goals, _ in self.batch), self.mesh)
+        targets = count_targets((batch.targets_BS for batch in self.batch), self.mesh)
         times, local = list[tuple[float, float]](), [kernel.measure_seconds()]
         for at in range(1 + steps):
             passed = torch.tensor([sum(taken - waited for taken, waited in times)], dtype=torch.float64)

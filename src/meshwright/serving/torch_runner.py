@@ -163,7 +163,7 @@ class TorchRunner:
         axes = AxisOperations(tensor=OrderedTensorParallel(mesh))
         self._model = Transformer(self.config, axes=axes, device="cpu", dtype=dtype, stages=[self._stage])
         self._model.requires_grad_(False).eval()
-        self._model.served_length = limits.max_length
+        self._model.attention_inputs.served_length = limits.max_length
         weights.load_into(self._model, dtype)
         kv_heads = max(1, self.config.kv_heads // mesh.tp.size)
         tables, layers = block_tables(self.config, mesh.pp.size), self._stage.layers

@@ -17,9 +17,8 @@ from meshwright.checkpoint.agreement import Agreement
 from meshwright.comm.mesh import Axis
 from meshwright.errors import UserError
 from meshwright.launcher.recipe_checks import check_teacher_tokenizer
-from meshwright.model.documents import Documents
+from meshwright.model.documents import Documents, MicroBatch
 from meshwright.monitoring.records import Metrics
-from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.planner.cost.teacher import TeacherWork, make_teacher_work
 from meshwright.recipe import Recipe
 from meshwright.spec.config_json import config_from_path
@@ -163,8 +162,8 @@ class Distillation(NextToken):
                 targets.states_TH, targets.layers = states.states_TH, states.layers
                 targets.head = self.teacher.output_head(policy.mesh.tp)
         return [
-            (tokens, labels, dataclasses.replace(documents, teacher=targets))
-            for (tokens, labels, documents), targets in zip(micro_batches, made, strict=True)
+            batch._replace(documents=dataclasses.replace(batch.documents, teacher=targets))
+            for batch, targets in zip(micro_batches, made, strict=True)
         ]
 
     def _sample(
@@ -186,15 +185,18 @@ class Distillation(NextToken):
         )  # fmt: skip
         # Several micro-batches together, because a step of sampling reads all weights for a token of each sequence. All
         # ranks have equally many micro-batches of the same shape, hence equally many groups.
-        size, made = max(1, GROUP // micro_batches[0][0].numel()), list[MicroBatch]()
+        size = max(1, GROUP // micro_batches[0].tokens_BS.numel())
+        made = []
         for first in range(0, len(micro_batches), size):
-            group, places = micro_batches[first : first + size], rows[first : first + size]
-            together = torch.cat([each[0] for each in group]), torch.cat([each[1] for each in group]), Documents()
+            group = micro_batches[first : first + size]
+            places = rows[first : first + size]
+            tokens_BS = torch.cat([each.tokens_BS for each in group])
+            together = MicroBatch(tokens_BS, torch.cat([each.targets_BS for each in group]), Documents())
             prompts = [prompt for each in group for prompt in find_prompts(each, text_tokens)]
             tokens, targets, documents = sampler.sample(together, prompts, step, np.concatenate(places))
             counts = [len(each) for each in places]
             parts = zip(tokens.split(counts), targets.split(counts), strict=True)
-            made += [(*pair, documents) for pair in parts]
+            made += [MicroBatch(*pair, documents) for pair in parts]
         units.reshard()
         return made
 

@@ -23,13 +23,13 @@ from meshwright.data import PackedDataset, PackedExamples, PreparedData
 from meshwright.data.files import to_canonical_json
 from meshwright.layout import Layout
 from meshwright.model.checkpoint_files import CheckpointFiles
-from meshwright.model.documents import Documents
+from meshwright.model.documents import Documents, MicroBatch
 from meshwright.model.huggingface import match_entries, read_entry
 from meshwright.monitoring.records import Metrics, RunDescription, Validation
 from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.flat_buffers import TensorSlice, make_slice_reader
 from meshwright.parallel.parallelize import parallelize
-from meshwright.parallel.stage_compute import Divisor, MicroBatch
+from meshwright.parallel.stage_compute import Divisor
 from meshwright.parallel.step import ForwardBackward, TermCount
 from meshwright.planner.cost.data_calls import Work
 from meshwright.planner.cost.flops import training_flops_per_token
@@ -114,8 +114,8 @@ class LanguageModelTask:
         keys = sample_keys(self.recipe.run.seed, torch.from_numpy(self._sample_numbers(step)))
         parts = keys.to(self.mesh.device).chunk(len(loaded))
         return [
-            (tokens, targets, dataclasses.replace(documents, samples_B=part))
-            for (tokens, targets, documents), part in zip(loaded, parts, strict=True)
+            batch._replace(documents=dataclasses.replace(batch.documents, samples_B=part))
+            for batch, part in zip(loaded, parts, strict=True)
         ]
 
     def samples_of_step(self, step: int) -> NDArray[np.int64]:

@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 from meshwright.comm.mesh import Mesh
 from meshwright.data import PreparedData, TokenBatch
 from meshwright.layout import Layout
-from meshwright.model.documents import Documents
+from meshwright.model.documents import Documents, MicroBatch
 from meshwright.model.transformer import Transformer
 from meshwright.monitoring.records import Metrics
 from meshwright.parallel.flat_buffers import TensorSlice
-from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.parallel.step import TermCount, count_targets, loss_share
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.planner.cost.teacher import TeacherWork
@@ -176,13 +175,13 @@ class NextToken:
     def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> TermCount:
         """Start to count the target tokens of a step: summed over this rank's `micro_batches` and over all ranks of
         `mesh`, at least 1. Return a function that returns this number. Collective."""
-        return count_targets((targets for _, targets, _ in micro_batches), mesh)
+        return count_targets((batch.targets_BS for batch in micro_batches), mesh)
 
     def terms_share(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor | float:
         """Return the number of target tokens in this rank's `micro_batches`, divided by the number of ranks of `mesh`
         that hold the same tokens (tp x pp)."""
         # Divided in float64: integers divided by an integer become float32, whose rounding shows for tp3 or pp3.
-        targets_here = sum((targets != -100).sum().double() for _, targets, _ in micro_batches)
+        targets_here = sum((batch.targets_BS != -100).sum().double() for batch in micro_batches)
         return targets_here / (mesh.tp.size * mesh.pp.size)
 
     def loss_share(self, sums: torch.Tensor, mesh: Mesh) -> torch.Tensor:

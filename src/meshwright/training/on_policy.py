@@ -17,12 +17,11 @@ from numpy.typing import NDArray
 
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
-from meshwright.model.documents import Documents
+from meshwright.model.documents import Documents, MicroBatch
 from meshwright.model.loss import IGNORED
 from meshwright.model.precision import at_least_float32
 from meshwright.model.transformer import Transformer
 from meshwright.model.units import Units
-from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.spec.config import ModelConfig
 
 _STEP, _TOKENS = 1, 2  # purposes of random numbers
@@ -86,7 +85,7 @@ class Sampler:
 
         step: index of the step; rows: indices of the sequences in the training split; both seed the random draws.
         Collective."""
-        (count, length), device = micro_batch[0].shape, self._mesh.device
+        (count, length), device = micro_batch.tokens_BS.shape, self._mesh.device
         uniform_BS = np.stack([np.random.default_rng([self._seed, step, _TOKENS, row]).random(length) for row in rows])
         uniform = torch.from_numpy(uniform_BS).to(device)
         # A prompt that fills its sequence is not continued: its last position has no target either.
@@ -103,7 +102,7 @@ class Sampler:
             max((each for each in counts if each < length + 1), default=0), length + 1 - min(counts)
         )
         if not draws:
-            return text_BL[:, :-1].contiguous(), targets_BS, Documents()
+            return MicroBatch(text_BL[:, :-1].contiguous(), targets_BS, Documents())
         hidden_BH = self._compute_prompts(text_BL[:, :longest], lengths_B, cache)
         for draw in range(draws):
             places_B = lengths_B - 1 + draw
@@ -121,7 +120,7 @@ class Sampler:
                 break
             places_B1 = (places_B + 1).clamp(max=length - 1)[:, None]
             hidden_BH = self._compute_hidden(text_BL.gather(1, places_B1), places_B1, cache)[:, 0]
-        return text_BL[:, :-1].contiguous(), targets_BS, Documents()
+        return MicroBatch(text_BL[:, :-1].contiguous(), targets_BS, Documents())
 
     def _agree(self, *numbers: int) -> list[int]:
         """Return the maxima of `numbers` over all ranks, which have to make the same collective calls. Collective."""

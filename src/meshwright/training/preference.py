@@ -21,10 +21,9 @@ from meshwright.data.packing.packed import NO_TARGET
 from meshwright.data.packing.packed_examples import MismatchedRows
 from meshwright.data.packing.shards import limit_rate
 from meshwright.errors import UserError
-from meshwright.model.documents import Documents
+from meshwright.model.documents import Documents, MicroBatch
 from meshwright.model.pairs import Pairs
 from meshwright.monitoring.records import Metrics
-from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.parallel.step import TermCount, loss_share, sum_over_data
 from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.spec.policy import PREFERENCE_METRICS
@@ -263,6 +262,6 @@ class Preferences:
 
 def _list_pairs(micro_batches: Sequence[MicroBatch]) -> list[Pairs]:
     """Return the responses that `Preferences.annotate` has added to each of the `micro_batches`."""
-    found = [documents.pairs for _, _, documents in micro_batches]
+    found = [batch.documents.pairs for batch in micro_batches]
     assert None not in found, "every micro-batch of preference data has pairs"
     return found  # type: ignore[return-value]

@@ -16,13 +16,13 @@ import torch
 from meshwright.comm.mesh import Axis, Mesh
 from meshwright.layout import Layout
 from meshwright.model.checkpoint_files import CheckpointFiles
+from meshwright.model.documents import MicroBatch
 from meshwright.model.huggingface import match_entries, read_entry
 from meshwright.model.loss import OutputHead
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.axes import build_axes
 from meshwright.parallel.flat_buffers import make_slice_reader
 from meshwright.parallel.pipeline import Key, Pipeline
-from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.program.pipeline import Kind
 from meshwright.spec.config import ModelConfig
@@ -145,7 +145,7 @@ class _Forward:
     def buffer(self, key: Key) -> torch.Tensor:
         """Return an uninitialised buffer [B, S, H] in which the input of a pipeline stage is received; S counts only
         this tp rank's token slice with sequence parallelism. key: indices (stage, replica, micro-batch)."""
-        tokens_BS, mesh = self._micro_batches[key[2]][0], self._teacher.mesh
+        tokens_BS, mesh = self._micro_batches[key[2]].tokens_BS, self._teacher.mesh
         rows, sequence = tokens_BS.shape
         if mesh.layout.tensor_sequence_parallel:
             sequence //= mesh.tp.size

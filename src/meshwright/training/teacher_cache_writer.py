@@ -23,9 +23,8 @@ from meshwright.launcher.launcher import LaunchSpec, launch
 from meshwright.launcher.rank_process import run_rank
 from meshwright.launcher.rendezvous import RendezvousInfo
 from meshwright.layout import Layout
-from meshwright.model.documents import Documents
+from meshwright.model.documents import Documents, MicroBatch
 from meshwright.parallel.context import shard_sequences
-from meshwright.parallel.stage_compute import MicroBatch
 from meshwright.recipe import Recipe, load_recipe_text
 from meshwright.spec.config_json import config_from_path
 from meshwright.spec.distillation import fit_vocabulary, make_teacher_layout
@@ -148,7 +147,7 @@ def _compute_shard(cache: TeacherCache, teacher: Teacher, mesh: Mesh, shard: Sha
             head, count = teacher.output_head(mesh.tp), max(0, min(rows, shard.sequences - firsts[number]))
             top = top_log_probabilities(found.states_TH, head, given.temperature, given.top_k)
             if mesh.tp.rank == 0 and count:
-                indices_C = loaded[number][2].indices_C
+                indices_C = loaded[number].documents.indices_C
                 held = slice(None) if indices_C is None else indices_C.cpu().numpy()
                 for file, part in zip(files, top, strict=True):
                     written = part.unflatten(0, (rows, -1))[:count].cpu().numpy().astype(file.dtype)

@@ -19,7 +19,7 @@ import torch
 
 from meshwright.comm import collectives, transport
 from meshwright.comm.mesh import Axis
-from meshwright.comm.transport import Message, Posted
+from meshwright.comm.transport import Message, Posted, RowCounts
 
 Delivery = tuple[torch.Tensor, torch.Tensor]
 """Result buffer of the caller, and the copy that the transfer fills."""
@@ -94,13 +94,12 @@ class LateCompletion:
             return self._post(partial(self._originals["rotate"], copy, sent, axis), [(output, copy)], [source])
 
     def all_to_all(
-        self, output: torch.Tensor, source: torch.Tensor, axis: Axis, output_sizes: Any, source_sizes: Any
+        self, output: torch.Tensor, source: torch.Tensor, axis: Axis, sizes: RowCounts | None = None
     ) -> Posted:
         """Start an all-to-all over the mesh axis `axis` on private copies of `source` and `output`. Until the call is
-        waited for, `output` holds NaN. output_sizes, source_sizes: numbers of rows received from and sent to each rank;
-        None: equal."""
+        waited for, `output` holds NaN. sizes: numbers of rows received from and sent to each rank; None: equal."""
         copy, sent = torch.empty_like(output), source.clone()
-        post = partial(self._originals["all_to_all"], copy, sent, axis, output_sizes, source_sizes)
+        post = partial(self._originals["all_to_all"], copy, sent, axis, sizes)
         return self._post(post, [(output, copy)], [source])
 
     def transfer(self, messages: Sequence[Message], axis: Axis) -> list[Posted]:

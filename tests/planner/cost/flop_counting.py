@@ -46,7 +46,7 @@ def inside(function: Callable[..., Any]) -> Callable[..., int]:
 OURS = {
     torch.ops.meshwright.tiled_attention: inside(tiled_attention._compute_attention),
     torch.ops.meshwright.tiled_attention_backward: inside(tiled_attention._compute_gradients),
-    torch.ops.meshwright.grouped_product: inside(grouped_product._compute_grouped_product),
+    torch.ops.meshwright.grouped_product: inside(grouped_product._compute_grouped_product._init_fn),
     torch.ops.meshwright.grouped_product_input: inside(grouped_product._compute_input_gradient._init_fn),
     torch.ops.meshwright.grouped_product_weight: inside(grouped_product._compute_weight_gradient._init_fn),
 }

@@ -177,7 +177,7 @@ def watch(case: Case) -> Watched:
     time.sleep(0.02 if mesh.world_size > 1 else 0)  # gloo's threads release sent tensors a little later
     alive = storages.alive()
     assert compute._kept
-    rotary = [each for each in model._rotary.values() if isinstance(each, RotaryTable)]
+    rotary = [each for each in model.attention_inputs.tables.values() if isinstance(each, RotaryTable)]
     tables = [table for each in rotary for pair in each._tables.values() for table in pair]
     stayed = {table.untyped_storage()._cdata for table in tables}
     own = {unit.parameters.untyped_storage()._cdata for unit in parallel._units.values()}
