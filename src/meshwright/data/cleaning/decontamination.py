@@ -88,7 +88,7 @@ def _find_files(
     path: str, cache: Path | None = None, log: Callable[[str], None] = lambda line: None
 ) -> list[SourceFile]:
     """Return the files of the evaluation set `path` (path, glob or URL). cache: directory that stores file listings of
-    remote stores; log: receives a line when a stored listing is used.
+    remote stores (None: not stored); log: receives a line when a stored listing is used.
     """
     return find_files([path], "auto", cache, _KEY, log, records=True)
 

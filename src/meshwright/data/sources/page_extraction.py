@@ -15,7 +15,8 @@ def make_handler() -> Callable[[dict[str, Any]], dict[str, Any]]:
     answer, both JSON objects.
 
     The first request is {"extractor": name of a library}, each further one {"html": a page}. An answer is {"text": the
-    main text, "" if there is none}, or {"error": why the library fails on the page}. The function raises `MemoryError`.
+    main text, "" if there is none}, or {"error": why the library fails on the page}. The function raises `MemoryError`
+    for a page that needs too much memory.
     """
     extractors: list[Callable[[str], str | None]] = []
 
