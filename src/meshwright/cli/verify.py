@@ -45,7 +45,7 @@ def command(
     Losses, gradients, norms, updates, optimizer state and checkpoint counters (steps, samples) must agree to 1e-10
     (--dtype float32: 1e-5); cases in lower precision have the tolerances of docs/verify.md. The cases include a skipped
     step, a resumed run, and short and long sequences. Without recipe and layout, a grid over every axis is verified.
-    Needs no GPU and no data; a layout of many ranks is first replaced by a similar one with fewer ranks. KEY=VALUE
+    Needs no GPU and no data; a layout of many ranks is first replaced by a similar layout with fewer ranks. KEY=VALUE
     overrides one field of the recipe. Exit code 1 if anything differs.
 
     \f
