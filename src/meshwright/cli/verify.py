@@ -49,9 +49,9 @@ def command(
     overrides one field of the recipe. Exit code 1 if anything differs.
 
     \f
-    arguments: RECIPE, then overrides. layout: to verify in place of the recipe's. model: preset, Hugging Face
-    directory, config.json or recipe. dtype: "float64" or "float32", of the parameters. mutate: also inject faults, one
-    at a time, and check that each is detected. thorough: verify more cases. as_json: print JSON.
+    arguments: RECIPE, then overrides. layout: layout to verify in place of the recipe's layout. model: preset, Hugging
+    Face directory, config.json or recipe. dtype: "float64" or "float32", of the parameters. mutate: also inject faults,
+    one at a time, and check that each is detected. thorough: verify more cases. as_json: print JSON.
     """
     recipe, overrides = split_overrides(arguments)
     if recipe is not None and not recipe.endswith(".toml"):

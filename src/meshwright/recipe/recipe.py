@@ -167,8 +167,8 @@ class Recipe(Table):
 
     @property
     def preference_margin(self) -> float:
-        """Target reward margin (gamma) of SimPO: `train.preference_margin` if it is set, else 1. 0 for all other
-        objectives, which have no margin."""
+        """Target reward margin (gamma) of SimPO: `train.preference_margin` if it is set, else 1. For other objectives,
+        which have no margin, the value is 0."""
         given = self.train.preference_margin
         return (1.0 if given is None else given) if self.objective == "simpo" else 0.0
 

@@ -101,9 +101,9 @@ def _iterate_lines(file: SourceFile, stream: Stream, encoding: str, errors: str,
 
 
 def _iterate_wide_lines(file: SourceFile, stream: Stream, encoding: str) -> Iterator[ParsedRecord]:
-    """Yield the lines of a JSON Lines file in UTF-16 or UTF-32 (`encoding`), as `_iterate_lines` does for other
-    encodings. Text after bytes that do not decode cannot be split into lines and is reported as a single problem.
-    stream: the file's decompressed bytes."""
+    """Yield (position such as ":17", value, problem) for each line of a JSON Lines file in UTF-16 or UTF-32
+    (`encoding`). problem: why the line could not be decoded or parsed, as a clause; else None. Text after bytes that do
+    not decode cannot be split into lines and is reported as a single problem. stream: the file's decompressed bytes."""
     text = io.TextIOWrapper(stream, encoding, newline="\n")
     try:
         for number in itertools.count(1):
