@@ -377,6 +377,6 @@ def make_small_files(
 
 
 def read_tokenizer_files(directory: Path | None, names: Sequence[str] = TOKENIZER_FILES) -> dict[str, bytes]:
-    """Return the tokenizer files of a directory as file name -> content; missing files are left out. directory: None:
-    no tokenizer. names: names of the files."""
+    """Return the tokenizer files of a directory as file name -> content; missing files are left out. directory:
+    directory of the files; None: no tokenizer, no files. names: names of the files."""
     return {name: (directory / name).read_bytes() for name in names if directory and (directory / name).is_file()}

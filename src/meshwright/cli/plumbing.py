@@ -229,7 +229,8 @@ def refuse_overrides(overrides: Sequence[str], name: str | None) -> None:
 
 
 class ResultPrinter(Protocol):
-    """Type of the function that prints a command's result, from `result_printer`."""
+    """Type of the function, yielded by `result_printer`, that prints a command's result: as JSON with --json, else as
+    text."""
 
     def __call__(self, document: Mapping[str, Any], text: str = "", alone: str | None = None) -> None:
         """Print the result of a command; called once. document: result as JSON, printed with --json. text: result for

@@ -201,7 +201,8 @@ class Segment:
     @property
     def header(self) -> dict[str, Any]:
         """Header of the file as JSON. `pieces`: [[index of a source file, number of its documents in this segment]].
-        `longest_kept`: characters of the longest document kept. `examples`, `samples`: dropped documents by rule."""
+        `longest_kept`: characters of the longest document kept. `examples`: {rule: name of the first document that the
+        rule dropped}. `samples`: {rule: sample of the documents that the rule dropped}."""
         return self._read_header()[0]
 
     def _read_header(self) -> tuple[dict[str, Any], int]:

@@ -345,7 +345,7 @@ class PackedExamples(PackedDataset):
 
     def _too_long_error(self, number: int, count: int, longest: int, capacity: int) -> UserError:
         """Build the error for examples longer than a row. number: index of the first such example; count: number of
-        such examples; longest: tokens in the longest one; capacity: tokens in a row.
+        such examples; longest: tokens in the longest example; capacity: tokens in a row.
         """
         documents = self.packing.documents_per_example
         own = self._documents[number * documents : (number + 1) * documents]
@@ -376,7 +376,7 @@ class MismatchedRows:
 
     @property
     def rows_sha256(self) -> str:
-        """Hex SHA-256 of the packing plan, the same as that of the original rows."""
+        """Hex SHA-256 of the packing plan, the same value as for the original rows."""
         return self._examples.rows_sha256
 
     def read_batch(self, numbers: ArrayLike, *, padded: bool = False) -> TokenBatch:

@@ -54,8 +54,8 @@ class Shard:
     files: dict[str, dict[str, Any]]
 
     def find_problem(self, directory: Path, contents: bool) -> str | None:
-        """Check the shard's files in `directory`; return the first problem as text (a path and "is missing" ...), or
-        None. contents: compare the SHA-256 of each file, not only its size."""
+        """Check the shard's files in `directory`; return the first problem as text (a path and "is missing" ...), None
+        if there is no problem. contents: compare the SHA-256 of each file, not only its size."""
         for name, recorded in self.files.items():
             if found := find_damage(directory / name, recorded, contents):
                 return f"{directory / name} {found}"
@@ -81,8 +81,8 @@ class EncodedDocument(NamedTuple):
 
 
 class Encoder(Protocol):
-    """Protocol of objects that tokenize documents. A plain text or a record becomes one token sequence, a preference
-    record two (chosen and rejected)."""
+    """Protocol of objects that tokenize documents. A preference record becomes two token sequences (chosen and
+    rejected), any other document one."""
 
     def encode_documents(self, documents: Sequence[Document]) -> Iterator[list[EncodedDocument]]:
         """Tokenize `documents`; yield for each document the list of its token sequences: two (chosen, rejected) for a

@@ -261,8 +261,8 @@ class ChatTemplate:
 
     @cached_property
     def _literals(self) -> list[str]:
-        """String literals in the template's source, such as "</think>", for which it may search in messages. Special
-        tokens are excluded."""
+        """String literals in the template's source, such as "</think>", for which the template may search in messages.
+        Special tokens are excluded."""
         found = {match[1] if match[1] is not None else match[2] for match in _LITERAL.finditer(self.source)}
         kept = (each for each in found if each.strip() and not self._may_spell_special_token(each))
         return sorted(kept)[:_MAX_LITERALS]

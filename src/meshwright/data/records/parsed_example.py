@@ -51,9 +51,10 @@ class Example(NamedTuple):
 def select_reasoning(example: Example, thinking: str) -> list[Example]:
     """Drop the reasoning of assistant turns that the setting `thinking` does not keep; return the resulting examples.
 
-    thinking: "template": keep all reasoning, the template decides what it renders. "none": drop all. "last": keep that
-    of the last assistant turn. "all": return one example for each assistant turn, which ends with this turn, because
-    templates render only the reasoning of the last turn. All settings but "all" return one example.
+    thinking: "template": keep all reasoning, the template decides what it renders. "none": drop all reasoning. "last":
+    keep the reasoning of the last assistant turn only. "all": return one example for each assistant turn, which ends
+    with this turn, because templates render only the reasoning of the last turn. All settings but "all" return one
+    example.
     """
     if thinking == "none":
         return [example.change_messages(_drop_reasoning)]

@@ -223,9 +223,9 @@ def measure_common_prefix(one: str, other: str) -> int:
 def assign_marked_spans(
     marked: Sequence[tuple[int, int]], ranges: Sequence[tuple[int, int] | None], turns: Sequence[int]
 ) -> list[tuple[int, tuple[int, int]]]:
-    """Assign each character range `marked`, from {% generation %} blocks, to an assistant turn: the turn whose text it
-    contains, else the next turn after it. Return [(index of the message, range)]. turns: message indices of the
-    assistant turns. ranges: range of each message in the text; None if it is not in the text."""
+    """Assign each character range `marked`, from {% generation %} blocks, to an assistant turn: the turn whose text the
+    range contains, else the next turn after the range. Return [(index of the message, range)]. turns: message indices
+    of the assistant turns. ranges: range of each message in the text; None if it is not in the text."""
     placed = sorted((held, turn) for turn in turns if (held := ranges[turn]) is not None)
     begins = [held[0] for held, _ in placed]
     # Turns that end before a span cannot have its text; of mixed turns the latest end counts.

@@ -100,8 +100,8 @@ def group_rows(records: Iterable[ParsedRecord]) -> Iterator[ParsedRecord]:
 
 
 def _continues_tree(first: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
-    """Return True if `row` belongs to the tree of messages that begins with the row `first`: it has the same
-    "message_tree_id" or, if there is none, a parent.
+    """Return True if `row` belongs to the tree of messages that begins with the row `first`: both have the same
+    "message_tree_id" or, if there is no such ID, `row` has a parent.
     """
     if "message_tree_id" in first or "message_tree_id" in row:
         return bool(first.get("message_tree_id") == row.get("message_tree_id"))

@@ -130,8 +130,8 @@ def _join_chunks(body: bytes) -> bytes | None:
 def decode_text(body: bytes, content_type: str, html: bool) -> str:
     """Decode the body of a page to text; invalid bytes become U+FFFD.
 
-    The encoding is the first of these (HTML standard, WHATWG, 13.2.3.2): byte order mark, charset of `content_type`
-    (the HTTP header), if `html` is True, charset of the <meta> or XML declaration, UTF-8, Windows-1252.
+    The encoding is the first of these (HTML standard, WHATWG, 13.2.3.2): byte order mark; charset of `content_type`
+    (the HTTP header); charset of the <meta> or XML declaration, if `html` is True; UTF-8; Windows-1252.
     """
     for mark, name in _MARKS.items():
         if body.startswith(mark):

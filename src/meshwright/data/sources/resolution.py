@@ -31,7 +31,7 @@ class SourceFile:
     name: path relative to the source, the same wherever the corpus is stored. path: local path, or file in a remote
     store. format: one of `DATA_FORMATS`, not "auto". named: True if the recipe names this file itself; unusable content
     is then an error. False if a glob or directory found it. source: index of its source in the recipe. text_key: key of
-    a record's text if the source sets one. counted_as: label under which reports count it.
+    a record's text; None: the key that the recipe sets for all sources. counted_as: label under which reports count it.
     """
 
     name: str

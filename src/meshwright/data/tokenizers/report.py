@@ -74,7 +74,7 @@ def measure_tokenizer(recipe: DataRecipe, data: PreparedData) -> dict[str, Any]:
 
 def describe_tokens(tokenizer: TextTokenizer, text: str) -> dict[str, Any]:
     """Tokenize `text` with `tokenizer`; returns a JSON object: `text`, `tokens` [{id, text}], the `decoded` text, and
-    `exact`, True if that equals `text`.
+    `exact`, True if the decoded text equals `text`.
     """
     names = list_readable_tokens(tokenizer)
     (numbers,) = tokenizer.encode([text])

@@ -35,8 +35,8 @@ _USUAL_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<
 class TextTokenizer:
     """A tokenizer that encodes a document as start token, text, end token, and never encodes text as a special token.
 
-    start: id of the BOS token, or of the EOS token if there is no BOS. With document masks, it is an input of training,
-    but no target. end: id of the EOS token. vocabulary: largest token id + 1. special: all special tokens.
+    start: id of the BOS token, or of the EOS token if there is no BOS. With document masks, the start token is an input
+    of training, but no target. end: id of the EOS token. vocabulary: largest token id + 1. special: all special tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, start: int, end: int, named: Iterable[str] = ()) -> None:
