@@ -33,8 +33,8 @@ class Agreement:
         return self._sum([int(not mine)]) == [0]
 
     def broadcast_numbers(self, values: Sequence[int], *, count: int) -> list[int]:
-        """Broadcast rank 0's `values` (non-negative integers); return the first `count` of them, or all if they are
-        fewer. The values of other ranks are ignored. `count` must be equal on all ranks."""
+        """Broadcast rank 0's `values` (non-negative integers); return the first `count` of these values, or all if
+        there are fewer. The values of other ranks are ignored. `count` must be equal on all ranks."""
         mine = [*values[:count], *[-1] * (count - len(values))] if self._mesh.rank == 0 else [0] * count
         return [value for value in self._sum(mine) if value >= 0]
 
@@ -51,8 +51,8 @@ class Agreement:
         return sender, received.rstrip(b"\0").decode(errors="replace")
 
     def raise_first(self, problem: str | None) -> None:
-        """Raise `UserError` on every rank with the message of the lowest rank that has one. problem: this rank's
-        message; None: it has none."""
+        """Raise `UserError` on every rank if any rank has a `problem`, with the message of the lowest such rank.
+        problem: error message of this rank; None: this rank has no problem."""
         if (first := self.broadcast_first_text(problem)) is not None:
             raise UserError(first[1])
 
@@ -77,9 +77,9 @@ class Agreement:
 
 
 def agree_on_adapter(path: os.PathLike[str] | str, mesh: Mesh) -> Path:
-    """Return the adapter directory that rank 0 finds with `find_adapter`, on every rank: a run that is still training
-    may save or delete checkpoints while ranks look. path: value of `adapter.from`. Collective. Raises `UserError` on
-    every rank if there is no adapter."""
+    """Find the adapter directory on rank 0 (see `find_adapter`) and return it on every rank. Only rank 0 searches,
+    because a run that is still training may save or delete checkpoints meanwhile. path: value of `adapter.from`.
+    Collective. Raises `UserError` on every rank if there is no adapter."""
     agreement, found, problem = Agreement(mesh), None, None
     if mesh.rank == 0:
         try:

@@ -83,7 +83,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 def open_checkpoint(path: Path) -> tuple[CheckpointPath, Manifest]:
     """Open the checkpoint directory `path`; return (checkpoint, manifest). Verify the size of every file, and the
-    hashes of all files but the large ones with tensors (.safetensors). Raises `DamagedCheckpoint`."""
+    hashes of all files except the tensor files (.safetensors). Raises `DamagedCheckpoint`."""
     manifest = read_manifest(path)
     if manifest.step != parse_step(path.name) and parse_step(path.name) is not None:
         raise DamagedCheckpoint(f"its manifest is that of step {manifest.step}")
@@ -92,8 +92,8 @@ def open_checkpoint(path: Path) -> tuple[CheckpointPath, Manifest]:
 
 
 def open_model(path: Path) -> CheckpointPath:
-    """Open the checkpoint directory `path` to load only the model: verify the hash of every file except those in its
-    subdirectory training/ (master weights, optimizer state). Raises `DamagedCheckpoint`."""
+    """Open the checkpoint directory `path` to load only the model: verify the hash of every file except the files in
+    its subdirectory training/ (master weights, optimizer state). Raises `DamagedCheckpoint`."""
     checkpoint, manifest = open_checkpoint(path)
     check_contents(path, manifest, (name for name in manifest.files if not name.startswith("training/")))
     return checkpoint
@@ -140,7 +140,8 @@ def find_newest(
     log: Callable[[str], None] = lambda line: None,
     open_it: Callable[[Path], CheckpointPath] = _open_unverified,
 ) -> CheckpointPath | None:
-    """Return the intact checkpoint of the highest step in `directory` (the checkpoints/ of a run); None without one.
+    """Return the intact checkpoint of the highest step in `directory` (the checkpoints/ of a run); None if no
+    checkpoint is intact.
 
     log: called with one line for each damaged checkpoint of a higher step. open_it: function that opens and checks a
     checkpoint directory; it raises `DamagedCheckpoint` if the checkpoint is not intact."""
@@ -155,7 +156,7 @@ def find_checkpoint(
 
     check_hashes: verify every byte of a checkpoint's model and tokenizer, not only file sizes. log: called with one
     line for each damaged checkpoint that is newer than the one found. Raises `UserError` if there is no checkpoint, or
-    if `path` itself is a damaged one.
+    if `path` itself is a damaged checkpoint.
     """
     path, open_it = Path(path), open_model if check_hashes else _open_unverified
     if not path.is_dir():
@@ -179,7 +180,7 @@ def find_checkpoint(
 
 def find_adapter(path: os.PathLike[str] | str) -> Path:
     """Find the PEFT directory that `path` refers to: `path` itself or, if it is a run directory, its newest intact
-    checkpoint. Raises `UserError` if the run has none."""
+    checkpoint. Raises `UserError` if the run has no intact checkpoint."""
     path = Path(path)
     return path if (path / ADAPTER_CONFIG).is_file() or not path.is_dir() else find_checkpoint(path)
 
@@ -191,8 +192,8 @@ def find_best(directory: Path | str) -> CheckpointPath | None:
 
 
 def _select_best(checkpoints: list[CheckpointPath]) -> CheckpointPath | None:
-    """Return the one of `checkpoints` with the lowest finite validation loss (in a tie, the one of the highest step);
-    None if none has a finite loss."""
+    """Return the checkpoint in `checkpoints` with the lowest finite validation loss (in a tie, the one of the highest
+    step); None if no checkpoint has a finite loss."""
 
     def loss(checkpoint: CheckpointPath) -> float:
         """Return the checkpoint's validation loss, infinite if it has none or if it is NaN."""
@@ -205,7 +206,7 @@ def _select_best(checkpoints: list[CheckpointPath]) -> CheckpointPath | None:
 
 def delete_old(directory: Path, keep: int, keep_best: bool, saved: int | None = None) -> None:
     """Delete intact checkpoints of `directory`, except the newest `keep` and, with `keep_best`, the one with the lowest
-    validation loss. Damaged ones stay.
+    validation loss. Damaged checkpoints stay.
 
     saved: step of the checkpoint just saved. Checkpoints of later steps are not considered: the run has resumed from an
     earlier step and will overwrite them. None: consider all.
@@ -223,7 +224,7 @@ def delete_old(directory: Path, keep: int, keep_best: bool, saved: int | None = 
 
 
 def move_into_place(partial: Path, final: Path) -> None:
-    """Rename the complete checkpoint directory `partial` to `final`, replacing an older (damaged) one."""
+    """Rename the complete checkpoint directory `partial` to `final`, replacing an older (damaged) checkpoint."""
     old = final.with_name(f".{final.name}.replaced")
     if final.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -235,8 +236,8 @@ def move_into_place(partial: Path, final: Path) -> None:
 
 def remove_leftovers(directory: Path) -> None:
     """Clean up `directory` after interrupted saves and deletions: remove hidden directories (incomplete checkpoints,
-    and old ones that were being replaced or deleted) and the file of save outcomes; restore an old checkpoint whose
-    replacement was not completed. Call it only while no rank saves.
+    and old checkpoints that were being replaced or deleted) and the file of save outcomes; restore an old checkpoint
+    whose replacement was not completed. Call it only while no rank saves.
     """
     for path in directory.glob(".step-*.replaced"):
         final = directory / path.name[1 : -len(".replaced")]

@@ -70,10 +70,10 @@ class CheckpointContents:
 
 
 class Checkpointer:
-    """Saves and loads the checkpoints of one run. Collective: every rank creates one and calls the same methods in the
-    same order.
+    """Saves and loads the checkpoints of one run. Collective: every rank creates a `Checkpointer` and calls the same
+    methods in the same order.
 
-    directory: checkpoints/ of the run, on a filesystem shared by all ranks (`UserError` if it is not). mesh: device
+    directory: checkpoints/ of the run, on a filesystem shared by all ranks (else `UserError` is raised). mesh: device
     mesh of this rank. contents: the model's configuration, or `CheckpointContents` for a user's own module. options:
     settings of the saves. log: called with lines for the user."""
 
@@ -194,8 +194,8 @@ class Checkpointer:
     # --- loading
 
     def find_newest(self) -> CheckpointPath | None:
-        """Return the intact checkpoint of the highest step in the run's directory, or None. Damaged ones of higher
-        steps are logged, each once."""
+        """Return the intact checkpoint of the highest step in the run's directory; None if no checkpoint is intact.
+        Damaged checkpoints of higher steps are logged, each once."""
         return catalogue.find_newest(self.directory, self._log_once)
 
     def find_best(self) -> CheckpointPath | None:
@@ -207,8 +207,8 @@ class Checkpointer:
         """Find the newest checkpoint that is intact on all ranks, and load it into the tensors of `slices`. Return
         (checkpoint, content of its training/state.json), or None if there is no checkpoint. Collective.
 
-        Each damaged checkpoint is logged. Raises `UserError` if there are checkpoints but none is intact, so that none
-        is overwritten.
+        Each damaged checkpoint is logged. Raises `UserError` if there are checkpoints but none is intact, so that no
+        damaged checkpoint is overwritten.
         """
         found = [catalogue.parse_step(path.name) or 0 for path in catalogue.list_candidates(self.directory)]
         steps = self._agreement.broadcast_numbers(found, count=_MAXIMUM_CANDIDATES)
@@ -235,8 +235,8 @@ class Checkpointer:
 
     def _load(self, path: Path, slices: Sequence[TensorSlice]) -> dict[str, Any]:
         """Load the checkpoint directory `path` into the tensors of `slices` on this rank; return the content of its
-        training/state.json: step, layout, recipe and more, by name. Raises `DamagedCheckpoint`, or `UserError` for
-        another model."""
+        training/state.json: step, layout, recipe and more, by name. Raises `DamagedCheckpoint`, or `UserError` for a
+        checkpoint of another model."""
         catalogue.open_checkpoint(path)
         self._contents.check(path)
         load_slices(path, slices, self._mesh.rank, self._mesh.world_size)
@@ -303,8 +303,8 @@ class Checkpointer:
 
 def _lock_directory(directory: Path) -> DirectoryLock:
     """Lock a checkpoint directory against other processes, which could remove the files of a running save as leftovers;
-    return the lock. All `Checkpointer`s of this process share the lock, and the last of them releases it. `UserError`
-    if another process holds it."""
+    return the lock. All `Checkpointer`s of this process share the lock, and the last of them releases it. Raises
+    `UserError` if another process holds the lock."""
     place = directory.resolve()
     lock = _locks.get(place)
     if lock is None:
@@ -331,8 +331,8 @@ def make_model_contents(config: ModelConfig, options: SaveOptions) -> Checkpoint
 
 
 def _check_adapter(config: ModelConfig, path: Path) -> None:
-    """Raise `UserError` if the checkpoint directory `path` holds another adapter than the one in the model
-    configuration `config`."""
+    """Raise `UserError` if the adapter in the checkpoint directory `path` differs from the adapter in `config`, the
+    model configuration."""
     found = read_adapter_config(path, {part.name for part in read_index(path)})
     if (difference := find_adapter_difference(config, found)) is not None:
         raise UserError(
@@ -361,10 +361,10 @@ def make_small_files(
     config: ModelConfig, dtype: str, tokenizer_directory: Path | None, tokenizer_files: Sequence[str] = TOKENIZER_FILES
 ) -> dict[str, bytes]:
     """Return the files of a Hugging Face directory besides the weights, as file name -> content: config.json for the
-    model configuration `config`, generation_config.json unless it is an encoder, and the tokenizer's files.
+    model configuration `config`, generation_config.json unless the model is an encoder, and the tokenizer's files.
 
     dtype: dtype of the exported weights. tokenizer_directory: directory of the tokenizer files; None: no tokenizer.
-    tokenizer_files: names of the files to copy from there; missing ones are left out."""
+    tokenizer_files: names of the files to copy from there; missing files are left out."""
     tokens: dict[str, Any] = {"_from_model_config": True}
     if config.bos_token is not None:
         tokens["bos_token_id"] = config.bos_token
@@ -377,6 +377,6 @@ def make_small_files(
 
 
 def read_tokenizer_files(directory: Path | None, names: Sequence[str] = TOKENIZER_FILES) -> dict[str, bytes]:
-    """Return the tokenizer files of a directory as file name -> content; missing ones are left out. directory: None:
-    no tokenizer. names: names of the files."""
+    """Return the tokenizer files of a directory as file name -> content; missing files are left out. directory:
+    directory of the files; None: no tokenizer, no files. names: names of the files."""
     return {name: (directory / name).read_bytes() for name in names if directory and (directory / name).is_file()}

@@ -41,7 +41,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 def replace_file(path: Path, data: bytes, *, sync: bool = True) -> None:
     """Replace the content of the file at `path` with `data` atomically: readers see either the old or the new content,
-    even after a crash. sync: True to flush to disk."""
+    even after a crash. sync: True: also flush the file to disk."""
     fresh = path.with_name(f".{path.name.lstrip('.')}.new-{os.getpid()}")
     try:
         with open_descriptor(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:

@@ -44,7 +44,7 @@ class _BlockTask:
 
     file: file name. block: number of the block (`BLOCK_BYTES` each), from 0. copies: one tuple for each run of
     consecutive elements to copy: (planned read, index in this read of the run's first element, number of elements, byte
-    of the block at which they begin). Empty if the block is only verified.
+    of the block at which the run begins). Empty if the block is only verified.
     """
 
     file: str

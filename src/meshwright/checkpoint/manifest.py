@@ -32,7 +32,7 @@ class DamagedCheckpoint(Exception):
 @dataclass(frozen=True, slots=True)
 class FileRecord:
     """Expected size and hashes of a checkpoint file. size: in bytes. sha256: hex digest of the whole file. blocks: hex
-    SHA-256 digest of each block of `BLOCK_BYTES`.
+    SHA-256 digest of each block of `BLOCK_BYTES` (64 MiB), in order.
     """
 
     size: int
@@ -158,7 +158,7 @@ def _find_damage(path: Path, name: str, record: FileRecord, *, whole: bool) -> s
 
 
 def count_blocks(size: int) -> int:
-    """Return the number of blocks of `BLOCK_BYTES` in a file of `size` bytes; the last block may be shorter."""
+    """Return the number of blocks of `BLOCK_BYTES` (64 MiB) in a file of `size` bytes. The last may be shorter."""
     return -(-size // BLOCK_BYTES)
 
 
@@ -203,8 +203,8 @@ def distribute_hashing(sizes: Mapping[str, int], ranks: int) -> list[dict[str, t
     """Distribute the hashing of files over `ranks` ranks. Return for each rank {file name: (True if the rank hashes the
     whole file, numbers of the blocks that it hashes)}. sizes: file name -> bytes.
 
-    A whole file is hashed by one rank, its blocks by any ranks. Tasks are assigned largest first, each to the rank with
-    the fewest bytes so far.
+    The hash of a whole file is computed by one rank; the hashes of its blocks may be computed by different ranks. Tasks
+    are assigned largest first, each to the rank with the fewest bytes so far.
     """
     tasks: list[tuple[int, str, int]] = []  # bytes, file, block (-1: the whole)
     for name, size in sizes.items():

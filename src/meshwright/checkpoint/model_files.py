@@ -43,8 +43,8 @@ class ModelFile:
 class Location:
     """Position of an exported parameter in the model files.
 
-    file: file name. offset: byte of the file at which the parameter's elements begin. entry: its parameter entry.
-    Several experts may share one tensor in the file, in which their parameters are stacked.
+    file: file name. offset: byte of the file at which the parameter's elements begin. entry: the parameter's entry in
+    the parameter table. Several experts may share one tensor in the file, in which their parameters are stacked.
     """
 
     file: str
@@ -54,8 +54,8 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Plan of a model's safetensors files. files: one plan per file. places: {name of an exported tensor: its
-    position}. index: content of `model.safetensors.index.json`; None if there is only one file.
+    """Plan of a model's safetensors files. files: one plan per file. places: {name of an exported tensor: position in
+    these files}. index: content of `model.safetensors.index.json`; None if there is only one file.
     """
 
     files: tuple[ModelFile, ...]
@@ -92,7 +92,7 @@ def make_safetensors_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]])
 def plan_model_files(
     table: ParameterTable, dtype: str, shard_bytes: int = SHARD_BYTES, stem: str = "model"
 ) -> ModelFiles:
-    """Plan the safetensors files that hold the exported parameters of a model. table: its parameter table.
+    """Plan the safetensors files that hold the exported parameters of a model. table: the model's parameter table.
 
     dtype: dtype of trained parameters on disk ("float32", "bfloat16"); buffers and frozen parameters of a user's module
     keep their dtype. shard_bytes: maximum tensor bytes per file; a larger tensor gets a separate file. stem: name of
@@ -173,7 +173,7 @@ def split_disk_runs(
 
 
 def write_slice(
-    place: Location,
+    location: Location,
     start: int,
     values: npt.NDArray[np.generic],
     write: Callable[[str, memoryview, int], None],
@@ -182,9 +182,9 @@ def write_slice(
     """Write a slice of an exported tensor to its model file: call `write(file name, bytes, byte offset)` for each run
     of elements that is contiguous on disk.
 
-    place: position of the tensor in the files. values: elements of the slice, in the dtype on disk. start: index of the
-    first of them in the tensor, flattened row-major as [outputs, inputs]. columns: range of input columns; if given,
-    only these columns are flattened.
+    location: position of the tensor in the model files. values: elements of the slice, in the dtype on disk. start:
+    index of the first element in the tensor, flattened row-major as [outputs, inputs]. columns: range of input columns;
+    if given, only these columns are flattened.
     """
-    for first, run in split_disk_runs(place.entry, start, values, columns):
-        write(place.file, run.view(np.uint8).data, place.offset + first * values.itemsize)
+    for first, run in split_disk_runs(location.entry, start, values, columns):
+        write(location.file, run.view(np.uint8).data, location.offset + first * values.itemsize)

@@ -21,7 +21,7 @@ _BEGIN = ".begin"
 
 class SaveMarkers:
     """Marker files by which the ranks of one save synchronize, in the hidden directory of the unfinished checkpoint.
-    Each rank has one object, which writes the rank's own markers and reads those of other ranks.
+    Each rank has one object, which writes the rank's own markers and reads the markers of other ranks.
 
     partial: the hidden directory. attempt: unique id of the save. rank, ranks: number of this rank, and number of
     ranks. outcomes: on rank 0, save id -> "done" or the error of each earlier save of the run; `record_outcome` extends
@@ -81,8 +81,8 @@ class SaveMarkers:
             marker.touch()  # an empty file may still fit on a full disk
 
     def find_failure(self) -> tuple[int, str] | None:
-        """Return (rank, reason) of the lowest other rank that has reported a failure by a marker file; None if none
-        has. The reason is empty if the rank's disk was full. Never raises."""
+        """Return (rank, reason) of the lowest other rank that has reported a failure by a marker file; None if no other
+        rank has. The reason is empty if the rank's disk was full. Never raises."""
         with suppress(OSError):  # the directory is deleted, or not yet created
             if failed := self.ranks_with("failed") - {self.rank}:
                 return min(failed), (self.partial / f".failed-{min(failed)}").read_text()

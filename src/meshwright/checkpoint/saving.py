@@ -261,9 +261,9 @@ class Save:
         self.markers.mark(phase, content)
 
     def _wait_for(self, list_done: Callable[[], set[int]], ranks: Iterable[int], action: str) -> None:
-        """Wait until all of `ranks` have done an action. list_done: function that returns the ranks that have done it;
-        it is called repeatedly. Raises `SaveFailed` after `timeout_seconds`, `SaveCancelled` if the save is cancelled
-        or failed on another rank.
+        """Wait until all of `ranks` have done an action. list_done: function that returns the ranks that have done the
+        action; it is called repeatedly. Raises `SaveFailed` after `timeout_seconds`, `SaveCancelled` if the save is
+        cancelled or failed on another rank.
 
         action: participle for the message "rank 3 has not ...", such as "written its part".
         """

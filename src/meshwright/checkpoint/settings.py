@@ -15,8 +15,8 @@ class SaveOptions:
     """Settings of all checkpoint saves of a run.
 
     dtype: dtype of the exported model weights ("float32", "bfloat16"). keep: number of newest checkpoints to retain.
-    keep_best: True to retain the one with the lowest validation loss too. background: True to write in a thread while
-    training continues. tokenizer_directory: directory of tokenizer files to include in each checkpoint; None: no
+    keep_best: True to retain the checkpoint with the lowest validation loss too. background: True to write in a thread
+    while training continues. tokenizer_directory: directory of tokenizer files to include in each checkpoint; None: no
     tokenizer. shard_bytes: maximum tensor bytes per model file. timeout_seconds: maximum time that a save waits for
     other ranks.
     """

@@ -55,7 +55,8 @@ class MatrixRange:
 
     def to_rectangles(self) -> list[tuple[int, int, int, int]]:
         """Decompose the range into at most three rectangles of the matrix: the end of its first row, full rows, and the
-        start of its last row. Return (first row, end row, first column, end column) of each, with exclusive ends."""
+        start of its last row. Return (first row, end row, first column, end column) of each rectangle, with exclusive
+        ends."""
         begin, head = divmod(self.start, self.width)
         end, tail = divmod(self.stop, self.width)
         if begin == end:
@@ -203,8 +204,8 @@ def plan_reads(
 ) -> dict[str, list[PlannedRead]]:
     """Plan the reads that load slices of the training state from a checkpoint's files; return file name -> reads.
 
-    slices: locations of the stored slices. wanted: each slice to load, as (kind, name, start, stop, columns) with the
-    meanings of `StoredSlice`. Raises `DamagedCheckpoint` if a wanted element is in no file.
+    slices: locations of the stored slices. wanted: each slice to load, as (kind, name, start, stop, columns), with the
+    same meaning as the fields of `StoredSlice`. Raises `DamagedCheckpoint` if a wanted element is in no file.
     """
     by_entry: dict[tuple[str, str], dict[Columns | None, list[StoredSlice]]] = {}
     for part in sorted(slices, key=lambda part: part.start):
@@ -250,9 +251,9 @@ def intersect_ranges(a: MatrixRange, b: MatrixRange) -> list[tuple[int, int, int
 
 
 def _align_columns(a: Columns | None, b: Columns | None) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return (first column, width), arguments of `MatrixRange`, for each of the column ranges `a` and `b` of one matrix
-    (None: all columns). For equal ranges return (0, 1) twice: the flattened elements of both can then be compared by
-    index, as if the matrix had one column.
+    """Return (first column, width), the arguments of `MatrixRange`, for each of the column ranges `a` and `b` of one
+    matrix (None: all columns). If the two ranges are equal, return (0, 1) twice: the elements of both can then be
+    compared by flattened index, as if the matrix had one column.
     """
     if a == b:
         return (0, 1), (0, 1)
@@ -271,7 +272,7 @@ def split_reads(
 ) -> Mapping[int, list[tuple[PlannedRead, int, int, int]]]:
     """Split the reads of one file at the boundaries of its blocks of `block_bytes` bytes. Return {block number: list of
     tuples}, one tuple for each part of a read: (read, index in the read of the part's first element, number of
-    elements, byte in the block at which they begin).
+    elements, byte in the block at which the part begins).
     """
     cut: dict[int, list[tuple[PlannedRead, int, int, int]]] = {}
     for read in reads:

@@ -63,8 +63,8 @@ class SnapshotBuffers:
         return Snapshot(tuple(copied), tuple(used), None if stream is None else stream.record_event())
 
     def _get_buffer(self, dtype: torch.dtype, group: Sequence[TensorSlice]) -> torch.Tensor:
-        """Return the host buffer into which all slices of one dtype are copied: the one of an earlier snapshot if it is
-        large enough, else a new one (in pinned memory if a slice is on a CUDA device).
+        """Return the host buffer into which all slices of one dtype are copied: the buffer of an earlier snapshot if it
+        is large enough, else a new buffer (in pinned memory if a slice is on a CUDA device).
 
         group: the slices of this dtype."""
         pinned = any(item.tensor.is_cuda for item in group)

@@ -48,7 +48,7 @@ def merge(adapter: str, output: Path, base: Path | None, quantized: str | None, 
     ADAPTER is a run directory, a checkpoint or a PEFT directory.
 
     \f
-    output: directory to write, which must not exist. base: directory of the base model; None: the one that the
+    output: directory to write, which must not exist. base: directory of the base model; None: the directory that the
     adapter's configuration names. quantized: "nf4", "int8" or "no", number format of the base model's weights while the
     adapter was trained; the adapter is merged into the dequantized weights. None: the format that the adapter's run
     directory states. as_json: print JSON.
@@ -73,8 +73,8 @@ def merge(adapter: str, output: Path, base: Path | None, quantized: str | None, 
 @json_option
 def unmerge(adapter: str, merged: Path, output: Path, as_json: bool) -> None:
     """Remove ADAPTER from the model MERGED, into which it was merged, and write the base model to OUTPUT. The weights
-    are restored up to the rounding of the merge; those of an adapter that was trained on a packed base are those of
-    the dequantized base.
+    are restored up to the rounding of the merge. If the adapter was trained on a quantized base, they are the
+    dequantized weights of the base.
 
     \f
     adapter: run directory, checkpoint or PEFT directory. merged: Hugging Face directory. output: directory to write,

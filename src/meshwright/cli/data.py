@@ -45,7 +45,7 @@ def prepare(recipe: str, overrides: tuple[str, ...], as_json: bool) -> None:
     If it was killed, the same command continues where it stopped.
 
     \f
-    recipe: path of the recipe. overrides: KEY=VALUE for fields of it. as_json: print JSON.
+    recipe: path of the recipe. overrides: KEY=VALUE for fields of the recipe. as_json: print JSON.
     """
     with result_printer(as_json) as answer:
         data, samples = _load_prepared(recipe, overrides, check=True)
@@ -67,8 +67,8 @@ def show(recipe: str, overrides: tuple[str, ...], rows: int, html: Path | None, 
     Data that are not prepared yet are prepared first.
 
     \f
-    recipe: path of the recipe. overrides: KEY=VALUE for fields of it. rows: number of samples to show. html: page to
-    write, None for none. as_json: print JSON.
+    recipe: path of the recipe. overrides: KEY=VALUE for fields of the recipe. rows: number of samples to show. html:
+    page to write, None for none. as_json: print JSON.
     """
     from meshwright.data.description import count_tokens_by_role, describe_samples
     from meshwright.data.sample_page import render_sample_page
@@ -99,8 +99,8 @@ def report(recipe: str, overrides: tuple[str, ...], output: Path | None, as_json
     Data that are not prepared yet are prepared first.
 
     \f
-    recipe: path of the recipe. overrides: KEY=VALUE for fields of it. output: page to write, None for report.html
-    in the directory of the prepared data. as_json: print JSON.
+    recipe: path of the recipe. overrides: KEY=VALUE for fields of the recipe. output: page to write, None for
+    report.html in the directory of the prepared data. as_json: print JSON.
     """
     from meshwright.data.cleaning.report import render_cleaning_page
 
@@ -127,8 +127,8 @@ def tokenizer(recipe: str, overrides: tuple[str, ...], text: str | None, html: P
     Data that are not prepared yet are prepared first.
 
     \f
-    recipe: path of the recipe. overrides: KEY=VALUE for fields of it. text: text whose tokens are shown too, None for
-    none. html: page to write, None for none. as_json: print JSON.
+    recipe: path of the recipe. overrides: KEY=VALUE for fields of the recipe. text: text whose tokens are shown too,
+    None for none. html: page to write, None for none. as_json: print JSON.
     """
     from meshwright.data.tokenizers.page import render_tokenizer_page
     from meshwright.data.tokenizers.report import describe_tokens, measure_tokenizer
@@ -166,8 +166,8 @@ def teacher(recipe: str, overrides: tuple[str, ...], layout: str | None, as_json
     If it was killed, the same command continues where it stopped.
 
     \f
-    recipe: path of the recipe. overrides: KEY=VALUE for fields of it. layout: layout of the ranks that run the teacher,
-    None for one device. as_json: print JSON.
+    recipe: path of the recipe. overrides: KEY=VALUE for fields of the recipe. layout: layout of the ranks that run the
+    teacher, None for one device. as_json: print JSON.
     """
     from meshwright.launcher.recipe_checks import check_recipe, check_teacher_tokenizer
     from meshwright.layout import Layout

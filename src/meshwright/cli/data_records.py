@@ -270,7 +270,7 @@ def _make_summary_table(summary: Mapping[str, Any]) -> Any:
 
 def _make_balance_table(name: str, group: Mapping[str, Any]) -> Any:
     """Format the balance report of one group of labelled records (such as one file) as rich text: counts and shares by
-    speech act, and refusals. name: name of the group; group: its entry in the report."""
+    speech act, and refusals. name: name of the group; group: entry of the group in the report."""
     from rich.console import Group
     from rich.text import Text
 

@@ -25,8 +25,8 @@ from meshwright.errors import UserError
 def command(name: str | None, svg: Path | None, as_json: bool) -> None:
     """Recompute a published number or formula of distributed training, step by step, with this package's own code.
 
-    Without NAME: the list of examples. Each shows every number, where the value was published, a common misstatement of
-    it (if one is known), commands to try, and the source files that compute it.
+    Without NAME: the list of examples. Each example shows every number, where the value was published, a common
+    misstatement (if one is known), commands to try, and the source files that compute it.
 
     \f
     name: example such as "ring-all-reduce", None for the list. svg: picture to write, None for none. as_json: print

@@ -82,15 +82,15 @@ def command(
 
     \f
     names: MODEL, then overrides; if `calibrate`, run directories. cluster: device count and kind, a cluster file, or
-    "this". sequence: tokens. batch: sequences per step over all devices. layout: the one to predict, None to search.
+    "this". sequence: tokens. batch: sequences per step over all devices. layout: the layout to predict, None to search.
     top: number of layouts to show. engine: framework whose kernels and buffers are assumed. compiled: True if blocks
-    run under torch.compile. optimizer: its name, None for the recipe's or the default. precision: number format, such
-    as "bf16", if the layout names none. documents: average number of documents packed into a sequence; attention does
-    not cross their boundaries. reserve: memory of a device to keep free, as a fraction or a size. explained: add the
-    time of each operation. every_tensor: add the memory of each tensor. html: page to write. jobs: JSON Lines file of
-    requests, "-" for standard input. serves: predict a server with `memory`, `dtype`, `device` and `max_length`
-    (tokens). lists: print the names of presets and devices. calibrate: compare finished runs with their predictions,
-    and write factors that correct later ones to the cluster file. as_json: print JSON.
+    run under torch.compile. optimizer: name of the optimizer, None for the recipe's optimizer or the default.
+    precision: number format, such as "bf16", if the layout names none. documents: average number of documents packed
+    into a sequence; attention does not cross their boundaries. reserve: memory of a device to keep free, as a fraction
+    or a size. explained: add the time of each operation. every_tensor: add the memory of each tensor. html: page to
+    write. jobs: JSON Lines file of requests, "-" for standard input. serves: predict a server with `memory`, `dtype`,
+    `device` and `max_length` (tokens). lists: print the names of presets and devices. calibrate: compare finished runs
+    with their predictions, and write factors that correct later predictions to the cluster file. as_json: print JSON.
     """
     if lists:
         _print_names(as_json)

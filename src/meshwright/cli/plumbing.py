@@ -25,7 +25,7 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "sho
 
 
 def _check_device(context: click.Context, option: click.Parameter, name: str) -> str:
-    """Return the device name given as --device, "auto", "cpu" or "cuda"; raise `BadParameter` for another one. A click
+    """Return the device name given as --device, "auto", "cpu" or "cuda"; raise `BadParameter` for another name. A click
     callback; context, option: as click passes them."""
     if name not in DEVICES:
         raise click.BadParameter(unknown("device", name, DEVICES))
@@ -96,8 +96,8 @@ class Command(click.Command):
     """Click command whose usage errors always name the command, even where click itself would not."""
 
     def parse_args(self, context: click.Context, arguments: list[str]) -> list[str]:
-        """Parse the command-line arguments. Adds this context to usage errors that click raises without one (an option
-        without a value), so that their message names the command.
+        """Parse the command-line arguments. Usage errors that click raises without a context (for an option without a
+        value) get `context`, so that their message names the command.
         """
         try:
             return super().parse_args(context, arguments)
@@ -175,7 +175,7 @@ def _format_parameter_name(parameter: click.Parameter) -> str:
 
 
 def _format_help_suffix(parameter: click.Parameter) -> str:
-    """Return the parameter's help text as the end of an error line (": ..."); empty without one."""
+    """Return the parameter's help text as the end of an error line (": ..."); "" if it has no help text."""
     text = (getattr(parameter, "help", None) or "").rstrip(".")
     return f": {text[:1].lower()}{text[1:]}" if text else ""
 
@@ -229,7 +229,8 @@ def refuse_overrides(overrides: Sequence[str], name: str | None) -> None:
 
 
 class ResultPrinter(Protocol):
-    """Type of the function that prints a command's result, from `result_printer`."""
+    """Type of the function, yielded by `result_printer`, that prints a command's result: as JSON with --json, else as
+    text."""
 
     def __call__(self, document: Mapping[str, Any], text: str = "", alone: str | None = None) -> None:
         """Print the result of a command; called once. document: result as JSON, printed with --json. text: result for
@@ -314,8 +315,8 @@ def write_file(path: Path, text: str) -> None:
 
 
 def write_files(*files: tuple[str, Path | None, Callable[[], str]]) -> dict[str, str]:
-    """Write the output files of a command; return {kind: path} of the written ones. files: (kind such as "picture",
-    path or None, function that returns the text); those without a path are skipped. Raises `UserError`.
+    """Write the output files of a command; return {kind: path} of the written files. files: (kind such as "picture",
+    path or None, function that returns the text); files without a path are skipped. Raises `UserError`.
     """
     wanted = [(kind, path, make) for kind, path, make in files if path is not None]
     for _, path, make in wanted:

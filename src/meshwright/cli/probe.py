@@ -36,7 +36,8 @@ def command(ranks: int | None, device: str, output: Path | None, directory: Path
 
     \f
     ranks: processes, None for one per GPU, or 2 without GPUs. device: "auto", "cpu" or "cuda". output: cluster file to
-    write, None for the default one. directory: a directory on the disk whose speed is measured. as_json: print JSON.
+    write, None for this machine's default file. directory: a directory on the disk whose speed is measured. as_json:
+    print JSON.
     """
     with result_printer(as_json) as answer:
         from meshwright.launcher.rendezvous import is_started_by_others, read_rendezvous_info

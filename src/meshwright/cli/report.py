@@ -62,8 +62,8 @@ def command(
 
 
 def _find_samples(run: Path, given: Path | None, count: int | None, prompts: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return texts that the run's model has generated, as documents of `generate --json`: the one in the file `given`,
-    else the one in the run's sample.json, else `count` texts that the newest checkpoint generates now. The list is
+    """Return texts that the run's model has generated, as documents of `generate --json`: the text in the file `given`,
+    else the text in the run's sample.json, else `count` texts that the newest checkpoint generates now. The list is
     empty if `count` is 0, if there is no checkpoint, or, with a warning, if generation fails.
 
     count: None for the default number. prompts: texts to continue, in place of beginnings of validation documents. If

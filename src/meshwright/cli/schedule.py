@@ -26,8 +26,8 @@ from meshwright.names import SCHEDULES
 
 
 def _parse_durations(context: click.Context, option: click.Parameter, text: str | None) -> float | list[float] | None:
-    """Parse the text of an option with durations: to a float if it is one number, to a list of floats if it is several
-    separated by commas; None (not given) stays None. A click callback; context, option: as click passes them."""
+    """Parse the text of an option with durations: one number to a float, several numbers separated by commas to a list
+    of floats; None (not given) stays None. A click callback; context, option: as click passes them."""
     if text is None:
         return None
     try:
@@ -41,7 +41,7 @@ def _parse_durations(context: click.Context, option: click.Parameter, text: str 
 
 def _duration_option(name: str, default: str | None, what: str) -> Callable[[Any], Any]:
     """Return a decorator that adds the click option `name`, whose value is one duration or a list of durations.
-    default: its default as text, None for none. what: its help text.
+    default: default value as text, None for no default. what: help text of the option.
     """
     return click.option(name, callback=_parse_durations, metavar="T[,T...]", default=default, help=what)
 
@@ -150,7 +150,7 @@ def command(
 
 def _require_counts(schedule: str, stages: int | None, micro_batches: int | None) -> None:
     """Raise `UserError` if `schedule` is a name such as "1f1b" and --stages or --microbatches (`micro_batches`) is
-    missing. A program file (@FILE) states both itself."""
+    missing. A program file (@FILE) contains both numbers."""
     if schedule not in SCHEDULES:
         return
     missing = [word for word, value in (("--stages 4", stages), ("--microbatches 8", micro_batches)) if value is None]

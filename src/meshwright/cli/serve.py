@@ -49,7 +49,7 @@ def command(checkpoint: str, layout: str, as_json: bool, **options: Any) -> None
     document as soon as requests are accepted.
 
     \f
-    layout: ranks, such as "tp2 dp2", empty for one. options: all other options, passed as keyword arguments to
+    layout: ranks, such as "tp2 dp2", empty for one rank. options: all other options, passed as keyword arguments to
     `serving.serve.serve`. as_json: print a JSON document when requests are accepted.
     """
     from meshwright.comm.local import PRELOADED_TO_SERVE, start_server

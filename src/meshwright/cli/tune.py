@@ -35,8 +35,8 @@ def command(
     SIGTERM or Ctrl-C, it saves the running trial; the same command continues it.
 
     \f
-    recipe: path of the recipe. overrides: KEY=VALUE for fields of it. directory: directory of the study; None: the
-    recipe's run directory with "-tune" appended to the name. check_widths: instead of a search, train at these
+    recipe: path of the recipe. overrides: KEY=VALUE for fields of the recipe. directory: directory of the study; None:
+    the recipe's run directory with "-tune" appended to the name. check_widths: instead of a search, train at these
     multiples of the width, such as "1,2,4", to check the size of activations (µP's coordinate check); None: search.
     trust: True to allow the recipe to import and run Python code that it names. as_json: print JSON.
     """

@@ -45,13 +45,13 @@ def command(
     Losses, gradients, norms, updates, optimizer state and checkpoint counters (steps, samples) must agree to 1e-10
     (--dtype float32: 1e-5); cases in lower precision have the tolerances of docs/verify.md. The cases include a skipped
     step, a resumed run, and short and long sequences. Without recipe and layout, a grid over every axis is verified.
-    Needs no GPU and no data; a layout of many ranks is first replaced by a similar one with fewer ranks. KEY=VALUE
+    Needs no GPU and no data; a layout of many ranks is first replaced by a similar layout with fewer ranks. KEY=VALUE
     overrides one field of the recipe. Exit code 1 if anything differs.
 
     \f
-    arguments: RECIPE, then overrides. layout: to verify in place of the recipe's. model: preset, Hugging Face
-    directory, config.json or recipe. dtype: "float64" or "float32", of the parameters. mutate: also inject faults, one
-    at a time, and check that each is detected. thorough: verify more cases. as_json: print JSON.
+    arguments: RECIPE, then overrides. layout: layout to verify in place of the recipe's layout. model: preset, Hugging
+    Face directory, config.json or recipe. dtype: "float64" or "float32", of the parameters. mutate: also inject faults,
+    one at a time, and check that each is detected. thorough: verify more cases. as_json: print JSON.
     """
     recipe, overrides = split_overrides(arguments)
     if recipe is not None and not recipe.endswith(".toml"):

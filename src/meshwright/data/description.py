@@ -18,17 +18,17 @@ _LOOK_AHEAD = 2_000  # samples searched for one with a document boundary
 
 def describe_samples(data: PreparedData, count: int) -> list[dict[str, Any]]:
     """Describe the first `count` samples (packed rows) of the training order; return one JSON object for each. If none
-    of them contains a document boundary, the last one is replaced by the next sample that has one. data: prepared data
-    of a recipe.
+    of these samples contains a document boundary, the last sample is replaced by the next sample with a boundary. data:
+    prepared data of a recipe.
 
     Keys: `sample`: index in the training split. `documents`: [{start, stop, text}], token range [start, stop) and
     decoded text, special tokens by name. `masked_targets`: positions whose next token is not a target of the loss.
-    `target_tokens`: number of the other positions.
+    `target_tokens`: number of positions whose next token is a target.
 
     For records (chat, instruction or preference data) also `padding`, the number of tokens after the last document, and
-    in each document `parts`, [{text, trained, author, special}]: runs of tokens with equal properties. `trained`: they
-    are targets of the loss. `author`: role of their turn, "template" between turns. `special`: they are special tokens.
-    Documents of unpaired data have a `label`, "desirable" or "undesirable".
+    in each document `parts`, [{text, trained, author, special}]: runs of tokens with equal properties. `trained`: the
+    tokens are targets of the loss. `author`: role of their turn, "template" between turns. `special`: the tokens are
+    special tokens. Documents of unpaired data have a `label`, "desirable" or "undesirable".
     """
     split = data.split("train")
     order = data.make_sample_order().sample(np.arange(min(split.sequences, max(count, _LOOK_AHEAD))))
@@ -59,14 +59,15 @@ def describe_samples(data: PreparedData, count: int) -> list[dict[str, Any]]:
 
 def count_tokens_by_role(data: PreparedData) -> dict[str, Any]:
     """Count turns, tokens and trained tokens by role (user, assistant ...) in all training examples of `data`; return
-    JSON as `token_flags.count_by_role` does, an empty dict for plain text."""
+    JSON with the keys "spans", "turns", "tokens" and "trained_tokens" (see `token_flags.count_by_role`), an empty dict
+    for plain text."""
     split = data.split("train")
     return split.count_by_role() if isinstance(split, PackedExamples) else {}
 
 
 def _describe_example(data: PreparedData, tokens: NDArray[Any], flags: NDArray[np.uint8]) -> dict[str, Any]:
-    """Return one document of a training example as a JSON object: `length` in tokens, `text`, `parts`, and `label` if
-    it has one, as in `describe_samples`.
+    """Return one document of a training example as a JSON object: `length` in tokens, `text`, `parts` (runs of tokens
+    with equal flags) and, for unpaired data, `label` ("desirable" or "undesirable").
 
     data: prepared data, whose tokenizer decodes. tokens: token ids [length]. flags: uint8 [length], which mark loss
     targets and store the role of each token's turn (`token_flags`).

@@ -102,7 +102,7 @@ def try_write_json(path: Path, value: Any) -> None:
 
 def write_array(file: AtomicFile, array: NDArray[Any]) -> None:
     """Write a 1-D array to `file` in .npy format, one block at a time, so that a memory-mapped array may be larger than
-    main memory. `file` is not finished.
+    main memory. The caller then calls `file.finish`.
     """
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
@@ -123,8 +123,8 @@ def find_damage(path: Path, recorded: dict[str, Any], contents: bool) -> str | N
     """Compare the file `path` with the size and digest recorded when it was written; returns the difference as a clause
     (such as "is missing"), or None if size and digest are as recorded.
 
-    recorded: {"bytes": size, "sha256": hex digest}. contents: compare the SHA-256 too, which reads the whole file; else
-    the size alone.
+    recorded: {"bytes": size, "sha256": hex digest}. contents: True: compare the SHA-256 too, which reads the whole
+    file; False: compare the size alone.
     """
     try:
         size = path.stat().st_size

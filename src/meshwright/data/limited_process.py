@@ -50,7 +50,8 @@ class LimitedProcess:
         self._lock = threading.Lock()
 
     def start(self) -> dict[str, Any]:
-        """Start the subprocess and return its answer to the first request; answers and errors are as in `ask`."""
+        """Start the subprocess and return its answer to the first request. If a limit ends the process, the answer is
+        {"limit": reason}. Raises `HandlerFailed` if answering raised an exception."""
         with self._lock:
             return self._start()
 
@@ -83,7 +84,7 @@ class LimitedProcess:
         return self._send_request(self._first)
 
     def _send_request(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a request to the subprocess and return the answer, {"limit": reason} if none comes. Raises
+        """Send a request to the subprocess and return the answer, {"limit": reason} if no answer comes. Raises
         `HandlerFailed` if answering raised an exception."""
         assert self._process is not None and self._process.stdin is not None
         try:
@@ -144,7 +145,7 @@ class LimitedProcess:
 
 def _end_process(process: subprocess.Popen[bytes], owner: int) -> None:
     """Kill the subprocess, unless the caller is a forked copy of the process that started it. owner: id of the process
-    that started it.
+    that started the subprocess.
     """
     if os.getpid() != owner:
         return
@@ -159,8 +160,9 @@ def _end_process(process: subprocess.Popen[bytes], owner: int) -> None:
 def serve_requests(program: str, cpu_seconds: int, memory_bytes: int) -> None:
     """Main loop of the subprocess: read requests from standard input, one JSON object per line, and write one answer
     per line, until the input ends. The kernel ends the process when a request exceeds `cpu_seconds`, and refuses
-    allocations beyond `memory_bytes`. program: as for `LimitedProcess`; it is imported before memory is limited. What
-    the program prints is discarded."""
+    allocations beyond `memory_bytes`. program: path of the Python file whose function `make_handler` returns the
+    function that answers requests; the file is imported before memory is limited. What the program prints is discarded.
+    """
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     handle: Handler = runpy.run_path(program)["make_handler"]()

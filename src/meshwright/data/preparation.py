@@ -65,7 +65,7 @@ def prepare(
 
     recipe: the `[data]` table. seed: random seed of the training split's sample order. log: receives progress lines.
     check: verify the SHA-256 of all cached files, not only their sizes; damaged files are prepared again. keep_text:
-    store the text of the training split too (that of the validation split is always stored).
+    store the text of the training split too (the text of the validation split is always stored).
 
     Raises `UserError` for sources that cannot be read, no document left after cleaning, a split too short for one
     sample, and a cache that cannot be written.
@@ -88,9 +88,9 @@ def prepare(
 
 
 def find_prepared(recipe: DataRecipe, seed: int = 0) -> PreparedData | None:
-    """Return the prepared data of a recipe's `[data]` table from the cache; None if they are not there. recipe: the
-    `[data]` table. seed: random seed of the training split's sample order. Raises `UserError` for sources that cannot
-    be read."""
+    """Return the prepared data of a recipe's `[data]` table from the cache; None if the cache does not contain them.
+    recipe: the `[data]` table. seed: random seed of the training split's sample order. Raises `UserError` for sources
+    that cannot be read."""
     job = _Preparation(recipe, lambda line: None, keep_text=False)
     manifest = job.find_manifest(contents=False, log=None)
     return None if manifest is None else PreparedData(job.directory, manifest, recipe, seed)
@@ -301,8 +301,8 @@ class _Preparation:
         return load_tokenizer(directory), record
 
     def _iterate_training_texts(self, corpus: CleanedCorpus) -> Iterator[str]:
-        """Yield the training texts of the tokenizer: those of the training split or, if it has more than 256 MiB, about
-        that many bytes of texts spread evenly over it. corpus: assigns documents to splits.
+        """Yield the texts on which the tokenizer is trained: all texts of the training split or, if the split has more
+        than 256 MiB, about 256 MiB of texts spread evenly over the split. corpus: assigns documents to splits.
         """
         share = TRAINING_TEXT / max(1, corpus.bytes["train"])
         for number, text in corpus.iterate_texts(self.files, make_reader(self.recipe, corpus.longest), "train"):

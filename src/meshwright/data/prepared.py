@@ -25,8 +25,8 @@ from meshwright.recipe import DataRecipe
 class PreparedData:
     """Prepared data of one recipe in the cache: a tokenizer, and a packed dataset for each split.
 
-    directory: the data's cache directory. manifest: its manifest.json, parsed. recipe: the `[data]` table. seed: random
-    seed of the training split's sample order.
+    directory: the data's cache directory. manifest: the parsed manifest.json of that directory. recipe: the `[data]`
+    table. seed: random seed of the training split's sample order.
     """
 
     def __init__(self, directory: Path, manifest: dict[str, Any], recipe: DataRecipe, seed: int) -> None:
@@ -136,8 +136,8 @@ class PreparedData:
         `bytes`, `dropped` documents by rule, `sha256`, counts of each split (`splits`) and of each data source
         (`sources`).
 
-        samples: number of samples that the planned training run reads; the number of epochs of each source follows from
-        it.
+        samples: number of samples that the planned training run reads, from which the number of epochs of each source
+        is computed.
         """
         splits = {name: self.split(name) for name in SPLITS}
         cleaning = self.cleaning
@@ -245,8 +245,8 @@ def format_packing_report(report: dict[str, int], rows: int, sequence: int) -> s
     """Format a packing report as one line of text: numbers of examples, packed rows, truncated and dropped examples,
     and target tokens that truncation and dropping cost.
 
-    report: counts as in `PackedExamples.report`. rows: number of packed rows. sequence: S, positions in a row; a row
-    stores S + 1 tokens, as the last one is only a target.
+    report: counts by name, such as "examples" and "truncated", from `PackedExamples.report`. rows: number of packed
+    rows. sequence: S, positions in a row; a row stores S + 1 tokens, as the last one is only a target.
     """
 
     def format_examples(count: int) -> str:

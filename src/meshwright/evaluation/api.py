@@ -81,7 +81,7 @@ def evaluate(
 
     Args:
         checkpoint: Run directory (its newest complete checkpoint), checkpoint, or Hugging Face directory.
-        data: Recipe (its validation split), or a source as in `data.source` (all of it): a path, a glob, `"stdlib"`.
+        data: Recipe (its validation split), or a data source, of which all text is used: a path, a glob, `"stdlib"`.
         overrides: Values of keys of that recipe by dotted name, `{"data.validation_fraction": 0.1}`.
         sequence: Context length in tokens; None: the recipe's or the model's.
         layout: Layout over CPU ranks of this machine (axes dp, tp, pp, ep), such as `"dp2 tp2"`; None: one device.

@@ -37,9 +37,9 @@ def generate_samples(
     module).
 
     run_directory: directory of the training run. prompts: texts to continue (user messages if the run trained on
-    records); if empty, `count` prompts are read from the run's data by `read_prompts`. count: number of those prompts;
-    None: 3, and `UserError` if the weights are larger than 2 GiB. log: called with a line for each damaged checkpoint.
-    Raises `UserError` if there is no checkpoint or no prompt, or if the model cannot generate.
+    records); if empty, `count` prompts are read from the run's data by `read_prompts`. count: number of prompts to
+    read; None: 3, and `UserError` if the weights are larger than 2 GiB. log: called with a line for each damaged
+    checkpoint. Raises `UserError` if there is no checkpoint or no prompt, or if the model cannot generate.
     """
     recipe = load_recipe(run_directory / RECIPE)
     if recipe.model is None:  # type: ignore[redundant-expr]
@@ -89,9 +89,9 @@ def _iterate_prompts(split: PackedDataset, document_mask: bool) -> Iterator[tupl
     """Yield the prompt (token IDs) of each document in the first 1024 packed rows of a split. Documents that are not
     longer than their prompt are left out.
 
-    The prompt of a text document is its first 16 tokens; that of an SFT or preference example is the tokens before the
-    first target of the loss. document_mask: True if rows of text are divided into documents; False: each row counts as
-    one document.
+    The prompt of a text document is its first 16 tokens; the prompt of an SFT or preference example consists of the
+    tokens before the first target of the loss. document_mask: True if rows of text are divided into documents; False:
+    each row counts as one document.
     """
     examples = isinstance(split, PackedExamples)
     for number, batch in enumerate(islice(split.iterate_batches(_ROWS), _BATCHES)):

@@ -132,7 +132,8 @@ def explain_training_memory_175b(writer: ExampleWriter) -> None:
 
 def _show_states(writer: ExampleWriter, config: ModelConfig, name: str) -> float:
     """Append to `writer` a table of the memory of a model's states (parameters, gradients, Adam's states) at 2 + 2 + 12
-    bytes a parameter; return their sum in bytes. config: the model. name: its name, for the heading."""
+    bytes a parameter; return the sum of these states in bytes. config: the model. name: name of the model, for the
+    heading."""
     numel, each = parameter_table(config).numel, state_bytes(0, 1)
     parts = {"parameters, bf16": each.weights, "gradients, bf16": each.gradients,
              "fp32 master weights": each.optimizer / 3, "Adam's first moment, fp32": each.optimizer / 3,

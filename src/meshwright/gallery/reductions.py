@@ -107,8 +107,8 @@ def _simulate_all_reduce(algorithm: str, ranks: int, size: int, topology: str = 
     """Simulate an all-reduce of a vector of `size` bytes on `ranks` ranks; return its report, which has the simulated
     time.
 
-    algorithm: name such as "ring". topology: kind of network, such as "switch" or "nodes:2x4" (2 nodes of 4 ranks). Its
-    links have a latency of 5 µs and a bandwidth of 25 GB/s; links inside nodes keep their defaults.
+    algorithm: name such as "ring". topology: kind of network, such as "switch" or "nodes:2x4" (2 nodes of 4 ranks).
+    Links have a latency of 5 µs and a bandwidth of 25 GB/s; links inside nodes keep the topology's defaults.
     """
     options = CollectiveOptions(latency=ALPHA, bandwidth=BANDWIDTH, crossovers=False)
     return collective("all-reduce", algorithm, ranks, size, topology, options)

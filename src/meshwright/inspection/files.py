@@ -121,12 +121,12 @@ class TensorFiles:
 
 
 def _are_records(storages: Set[tuple[int, int]], records: Mapping[int, int]) -> bool:
-    """Return True if `torch.load` has mapped each memory block from exactly one record (stored member) of a zip file,
-    or if there are no blocks.
+    """Return True if each memory block that `torch.load` has mapped is exactly one record (stored member) of a zip
+    file, or if there are no blocks.
 
     storages: (address, size in bytes) of each block. records: {offset in the file: size in bytes} of the zip file's
-    records. The address at which the file is mapped is unknown: it is tried with each record that has the size of one
-    of the blocks.
+    records. The address at which the file is mapped is unknown. Every address is tried that makes some block coincide
+    with a record of its size.
     """
     if not storages:
         return True

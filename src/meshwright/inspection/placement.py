@@ -81,7 +81,7 @@ def _describe_stage(partition: Partition, layout: Layout, coordinate: int, dtype
 
 def _list_held_experts(table: ParameterTable, layout: Layout, coordinate: int) -> list[int]:
     """Return the indices of the experts that a rank holds under expert parallelism, ascending. table: the model's
-    parameters. layout: its ep is the number of ranks over which the experts are divided. coordinate: the rank's
+    parameters. layout: its axis ep is the number of ranks over which the experts are divided. coordinate: the rank's
     coordinate on axis ep."""
     held = {
         entry.expert[0] for entry in table.entries if entry.expert is not None and entry.ep_rank(layout) == coordinate

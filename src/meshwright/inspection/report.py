@@ -80,9 +80,9 @@ def inspect_model(
 
 
 def _resolve_model_directory(path: Path, log: Callable[[str], None]) -> Path:
-    """Return the model directory inside `path`: for a run directory that of its newest complete checkpoint, for a
-    checkpoint the one in it. Any other `path` is returned unchanged. log: called with a line about each skipped
-    checkpoint."""
+    """Return the newest complete checkpoint if `path` is a run directory; otherwise return `path` unchanged. A
+    checkpoint is itself a model directory. Raises `UserError` for a damaged checkpoint, or a run directory without a
+    complete one. log: called with a line about each skipped checkpoint."""
     if path.is_dir() and ((path / "checkpoints").is_dir() or (path / "manifest.json").is_file()):
         from meshwright.checkpoint.catalogue import find_checkpoint
 

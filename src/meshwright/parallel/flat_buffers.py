@@ -17,7 +17,7 @@ from torch import nn
 
 from meshwright.layout import Layout
 from meshwright.model.initialise import ReadSlice
-from meshwright.quantization.formats import UnquantizedFormat, get_weight_format
+from meshwright.quantization.formats import WeightFormat, get_weight_format
 from meshwright.spec.parameter_entries import BufferKind, compute_padded_numel, count_reused_buffers
 from meshwright.spec.parameters import ModelParameter, ParameterEntry, ParameterTable
 
@@ -148,7 +148,7 @@ class FlatLayout:
     decay_numel: int
     numel: int
     padded: int
-    storage_format: UnquantizedFormat
+    storage_format: WeightFormat
 
     @property
     def trainable(self) -> bool:

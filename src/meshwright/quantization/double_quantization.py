@@ -94,12 +94,12 @@ class BufferSlice(Protocol):
 
 
 class _Region(NamedTuple):
-    """Range [first, stop) of the 64-weight blocks of a buffer that belong to one matrix. The buffer may hold only some
-    columns of the matrix.
+    """Range [first, stop) of the 64-weight blocks of a buffer that hold one matrix, or some columns of one matrix.
 
-    begin: index of block `first`, counted over the matrix's blocks in these columns. columns: (first held block, number
-    of held blocks, number of all blocks) in each row of the matrix. base: index in `DoubleQuantized.scales` of the mean
-    of the matrix's block scales; the values of its groups follow it."""
+    begin: index of block `first` among the blocks of the matrix or, if the buffer holds some columns, among the blocks
+    of these columns. columns: in each row of the matrix (first block that the buffer holds, number of blocks that it
+    holds, number of all blocks). base: index in `DoubleQuantized.scales` of the mean of the matrix's block scales; the
+    scales of the matrix's groups of 256 blocks follow."""
 
     first: int
     stop: int
@@ -164,8 +164,9 @@ class DoubleQuantized(QuantizedFormat):
                 yield region, low, high
 
     def _encode_scales(self, scales: torch.Tensor, first: int) -> torch.Tensor:
-        """Quantize the block scales `scales` [blocks] to 8 bits; return the codes, uint8 [blocks, 1]. They equal those
-        of bitsandbytes' PyTorch implementation bit for bit. first: index in the buffer of the first of these blocks."""
+        """Quantize the block scales `scales` [blocks] to 8 bits; return the codes, uint8 [blocks, 1]. The codes equal
+        the codes of bitsandbytes' PyTorch implementation bit for bit. first: index in the buffer of the first of these
+        blocks."""
         known, incomplete = self.scales[0].to(scales.device), self._incomplete.to(scales.device)
         bounds = _build_scale_tables(scales.device)[1]
         codes = torch.zeros(len(scales), dtype=torch.uint8, device=scales.device)
@@ -195,8 +196,8 @@ class DoubleQuantized(QuantizedFormat):
 
 def compute_scale_statistics(values: torch.Tensor) -> torch.Tensor:
     """Return the second-level scales of a matrix for double quantization, float32 [1 + groups]. The first number is the
-    mean of the matrix's block scales. The others are the largest absolute difference from this mean in each group of
-    256 blocks. values: the matrix, flattened."""
+    mean of the matrix's block scales. The other numbers are the largest absolute difference from this mean in each
+    group of 256 blocks. values: the matrix, flattened."""
     largest = torch.linalg.vector_norm(values.reshape(-1, BLOCK), torch.inf, dim=1).float()
     mean = largest.mean()
     centred = torch.nn.functional.pad((largest - mean).abs(), (0, -len(largest) % GROUP))

@@ -8,14 +8,15 @@ from typing import NamedTuple
 import torch
 
 from meshwright.quantization.double_quantization import NAME, BufferSlice, DoubleQuantized, Matrix
-from meshwright.quantization.packing import UNPACKED, QuantizedFormat, UnquantizedFormat
+from meshwright.quantization.packing import UNPACKED, QuantizedFormat, WeightFormat
 
-__all__ = ["UnquantizedFormat", "get_weight_format", "round_trip"]
+__all__ = ["WeightFormat", "get_weight_format", "round_trip"]
 
 
-def get_weight_format(name: str | None, slices: Sequence[BufferSlice] = ()) -> UnquantizedFormat:
-    """Return the storage format of a flat weight buffer: "nf4", "nf4-double" or "int8" (`name`); None: not quantized.
-    slices: the slices of matrices that the buffer holds, needed for "nf4-double" only.
+def get_weight_format(name: str | None, slices: Sequence[BufferSlice] = ()) -> WeightFormat:
+    """Return the storage format of a flat weight buffer by its name: a `QuantizedFormat` for "nf4", "nf4-double" or
+    "int8"; for None the plain `WeightFormat`, which does not quantize. slices: slices of matrices that the buffer
+    holds, needed for "nf4-double" only.
     """
     if name == NAME:
         return DoubleQuantized(slices)

@@ -34,8 +34,8 @@ def _build_nf4_tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]
 @functools.cache
 def _build_nf4_pairs(device: torch.device) -> torch.Tensor:
     """Return a lookup table, int64 [256] on `device`, that dequantizes a byte of two NF4 codes at once. The index is
-    the byte. The 8 bytes of an entry are two float32 numbers, the levels of the two codes, that of the byte's high half
-    first. This is twice as fast as one lookup per code."""
+    the byte. The 8 bytes of an entry are two float32 numbers: the level of the code in the byte's high half, then the
+    level of the other code. This is twice as fast as one lookup per code."""
     values = _build_nf4_tables(device)[0]
     return torch.stack([values.repeat_interleave(16), values.repeat(16)], dim=1).view(torch.int64).flatten()
 
@@ -45,12 +45,12 @@ ReadEntry = Callable[[Any, int, int, None], torch.Tensor]
 tensor of a checkpoint), flattened as the model stores it."""
 
 
-class UnquantizedFormat:
-    """Storage format of a flat weight buffer that holds weights unquantized, one buffer item per weight. Base class of
-    `QuantizedFormat`, whose buffer items are bytes.
+class WeightFormat:
+    """Storage format of a flat weight buffer: converts weights to buffer items and back. This base class stores them
+    unquantized, one buffer item per weight; in the subclass `QuantizedFormat` the buffer items are bytes.
 
-    Attributes: `dtype`: dtype of the buffer; None: that of the weights. `scales`: tensors that dequantization reads in
-    addition to the buffer."""
+    Attributes: `dtype`: dtype of the buffer; None: the dtype of the weights. `scales`: tensors that dequantization
+    reads in addition to the buffer."""
 
     dtype: torch.dtype | None = None
     scales: tuple[torch.Tensor, ...] = ()
@@ -90,10 +90,10 @@ class UnquantizedFormat:
         return items.view(shape)
 
 
-UNPACKED = UnquantizedFormat()
+UNPACKED = WeightFormat()
 
 
-class QuantizedFormat(UnquantizedFormat):
+class QuantizedFormat(WeightFormat):
     """Storage format of a flat weight buffer (uint8) that holds weights quantized in blocks of 64. name: "nf4" or
     "int8"; "nf4-double" is the subclass `DoubleQuantized`.
     """
@@ -109,7 +109,7 @@ class QuantizedFormat(UnquantizedFormat):
         return RECORD_BYTES[self.name]
 
     def count_items(self, elements: int) -> int:
-        """Return the size in bytes of `elements` quantized weights (a multiple of 64), scales included."""
+        """Return the size in bytes of `elements` quantized weights, scales included. elements: a multiple of 64."""
         assert elements % BLOCK == 0, elements
         return elements // BLOCK * self.record_bytes
 
@@ -125,7 +125,7 @@ class QuantizedFormat(UnquantizedFormat):
 
     def bind(self, layer: Any, start: int, items: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """Make the linear layer `layer` dequantize its weight in forward; return the weight's quantized bytes `items`,
-        the data of its parameter. `start`: number of weights that precede this one in the buffer; `shape`: ignored.
+        the data of its parameter. start: number of weights that precede this parameter in the buffer. shape: ignored.
         """
         layer.packed = QuantizedMatmul(self, layer.packed.shape, start)
         return items
@@ -184,12 +184,12 @@ class QuantizedMatmul:
     """Callable that computes x Wᵀ for a linear layer with a frozen, quantized weight W [outputs, inputs] (QLoRA); W is
     dequantized in forward and again in backward.
 
-    packing: storage format of the buffer that holds W. shape: shape of W on this rank. start: number of weights that
+    storage_format: format of the buffer that holds W. shape: shape of W on this rank. start: number of weights that
     precede W in the buffer.
     """
 
-    def __init__(self, packing: QuantizedFormat, shape: tuple[int, ...], start: int = 0) -> None:
-        self.storage_format, self.shape, self.start = packing, shape, start
+    def __init__(self, storage_format: QuantizedFormat, shape: tuple[int, ...], start: int = 0) -> None:
+        self.storage_format, self.shape, self.start = storage_format, shape, start
 
     def unpack(self, records: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Dequantize the weight; return W [outputs, inputs] in `dtype`. records: quantized bytes of W, flat uint8."""
@@ -201,7 +201,7 @@ class QuantizedMatmul:
 
 
 class _QuantizedMatmulFunction(torch.autograd.Function):
-    """Autograd function of x Wᵀ with a quantized weight W; the gradient of x is computed, W gets none."""
+    """Autograd function of x Wᵀ with a quantized weight W; the gradient of x is computed, W gets no gradient."""
 
     @staticmethod
     def forward(context: Any, x: torch.Tensor, records: torch.Tensor, product: QuantizedMatmul) -> torch.Tensor:
@@ -213,7 +213,7 @@ class _QuantizedMatmulFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """Return (dy W, None, None): the gradient of x, and none for the other inputs. dy: output gradient [...,
-        outputs]."""
+        """Return (dy W, None, None): the gradient of x; the other inputs of `forward` get no gradient. dy: output
+        gradient [..., outputs]."""
         (records,) = context.saved_tensors
         return dy @ context.product.unpack(records, dy.dtype), None, None

@@ -18,15 +18,16 @@ class AdapterRecipe(Table):
     Attributes:
         kind: "none" trains the model itself; "lora", "rslora" (scale alpha / sqrt(rank)) and "dora" (trained
             magnitudes) train an adapter.
-        rank: Inner size of the two matrices.
-        alpha: Numerator of their scale; None: 2 x rank.
+        rank: Inner size of the two adapter matrices A and B.
+        alpha: Numerator of the adapter's scale (alpha / rank for "lora" and "dora"); None: 2 x rank.
         dropout: Probability with which an element of the adapter's input is set to 0.
-        base: Number format of the frozen linear layers: "bf16" is that of the run's parameters, "nf4" (QLoRA) and
-            "int8" pack them in blocks of 64.
+        base: Number format of the frozen linear layers: "bf16" is the dtype of the run's parameters, "nf4" (QLoRA) and
+            "int8" quantize the weights in blocks of 64.
         double_quantization: Quantize the scales of NF4 to 8 bits too.
-        targets: Linear layers, by full name, last parts of the name, pattern with * ? or [], or "all-linear".
-        from_path: PEFT directory, or run directory (its newest checkpoint), whose adapter values are the initial ones;
-            None: A random, B zero.
+        targets: Linear layers that get an adapter, by full name, last parts of the name, pattern with * ? or [], or
+            "all-linear".
+        from_path: PEFT directory, or run directory (its newest checkpoint), whose adapter initializes A and B; None: A
+            is random, B is zero.
     """
 
     kind: Annotated[str, named("adapter", ADAPTER_KINDS)] = "none"

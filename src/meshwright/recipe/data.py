@@ -57,25 +57,25 @@ _OF_RECORDS = (
 
 
 class CleanRecipe(Table):
-    """Table [data.clean] of a recipe: rules that drop documents, and masks over personal data in the others.
+    """Table [data.clean] of a recipe: rules that drop documents, and masks over personal data in kept documents.
 
     Attributes:
         minimum_characters, maximum_characters: Limits on the length of a document (None: no limit).
         maximum_control_fraction: Largest fraction of control characters (white space aside) among a document's
             characters.
-        maximum_repetition: Largest fraction of a document's lines that repeat an earlier one.
-        exact_duplicates: Drop documents that repeat an earlier one.
-        near_duplicates: Drop documents similar to an earlier one, found by MinHash with minhash_bands bands of
+        maximum_repetition: Largest fraction of a document's lines that repeat an earlier line.
+        exact_duplicates: Drop documents that repeat an earlier document.
+        near_duplicates: Drop documents similar to an earlier document, found by MinHash with minhash_bands bands of
             minhash_rows hash functions over shingles (n-grams) of minhash_words words.
-        sentence_duplicates: Remove spans of three sentences that occur before in the corpus.
+        sentence_duplicates: Remove spans of three sentences that occur earlier in the corpus.
         encoding: Text encoding of the source files.
         required_keys: {key that every record must have: type of its value}.
-        languages: ISO 639-1 codes; a document is kept if it is in one of them with a probability of at least
+        languages: ISO 639-1 codes; a document is kept if it is in one of these languages with a probability of at least
             minimum_language_probability (less for short texts); empty: all languages are kept.
         heuristics: Published rule sets that a document must pass, such as "c4" or "gopher-quality".
         heuristics_like: Source of the rules' thresholds and words: "papers", or "datatrove" for that library's
             defaults.
-        blocked_words: Path of a file with one word or phrase per line; a document with one is dropped.
+        blocked_words: Path of a file with one word or phrase per line; a document that contains any of them is dropped.
         heuristics_on_code: Apply languages, heuristics and blocked_words to source code too.
         mask: Kinds of personal data to replace, such as "email".
         evaluation_sets: Paths of data that training must not see.
@@ -115,7 +115,7 @@ class SourceRecipe(Table):
         name: Label in reports (default: the path).
         weight: Share of the training samples, relative to the other weights; either all sources have a weight or none,
             and without weights the sources are concatenated.
-        format, text_key: Default to format and text_key of [data].
+        format, text_key: File format, and JSON key or Parquet column of the text; None: the values of [data].
     """
 
     path: Name  # as data.source
@@ -138,19 +138,19 @@ class DataRecipe(Table):
         sequence: Tokens in a sample.
         document_mask: True: no attention between the documents of a sample.
         validation_fraction: Fraction of the documents that is held out for validation.
-        cache: Directory (default: the user's).
+        cache: Directory of prepared data; None: the user's cache directory.
         shard_tokens: Tokens per cache file.
         clean: Rules that drop and mask documents.
-        records: "text", or the kind of fine-tuning examples ("instruction", "chat", "preference", "unpaired"), to which
-            all following options apply.
+        records: "text", or the kind of fine-tuning examples: "instruction", "chat", "preference", "unpaired". All
+            options below are for such examples only.
         record_keys: {standard key such as "instruction": key in the sources}.
         message_keys: {"role" or "content": key in messages}.
         record_roles: {role in the sources: standard role}.
-        template: Name or .jinja file of the chat template.
-        thinking: Which reasoning of assistant turns is kept: "template": what the template renders; "last": that of the
-            last turn; "none": none; "all": that of every turn, by making a separate example that ends with this turn.
+        template: Name or .jinja file of the chat template; None: the default template.
+        thinking: Which reasoning of assistant turns is kept: "template" (what the template renders), "last" (of the
+            last turn), "none", or "all" (of every turn; each turn ends a separate example).
         train_on: Tokens in the loss, "responses" or "all".
-        pack: True: several examples per sample.
+        pack: True: several examples per sample; False: one.
         too_long: "truncate", "drop" or "refuse" examples longer than a sample.
     """
 
@@ -248,7 +248,8 @@ class DataRecipe(Table):
     @property
     def too_long_examples(self) -> str:
         """Resolved value of `too_long`, the treatment of examples longer than a sample. Default: "drop" for records
-        with preferences, because a cut response is no longer the one that was judged; "truncate" for others."""
+        with preferences, because a cut response is no longer the response that was judged; "truncate" for other
+        records."""
         return self.too_long or ("drop" if self.has_preferences else "truncate")
 
     @property

@@ -17,20 +17,20 @@ class DistillRecipe(Table):
     besides the text.
 
     Attributes:
-        teacher: Its directory; None: no distillation.
+        teacher: Directory of the teacher; None: no distillation.
         loss: Divergence of the student from the teacher, "forward_kl", "reverse_kl" or "jsd" (with beta).
-        temperature: Divides the logits of both.
-        mixing: Weight of the cross-entropy of the text; temperature² times the divergence has the rest, 1 - mixing.
-        hidden: Also match hidden states, of the pairs of layers [student's, teacher's] in layer_map (empty: spread
-            evenly), through learned projections, with hidden_weight.
-        top_k: 0: the teacher runs in the training steps; else its logits are read from the cache that `meshwright data
-            teacher` wrote, of this number of most probable tokens.
+        temperature: Divides the logits of student and teacher.
+        mixing: Weight of the cross-entropy of the text; temperature² times the divergence has the weight 1 - mixing.
+        hidden: Also match hidden states through learned projections, with the loss weight hidden_weight. layer_map
+            lists the pairs of layers [student's, teacher's]; empty: pairs spread evenly over both models.
+        top_k: Number of most probable tokens whose teacher logits are read from the cache that `meshwright data
+            teacher` wrote; 0: no cache, the teacher runs in the training steps.
         on_policy: Fraction of the steps in which the student continues the sequences itself, after on_policy_prompt
             tokens (None: half of a sequence), sampled at on_policy_temperature.
         layout: Distribution of the teacher over the run's ranks: "same" (tp, pp, cp and ep of the run; sharded under
             zero3, else replicated), "replicated" or "zero3"; "replicated tp1" and "zero3 tp1" leave it unsharded over
             tp.
-        dtype: Dtype of its parameters; None: the dtype of the run's parameters.
+        dtype: Dtype of the teacher's parameters; None: the dtype of the run's parameters.
     """
 
     teacher: Name | None = None

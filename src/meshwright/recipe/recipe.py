@@ -144,8 +144,8 @@ class Recipe(Table):
 
     @property
     def objective(self) -> str:
-        """Training objective, such as "next-token" or "dpo": that of `train.objective` if it is set, else "dpo" for
-        preference records, "kto" for unpaired ones, "distillation" with a teacher and "next-token" for all others.
+        """Training objective, such as "next-token" or "dpo": `train.objective` if it is set, else "dpo" for preference
+        records, "kto" for unpaired records, "distillation" with a teacher, and otherwise "next-token".
         """
         usual = OBJECTIVES_OF_RECORDS.get(self.data.records, ("next-token",))[0]
         found = self.train.objective or usual
@@ -161,13 +161,14 @@ class Recipe(Table):
     @property
     def preference_beta(self) -> float:
         """Beta of the preference objective: `train.preference_beta` if it is set, else 2 for SimPO (as in the paper's
-        experiments, arXiv:2405.14734, appendix B) and 0.1 for the others.
+        experiments, arXiv:2405.14734, appendix B) and 0.1 for the other objectives.
         """
         return self.train.preference_beta or (2.0 if self.objective == "simpo" else 0.1)
 
     @property
     def preference_margin(self) -> float:
-        """Target reward margin (gamma) of SimPO: `train.preference_margin` if it is set, else 1; 0 for others."""
+        """Target reward margin (gamma) of SimPO: `train.preference_margin` if it is set, else 1. For other objectives,
+        which have no margin, the value is 0."""
         given = self.train.preference_margin
         return (1.0 if given is None else given) if self.objective == "simpo" else 0.0
 

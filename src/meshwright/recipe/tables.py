@@ -79,13 +79,13 @@ class RunRecipe(Table):
     """Table [run] of a recipe: name, seed, directory and devices of a run.
 
     Attributes:
-        name: In a recipe file, defaults to the file's name without ".toml".
+        name: Name of the run; in a recipe file the default is the file's name without ".toml".
         directory: Run directory (default: runs/NAME).
         rendezvous: Address at which the ranks of several hosts meet (default: from the environment that torchrun or
             SLURM sets).
-        device: "auto" is CUDA if available.
+        device: "cpu", "cuda", or "auto": CUDA if available.
         threads: CPU threads per rank, None: chosen automatically.
-        collective_timeout: Seconds that a rank waits for another one before the run ends with an error.
+        collective_timeout: Seconds that a rank waits for another rank before the run ends with an error.
     """
 
     name: RunName = "run"  # default in a file: the file's name
@@ -107,8 +107,11 @@ class ModelRecipe(Table):
     Attributes:
         load_weights: Start from the weights of the directory `from` instead of random ones.
         dense_layers: Indices, from 0, of layers with an MLP instead of experts.
-        shared_intermediate: Width of the shared expert, 0 for none.
-        router_loss: Weight of the load-balancing loss.
+        shared_intermediate: Intermediate size of the shared expert; 0: no shared expert.
+        router_loss: Weight of the load-balancing loss of experts.
+        prediction_layers: Number of modules for multi-token prediction (DeepSeek-V3), 0 or 1; the module predicts the
+            token after the next.
+        prediction_loss: Weight of the loss of these modules.
         mup_base_hidden: Hidden size for which initial values and learning rate were chosen; at another hidden size they
             are scaled by the maximal update parametrization (µP). None: no scaling.
     """
@@ -168,21 +171,21 @@ class TrainRecipe(Table):
     Attributes:
         batch: Sequences per optimizer step, over all ranks.
         objective: "next-token", or "dpo", "ipo", "simpo", "orpo" for preference records, "kto" for unpaired ones; None:
-            "dpo" or "kto" for these, else "next-token".
+            "dpo" for preference records, "kto" for unpaired ones, else "next-token".
         preference_beta: beta of DPO, IPO, SimPO and KTO, lambda of ORPO; None: 0.1, for SimPO 2.
         preference_margin: gamma of SimPO; None: 1.
         preference_smoothing: Label smoothing of DPO.
-        desirable_weight, undesirable_weight: lambda of KTO.
+        desirable_weight, undesirable_weight: lambda of KTO for desirable and for undesirable responses.
         betas, epsilon: Constants of Adam.
         weight_decay: Coefficient of decoupled weight decay, of matrices only.
         momentum: Momentum of SGD; 0 for other optimizers.
         router_bias_rate: Amount by which each step changes the biases that balance the load of experts.
-        learning_rate: Peak value.
-        minimum_learning_rate: Fraction of it at the end.
+        learning_rate: Peak learning rate.
+        minimum_learning_rate: Learning rate at the end, as a fraction of the peak.
         warmup, decay: Optimizer steps of the warm-up, and of the final decay of the schedule "wsd".
         clip: Maximum global gradient norm, 0: off.
         validate_every: Steps between validations, 0: never.
-        validation_sequences: Sequences read each time.
+        validation_sequences: Number of sequences in each validation.
         maximum_skipped: Steps in a row that may be skipped for a loss or gradient that is not finite.
         loss_scale: Initial value for fp16, doubled after `loss_scale_every` finite steps in a row.
         compile: Run layers under torch.compile.
@@ -287,7 +290,7 @@ class CheckpointRecipe(Table):
     Attributes:
         every: Optimizer steps between checkpoints; 0: save only when the run ends or is stopped.
         keep: Number of newest checkpoints to retain.
-        keep_best: Retain the one with the lowest validation loss too.
+        keep_best: Retain the checkpoint with the lowest validation loss too.
         dtype: "float32" or "bfloat16", of the exported model weights (optimizer state and master weights stay float32).
         background: Write in a thread while training continues.
     """

@@ -65,8 +65,8 @@ class Dimension:
     when: tuple[tuple[str, tuple[Any, ...]], ...] = ()
 
     def list_extreme_values(self) -> tuple[Any, ...]:
-        """Return the values that must be validated: both bounds of a range, or all choices. If they are valid, so are
-        all others."""
+        """Return the values that must be validated: both bounds of a range, or all choices. If these are valid, all
+        other values of the dimension are valid."""
         return self.choices or (self.low, self.high)
 
     def is_active(self, values: Mapping[str, Any]) -> bool:
@@ -145,8 +145,8 @@ def _parse_dimension(key: str, table: Mapping[str, Any], before: Mapping[str, Di
 
 def _parse_conditions(key: str, when: Any, before: Mapping[str, Dimension]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
     """Check `when`, the conditions of the dimension `key`, {other key: value or list of values}; return them as tuples
-    (key, values). before: the dimensions listed before it. Raises ValueError if a condition names none of these, or a
-    value that it cannot take."""
+    (key, values). before: the dimensions listed before it. Raises ValueError if a condition names a key that is not a
+    choice listed before, or a value that this key cannot take."""
     if not isinstance(when, Mapping):
         raise ValueError(f'{key}: when should be a table such as {{ "train.optimizer" = "sgd" }}')
     conditions = []
@@ -170,7 +170,7 @@ class TuneRecipe(Table):
             of this entry is searched}).
         trials, steps, tokens, seconds: Budget of the whole study, over all workers; the search ends when the first of
             these is used up. Training steps and tokens are never exceeded. Seconds are those of training processes,
-            summed over the workers; running trials are stopped when they are over.
+            summed over the workers; when they are used up, running trials are stopped.
         seed: Seed of the sampler.
         sampler: "tpe" or "random".
         pruner: "median" (a trial is stopped if its best loss so far is above the median of the earlier trials' losses
@@ -207,9 +207,9 @@ class TuneRecipe(Table):
 
 
 def check_searched_keys(dimensions: Sequence[Dimension], schema: Schema[Any]) -> None:
-    """Check the recipe keys that `dimensions` search. Each must exist and affect training; it must not affect how the
-    result is measured, as the validation data do. Ranges of whole numbers must have whole bounds. schema: the keys of a
-    recipe. Raises ValueError with the key and the reason."""
+    """Check the recipe keys that `dimensions` search. Each key must exist and affect training. Keys that affect how the
+    result is measured, such as the validation data, are refused. Ranges of whole numbers must have whole bounds.
+    schema: the keys of a recipe. Raises ValueError with the key and the reason."""
     known = schema.keys
     for dimension in dimensions:
         key, numbers = dimension.key, (dimension.low, dimension.high, dimension.step or 1)

@@ -41,9 +41,9 @@ Value: TypeAlias = "frozenset[str] | tuple[Span, ...] | str"  # an annotator's a
 class ImportedRow(NamedTuple):
     """One annotator's answer for one data record, read from one row (JSON line) that an annotation tool exported.
 
-    answer: "labelled" if the row has a value; else the reason why it has none: "unlabelled", "unanswered", "rejected"
-    or "ignored". value: the labels, spans or rewritten response; None unless "labelled". fields: all other JSON fields
-    of the row; the next export writes them back for the tool.
+    answer: "labelled" if the row has a value; else the reason why it has no value: "unlabelled", "unanswered",
+    "rejected" or "ignored". value: the labels, spans or rewritten response; None unless "labelled". fields: all other
+    JSON fields of the row; the next export writes them back for the tool.
     """
 
     answer: str
@@ -88,17 +88,17 @@ def import_rows(
 ) -> tuple[list[Record], dict[str, Any]]:
     """Merge the rows (JSON lines) that an annotation tool exported into their data records; return (records in order,
     summary as JSON). Raises `UserError` for a row that belongs to none of the records, is of another task than the
-    others, or cannot be parsed.
+    other rows, or cannot be parsed.
 
     records, rows: (position for errors such as "a.jsonl:17", record or row). tool: "doccano" or "prodigy".
     leave_out_rejected: True: omit records that annotators rejected. A label or span is set if more than half of a
     record's annotators set it. A record is disputed, and stays unchanged, if exactly half set a label or span, or if no
     rewritten text has a majority.
 
-    Summary: `records`, `rows`: their numbers. `task`: its name. `answers`: {answer (see `ImportedRow`): number of
-    rows}. `disputed`: names of disputed records. All other keys are numbers of records: `labelled`: given a value.
-    `changed`: given another value than before. `left`: rows with neither a value nor a rejection. `rejected`;
-    `left_out`: rejected and omitted. `several`: values from several annotators. `agreed`: several values, all equal.
+    Summary: `records`, `rows`: numbers of records and rows. `task`: name of the task. `answers`: {answer (see
+    `ImportedRow`): number of rows}. `disputed`: names of disputed records. All other keys are numbers of records:
+    `labelled`: given a value. `changed`: given another value than before. `left`: neither labelled nor rejected.
+    `rejected`; `left_out`: rejected and omitted. `several`: several annotators gave a value; `agreed`: these are equal.
     """
     check_tool_and_task(tool, TASKS[0])
     names = name_records([record for _, record in records])
@@ -171,7 +171,7 @@ def _make_doccano_label(task: str, present: Annotation, sides: Exchange) -> list
     """Return the value of doccano's field `label` for one record: label names for the task "classify", lists [start,
     end, act] of character ranges in the exported text for "spans", the response for "rewrite".
 
-    present: the record's present annotation. sides: its prompt and response.
+    present: the record's present annotation. sides: the record's prompt and response.
     """
     match task:
         case "classify":
@@ -184,8 +184,8 @@ def _make_doccano_label(task: str, present: Annotation, sides: Exchange) -> list
 
 def _make_prodigy_fields(task: str, present: Annotation, sides: Exchange) -> Record:
     """Return the JSON fields from which Prodigy shows one record: options and accepted labels for the task "classify",
-    spans for "spans", the response for "rewrite". present: the record's present annotation. sides: its prompt and
-    response."""
+    spans for "spans", the response for "rewrite". present: the record's present annotation. sides: the record's prompt
+    and response."""
     match task:
         case "classify":
             options = [{"id": label, "text": label.replace(":", ": ").replace("-", " ")} for label in LABELS]
@@ -314,12 +314,12 @@ def _parse_span(one: Any, seen: str, sides: Exchange, where: str) -> Span:
     return inside[0]
 
 
-def _restore_position(text: str, place: int) -> int:
+def _restore_position(text: str, position: int) -> int:
     """Convert a character position from a text with normalized line ends (LF) to the original `text`, which may have
-    CRLF. place: position in the normalized text.
+    CRLF. position: position in the normalized text.
     """
     at = 0
-    for _ in range(place):
+    for _ in range(position):
         at += 2 if text.startswith("\r\n", at) else 1
     return at
 

@@ -75,8 +75,8 @@ def count_additions(counts: Mapping[str, int], target: Mapping[str, Fraction]) -
     of a record; return {act: number, rounded up}. counts: {act: number of records}. target: {act: desired share}, with
     the sum 1.
 
-    The act with the highest ratio of count to target share gets no additions, and determines how many the others get.
-    Acts with a target of 0 get none.
+    The act with the highest ratio of count to target share gets no additions, and determines how many records the other
+    acts get. Acts with a target of 0 get none.
     """
     size = max((Fraction(counts[act]) / share for act, share in target.items() if share), default=Fraction(0))
     return {act: max(0, math.ceil(size * share) - counts[act]) if share else 0 for act, share in target.items()}
@@ -127,13 +127,12 @@ def _measure_side(acts: list[tuple[str, ...]], target: Mapping[str, Fraction]) -
 
 
 def _count_refusals(annotations: list[Annotation]) -> dict[str, int]:
-    """Count the labelled records by whether prompt and response are refused; return {judgement: number}. annotations:
-    the records' annotations.
+    """Count the labelled records by two judgements: should the prompt be refused, and does the response refuse. Return
+    {name: number of records}. annotations: the records' annotations.
 
-    `should_refuse`, `harmless`: prompts that should, or should not, be refused. `refused`: prompts that should be
-    refused and whose response refuses. `answered`: prompts that should be refused, but whose response does not refuse.
-    `refused_harmless`, `answered_harmless`: harmless prompts whose response refuses, or does not. `not_judged`: the
-    judgement on prompt or response is missing.
+    `should_refuse`, `harmless`: the prompt should, or should not, be refused. `refused`, `answered`: the prompt should
+    be refused, and the response refuses, or does not. `refused_harmless`, `answered_harmless`: the prompt should not be
+    refused, and the response refuses, or does not. `not_judged`: a judgement is missing.
     """
     pairs = [(one.should_refuse, one.refuses) for one in annotations]
     return {

@@ -39,8 +39,8 @@ def _render_side(name: str, side: Mapping[str, Any], target: Mapping[str, float]
     """Yield a heading, key figures and a table of the speech acts in the prompts, or in the responses, of a group of
     records.
 
-    name: "prompt" or "response". side: its entry in the report of `balance.measure_balance` (`acts`, `entropy`,
-    `effective` ...). target: {act: desired share}.
+    name: "prompt" or "response". side: entry for "prompt" or "response" of the group in the report of
+    `balance.measure_balance` (`acts`, `entropy`, `effective` ...). target: {act: desired share}.
     """
     widest = max([row["share"] for row in side["acts"].values()] + list(target.values())) or 1.0
     none = f"; {side['none']:,} with no act" if side["none"] else ""
@@ -61,8 +61,8 @@ def _render_side(name: str, side: Mapping[str, Any], target: Mapping[str, float]
 
 
 def _render_refusals(counted: Mapping[str, int]) -> Iterator[Markup]:
-    """Yield an HTML table of refused and answered prompts. counted: {judgement such as "refused": number of records},
-    from `balance._count_refusals`.
+    """Yield an HTML table of refused and answered prompts. counted: {name such as "refused": number of records}, from
+    `balance._count_refusals`.
     """
     counts = (
         ("should be refused", counted["should_refuse"], counted["refused"], counted["answered"]),

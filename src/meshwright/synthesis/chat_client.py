@@ -24,8 +24,8 @@ _MAX_REFUSALS = 10  # refusals without a single answer after which the run ends
 
 
 class Journal:
-    """Append-only file of the model's answers, so that a restarted run sends no request twice. Each request has one
-    JSON line, with its SHA-256 as key, which is flushed to disk immediately.
+    """Append-only file of the model's answers, so that a restarted run sends no request twice. Each answer is one JSON
+    line, with the SHA-256 of the request as key, and is flushed to disk immediately.
 
     A truncated last line is removed. Raises `UserError` for a file that is not a journal or is in use.
     """

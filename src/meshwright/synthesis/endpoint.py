@@ -258,8 +258,8 @@ def _parse_completion(body: bytes) -> Completion:
 
 
 def _read_error_message(error: urllib.error.HTTPError, until: float) -> str:
-    """Return the message in an HTTP error response: that of its JSON, else the beginning of the body. until: deadline
-    in seconds of `time.monotonic`.
+    """Return the message in an HTTP error response: the message in its JSON body, else the beginning of the body.
+    until: deadline in seconds of `time.monotonic`.
     """
     try:
         body = _read_body(error, until)

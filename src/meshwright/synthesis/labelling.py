@@ -62,8 +62,8 @@ def label_records(
 
 
 def _make_request(sides: Exchange, seed: int, max_tokens: int) -> ChatRequest:
-    """Build the request that asks the model to label one record. sides: its prompt and response. seed: sampling seed.
-    max_tokens: maximum length of the answer."""
+    """Build the request that asks the model to label one record. sides: prompt and response of the record. seed:
+    sampling seed. max_tokens: maximum length of the answer."""
     # As JSON, so that nothing in a record can pass for the end of it.
     record = json.dumps({"prompt": sides.prompt, "response": sides.response}, ensure_ascii=False)
     messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": record}]

@@ -38,7 +38,7 @@ class SimilarityPool:
             self.add(text)
 
     def add(self, text: str) -> None:
-        """Add a text to the pool, to be compared with later ones."""
+        """Add a text to the pool, to be compared with later texts."""
         split = split_words(text)
         self._texts.append((split, Counter(split)))
 

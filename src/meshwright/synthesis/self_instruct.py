@@ -85,9 +85,9 @@ def self_instruct(
     (Self-Instruct). Raises `UserError` if `seeds` has no task.
 
     seeds: (position for errors such as "a.jsonl:17", record) of tasks written by people; each request shows the model
-    some of them. client: client of the model. sampling: settings of the requests. instances: number of pairs to ask for
-    if a task has free-text answers; for a classification task, one pair for each of up to 5 labels is asked for. log:
-    receives progress lines.
+    some of these tasks. client: client of the model. sampling: settings of the requests. instances: number of pairs to
+    ask for if a task has free-text answers; for a classification task, one pair for each of up to 5 labels is asked
+    for. log: receives progress lines.
 
     Requests depend only on the arguments and earlier answers. A restarted run therefore makes the same requests, and
     the client reads their answers from its journal.
@@ -143,8 +143,8 @@ def find_unsuitable_reason(task: str) -> str | None:
 
 
 def _make_tasks_prompt(random_: random.Random, people: Sequence[str], made: Sequence[str]) -> str:
-    """Return the prompt that asks the model for new tasks and shows it randomly drawn examples. random_: random-number
-    generator. people: tasks written by people. made: tasks that the model has generated so far.
+    """Return the prompt that asks the model for new tasks and shows randomly drawn tasks as examples. random_:
+    random-number generator. people: tasks written by people. made: tasks that the model has generated so far.
     """
     own = random_.sample(list(made), min(GENERATED_IN_CONTEXT, len(made)))
     shown = own + random_.sample(list(people), min(IN_CONTEXT - len(own), len(people)))
@@ -208,8 +208,8 @@ def _add_instances(
 
 
 def _parse_pairs(answer: Completion | None, labelled: bool, dropped: Counter[str]) -> list[tuple[str, str]]:
-    """Parse the input-output pairs in the model's answer; return (input, output) of those that pass the filters of the
-    paper and its code.
+    """Parse the input-output pairs in the model's answer; return (input, output) of the pairs that pass the filters of
+    the paper and its code.
 
     answer: None if the request was refused. labelled: True if the task is a classification; the answer then gives each
     label (output) before its input. dropped: reason -> count, increased for each refused request and each pair or task

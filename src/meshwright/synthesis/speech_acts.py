@@ -57,10 +57,10 @@ class Annotation:
     """Labels of one data record (prompt and response): its speech acts, such as "directive", and refusals. A field that
     nobody has judged is None; a text judged to have no speech act has an empty tuple.
 
-    prompt, response: names of the speech acts of each, in the order of the module's table `ACTS`. should_refuse: True
-    if the prompt should be refused. refuses: True if the response refuses. spans: character ranges that perform a
-    speech act. by: author of the labels ("doccano", "prodigy", "model NAME"). tool: other JSON fields of the annotation
-    tool, stored for the next export.
+    prompt, response: names of the speech acts of the prompt and of the response, in the order of the module's table
+    `ACTS`. should_refuse: True if the prompt should be refused. refuses: True if the response refuses. spans: character
+    ranges that perform a speech act. by: author of the labels ("doccano", "prodigy", "model NAME"). tool: other JSON
+    fields of the annotation tool, stored for the next export.
     """
 
     prompt: tuple[str, ...] | None = None
@@ -120,10 +120,11 @@ def parse_label_set(labels: set[str], where: str) -> dict[str, Any]:
 
 
 def parse_annotation(record: Mapping[str, Any], sides: Exchange, where: str) -> Annotation:
-    """Parse the annotation stored in a data record; all fields are None if it has none.
+    """Parse the annotation (speech-act labels, refusals, labelled spans) that a data record stores as JSON. If the
+    record has none, all fields of the result are None.
 
-    sides: the record's prompt and response. where: position of the record, such as "a.jsonl:17", for the `UserError`
-    for an invalid annotation.
+    sides: the record's prompt and response, against whose lengths the spans are checked. where: position of the record,
+    such as "a.jsonl:17", for the `UserError` for an invalid annotation.
     """
     stored = record.get(ANNOTATION)
     if stored is None:
@@ -159,8 +160,8 @@ def replace_annotation(record: Mapping[str, Any], annotation: Annotation) -> Rec
 def parse_spans(items: Any, sides: Exchange, where: str) -> tuple[Span, ...]:
     """Parse a JSON list of spans (character ranges with a speech act); return them sorted.
 
-    items: the list. sides: prompt and response of the record. where: position of the record, for the `UserError` for a
-    span outside of its text.
+    items: the list. sides: prompt and response of the record, against whose lengths the spans are checked. where:
+    position of the record, for the `UserError` for a span that is not within the prompt or response.
     """
     spans = []
     for number, one in enumerate(items, 1):

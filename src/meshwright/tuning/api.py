@@ -44,7 +44,7 @@ class Tuning:
         failed: Number of trials that ended with an error, such as a loss that is not finite.
         seconds: Seconds of training, summed over all trials.
         directory: Directory of the study, with the trials, the page `index.html` and the recipe `best.toml`.
-        document: All of this as JSON, the document of `meshwright tune --json`.
+        document: The values above as JSON, the document of `meshwright tune --json`.
     """
 
     best: Mapping[str, Any]
@@ -70,8 +70,8 @@ def tune(
     """Search the recipe keys of `[tune.space]` for the lowest validation loss, until the budget of `[tune]` is used up.
 
     Each trial is a training run in a separate process. Several workers, on one host or several, share a study by
-    calling this with the same directory; each may set its own layout and device. An interrupted study
-    resumes, its unfinished trials from their checkpoints.
+    calling this function with the same directory; each may set its own layout and device. An interrupted study resumes,
+    its unfinished trials from their checkpoints.
 
     Args:
         recipe: Path of a recipe, its tables as nested dictionaries, or a `Recipe`.
@@ -129,11 +129,13 @@ def check_widths(
     trust: bool = False,
 ) -> tuple[CoordinateCheck, Path]:
     """Train the recipe's model at several widths for a few steps, to check that µP (maximal update parametrization)
-    keeps the size of its activations independent of the width: the coordinate check.
+    keeps the size of its activations independent of the width: the coordinate check. Return the measured sizes, and the
+    path of their chart, `coordinates.svg` in the study's directory.
 
-    recipe, overrides, directory, trust: as for `tune`. factors: widths as integer multiples of the recipe's hidden
-    size. Return the measured sizes, and the path of their chart, `coordinates.svg` in the study's directory. Raises
-    `UserError`.
+    recipe: path of a recipe, its tables as nested dictionaries, or a `Recipe`. factors: widths as integer multiples of
+    the recipe's hidden size. overrides: values of recipe keys by dotted name, or strings as on the command line.
+    directory: directory of the study; None: the run directory's name followed by "-tune". trust: allow the recipe to
+    run code that it names. Raises `UserError` for an invalid recipe, factor or data source.
     """
     from meshwright.data import prepare
     from meshwright.tuning.coordinates import check_coordinates
@@ -176,7 +178,7 @@ def _check_space(recipe: Recipe, vocabulary: int) -> None:
 
 def _prepare_data(recipe: Recipe) -> int:
     """Check the recipe and prepare its data once, before the first trial; return the vocabulary size of the data.
-    Raises `UserError`."""
+    Raises `UserError` for a recipe or data that cannot be used."""
     from meshwright.data import prepare
 
     if recipe.layout != "auto":

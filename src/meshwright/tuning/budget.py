@@ -45,8 +45,8 @@ class Budget:
         return {"steps": steps, "tokens": steps * most["train.batch"] * recipe.data.sequence}
 
     def allows_another(self, trials: Sequence[FrozenTrial]) -> bool:
-        """Return True if the budget allows one more trial of the largest size. trials: all trials so far; one that is
-        still running counts with all the steps and tokens that it may use."""
+        """Return True if the budget allows one more trial of the largest size. trials: all trials so far; a trial that
+        is still running counts with all steps and tokens that it may use."""
         if self.trials is not None and len(trials) >= self.trials:
             return False
         for name, limit, largest in (("steps", self.steps, self.largest_steps),
@@ -57,8 +57,8 @@ class Budget:
 
 
 def _get_usage(trial: FrozenTrial, name: str) -> int:
-    """Return the steps or tokens (`name`: "steps" or "tokens") that a trial counts against the budget. For a trial that
-    has ended these are the ones that it used; for a running trial, all that it may use.
+    """Return the steps or tokens (`name`: "steps" or "tokens") that a trial counts against the budget. An ended trial
+    counts with the steps or tokens that it used, a running trial with all that it may use.
     """
     kind = name if trial.state.is_finished() else f"reserved_{name}"
     return int(trial.user_attrs.get(kind, 0))

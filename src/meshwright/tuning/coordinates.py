@@ -82,9 +82,9 @@ def check_coordinates(recipe: Recipe, data: PreparedData, factors: Sequence[int]
     """Train the recipe's model for a few steps at several widths on the CPU, in this process, and return the sizes of
     its activations.
 
-    recipe: its batch, data and optimizer are used, at a constant learning rate. data: prepared data of the recipe.
-    factors: widths as integer multiples of the recipe's width; the head size stays the same. steps: number of training
-    steps. Raises `UserError` for a factor below 1.
+    recipe: the training recipe, used with a constant learning rate. data: prepared data of the recipe. factors: widths
+    as integer multiples of the recipe's width; the head size stays the same. steps: number of training steps. Raises
+    `UserError` for a factor below 1.
     """
     config = resolve_model_config(recipe, data)
     tables = recipe.to_tables()

@@ -87,8 +87,8 @@ def _format_row(study: Study, dimensions: Sequence[Dimension], trial: FrozenTria
 
 
 def _get_loss(trial: FrozenTrial) -> float:
-    """Return the final validation loss of a complete trial, or the last reported one of any other trial; inf if none
-    was reported."""
+    """Return the final validation loss of a complete trial, or the last validation loss that any other trial reported;
+    inf if no loss was reported."""
     if trial.state.name == "COMPLETE" and trial.value is not None:
         return trial.value
     reported = trial.intermediate_values
@@ -145,16 +145,16 @@ def _draw_history(trials: Sequence[FrozenTrial]) -> Iterator[Content]:
 
 
 def _draw_dot(plot: Plot, x: float, loss: float, trial: FrozenTrial) -> None:
-    """Draw a trial in the chart `plot` as a dot in the colour of its state. x, loss: its coordinates in data units; a
-    loss beyond the y axis is drawn at the edge."""
+    """Draw a trial in the chart `plot` as a dot in the colour of its state. x, loss: coordinates of the dot in data
+    units; a loss beyond the y axis is drawn at the edge."""
     y = plot.y(min(max(loss, plot.y_axis.low), plot.y_axis.high))
     plot.picture.add("circle", title=f"trial {trial.number}: {loss:.4f}", cx=round(plot.x(x), 1), cy=round(y, 1), r=3.5,
                      style=f"fill:{css_var(_COLOURS.get(trial.state.name, 'grey'))}")  # fmt: skip
 
 
 def _draw_curves(trials: Sequence[FrozenTrial]) -> Markup:
-    """Return the chart of the validation losses of all trials over their steps, one curve each; that of the best trial
-    is thick."""
+    """Return the chart of the validation losses of all trials over their steps, one curve each; the curve of the best
+    trial is thick."""
     y_axis = _make_axis([loss for trial in trials for loss in trial.intermediate_values.values()], "validation loss")
     best = min(trials, key=lambda trial: (trial.state.name != "COMPLETE", _get_loss(trial)))
     ordered = [trial for trial in trials if trial is not best and trial.intermediate_values] + [best]
@@ -176,8 +176,8 @@ def _draw_curves(trials: Sequence[FrozenTrial]) -> Markup:
 
 def _draw_importance(study: Study, complete: Sequence[FrozenTrial]) -> Iterator[Content]:
     """Yield a heading and the table of each searched key's importance (PED-ANOVA, arXiv:2304.10255): how much the
-    distribution of the key's values among the better trials differs from that among all. Yield nothing if the
-    `complete` trials are too few or too similar."""
+    distribution of the key's values among the better trials differs from the distribution among all trials. Yield
+    nothing if the `complete` trials are too few or too similar."""
     from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 
     everywhere = [one.key for one in study.recipe.tune.dimensions if all(one.key in each.params for each in complete)]

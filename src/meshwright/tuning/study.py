@@ -95,8 +95,8 @@ class Study:
             os.close(descriptor)
 
     def take_trial(self) -> RunningTrial | None:
-        """Return the next trial for this worker, and lock its directory. It is one that a killed worker left
-        unfinished, if there is one, else a new one; None if the budget allows no new trial.
+        """Return the next trial for this worker, and lock its directory: a trial that a killed worker left unfinished,
+        if there is one, else a new trial. Return None if the budget allows no new trial.
         """
         optuna = import_optuna()
         with self._hold_lock():
@@ -136,8 +136,9 @@ class Study:
         return self.directory / "trials" / f"{number:04d}"
 
     def make_trial_recipe(self, values: Mapping[str, Any], name: str, directory: Path | None) -> Recipe:
-        """Return the recipe of one trial: the study's recipe with `values`, {recipe key: value}. name: its `run.name`.
-        directory: its run directory; None: runs/NAME. Raises `UserError` if the values contradict each other."""
+        """Return the recipe of one trial: the study's recipe with `values`, {recipe key: value}. name: value of
+        `run.name` in this recipe. directory: run directory of the trial; None: runs/NAME. Raises `UserError` if the
+        values contradict each other."""
         tables = self.recipe.to_tables()
         tables.pop("tune", None)
         tables["run"]["name"] = name
@@ -274,7 +275,7 @@ def _make_sampler(recipe: Recipe) -> BaseSampler:
 
 def _make_pruner(recipe: Recipe) -> Any:
     """Return the Optuna pruner that the recipe key `tune.pruner` names. It stops a trial whose validation loss is worse
-    than that of other trials at the same step."""
+    than the losses of other trials at the same step."""
     from optuna.pruners import MedianPruner, NopPruner, SuccessiveHalvingPruner
 
     if recipe.tune.pruner == "median":

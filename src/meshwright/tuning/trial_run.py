@@ -46,8 +46,8 @@ class TrialRun:
         self._reported = set(study.optuna._storage.get_trial(running.trial._trial_id).intermediate_values)
 
     def run(self) -> tuple[float | None, str, str]:
-        """Train until the end. Return three things: the validation loss after the last step, or None; the state of the
-        trial, "complete", "pruned" or "failed"; the reason why it did not complete.
+        """Train until the end. Return (validation loss after the last step, or None if the trial did not complete;
+        state of the trial, "complete", "pruned" or "failed"; reason why it did not complete, "" if it did).
 
         On an interrupt or SIGTERM the run saves a checkpoint, and the exception is raised again. Raises `UserError` if
         the run could not be started or was stopped from outside; the trial then remains unfinished.
@@ -100,7 +100,7 @@ class TrialRun:
     def _watch(self, process: subprocess.Popen[bytes], steps: int) -> str:
         """Report each validation loss of the training process to Optuna until the process ends. If the trial is pruned
         or the study's limit of seconds is reached, kill the process and return the reason; else return "". steps:
-        number of steps of the run; it is not pruned at the last one."""
+        number of steps of the run; the trial is not pruned at the last step."""
         tail, begun, checked = MetricsTail(RunDirectory(self.run_directory).metrics), time.monotonic(), 0.0
         limit, startup = self.study.recipe.tune.seconds, self.study.recipe.tune.startup
         while True:

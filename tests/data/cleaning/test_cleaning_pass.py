@@ -57,7 +57,7 @@ def rules(result: CleaningResult) -> list[str | None]:
 @pytest.fixture
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cleaning_pass, "SEGMENT_CHARACTERS", 4000)
-    monkeypatch.setattr(duplicates, "PART", 16)
+    monkeypatch.setattr(duplicates, "KEYS_PER_PARTITION", 16)
 
 
 def test_exact_duplicates_of_kept_documents_are_dropped(tmp_path: Path):
@@ -120,7 +120,7 @@ def test_result_is_independent_of_segments_and_partitions(tmp_path: Path, monkey
     settings = {"near_duplicates": True, "mask": ["email"], "heuristics": ["gopher-repetition"]}
     whole = cleaned(source, tmp_path / "whole", **settings)
     monkeypatch.setattr(cleaning_pass, "SEGMENT_CHARACTERS", 3000)
-    monkeypatch.setattr(duplicates, "PART", 10)
+    monkeypatch.setattr(duplicates, "KEYS_PER_PARTITION", 10)
     parts = cleaned(source, tmp_path / "parts", **settings)
     assert len(parts.segments) > 5 and len(whole.segments) == 1
     assert parts.codes.tolist() == whole.codes.tolist()
@@ -159,7 +159,7 @@ from meshwright.data.cleaning.rules import Cleaner
 from meshwright.data.sources.reading import Reader
 from meshwright.data.sources.resolution import find_files
 from meshwright.recipe import CleanRecipe, SourceRecipe
-cleaning_pass.SEGMENT_CHARACTERS, duplicates.PART = 20_000, 200
+cleaning_pass.SEGMENT_CHARACTERS, duplicates.KEYS_PER_PARTITION = 20_000, 200
 print("ready", flush=True)
 recipe = CleanRecipe(near_duplicates=True, mask=["email"])
 directory = Path(sys.argv[2])
@@ -196,7 +196,7 @@ def test_pass_killed_at_any_time_ends_with_same_segments(tmp_path: Path):
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cleaning_pass, "SEGMENT_CHARACTERS", 40_000)
-    monkeypatch.setattr(duplicates, "PART", 100)
+    monkeypatch.setattr(duplicates, "KEYS_PER_PARTITION", 100)
     peaks = []
     for count in (200, 1000):
         # A tenth of the documents repeats an earlier one; the documents stay on disk.

@@ -73,7 +73,7 @@ def test_removed_sentences_match_dictionary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, files: int, part: int, segment: int
 ):
     """Whatever the files, the segments and the partitions of the external sort."""
-    monkeypatch.setattr(duplicates, "PART", part)
+    monkeypatch.setattr(duplicates, "KEYS_PER_PARTITION", part)
     monkeypatch.setattr(cleaning_pass, "SEGMENT_DOCUMENTS", segment)
     documents = draw_documents(seed)
     found, texts = clean(

@@ -47,8 +47,9 @@ class CleaningResult:
 
     segments: files with the results of consecutive documents. codes: uint8 [N], memory-mapped: 0 (`KEPT`), or 1 + the
     index in `RULES` of the rule that dropped the document. documents_by_file: number of documents in each source file.
-    kept: number of documents that no rule dropped. longest_kept: characters of the longest of these. report: counts,
-    distributions and samples, as JSON. removed: sentences to remove from kept documents.
+    kept: number of documents that no rule dropped. longest_kept: number of characters of the longest kept document.
+    report: counts, distributions and samples, as JSON. removed: repeated sentences that are removed from kept
+    documents.
     """
 
     segments: tuple[Segment, ...]
@@ -62,8 +63,9 @@ class CleaningResult:
     def iterate_segments(self) -> Iterator[tuple[slice, NDArray[np.uint64], NDArray[np.int64]]]:
         """Yield (slice of document numbers, hashes, sizes) for each segment, a block of consecutive documents.
 
-        hashes: uint64 [documents], the first 64 bits of the SHA-256 of each document's text; documents of one record
-        share the hash of the record. sizes: int64 [documents], UTF-8 bytes after masking and removal of sentences.
+        hashes: uint64 [documents], the first 64 bits of the SHA-256 of each document's text; if one record has several
+        documents, each has the hash of the whole record. sizes: int64 [documents], UTF-8 bytes after masking and
+        removal of sentences.
         """
         for segment in self.segments:
             sizes = segment.read_column("after" if "after" in segment else "before")[:, 1]
@@ -81,7 +83,7 @@ def run_cleaning_pass(
     `UserError` for unreadable sources.
 
     reader: splits each file into documents. directory: folder for segment files (results of consecutive documents);
-    those of an interrupted pass are reused. log: receives progress lines.
+    segment files of an interrupted pass are reused. log: receives progress lines.
     """
     directory.mkdir(parents=True, exist_ok=True)
     segments = tuple(_iterate_segments(files, reader, cleaner, directory, log))
@@ -101,8 +103,8 @@ def run_cleaning_pass(
 def _iterate_segments(
     files: Sequence[SourceFile], reader: Reader, cleaner: Cleaner, directory: Path, log: Log
 ) -> Iterator[Segment]:
-    """Yield the segments (files with the cleaning results of consecutive documents) in order: those that an interrupted
-    pass left in `directory`, then new ones, written while the rest of `files` is read.
+    """Yield the segments (files with the cleaning results of consecutive documents) in order: first the segments that
+    an interrupted pass left in `directory`, then new segments, written while the rest of `files` is read.
 
     reader: splits each file into documents. cleaner: applies the rules to a document. log: receives progress lines.
     """
@@ -148,7 +150,7 @@ def _iterate_segments(
 
 def _begin_segment(first: int, cleaner: Cleaner, reader: Reader) -> SegmentWriter:
     """Return a writer of a new segment (file with the cleaning results of consecutive documents). first: number of its
-    first document. cleaner, reader: their settings determine the segment's columns.
+    first document. cleaner, reader: the settings of both determine the segment's columns.
     """
     spans = hash_spans if cleaner.recipe.sentence_duplicates else None
     return SegmentWriter(first, cleaner.minhash, cleaner.rewrites, spans, reader.records is not None)
@@ -239,8 +241,7 @@ class _ReportBuilder:
         """Return [{source, before: {documents, bytes}, after: {documents, bytes}}] ("before" and "after" the cleaning):
         one entry for each of the 20 largest sources, and one for the sum of all others.
 
-        sources: {"before" or "after": for each source the number of its documents and of their bytes, int64 [sources,
-        2]}.
+        sources: {"before" or "after": numbers of documents and of bytes of each source, int64 [sources, 2]}.
         """
         order = np.argsort(-sources["before"][:, 1], kind="stable").tolist()
         shown, rest = order[:_SOURCES], order[_SOURCES:]
@@ -293,7 +294,7 @@ class _ReportBuilder:
     def _read_excerpts(self, numbers: list[int]) -> dict[int, tuple[str, str]]:
         """Read sample documents again; return {number: (name, first 400 characters of the masked text)}. numbers:
         document numbers, ascending; only the files that contain them are read. Raises `SourceChanged` if a file no
-        longer contains one of them."""
+        longer contains one of the documents."""
         found: dict[int, tuple[str, str]] = {}
         begin, at = 0, 0
         for file, count in zip(self.files, self.documents_by_file, strict=True):

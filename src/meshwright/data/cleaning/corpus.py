@@ -47,7 +47,7 @@ class CleanedCorpus:
     codes: uint8 [N]: 0: training document; 1: validation document; 2 + i: dropped by the i-th rule in `RULES`.
     documents_by_file: number of documents in each source file. longest: maximum characters of a document; longer texts
     are cut into several documents. bytes: {split: UTF-8 bytes}. report: the cleaning report as JSON. rewriter: masks
-    the texts when the documents are read again. removed: sentences that are removed from them.
+    the texts when the documents are read again. removed: sentences that are then removed from the texts.
     """
 
     codes: NDArray[np.uint8]
@@ -102,7 +102,7 @@ class CleanedCorpus:
         """Yield (document number, cleaned text with personal data masked) of each document of `split` ("train" or
         "validation"), in order.
 
-        files, reader: source files and reader of the cleaning pass. first: lowest document number.
+        files, reader: source files and reader of the cleaning pass. first: lowest document number to yield.
         """
         return (
             (number, document.text or "") for number, document in self.iterate_documents(files, reader, split, first)
@@ -114,7 +114,7 @@ class CleanedCorpus:
         """Yield (document number, masked document) of the documents of `split` ("train" or "validation") in order.
         Files without such documents are not opened.
 
-        files, reader: source files and reader of the cleaning pass. first: lowest document number. Raises
+        files, reader: source files and reader of the cleaning pass. first: lowest document number to yield. Raises
         `SourceChanged` if a file no longer yields the same number of documents.
         """
         wanted = SPLITS.index(split)
@@ -174,7 +174,7 @@ def clean_and_split_corpus(
     A document goes to validation if the 64-bit hash of its content is below `validation_fraction` x 2^64; this does not
     depend on the seed or on other documents. If a split would be empty though `validation_fraction` is above 0, the
     documents with the smallest hash go to validation, or those with the largest hash to training. If fewer than 100
-    documents are kept, long texts (not records) are cut at blank lines, so that both splits get some.
+    documents are kept, long texts (not records) are cut at blank lines, so that both splits get text.
 
     recipe: the `[data]` table. directory: folder for segment files (cleaning results of consecutive documents), from
     which an interrupted pass resumes; None: a temporary folder. log: receives progress lines. Raises `UserError` if no
@@ -222,11 +222,11 @@ def make_reader(recipe: DataRecipe, longest: int) -> Reader:
 
 def _assign_splits(cleaned: CleaningResult, fraction: float, key: str) -> tuple[NDArray[np.uint8], dict[str, int]]:
     """Assign kept documents to the splits by the hash of their content; return (codes, {split: UTF-8 bytes}). Raises
-    `UserError` if a validation split is wanted and all kept documents have the same content.
+    `UserError` if `fraction` is above 0 and all kept documents have the same content.
 
-    codes: uint8 [documents], as in `CleanedCorpus`; they overwrite `cleaned.codes` in place. cleaned: result of the
-    cleaning pass. fraction: expected fraction of validation documents, in [0, 1]. key: recipe key of the sources, for
-    errors.
+    codes: `cleaned.codes`, uint8 [documents], overwritten in place: 0 (training document), 1 (validation document) or 2
+    + i (dropped by the i-th rule in `RULES`). cleaned: result of the cleaning pass. fraction: expected fraction of
+    validation documents, in [0, 1]. key: recipe key of the sources, for errors.
     """
     threshold = np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
     least, most, below = 2**64, -1, 0

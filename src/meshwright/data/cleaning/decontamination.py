@@ -32,9 +32,9 @@ class EvaluationSets:
     """Detector of text that overlaps with evaluation sets, such as benchmarks. It stores the hashes of all word n-grams
     of their examples, in lower case without punctuation (n = 13 in arXiv:2005.14165, appendix C).
 
-    A text file or page is one example. A JSON or Parquet record is one example, of all its strings joined. If it has
-    several strings, each string is a further example. An example with fewer than n words counts as one n-gram if it has
-    at least 8 words, and is ignored otherwise.
+    A text file or page is one example. A JSON or Parquet record is one example, of all its strings joined. If a record
+    has several strings, each string is a further example. An example with fewer than n words counts as one n-gram if it
+    has at least 8 words, and is ignored otherwise.
     """
 
     def __init__(self, paths: Sequence[str], n: int) -> None:
@@ -88,7 +88,7 @@ def _find_files(
     path: str, cache: Path | None = None, log: Callable[[str], None] = lambda line: None
 ) -> list[SourceFile]:
     """Return the files of the evaluation set `path` (path, glob or URL). cache: directory that stores file listings of
-    remote stores; log: receives a line when a stored listing is used.
+    remote stores (None: not stored); log: receives a line when a stored listing is used.
     """
     return find_files([path], "auto", cache, _KEY, log, records=True)
 

@@ -22,8 +22,8 @@ class DuplicateFinder:
 
     codes: uint8 [documents], 0 (`KEPT`), or 1 + the index in `RULES` of the rule that dropped the document; the finder
     writes the codes of duplicates into it. removed: repeated sentences that are removed from kept documents. first:
-    {duplicate rule: lowest number of a document that it dropped}. earlier: samples for the report, {duplicate rule:
-    {number of a duplicate: number of the document that it repeats}}.
+    {duplicate rule: lowest number of a document that the rule dropped}. earlier: samples for the report, {duplicate
+    rule: {number of a duplicate: number of the document that it repeats}}.
     """
 
     def __init__(self, segments: Sequence[Segment], cleaner: Cleaner, directory: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-PART = 1 << 21  # keys sorted at a time, about 100 MB
+KEYS_PER_PARTITION = 1 << 21  # keys sorted at a time, about 100 MB
 _MAX_PARTITIONS = 512  # files open at a time
 
 Keys = NDArray[np.uint64]
@@ -17,17 +17,17 @@ Numbers = NDArray[np.int64]
 
 
 def find_repeated_keys(
-    chunks: Iterator[tuple[Keys, Numbers]], total: int, directory: Path, part: int | None = None
+    chunks: Iterator[tuple[Keys, Numbers]], total: int, directory: Path, keys_per_partition: int | None = None
 ) -> Iterator[tuple[Numbers, Numbers]]:
-    """Find the documents whose key equals that of an earlier document, by a sort on disk. Yield two arrays, int64 [m],
-    for the m documents found in each partition of the keys: their numbers, and for each of them the number of the first
-    document with the same key.
+    """Find the documents whose key equals the key of an earlier document, by a sort on disk. For each partition of the
+    keys, yield two arrays, int64 [m]: the numbers of the m documents found, and for each of these documents the number
+    of the first document with the same key.
 
     chunks: yields (keys, uint64 [n, words per key]; document numbers [n]), with ascending document numbers. total:
     expected number of keys, which determines the number of partitions. directory: for temporary files; created if
-    needed. part: approximate number of keys in a partition, which is sorted in memory (default: 2^21).
+    needed. keys_per_partition: approximate number of keys in a partition, which is sorted in memory; None: 2^21.
     """
-    parts = min(_MAX_PARTITIONS, -(-total // (part or PART)))
+    parts = min(_MAX_PARTITIONS, -(-total // (keys_per_partition or KEYS_PER_PARTITION)))
     if parts <= 1:
         yield _find_repeated_in_memory([*chunks])
         return
@@ -53,9 +53,9 @@ def find_repeated_keys(
 
 
 def _find_repeated_in_memory(chunks: Sequence[tuple[Keys, Numbers]]) -> tuple[Numbers, Numbers]:
-    """Find the documents whose key equals that of an earlier document. Return two arrays [m] for the m documents found:
-    their numbers, and for each of them the number of the first document with the same key. chunks: (keys, uint64 [n,
-    words per key]; document numbers [n]), with ascending document numbers."""
+    """Find the documents whose key equals the key of an earlier document. Return two arrays [m]: the numbers of the m
+    documents found, and for each of these documents the number of the first document with the same key. chunks: (keys,
+    uint64 [n, words per key]; document numbers [n]), with ascending document numbers."""
     if not chunks:
         return np.empty(0, np.int64), np.empty(0, np.int64)
     keys = np.concatenate([keys for keys, _ in chunks])

@@ -153,7 +153,8 @@ def _count_repeated_characters(words: Sequence[str], n: int) -> int:
 
 def filter_c4_lines(text: str) -> tuple[str, int]:
     """Apply the line filters of datatrove's `C4QualityFilter` to `text`; return (kept lines without citation marks,
-    number of non-blank lines removed). Lines that make `check_c4` drop the whole page are kept, so that it finds them.
+    number of non-blank lines removed). Lines that make `check_c4` drop the whole page are kept, so that `check_c4`
+    finds them.
     """
     kept, dropped = [], 0
     for line in map(str.strip, text.splitlines()):

@@ -49,9 +49,10 @@ def measure_languages(text: str) -> dict[str, float]:
 
 
 def find_foreign_language(text: str, languages: Sequence[str], minimum: float) -> str | None:
-    """Check the language of a text. Return None if the text is in one of `languages`: their summed probability reaches
-    the threshold for the text's length. Otherwise return the most probable language and that sum, as text. minimum:
-    threshold for long texts."""
+    """Check the language of a text. Return None if the text is in one of `languages`: the sum of their probabilities
+    reaches the threshold for the text's length. Otherwise return the most probable language and this sum as text, such
+    as "fr, probability 0.91; of en, probability 0.02 < 0.65". languages: ISO 639-1 codes. minimum: threshold for long
+    texts."""
     measured = measure_languages(text)
     probability = sum(measured[language] for language in {*languages})
     threshold = choose_threshold(len(text), minimum)

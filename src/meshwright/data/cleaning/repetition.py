@@ -38,13 +38,13 @@ def measure_repeated_lines(text: str) -> float:
     return 1 - len(set(lines)) / len(lines) if lines else 0.0
 
 
-def count_duplicates(parts: Sequence[str]) -> tuple[int, int]:
-    """Count the items of `parts`, lines or paragraphs, that repeat an earlier one; return (their number, their
-    characters)."""
-    seen = set(parts)
-    if len(seen) == len(parts):
+def count_duplicates(items: Sequence[str]) -> tuple[int, int]:
+    """Count the items of `items` (lines or paragraphs) that repeat an earlier item; return (number of these items,
+    number of their characters)."""
+    seen = set(items)
+    if len(seen) == len(items):
         return 0, 0
-    return len(parts) - len(seen), sum(map(len, parts)) - sum(map(len, seen))
+    return len(items) - len(seen), sum(map(len, items)) - sum(map(len, seen))
 
 
 def check_gopher_repetition(text: str) -> tuple[str, str] | None:
@@ -74,8 +74,8 @@ def count_repeated_ngrams(words: Sequence[str]) -> Iterator[tuple[str, int]]:
     """Yield (rule name, number of repeated characters) for the word n-grams of each n from 2 to 10, as Gopher's rules
     count them. words: the text's words in order.
 
-    For n <= 4: characters in all occurrences of the most frequent n-gram, 0 if none occurs twice. For n >= 5:
-    characters in n-grams that occurred earlier in the text; where they overlap, each character counts once.
+    For n <= 4: characters in all occurrences of the most frequent n-gram, 0 if no n-gram occurs twice. For n >= 5:
+    characters in n-grams that occurred earlier in the text; a character in several such n-grams counts once.
     """
     # A repeated n-gram begins with a repeated (n - 1)-gram: few positions remain after the first count.
     places: Sequence[int] = range(len(words))

@@ -80,11 +80,11 @@ def _render_summary(report: Mapping[str, Any]) -> Markup:
     )
 
 
-def _format_before_after(before: float, after: float, form: str) -> tuple[str, str, str]:
-    """Return three table cells as text: `before` and `after`, both formatted by the format string `form` (such as
-    "{:,}"), and after / before in percent ("–" if `before` is 0).
+def _format_before_after(before: float, after: float, format_string: str) -> tuple[str, str, str]:
+    """Return three table cells as text: `before` and `after`, both formatted by `format_string` (such as "{:,}"), and
+    after / before in percent ("–" if `before` is 0).
     """
-    return form.format(before), form.format(after), f"{after / before:.1%}" if before else "–"
+    return format_string.format(before), format_string.format(after), f"{after / before:.1%}" if before else "–"
 
 
 def _render_rules(report: Mapping[str, Any]) -> Markup:
@@ -168,8 +168,8 @@ def _render_sources(sources: Iterable[Mapping[str, Any]]) -> Markup:
 
 
 def _render_bars(shares: Sequence[float]) -> Markup:
-    """Return two bars, one for before and one for after the cleaning. shares: their lengths, (before, after), in [0,
-    1].
+    """Return two bars, one for before and one for after the cleaning. shares: lengths of the bars, (before, after), in
+    [0, 1].
     """
     return bar(*shares, colours=[*SIDES.values()])
 

@@ -110,9 +110,9 @@ class Verdict:
 
     rule: name of the rule that drops the document; None if it is kept. why: the measured value, such as "0.42 > 0.30".
     text: the text after masking and line filters. content: `text` in UTF-8. digest: SHA-256 of `content` without
-    surrounding white space; for an instruction, chat or preference record, of `Example.encode_content`. changes: number
-    of masked items or removed lines by kind ("email" ...). sentences: sentences of the text, if the document is kept
-    and spans of sentences are deduplicated.
+    surrounding white space; for an instruction, chat or preference record, SHA-256 of all its texts and template
+    inputs. changes: number of masked items or removed lines by kind ("email" ...). sentences: sentences of the text, if
+    the document is kept and spans of sentences are deduplicated; else empty.
     """
 
     rule: str | None
@@ -125,8 +125,8 @@ class Verdict:
 
 
 class Rewriter:
-    """Applier of the masks and line filters that `[data.clean]` of the recipe enables. rewrites: True if any of them is
-    enabled.
+    """Applier of the masks and line filters that `[data.clean]` of the recipe enables. rewrites: True if any mask or
+    line filter is enabled.
     """
 
     def __init__(self, recipe: CleanRecipe) -> None:
@@ -153,7 +153,7 @@ class Rewriter:
 
     def rewrite_example(self, example: Example, name: str = "") -> tuple[Example, dict[str, int]]:
         """Mask every text of the record `example`; return (new record, {kind: number of masked items}). name: the
-        document's name."""
+        document's name, such as "a.jsonl:17"."""
         total = Counter[str]()
 
         def rewrite(text: str) -> str:

@@ -43,9 +43,9 @@ def list_column_types(bands: int, rewrites: bool, sentences: bool, records: bool
 
     Columns: `code`: 0 (kept) or 1 + the index in `RULES` of the rule that dropped the document. `before`: numbers of
     characters, of UTF-8 bytes, and of characters of each kind, before masking. `digest`: first half of the text's
-    SHA-256. `bands`: MinHash keys. With `rewrites`: `after`, the numbers of `before` after masking; `changes`, masked
-    items and removed lines by kind. With `sentences`: `sentences`, their number. With `records`: `record`, 64 bits of a
-    hash of the record, equal for all examples of one record.
+    SHA-256. `bands`: MinHash keys. With `rewrites`: `after`, the same numbers as in `before`, but after masking;
+    `changes`, numbers of masked items and removed lines by kind. With `sentences`: `sentences`, the number of
+    sentences. With `records`: `record`, 64 bits of a hash of the record, equal for all examples of one record.
     """
     sizes = 2 + len(KINDS)
     after = {"after": ("<u4", sizes), "changes": ("<u4", len(CHANGES))} if rewrites else {}
@@ -201,7 +201,8 @@ class Segment:
     @property
     def header(self) -> dict[str, Any]:
         """Header of the file as JSON. `pieces`: [[index of a source file, number of its documents in this segment]].
-        `longest_kept`: characters of the longest document kept. `examples`, `samples`: dropped documents by rule."""
+        `longest_kept`: characters of the longest document kept. `examples`: {rule: name of the first document that the
+        rule dropped}. `samples`: {rule: sample of the documents that the rule dropped}."""
         return self._read_header()[0]
 
     def _read_header(self) -> tuple[dict[str, Any], int]:
@@ -234,11 +235,11 @@ class Segment:
 
 
 def find_earlier_reading(file: SourceFile, codes: NDArray[np.uint8], first: int) -> EarlierReading:
-    """Return what an earlier reading of `file` found: the number of documents, and those whose text could not be
-    extracted. A second reading with it yields the same documents.
+    """Summarize the earlier reading of `file`, so that a second reading can yield the same documents. Return the number
+    of documents, and the numbers (from 0) of the documents whose text could not be extracted from a web page.
 
-    codes: uint8 [documents], cleaning results of the documents of the file. first: value in `codes` of the first rule
-    in `RULES`; rule i has `first` + i.
+    codes: uint8 [documents], the cleaning result of each document of `file`. first: the value in `codes` for documents
+    that the first rule in `RULES` dropped; the value for the i-th rule is `first` + i.
     """
     failed = np.flatnonzero(codes == first + RULES.index("extraction")).tolist() if file.format == "warc" else ()
     return EarlierReading(len(codes), frozenset(failed))

@@ -40,8 +40,8 @@ def remove_sentences(text: str, numbers: Collection[int]) -> str:
 
 
 class RemovedSentences:
-    """Sentences that are removed from kept documents, as part of a span of three sentences that occurs earlier in the
-    corpus.
+    """Sentences that are removed from kept documents, because they are part of a span of three consecutive sentences
+    that occurs earlier in the corpus.
 
     entries: int64 [removed sentences], ascending: (number of the document << 24) | number of the sentence in it.
     """
@@ -58,7 +58,7 @@ class RemovedSentences:
 
         segments: cleaning results of blocks of consecutive documents, with the hashes of their spans. codes: uint8
         [documents], 0 for documents that no rule dropped. directory: folder for temporary files. Up to a billion spans
-        take about 100 MB of memory; beyond that it grows with their number.
+        take about 100 MB of memory; beyond that, memory grows with the number of spans.
         """
         marks = _map_temporary(directory / f"{PARTIAL}sentences", np.uint8, sum(one.sentences for one in segments))
 
@@ -98,8 +98,8 @@ class RemovedSentences:
         return {*(entries & ((1 << SENTENCE_BITS) - 1)).tolist()}
 
     def measure(self, segment: Segment) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-        """Return three arrays for the documents of `segment`, [documents] each: number of removed sentences; their size
-        in UTF-8 bytes; True if no sentence is left."""
+        """Return three arrays for the documents of `segment`, [documents] each: number of removed sentences; size of
+        the removed sentences in UTF-8 bytes; True if no sentence is left."""
         entries = self._select_entries(segment.first, segment.first + segment.documents)
         counts = segment.read_column("sentences")[:, 0].astype(np.int64)
         owner = (entries >> SENTENCE_BITS) - segment.first
@@ -121,7 +121,7 @@ def _map_temporary(
     path: Path, kind: type[np.uint8 | np.int64], size: int, mode: Literal["r+", "w+"] = "w+"
 ) -> NDArray[Any]:
     """Map the temporary file `path` as an array of `size` values. kind: NumPy type of a value. mode: "w+" creates the
-    file, "r+" opens an existing one. The file is unlinked while it is mapped, so that a killed process leaves none
+    file, "r+" opens an existing one. The file is unlinked while it is mapped, so that a killed process leaves no file
     behind."""
     array: NDArray[Any] = np.memmap(path, kind, mode, shape=(size,)) if size else np.zeros(0, kind)
     path.unlink(missing_ok=True)

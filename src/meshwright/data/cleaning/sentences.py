@@ -11,8 +11,8 @@ _END = re.compile(r"(?<![.!?])[.!?]++[\"'”’»)\]]*+\s++|(?<![。！？｡।
 
 
 def split_sentences(text: str) -> list[str]:
-    """Split a text into sentences; each includes the white space after it, so that joined they give the text. A line
-    break also ends a sentence. White space at the beginning is part of the first sentence."""
+    """Split a text into sentences; each sentence includes the white space after it, so that the joined sentences are
+    the text. A line break also ends a sentence. White space at the beginning is part of the first sentence."""
     ends = [found.end() for found in _END.finditer(text)]
     if ends and not text[: ends[0]].strip():
         del ends[0]

@@ -104,7 +104,8 @@ class PackedDataset(ABC):
     @property
     @abstractmethod
     def sequences_by_source(self) -> list[int]:
-        """Number of full packed rows of each data source; a list of one number, for all, if rows may mix sources."""
+        """Number of full packed rows of each data source; a list of one number, for all sources, if rows may mix
+        sources."""
 
     @property
     @abstractmethod
@@ -122,8 +123,8 @@ class PackedDataset(ABC):
         """
 
     def iterate_batches(self, size: int) -> Iterator[TokenBatch]:
-        """Yield all packed rows in order, in batches of `size` rows; the last batch may be smaller. Every target occurs
-        once."""
+        """Yield all packed rows in order, in batches of `size` rows; the last batch may be smaller. Together the
+        batches contain every target once."""
         for first in range(0, self.rows, size):
             yield self.read_batch(np.arange(first, min(first + size, self.rows)), padded=True)
 

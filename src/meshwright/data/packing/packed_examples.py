@@ -30,7 +30,7 @@ from meshwright.errors import UserError
 
 class PackedExamples(PackedDataset):
     """One split of records as packed rows. A row contains whole examples (parsed records), with padding at its end.
-    With `document_mask`, documents do not attend to each other, and positions restart at each.
+    With `document_mask`, documents do not attend to each other, and positions restart at each document.
 
     An example has one document, or two for a preference pair: document 2k of a row is the prompt with the chosen
     response of pair k, and 2k + 1 the prompt with the rejected one. Targets are the tokens of responses, or with
@@ -38,8 +38,8 @@ class PackedExamples(PackedDataset):
 
     Rows are filled by best fit (see `pack_best_fit`), which depends on the lengths alone; with `pack` false each row
     has one example. `too_long` determines what happens to an example longer than a row: "truncate" cuts the end of its
-    document (in a pair, of both to the same limit), "drop" drops the example, "refuse" raises `UserError`. An example
-    is also dropped if one of its documents has no target left.
+    document (both documents of a pair are cut to the same limit), "drop" drops the example, "refuse" raises
+    `UserError`. An example is also dropped if one of its documents has no target left.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class PackedExamples(PackedDataset):
 
     @property
     def sequences_by_source(self) -> list[int]:
-        """Number of packed rows of each data source; a list of one number, for all, if rows may mix sources."""
+        """Number of packed rows of each data source; a list of one number, for all sources, if rows may mix sources."""
         return self.plan.rows_by_source
 
     @property
@@ -74,17 +74,18 @@ class PackedExamples(PackedDataset):
 
     @property
     def report(self) -> dict[str, int]:
-        """Counts of packing, by name. `examples`: all; `trained`: those in rows; `truncated`: those of `trained` that
-        were cut; `too_long`, `without_response`: dropped ones by reason; `targets`: target tokens in rows;
-        `lost_targets`: target tokens of truncated and dropped examples; `padding`: padding tokens in all rows. Of
-        preference pairs also the counts of `describe_pairs`, of labelled examples `desirable` and `undesirable`.
+        """Counts of packing, by name. `examples`: all examples; `trained`: examples in rows; `truncated`: examples in
+        rows that were cut; `too_long`, `without_response`: examples dropped for this reason; `targets`: target tokens
+        in rows; `lost_targets`: target tokens of truncated and dropped examples; `padding`: padding tokens in all rows.
+        Preference pairs also have the counts of `describe_pairs`, labelled examples the counts `desirable` and
+        `undesirable`.
         """
         return self.plan.report
 
     @property
     def mismatched(self) -> MismatchedRows:
-        """The packed rows with the response of each labelled example replaced by that of another one, as KTO needs
-        them. Raises `UserError` if a data source has only one labelled example."""
+        """The packed rows with the response of each labelled example replaced by the response of another example; KTO
+        estimates a KL divergence from these rows. Raises `UserError` if a data source has only one labelled example."""
         self.check_partners()
         return MismatchedRows(self)
 
@@ -191,7 +192,7 @@ class PackedExamples(PackedDataset):
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Find the responses of K documents; return (number of tokens before the first target; True if the response is
         labelled undesirable), [K] each. begins: positions of the documents' first tokens in the token stream, [K].
-        lengths: their numbers of tokens, [K]."""
+        lengths: numbers of tokens of the documents, [K]."""
         prompts, undesirable = np.zeros(len(begins), np.int64), np.zeros(len(begins), bool)
         for place, (begin, length) in enumerate(zip(begins.tolist(), lengths.tolist(), strict=True)):
             flags = self._read_document(begin, begin + length)[1]
@@ -255,8 +256,8 @@ class PackedExamples(PackedDataset):
         ]
 
     def count_by_role(self) -> dict[str, Any]:
-        """Count turns, trained spans and tokens by role in all examples, before any truncation; returns JSON as
-        `token_flags.count_by_role` does."""
+        """Count turns, trained spans and tokens by role in all examples, before any truncation; return JSON with the
+        keys "spans", "turns", "tokens" and "trained_tokens" (see `token_flags.count_by_role`)."""
         counts: dict[str, Any] = {}
         for number, (first, end) in enumerate(itertools.pairwise(self._bounds.tolist())):
             begins = self._document_begins[slice(*np.searchsorted(self._document_begins, [first, end]))] - first
@@ -294,11 +295,11 @@ class PackedExamples(PackedDataset):
         return values, flags, ids
 
     def _list_ranges(self, example: int, mismatched: bool) -> list[list[tuple[int, int]]]:
-        """Return for each document of an example the ranges [begin, end) of the split's token stream of which it
-        consists.
+        """Return, for each document of an example, a list of token ranges [begin, end) in the split's token stream;
+        their tokens, joined, are the document.
 
-        example: index among the examples in rows. mismatched: False: the example itself; True: its prompt with the
-        response of its partner, cut to fit into a row.
+        example: index among the examples in rows. mismatched: False: the example itself; True: the example's prompt
+        with the response of the example's partner, cut to fit into a row.
         """
         plan, documents = self.plan, self.packing.documents_per_example
         first = int(plan.numbers[example]) * documents
@@ -344,7 +345,7 @@ class PackedExamples(PackedDataset):
 
     def _too_long_error(self, number: int, count: int, longest: int, capacity: int) -> UserError:
         """Build the error for examples longer than a row. number: index of the first such example; count: number of
-        such examples; longest: tokens in the longest one; capacity: tokens in a row.
+        such examples; longest: tokens in the longest example; capacity: tokens in a row.
         """
         documents = self.packing.documents_per_example
         own = self._documents[number * documents : (number + 1) * documents]
@@ -359,8 +360,8 @@ class PackedExamples(PackedDataset):
 
 
 class MismatchedRows:
-    """Packed rows of labelled examples in which each response is replaced by that of another example. KTO estimates the
-    KL divergence of policy and reference from them. examples: the rows with the original responses.
+    """Packed rows of labelled examples in which each response is replaced by the response of another example. KTO
+    estimates the KL divergence of policy and reference from these rows. examples: the rows with the original responses.
     """
 
     def __init__(self, examples: PackedExamples) -> None:
@@ -375,7 +376,7 @@ class MismatchedRows:
 
     @property
     def rows_sha256(self) -> str:
-        """Hex SHA-256 of the packing plan, the same as that of the original rows."""
+        """Hex SHA-256 of the packing plan, the same value as for the original rows."""
         return self._examples.rows_sha256
 
     def read_batch(self, numbers: ArrayLike, *, padded: bool = False) -> TokenBatch:

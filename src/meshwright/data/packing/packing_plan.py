@@ -18,13 +18,13 @@ class PackingPlan:
     """Assignment of examples to R packed rows. An example is a parsed record of D documents (2 for preference pairs,
     else 1). K examples are in rows; the others are dropped.
 
-    kept: int64 [K, D], tokens of each document after truncation. numbers: int64 [K], index of each of these examples
-    among all examples. order, bounds: int64 [K] and [R + 1]: row r contains the examples order[bounds[r]:bounds[r +
-    1]], as indices in [0, K). rows_by_source: number of rows of each data source; one number, for all, if rows may mix
+    kept: int64 [K, D], tokens of each document after truncation. numbers: int64 [K], index of each packed example among
+    all examples. order, bounds: int64 [K] and [R + 1]: row r contains the examples order[bounds[r]:bounds[r + 1]], as
+    indices in [0, K). rows_by_source: number of rows of each data source; one number, for all sources, if rows may mix
     sources. report: counts by name, as `PackedExamples.report` lists them.
 
     For labelled examples (KTO), else empty: prompts: int64 [K], tokens before the response. partners: int64 [K], index
-    in [0, K) of the example whose response replaces this one's in mismatched rows.
+    in [0, K) of the example whose response replaces the original response in mismatched rows.
     """
 
     kept: NDArray[np.int64]
@@ -89,9 +89,9 @@ def truncate_lengths(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.in
 
 
 def describe_pairs(targets: NDArray[np.int64], identical: int) -> dict[str, int]:
-    """Return counts of preference pairs: `identical`, dropped because both documents are equal; `pairs`, those in rows;
-    `chosen_tokens` and `rejected_tokens`, target tokens of their responses; `chosen_longer`, pairs whose chosen
-    response is longer. For other examples the result is empty.
+    """Return counts of preference pairs: `identical`, pairs dropped because both documents are equal; `pairs`, pairs in
+    rows; `chosen_tokens` and `rejected_tokens`, target tokens of their responses; `chosen_longer`, pairs whose chosen
+    response is longer. The result is empty if each example has one document.
 
     targets: target tokens of each document of the examples in rows, [examples, documents per example]. identical:
     number of identical pairs.

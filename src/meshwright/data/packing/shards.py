@@ -30,8 +30,8 @@ class Shard:
     """Metadata of one shard of tokenized documents, stored as NNNNN.json. This file is written last: a shard without it
     is incomplete.
 
-    number: index of the shard. first, next: numbers of the documents in the corpus at which this shard and the next one
-    begin. tokens, documents, bytes: totals; bytes are those of the text in UTF-8. tokenizer: SHA-256 of the
+    number: index of the shard. first, next: numbers of the documents in the corpus at which this shard and the next
+    shard begin. tokens, documents, bytes: totals; bytes are those of the text in UTF-8. tokenizer: SHA-256 of the
     tokenizer.json that encoded the documents. files: {file name: {"bytes", "sha256"}} of these files:
 
     - NNNNN.tokens.bin: documents one after another, each as start token, text, end token; little-endian uint16 or
@@ -54,8 +54,8 @@ class Shard:
     files: dict[str, dict[str, Any]]
 
     def find_problem(self, directory: Path, contents: bool) -> str | None:
-        """Check the shard's files in `directory`; return the first problem as text (a path and "is missing" ...), or
-        None. contents: compare the SHA-256 of each file, not only its size."""
+        """Check the shard's files in `directory`; return the first problem as text (a path and "is missing" ...), None
+        if there is no problem. contents: compare the SHA-256 of each file, not only its size."""
         for name, recorded in self.files.items():
             if found := find_damage(directory / name, recorded, contents):
                 return f"{directory / name} {found}"
@@ -81,12 +81,13 @@ class EncodedDocument(NamedTuple):
 
 
 class Encoder(Protocol):
-    """Protocol of objects that tokenize documents. A plain text or a record becomes one token sequence, a preference
-    record two (chosen and rejected)."""
+    """Protocol of objects that tokenize documents. A preference record becomes two token sequences (chosen and
+    rejected), any other document one."""
 
     def encode_documents(self, documents: Sequence[Document]) -> Iterator[list[EncodedDocument]]:
-        """Yield for each of `documents` the list of its token sequences: one, or two for a preference record. Raises
-        `UserError` that names a document that cannot be encoded."""
+        """Tokenize `documents`; yield for each document the list of its token sequences: two (chosen, rejected) for a
+        preference record, one for any other document. Raises `UserError`, which names the document, if a document
+        cannot be encoded."""
 
 
 class TextEncoder:
@@ -100,8 +101,8 @@ class TextEncoder:
         self._start, self._end = (np.array([token], tokenizer.dtype) for token in (tokenizer.start, tokenizer.end))
 
     def encode_documents(self, documents: Sequence[Document]) -> Iterator[list[EncodedDocument]]:
-        """Yield for each of `documents` a list with its only token sequence. Raises `UserError` for a text that cannot
-        be encoded.
+        """Tokenize `documents`; yield for each document a list with one token sequence. Raises `UserError` for a text
+        that cannot be encoded.
         """
         texts = [document.text or "" for document in documents]
         for text, inner in zip(texts, self.tokenizer.encode(texts), strict=True):
@@ -109,8 +110,8 @@ class TextEncoder:
 
 
 class ShardWriter:
-    """Writer of one split's token shards. A shard contains whole documents of one data source: at least `shard_tokens`
-    tokens of them, except in the last shard of a source.
+    """Writer of one split's token shards. A shard contains whole documents of one data source. It has at least
+    `shard_tokens` tokens, except for the last shard of a source.
 
     directory: folder in which the shards are written. documents(first): function that yields (number, document) of the
     split's documents from number `first` on. ends: for each data source, 1 + the number of its last document. encoder:

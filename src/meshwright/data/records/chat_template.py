@@ -54,11 +54,11 @@ class RenderedConversation(NamedTuple):
     """A conversation rendered to text by a chat template. A range is [begin, end) in characters of `text`.
 
     text: the rendered conversation. responses: ranges of the assistant's turns to be trained on, end token included; a
-    turn may have several. context: ranges within `responses` that are not trained on; a token that overlaps one of them
-    is not trained on either. template_tokens: ranges of the special tokens that the template itself wrote; a special
-    token spelled out in a message is ordinary text. turns: (begin, end, role) of each message's text, in order; empty
-    if they cannot be found, because the template inspects message text. left_out: message fields that the template does
-    not render: "reasoning" (of the last turn that has some) and "name".
+    turn may have several ranges. context: ranges within `responses` that are not trained on; a token that overlaps such
+    a range is not trained on either. template_tokens: ranges of the special tokens that the template itself wrote; a
+    special token spelled out in a message is ordinary text. turns: (begin, end, role) of each message's text, in order;
+    empty if they cannot be found, because the template inspects message text. left_out: message fields that the
+    template does not render: "reasoning" (of the last turn that has some) and "name".
     """
 
     text: str
@@ -148,8 +148,8 @@ class ChatTemplate:
         turns that are not blank, have an index of at least `trained_from` in `messages`, and are not excluded from
         training.
 
-        tools, variables, prompt: as in `render`; with a prompt there are no ranges. Raises `TemplateError` if the
-        template refuses the messages, leaves out the text of one, or the ranges cannot be determined.
+        tools, variables, prompt: as in `render`; if `prompt` is True, no ranges are searched. Raises `TemplateError` if
+        the template refuses the messages, leaves out the text of a message, or the ranges cannot be determined.
         """
         seen, given = [message.to_template_variables() for message in messages], TemplateInputs(tools, variables or {})
         if any(BEGIN in text or END in text for message in messages for text in message.list_texts()):
@@ -186,9 +186,10 @@ class ChatTemplate:
     def list_unrendered_functions(
         self, messages: Sequence[Message], tools: Tools, variables: Variables | None = None, prompt: bool = False
     ) -> list[tuple[str, str]]:
-        """Find functions whose names the template does not render: return ("tools", name) for such a function of
-        `tools`, ("messages", name) for one that `messages` call. For this test the names are replaced by random ones,
-        since a text may contain the name as a word. variables, prompt: as in `render`, which also lists the errors."""
+        """Find functions whose names the template does not render. Return ("tools", name) for each such function of
+        `tools`, and ("messages", name) for each such function that `messages` call. For this test the names are
+        replaced by random names, since a text may contain the name as a word. variables, prompt: as in `render`. Raises
+        `TemplateError` if the template refuses the messages."""
         names: dict[str, tuple[str, str]] = {}  # random name -> where the function is, and its name
 
         def rename(one: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -260,16 +261,16 @@ class ChatTemplate:
 
     @cached_property
     def _literals(self) -> list[str]:
-        """String literals in the template's source, such as "</think>", for which it may search in messages. Special
-        tokens are excluded."""
+        """String literals in the template's source, such as "</think>", for which the template may search in messages.
+        Special tokens are excluded."""
         found = {match[1] if match[1] is not None else match[2] for match in _LITERAL.finditer(self.source)}
         kept = (each for each in found if each.strip() and not self._may_spell_special_token(each))
         return sorted(kept)[:_MAX_LITERALS]
 
     @cached_property
     def _special_pattern(self) -> re.Pattern[str]:
-        """Regular expression that finds special tokens as tokenizers do: leftmost first, and of those that begin at the
-        same position the longest."""
+        """Regular expression that finds special tokens as tokenizers do: the leftmost token first; of tokens that begin
+        at the same position, the longest."""
         tokens = sorted(self.special, key=lambda token: (-len(token), token))
         return re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
 
@@ -337,8 +338,8 @@ class ChatTemplate:
 
 
 def _check_all_rendered(messages: Sequence[Mapping[str, Any]], regions: MessageRegions) -> None:
-    """Raise `TemplateError` if the template did not render all text of a message; it may leave out reasoning. messages:
-    dicts of template variables. regions: positions of the messages in the rendered text."""
+    """Raise `TemplateError` if the template did not render all text of a message; only reasoning may be left out.
+    messages: dicts of template variables. regions: positions of the messages in the rendered text."""
     for number, message in enumerate(messages):
         for part in ("content", "tool_calls"):
             place = PARTS.index(part)
@@ -384,7 +385,7 @@ def _list_turns(
     messages: Sequence[Message], regions: MessageRegions, spans: Sequence[tuple[int, int]]
 ) -> list[tuple[int, int, str]]:
     """Return (begin, end, role) of each message, ordered by position in the text. regions: positions of the messages.
-    spans: ranges to be trained on; the range of an assistant turn includes those that overlap it."""
+    spans: ranges to be trained on; the range of an assistant turn is extended by the spans that overlap it."""
     turns, ordered = [], sorted(spans)
     stops = list(itertools.accumulate((end for _, end in ordered), max))
     for message, held in zip(messages, regions.ranges, strict=True):

@@ -38,7 +38,7 @@ class ConversationTurnFinder:
 
     finder: finder for all conversations of this template, with its cache. messages: dicts of template variables
     (`role`, `content` ...). render: renders messages by the template. literals: strings that the template may search
-    for in messages (see `locate_messages`). inputs: cache key of the template's other inputs.
+    for in messages (see `locate_messages`). inputs: cache key of the template's other inputs (tools, variables).
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ConversationTurnFinder:
     def exclude_repeats(self, regions: MessageRegions, turns: Sequence[int]) -> MessageRegions:
         """Exclude repeated text from the ranges of assistant turns. Where the template writes a turn's text again
         later, such as the name of a called function, the range is shortened to end before the repetition. Return the
-        changed `regions`. regions: positions of the messages. turns: message indices.
+        changed `regions`. regions: positions of the messages. turns: message indices of the assistant's turns.
         """
         for number in turns:
             regions = self._finder.exclude_repeats(regions, number, lambda: self._count_masked_characters(number))  # noqa: B023
@@ -102,7 +102,8 @@ class ConversationTurnFinder:
 
     def _find_by_prefix(self, number: int) -> tuple[int, int]:
         """Return the character range [begin, end) of the turn with message index `number`. Works for templates that
-        render the first messages of a conversation to a prefix of the whole text; raises `TemplateError` for others."""
+        render the first messages of a conversation to a prefix of the whole text; raises `TemplateError` for other
+        templates."""
         self._count_rendered(3 * number)
         text, messages = self._text, self._messages
         before = self._render(messages[:number], True) if number else ""

@@ -34,7 +34,8 @@ class RecordFormat(NamedTuple):
 
     kind: "instruction", "chat", "preference" or "unpaired". renamed: {standard key: key in the files}, such as
     {"prompt": "question"}; other keys have their standard names. messages: names of keys and roles in messages.
-    thinking: which reasoning is kept, "template", "all", "none" or "last" (see `DataRecipe.thinking`).
+    thinking: which reasoning of assistant turns is kept: "template" (what the template renders), "last" (of the last
+    turn), "none", or "all" (each turn ends a separate example).
     """
 
     kind: str
@@ -42,9 +43,9 @@ class RecordFormat(NamedTuple):
     messages: MessageFormat = MessageFormat()
     thinking: str = "template"
 
-    def get_file_key(self, part: str) -> str:
-        """Return the key in the files for the standard key `part`, such as "prompt"; the same unless it is renamed."""
-        return self.renamed.get(part, part)
+    def get_file_key(self, standard_key: str) -> str:
+        """Return the key in the files for `standard_key`, such as "prompt"; the same key unless it is renamed."""
+        return self.renamed.get(standard_key, standard_key)
 
     @property
     def columns(self) -> list[str]:
@@ -54,9 +55,10 @@ class RecordFormat(NamedTuple):
         return [*map(self.get_file_key, (*RECORD_KEYS[self.kind], *MORE_RECORD_KEYS[self.kind])), *more]
 
     def parse_examples(self, record: Any) -> list[Example]:
-        """Parse `record`, a JSON value, to training examples, usually one. A tree of messages gives one for each of its
-        conversations. If the reasoning of every turn is to be trained on, there is one for each assistant turn. Raises
-        `MalformedRecord` if it is no object, lacks a key of this format, or has a value of a wrong type."""
+        """Parse `record`, a JSON value, to training examples, usually one. A tree of messages gives one example for
+        each conversation in the tree. If the reasoning of every turn is to be trained on, each assistant turn gives one
+        example. Raises `MalformedRecord` if it is no object, lacks a key of this format, or has a value of a wrong
+        type."""
         if not isinstance(record, dict):
             raise MalformedRecord(f"is {describe_value(record)}, not an object")
         if self.kind == "chat" and is_tree(record):
@@ -169,8 +171,9 @@ class RecordFormat(NamedTuple):
         return ("prompt", "completion", labels)
 
     def _get_messages_key(self, record: Mapping[str, Any]) -> str:
-        """Return the key of a chat's messages: the one configured for "messages", by default "messages". If none is
-        configured and the record lacks "messages", it is ShareGPT's "conversations", if the record has that.
+        """Return the key of the list of messages in a chat record: the key configured for "messages", by default
+        "messages". If no key is configured, and the record has ShareGPT's "conversations" but no "messages", return
+        "conversations".
         """
         key = self.get_file_key("messages")
         shared = key not in record and "messages" not in self.renamed and "conversations" in record
@@ -302,43 +305,45 @@ class RecordFormat(NamedTuple):
         return bool(value)
 
     def _parse_side(
-        self, record: dict[str, Any], part: str, role: str, unused: set[str], split: bool = False
+        self, record: dict[str, Any], standard_key: str, role: str, unused: set[str], split: bool = False
     ) -> tuple[Message, ...]:
-        """Parse the value of `record` under the standard key `part`, such as "prompt" or "chosen", to messages. The
-        value is a text (one message of `role`), one message, or a list of messages. split: True: a text may have
-        several turns, "Human:" and "Assistant:". unused: set to which ignored keys of messages are added. Raises
-        `MalformedRecord` for any other value."""
-        key = self.get_file_key(part)
+        """Parse the value of `record` under `standard_key`, such as "prompt" or "chosen", to messages. The value is a
+        text (one message of `role`), one message, or a list of messages. split: True: a text may have several turns,
+        "Human:" and "Assistant:". unused: set to which ignored keys of messages are added. Raises `MalformedRecord` for
+        any other value."""
+        key = self.get_file_key(standard_key)
         if key not in record:
-            raise self._missing_key_error(record, key, part)
+            raise self._missing_key_error(record, key, standard_key)
         value = record[key]
         if isinstance(value, str):
-            if split and (turns := split_turns(value, part == "prompt")):
+            if split and (turns := split_turns(value, standard_key == "prompt")):
                 return turns
             return (Message(role, value),)
         if isinstance(value, dict):
             return (self.messages.parse(value, key, key, unused),)
         return self.messages.parse_all(value, key, unused, "or a string")
 
-    def _get_text(self, record: dict[str, Any], part: str) -> str:
-        """Return the string of `record` under the standard key `part`, such as "prompt". Raises `MalformedRecord` if it
-        is missing or not a string.
+    def _get_text(self, record: dict[str, Any], standard_key: str) -> str:
+        """Return the string of `record` under `standard_key`, such as "prompt". Raises `MalformedRecord` if it is
+        missing or not a string.
         """
-        key = self.get_file_key(part)
+        key = self.get_file_key(standard_key)
         if key not in record:
-            raise self._missing_key_error(record, key, part)
+            raise self._missing_key_error(record, key, standard_key)
         if not isinstance(record[key], str):
             raise MalformedRecord(f'"{key}" is {describe_value(record[key])}, not a string')
         return str(record[key])
 
-    def _get_optional_text(self, record: dict[str, Any], part: str) -> str:
-        """Return the string of `record` under the standard key `part`; "" if it is missing or null."""
-        return "" if record.get(self.get_file_key(part)) is None else self._get_text(record, part)
+    def _get_optional_text(self, record: dict[str, Any], standard_key: str) -> str:
+        """Return the string of `record` under `standard_key`; "" if it is missing or null."""
+        return "" if record.get(self.get_file_key(standard_key)) is None else self._get_text(record, standard_key)
 
-    def _missing_key_error(self, record: dict[str, Any], key: str, part: str) -> MalformedRecord:
-        """Build the error for a record that lacks `key`, the key in the files for the standard key `part` ("prompt"
-        ...). It suggests the most similar key of the record."""
+    def _missing_key_error(self, record: dict[str, Any], key: str, standard_key: str) -> MalformedRecord:
+        """Build the error for a record that lacks `key`, the key in the files for `standard_key`, such as "prompt". It
+        suggests the most similar key of the record."""
         held = ", ".join(f'"{one}"' for one in list(record)[:8]) or "no keys"
         close = nearest(key, record)
         right = f'"{close}"' if close else '"..."'
-        return MalformedRecord(f'has no key "{key}" (it has {held}); set data.record_keys = {{{part} = {right}}}')
+        return MalformedRecord(
+            f'has no key "{key}" (it has {held}); set data.record_keys = {{{standard_key} = {right}}}'
+        )

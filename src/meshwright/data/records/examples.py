@@ -41,8 +41,8 @@ _LEFT_OUT = {
 
 
 class ExampleEncoder:
-    """Tokenizes records with a chat template. A record becomes one token sequence of prompt and response, a preference
-    record two."""
+    """Tokenizes records with a chat template. A preference record becomes two token sequences (chosen and rejected),
+    any other record becomes one: prompt and response."""
 
     def __init__(self, tokenizer: TextTokenizer, template: ChatTemplate) -> None:
         """Compile the template and prepare the tokenizer. Raises `UserError` if the source is not valid Jinja."""
@@ -69,9 +69,9 @@ class ExampleEncoder:
         return cls(tokenizer, ChatTemplate(source, found.list_named_tokens(), tokenizer.special, where))
 
     def encode_documents(self, documents: Sequence[Document]) -> Iterator[list[EncodedDocument]]:
-        """Yield for each of `documents`, which are records, the list of its token sequences with flags (loss target,
-        role): one, or for a preference record the chosen and the rejected one. Raises `UserError` if the template
-        refuses a record, or the record is too long."""
+        """Tokenize `documents`, which are records; yield for each record the list of its token sequences with flags
+        (loss target, role). A preference record has two sequences, the chosen and the rejected one, any other record
+        has one. Raises `UserError` if the template refuses a record, or if the record is too long."""
         rendered: list[RenderedConversation] = []
         branches = []
         for document in documents:
@@ -127,8 +127,9 @@ class ExampleEncoder:
     def _render_prompt(
         self, messages: Sequence[Message], header: bool, tools: Tools, variables: Variables | None
     ) -> RenderedConversation:
-        """Render a conversation and check that the template renders all tools and calls. messages, header, tools,
-        variables: as for `encode_prompt`."""
+        """Render a conversation and check that the template renders all tools and calls. messages: the conversation.
+        header: True to append the header of the assistant's next turn. tools: JSON schemas of functions. variables:
+        further variables of the template."""
         given: dict[str, Any] = {"tools": tools, "variables": variables}
         try:
             rendered = self.template.render_with_spans(messages, len(messages), prompt=header, **given)
@@ -205,8 +206,8 @@ def _rename_template_tokens(
     rendered: RenderedConversation, names: Mapping[str, str]
 ) -> tuple[str, Callable[[int], int]]:
     """Replace the special tokens that the template wrote in the conversation `rendered` by random names that no message
-    can contain. Return (new text, function that maps a character position in the old text to one in the new). names:
-    {special token: its random name}."""
+    can contain. Return (new text, function that maps a character position in the old text to the position in the new
+    text). names: {special token: its random name}."""
     parts: list[str] = []
     moved: list[tuple[int, int]] = []  # (place in the text, by how much what follows it moves)
     at = shift = 0

@@ -36,8 +36,8 @@ class Exchange(NamedTuple):
 
 
 def split_exchange(record: Mapping[str, Any], where: str) -> Exchange:
-    """Split an instruction, chat or preference record into prompt and response (of a preference, the chosen one).
-    where: position of the record, such as "a.jsonl:17", for errors.
+    """Split an instruction, chat or preference record into prompt and response (the chosen response of a preference
+    record). where: position of the record, such as "a.jsonl:17", for errors.
 
     An instruction record may lack its output; its response is then "". Raises `UserError` for any other kind of record.
     """
@@ -67,7 +67,7 @@ def replace_response(record: Mapping[str, Any], response: str, where: str) -> Re
 
 
 def find_first_request(record: Mapping[str, Any], where: str) -> str:
-    """Return the text of a record's first user turn, "" if there is none. Of an instruction record it is the
+    """Return the text of a record's first user turn, "" if there is none. For an instruction record, this text is the
     instruction without `input`. where: position of the record, such as "a.jsonl:17", for errors."""
     return next((turn.content for turn in _parse_turns(record, where) if turn.role == "user"), "")
 
@@ -138,8 +138,9 @@ def to_json_line(row: Mapping[str, Any]) -> bytes:
 
 
 def _parse_turns(record: Mapping[str, Any], where: str) -> tuple[Message, ...]:
-    """Return all messages of a record; for a preference those up to the end of the chosen response. where: position of
-    the record, such as "a.jsonl:17", for errors. Raises `UserError` if the record is of no known format or malformed.
+    """Return all messages of a record; of a preference record, the messages up to the end of the chosen response.
+    where: position of the record, such as "a.jsonl:17", for errors. Raises `UserError` if the record is of no known
+    format or malformed.
     """
     kind = next((kind for key, kind in _KINDS.items() if key in record), None)
     if kind is None:

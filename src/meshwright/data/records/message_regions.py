@@ -38,10 +38,11 @@ class MessageRegions(NamedTuple):
     characters) for the messages' characters.
 
     masked: the rendered text with placeholders. ranges: for each message the range [begin, end) from its first to its
-    last placeholder in the text; None: it has none. text_counts: int64 [messages, parts], number of placeholders in the
-    text by message and part (one of `PARTS`: content, tool calls, reasoning, other). source_counts: the same numbers,
-    counted in the messages themselves. positions: int64 [characters], positions of all placeholders in the text,
-    ascending. owners: int64 [characters, 2], the source of each: (index of the message, index in `PARTS`).
+    last placeholder in the text; None: the message has no placeholder. text_counts: int64 [messages, parts], number of
+    placeholders in the text by message and part (one of `PARTS`: content, tool calls, reasoning, other). source_counts:
+    the same numbers, counted in the messages themselves. positions: int64 [characters], positions of all placeholders
+    in the text, ascending. owners: int64 [characters, 2], the source of each placeholder: (index of the message, index
+    in `PARTS`).
     """
 
     masked: str
@@ -58,7 +59,7 @@ class MessageRegions(NamedTuple):
 
     def list_positions(self, number: int, part: int | None = None) -> NDArray[np.int64]:
         """Return the positions in the text of the characters of the message with index `number`, ascending. part: index
-        in `PARTS` (content, tool calls ...) to which they are limited; None: all parts."""
+        in `PARTS` (content, tool calls ...), to return only characters of this part; None: characters of all parts."""
         first, last = np.searchsorted(self.positions, self.ranges[number] or (0, 0))
         messages, parts = self.owners[first:last].T
         own = (messages == number) & ((parts == part) | (part is None))
@@ -66,8 +67,8 @@ class MessageRegions(NamedTuple):
         return places
 
     def list_neighbour_bounds(self) -> list[tuple[int, int] | None]:
-        """Return for each message (end of the previous message in the text, beginning of the next one); None if it is
-        not in the text, or interleaved with another message."""
+        """Return for each message (end of the previous message in the text, beginning of the next one); None if the
+        message is not in the text, or is interleaved with another message."""
         found: list[tuple[int, int] | None] = [None] * len(self.ranges)
         placed = sorted((held, number) for number, held in enumerate(self.ranges) if held is not None)
         before = 0
@@ -196,9 +197,9 @@ class _PlaceholderTable(dict[int, int]):
 
 
 def _make_masker(tables: Sequence[_PlaceholderTable], key: str, kept: re.Pattern[str] | None) -> Callable[[str], str]:
-    """Return a function that replaces the characters of a string, the value of `key` in a message, by placeholders.
-    tables: translation tables, one for each of `PARTS` of a message. kept: pattern of strings that stay unmasked; None:
-    there are none."""
+    """Return a function that replaces the characters of a string by placeholders. key: key of the string in a message,
+    which selects the translation table. tables: one for each of `PARTS` of a message. kept: pattern of strings that
+    stay unmasked; None: there are none."""
     table = tables[PARTS.index(_PART_OF_KEY.get(key, "other"))]
 
     def mask(text: str) -> str:
@@ -222,8 +223,8 @@ def locate_messages(
     inspects message text.
 
     render: renders messages, dicts of template variables, to text. literals: strings that the template may search for
-    in message text, such as "</think>". If the template renders another text when all characters are masked, these
-    strings stay unmasked in a second attempt.
+    in message text, such as "</think>". If the template renders another text when all characters are replaced by
+    placeholders, these strings are not replaced in a second attempt.
     """
     texts = list_strings(list(messages)) if literals else []
     found = sorted({each for each in literals if any(each in text for text in texts)}, key=len, reverse=True)
@@ -250,9 +251,9 @@ def _find_characters(
     render: Callable[[Sequence[Mapping[str, Any]]], str],
     kept: re.Pattern[str] | None,
 ) -> tuple[str, NDArray[np.int64], NDArray[np.int64]]:
-    """Render a conversation with placeholders for the messages' characters; return (text with placeholders, their
-    positions [characters], their owners [characters, 2]: message index, index in `PARTS`). It is rendered several times
-    if there are too few private-use characters for all messages.
+    """Render a conversation with placeholders for the messages' characters; return (text with placeholders, positions
+    of the placeholders [characters], their owners [characters, 2]: message index, index in `PARTS`). The conversation
+    is rendered several times if there are too few private-use characters for all messages.
 
     render: renders messages, dicts of template variables, to text. kept: pattern of strings that stay unmasked; None:
     there are none. Raises `TemplateError` if the template inspects message text.

@@ -109,10 +109,10 @@ class MessageFormat(NamedTuple):
     roles: Mapping[str, str] = {}
 
     def parse_all(self, turns: Any, where: str, unused: set[str], alternative: str = "") -> tuple[Message, ...]:
-        """Parse `turns`, a list of messages. where: its key in the record, for errors. unused: set to which ignored
-        keys, such as "messages.id", are added. alternative: other allowed types, such as "or a string", for the error.
-        Raises `MalformedRecord` if the value is no list, is empty, has a malformed message, or a tool's result without
-        a call."""
+        """Parse `turns`, a list of messages. where: key of the list in the record, for errors. unused: set to which
+        ignored keys, such as "messages.id", are added. alternative: other allowed types, such as "or a string", for the
+        error. Raises `MalformedRecord` if the value is no list, is empty, has a malformed message, or a tool's result
+        without a call."""
         if not isinstance(turns, list):
             problem = f'"{where}" is {describe_value(turns)}, not a list of messages {alternative}'
             raise MalformedRecord(problem.rstrip())
@@ -121,9 +121,9 @@ class MessageFormat(NamedTuple):
         return tuple(self.parse(turn, f"{where}[{number}]", where, unused) for number, turn in enumerate(turns))
 
     def parse(self, turn: Any, where: str, key: str, unused: set[str]) -> Message:
-        """Parse one message, the JSON object `turn`. where: its position, such as "messages[2]", for errors. key: key
-        of the list. unused: set to which ignored keys, such as "messages.id", are added. Raises `MalformedRecord` for a
-        missing key, an unknown role, or a content that is not text."""
+        """Parse one message, the JSON object `turn`. where: position of the message, such as "messages[2]", for errors.
+        key: key of the list of messages in the record. unused: set to which ignored keys, such as "messages.id", are
+        added. Raises `MalformedRecord` for a missing key, an unknown role, or a content that is not text."""
         if not isinstance(turn, dict):
             raise MalformedRecord(
                 f'{where} is {describe_value(turn)}, not a message {{"role": "...", "content": "..."}}'
@@ -173,11 +173,11 @@ class MessageFormat(NamedTuple):
             role, content, fields=fields, trained=trained, context=context if role == "assistant" and context else ()
         )
 
-    def _find_key(self, turn: Mapping[str, Any], part: str, where: str) -> str:
-        """Return the key of `turn`, a message as JSON, for the standard key `part`, such as "content". If the message
-        has several synonyms, it is the first whose value is not empty. where: position of the message for
-        `MalformedRecord`, which is raised if it has no such key; "": return "" in this case."""
-        names = (self.keys[part],) if part in self.keys else _SYNONYMS[part]
+    def _find_key(self, turn: Mapping[str, Any], standard_key: str, where: str) -> str:
+        """Return the key of `turn`, a message as JSON, for `standard_key`, such as "content": of several synonyms the
+        first whose value is not empty. where: position of the message, for the `MalformedRecord` that is raised if the
+        message has no such key; if `where` is "", return "" instead."""
+        names = (self.keys[standard_key],) if standard_key in self.keys else _SYNONYMS[standard_key]
         held = [name for name in names if name in turn]
         key = next((name for name in held if turn[name] not in _EMPTY), held[0] if held else "")
         if not key and where:
@@ -187,7 +187,7 @@ class MessageFormat(NamedTuple):
 
     def _parse_role(self, written: str, where: str) -> str:
         """Return the standard role for the role `written` in a file. where: position of the message, for errors. Raises
-        `MalformedRecord` for an unknown one."""
+        `MalformedRecord` for an unknown role."""
         if written == CALL_ROLE:
             return "assistant"
         role = self.roles.get(written) or OTHER_ROLES.get(written, written)
@@ -266,7 +266,7 @@ def _parse_calls(turn: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
 
 def _parse_call(call: Any, where: str) -> dict[str, Any]:
     """Parse one tool call, {"function": {"name", "arguments"}} or {"name", "arguments"}; arguments may be JSON text.
-    where: its position, for errors."""
+    where: position of the call, for errors."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise MalformedRecord(f'{where} is {describe_value(call)}, not {{"name": "...", "arguments": {{...}}}}')
@@ -281,8 +281,8 @@ def _parse_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _parse_call_text(text: str, where: str) -> list[dict[str, Any]]:
-    """Parse the text of a ShareGPT turn `function_call`: one call, or a list of calls, as JSON. where: its position,
-    for errors."""
+    """Parse the text of a ShareGPT turn `function_call`: one call, or a list of calls, as JSON. where: position of the
+    turn, for errors."""
     value = load_json(text, where)
     if value == []:
         raise MalformedRecord(f"{where} is an empty list of calls")
@@ -327,9 +327,9 @@ def parse_content(content: Any, where: str) -> tuple[str, str, tuple[tuple[int, 
 
 
 def _parse_trained(turn: Mapping[str, Any], where: str) -> bool | None:
-    """Parse the training mark of `turn`, a message or a part of one: `train` (axolotl), or `weight` 0 or 1 (OpenAI).
-    Return True if it is trained on, False if not, None without a mark. where: its position, for errors. Raises
-    `MalformedRecord` for another value, or two that contradict each other.
+    """Parse the training mark of `turn`, a message or a part of a message: `train` (axolotl), or `weight` 0 or 1
+    (OpenAI). Return True if the text is trained on, False if not, None if there is no mark. where: position of `turn`,
+    for errors. Raises `MalformedRecord` for another value, or for two marks that contradict each other.
     """
     marks = {key: turn[key] for key in _SYNONYMS["trained"] if turn.get(key) is not None}
     for key, value in marks.items():
@@ -342,7 +342,7 @@ def _parse_trained(turn: Mapping[str, Any], where: str) -> bool | None:
 
 
 def _get_string(values: Mapping[str, Any], key: str, where: str) -> str:
-    """Return the string under `key` of the JSON object `values`. where: its position, for errors. Raises
+    """Return the string under `key` of the JSON object `values`. where: position of the object, for errors. Raises
     `MalformedRecord` if the value is not a string."""
     if not isinstance(values[key], str):
         raise MalformedRecord(f"{where}.{key} is {describe_value(values[key])}, not a string")
@@ -350,8 +350,8 @@ def _get_string(values: Mapping[str, Any], key: str, where: str) -> str:
 
 
 def check_depth(value: Any, where: str) -> None:
-    """Raise `MalformedRecord` if a JSON value is nested deeper than `_MAX_DEPTH` levels. where: its position, for the
-    error."""
+    """Raise `MalformedRecord` if a JSON value is nested deeper than `_MAX_DEPTH` levels. where: position of the value,
+    for the error."""
     level, depth = [value], 0
     while level := [
         one
@@ -365,7 +365,7 @@ def check_depth(value: Any, where: str) -> None:
 
 
 def load_json(text: str, where: str) -> Any:
-    """Parse JSON text. where: its position, for errors. Raises `MalformedRecord` if it is not JSON."""
+    """Parse JSON text. where: position of the text, for errors. Raises `MalformedRecord` if the text is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -12,11 +12,11 @@ from meshwright.data.records.messages import THOUGHT, Message, join_texts, map_s
 class Example(NamedTuple):
     """A parsed training example: a prompt and its continuations (`branches`).
 
-    A preference has two branches, the chosen and the rejected one; other records have one. Assistant turns in branches
-    are responses to be trained on; those in the prompt are context. label: for an unpaired record True if its response
-    is desirable; None for other records. tools: JSON schemas of the functions that the assistant may call, as chat
-    templates expect them. unused: ignored keys of the record and its messages, such as "source" and "messages.id".
-    variables: further variables of the chat template.
+    A preference has two branches, the chosen and the rejected one; other records have one branch. Assistant turns in
+    branches are responses to be trained on; assistant turns in the prompt are context. label: for an unpaired record
+    True if its response is desirable; None for other records. tools: JSON schemas of the functions that the assistant
+    may call, as chat templates expect them. unused: ignored keys of the record and its messages, such as "source" and
+    "messages.id". variables: further variables of the chat template.
     """
 
     prompt: tuple[Message, ...]
@@ -49,9 +49,12 @@ class Example(NamedTuple):
 
 
 def select_reasoning(example: Example, thinking: str) -> list[Example]:
-    """Return a list with a copy of the example that has only the reasoning that the setting `thinking` selects
-    (`DataRecipe.thinking`). "all" gives several examples, one for each assistant turn, which ends with this turn;
-    templates render only the reasoning of the last turn.
+    """Drop the reasoning of assistant turns that the setting `thinking` does not keep; return the resulting examples.
+
+    thinking: "template": keep all reasoning, the template decides what it renders. "none": drop all reasoning. "last":
+    keep the reasoning of the last assistant turn only. "all": return one example for each assistant turn, which ends
+    with this turn, because templates render only the reasoning of the last turn. All settings but "all" return one
+    example.
     """
     if thinking == "none":
         return [example.change_messages(_drop_reasoning)]
@@ -66,7 +69,8 @@ def select_reasoning(example: Example, thinking: str) -> list[Example]:
 
 
 def _keep_last_reasoning(branch: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Return `branch`, the continuation of a prompt, in which only the last assistant turn keeps its reasoning."""
+    """Return a copy of `branch` (the continuation of a prompt) in which only the last assistant turn keeps its
+    reasoning."""
     last = max((at for at, message in enumerate(branch) if message.role == "assistant"), default=0)
     return tuple(message if at == last else _drop_reasoning(message) for at, message in enumerate(branch))
 

@@ -101,9 +101,9 @@ def _iterate_lines(file: SourceFile, stream: Stream, encoding: str, errors: str,
 
 
 def _iterate_wide_lines(file: SourceFile, stream: Stream, encoding: str) -> Iterator[ParsedRecord]:
-    """Yield the lines of a JSON Lines file in UTF-16 or UTF-32 (`encoding`), as `_iterate_lines` does for other
-    encodings. Text after bytes that do not decode cannot be split into lines and is reported as a single problem.
-    stream: the file's decompressed bytes."""
+    """Yield (position such as ":17", value, problem) for each line of a JSON Lines file in UTF-16 or UTF-32
+    (`encoding`). problem: why the line could not be decoded or parsed, as a clause; else None. Text after bytes that do
+    not decode cannot be split into lines and is reported as a single problem. stream: the file's decompressed bytes."""
     text = io.TextIOWrapper(stream, encoding, newline="\n")
     try:
         for number in itertools.count(1):
@@ -180,8 +180,9 @@ class _ListBuffer:
 
     def _read_more(self) -> None:
         """Drop the parsed text and read more of the file: as many bytes as there are unparsed characters, at least 1
-        MiB. This doubling bounds the number of attempts to parse a long record by its logarithm."""
+        MiB."""
         rest = self.text[self.at :]
+        # Doubling bounds the number of attempts to parse a long record by its logarithm.
         data = self._stream.read(max(_CHUNK, len(rest)))
         self._ended = not data
         try:
@@ -229,15 +230,15 @@ class _ListBuffer:
             self._read_more()
 
     def broken_record_error(self, number: int, reason: str) -> UserError:
-        """Build the error for an invalid record. number: its position in the list, from 1. reason: the parser's
-        message.
+        """Build the error for an invalid record. number: position of the record in the list, from 1. reason: the
+        parser's message.
         """
         return UserError(f"{self.file.path}: record {number}: not JSON ({reason})")
 
 
 def count_unread_columns(file: SourceFile, stream: Stream, columns: Sequence[str]) -> dict[str, int]:
-    """Return {name: number of rows} of the columns of a Parquet file that reading `columns` leaves out. stream: the
-    file's bytes, used if it is not on a local disk. Raises `UserError` if the file is damaged.
+    """Return {name: number of rows} for the columns of a Parquet file that are not read if only `columns` are. stream:
+    the file's bytes, used if it is not on a local disk. Raises `UserError` if the file is damaged.
     """
     with open_parquet(file, stream) as table:
         names = table.schema_arrow.names

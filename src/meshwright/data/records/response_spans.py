@@ -85,10 +85,10 @@ class TurnFinder:
         render: Callable[[], TurnDelimiters],
     ) -> tuple[int, int] | None:  # fmt: skip
         """Return the character range [begin, end) of the assistant turn with message index `number`; None if its
-        beginning cannot be determined. regions: positions of the messages; the turn must have one. around: (end of the
-        previous message in the text, beginning of the next one). context: part of the cache key on which the text
-        around the turn depends, such as the roles of the messages. render: renders the conversation up to this turn and
-        returns its delimiters."""
+        beginning cannot be determined. regions: positions of the messages; the turn must have a position. around: (end
+        of the previous message in the text, beginning of the next one). context: further part of the cache key:
+        whatever else determines the text around the turn, such as the roles of the messages. render: renders the
+        conversation up to this turn and returns its delimiters."""
         here = regions.ranges[number]
         assert here is not None
         before, after = around
@@ -103,9 +103,10 @@ class TurnFinder:
         """Return the delimiters of a turn (the template's text around it), from the cache or by `render`.
 
         gap, rest: text before and after the turn, with placeholders for message text. context: further part of the
-        cache key. Turns share a cache entry if their special tokens and the text between these are the same. Text
-        before the first special token is not part of the key, since it may belong to a message (white space, JSON).
+        cache key. render: renders the conversation up to the turn and returns the delimiters.
         """
+        # Turns share a cache entry if their special tokens and the text between these are equal. Text before the first
+        # special token is not in the key: it may belong to a message (white space, JSON).
         cuts = [self._special.search(text) for text in (gap, rest)]
         if cuts[0] is None or cuts[1] is None:
             key: Hashable = gap, rest, context
@@ -222,9 +223,9 @@ def measure_common_prefix(one: str, other: str) -> int:
 def assign_marked_spans(
     marked: Sequence[tuple[int, int]], ranges: Sequence[tuple[int, int] | None], turns: Sequence[int]
 ) -> list[tuple[int, tuple[int, int]]]:
-    """Assign each character range `marked`, from {% generation %} blocks, to an assistant turn: the turn whose text it
-    contains, else the next turn after it. Return [(index of the message, range)]. turns: message indices of the
-    assistant turns. ranges: range of each message in the text; None if it is not in the text."""
+    """Assign each character range `marked`, from {% generation %} blocks, to an assistant turn: the turn whose text the
+    range contains, else the next turn after the range. Return [(index of the message, range)]. turns: message indices
+    of the assistant turns. ranges: range of each message in the text; None if it is not in the text."""
     placed = sorted((held, turn) for turn in turns if (held := ranges[turn]) is not None)
     begins = [held[0] for held, _ in placed]
     # Turns that end before a span cannot have its text; of mixed turns the latest end counts.

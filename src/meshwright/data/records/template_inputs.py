@@ -27,8 +27,9 @@ _RESERVED = {
 
 def parse_tools(value: Any, where: str) -> tuple[dict[str, Any], ...]:
     """Parse the tools of a record or request to JSON schemas as chat templates expect them, {"type": "function",
-    "function": {...}}. value: a list of these, or of the functions alone, or either as JSON text. where: position of
-    the value, for errors. Raises `MalformedRecord` for anything else."""
+    "function": {...}}. value: a list of such schemas, or of functions without the outer object, {"name": ...}; the list
+    or an item may also be JSON text. where: position of the value, for errors. Raises `MalformedRecord` for anything
+    else."""
     if value is None or value == "":
         return ()
     value = load_json(value, where) if isinstance(value, str) else value
@@ -49,8 +50,9 @@ def parse_tools(value: Any, where: str) -> tuple[dict[str, Any], ...]:
 
 def parse_variables(value: Any, where: str) -> dict[str, Any]:
     """Parse `chat_template_kwargs` (TRL, vLLM), such as {"enable_thinking": false}, to variables of a chat template;
-    null ones are left out. value: a JSON object or JSON text. where: position of the value, for errors. Raises
-    `MalformedRecord` if it is no object, or sets a variable that the template gets from elsewhere, such as "messages".
+    variables with the value null are left out. value: a JSON object or JSON text. where: position of the value, for
+    errors. Raises `MalformedRecord` if it is no object, or sets a variable that the template gets from elsewhere, such
+    as "messages".
     """
     value = load_json(value or "{}", where) if isinstance(value, str) else value
     if value is None:
@@ -74,7 +76,7 @@ class Conversation(NamedTuple):
     variables: Mapping[str, Any] = {}
 
     def count_characters(self) -> int:
-        """Return the number of characters of its texts, those of tools and variables included."""
+        """Return the number of characters of all texts of the conversation, including those of tools and variables."""
         texts = (text for message in self.messages for text in message.list_texts())
         return sum(map(len, texts)) + sum(map(len, list_strings([*self.tools, self.variables])))
 

@@ -54,8 +54,8 @@ class RenderProcess(LimitedProcess):
 
 def _get_text(answer: Mapping[str, Any]) -> str:
     """Return the rendered text in `answer`, the JSON object from the subprocess. Raises `TemplateError` if the template
-    refused the messages, `NotATemplate` if it does not compile, `LimitReached` if a limit was exceeded or no answer
-    came."""
+    refused the messages, `NotATemplate` if the template does not compile, `LimitReached` if a limit was exceeded or no
+    answer came."""
     if "limit" in answer:
         raise LimitReached(answer["limit"])
     if "not_a_template" in answer:

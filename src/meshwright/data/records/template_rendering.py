@@ -142,8 +142,8 @@ def create_environment() -> Any:
 
 def make_handler() -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Return the function that answers the requests of `RenderProcess` in its subprocess. The first request is the
-    template, {"source", "named"}. Each further one is a conversation, {"messages", "prompt", "tools", "variables"}. An
-    answer has one of the keys "text", "error", "limit" and "not_a_template".
+    template, {"source", "named"}. Each further request is a conversation, {"messages", "prompt", "tools", "variables"}.
+    An answer has one of the keys "text", "error", "limit" and "not_a_template".
     """
     create_environment()  # imports Jinja before memory is limited
     renderers: list[Renderer] = []

@@ -29,8 +29,8 @@ def find_template(name: str, own: str | None, tokenizer: str) -> tuple[str, str]
     """Find the chat template that the setting data.template = `name` selects; return (its Jinja source, its name in
     error messages).
 
-    own: Jinja source of the tokenizer's chat template; None: it has none. tokenizer: the tokenizer's name, for errors.
-    Raises `UserError` if the template does not exist.
+    own: Jinja source of the tokenizer's chat template; None: the tokenizer has none. tokenizer: the tokenizer's name,
+    for errors. Raises `UserError` if the template does not exist.
     """
     if name == "model":
         if own is None:
@@ -59,7 +59,7 @@ def find_template(name: str, own: str | None, tokenizer: str) -> tuple[str, str]
 
 def check_template_tokens(name: str, special: Collection[str], tokenizer: str) -> None:
     """Raise `UserError` if the chat template `name`, such as "chatml", writes special tokens that the tokenizer does
-    not have. special: the tokenizer's special tokens. tokenizer: its name, for the error.
+    not have. special: the tokenizer's special tokens. tokenizer: the tokenizer's name, for the error.
     """
     missing = [token for token in _NEEDED.get(name, ()) if token not in special]
     if missing:

@@ -79,9 +79,10 @@ def _get_rank(reply: Any) -> float:
 
 
 def group_rows(records: Iterable[ParsedRecord]) -> Iterator[ParsedRecord]:
-    """Group table rows that hold one message each ("message_id", "parent_id") to trees of messages: consecutive rows of
-    one "message_tree_id" become one record, at the position of the first. Other records are yielded unchanged. A row
-    without its parent, a cycle, or two rows of one ID are reported as the tree's problem."""
+    """Group table rows that hold one message each ("message_id", "parent_id") to trees of messages. Consecutive rows
+    with the same "message_tree_id" become one record, at the position of the first of these rows. Other records are
+    yielded unchanged. A message without its parent, a cycle, or two rows with the same ID are reported as the tree's
+    problem."""
     rows: list[dict[str, Any]] = []
     place = ""
     for position, value, problem in records:
@@ -99,29 +100,29 @@ def group_rows(records: Iterable[ParsedRecord]) -> Iterator[ParsedRecord]:
 
 
 def _continues_tree(first: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
-    """Return True if `row` belongs to the tree of messages that begins with the row `first`: it has the same
-    "message_tree_id" or, if there is none, a parent.
+    """Return True if `row` belongs to the tree of messages that begins with the row `first`: both have the same
+    "message_tree_id" or, if there is no such ID, `row` has a parent.
     """
     if "message_tree_id" in first or "message_tree_id" in row:
         return bool(first.get("message_tree_id") == row.get("message_tree_id"))
     return row["parent_id"] is not None
 
 
-def _build_tree(rows: list[dict[str, Any]], place: str) -> ParsedRecord:
-    """Build the tree of messages from `rows` (messages with IDs of their parents). Return the record (position `place`,
-    tree, None), or (position, None, problem) if the rows form no tree."""
+def _build_tree(rows: list[dict[str, Any]], position: str) -> ParsedRecord:
+    """Build the tree of messages from `rows` (messages with IDs of their parents). Return the record (`position`, tree,
+    None), or (`position`, None, problem) if the rows form no tree."""
     if len(rows) > MAX_MESSAGES:
-        return place, None, f"begins a tree of more than {MAX_MESSAGES:,} messages"
+        return position, None, f"begins a tree of more than {MAX_MESSAGES:,} messages"
     nodes = {row["message_id"]: {**row, "replies": []} for row in rows if isinstance(row["message_id"], str | int)}
     if len(nodes) < len(rows):
-        return place, None, "begins a tree in which two messages have one message_id"
+        return position, None, "begins a tree in which two messages have one message_id"
     roots = []
     for node in nodes.values():
         parent = node["parent_id"]
         if parent is None:
             roots.append(node)
         elif not isinstance(parent, str | int) or parent not in nodes:
-            return place, None, f"begins a tree in which message {node['message_id']} has no parent {parent}"
+            return position, None, f"begins a tree in which message {node['message_id']} has no parent {parent}"
         else:
             nodes[parent]["replies"].append(node)
     reached, waiting = 0, list(roots)
@@ -130,5 +131,5 @@ def _build_tree(rows: list[dict[str, Any]], place: str) -> ParsedRecord:
         waiting += waiting.pop()["replies"]
     if len(roots) != 1 or reached < len(nodes):
         wrong = "messages that reply to each other in a circle" if reached < len(nodes) else f"{len(roots)} prompts"
-        return place, None, f"begins a tree with {wrong}; it should have one prompt, whose parent_id is null"
-    return place, {"message_tree_id": rows[0].get("message_tree_id"), "prompt": roots[0]}, None
+        return position, None, f"begins a tree with {wrong}; it should have one prompt, whose parent_id is null"
+    return position, {"message_tree_id": rows[0].get("message_tree_id"), "prompt": roots[0]}, None

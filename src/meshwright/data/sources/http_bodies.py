@@ -83,7 +83,7 @@ def decode_body(body: bytes, fields: Mapping[str, str]) -> bytes | None:
 
 
 def _is_text(body: bytes) -> bool:
-    """Return True if the first bytes of `body` are those of a page or text, not of compressed data."""
+    """Return True if `body` begins like a page or text, not like compressed data."""
     return (
         body.startswith(tuple(_MARKS)) or _TAG.match(body) is not None or _BINARY.search(body[:_HEADER_BYTES]) is None
     )
@@ -130,8 +130,8 @@ def _join_chunks(body: bytes) -> bytes | None:
 def decode_text(body: bytes, content_type: str, html: bool) -> str:
     """Decode the body of a page to text; invalid bytes become U+FFFD.
 
-    The encoding is the first of these (HTML standard, WHATWG, 13.2.3.2): byte order mark, charset of `content_type`
-    (the HTTP header), if `html` that of the <meta> or XML declaration, UTF-8, Windows-1252.
+    The encoding is the first of these (HTML standard, WHATWG, 13.2.3.2): byte order mark; charset of `content_type`
+    (the HTTP header); charset of the <meta> or XML declaration, if `html` is True; UTF-8; Windows-1252.
     """
     for mark, name in _MARKS.items():
         if body.startswith(mark):

@@ -14,8 +14,9 @@ def make_handler() -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Return the function that extracts main texts in the subprocess of `PageExtractor`; it maps a request to an
     answer, both JSON objects.
 
-    The first request is {"extractor": name of a library}, each further one {"html": a page}. An answer is {"text": the
-    main text, "" if there is none}, or {"error": why the library fails on the page}. The function raises `MemoryError`.
+    The first request is {"extractor": name of a library}, each further request {"html": a page}. An answer is {"text":
+    the main text, "" if there is none}, or {"error": why the library fails on the page}. The function raises
+    `MemoryError` for a page that needs too much memory.
     """
     extractors: list[Callable[[str], str | None]] = []
 

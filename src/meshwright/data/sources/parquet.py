@@ -95,8 +95,8 @@ def _find_required_columns(required: Mapping[str, str], schema: Any) -> list[str
 def _find_problems(batch: Any, text: Any, key: str, required: Mapping[str, str]) -> Iterator[str | None]:
     """Check each row of an Arrow record batch against a schema; yield how the row violates it, as a clause, or None.
 
-    text: Arrow array of the texts. key: name of their column. required: the schema, {further column: type of its
-    values}.
+    text: Arrow array of the texts. key: name of the column of the texts. required: the schema, {further column: type of
+    its values}.
     """
     names = _find_required_columns(required, batch.schema)
     values = zip(*(batch.column(name).to_pylist() for name in names), strict=True) if names else itertools.repeat(())

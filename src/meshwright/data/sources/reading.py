@@ -46,9 +46,9 @@ class Document(NamedTuple):
     name: file and the document's position in it. text: the text; None if the file is not text, or if there is a
     `problem`. problem: (rule that drops the document, reason as a clause): "schema" if the record violates it,
     "extraction" if no text can be extracted from the page. example: the parsed instruction, chat or preference record,
-    whose texts `text` joins. record: SHA-256 of all texts of its record, if the record has several examples; else
-    empty. unread: {column that is not read: number of its rows}, only in the first document of a Parquet file of
-    records.
+    whose texts `text` joins. record: if the record of this document has several examples, SHA-256 of all texts of the
+    record; else empty. unread: {column that is not read: number of its rows}, only in the first document of a Parquet
+    file of records.
     """
 
     name: str
@@ -63,8 +63,8 @@ class EarlierReading(NamedTuple):
     """Results of an earlier reading of a source file, from which a second reading yields the same documents.
 
     documents: number of documents read, from the file's first on. failed: numbers, from 0, of the documents whose text
-    could not be extracted from a page. The second reading does not try these again, and gives extraction of the others
-    more time.
+    could not be extracted from a page. The second reading does not try these documents again, and gives the extraction
+    of other pages more time.
     """
 
     documents: int = 0
@@ -77,7 +77,7 @@ class Reader:
     WARC page.
 
     encoding: text encoding of the files, such as "utf-8". text_key: key of a record's text; a source may set a
-    different one. longest: texts of more characters are cut into several documents, after a blank line, else after a
+    different key. longest: texts of more characters are cut into several documents, after a blank line, else after a
     line, else anywhere. required_keys: {key: type}; if not empty, a record without one of these keys or without text is
     no error, but becomes a document with a problem. records: parse every file as instruction, chat or preference
     records, one document each, never cut; None: plain text. extractor: library that extracts the texts of WARC pages.
@@ -157,8 +157,8 @@ class Reader:
             unread = {}
 
     def _read_records(self, file: SourceFile, stream: Stream, before: EarlierReading) -> Iterator[Document]:
-        """Yield the documents of a JSON Lines, JSON, Parquet, WET or WARC file, named by file and position. stream: its
-        decompressed bytes. before: results of an earlier reading of the file."""
+        """Yield the documents of a JSON Lines, JSON, Parquet, WET or WARC file, named by file and position. stream: the
+        file's decompressed bytes. before: results of an earlier reading of the file."""
         number = 0  # of the next document
 
         def extract(html: str) -> Extraction:
@@ -303,7 +303,7 @@ def _get_text(value: Any, key: str, file: SourceFile, position: str, held: bool)
 def _cut_text(chunks: Iterator[str], longest: int) -> Iterator[str]:
     """Cut a text, read in `chunks`, into consecutive pieces of at most `longest` characters.
 
-    A leading byte order mark is removed. Yields at least one piece, and empty ones only for an empty text.
+    A leading byte order mark is removed. Yields at least one piece, and an empty piece only for an empty text.
     """
     rest = next(chunks, "").removeprefix("\ufeff")
     produced = False

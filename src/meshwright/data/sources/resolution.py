@@ -31,7 +31,7 @@ class SourceFile:
     name: path relative to the source, the same wherever the corpus is stored. path: local path, or file in a remote
     store. format: one of `DATA_FORMATS`, not "auto". named: True if the recipe names this file itself; unusable content
     is then an error. False if a glob or directory found it. source: index of its source in the recipe. text_key: key of
-    a record's text if the source sets one. counted_as: label under which reports count it.
+    a record's text; None: the key that the recipe sets for all sources. counted_as: label under which reports count it.
     """
 
     name: str
@@ -244,16 +244,16 @@ def _iterate_glob(pattern: Path, root: Path) -> Iterator[Path]:
             yield match
 
 
-def _iterate_matches(parts: tuple[str, ...]) -> Iterator[Path]:
-    """Yield the paths that match a glob, given as its path components `parts`; "**" matches any number of directories.
-    Cycles of symbolic links under "**" are not followed: Python's `glob` follows them, and with two links in a
-    directory yields 2^40 paths."""
-    if "**" not in parts:
-        yield from map(Path, glob.glob(os.path.join(*parts)))
+def _iterate_matches(components: tuple[str, ...]) -> Iterator[Path]:
+    """Yield the paths that match a glob, given as its path components; "**" matches any number of directories. Cycles
+    of symbolic links under "**" are not followed: Python's `glob` follows them, and with two links in a directory
+    yields 2^40 paths."""
+    if "**" not in components:
+        yield from map(Path, glob.glob(os.path.join(*components)))
         return
-    at = parts.index("**")
-    after = parts[at + 1 :] or ("*",)
-    heads = [head for head in map(Path, glob.glob(os.path.join(*parts[:at]))) if head.is_dir()] if at else [Path()]
+    at = components.index("**")
+    after = components[at + 1 :] or ("*",)
+    heads = [head for head in map(Path, glob.glob(os.path.join(*components[:at]))) if head.is_dir()] if at else [Path()]
     for directory in _iterate_directories(heads):
         yield from _iterate_matches((*map(glob.escape, directory.parts), *after))
 

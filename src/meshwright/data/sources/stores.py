@@ -42,9 +42,9 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file in a remote store, such as S3 or a web server. url: its URL. place: its path in `filesystem`. size: bytes;
-    None if unknown. version: entity tag, checksum or time that changes with the content; None if the store reports
-    none. filesystem: fsspec file system that reads it.
+    """A file in a remote store, such as S3 or a web server. url: URL of the file. place: path in `filesystem`. size:
+    bytes; None if unknown. version: entity tag, checksum or time that changes with the content; None if the store
+    reports none. filesystem: fsspec file system that reads it.
     """
 
     url: str
@@ -267,15 +267,13 @@ def find_first_changed(files: Sequence[StoredFile]) -> int | None:
 
 
 def _make_stored_file(url: str, place: str, entry: dict[str, Any], filesystem: Any) -> StoredFile:
-    """Build a `StoredFile` for `url`. place: path in `filesystem`. entry: its metadata from the fsspec `filesystem`
-    ("size", "ETag" ...)."""
+    """Build a `StoredFile` for `url`. place: path in `filesystem`. entry: the file's metadata from the fsspec
+    `filesystem` ("size", "ETag" ...)."""
     return StoredFile(url, place, entry.get("size"), _find_version(entry), filesystem)
 
 
 def _is_file(entry: dict[str, Any]) -> bool:
-    """Return True if an entry of an fsspec listing ({"type", "name" ...}) is a file, not a directory or a directory's
-    marker.
-    """
+    """Return True if an entry of an fsspec listing, {"type", "name" ...}, is a file, not a directory or its marker."""
     return entry["type"] == "file" and not entry["name"].endswith("/")
 
 
@@ -343,8 +341,9 @@ def _refuse_secrets(url: str, key: str) -> None:
 
 
 def _refuse_protocols(url: str, key: str, protocols: set[str]) -> None:
-    """Raise `UserError` if a protocol in `url` may log in with the user's keys, unless the environment variable
-    MESHWRIGHT_STORES lists it. key: recipe key with which the error begins. protocols: all protocols of fsspec."""
+    """Raise `UserError` if `url` (or a URL of a chain "a::b") has a protocol that may log in with the user's keys, and
+    that the environment variable MESHWRIGHT_STORES does not list. key: recipe key with which the error begins.
+    protocols: names of all protocols of fsspec."""
     allowed = {name.strip().lower() for name in os.environ.get(ALLOWED, "").split(",")}
     for part in url.split("::"):
         protocol = part.partition("://")[0].lower()

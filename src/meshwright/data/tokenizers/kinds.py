@@ -30,10 +30,10 @@ WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 class TokenizerKind:
     """One kind of tokenizer that Meshwright can create, such as "bpe".
 
-    title: its name in a sentence, with article. smallest_vocabulary: smallest possible vocabulary size. make: function
-    (vocabulary, texts) that returns a tokenizer of at most `vocabulary` tokens, trained on `texts`. unknown: token for
-    text outside the vocabulary; None if every text can be encoded and decoded exactly. trained: True if the tokenizer
-    depends on `texts`.
+    title: name of the kind in a sentence, with article. smallest_vocabulary: smallest possible vocabulary size. make:
+    function (vocabulary, texts) that returns a tokenizer of at most `vocabulary` tokens, trained on `texts`. unknown:
+    token for text outside the vocabulary; None if every text can be encoded and decoded exactly. trained: True if the
+    tokenizer depends on `texts`.
     """
 
     title: str
@@ -205,7 +205,7 @@ assert tuple(KINDS) == TOKENIZERS
 
 def list_byte_characters() -> list[str]:
     """Return the 256 characters that represent the bytes in byte-level tokenizers: the character with the byte's code
-    if that is printable, else the next unused one from U+0100 on.
+    if that is printable, else the next unused character from U+0100 on.
     """
     prints = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))

@@ -28,11 +28,11 @@ def measure_tokenizer(recipe: DataRecipe, data: PreparedData) -> dict[str, Any]:
     counted, tokens of a chat template are. recipe: the `[data]` table from which `data` was prepared.
 
     `sources`: documents, bytes, tokens and bytes_per_token of each data source, over both splits. `used`: number of
-    tokens of the vocabulary that occur in the text. `unused`: number of tokens, without special ones, that do not;
-    `unused_tokens`: {id, text} of the first unused ones. `occur_at_least`: {n: number of tokens that occur n times or
-    more}. `most_frequent`, `longest` (most bytes, among tokens that occur): lists of {id, text, count}. `unknown`: id,
-    text and count of the token for unknown text, or None. `round_trip`: how many of the first validation documents are
-    the same after encoding and decoding.
+    tokens of the vocabulary that occur in the text. `unused`: number of tokens, without special tokens, that do not
+    occur; `unused_tokens`: {id, text} of the first unused tokens. `occur_at_least`: {n: number of tokens that occur n
+    times or more}. `most_frequent`, `longest` (most bytes, among tokens that occur): lists of {id, text, count}.
+    `unknown`: id, text and count of the token for unknown text, or None. `round_trip`: how many of the first validation
+    documents are the same after encoding and decoding.
     """
     tokenizer = data.tokenizer
     sources = _count_sources(data)
@@ -74,7 +74,7 @@ def measure_tokenizer(recipe: DataRecipe, data: PreparedData) -> dict[str, Any]:
 
 def describe_tokens(tokenizer: TextTokenizer, text: str) -> dict[str, Any]:
     """Tokenize `text` with `tokenizer`; returns a JSON object: `text`, `tokens` [{id, text}], the `decoded` text, and
-    `exact`, True if that equals `text`.
+    `exact`, True if the decoded text equals `text`.
     """
     names = list_readable_tokens(tokenizer)
     (numbers,) = tokenizer.encode([text])

@@ -65,7 +65,7 @@ def find_special_tokens(tokenizer: Tokenizer, named: Iterable[str] = ()) -> froz
 def make_text_encoder(tokenizer: Tokenizer, special: Collection[str]) -> Tokenizer:
     """Return a tokenizer with the same ids that encodes every text as ordinary text, even text that spells a token of
     `special`. This is `tokenizer` itself if its option `encode_special_tokens` suffices. Otherwise it is a copy in
-    which these tokens have random names."""
+    which the tokens of `special` have random names."""
     tokenizer.encode_special_tokens = True
     hidden = _list_tokens_to_rename(tokenizer, special)
     state = _find_state_to_rename(tokenizer, hidden)

@@ -35,8 +35,8 @@ _USUAL_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<
 class TextTokenizer:
     """A tokenizer that encodes a document as start token, text, end token, and never encodes text as a special token.
 
-    start: id of the BOS token, or of the EOS token if there is no BOS. With document masks, it is an input of training,
-    but no target. end: id of the EOS token. vocabulary: largest token id + 1. special: all special tokens.
+    start: id of the BOS token, or of the EOS token if there is no BOS. With document masks, the start token is an input
+    of training, but no target. end: id of the EOS token. vocabulary: largest token id + 1. special: all special tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, start: int, end: int, named: Iterable[str] = ()) -> None:
@@ -106,7 +106,8 @@ class TokenizerFiles:
 
     @property
     def chat_template(self) -> str | None:
-        """Jinja source of the tokenizer's chat template (of several the one named "default"), or None."""
+        """Jinja source of the tokenizer's chat template, of several templates the one named "default"; None if it has
+        none."""
         template = json.loads(self.config).get("chat_template")
         if isinstance(template, list):
             named = [one for one in template if isinstance(one, dict) and one.get("name") == "default"]
@@ -131,7 +132,7 @@ class TokenizerFiles:
 def find_tokenizer(name: str) -> TokenizerFiles | None:
     """Read the files of the existing tokenizer that data.tokenizer = `name` selects, the path of a tokenizer.json or of
     its directory. Returns None if `name` is a kind that Meshwright creates, such as "bpe". Raises `UserError` if there
-    are no such files, or none names the EOS token.
+    are no such files, or no file names the EOS token.
     """
     if name in TOKENIZERS:
         return None
@@ -190,7 +191,7 @@ def find_tokenizer(name: str) -> TokenizerFiles | None:
 def find_smallest_vocabulary(name: str) -> int:
     """Return the smallest vocabulary size that data.tokenizer = `name` allows: for "bpe" the 256 bytes and the
     end-of-text token, for an existing tokenizer its vocabulary size. Raises `UserError` if the tokenizer's files are
-    missing or none names the EOS token."""
+    missing or no file names the EOS token."""
     found = find_tokenizer(name)
     return (
         KINDS[name].smallest_vocabulary
@@ -246,7 +247,7 @@ def _count_vocabulary(tokenizer: Tokenizer) -> int:
 
 
 def _is_plain_bytes(tokenizer: Tokenizer) -> bool:
-    """Return True if a tokenizer encodes text as its UTF-8 bytes, as that of `create_byte_tokenizer` does."""
+    """Return True if a tokenizer encodes text as its UTF-8 bytes, as the tokenizer of `create_byte_tokenizer` does."""
     reference = create_byte_tokenizer()
     return tokenizer.get_vocab() == reference.get_vocab() and bool(
         json.loads(tokenizer.to_str()) == json.loads(reference.to_str())
@@ -274,9 +275,9 @@ def _load_json_object(path: Path) -> dict[str, Any]:
 
 
 def _find_special_token(tokenizer: Tokenizer, directory: Path, config: dict[str, Any], kind: str) -> str | None:
-    """Return the BOS (kind "bos") or EOS ("eos") token that the files in `directory` name, or None if none does.
-    tokenizer: converts token ids in these files to text. Order of search: tokenizer_config.json (content: `config`),
-    special_tokens_map.json, generation_config.json, config.json.
+    """Return the BOS (kind "bos") or EOS ("eos") token that the files in `directory` name, or None if no file names
+    such a token. tokenizer: converts token ids in these files to text. Order of search: tokenizer_config.json (content:
+    `config`), special_tokens_map.json, generation_config.json, config.json.
     """
     for values in (config, _load_json_object(directory / "special_tokens_map.json")):
         if (token := values.get(f"{kind}_token")) is not None:

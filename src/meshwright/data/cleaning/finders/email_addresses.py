@@ -39,8 +39,7 @@ def find_email_addresses(text: str) -> Iterator[tuple[int, int]]:
     The top-level domain must exist (or be reserved by RFC 2606), which rules out file names, systemd units and
     attributes in code: `image@2x.png`, `getty@tty1.service`, `q@k.transpose`. Logins (`alice@example.org:/home`),
     fediverse handles and Message-IDs are found, too, since they identify a person; `git@example.org:path`, a login that
-    everybody uses, is not. The table of domains is built in: a library that loads the current one (tldextract) would
-    make the prepared data depend on the date.
+    everybody uses, is not.
     """
     at = text.find("@")
     while at >= 0:
@@ -66,9 +65,9 @@ def _find_local_start(text: str, at: int) -> int | None:
 
 
 def _find_domain_end(text: str, domain: re.Match[str]) -> int | None:
-    """Return the index in `text` at which an e-mail address's domain ends: after the last existing top-level domain in
-    a dotted name. None if there is none, or if a lower-case word follows it. domain: regular-expression match of the
-    name.
+    """Return the index in `text` at which the domain of an e-mail address ends, directly after its top-level domain.
+    Labels after that domain are skipped if they begin with an upper-case letter: they belong to the next sentence.
+    Return None if no existing top-level domain is found. domain: regular-expression match of the dotted name.
     """
     end = domain.end()
     labels = domain[0].split(".")
@@ -99,7 +98,7 @@ def _measure_top_level_domain(label: str) -> int:
 
 
 def _is_address(text: str, start: int, at: int, end: int) -> bool:
-    """Return True if `text[start:end]`, which has the form of an e-mail address with its "@" at index `at`, is one;
+    """Return True if `text[start:end]`, which looks like an e-mail address with its "@" at index `at`, is an address;
     False for package versions, systemd units, code and the like."""
     labels = text[at + 1 : end].split(".")
     if _SCALE.fullmatch(labels[0]) or labels[0] in _OWN_FIELDS:

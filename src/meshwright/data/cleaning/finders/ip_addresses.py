@@ -64,9 +64,9 @@ def find_ip_addresses(text: str) -> Iterator[tuple[int, int]]:
     registries, as in Python's `ipaddress`) identify nobody and are skipped.
 
     Four dotted numbers may also be a version or a section. After a word such as "version" or "section", or inside a
-    name, they are no address. Next to network words, a port or a prefix length, or in a URL, they are one. Without such
-    a sign they are one if the first number is at least 40, or at least 20 and the other numbers are unusual in
-    versions.
+    name, they are no address. Next to network words, a port or a prefix length, or in a URL, they are an address.
+    Without such a sign they are an address if the first number is at least 40, or at least 20 and the other numbers are
+    unusual in versions.
     """
     yield from _find_ipv4(text)
     if "::" in text or text.count(":") > 6:
@@ -90,7 +90,7 @@ def _is_network_address(text: str, match: re.Match[str], before: str, neighbour:
     by the text around them.
 
     before: the line's text before the match, back to the previous four dotted numbers. neighbour: result of this
-    function for these previous numbers if both are items of one list; None if not.
+    function for the previous four dotted numbers if they and the match are items of one list; else None.
     """
     if _ATTACHED_BEFORE.search(before) or _ATTACHED_AFTER.match(text, match.end()) or _VERSION_BEFORE.search(before):
         return False

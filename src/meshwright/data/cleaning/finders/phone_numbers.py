@@ -8,7 +8,9 @@ from collections.abc import Iterator
 
 from meshwright.data.cleaning.finders.scripts import LATIN
 
-# Calling code: digits of a national number (fixed line, mobile, free of charge), from libphonenumber 9.0.43.
+# Calling code: digits of a national number (fixed line, mobile, free of charge), from libphonenumber 9.0.43. The
+# library's matcher is not used: it needs a region, which web pages do not name, finds fewer numbers and takes several
+# times as long (bench/personal_data.py).
 _PLANS = """
 1:10 7:10 20:8-10 27:5-9 30:10-12 31:7-11 32:8-9 33:9 34:9 36:8-9 39:6-12 40:6-9 41:9 43:4-13 44:7-10 45:8 46:6-9
 47:8 48:7-10 49:5-13 51:8-9 52:10 53:6-10 54:10-11 55:9-11 56:9-11 57:8-11 58:10 60:8-10 61:7-10 62:7-13 63:6-13
@@ -84,8 +86,7 @@ def find_phone_numbers(text: str) -> Iterator[tuple[int, int]]:
     International numbers ("+", a calling code, as many digits as its numbering plan has) and the national forms of some
     countries, such as (415) 555-2671, 415-555-2671 or 8 (495) 123-45-67, are found everywhere. Other groups of 7 to 13
     digits are found only after a word such as "Tel." or "call". A number after "ISBN", "order no." and the like is
-    skipped. Only the table of calling codes is libphonenumber's. Its matcher needs a region, which web pages do not
-    name, finds fewer numbers and takes several times as long (`bench/personal_data.py`).
+    skipped.
     """
     last = 0  # where the number before ends
     for run in _RUN.finditer(text):
@@ -172,7 +173,7 @@ def _announces_number(before: str) -> bool:
 
 def _match_after_word(text: str, start: int) -> int | None:
     """Return the end index of the telephone number that begins at index `start` of `text`, after a word such as "Tel.";
-    None if its form is not that of a telephone number."""
+    None if the text there does not have the form of a telephone number."""
     match = _AFTER_WORD.match(text, start)
     most = 15 if text.startswith("00", start) else 13
     for end, digits in _list_group_ends(text, start, match.end()) if match else []:

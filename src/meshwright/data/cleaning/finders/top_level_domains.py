@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+# Built in: a library that loads the current list (tldextract) would make the prepared data depend on the date.
 _NAMES = """
 aaa aarp abb abbott abbvie abc able abogado abudhabi ac academy accenture accountant accountants aco actor ad
 ads adult ae aeg aero aetna af afl africa ag agakhan agency ai aig airbus airforce airtel akdn al alibaba
