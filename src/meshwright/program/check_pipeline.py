@@ -43,8 +43,8 @@ class CheckedPipeline:
         program: The schedule.
         sends, receives: [transfers], step indices of explicit sends and their receives; empty if the schedule has none.
         order: [groups], indices of the groups (steps that a rank runs together) in dependency order.
-        peak_activations: [ranks], peak of saved activations. The unit is the saved activations of one micro-batch on
-            all of the rank's stages of one replica (copy of the model).
+        peak_activations: [ranks], peak of saved activations, counted in micro-batches: 1 is one micro-batch saved on
+            all stages that the rank has in one replica (copy of the model).
     """
 
     program: PipelineProgram
@@ -59,7 +59,7 @@ def check_pipeline(program: PipelineProgram) -> CheckedPipeline:
     cannot deadlock; return it with its matched transfers.
 
     Raises `ProgramError` (rank, step, reason) at the first violation. The first stage must have input-gradient steps
-    like all others; an executor may skip their computation, as nothing reads the gradient of the input data.
+    like all other stages, although nothing reads the gradient of the input data; an executor may skip them.
     """
     _check_placement(program)
     _check_steps(program)
@@ -263,10 +263,10 @@ def _check_transfers(flow: Dataflow) -> None:
 
 def _match_steps(program: PipelineProgram) -> tuple[Integers, Integers, Integers]:
     """Match explicit sends with receives in message order between each pair of ranks, and order all groups (steps that
-    a rank runs together). Returns three arrays of indices: send steps, receive steps, groups. receives[i] receives what
-    sends[i] sends. In the returned order all groups can run even if each send waits for its receive. Raises
-    `ProgramError` for a send or receive without a counterpart, different values at both ends, and a deadlock.
-    """
+    a rank runs together). Returns three arrays of indices: (send steps, receive steps, groups). The i-th receive step
+    receives the value of the i-th send step. In the order of `groups` all groups can run even if each send waits for
+    its receive. Raises `ProgramError` for a send or receive without a counterpart, different values at both ends, and a
+    deadlock."""
     s = program.steps
     is_send, is_receive = s.has_kind(SENDING), s.has_kind(ARRIVING)
     ahead = s.has_kind((Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD))

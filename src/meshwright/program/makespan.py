@@ -40,8 +40,8 @@ class MakespanCache:
         return self._known[program, _make_key(durations)]
 
     def compute(self, program: PipelineProgram, durations: Sequence[Durations]) -> None:
-        """Simulate the schedule `program` under several sets of step durations at once, which is faster than one by
-        one, and store the makespans (total times) in the cache."""
+        """Simulate the schedule `program` under several sets of step durations at once, and store the makespans (total
+        times) in the cache. This is faster than a simulation for each set."""
         unknown = {key: each for each in durations if (program, key := _make_key(each)) not in self._known}
         if unknown:
             found = compute_makespans(program, list(unknown.values()))

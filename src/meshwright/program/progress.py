@@ -18,8 +18,8 @@ class RemoteReads:
     """Activations and gradients that steps read from other ranks, as columns with one entry per value.
 
     reader, maker: indices of the steps that read and compute the value. leaves, arrives: indices of the steps that send
-    and receive it; equal to maker and reader in a program without explicit transfers. boundary: stage boundary that the
-    value crosses: s between stages s and s + 1, in either direction.
+    and receive the value; equal to `maker` and `reader` in a program without explicit transfers. boundary: stage
+    boundary that the value crosses: s between stages s and s + 1, in either direction.
     """
 
     reader: Integers

@@ -263,8 +263,8 @@ class _SimulationState:
     def _push_event(self, delay: float, kind: _EventKind, which: Integers) -> None:
         """Add one event to the queue, `delay` seconds from now.
 
-        kind: GROUPS_END or BYTES_FLOW. which: indices of the groups (steps that a rank posts together) or messages that
-        it concerns.
+        kind: GROUPS_END or BYTES_FLOW. which: indices of the groups (steps that a rank posts together) that end, or of
+        the messages whose bytes start to flow.
         """
         self.pushed += 1
         heapq.heappush(self.events, (self.now + delay, self.pushed, kind, which))
