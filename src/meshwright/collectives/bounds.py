@@ -94,8 +94,8 @@ def _compute_required_traffic(operation: str, block: Integers, blocks: int, root
     """Return the minimum traffic between blocks of ranks (such as nodes) that a collective operation requires, as
     multiples of the vector's bytes.
 
-    operation: name such as "all-reduce". block: [ranks], block number of each rank. blocks: number of blocks, k. root:
-    source or destination rank.
+    operation: name such as "all-reduce". block: [ranks], block number of each rank. blocks: number of blocks (k in the
+    text below). root: source or destination rank.
     A reduction sends each chunk k-1 times between blocks, once from every block except the one where the sum ends; a
     broadcast also sends each chunk k-1 times; an all-reduce sends it 2(k-1) times, because gossip among k parties takes
     2(k-1) directed messages (F. Harary, A. Schwenk, The communication problem on graphs and digraphs, 1974).

@@ -19,8 +19,8 @@ OWNED = ("scatter", "gather", "all-gather", "reduce-scatter", "all-to-all")
 
 def split_segments(program: CollectiveProgram, numel: int, itemsize: int, whole: bool) -> list[tuple[int, int]]:
     """Split a long vector into segments of about 8 MiB or more; a collective program runs once on each segment, one
-    after the other. Return for each segment (index of its first element, elements per chunk). Not for operations in
-    which each rank owns a share of the vector, such as all-gather.
+    after the other. Return for each segment (index of its first element, elements per chunk). Do not use this for
+    operations in which each rank owns a share of the vector, such as all-gather.
 
     program: the program, whose number of chunks each segment is divided into. numel: elements of the vector. itemsize:
     bytes of an element. whole: True: return a single segment, the whole vector.

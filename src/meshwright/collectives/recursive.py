@@ -51,8 +51,9 @@ def list_powers_of_two(n: int) -> list[int]:
 
 
 def split_extra_ranks(ranks: Integers) -> tuple[Integers, Integers, Integers]:
-    """Split ranks into 2^k core ranks (2^k: largest power of two up to n) and the extra ranks. Return (extra ranks,
-    substitutes, core ranks): the substitute of an extra rank is the core rank that runs the algorithm on its behalf.
+    """Split n ranks into core ranks, whose number is the largest power of two up to n, and extra ranks. Return (extra
+    ranks, substitutes, core ranks): the substitute of an extra rank is the core rank that runs the algorithm on its
+    behalf.
 
     ranks: [..., n], ranks of each of several independent groups; the results have the same leading shape.
     """
@@ -64,8 +65,8 @@ def split_extra_ranks(ranks: Integers) -> tuple[Integers, Integers, Integers]:
 
 def add_fold_round(program: Builder, ranks: Integers) -> Rounds:
     """Add to the builder `program` the first round of an algorithm for a number of ranks that is not a power of two:
-    each extra rank (beyond the largest power of two) sends its vector to a core rank, which adds it to its own. This
-    generator yields once, after the round; for a power of two it adds nothing and never yields.
+    each extra rank (beyond the largest power of two) sends its vector to a core rank, which adds the vector to its own.
+    This generator yields once, after the round; for a power of two it adds nothing and never yields.
 
     ranks: all ranks of the algorithm, in order.
     """

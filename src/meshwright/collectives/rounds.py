@@ -33,8 +33,8 @@ def build_from_rounds(program: Builder, *parts: Rounds) -> CollectiveProgram:
 
 
 def run_together(parts: Iterable[Rounds]) -> Rounds:
-    """Run several round generators in parallel: round i of the result has the sends of round i of all of them. parts:
-    generators; each adds the sends of one round to the program before each yield."""
+    """Run several round generators in parallel: round i of the result has the sends of round i of every generator.
+    parts: generators; each adds the sends of one round to the program before each yield."""
     active = list(parts)
     while active := [part for part in active if not _write_next_round(part)]:
         yield

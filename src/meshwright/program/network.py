@@ -83,7 +83,8 @@ class Network:
             of each vertex's block; -1 for switches outside every block.
         switches: Names of the switches.
         dims: Sides of a torus or mesh, the default for algorithms on grids; None for other networks.
-        groups: Ranks per node, the default for hierarchical algorithms; None for networks without nodes.
+        ranks_per_node: Number of ranks in each node, the default for hierarchical algorithms; None for networks without
+            nodes.
     """
 
     name: str
@@ -98,7 +99,7 @@ class Network:
     partitions: tuple[Integers, ...] = ()
     switches: tuple[str, ...] = ()
     dims: tuple[int, ...] | None = None
-    groups: int | None = None
+    ranks_per_node: int | None = None
 
     @property
     def links(self) -> int:
