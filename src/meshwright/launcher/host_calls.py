@@ -31,7 +31,8 @@ _KEY = "meshwright/calls"
 
 class HostCalls:
     """Flight recorders of this host's ranks: a directory with one file for each rank, in which the rank records its
-    collective calls and which the other ranks can read. It is in memory (/dev/shm; else in the temporary directory).
+    collective calls and which the other ranks can read. The directory is in memory (/dev/shm), or in the temporary
+    directory if /dev/shm is missing.
 
     directory: the run directory. info: this rank's number, the number of ranks, and their rendezvous. token: random
     text, equal on all ranks of a run, that ends the name of the directory of recorder files.
@@ -71,8 +72,9 @@ class HostCalls:
         """Write the hang report for `error`, which says that another rank stopped answering; return the error to raise
         in its place.
 
-        The first rank of this host that calls this reads all recorder files. If they show which rank is at fault, it
-        writes the report to the run directory, and its error names that rank. Every other call returns `error`.
+        The first rank of this host that calls this reads all recorder files. If these show which rank is at fault, the
+        first rank writes the report to the run directory and returns an error that names the rank at fault. Every other
+        call returns `error`.
         """
         verdict = self._claim_and_report(self._path)
         return error if verdict is None else RankLost(verdict.line)

@@ -25,8 +25,8 @@ SAVE_SECONDS = 120  # that a checkpoint may take when a run is stopped
 class LaunchScript:
     """Launch script of a recipe.
 
-    script: text of the script. layout: such as "dp8 zero3". nodes: number of hosts that it uses; devices_per_node:
-    ranks on each host. warnings: lines for the user."""
+    script: text of the script. layout: such as "dp8 zero3". nodes: number of hosts that the script uses;
+    devices_per_node: number of ranks on each host. warnings: lines for the user."""
 
     script: str
     layout: str
@@ -114,7 +114,7 @@ def split_over_hosts(layout: Layout, nodes: int | None, devices_per_node: int | 
     """Distribute the layout's ranks over hosts, one device each; return (hosts, devices per host).
 
     nodes, devices_per_node: required numbers of hosts and of devices per host; None: derived from the number of ranks.
-    `UserError` if nodes * devices_per_node is not the number of ranks; the message suggests numbers that are.
+    `UserError` if nodes * devices_per_node is not the number of ranks; the message suggests numbers that fit.
     """
     ranks, given = layout.world_size, (nodes, devices_per_node)
     if given == (None, None):

@@ -45,7 +45,7 @@ def check_vocabulary(recipe: Recipe, tokens: int) -> None:
 
 def check_adapter_from(recipe: Recipe) -> None:
     """Raise `UserError` unless `adapter.from`, if set, names an adapter with the same settings as the recipe's adapter.
-    The recipe's adapter starts from its values."""
+    Training starts from the values of the named adapter."""
     if recipe.adapter.from_path is not None:
         least = find_smallest_vocabulary(recipe.data.tokenizer)
         config = config_from_recipe(recipe.model, recipe.data.sequence, least, recipe.adapter)
