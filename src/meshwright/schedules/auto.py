@@ -71,12 +71,12 @@ class SearchResult:
     Attributes:
         program: Schedule of the best candidate, renamed `auto`.
         winner: The best candidate.
-        candidates: All candidates: those within the memory limits, then the others, each by increasing makespan (total
-            time).
+        candidates: All candidates: first the candidates within the memory limits, then all others; both groups by
+            increasing makespan (total time).
         refused: {named schedule: reason why it does not accept the numbers of ranks and micro-batches}.
         lower_bound: Lower bound of the makespan of any schedule with the searched placements and memory limits. None if
-            it does not hold for all candidates: some have two replicas, or overlapped steps that take less time than
-            one after the other.
+            it does not hold for all candidates, because some have two replicas, or overlap a forward with a backward in
+            less than the sum of their times.
     """
 
     program: PipelineProgram
@@ -92,8 +92,8 @@ class SearchResult:
 
     @property
     def gap(self) -> float | None:
-        """Distance of the winner's makespan from the lower bound, as a fraction of the bound (0.01: 1% above it); None
-        without a bound."""
+        """Difference between the winner's makespan and the lower bound, divided by the lower bound (0.01: 1% above the
+        bound); None without a bound."""
         return self.makespan / self.lower_bound - 1 if self.lower_bound else None
 
     def explain(self) -> str:
@@ -181,9 +181,10 @@ def _choose_winner(candidates: list[Candidate], refused: dict[str, str], bound: 
     """Choose the candidate with the smallest makespan among those within the memory limits; return it with all
     candidates as the search result.
 
-    Of candidates with equal makespan, the one with the smallest peak memory wins; of candidates equal in both, a named
-    schedule. candidates: simulated schedules, at least one within the limits. refused: named schedule -> reason why it
-    does not accept the numbers of ranks and micro-batches. bound: lower bound of the makespan, None if unknown.
+    Of candidates with equal makespan, the candidate with the smallest peak memory wins; if the peaks are equal too, a
+    named schedule wins. candidates: simulated schedules, at least one within the limits. refused: named schedule ->
+    reason why it does not accept the numbers of ranks and micro-batches. bound: lower bound of the makespan, None if
+    unknown.
     """
     fitting = [one for one in candidates if one.fits]
     least = min(one.makespan for one in fitting)
@@ -199,8 +200,8 @@ def _choose_winner(candidates: list[Candidate], refused: dict[str, str], bound: 
 def _tabulate_durations(
     ranks: int, micro_batches: int, durations: Durations | StageDurations, chunks: int | None
 ) -> dict[int, Durations]:
-    """Return {stages per rank: durations} for the numbers of stages per rank to try: `chunks` if given; else that of
-    the per-stage lists in `durations`, if there are any; else 1 and 2.
+    """Return {stages per rank: durations} for the numbers of stages per rank to try: `chunks` if given; else the number
+    that fits lists by stage in `durations`, if there are any; else 1 and 2.
 
     ranks, micro_batches: numbers of pipeline ranks and micro-batches. durations: `Durations` whose fields have one
     number, one per rank or one per stage; or a function from the number of stages to `Durations`. Raises UserError for
@@ -238,11 +239,11 @@ def _tabulate_durations(
 
 
 def _check_memory(ranks: int, memory: ArrayLike | None) -> tuple[float, ...]:
-    """Check the memory limits and return one for each rank, indexed by rank; infinite for memory=None. Unit: the
-    activations that one micro-batch needs on all stages of the rank.
+    """Check the memory limits and return one for each rank, indexed by rank; infinite for memory=None. Limits are
+    counted in micro-batches: 1 is one micro-batch saved on all stages of the rank.
 
-    memory: one limit for all ranks, or one per rank. Raises UserError for a limit below 1: a rank holds all its
-    activations of a micro-batch before its backward.
+    memory: one limit for all ranks, or one per rank. Raises UserError for a limit below 1, because a rank holds all
+    activations of a micro-batch before the backward.
     """
     array = np.asarray(inf if memory is None else memory, np.float64)
     if array.shape not in ((), (1,), (ranks,)):
@@ -272,8 +273,9 @@ def _list_named_schedules(counts: tuple[int, ...], weight_copies: int) -> Iterat
 
 
 def _list_placements(ranks: int, counts: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield each placement of stages on ranks that the search tries, as (name for its candidates such as "search, V";
-    rank of each stage, [stages]). counts: numbers of stages per rank to try."""
+    """Yield each placement of stages on ranks that the search tries, as (name, placement). The name, such as "search,
+    V", is given to the schedules found with this placement. placement[s] is the rank of stage s. ranks: number of
+    pipeline ranks. counts: numbers of stages per rank to try."""
     for count in counts:
         yield f"search, {count} chunk{'s' if count > 1 else ''}", place_cyclically(ranks, count)
         if count == 2 and ranks > 1:
@@ -302,8 +304,9 @@ def _search_placement(problem: Problem, named: list[list[Order]], known: float, 
     task is one pass on one stage.
 
     problem: placement, task durations and memory limits. named: task orders of named schedules to start from. known:
-    makespan of the best schedule so far; orders far above it are not improved further. effort: approximate number of
-    task runs (a task on one micro-batch) to simulate. The search ends early when a makespan reaches the lower bound.
+    makespan of the best schedule so far; orders with a much larger makespan are not improved further. effort:
+    approximate number of task runs (a task on one micro-batch) to simulate. The search ends early when a makespan
+    reaches the lower bound.
     """
     enough = problem.lower_bound * (1 + 1e-9)
     runs = max(20, effort // problem.size)

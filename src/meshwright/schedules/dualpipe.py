@@ -11,9 +11,10 @@ from meshwright.schedules.phrases import Chunk, PhraseWriter
 def dualpipe(ranks: int, micro_batches: int) -> PipelineProgram:
     """Generate the DualPipe schedule: two pipelines in opposite directions, with overlapped forwards and backwards.
 
-    DeepSeek-V3 report, arXiv 2412.19437, section 3.2.1, figure 5. Replica 0 runs down the ranks with the first half of
-    the micro-batches, replica 1 up with the second half; rank r has stage r of replica 0 and stage ranks-1-r of replica
-    1. Ranks must be even, micro-batches even and at least 2 x ranks (`UserError`).
+    DeepSeek-V3 report, arXiv 2412.19437, section 3.2.1, figure 5. Replica 0 runs from rank 0 to the last rank with the
+    first half of the micro-batches, replica 1 from the last rank to rank 0 with the second half; rank r has stage r of
+    replica 0 and stage ranks-1-r of replica 1. Ranks must be even, micro-batches even and at least 2 x ranks
+    (`UserError`).
 
     Costs (table 2 of the report; F, B: forward and full backward of a rank's stage; W: the weight-gradient part of B;
     F&B: an overlapped forward and backward):

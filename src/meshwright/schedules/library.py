@@ -29,10 +29,10 @@ def generate(
     file may also have sends and receives.
 
     ranks, micro_batches: numbers of pipeline ranks and micro-batches. chunks: stages per rank and replica (None: the
-    schedule's default). For a file these three may be None; numbers that are given must agree with the file. durations:
-    times of the passes of one micro-batch; used by `auto` only. memory: maximum saved activations of a rank, in
-    micro-batches on all its stages; used by `auto` only. Raises UserError for unknown names, and for numbers that the
-    schedule does not accept; the message names valid ones."""
+    schedule's default). For a file `ranks`, `micro_batches` and `chunks` may be None; a number that is given must agree
+    with the file. durations: times of the passes of one micro-batch; used by `auto` only. memory: maximum saved
+    activations of a rank, in micro-batches on all its stages; used by `auto` only. Raises UserError for unknown names,
+    and for numbers that the schedule does not accept; the message names valid ones."""
     if name == "@":
         raise UserError("@: the file name of the schedule is missing")
     if name.startswith("@"):
@@ -125,8 +125,8 @@ def load_schedule(path: str) -> PipelineProgram:
 def _check_agreement(
     program: PipelineProgram, name: str, ranks: int | None, micro_batches: int | None, chunks: int | None
 ) -> PipelineProgram:
-    """Return `program`, loaded from a file, if it has the requested ranks, micro-batches and chunks (stages per rank;
-    None: any number); raise UserError if not.
+    """Return `program`, loaded from a file, if it has the requested numbers of ranks, micro-batches and chunks (stages
+    per rank); raise UserError if not. None: any number is accepted.
 
     name: the file, for the message.
     """

@@ -18,8 +18,8 @@ Block = tuple[int, int, int]  # rank, first and last position
 
 def find_critical_blocks(problem: Problem, orders: list[Order], clock: TaskTimes) -> list[Block]:
     """Return the critical path (chain of tasks that determines the makespan) as a list of blocks, from the end of the
-    schedule to its start. A block is a sequence of tasks of one rank without idle time between them, given as (rank,
-    first position, last position); positions are indices into the rank's order.
+    schedule to its start. A block is a sequence of tasks of one rank without idle time between the tasks. It is given
+    as (rank, first position, last position), where positions are indices into the rank's order.
 
     problem: placement and task durations. orders: for each rank, its task numbers in execution order (a task is one
     pass on one stage). clock: end times of the tasks under these orders."""

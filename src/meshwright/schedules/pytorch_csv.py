@@ -138,7 +138,7 @@ def to_csv(program: PipelineProgram) -> str:
 
 def _format_row(program: PipelineProgram, rank: int) -> list[str]:
     """Return the PyTorch CSV cells of one rank in execution order, one or more per group (steps that run together):
-    overlapped compute steps share a cell, transfers have one each."""
+    overlapped compute steps share a cell, each transfer has a cell."""
     s = program.steps
     steps = s.of_rank(rank)
     computing = [step for step in steps if s.kind[step] in COMPUTING]

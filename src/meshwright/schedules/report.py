@@ -28,11 +28,11 @@ class ScheduleReport:
 
     Attributes:
         program: The schedule as generated (compute steps only) or loaded.
-        complete: The same steps with sends and receives between them.
+        complete: The steps of `program` with sends and receives between them.
         timing: Simulated start and end of each step.
         parts: A second simulation in which each step is divided into attention, dispatch, MLP and combine; None if it
             was not requested.
-        found: Candidates of the search, if the schedule is `auto`; else None.
+        found: Result of the search with all its candidates, if the schedule is `auto`; else None.
     """
 
     program: PipelineProgram  # as generated or loaded
@@ -42,8 +42,8 @@ class ScheduleReport:
     found: SearchResult | None = None  # search result of `auto`
 
     def to_json_dict(self) -> dict[str, Any]:
-        """Return the report as the JSON object that `meshwright schedule --json` prints, except its list of written
-        files."""
+        """Return the report as the JSON object that `meshwright schedule --json` prints, except the list of files that
+        the command has written."""
         program, timing = self.program, self.timing
         copies = timing.weight_copies
         document: dict[str, Any] = {

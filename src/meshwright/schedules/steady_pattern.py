@@ -28,8 +28,8 @@ def build_periodic_orders(problem: Problem, every: float, delays: tuple[float, .
     (modulo scheduling); return for each rank its task numbers in execution order. A task is one pass on one stage.
 
     problem: placement of stages, task durations and memory limits. every: period, in the unit of the durations. delays:
-    [2 x stages per rank], times added before the forward of each of a rank's stages, then before the input gradient of
-    each, to separate tasks that collide on a rank.
+    [2 x stages per rank], times added, to separate tasks that collide on a rank: first one before the forward of each
+    stage of a rank, then one before the input gradient of each stage.
 
     Forwards and input gradients of micro-batch 0 start as soon as their input has arrived and the rank is free at that
     point of the period; weight gradients fill the remaining gaps. A task that fits into no gap overlaps others; that is
