@@ -22,7 +22,7 @@ class Case:
     """Verification case: a named training problem on which a layout is compared with one device.
 
     name: such as "updates". problem: model, data and optimizer. resume_layout: layout on which the last steps run, from
-    the checkpoint that the verified layout saved after the first ones; None: all steps run on the verified layout.
+    the checkpoint that the verified layout saved after the first steps; None: all steps run on the verified layout.
     """
 
     name: str
@@ -56,8 +56,8 @@ class CaseBuilder:
     def make_default_cases(self) -> list[Case]:
         """Return the default cases. "updates": optimizer updates with clipping and resumes. "long sequences": attention
         over several tiles. "dtypes": parameters in a narrower dtype than their master weights. "late completion" (with
-        several ranks): no buffer is touched while a collective call uses it. If the recipe compiles, also a step under
-        torch.compile with backend "aot_eager", which traces graphs but generates no code."""
+        several ranks): no buffer is touched while a collective call uses it. If `compiled` is True, also a case with
+        one step under torch.compile with backend "aot_eager", which traces graphs but generates no code."""
         cases = [
             Case("updates", self.make_update_problem()),
             Case("long sequences", self.make_long_sequence_problem()),
@@ -67,8 +67,8 @@ class CaseBuilder:
         return [*cases, *([self.make_compiled_case("aot_eager")] if self.compiled else [])]
 
     def make_all_cases(self) -> list[Case]:
-        """Return all cases: the default ones, SGD without fused gradient accumulation, a loss computed in several
-        chunks, bf16 training, a resume on another layout and, if the recipe compiles, a step with torch.compile's
+        """Return all cases: the default cases, SGD without fused gradient accumulation, a loss computed in several
+        chunks, bf16 training, a resume on another layout and, if `compiled` is True, a step with torch.compile's
         backend "inductor"."""
         return [
             *self.make_default_cases(),
@@ -106,7 +106,7 @@ class CaseBuilder:
 
     def make_long_sequence_problem(self) -> Problem:
         """Return a training problem of one SGD step on sequences that span several tiles of the attention computation.
-        Under ring attention the part of a sequence on each rank is longer than a tile."""
+        Under ring attention each rank's slice of a sequence is longer than a tile."""
         ring = self.layout.cp > 1 and self.layout.cp_method == "ring"
         wanted = 2 * self.layout.cp * (TILE_QUERIES + 9) if ring else 2 * TILE_QUERIES + 45
         return self._make_one_step_problem(wanted, self._scale_down(2))
@@ -193,7 +193,7 @@ class CaseBuilder:
 
 def choose_other_layout(layout: Layout) -> Layout:
     """Return a layout on the same number of ranks with other axes than `layout`: data parallelism alone or, if `layout`
-    has only that, another ZeRO stage. On one rank, return another number of micro-batches."""
+    has no other axis, another ZeRO stage. For a single rank, return a layout with another number of micro-batches."""
     ranks = layout.world_size
     if ranks == 1:
         return Layout(micro_batches=1 if layout.micro_batches > 1 else 2)

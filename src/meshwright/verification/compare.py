@@ -39,7 +39,8 @@ class Comparison:
             optimizer states.
         loss_error, gradient_norm_error: Largest relative errors of a loss and of a gradient norm.
         failure: One-line description of the first difference beyond the tolerance; None if all values agree.
-        step: Step (from 0) of that difference; None without one, or if it belongs to no single step.
+        step: Step (from 0) of the difference in `failure`; None without a difference, or if it belongs to no single
+            step.
     """
 
     worst_name: str
@@ -135,8 +136,8 @@ class _LayoutComparison:
             yield f"step {step + 1}: the loss scale is not {reference.scales[step]:g}", step
 
     def _compare_weights(self, step: int) -> Iterator[Difference]:
-        """Yield the differences (description, None) of the master weights after step `step` (from 0): where their
-        change since the start of the run differs from the reference's, or copies of a weight on several ranks differ
+        """Yield the differences (description, None) of the master weights after step `step` (from 0): a weight's change
+        since the start of the run differs from that of the reference, or copies of a weight on several ranks differ
         from each other. None: the difference belongs to no single step."""
         reference, problem = self.reference, self.reference.problem
         start, end = reference.weights[0], reference.weights[step + 1]
@@ -227,10 +228,10 @@ def list_copy_groups(layout: Layout, part: BufferKind = "dense") -> list[tuple[i
     """Return groups of global ranks; the ranks of each group together hold at least one full copy of all gradients and
     master weights.
 
-    A group is built from the ranks over which ZeRO shards a parameter (without ZeRO: one rank). It also contains their
-    tensor-parallel peers (for experts: the peers in their blocks of ep x etp consecutive ranks), and the pipeline peers
-    of all of these. layout: layout of the run. part: kind of flat buffer: "dense", or "experts" (routed experts under
-    expert parallelism).
+    A group consists of the ranks over which ZeRO shards a parameter (without ZeRO: one rank), the tensor-parallel peers
+    of these ranks (for experts: the peers in blocks of ep x etp consecutive ranks), and the pipeline peers of all these
+    ranks. layout: layout of the run. part: kind of flat buffer: "dense", or "experts" (routed experts under expert
+    parallelism).
     """
     everyone = range(layout.world_size)
     block = layout.ep * layout.etp
@@ -252,8 +253,8 @@ def _assemble_copies(
     """Assemble every full copy of all parameters from the ranks' slices; return one dict {parameter: values} per copy,
     with NaN for elements that no rank holds.
 
-    layout: layout of the run. slices: [rank][slice]. reference: gives the shapes. Dense parameters and experts may have
-    different numbers of copies; the copies of which there are fewer are then used more than once.
+    layout: layout of the run. slices: [rank][slice]. reference: gives the shapes. If dense parameters and experts have
+    different numbers of copies, the smaller set of copies is used more than once.
     """
     dense, experts = (_assemble_copies_of(layout, slices, reference, part) for part in TRAINED_BUFFERS)
     return [
@@ -268,9 +269,9 @@ def _assemble_copies_of(
     copy, with NaN for elements that no rank holds.
 
     layout: layout of the run. slices: [rank][slice]. reference: gives the shapes. part: "dense", or "experts" (routed
-    experts under expert parallelism). Each group of `list_copy_groups` gives one copy for each of its pp ranks (for
-    dense parameters: for each pair of pp and tp rank). An element that several ranks of the group hold is taken from
-    that rank.
+    experts under expert parallelism). A group of `list_copy_groups` may hold an element on several pp and tp ranks. It
+    therefore gives one copy for each pp rank (for dense parameters: for each pair of pp and tp rank), in which that
+    rank's elements take precedence.
     """
     names = [entry.name for entry in reference.table.entries if entry.buffer_kind(layout) == part]
     if not names:

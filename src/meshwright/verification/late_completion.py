@@ -41,7 +41,7 @@ class LateCompletion:
         self._originals = {name: getattr(transport, name) for name in _REPLACED}
 
     def check_all_complete(self) -> None:
-        """Record a fault for each call that is still in flight; called at the end, when none should be."""
+        """Record a fault for each call that is still in flight. Called at the end, when no call should be in flight."""
         self.faults += [f"{call}: never waited for" for call in self._in_flight.values()]
         self._in_flight.clear()
 
@@ -104,8 +104,8 @@ class LateCompletion:
         return self._post(post, [(output, copy)], [source])
 
     def transfer(self, messages: Sequence[Message], axis: Axis) -> list[Posted]:
-        """Start point-to-point messages between ranks of the mesh axis `axis` on copies, each of which completes at its
-        own wait."""
+        """Start point-to-point messages between ranks of the mesh axis `axis` on copies. Each message completes when it
+        is waited for."""
         copies = [torch.empty_like(m.tensor) if m.is_receive else m.tensor.clone() for m in messages]
         copied = [replace(m, tensor=copy) for m, copy in zip(messages, copies, strict=True)]
         posted = self._originals["transfer"](copied, axis)

@@ -41,8 +41,8 @@ class FaultCounter:
         return bool(changed)
 
     def has_seen(self, value: object) -> bool:
-        """Return True if an earlier call of this method got the same object `value` (by identity), so that a fault can
-        act from the second use of an object on."""
+        """Return True if an earlier call of this method got the same object `value` (by identity). A fault can thus act
+        only from the second use of an object on."""
         met = any(each is value for each in self._met)
         self._met.append(value)
         return met
@@ -218,8 +218,8 @@ def _put_epsilon_inside_root(counter: FaultCounter, original: FaultyFunction, *t
 
 
 def _skip_rounding(counter: FaultCounter, original: FaultyFunction, self: FsdpUnit) -> None:
-    """Buggy stand-in for `FsdpUnit.update_parameters` (`original`): from the second call on a unit, the parameters are
-    not set to the rounded master weights. `counter` counts the omitted copies."""
+    """Buggy stand-in for `FsdpUnit.update_parameters` (`original`): from the second call on an FSDP unit on, the
+    parameters are not set to the rounded master weights. `counter` counts the omitted copies."""
     master = self.master
     if counter.has_seen(self) and counter.record_if(self.parameter_shard.data_ptr() != master.data_ptr()):
         self.master = self.parameter_shard  # as where the dtypes agree: nothing is copied
@@ -228,8 +228,8 @@ def _skip_rounding(counter: FaultCounter, original: FaultyFunction, self: FsdpUn
 
 
 def _skip_all_gather(counter: FaultCounter, original: FaultyFunction, self: FsdpUnit) -> None:
-    """Buggy stand-in for `FsdpUnit.update_parameters` (`original`): from the second call on a unit, the parameters are
-    not all-gathered under ZeRO-1 and 2. `counter` counts the omitted all-gathers."""
+    """Buggy stand-in for `FsdpUnit.update_parameters` (`original`): from the second call on an FSDP unit on, the
+    parameters are not all-gathered under ZeRO-1 and 2. `counter` counts the omitted all-gathers."""
     zero = self.zero
     if counter.has_seen(self) and counter.record_if(zero in (1, 2)):
         self.unshard()
@@ -314,16 +314,16 @@ def _ignore_documents(counter: FaultCounter, original: FaultyFunction, cls: type
 def _see_next_token(
     counter: FaultCounter, original: FaultyFunction, span: Any, triangle: torch.Tensor, first_RS: Any
 ) -> Any:
-    """Buggy stand-in for `cut_span` (`original`), which splits attention into tiles and gives each its mask: the causal
-    mask (`triangle`) lets each token attend to the next one. `counter` counts the calls in which the mask changes.
-    span, first_RS: passed on to `original`."""
+    """Buggy stand-in for `cut_span` (`original`), which splits attention into tiles and gives each tile a mask. The
+    causal mask (`triangle`) is changed so that each token attends to the next token too. `counter` counts the calls in
+    which the mask changes. span, first_RS: passed on to `original`."""
     counter.record_if(len(triangle) > 1)
     return original(span, torch.triu(triangle, 2), first_RS)
 
 
 def _drop_key(counter: FaultCounter, original: FaultyFunction, span: Any, triangle: torch.Tensor, first_RS: Any) -> Any:
-    """Buggy stand-in for `cut_span` (`original`), which splits attention into tiles and gives each its mask: every
-    tile, except those with the sequence's first queries, omits the first of its keys. `counter` counts the changed
+    """Buggy stand-in for `cut_span` (`original`), which splits attention into tiles and gives each tile a mask. Every
+    tile omits the first of its keys, except the tiles with the sequence's first queries. `counter` counts the changed
     tiles. span, triangle, first_RS: passed on to `original`."""
     found = []
     for tile in original(span, triangle, first_RS):

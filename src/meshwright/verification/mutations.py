@@ -104,8 +104,8 @@ class _FaultRuns:
         self.planted: set[tuple[str, ...]] = set()
 
     def run_collective_faults(self, before: set[tuple[str, ...]]) -> Iterator[tuple[Fault, Comparison]]:
-        """Train with each fault that can be planted in a collective call, one at a time. A run first has one training
-        step; if this does not reveal the fault, it is repeated with all steps of the training problem. Yield (fault,
+        """Train with each fault that can be planted in a collective call, one at a time. Each fault is first tried with
+        one training step; if the comparison does not reveal it, with all steps of the training problem. Yield (fault,
         comparison with the single-device run) for every fault that altered a value on some rank. before: keys
         (`_make_fault_key`) of faults to leave out."""
         problem = self.maker.make_sgd_problem(layers=3)
@@ -173,8 +173,8 @@ def _make_fault_key(fault: Fault) -> tuple[str, ...]:
 
 
 def _merge_calls(tables: Iterable[list[dict[str, Any]]]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Merge the ranks' records of collective calls; return {(site, operation): record}. The record is that of the rank
-    with the most such calls, since ranks of other pipeline stages may make none. tables: for each rank, its list of
+    """Merge the ranks' records of collective calls; return {(site, operation): record}. The record of the rank with the
+    most such calls is taken, since ranks of other pipeline stages may make none. tables: for each rank, its list of
     records ("site", "operation", "calls" ...)."""
     most: dict[tuple[str, str], dict[str, Any]] = {}
     for call in chain.from_iterable(tables):
@@ -210,8 +210,8 @@ def list_possible_faults(layout: Layout, results: Sequence[RankResult]) -> list[
 
 def _get_call_signature(result: RankResult, site: str, operation: str) -> tuple[tuple[int, int], ...]:
     """Return the calls of a rank at one call site with one operation, as tuples (number of calls, payload bytes). A
-    fault may move ranks to another process group only if this is equal on them; else a call would wait forever for its
-    partner. result: the rank's results."""
+    fault may move a call to other process groups only between ranks with equal results of this function; else a call
+    would wait forever for its partner. result: the rank's results."""
     return tuple(
         (call["calls"], call["payload_bytes"])
         for call in result.calls

@@ -100,9 +100,9 @@ def _unpickle_result(data: bytes) -> RankResult:
 
 @dataclass(frozen=True)
 class StepRange:
-    """Range of training steps [first, stop), from 0. first: if it is not 0, the run begins by loading the checkpoint
-    saved after this number of steps. stop: number of steps after which a checkpoint is saved and the run ends; None:
-    the run continues to the last step and saves no checkpoint at its end."""
+    """Range of training steps [first, stop), counted from 0. first: first step; if it is not 0, the run begins by
+    loading the checkpoint saved after this number of steps. stop: number of steps after which a checkpoint is saved and
+    the run ends; None: the run continues to the last step and saves no checkpoint at its end."""
 
     first: int = 0
     stop: int | None = None
@@ -122,9 +122,9 @@ def run_rank(
     """Train on this rank once for each of `faults`, all in one mesh; return one result for each.
 
     problem: model, data and optimizer. layout_text: layout notation. collectives: the recipe's choice of collective
-    algorithms. faults: deliberate bug to plant in each run; None: none. directory: directory for checkpoints; required
-    if the problem is resumed in the middle, or `span` ends with a save or begins with a load. span: training steps to
-    run.
+    algorithms. faults: deliberate bug to plant in each run; an entry None: no bug. directory: directory for
+    checkpoints; required if the problem is resumed in the middle, or `span` ends with a save or begins with a load.
+    span: training steps to run.
     """
     layout = Layout.parse(layout_text)
     programs = load_named_programs(collectives or CollectivesRecipe(), layout)

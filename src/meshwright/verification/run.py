@@ -99,8 +99,8 @@ def run_verification(
 
 
 class _Verifier:
-    """Runner of verification cases on local rank processes. It keeps the processes for the next layout if that has the
-    same number of ranks, and caches the single-device references.
+    """Runner of verification cases on local rank processes. It keeps the processes for the next layout if the next
+    layout has the same number of ranks, and caches the single-device references.
 
     Attributes:
         many: True if a grid of layouts is verified; each layout then runs only its most relevant cases.
@@ -237,8 +237,8 @@ class _Verifier:
         return cases if not self.many else [cases[0], *(cases[1:2] if 1 < layout.cp <= 4 else [])]
 
     def get_ranks(self, world_size: int) -> LocalRanks:
-        """Return `world_size` running local rank processes: those of the last call if their number is the same;
-        otherwise stop those and start new ones."""
+        """Return `world_size` running local rank processes: the processes of the last call if their number is the same;
+        otherwise stop those processes and start new ones."""
         if self._ranks is None or self._ranks.world_size != world_size:
             if self._ranks is not None:
                 self._ranks.close()

@@ -55,10 +55,10 @@ class Batch:
 
 
 def make_sequences(problem: Problem, numbers: Sequence[int], mismatched: bool = False) -> Batch:
-    """Generate the sequences with the given numbers as a batch. A sequence depends only on the problem's seed and its
-    own number. The training split has the numbers from 0 on, the validation split those after them. problem: gives
-    seed, sequence length, vocabulary and loss. mismatched: True for other random sequences with as many responses, from
-    which KTO estimates the KL divergence."""
+    """Generate the sequences with the given numbers as a batch. A sequence depends only on the problem's seed and on
+    its number. The training split has the numbers from 0 on, the validation split the numbers after these. problem:
+    gives seed, sequence length, vocabulary and loss. mismatched: True for other random sequences with as many
+    responses, from which KTO estimates the KL divergence."""
     if problem.preference is None:
         made = [_make_sequence(problem, number) for number in numbers]
     else:
@@ -130,7 +130,7 @@ class SyntheticSplit:
 
     problem: problem whose data are generated. first: number of the split's first sequence, counted over both splits of
     the problem. sequences: number of sequences. is_mismatched: True to generate other random sequences for the same
-    numbers, from which KTO estimates the KL divergence.
+    numbers (KTO estimates the KL divergence from them).
     """
 
     def __init__(self, problem: Problem, first: int, sequences: int, is_mismatched: bool = False) -> None:
@@ -140,8 +140,7 @@ class SyntheticSplit:
 
     @property
     def mismatched(self) -> SyntheticSplit:
-        """Split with other random sequences in place of this split's, as many as these; KTO estimates the KL divergence
-        from it."""
+        """Split with other random sequences, as many as this split has, from which KTO estimates the KL divergence."""
         return SyntheticSplit(self.problem, self.first, self.sequences, is_mismatched=True)
 
     def read_batch(self, numbers: ArrayLike, *, padded: bool = False) -> TokenBatch:

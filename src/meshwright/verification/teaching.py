@@ -117,8 +117,8 @@ def compute_hidden_loss(
     loss: DistillationLoss, weights: Weights, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]
 ) -> torch.Tensor | float:
     """Return for each token [B, S] the loss between hidden states of student and teacher; 0 if no layers are compared.
-    weights: parameters of the student, with projections of its hidden states to the teacher's size. ours, theirs:
-    outputs [B, S, H] of all layers of the student and of the teacher."""
+    weights: parameters of the student, including the projections of its hidden states to the teacher's hidden size.
+    ours, theirs: outputs [B, S, H] of all layers of the student and of the teacher."""
     total: torch.Tensor | float = 0.0
     for student, teacher in loss.layer_map:
         difference = ours[student] @ weights[f"projections.{student}.weight"].T - theirs[teacher]
