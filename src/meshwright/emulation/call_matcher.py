@@ -52,8 +52,8 @@ class Event:
 
 
 class CollectiveCall:
-    """One collective of a process group: collects the calls of its ranks, and is complete when all ranks have made
-    theirs. operation: name of the collective, such as "all_reduce". ranks: global ranks of the group.
+    """One collective of a process group: collects the calls of the group's ranks, and is complete when all ranks have
+    made the call. operation: name of the collective, such as "all_reduce". ranks: global ranks of the group.
 
     Attributes:
         calls: {index in the group: that rank's call}.
@@ -93,8 +93,8 @@ class EmulatedWork(dist.Work):
         matcher: Matcher of the calls of all ranks.
         ready: Function that returns True once the call is complete.
         describe: Function that returns text on the call, for the deadlock report.
-        finish: Function that writes the results to the output tensors and returns these.
-        message: The posted receive, if the call is one; else None.
+        finish: Function that writes the results to the output tensors and returns the output tensors.
+        message: The posted receive if the call is a receive; else None.
     """
 
     def __init__(
@@ -130,8 +130,8 @@ class EmulatedWork(dist.Work):
         self.wait()
 
     def get_future(self) -> Any:
-        """Wait for the call; return a completed future of its output tensors. It waits here because C++ code that waits
-        for a future, such as DistributedDataParallel's, would let no other rank run."""
+        """Wait for the call; return a completed future of its output tensors. (C++ code that waits for a future, such
+        as DistributedDataParallel's, would let no other rank run.)"""
         self.wait()
         future: Any = torch.futures.Future()
         future.set_result(list(self._outputs))
@@ -157,9 +157,9 @@ class CallMatcher:
 
     Attributes:
         events: All calls in order.
-        on_call: Function called before each call with (rank, number of the call on that rank, the caller's frame), or
-            None.
-        on_event: Function called with each recorded call, or None.
+        on_call: Function called before each communication call with (rank, number of the call on that rank, the
+            caller's frame); None: nothing is called.
+        on_event: Function called with each recorded call (an `Event`); None: nothing is called.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -178,7 +178,7 @@ class CallMatcher:
 
         operation: name of the collective, such as "all_reduce". call: the running rank's input and output tensors. op:
         name of the reduction, such as "SUM". root: index of the root rank in the group. Raises EmulationFailed if
-        another rank of the group makes another call, or one of another shape.
+        another rank of the group makes a call with another operation, reduction, root or shape.
         """
         group.calls += 1
         self._record(group, operation, call)
@@ -258,7 +258,7 @@ class CallMatcher:
             self._match(*((message, other) if sends else (other, message)))
 
     def _match(self, sent: PostedMessage, received: PostedMessage) -> None:
-        """Copy the tensor of the send `sent` for the matching receive `received`, which completes both. Raises
+        """Copy the tensor of the send `sent` for the matching receive `received`; both calls are then complete. Raises
         EmulationFailed if dtype or number of elements differ."""
         source, target = sent.call.inputs[0], received.call.outputs[0]
         if source.numel() != target.numel() or source.dtype != target.dtype:

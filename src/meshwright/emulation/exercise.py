@@ -25,7 +25,7 @@ class WrongTensor:
     and the tensor of the same name that its function `one_device()` returns.
 
     Attributes:
-        name: Its key in the returned dictionary.
+        name: Key of the tensor in the returned dictionary.
         rank: First rank that returns wrong values; None if some elements are missing on all ranks.
         relative_error: ‖a-b‖ / ‖b‖ of the rank's tensor a and the single device's b; infinite if the shape is wrong or
             elements are missing.
@@ -64,8 +64,8 @@ class ExerciseResult:
 
 def get_function(namespace: Mapping[str, Any], name: str, script: str) -> Callable[[], Mapping[str, Any]]:
     """Return the function called `name`, "distributed" or "one_device", of a script that is checked with `run --check`.
-    namespace: global variables of the script. script: its path, for the error message. Raises UserError if there is no
-    such function."""
+    namespace: global variables of the script. script: path of the script, for the error message. Raises UserError if
+    there is no such function."""
     function = namespace.get(name)
     if not callable(function):
         raise UserError(
@@ -118,8 +118,8 @@ def _check_returned(prefix: str, returned: Any, truth: Mapping[str, torch.Tensor
     is a dictionary {name: tensor}; for `distributed()` a value may also be a pair (slice of the tensor, index
     expression of the slice).
 
-    prefix: beginning of the error message. truth: for `distributed()`, the result of `one_device()`, whose names and
-    shapes the result must fit; None for `one_device()` itself."""
+    prefix: beginning of the error message. truth: if `returned` is the result of `distributed()`, the result of
+    `one_device()`, whose names and shapes `returned` must fit; None if `returned` is the result of `one_device()`."""
     if not isinstance(returned, Mapping):
         raise UserError(f"{prefix} {shorten_repr(returned)}: return a dictionary of tensors by name")
     for name, held in returned.items():

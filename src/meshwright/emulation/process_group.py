@@ -23,9 +23,9 @@ class EmulatedGroup(_ProcessGroup):
     that torch.distributed passes, and return handles. A collective call is complete when all ranks have made it, a send
     when it is received. Reductions add in the order of gloo's ring all-reduce.
 
-    matcher: matches the calls of all ranks. key: identifies the group on all its ranks: (number of `init_process_group`
-    calls of the rank before it, name of the group); names repeat after each such call. rank: index of this rank in the
-    group. ranks: global ranks of the group."""
+    matcher: matches the calls of all ranks. key: (number of earlier `init_process_group` calls of the rank, name of the
+    group), equal on all ranks of the group; the number is needed because names repeat after each such call. rank: index
+    of this rank in the group. ranks: global ranks of the group."""
 
     def __init__(self, matcher: CallMatcher, key: GroupKey, rank: int, ranks: tuple[int, ...]) -> None:
         """Create the group. matcher: matches the calls of all ranks. key: identifies the group on all its ranks. rank:
@@ -233,8 +233,8 @@ class EmulatedGroup(_ProcessGroup):
         """Split the contiguous tensor `whole` into n equal slices, one per rank of the group; return flattened views of
         them.
 
-        part: number of elements that each slice must have, as many as the call's other tensor. operation: name of the
-        collective for the error. Raises ValueError if `whole` does not have n times `part` elements.
+        part: number of elements that each slice must have, which is that of the call's other tensor. operation: name of
+        the collective for the error. Raises ValueError if `whole` does not have n times `part` elements.
         """
         if whole.numel() != part * len(self.ranks):
             raise ValueError(f"{operation}: {whole.numel()} elements are not {len(self.ranks)} ranks x {part}")
@@ -258,7 +258,8 @@ class EmulatedGroup(_ProcessGroup):
             raise ValueError(f"{operation}: {len(tensors)} tensors for {len(self.ranks)} ranks")
 
     def _join_works(self, works: list[EmulatedWork]) -> EmulatedWork:
-        """Combine the handles `works` of several calls into one, complete when all are."""
+        """Combine the handles `works` of several calls into one handle, which is complete when all calls are
+        complete."""
         return EmulatedWork(
             self.matcher,
             lambda: all(work.is_success() for work in works),

@@ -190,7 +190,7 @@ class NumpyRandom:
 
     def read_again(self) -> NumpyRandom:
         """Return the current state of NumPy's global generator. If no number was drawn since this state was read or
-        written, return this object without reading; otherwise a new one."""
+        written, return this object; otherwise return a new object."""
         # NumPy draws normals in pairs: the second call returns the cached one without changing the memory.
         words = _copy_generator_memory()
         same = words and words == self.words and not self.state["has_gauss"]

@@ -37,7 +37,7 @@ class EmulatedRanks:
 
     Attributes:
         states: Process state of each rank, [rank].
-        backend: Name that every group reports as its backend; None: the requested one.
+        backend: Name that every process group reports as its backend; None: the name that the program requested.
     """
 
     backend: str | None = None  # reported backend of every group; None: the requested one
@@ -87,7 +87,7 @@ class EmulatedRanks:
         """Call `function(*arguments)` on every rank, each with its own copy of the arguments; return the results,
         [rank].
 
-        Raises the first error of a rank, after the others have ended, and EmulationFailed for a deadlock. After an
+        Raises the first error of a rank, after the other ranks have ended, and EmulationFailed for a deadlock. After an
         error, create a new `EmulatedRanks`: calls that were in flight stay incomplete.
         """
         copies: Sequence[tuple[Any, ...]] = [copy.deepcopy(arguments) for _ in range(self.world_size)]
