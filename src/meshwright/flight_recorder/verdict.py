@@ -20,9 +20,10 @@ class RankState:
 
     Attributes:
         rank: Global rank.
-        calls: Its latest collective calls; None if its record cannot be read (on another host, or not started).
+        calls: Latest collective calls of the rank; None if its ring buffer cannot be read (the rank is on another host,
+            or has not started).
         state: Process state letter of /proc, such as "S" (sleeping) or "T" (stopped); empty without /proc.
-        ended: How its process died, if known: "was killed by signal 9 (SIGKILL)"; else empty.
+        ended: How the rank's process died, if known, such as "was killed by signal 9 (SIGKILL)"; else empty.
     """
 
     rank: int
@@ -72,13 +73,13 @@ class Verdict:
     Attributes:
         line: One sentence for the user.
         kind: Cause of the hang. "dead": a process died; "stopped": a process is suspended (SIGSTOP); "behind": a rank
-            has not entered a call that others have; "skipped", "extra", "other": a rank left out a call, made one too
-            many, or made a different one; "shape": dtype or shape differs; "disagree": ranks differ without majority;
-            "circle": ranks wait for each other; "late": a rank entered a call late; "link": the network carries no
-            data.
+            has not entered a call that other ranks have entered; "skipped", "extra", "other": a rank left out a call,
+            made one call too many, or made a different call; "shape": dtype or shape differs; "disagree": ranks differ
+            without majority; "circle": ranks wait for each other; "late": a rank entered a call late; "link": the
+            network carries no data.
         blamed: Global ranks that caused the hang.
-        group, index: Group of the call that shows the cause, and its position among the group's calls; None and 0
-            without one.
+        group, index: Group of the call that shows the cause, and position of this call among the group's calls, from 1;
+            None and 0 if no call shows the cause.
     """
 
     line: str
