@@ -27,8 +27,8 @@ class StepClock:
         """Called with the name of each mark ("" for `start`) while a profile is recorded."""
 
     def start(self) -> None:
-        """Start to time a step. The marks of earlier steps are discarded; on CUDA those of the previous step are kept,
-        as their times are read during this step."""
+        """Start to time a step. The marks of earlier steps are discarded; on CUDA the marks of the previous step are
+        kept, as their times are read during this step."""
         self._previous, self._marks = self._marks, []
         self.mark("")
 
@@ -52,7 +52,7 @@ class StepClock:
         return parts
 
     def compute_working_seconds(self) -> float:
-        """Return the seconds from `start()` to the last mark without those spent waiting in collective calls.
+        """Return the seconds from `start()` to the last mark, less the seconds spent waiting in collective calls.
 
         On CUDA the waiting time is unknown, because the device waits and not the host. The result is then the seconds
         of the phases "data", "forward" and "backward" of the previous step, which come before the reduction of

@@ -25,8 +25,8 @@ KEPT = 1000
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """Predicted peak resident set size (RSS) of rank 0's process, in bytes by item: "libraries", "model states", "step
-    tensors" ..."""
+    """Predicted peak resident set size (RSS) of rank 0's process. items: {item such as "libraries", "model states" or
+    "step tensors": bytes}."""
 
     items: Mapping[str, int]
 
@@ -72,9 +72,9 @@ class Prediction:
         return 0 if self.memory is None else _compute_expected_peak(self.memory)
 
     def memory_to_json(self) -> dict[str, Any]:
-        """Return this rank's predicted memory as a JSON object, None for unknown values. Keys: "memory_bytes":
-        {category of tensors, "allocator_peak" or "process_peak": bytes}; "process_memory_bytes": {item of the process's
-        memory: bytes of the peak RSS}."""
+        """Return this rank's predicted memory as a JSON object; values are None if unknown. Keys: "memory_bytes": {key:
+        bytes}, whose keys are the categories of tensors, "allocator_peak" and "process_peak"; "process_memory_bytes":
+        {item of the process's memory: bytes of the peak RSS}."""
         return {
             "memory_bytes": None if self.memory is None else {**self.memory, **self._get_peak_entries()},
             "process_memory_bytes": None if self.process is None else dict(self.process.items),
@@ -103,7 +103,7 @@ class Prediction:
 
     def _get_peak_entries(self) -> dict[str, int | None]:
         """Return {"allocator_peak": bytes, "process_peak": bytes}, the predicted peaks of the tensor allocator and of
-        the process (RSS). The latter is None if it is not predicted, as always on CUDA."""
+        the process (RSS). "process_peak" is None if it is not predicted, as always on CUDA."""
         assert self.memory is not None
         process = self.process
         return {"allocator_peak": self.memory["peak"], "process_peak": None if process is None else process.peak}
@@ -171,8 +171,8 @@ class StepTimes:
     def to_json_dict(self, device: torch.device) -> dict[str, Any]:
         """Return the measured duration of a step for the result document. Keys: "step_seconds" (median),
         "seconds_by_part" ({phase: seconds}), "seconds_by_kind" ({"working": seconds, "waiting": seconds}),
-        "waiting_seconds". The last two are None on CUDA; all are None before any step is stored. device: device of this
-        rank."""
+        "waiting_seconds". "seconds_by_kind" and "waiting_seconds" are None on CUDA; all values are None before any step
+        is stored. device: device of this rank."""
         step = self.find_median_step()
         if step is None:
             return dict.fromkeys(("step_seconds", "seconds_by_part", "seconds_by_kind", "waiting_seconds"))
@@ -190,15 +190,15 @@ WORKING_PARTS = "compute", "optimizer"
 
 
 def _sum_waiting_seconds(breakdown: Mapping[str, float]) -> float:
-    """Return the seconds of a predicted step in which this rank waits for others: those of all phases except "compute"
-    and "optimizer" (`WORKING_PARTS`). breakdown: phase -> seconds."""
+    """Return the seconds of a predicted step in which this rank waits for other ranks: the sum over all phases except
+    "compute" and "optimizer" (`WORKING_PARTS`). breakdown: phase -> seconds."""
     return sum(seconds for part, seconds in breakdown.items() if part not in WORKING_PARTS)
 
 
 def _split_waiting(seconds: float, waiting: float) -> dict[str, float]:
     """Split the duration of a step into {"working": seconds, "waiting": seconds}. Predicted and measured steps have
-    different phases, but can be compared by these two numbers. seconds: duration of the step. waiting: part of it in
-    which this rank waits for others."""
+    different phases, but can be compared by these two numbers. seconds: duration of the step. waiting: seconds of it in
+    which this rank waits for other ranks."""
     return {"working": max(0.0, seconds - waiting), "waiting": waiting}
 
 
@@ -276,8 +276,8 @@ def _format_seconds(seconds: float) -> str:
 
 
 def _format_traffic(axes: Mapping[str, int]) -> str:
-    """Format the bytes sent in a step: the sum over all mesh axes, and the three axes with the most. axes: {mesh axis:
-    bytes}."""
+    """Format the bytes sent in a step: the sum over all mesh axes, and the three axes with the most bytes. axes: {mesh
+    axis: bytes}."""
     return f"{format_bytes(sum(axes.values()))} ({_format_largest(axes)})" if axes else "nothing"
 
 

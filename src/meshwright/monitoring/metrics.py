@@ -21,7 +21,7 @@ from meshwright.untrusted import read_file
 
 class MetricsFile:
     """Writer of `metrics.jsonl`, a file with one JSON object per line. Each line is written completely or not at all; a
-    line that could not be written (disk full) is retried with the next one.
+    line that could not be written (disk full) is retried with the next line.
 
     path: the file. resume_step: number of steps done in the checkpoint from which the run resumes, 0 for a fresh run;
     lines of later steps are removed first.
@@ -86,7 +86,7 @@ class SlowRankWatch:
     steps.
 
     The time of a rank is the median, over the window, of its seconds of work per step (without waiting). The slowest
-    rank is reported if its time exceeds `factor` times the median time of the others. ranks: number of ranks.
+    rank is reported if its time exceeds `factor` times the median time of the other ranks. ranks: number of ranks.
     """
 
     def __init__(self, ranks: int, factor: float, window: int = 10) -> None:
@@ -97,7 +97,7 @@ class SlowRankWatch:
 
     def add(self, seconds: Sequence[float]) -> tuple[int, float] | None:
         """Add one step's seconds of work, one value per rank. At the end of a window, return (slow rank, its time
-        divided by the median of the others); None if no rank is slow or the window is not complete."""
+        divided by the median time of the other ranks); None if no rank is slow or the window is not complete."""
         assert len(seconds) == self._ranks
         self._steps.append(seconds)
         if len(self._steps) < self.window or self._ranks < 2:

@@ -139,8 +139,8 @@ def list_main_results(lines: list[dict[str, Any]], result: dict[str, Any]) -> li
 
 
 def _get_peak_name(result: dict[str, Any]) -> str:
-    """Return the name of the memory peak that `metrics.jsonl` records: the allocator's peak on CUDA, else the
-    process's. result: the result document, empty while the run is not finished."""
+    """Return the name of the memory peak that `metrics.jsonl` records: the peak of the allocator on CUDA, else the peak
+    of the process. result: the result document, empty while the run is not finished."""
     measured = (result.get("measured") or {}).get("memory_bytes")
     if measured is None:
         return "process peak (CUDA: allocator peak) of rank 0"

@@ -69,8 +69,8 @@ class RunDirectory:
     def lock(self) -> int:
         """Lock the directory until `unlock` or the end of this process; return the lock's file descriptor.
 
-        `UserError` if another run holds the lock. A child process that inherits the descriptor holds the lock too, so
-        that no run begins while a rank is still alive.
+        `UserError` if another run holds the lock. A child process that inherits the descriptor holds the lock too: no
+        other run can begin while a rank is still alive.
         """
         self.create()
         self._lock = DirectoryLock(self.path, "run directory", "end it, or give another run.directory")
@@ -100,8 +100,8 @@ class RunDirectory:
         self.close()
 
     def close(self) -> None:
-        """Unlock the directory. If there is nothing but `ranks.json` in it, the start has failed: remove this file, and
-        the directory if it is new."""
+        """Unlock the directory. If the directory contains nothing but `ranks.json`, the start has failed: remove this
+        file, and the directory if this process created it."""
         if self._lock is not None:
             with suppress(OSError):
                 if {path.name for path in self.path.iterdir()} <= {LOCK, RANKS}:
@@ -136,11 +136,13 @@ class RunDirectory:
         return result if isinstance(result, dict) else None
 
     def write_trackers(self, kept: Mapping[str, Mapping[str, str]]) -> None:
-        """Store the strings that each tracker needs to resume, such as a run id. kept: tracker name -> key -> value."""
+        """Store the strings that each tracker needs to resume, such as a run id. kept: {tracker name: {key:
+        string}}."""
         self._replace_file(TRACKERS, to_json_bytes(kept))
 
     def read_trackers(self) -> dict[str, dict[str, str]]:
-        """Return the strings that `write_trackers` wrote: tracker name -> key -> value; empty if missing or invalid."""
+        """Return the strings that `write_trackers` wrote: {tracker name: {key: string}}; empty if the file is missing
+        or invalid."""
         try:
             found: dict[str, dict[str, str]] = read_json(self.path / TRACKERS)
             return {name: {key: str(value) for key, value in kept.items()} for name, kept in found.items()}
@@ -148,7 +150,7 @@ class RunDirectory:
             return {}
 
     def read_last_step(self) -> int | None:
-        """Return the number of the last step in `metrics.jsonl`, None before the first."""
+        """Return the number of the last step in `metrics.jsonl`; None if the file has no step."""
         try:
             with self.metrics.open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))

@@ -49,8 +49,8 @@ class StepMemory:
             self._before += after - before
 
     def begin(self) -> None:
-        """Reset the peak memory counter, from which the growth in the first training steps is measured. Called just
-        before the first step."""
+        """Reset the counter of peak memory, which then gives the peak of the first training steps. Called just before
+        the first step."""
         self._earlier = read_peak_memory_bytes(self.device)
         self._earlier_resident = read_peak_resident_bytes() or 0
         self._left = STEPS if self._before is not None and _reset_peak(self.device) else 0
