@@ -68,7 +68,8 @@ class MeasurementPlan:
         disk_bytes: Bytes written to the disk (0: not measured).
         point_seconds: Seconds of measuring for each measurement point.
         kernel_sizes: Numbers of elements of the tensors of layer operations (norm, attention ...).
-        steps: Training steps of the reference model (a small transformer) under each layout, over all rounds.
+        steps: Number of training steps of the reference model (a small transformer) under each layout, summed over all
+            rounds.
         rounds: Number of rounds into which these steps are divided; in each, all layouts take turns.
         axes: Mesh axes under which the reference model is trained, of "tp" and "cp"; without "cp" ring attention is not
             timed.
@@ -232,7 +233,7 @@ LONG = 4
 def time_call(call: Callable[[], Any], device: torch.device, seconds: float, cold: bool = False) -> float:
     """Time `call()` on `device`; return the seconds of one call: the median over at least three batches of calls, with
     a synchronization before and after each batch. seconds: approximate duration of the measurement. A call that takes
-    longer than this is timed once, after one warm-up call.
+    longer than `seconds` is timed once, after one warm-up call.
 
     cold: True to return the time of the warm-up call if it exceeds `LONG` times `seconds`, since the extra work of a
     first call is then negligible."""
@@ -277,7 +278,7 @@ class _SeededBackward(torch.autograd.Function):
 
 def start_backward(out: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Return a scalar; calling `backward()` on it runs the backward pass of `out` with the output gradient `gradient`.
-    It replaces `out.backward(gradient)`, which makes torch import sympy (half a second)."""
+    Used instead of `out.backward(gradient)`, which makes torch import sympy (half a second)."""
     found: torch.Tensor = _SeededBackward.apply(out, gradient)
     return found
 

@@ -57,10 +57,10 @@ def probe(
     "tp"; "fastest": True to first find the faster of bf16 and fp32, and to measure it too.
 
     Keys of the result: "measured" (tables of speeds), "hosts" (host name by rank), "ratios" (slowdown by rank), "slow"
-    (slow ranks), "device" (its name and memory_bytes) and "seconds" (duration), all as in `probe.rank.measure`; "kind"
-    ("cpu" or "cuda"); "rank" (0); "failed": None, or rank and error line if the training steps of a small reference
-    model failed. With `short` also "cluster" (tables of the hardware profile) and "fastest" (faster precision; None:
-    not asked for).
+    (slow ranks), "device" (name and memory_bytes of rank 0's device) and "seconds" (duration of the measurement);
+    "kind" ("cpu" or "cuda"); "rank" (0); "failed": None, or rank and error line if the training steps of a small
+    reference model failed. With `short` also "cluster" (tables of the hardware profile) and "fastest" (faster
+    precision; None: not asked for).
 
     Raises `UserError` for a device or number of ranks that this machine does not have; with `short`, `RankLost` after
     `SHORT_LIMIT_SECONDS`."""

@@ -34,8 +34,8 @@ def measure_reference_steps(
 
     mesh: from `probe.rank.make_probe_mesh`. plan: gives the numbers of steps and rounds, the precisions and the mesh
     axes. kernel: reference matrix product, timed between steps to correct their times for the CPU's current speed.
-    usual_seconds: its duration at the CPU's usual speed. The layouts alternate in `plan.rounds` rounds, so that
-    disturbances affect all of them."""
+    usual_seconds: duration of this product at the CPU's usual speed. The layouts alternate in `plan.rounds` rounds, so
+    that disturbances affect all of them."""
     found, steps = [], plan.steps
     layouts: list[Layout] = []
     if steps:

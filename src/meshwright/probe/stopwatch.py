@@ -46,8 +46,8 @@ class Stopwatch:
         self._begun = time.perf_counter()
 
     def read(self) -> tuple[float, float]:
-        """Return (seconds passed, seconds of these in which a computing thread waited for a core). Of several threads,
-        the one that waited longest counts."""
+        """Return (seconds passed, how many of these seconds a computing thread waited for a core). Of several threads,
+        the thread that waited longest counts."""
         passed = time.perf_counter() - self._begun
         now = read_waiting_times(self._threads) if self._waiting else {}
         waited = max((value - self._waiting.get(thread, value) for thread, value in now.items()), default=0) / 1e9
@@ -55,12 +55,12 @@ class Stopwatch:
 
     def _read_other_threads_seconds(self) -> float:
         """Return the CPU seconds used so far by the process's threads other than the calling one, such as communication
-        threads; 0 if several threads compute. Waits for a core used by these threads are not counted as disturbance by
-        other programs."""
+        threads; 0 if several threads compute. If a computing thread waits for a core that these threads use, the wait
+        is not counted as disturbance by other programs."""
         return time.process_time() - time.thread_time() if self._threads == 1 else 0.0
 
     def read_seconds(self) -> float:
-        """Return the seconds since the start, less the waits for CPU cores used by other programs if these exceed the
-        fraction `DISTURBED` of the time."""
+        """Return the seconds since the start. If the waits for CPU cores used by other programs exceed the fraction
+        `DISTURBED` of this time, they are subtracted."""
         passed, waited = self.read()
         return passed - (waited if waited > DISTURBED * passed else 0.0)
