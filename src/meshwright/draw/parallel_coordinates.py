@@ -16,8 +16,9 @@ PITCH = 150.0  # pixels between two axes
 
 @dataclass(frozen=True)
 class Item:
-    """One line (one data point) of a parallel-coordinates plot. values: value on each axis; None if the point has none,
-    and the line skips that axis. colour: style-sheet colour. title: text on hover. kind: line style, "thin" or
+    """One line (one data point) of a parallel-coordinates plot. values: value on each axis; None: the point has no
+    value on this axis, and the line skips the axis. colour: style-sheet colour. title: text on hover. kind: line style,
+    "thin" or
     "thick"."""
 
     values: Sequence[float | None]
