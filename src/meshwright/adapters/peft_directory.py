@@ -47,9 +47,8 @@ def check_adapter(files: CheckpointFiles, config: ModelConfig) -> None:
 
 
 def with_adapter_of(files: CheckpointFiles, adapter: AdapterConfig, base: ModelConfig) -> ModelConfig:
-    """Return the configuration of the base model `base` with the adapter settings `adapter`. files: the adapter's
-    tensors. Raises `UserError` if their names or shapes do not fit the model.
-    """
+    """Return the configuration of the base model `base` with the adapter settings `adapter`. files: reader of the
+    adapter's tensors. Raises `UserError` if the tensors' names or shapes do not fit the model."""
     config = dataclasses.replace(base, adapter=adapter)
     check_adapter(files, config)
     return config
