@@ -389,8 +389,7 @@ def _parse_options(part: str, name: str, options: str | None) -> dict[str, objec
 
 
 def _describe_unknown_part(part: str, name: str, number: str) -> str:
-    """Return the error text for the unknown layout part `part`, with the part that was probably meant. name, number:
-    letters and digits of `part`."""
+    """Return the error text for the unknown layout part `part`. name, number: letters and digits of the part."""
     parts = [*(f"{word}{number}" for word in _FIELD_BY_PART), *(f"{word}:" for word in _FIELD_BY_WORD)]
     close = {"fsdp": f"dp{number} zero3" if number else "zero3", "ddp": f"dp{number}"}.get(name.lower())
     close = close or nearest(part, PRECISIONS) or nearest(part, parts)
