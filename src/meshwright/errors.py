@@ -49,12 +49,12 @@ class RankLost(MeshwrightError):
 
 
 class RanksDisagree(RankLost):
-    """Error: ranks made different collective calls at the same time, so that a rank received data of another call than
-    the one it made."""
+    """Error: ranks made different collective calls at the same time, so that a rank received data of a call that it did
+    not make."""
 
 
 class Terminated(MeshwrightError):
-    """Error: the process was stopped by SIGTERM, after it had saved its state. The exit code is 128 + 15, as in a
+    """Error: the process was stopped by SIGTERM, after its state had been saved. The exit code is 128 + 15, as in a
     shell."""
 
     exit_code = 143

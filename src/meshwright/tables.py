@@ -28,7 +28,7 @@ class Table(BaseModel):
 
 
 def at_most(name: str) -> AfterValidator:
-    """Return a pydantic validator of numbers that rejects those above the limit called `name` in `limits.LIMITS`."""
+    """Return a pydantic validator of numbers that rejects numbers above the limit called `name` in `limits.LIMITS`."""
 
     def check(value: float) -> float:
         """Return `value`; raise ValueError if it is above the limit."""
@@ -62,8 +62,8 @@ Name = Annotated[str, Field(min_length=1)]
 
 
 def named(kind: str, known: Sequence[str]) -> AfterValidator:
-    """Return a pydantic validator of strings that accepts only the names in `known`. kind: kind of thing that is named,
-    such as "optimizer", for the error message."""
+    """Return a pydantic validator of strings that accepts only the names in `known`. kind: noun for what is named, such
+    as "optimizer", for the error message."""
 
     def check(word: str) -> str:
         """Return `word`; raise ValueError if it is not a known name."""
@@ -112,8 +112,9 @@ class Schema(Generic[Root]):
         return kind in _list_plain_types(self.keys[key].annotation)
 
     def check(self, tables: Mapping[str, Any], where: Callable[[str], str]) -> Root:
-        """Validate `tables`, the parsed TOML file, and return it as an instance of `root`. Raises `UserError` for the
-        first mistake. where: function that maps a dotted key to its location for the message, such as file and line."""
+        """Validate `tables`, the parsed TOML file, and return an instance of `root` with its values. Raises `UserError`
+        for the first mistake. where: function that maps a dotted key to its location for the message, such as file and
+        line."""
         try:
             return self.root.model_validate(dict(tables))
         except ValidationError as error:
@@ -164,8 +165,8 @@ class Schema(Generic[Root]):
 
     def _describe_problem(self, key: str, problem: Any) -> list[str]:
         """Return the parts of the message for a pydantic error, to be joined by colons: [key, reason]. For an error
-        inside a list of tables, return [key with the table's number, key inside the table, reason]. key: dotted key.
-        problem: one entry of `ValidationError.errors()`."""
+        inside a list of tables, return [key with the index of the table in the list, key inside the table, reason].
+        key: dotted key. problem: one entry of `ValidationError.errors()`."""
         rows = _find_list_item_table(self.keys[key].annotation) if key in self.keys else None
         inside = [part for part in problem["loc"][key.count(".") + 1 :] if isinstance(part, int)] if rows else []
         if rows is None or not inside:
@@ -202,11 +203,11 @@ class Schema(Generic[Root]):
         return f"unknown {what} (known here: {', '.join(self._list_names(key.rpartition('.')[0]))})"
 
     def _list_names(self, table: str) -> list[str]:
-        """List the names of the keys in the table with the dotted key `table`; of the root for ""."""
+        """List the names of the keys in a table. table: dotted key of the table; "" for the root table."""
         return [known.rpartition(".")[2] for known in self.keys if known.rpartition(".")[0] == table]
 
     def _suggest_key(self, key: str) -> str | None:
-        """Return the dotted key that was probably meant by the unknown dotted key `key`; None if none is similar."""
+        """Return the dotted key that was probably meant by the unknown dotted key `key`; None if no key is similar."""
         table, _, name = key.rpartition(".")
         anywhere = (known for known in self.keys if known.rpartition(".")[2] == name)
         if suggestion := self.elsewhere.get(name) or next(anywhere, None):  # its name in another program, or place

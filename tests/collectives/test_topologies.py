@@ -180,8 +180,9 @@ def test_oversubscription_divides_uplink_bandwidth_of_leaf():
 
 def test_shapes_report_properties_needed_by_algorithms():
     assert parse_topology("torus:2x3x4", 24).dims == (2, 3, 4)
-    assert parse_topology("nodes:8", 16).groups == 8 and parse_topology("nodes:2x8", 16).groups == 8
-    assert parse_topology("spine-leaf:4", 12).groups == 4
+    assert parse_topology("nodes:8", 16).ranks_per_node == 8
+    assert parse_topology("nodes:2x8", 16).ranks_per_node == 8
+    assert parse_topology("spine-leaf:4", 12).ranks_per_node == 4
 
 
 def test_omitted_topology_settings_come_from_arguments_or_defaults():

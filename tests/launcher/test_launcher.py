@@ -62,7 +62,7 @@ def test_launcher_returns_result_of_rank_0(tmp_path, capfd):
 
 
 def test_recipe_sets_threads_and_rendezvous(tmp_path):
-    result = start(tmp_path, "tell", threads=5, method="tcp://127.0.0.1:1")
+    result = start(tmp_path, "tell", threads=5, rendezvous_url="tcp://127.0.0.1:1")
     assert result["threads"] == 5 and result["method"] == "tcp://127.0.0.1:1"
 
 

@@ -79,8 +79,8 @@ def compute_row_norms(
 
 
 def fill_factors(factors: torch.Tensor, rows: Sequence[Rows], outputs: int) -> torch.Tensor:
-    """Return one factor per output feature of a layer, [..., outputs]. Adapted output features get theirs from
-    `factors`; all others get 1.
+    """Return one factor per output feature of a layer, [..., outputs]. Adapted output features get their factor from
+    `factors`; all other output features get 1.
 
     factors: [..., adapted output features], in the order of `rows`. rows: ranges of the adapted output features.
     outputs: number of output features of the layer on this rank."""

@@ -39,10 +39,10 @@ def sample_keys(seed: int, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def copy_keys(keys_N: torch.Tensor, experts_N: torch.Tensor) -> torch.Tensor:
-    """Return one random-number key per token copy (a token sent to one of its experts), int32 [N] for N copies. It is a
-    hash of token and expert, so that the experts of a token drop different elements.
+    """Return one random-number key per token copy (a token sent to one of its experts), int32 [N] for N copies. The key
+    is a hash of token and expert, so that the experts of a token drop different elements.
 
-    keys_N: key of the token of each copy. experts_N: index among all experts of the expert of each copy."""
+    keys_N: key of each copy's token. experts_N: global index of each copy's expert."""
     return _mix_64(keys_N.long() + experts_N.long() * _STEP).int()
 
 
@@ -103,8 +103,9 @@ class Dropout:
         return bits >= self._threshold
 
     def apply(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return the activations `x` after dropout: elements where `mask` is False become 0, the others are divided by
-        the probability of keeping an element. x, mask: [B, C, X], for B sequences of C tokens and X input features."""
+        """Return the activations `x` after dropout: elements where `mask` is False become 0, all other elements are
+        divided by the probability of keeping an element. x, mask: [B, C, X], for B sequences of C tokens and X input
+        features."""
         # A product with the mask would first convert the mask to the dtype of x.
         return x.masked_fill(~mask, 0.0).mul_(self.scale)
 

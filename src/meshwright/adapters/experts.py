@@ -82,11 +82,13 @@ class ExpertWeightDecomposed(ExpertLowRank):
     5). Each output feature of the adapted layer is multiplied by a trained magnitude, and divided by the norm of the
     feature's row of W + s B A. The norm is a constant in backward.
 
-    Parameters: `a` and `b` as in `ExpertLowRank`; `magnitude` [experts x adapted output features], one expert after
-    another.
+    Parameters: `a` and `b`, the stacked matrices A and B of all experts; `magnitude` [experts x adapted output
+    features], the magnitudes of one expert after another.
 
-    rows, experts, inputs, rank, scale, options: see `ExpertLowRank`. sums: function that sums a tensor over the ranks
-    that split the input features of the layer; None: this rank holds all of them."""
+    rows: range of an expert's output features for each of its M adapted matrices, in ascending order. experts: number
+    of experts E. inputs: number of input features. rank: rank of A and B. scale: s. options: `device` and `dtype` of
+    the parameters. sums: function that sums a tensor over the ranks that split the input features of the layer; None:
+    this rank holds all input features."""
 
     def __init__(
         self, rows: Sequence[Rows], experts: int, inputs: int, rank: int, scale: float,
@@ -215,8 +217,8 @@ class AdaptedExperts(Experts):
     `ExpertLowRank`.
 
     tokens: random-number keys of the tokens, for dropout; None: nothing is dropped. tensor: communication of tensor
-    parallelism; under sequence parallelism its rank tells which tokens this rank routes. keys_N: keys of the N token
-    copies, set during a forward without token dispatcher; else None."""
+    parallelism; under sequence parallelism the tensor-parallel rank determines which tokens this rank routes. keys_N:
+    keys of the N token copies, set during a forward without token dispatcher; else None."""
 
     tokens: TokenKeys | None
     tensor: TensorOperations | None
@@ -271,7 +273,9 @@ class _KeyDispatcher:
         self.width_rank = dispatcher.width_rank
 
     def dispatch(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """Dispatch token copies `x_NH` and their keys; arguments and result: those of `TokenDispatcher.dispatch`."""
+        """Dispatch N token copies `x_NH`, sorted by expert, and their random-number keys to the ranks of the experts.
+        ends_E: exclusive end index of each expert's copies. Returns the result of `TokenDispatcher.dispatch`: (received
+        copies, exclusive end index of each of this rank's experts, state for the combine)."""
         found = self._dispatcher.dispatch(x_NH, ends_E)
         if self.keys_N is not None:
             self.keys_N = self.dispatch_keys(self.keys_N, found[2])
@@ -279,10 +283,13 @@ class _KeyDispatcher:
 
 
 def _multiply(x_NX: torch.Tensor, layer: Linear, copies: Copies, first: int = 0) -> torch.Tensor:
-    """Return the outputs [N, Y] of a linear layer of the routed experts, with the terms of its adapters if it has any.
+    """Return the outputs [N, Y] of one linear layer of the routed experts on this rank, for N token copies (a copy is a
+    token sent to one of its experts). If the layer has adapters, the adapters' terms are included.
 
-    x_NX: inputs of N token copies sorted by expert. layer: the experts' linear layer. copies: experts and random-number
-    keys of the copies. first: index of the first output feature that has a bias on this rank."""
+    x_NX: inputs of the copies, sorted by expert. layer: the experts' linear layer. copies: end index of each expert's
+    copies, and random-number key of each copy for the adapters' dropout. first: index of the first output feature on
+    this rank to which the layer's bias is added (the bias of a row-parallel layer may cover only some of the Y output
+    features)."""
     y_NY = grouped_linear(x_NX, layer, copies.ends_E, first)
     if layer.adapter is None:
         return y_NY

@@ -32,8 +32,8 @@ class LowRank(nn.Module):
     The layer may fuse several matrices, M of them adapted, such as the query and value parts of qkv.
 
     Parameters, both uninitialised: `a` [M x R, X], the matrices A of all adapted matrices, stacked; `b` [adapted output
-    features, R], their matrices B, stacked. Attributes: `enabled`: False to return y, the base layer's output;
-    `dropout`: dropout of the input x; None: no dropout.
+    features, R], the matrices B of all adapted matrices, stacked. Attributes: `enabled`: False to return y, the base
+    layer's output; `dropout`: dropout of the input x; None: no dropout.
 
     rows: range of output features of each adapted matrix, in ascending order. inputs: X, number of input features.
     rank: R. scale: s. options: `device` and `dtype` of the parameters."""
@@ -65,8 +65,8 @@ class LowRank(nn.Module):
         return zip(self.rows, low.split(self.rank, dim=-1), b.split(sizes), strict=True)
 
     def adapted_product(self, x: torch.Tensor, layer: Linear) -> torch.Tensor:
-        """Return x (W + s B A)ᵀ, [..., Y], the output of the adapted layer without bias. If W is frozen, the adapter's
-        term is added to x Wᵀ in place, without a copy.
+        """Return x (W + s B A)ᵀ, [..., Y], the output of the adapted layer without bias. If W is frozen, the term s x
+        Aᵀ Bᵀ is added to x Wᵀ in place, without a copy.
 
         x: input of the layer, [..., X], with X input features on this rank. layer: the base layer, with Y output
         features."""

@@ -62,8 +62,8 @@ class Adapter:
 
     def merge(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """Return the weight with the adapter merged into it, W + s B A, in float64; with DoRA its rows are scaled to
-        the trained magnitudes. name: the weight's name in the base model's files. weight: W, as those files store it;
-        the result has its shape."""
+        the trained magnitudes. name: the weight's name in the base model's files. weight: W, as the base model's files
+        store it; the result has the same shape."""
         merged = weight.double() + self.product(name)
         if self.settings.kind != "dora":
             return merged
@@ -106,9 +106,9 @@ def find_base(directory: Path) -> Path:
 
 
 class MergedFiles(CheckpointFiles):
-    """Reader of the tensors of a base model with the adapter of a PEFT directory merged into them; a tensor is merged
-    when it is read, in the dtype of the base model's files. directory: PEFT directory; base: Hugging Face directory of
-    its base model."""
+    """Reader of the tensors of a base model with the adapter of a PEFT directory merged into them; each tensor is
+    merged at the time of reading, and returned in the dtype of the base model's files. directory: PEFT directory; base:
+    Hugging Face directory of its base model."""
 
     mapped = False
 
@@ -123,8 +123,8 @@ class MergedFiles(CheckpointFiles):
 
 
 def open_weights(directory: Path) -> CheckpointFiles:
-    """Open the weights of a Hugging Face directory, or those of a PEFT directory's base model with the adapter merged
-    into them."""
+    """Open the weights in `directory`. For a Hugging Face directory these are the model's weights; for a PEFT
+    directory, the weights of the base model with the adapter merged into them."""
     if (directory / ADAPTER_CONFIG).is_file():
         return MergedFiles(directory, find_base(directory))
     return CheckpointFiles(directory)
@@ -133,7 +133,7 @@ def open_weights(directory: Path) -> CheckpointFiles:
 @contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
     """Context manager that yields a hidden directory beside `target` and renames it to `target` at the end; after an
-    error it is removed. Raises `UserError` if `target` exists."""
+    error the hidden directory is removed. Raises `UserError` if `target` exists."""
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise UserError(f"{target}: exists already; name a directory that does not")
     partial = target.with_name(f".{target.name}.partial")
@@ -153,7 +153,7 @@ def rewrite_model(
 ) -> None:
     """Write a copy of the Hugging Face directory `base` to `target`, file by file. Each tensor is replaced by
     `change(name, tensor)`, which has the same shape and dtype. Configuration and tokenizer are copied. tokenizer:
-    directory whose tokenizer files are copied instead of those of `base`; None: those of `base`."""
+    directory from which the tokenizer files are copied; None: `base`."""
     files = CheckpointFiles(base)
     by_file: dict[Path, list[str]] = {}
     for name in sorted(files.names):
@@ -188,11 +188,11 @@ def merge_adapter(directory: Path, base: Path, target: Path, packed: str | None 
     """Merge the adapter in `directory` into the base model in `base`, and write the result to `target`; return the JSON
     document of `meshwright adapter merge`.
 
-    packed: format in which the base weights were quantized in training, such as "nf4" (None: not quantized). The
-    adapter is then merged into the dequantized weights, because it was trained on those.
+    packed: format in which the base weights were quantized in training, such as "nf4" (None: not quantized). If
+    quantized, the adapter is merged into the dequantized weights, because it was trained on these.
 
     Keys of the document: "rounding": relative error of the merged weights due to rounding to the dtype of the files;
-    "quantization": that of the base weights due to quantization."""
+    "quantization": relative error of the base weights due to quantization."""
     _, adapter = open_model_adapter(directory, base)
     rounding, lost = _RelativeError(), _RelativeError()
 
@@ -221,8 +221,8 @@ def unmerge_adapter(directory: Path, merged: Path, target: Path, packed: str | N
     the JSON document of `meshwright adapter unmerge`. Raises `UserError` for DoRA, whose base norms are lost.
 
     directory: PEFT directory of the adapter. merged: Hugging Face directory of the merged model. packed: format in
-    which the base weights were quantized in training, such as "nf4" (None: not quantized). The written weights are then
-    the dequantized base weights, because the adapter was merged into these.
+    which the base weights were quantized in training, such as "nf4" (None: not quantized). If quantized, the written
+    weights are the dequantized base weights, because the adapter was merged into these.
 
     Keys of the document: "quantized": the format; "quantization": relative error of the written weights to the base
     weights, null if the base model is not found at the path that the adapter names."""
@@ -254,8 +254,8 @@ def extract_adapter(
     tuned: Path, base: Path, target: Path, *, rank: int, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> dict[str, Any]:
     """Compute a LoRA adapter of rank `rank` from a fine-tuned model, and write it to the PEFT directory `target`. For
-    each linear layer it is the truncated singular value decomposition of the difference between the checkpoints `tuned`
-    and `base`, the closest matrix of this rank (Eckart & Young 1936).
+    each linear layer, A and B are the truncated singular value decomposition of the difference between the weights in
+    the checkpoints `tuned` and `base`: the closest matrix of this rank (Eckart & Young 1936).
 
     Return the JSON document of `meshwright adapter extract`. Keys: "kept": share of the differences' squared norm that
     the adapter reproduces; "not_extracted": names of the tensors that differ but cannot have an adapter. progress:
@@ -304,8 +304,8 @@ def _pad_experts(
     factors: dict[str, tuple[torch.Tensor, torch.Tensor]],
     rank: int,
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return zero adapters, {module name: (A, B)}, for the routed experts that have none although another expert of
-    their layer has one: in a PEFT directory all experts of a layer are adapted.
+    """Return zero adapters, {module name: (A, B)}, for each routed expert without adapter in a layer in which another
+    expert has an adapter. (In a PEFT directory either all experts of a layer have adapters or none.)
 
     entries: parameter entries of the model. modules: {entry name: module name}. factors: {module name: (A, B)} of the
     extracted adapter. rank: rank of A and B.

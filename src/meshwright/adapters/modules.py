@@ -21,8 +21,9 @@ from meshwright.spec.adapter_json import ADAPTER_FILE
 
 class AdaptedLinear(nn.Linear):
     """Linear layer y = x Wᵀ + b with a low-rank adapter: y + s x Aᵀ Bᵀ (Hu et al. 2021, arXiv:2106.09685, eq. 3), with
-    DoRA's output features scaled to trained magnitudes (Liu et al. 2024, arXiv:2402.09353, eq. 5). An existing layer
-    becomes one by `adapt_module`. Attribute `adapter`: settings of the adapter."""
+    DoRA's output features scaled to trained magnitudes (Liu et al. 2024, arXiv:2402.09353, eq. 5). `adapt_module` turns
+    an existing `nn.Linear` into an `AdaptedLinear`. Attributes: `adapter`: settings of the adapter; `lora_A`, `lora_B`:
+    {"weight": A or B}; `lora_magnitude_vector`: DoRA's magnitudes, None for LoRA."""
 
     adapter: AdapterConfig
     lora_A: nn.ParameterDict
@@ -47,7 +48,7 @@ class AdaptedLinear(nn.Linear):
 def adapt_module(module: nn.Module, adapter: AdapterConfig) -> list[str]:
     """Freeze all parameters of `module`, in place, and add `adapter` to the linear layers that its targets select, with
     PEFT's initial values: A drawn by torch's generator, B zero, magnitudes the norms of W. Return the names of these
-    layers. Raises `UserError` if a target selects none, or the rank is above a layer's width."""
+    layers. Raises `UserError` if a target selects no layer, or if the rank is above a layer's width."""
     module.requires_grad_(False)
     head = getattr(module, "get_output_embeddings", lambda: None)()
     known = {name: each for name, each in module.named_modules() if name and type(each) in (nn.Linear, AdaptedLinear)}
@@ -88,9 +89,8 @@ def _call_adapted_layers(module: nn.Module) -> None:
 
 
 def _adapt(name: str, layer: Any, adapter: AdapterConfig) -> None:
-    """Turn the linear layer `layer` into an `AdaptedLinear`, in place, with the settings `adapter`. name: its name in
-    the module.
-    """
+    """Turn the linear layer `layer` into an `AdaptedLinear`, in place, with the settings `adapter`. name: name of the
+    layer in the module."""
     if isinstance(layer, AdaptedLinear):
         raise UserError(f"adapter: {name} has an adapter already")
     outputs, inputs = layer.weight.shape

@@ -88,7 +88,7 @@ def _list_subtrees(n: int, root: int) -> Iterator[tuple[Integers, Integers, Inte
     per child.
 
     The arrays are: parent rank, child rank, first rank of the child's subtree, and number of ranks in that subtree. A
-    subtree consists of consecutive ranks that wrap around after rank n - 1, so its first rank f stands for rank f
+    subtree consists of consecutive ranks that wrap around after rank n - 1: a first rank f of n or more is rank f
     modulo n. root: root rank of the tree.
     """
     for near, far in list_tree_levels(n):
@@ -102,8 +102,8 @@ def broadcast(ranks: int, root: int = 0, segments: int = 1) -> CollectiveProgram
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (L = log2 n,
     rounded up): with one segment, L rounds; the root sends L S bytes; time L (alpha + S beta).
 
-    segments: number k of parts in which the vector is sent, as a pipeline: L + k - 1 rounds with messages of S/k bytes.
-    This is faster only if a rank can send to several others at once.
+    segments: number k of segments of the vector, which are sent as a pipeline: L + k - 1 rounds with messages of S/k
+    bytes. This is faster only if a rank can send to several ranks at once.
     """
     program = Builder("broadcast", "binomial-tree", ranks, segments, root)
     everyone = np.arange(ranks)
@@ -118,7 +118,7 @@ def reduce(ranks: int, root: int = 0, segments: int = 1) -> CollectiveProgram:
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (L = log2 n,
     rounded up): with one segment, L rounds; S bytes sent per rank; time L (alpha + S beta).
 
-    segments: number k of parts in which the vector is reduced, as a pipeline: L + k - 1 rounds with messages of S/k
+    segments: number k of segments of the vector, which are reduced as a pipeline: L + k - 1 rounds with messages of S/k
     bytes.
     """
     program = Builder("reduce", "binomial-tree", ranks, segments, root)
@@ -133,10 +133,10 @@ def all_reduce(ranks: int, segments: int = 1) -> CollectiveProgram:
     Best for small vectors.
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (L = log2 n,
-    rounded up): with one segment, 2L rounds; rank 0 sends L S bytes, the others between S and L S; time 2L (alpha + S
-    beta).
+    rounded up): with one segment, 2L rounds; rank 0 sends L S bytes, each other rank between S and L S bytes; time 2L
+    (alpha + S beta).
 
-    segments: number k of parts of the vector, each of which is broadcast as soon as it is reduced: 2L + k - 1 rounds
+    segments: number k of segments of the vector, each of which is broadcast as soon as it is reduced: 2L + k - 1 rounds
     with messages of S/k bytes.
     """
     program = Builder("all-reduce", "binomial-tree", ranks, segments)
@@ -169,8 +169,8 @@ def gather(ranks: int, root: int = 0) -> CollectiveProgram:
 
 
 def barrier(ranks: int) -> CollectiveProgram:
-    """Generate the program (steps of every rank) of the binomial-tree barrier: signals up the tree to rank 0, then
-    down.
+    """Generate the program (steps of every rank) of the binomial-tree barrier: signals up the tree to rank 0, then back
+    down the tree.
 
     Costs for n ranks, where a message without data takes alpha seconds (L = log2 n, rounded up): 2L rounds; time 2L
     alpha.

@@ -14,8 +14,9 @@ from meshwright.program.collective import Builder, CollectiveProgram
 
 
 def all_gather(ranks: int) -> CollectiveProgram:
-    """Generate the program (steps of every rank) of the Bruck all-gather: in each round, each rank r sends to rank r -
-    d all the d blocks (1/n of the vector each) that it has so far, and so doubles their number.
+    """Generate the program (steps of every rank) of the Bruck all-gather: in the rounds with d = 1, 2, 4 ..., each rank
+    r sends to rank r - d the d blocks (1/n of the vector each) that it has so far. This doubles the number of blocks on
+    every rank; the last round sends only the missing blocks.
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (L = log2 n,
     rounded up): L rounds; (n-1)/n S bytes sent per rank; time L alpha + (n-1)/n S beta. Blocks are stored at their

@@ -27,8 +27,8 @@ _MANY_RANKS, _MANY_SEGMENTS = 64, 16  # above, only algorithms with a closed for
 class AlgorithmOptions:
     """Options of a collective algorithm; None: the algorithm's default.
 
-    segments: number of segments of a pipelined algorithm. groups: ranks per node, for hierarchical algorithms. dims:
-    sides of the grid, such as (4, 4), for tori and meshes.
+    segments: number of segments of a pipelined algorithm. groups: number of ranks per node, for hierarchical
+    algorithms. dims: sides of the grid, such as (4, 4), for tori and meshes.
     """
 
     segments: int | None = None
@@ -47,7 +47,7 @@ class Candidate:
     """A collective algorithm with its options, and its time for one size of the vector.
 
     algorithm: name, such as "ring". settings: the options. seconds: simulated time. closed_form_seconds: time by the
-    algorithm's formula, None if it has none.
+    algorithm's formula; None if there is no formula.
     """
 
     algorithm: str
@@ -88,11 +88,11 @@ class Chooser:
         network: Network that the programs run on.
         root: Source or destination rank.
         reduce_bytes_per_second: Rate of local reductions (default: infinite).
-        requested: Options given by the user, which take precedence over those that the network suggests (such as its
-            ranks per node).
-        _simulators: (algorithm, options) -> simulator.
-        _refused: Algorithm -> reason why it does not accept the number of ranks.
-        _settings: Algorithm -> its options on this network.
+        requested: Options given by the user, which take precedence over defaults from the network (such as its ranks
+            per node).
+        _simulators: {(algorithm, options): simulator}.
+        _refused: {algorithm that does not accept the number of ranks: reason}.
+        _settings: {algorithm: its options on this network}.
     """
 
     operation: str
@@ -115,7 +115,7 @@ class Chooser:
 
     @property
     def algorithms(self) -> tuple[str, ...]:
-        """Names of the operation's algorithms, except those that are known not to accept the network's number of
+        """Names of the operation's algorithms, without algorithms that are known not to accept the network's number of
         ranks."""
         return tuple(name for name in self._settings if name not in self._refused)
 
@@ -148,8 +148,8 @@ class Chooser:
         return Choice(tuple(found), dict(self._refused), tuple(left_out), self._explain_choice(found, total_bytes))
 
     def find_candidate(self, algorithm: str, total_bytes: float, near: float = 0.0) -> Candidate | None:
-        """Simulate an algorithm with its best options on a vector of `total_bytes` bytes; return it with its time, or
-        None if it does not accept the network's number of ranks.
+        """Simulate an algorithm with its best options on a vector of `total_bytes` bytes; return the candidate
+        (algorithm, options, time), or None if the algorithm does not accept the network's number of ranks.
 
         A pipelined algorithm is simulated with the number of segments k for which its formula gives the lowest time.
         The formula is approximate: if the simulated time is at most `near` seconds, k/2 and 2k segments are simulated
@@ -166,8 +166,8 @@ class Chooser:
         return best
 
     def _simulate_candidate(self, algorithm: str, settings: AlgorithmOptions, total_bytes: float) -> Candidate | None:
-        """Simulate an algorithm with the options `settings` for a vector of `total_bytes` bytes; return it with its
-        time, or None if it does not accept the network's number of ranks."""
+        """Simulate an algorithm with the options `settings` for a vector of `total_bytes` bytes; return the candidate
+        (algorithm, options, time), or None if the algorithm does not accept the network's number of ranks."""
         simulator = self._get_simulator(algorithm, settings)
         if simulator is None:
             return None
@@ -176,7 +176,7 @@ class Chooser:
 
     def compute_closed_form(self, algorithm: str, total_bytes: float) -> float:
         """Return the seconds of an algorithm for a vector of `total_bytes` bytes by its closed form (formula), with the
-        options that make this time lowest; infinite if the algorithm has no formula."""
+        options for which this time is lowest; infinite if the algorithm has no formula."""
         form = self._compute_form(algorithm, self._list_settings(algorithm, total_bytes)[0], total_bytes)
         return float("inf") if form is None else form
 
@@ -187,9 +187,10 @@ class Chooser:
 
     def resolve_settings(self, algorithm: str) -> AlgorithmOptions:
         """Return the options with which to generate an algorithm's program: each option as requested by the user, else
-        as the network suggests (such as its ranks per node), else None (the algorithm's default)."""
+        the default from the network (such as its ranks per node), else None (the algorithm's default)."""
         has, n = list_options(self.operation, algorithm), self.network.ranks
-        groups = self.requested.groups or (self.network.groups if 1 < (self.network.groups or 0) < n else None)
+        suggested = self.network.ranks_per_node
+        groups = self.requested.groups or (suggested if 1 < (suggested or 0) < n else None)
         dims = self.requested.dims or self.network.dims
         wanted = 2 if algorithm.startswith("2d") else 3 if algorithm.startswith("3d") else len(dims or ())
         return AlgorithmOptions(
@@ -216,7 +217,7 @@ class Chooser:
 
     def _compute_form(self, algorithm: str, settings: AlgorithmOptions, total_bytes: float) -> float | None:
         """Return the seconds of an algorithm for a vector of `total_bytes` bytes by its closed form (formula), with the
-        options `settings`; None if it has no formula, or none for this number of ranks."""
+        options `settings`; None if the algorithm has no formula for this number of ranks."""
         try:
             return compute_closed_form_seconds(self.operation, algorithm, self.network, total_bytes, **asdict(settings))
         except UserError:  # the generator reports it with more detail

@@ -45,10 +45,10 @@ class Tier:
 class CostInputs:
     """Inputs of a closed form (formula of an algorithm's time): ranks, vector size, links and options.
 
-    size: bytes of the vector. link, inner: links between nodes (or leaf switches) and inside them, equal in a uniform
-    network. segments, groups, dims: options of the algorithm: segments of the vector, ranks per node, sides of the
-    grid; None: its default. cables: True if cables join neighbouring ranks, False if switches do. ports: number of
-    links that a rank can use at once.
+    size: bytes of the vector. link: links between nodes or leaf switches. inner: links inside a node or under one leaf
+    switch; equal to `link` in a uniform network. segments (of the vector), ranks_per_node, dims (sides of the grid):
+    options of the algorithm; None: the algorithm's default. cables: True if cables join neighbouring ranks, False if
+    switches do. ports: number of links that a rank can use at once.
     """
 
     ranks: int
@@ -56,7 +56,7 @@ class CostInputs:
     link: Tier
     inner: Tier
     segments: int | None = None
-    groups: int | None = None
+    ranks_per_node: int | None = None
     dims: tuple[int, ...] | None = None
     cables: bool = False
     ports: int = 1
@@ -84,7 +84,7 @@ class CostInputs:
 
     def get_node_shape(self) -> tuple[int, int]:
         """Return (number of nodes, ranks per node) of a hierarchical algorithm."""
-        size = resolve_ranks_per_node("hierarchical", self.ranks, self.groups)
+        size = resolve_ranks_per_node("hierarchical", self.ranks, self.ranks_per_node)
         return self.ranks // size, size
 
 
@@ -101,12 +101,12 @@ def compute_closed_form_seconds(
     groups: int | None = None,
     dims: Sequence[int] | None = None,
 ) -> float | None:
-    """Return the seconds that a collective algorithm takes on a network by its closed form (formula), None if it has
-    none.
+    """Return the seconds that a collective algorithm takes on a network by its closed form (formula), or None if the
+    algorithm has no closed form.
 
-    operation: such as "all-reduce". total_bytes: size of the full vector. segments, groups (ranks per node), dims
-    (sides of the grid): options. Formulas of hierarchical algorithms use the links inside and between nodes, all other
-    formulas only the links between nodes.
+    operation: such as "all-reduce". total_bytes: size of the full vector. segments (of the vector), groups (number of
+    ranks per node), dims (sides of the grid): options; None: the algorithm's default. Formulas of hierarchical
+    algorithms use the links inside and between nodes, all other formulas only the links between nodes.
     """
     form = CLOSED_FORMS.get(operation, {}).get(algorithm)
     if form is None:
@@ -137,13 +137,13 @@ def _make_bidirectional_ring_form(phases: int) -> Form:
 
 def _make_all_pairs_form(phases: int) -> Form:
     """Return the closed form (function from `CostInputs` to seconds) of an algorithm with `phases` rounds. In each
-    round every rank sends 1/n of the vector to each of the n - 1 others, spread over its ports (network links)."""
+    round every rank sends 1/n of the vector to each other rank, spread over its own ports (network links)."""
     return lambda c: phases * c.link.time_concurrent([c.share] * math.ceil((c.ranks - 1) / c.ports))
 
 
 def _compute_linear_gather_seconds(c: CostInputs) -> float:
-    """Compute the seconds of a gather in which all ranks send to the root at once, spread over its ports (network
-    links). c: ranks, vector size and links."""
+    """Compute the seconds of a gather in which all ranks send to the root at once, spread over the root's ports
+    (network links). c: ranks, vector size and links."""
     return c.link.time_rounds(1, (c.ranks - 1) / c.ports * c.share)
 
 
@@ -151,8 +151,8 @@ def _compute_linear_gather_seconds(c: CostInputs) -> float:
 
 
 def _compute_butterfly_seconds(c: CostInputs) -> float:
-    """Compute the seconds of the butterfly all-reduce by closed form. c: ranks, vector size and links. It has two more
-    rounds if the number of ranks is not a power of two."""
+    """Compute the seconds of the butterfly all-reduce by closed form. c: ranks, vector size and links. The algorithm
+    has two more rounds if the number of ranks is not a power of two."""
     return c.link.time_rounds(math.log2(c.core) + (2 if c.extra else 0), c.size)
 
 
@@ -195,8 +195,8 @@ def _compute_bruck_all_to_all_seconds(c: CostInputs) -> float:
 
 def _make_binomial_tree_form(passes: int) -> Form:
     """Return the closed form (function from `CostInputs` to seconds) of a binomial-tree algorithm, pipelined over
-    segments of the vector. passes: how often the data cross the tree, 1 for broadcast or reduce, 2 for all-reduce.
-    With a switch, the messages that a rank sends in one round, up to one per level of the tree, share its link."""
+    segments of the vector. passes: how often the data cross the tree, 1 for broadcast or reduce, 2 for all-reduce. With
+    a switch, all messages that a rank sends in one round (up to one per tree level) share the rank's link."""
 
     def form(c: CostInputs) -> float:
         """Return the seconds of the algorithm for the inputs `c` (ranks, vector size, links, segments)."""
@@ -271,12 +271,12 @@ def _compute_hierarchical_all_to_all_seconds(c: CostInputs) -> float:
 
 
 def _make_torus_form(phases: int, dimensions: int | None, turns: bool) -> Form:
-    """Return the closed form (function from `CostInputs` to seconds) of a torus algorithm, which runs one axis after
-    the other, each in both directions.
+    """Return the closed form (function from `CostInputs` to seconds) of a torus algorithm. The algorithm runs along one
+    axis after the other, each in both directions.
 
     phases: 1 for reduce-scatter or all-gather, 2 for all-reduce. dimensions: number of axes if the inputs have no
-    `dims`. turns: True if the vector is split into one part per axis and part i begins with axis i, so that all axes
-    are busy; False if the whole vector begins with axis 0.
+    `dims`; None: one axis. turns: True if the vector is split into one segment per axis and segment i begins with axis
+    i, so that all axes are busy; False if the whole vector begins with axis 0.
     """
 
     def form(c: CostInputs) -> float:
@@ -293,10 +293,10 @@ def _make_torus_form(phases: int, dimensions: int | None, turns: bool) -> Form:
 
 
 def _make_mesh_form(phases: int, dimensions: int | None, turns: bool) -> Form:
-    """Return the closed form (function from `CostInputs` to seconds) of a mesh algorithm, which runs one axis after the
-    other. phases: 1 for reduce-scatter or all-gather, 2 for all-reduce. dimensions: number of axes if the inputs have
-    no `dims`. turns: True if part i of the vector begins with axis i, so that all axes are busy; False if all begins
-    with axis 0."""
+    """Return the closed form (function from `CostInputs` to seconds) of a mesh algorithm. The algorithm runs along one
+    axis after the other. phases: 1 for reduce-scatter or all-gather, 2 for all-reduce. dimensions: number of axes if
+    the inputs have no `dims`; None: one axis. turns: True if the vector is split into one segment per axis and segment
+    i begins with axis i, so that all axes are busy; False if the whole vector begins with axis 0."""
 
     def form(c: CostInputs) -> float:
         """Return the seconds of the algorithm for the inputs `c` (ranks, sides of the grid, vector size, links)."""
@@ -309,8 +309,8 @@ def _make_mesh_form(phases: int, dimensions: int | None, turns: bool) -> Form:
 def _compute_axis_bytes(shape: tuple[int, ...], size: float, turns: bool) -> list[list[float]]:
     """Return the bytes that a rank sends along each axis in each round of a reduce-scatter on a grid: [round][axis].
 
-    shape: sides of the grid. size: bytes of the vector. turns: True if the vector is split into one part per axis and
-    part i begins with axis i; False if the whole vector begins with axis 0.
+    shape: sides of the grid. size: bytes of the vector. turns: True if the vector is split into one segment per axis
+    and segment i begins with axis i; False if the whole vector begins with axis 0.
     """
     axes = list(range(len(shape)))
     starts = axes if turns else [0]

@@ -29,7 +29,7 @@ class Curves:
     Attributes:
         chooser: Simulator of the operation's algorithms on the network.
         sizes: Sizes in bytes, ascending.
-        seconds: Algorithm -> seconds at each size, infinite where it was not simulated.
+        seconds: {algorithm: seconds at each size}; infinite at sizes at which the algorithm was not simulated.
         bound: Lower bound of the seconds at each size.
     """
 
@@ -42,12 +42,12 @@ class Curves:
     def simulate(
         cls, chooser: Chooser, least: float = SMALLEST, most: float = LARGEST, within: float = math.inf
     ) -> Curves:
-        """Simulate every algorithm at vector sizes from `least` to `most` bytes (both included), each about four times
-        the previous one; return the curves of time over size.
+        """Simulate every algorithm at vector sizes from `least` to `most` bytes (both included), each size about four
+        times the previous size; return the curves of time over size.
 
         chooser: simulator of the operation's algorithms on the network. within: an algorithm whose closed-form time at
         a size exceeds `within` times the best simulated time is not simulated there, and gets infinite seconds;
-        infinity (default): all are simulated.
+        infinity (default): all algorithms are simulated.
         """
         steps = max(1, math.ceil(math.log(most / least, _STEP)))
         sizes = [least * (most / least) ** (step / steps) for step in range(steps + 1)]
@@ -75,8 +75,8 @@ class Curves:
         return cls.simulate(chooser, most=most, within=1.1 if inner == outer else 2.5)
 
     def find_fastest(self, index: int) -> str:
-        """Return the name of the fastest algorithm at the vector size `self.sizes[index]`. If several are equally fast,
-        it is the one listed first in the table of algorithms."""
+        """Return the name of the fastest algorithm at the vector size `self.sizes[index]`. If several algorithms are
+        equally fast, return the first of them in the table of algorithms."""
         return _find_fastest({name: seconds[index] for name, seconds in self.seconds.items()})
 
     def find_crossovers(self) -> list[Crossover]:
@@ -95,7 +95,8 @@ class Curves:
         return found
 
     def _bisect(self, low: tuple[float, str], high: tuple[float, str], names: set[str]) -> list[Crossover]:
-        """Return the crossovers (changes of the fastest algorithm) between two sizes of the vector, found by bisection.
+        """Return the crossovers (vector sizes at which the fastest algorithm changes) between two sizes of the vector,
+        found by bisection.
 
         low, high: (size in bytes, name of the fastest algorithm at that size). names: algorithms to simulate at sizes
         in between.
@@ -111,6 +112,7 @@ class Curves:
 
 
 def _find_fastest(seconds: dict[str, float]) -> str:
-    """Return the algorithm with the lowest time; of equally fast ones, the first. seconds: algorithm -> seconds."""
+    """Return the algorithm with the lowest time; of equally fast algorithms, the first. seconds: {algorithm: its
+    time}."""
     least = min(seconds.values()) * (1 + 1e-9)
     return next(name for name, value in seconds.items() if value <= least)

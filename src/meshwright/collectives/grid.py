@@ -38,8 +38,8 @@ def resolve_sides(
 ) -> tuple[int, ...]:
     """Return the sides of the grid of a torus or mesh algorithm, such as (4, 4) for 16 ranks.
 
-    what: name of the algorithm, for error messages. dims: the sides, if given. dimensions: number of sides; without
-    `dims` they are made as equal as possible. Without `dims` and `dimensions` the grid is one line, (ranks,).
+    what: name of the algorithm, for error messages. dims: the sides; None: `dimensions` sides, as equal as possible.
+    dimensions: number of sides; None: as many as `dims` has. If both are None, the grid is one line, (ranks,).
     Raises UserError if the product of `dims` is not `ranks`, or if no `dimensions` sides of at least 2 have this
     product.
     """
@@ -74,15 +74,16 @@ def resolve_grid(
 ) -> tuple[str, tuple[int, ...]]:
     """Return the name (such as `2d-mesh`) of a torus or mesh algorithm and the sides of its grid (such as (4, 4)).
 
-    kind: "torus" or "mesh". dims: the sides, if given. dimensions: number of sides, as equal as possible, if `dims` is
-    not given. Raises UserError for sides whose product is not `ranks`.
+    kind: "torus" or "mesh". dims: the sides; None: `dimensions` sides, as equal as possible. dimensions: number of
+    sides; None: as many as `dims` has. If both are None, the grid is one line, (ranks,). Raises UserError for sides
+    whose product is not `ranks`.
     """
     name = f"{dimensions}d-{kind}" if dimensions else kind
     return name, resolve_sides(name, ranks, dims, dimensions)
 
 
 def resolve_ranks_per_node(algorithm: str, ranks: int, ranks_per_node: int | None = None) -> int:
-    """Return the number of ranks per node of a hierarchical algorithm on `ranks` ranks in all.
+    """Return the number of ranks per node of a hierarchical algorithm on `ranks` ranks.
 
     That is `ranks_per_node` if given, else the largest divisor of `ranks` up to its square root. algorithm: name, for
     error messages. Raises UserError if `ranks_per_node` does not divide `ranks`.
@@ -103,9 +104,9 @@ def list_axis_phases(
     An all-gather runs the phases in reverse.
 
     grid: [X, Y ...], rank at each point. order: axis numbers in the order of the phases. first: first slot of the
-    vector. count: number of slots of the block that each rank holds after the last phase. Returns three things for each
-    phase: the ranks [..., n] of every line along the axis; the first slot [..., n] of the block that each rank holds
-    after the phase; the number of slots of such a block.
+    vector. count: number of slots of the block that each rank holds after the last phase. Returns for each phase (the
+    ranks [..., n] of every line along the axis; the first slot [..., n] of the block that each rank holds after the
+    phase; the number of slots of such a block).
     """
     coordinate, own, size = np.indices(grid.shape), np.full(grid.shape, first), grid.size * count
     result = []

@@ -12,10 +12,11 @@ def all_reduce(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the halving-doubling all-reduce, in which the number of active
     ranks halves, then doubles again.
 
-    In each round the upper half of the active ranks adds its vectors to the lower half's and waits, until one rank has
-    the sum; then each rank that has the sum sends it back. (`rabenseifner` halves the vector instead.) Source: the
-    minimum-spanning-tree reduce and broadcast of E. Chan et al., Collective communication: theory, practice, and
-    experience, CCPE 19(13), 2007. Best for small vectors; `butterfly` needs half the rounds.
+    In each round the upper half of the active ranks sends its vectors to the lower half, which adds them; the upper
+    half then waits. When rank 0 has the sum, the rounds run in reverse, and each rank that has the sum sends it to its
+    partner. (`rabenseifner` halves the vector instead.) Source: the minimum-spanning-tree reduce and broadcast of E.
+    Chan et al., Collective communication: theory, practice, and experience, CCPE 19(13), 2007. Best for small vectors;
+    `butterfly` needs half the rounds.
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (L = log2 n,
     rounded up): for any n, 2L rounds; rank 0 sends L S bytes; time 2L (alpha + S beta).

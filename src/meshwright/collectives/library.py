@@ -102,6 +102,7 @@ ALGORITHMS: dict[str, dict[str, Generator]] = {
     },
 }
 OPTIONS = ("root", "segments", "groups", "dims")
+_PARAMETERS = {"groups": "ranks_per_node"}  # option -> parameter of the generators, if the names differ
 ROOTED = ("send-receive", "broadcast", "scatter", "gather", "reduce")
 
 
@@ -109,7 +110,7 @@ def list_options(operation: str, algorithm: str) -> tuple[str, ...]:
     """Return which of the options "root", "segments", "groups" and "dims" the program generator of an algorithm
     accepts. operation: such as "all-reduce"."""
     parameters = inspect.signature(find_generator(operation, algorithm)).parameters
-    return tuple(option for option in OPTIONS if option in parameters)
+    return tuple(option for option in OPTIONS if _PARAMETERS.get(option, option) in parameters)
 
 
 def find_generator(operation: str, algorithm: str) -> Generator:
@@ -139,9 +140,9 @@ def generate(
     """Generate the collective program (steps of every rank) of an algorithm for `ranks` ranks.
 
     operation: such as "all-reduce". root: source or destination rank. segments: number of segments of a pipelined
-    algorithm. groups: ranks per node, for hierarchical algorithms. dims: sides of the grid, for tori and meshes, with
-    ranks in row-major order. None: the generator's default. Raises UserError for unknown names, options that the
-    algorithm does not have, and invalid numbers.
+    algorithm. groups: number of ranks per node, for hierarchical algorithms. dims: sides of the grid, for tori and
+    meshes, with ranks in row-major order. None: the generator's default. Raises UserError for unknown names, options
+    that the algorithm does not have, and invalid numbers.
     """
     generator, has = find_generator(operation, algorithm), list_options(operation, algorithm)
     name = f"{algorithm} {operation}"
@@ -160,4 +161,4 @@ def generate(
             raise UserError(f"{name} takes no {option}{right}")
     if segments is not None and segments < 1:
         raise UserError(f"{name}: {segments} segments; there must be at least 1")
-    return generator(ranks, **given)
+    return generator(ranks, **{_PARAMETERS.get(option, option): value for option, value in given.items()})

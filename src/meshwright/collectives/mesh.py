@@ -55,9 +55,9 @@ def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
     """Generate the program (steps of every rank) of the mesh all-reduce: reduce-scatter along each axis in turn, then
     all-gather in reverse.
 
-    Best for large vectors on a mesh. With d axes, the vector has d parts, and part i starts with axis i. dims: sides of
-    the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given; without either,
-    one line.
+    Best for large vectors on a mesh. With d axes, the vector has d segments, and segment i starts with axis i. dims:
+    sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is None. If both are
+    None, the grid is one line.
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (X, Y ...: the
     sides): 2[(X-1) + (Y-1) + ...] rounds; at most 2 (1 + 1/X + 1/XY + ...) S bytes sent per rank; with equal sides,
@@ -82,8 +82,8 @@ def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
 def reduce_scatter(ranks: int, dims: Sequence[int] | None = None, dimensions: int | None = None) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the mesh reduce-scatter: one axis after the other.
 
-    dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given;
-    without either, one line.
+    dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is None. If
+    both are None, the grid is one line.
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (X, Y ...: the
     sides): (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes sent per rank; time rounds x alpha + (n-1)/n S beta.
@@ -98,8 +98,8 @@ def all_gather(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
     """Generate the program (steps of every rank) of the mesh all-gather: one axis after the other, the reverse of the
     mesh reduce-scatter.
 
-    dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given;
-    without either, one line.
+    dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is None. If
+    both are None, the grid is one line.
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (X, Y ...: the
     sides): (X-1) + (Y-1) + ... rounds; time rounds x alpha + (n-1)/n S beta.

@@ -38,16 +38,16 @@ BANDWIDTH = 1e9  # bytes a second
 class NamedProgram:
     """Collective program that a recipe (job file) selects, by name or file, for one operation on one mesh axis.
 
-    programs: the verified program alone, or for "auto" several, among which `choose_program` picks by the vector's
-    size.
+    programs: the verified program; for "auto" several programs, of which `choose_program` returns the fastest for the
+    size of a vector.
     """
 
     programs: tuple[CheckedCollective, ...]
 
     @cached_property
     def _costs(self) -> list[tuple[float, float]]:
-        """Estimated cost of each program of `programs`, as (fixed seconds, seconds per byte of the vector) of the
-        program's busiest rank."""
+        """Estimated cost of each program in `programs`: (fixed seconds, seconds per byte of the vector), for the rank
+        with the most messages and the rank with the most bytes."""
         costs = []
         for checked in self.programs:
             messages = np.bincount(checked.program.steps.rank[checked.sends], minlength=1).max()
@@ -122,8 +122,8 @@ def _load_from_file(path: str, operation: str, sizes: dict[str, int], main: str)
 
 
 def _generate_by_name(algorithm: str, operation: str, sizes: dict[str, int], main: str) -> dict[str, NamedProgram]:
-    """Generate the program (steps of every rank) of an algorithm for each axis whose number of ranks it accepts; return
-    {axis name: program}. Axes of one rank are left out.
+    """Generate the program (steps of every rank) of an algorithm for each axis whose number of ranks the algorithm
+    accepts; return {axis name: program}. Axes of one rank are left out.
 
     operation: such as "all-reduce". sizes: axis name -> number of ranks. main: axis on which this operation moves
     gradients or parameters; raises UserError if the algorithm does not accept the main axis's number of ranks.

@@ -68,7 +68,7 @@ def build_full_mesh(ranks: int, latency: float = LATENCY, bandwidth: float = BAN
 def build_ring(ranks: int, latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> Network:
     """Build a ring: cables to the next and previous rank; messages take the shorter direction.
 
-    latency: seconds of a cable. bandwidth: bytes per second of a cable, in each direction.
+    latency: latency of a cable in seconds. bandwidth: bytes per second of a cable, in each direction.
     """
     return _build_grid("ring", (ranks,), latency, bandwidth, around=True)
 
@@ -76,17 +76,17 @@ def build_ring(ranks: int, latency: float = LATENCY, bandwidth: float = BANDWIDT
 def build_torus(dims: Sequence[int], latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> Network:
     """Build a grid of any dimension with wrap-around cables (a torus).
 
-    dims: its sides, such as (4, 4); consecutive ranks are neighbours in the last dimension; a side of 2 has one cable.
-    latency: seconds of a cable. bandwidth: bytes per second of a cable, in each direction.
-    Messages are routed dimension by dimension, from the last to the first, each in the shorter direction (towards
-    higher coordinates if both are equal).
+    dims: sides of the grid, such as (4, 4). Consecutive ranks are neighbours in the last dimension; a side of 2 has one
+    cable. latency: latency of a cable in seconds. bandwidth: bytes per second of a cable, in each direction.
+    Messages are routed dimension by dimension, from the last to the first, and in each dimension in the shorter
+    direction (towards higher coordinates if both directions are equally long).
     """
     return _build_grid(f"torus:{'x'.join(map(str, dims))}", tuple(dims), latency, bandwidth, around=True)
 
 
 def build_mesh(dims: Sequence[int], latency: float = LATENCY, bandwidth: float = BANDWIDTH) -> Network:
-    """Build a grid of any dimension without wrap-around cables. dims: its sides, such as (4, 4). latency: seconds of a
-    cable. bandwidth: bytes per second of a cable, in each direction."""
+    """Build a grid of any dimension without wrap-around cables. dims: sides of the grid, such as (4, 4). latency:
+    latency of a cable in seconds. bandwidth: bytes per second of a cable, in each direction."""
     return _build_grid(f"mesh:{'x'.join(map(str, dims))}", tuple(dims), latency, bandwidth, around=False)
 
 
@@ -226,7 +226,7 @@ def build_nodes(
             *(f"node {number}" for number in range(nodes)),
             *((f"rail {number}" for number in range(devices)) if outsides > 1 else ("network",)),
         ),
-        groups=devices,
+        ranks_per_node=devices,
     )
 
 
@@ -240,10 +240,11 @@ def build_spine_leaf(
 ) -> Network:
     """Build a spine-leaf network: `leaves` switches with `ranks_per_leaf` ranks each, joined by `spines` switches.
 
-    latency: seconds of a message inside a leaf; across a spine twice that. bandwidth: bytes per second of a rank's
-    port, in each direction. oversubscription: ratio of the bandwidth of a leaf's ranks to that of its cables to the
-    spines, in each direction; these cables are equal, one to each spine. A message to rank t goes through spine number
-    t modulo `spines`.
+    latency: latency in seconds of a message under one leaf switch; a message across a spine switch has twice this
+    latency. bandwidth: bytes per second of a rank's port, in each direction. oversubscription: total bandwidth of the
+    ranks of a leaf switch, divided by the total bandwidth of its cables to the spine switches, in each direction. A
+    leaf switch has one cable to each spine switch, all with the same bandwidth. A message to rank t goes through spine
+    number t modulo `spines`.
     """
     ranks = leaves * ranks_per_leaf
     rank = np.arange(ranks)
@@ -279,5 +280,5 @@ def build_spine_leaf(
             np.concatenate([leaf, np.arange(leaves), np.full(spines, -1)]),
         ),
         switches=(*(f"leaf {number}" for number in range(leaves)), *(f"spine {number}" for number in range(spines))),
-        groups=ranks_per_leaf,
+        ranks_per_node=ranks_per_leaf,
     )

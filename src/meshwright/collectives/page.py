@@ -38,12 +38,13 @@ def draw_crossovers(
     curves: Curves, crossovers: list[Crossover], requested: float | None = None, named: tuple[str, float] | None = None
 ) -> str:
     """Return an SVG chart of simulated time over vector size, both logarithmic, with a band below that names the
-    fastest algorithm. Algorithms that are the fastest at some size are in colour, the others thin, the lower bound
-    dashed.
+    fastest algorithm. Curves are coloured for algorithms that are the fastest at some size, thin for the other
+    algorithms, and dashed for the lower bound.
 
     curves: simulated times of all algorithms. crossovers: sizes at which the fastest algorithm changes. requested: size
     in bytes to mark; None: no mark. named: (algorithm that the user chose, its seconds at the requested size), drawn as
-    a dot; its curve is emphasized, if it has one (a program from a file has none). None: no algorithm was chosen.
+    a dot; the algorithm's curve, if there is one, is emphasized (a program from a file has no curve). None: the user
+    chose no algorithm.
     """
     names = [curves.find_fastest(0), *(crossover.after for crossover in crossovers)]
     colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(dict.fromkeys(names))}
@@ -113,9 +114,9 @@ def _make_bands(curves: Curves, crossovers: list[Crossover], colours: dict[str, 
 
 
 def draw_page(report: CollectiveReport, picture: str) -> str:
-    """Return the HTML page of a report: its numbers, the chart `picture`, and drawings of all ranks' buffers (one per
-    chunk of the vector) after each round, or a note if these are too many to draw. picture: SVG chart of time over
-    vector size."""
+    """Return the HTML page of a report: its numbers, the chart `picture`, and drawings of all ranks' buffers (one
+    buffer per chunk of the vector) after each round, or a note if there are too many buffers to draw. picture: SVG
+    chart of time over vector size."""
     program = report.checked.program
     try:
         subject = f"{program.operation} {program.algorithm}, {program.ranks} ranks"

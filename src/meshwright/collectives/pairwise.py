@@ -44,8 +44,8 @@ def add_all_to_all_rounds(program: Builder, ranks: Integers, blocks: Integers, i
     interleaved.
 
     A block is `count` consecutive slots (buffers for one chunk each). ranks: [..., n], ranks of each of several
-    independent groups of n. blocks: [n], first slot of the block that a sender has for each rank of its group. into:
-    [..., n], first slot on the receiver where the block from each rank of its group is stored.
+    independent groups of n. blocks: [n], first slot, on a sender, of the block for each rank of its group. into: [...,
+    n], first slot, on the receiver, of the block from each rank of its group.
     """
     for partner in list_partners(ranks.shape[-1]):
         program.transfer(ranks, ranks[..., partner], blocks[partner], count, into)
@@ -91,7 +91,7 @@ def all_pairs_all_reduce(ranks: int) -> CollectiveProgram:
 
 def all_pairs_reduce_scatter(ranks: int) -> CollectiveProgram:
     """Generate the program (steps of every rank) of the all-pairs reduce-scatter: every rank sends to all other ranks
-    at once, to each the block that it will own. Best for small vectors inside a machine.
+    at once; each receiver gets the block that it will own. Best for small vectors inside a machine.
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: 1 round of n-1
     messages; (n-1)/n S bytes sent per rank; time alpha + (n-1)/n S beta.

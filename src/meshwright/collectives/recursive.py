@@ -51,8 +51,9 @@ def list_powers_of_two(n: int) -> list[int]:
 
 
 def split_extra_ranks(ranks: Integers) -> tuple[Integers, Integers, Integers]:
-    """Split ranks into 2^k core ranks (2^k: largest power of two up to n) and the extra ranks. Return (extra ranks,
-    substitutes, core ranks): the substitute of an extra rank is the core rank that runs the algorithm on its behalf.
+    """Split n ranks into core ranks, whose number is the largest power of two up to n, and extra ranks. Return (extra
+    ranks, substitutes, core ranks): the substitute of an extra rank is the core rank that runs the algorithm on its
+    behalf.
 
     ranks: [..., n], ranks of each of several independent groups; the results have the same leading shape.
     """
@@ -64,8 +65,8 @@ def split_extra_ranks(ranks: Integers) -> tuple[Integers, Integers, Integers]:
 
 def add_fold_round(program: Builder, ranks: Integers) -> Rounds:
     """Add to the builder `program` the first round of an algorithm for a number of ranks that is not a power of two:
-    each extra rank (beyond the largest power of two) sends its vector to a core rank, which adds it to its own. This
-    generator yields once, after the round; for a power of two it adds nothing and never yields.
+    each extra rank (beyond the largest power of two) sends its vector to a core rank, which adds the vector to its own.
+    This generator yields once, after the round; for a power of two it adds nothing and never yields.
 
     ranks: all ranks of the algorithm, in order.
     """
@@ -98,8 +99,8 @@ def rabenseifner(ranks: int) -> CollectiveProgram:
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: if n is a power
     of two, 2 log2 n rounds; 2(n-1)/n S bytes sent per rank; time 2 log2 n alpha + 2(n-1)/n S beta. Otherwise, let m be
     the largest power of two below n: 2 log2 m + 2 rounds; time 2 log2 m alpha + 2(m-1)/m S beta + 2 (alpha + S beta).
-    Each of the n - m extra ranks sends its S bytes to a neighbour and later receives the result from it. Such a
-    neighbour sends 2(m-1)/m S + S bytes; each other rank sends 2(m-1)/m S.
+    Each of the n - m extra ranks sends its S bytes to a neighbour and later receives the result from this neighbour.
+    Such a neighbour sends 2(m-1)/m S + S bytes; each other rank sends 2(m-1)/m S.
     """
     everyone = np.arange(ranks)
     _, _, core = split_extra_ranks(everyone)
@@ -123,7 +124,7 @@ def butterfly(ranks: int) -> CollectiveProgram:
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: if n is a power
     of two, log2 n rounds; S log2 n bytes sent per rank; time log2 n (alpha + S beta). Otherwise, let m be the largest
     power of two below n: log2 m + 2 rounds. Each of the n - m extra ranks sends its S bytes to a neighbour and later
-    receives the result from it. Such a neighbour sends S log2 m + S bytes.
+    receives the result from this neighbour. Such a neighbour sends S log2 m + S bytes.
     """
     program = Builder("all-reduce", "butterfly", ranks, chunks=1)
     everyone = np.arange(ranks)
@@ -197,7 +198,7 @@ def _compute_share_bounds(ranks: Integers) -> Integers:
     core rank owns the slots bounds[i] to bounds[i + 1] - 1.
 
     ranks: all ranks of the algorithm, in order. The 2^k core ranks (2^k: largest power of two up to the number of
-    ranks) run the algorithm; a core rank that acts for one of the other ranks owns that rank's slot too.
+    ranks) run the algorithm; a core rank that acts for another rank owns the slot of the other rank too.
     """
     n, extra = ranks.shape[-1], split_extra_ranks(ranks)[0].shape[-1]
     return np.concatenate([np.arange(0, 2 * extra, 2), np.arange(2 * extra, n + 1)])

@@ -37,9 +37,9 @@ class CollectiveReport:
         settings: The algorithm's options.
         total_bytes: Size of the full vector.
         timing: Simulated times.
-        closed_form_seconds: Time by the algorithm's formula, None if it has none.
+        closed_form_seconds: Time by the algorithm's formula; None if there is no formula.
         chooser: Simulator of all algorithms on the network.
-        choice: Ranking of the algorithms, for `auto`.
+        choice: Ranking of the algorithms by time if the algorithm is `auto`; else None.
         crossovers: Sizes at which the fastest algorithm changes, None if not computed.
         measured: Times measured in a real run of the program and of torch.distributed's own call, as returned by
             `comm.measure_program.measure`; empty without such a run.
@@ -61,8 +61,8 @@ class CollectiveReport:
         return self.chooser.compute_lower_bound(self.total_bytes)
 
     def to_json_dict(self) -> dict[str, Any]:
-        """Return the report as the JSON object that `meshwright collective --json` prints, except its list of written
-        files."""
+        """Return the report as the JSON object that `meshwright collective --json` prints, except the list of files
+        that the command has written."""
         program, timing = self.checked.program, self.timing
         link = timing.busiest_link
         options = {"segments": self.settings.segments, "groups": self.settings.groups, "dims": self.settings.dims}
@@ -196,13 +196,14 @@ def format_crossovers(crossovers: Sequence[Crossover]) -> str:
 
 @dataclass(frozen=True)
 class CollectiveOptions(AlgorithmOptions):
-    """Options for the function `collective`: those of the algorithm (segments, ranks per node, sides of the grid), the
-    operation and the network.
+    """Options for the function `collective`: options of the algorithm (segments, ranks per node, sides of the grid), of
+    the operation and of the network.
 
     Attributes:
         root: Source or destination rank; None: 0.
         reduction: "sum" (None, the default), "mean", "minimum" or "maximum".
-        latency, bandwidth: Seconds, and bytes per second, of links whose values the topology's text does not give.
+        latency, bandwidth: Latency in seconds and bandwidth in bytes per second of links for which the topology's text
+            gives none; None: defaults.
         reduce_bytes_per_second: Rate of local reductions.
         crossovers: True to also find the sizes at which the fastest algorithm changes; applies to `auto` on few ranks
             only.
@@ -286,7 +287,7 @@ def collective(
 def _load_program(
     operation: str, file: str, ranks: int | None, root: int | None, reduction: str | None
 ) -> CollectiveProgram:
-    """Load a collective program from a file and check that it is the requested one.
+    """Load a collective program from a file and check that it fits the request.
 
     file: path with leading `@`. ranks, root (source or destination rank), reduction ("sum", "mean", "minimum" or
     "maximum"): expected values, None: not checked. Raises UserError if the operation or an expected value differs.

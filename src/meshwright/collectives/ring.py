@@ -116,8 +116,8 @@ def bidirectional_all_gather(ranks: int) -> CollectiveProgram:
 
 def _split_directions(ranks: int) -> tuple[tuple[Integers, Integers], tuple[Integers, Integers]]:
     """Return the ranks and half blocks for the two directions of a bidirectional ring, as a pair of arrays [ranks] for
-    each direction: ranks in ring order, and the first slot of the half block that each of them owns. A block is a
-    rank's 1/n of the vector, stored in two slots (buffers for one chunk). One direction moves the first half of every
-    block, the other the second."""
+    each direction: ranks in ring order, and the first slot of the half block that each rank owns. A block is a rank's
+    1/n of the vector, stored in two slots (buffers for one chunk). One direction moves the first half of every block,
+    the other the second."""
     everyone = np.arange(ranks)
     return (everyone, 2 * everyone), (everyone[::-1], 2 * everyone[::-1] + 1)

@@ -11,8 +11,8 @@ from meshwright.program.collective import Builder, CollectiveProgram
 
 
 def all_to_all(ranks: int) -> CollectiveProgram:
-    """Generate the program (steps of every rank) of the ring all-to-all. Best on networks that are rings; on others
-    `pairwise` sends fewer bytes.
+    """Generate the program (steps of every rank) of the ring all-to-all. Best on networks that are rings; on other
+    networks `pairwise` sends fewer bytes.
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: n-1 rounds;
     (n-1)/2 S bytes sent per rank, as every block takes all hops to its destination; time (n-1) alpha + (n-1)/2 S beta.

@@ -19,8 +19,8 @@ def broadcast(ranks: int, root: int = 0) -> CollectiveProgram:
     then ring all-gather.
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (L = log2 n,
-    rounded up): L + n-1 rounds; the root sends 2(n-1)/n S bytes, the others less; time (L + n-1) alpha + 2(n-1)/n S
-    beta.
+    rounded up): L + n-1 rounds; the root sends 2(n-1)/n S bytes, each other rank fewer; time (L + n-1) alpha + 2(n-1)/n
+    S beta.
     """
     program = Builder("broadcast", "scatter-all-gather", ranks, ranks, root)
     everyone = own = np.arange(ranks)

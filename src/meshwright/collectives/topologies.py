@@ -61,9 +61,9 @@ class _TopologySettings:
     """Settings parsed from a topology's text. A setting that the text does not give has no entry.
 
     Attributes:
-        latency: Class of links, such as "inner" or "outer" -> seconds.
-        bandwidth: Class of links -> bytes per second.
-        numbers: Name of another setting -> its number, as given by NAME=NUMBER.
+        latency: {class of links, such as "inner" or "outer": seconds}.
+        bandwidth: {class of links: bytes per second}.
+        numbers: {name of another setting: its number}, as given by NAME=NUMBER.
         flags: Words without a value, such as "rails".
     """
 
@@ -151,11 +151,10 @@ def _parse_number(value: str, where: str) -> float:
 
 
 def _parse_sides(name: str, shape: str, ranks: int) -> tuple[int, ...]:
-    """Parse the shape of a topology, such as `4x4`; return its sides, (4, 4), in the order of the text. For "nodes" and
-    "spine-leaf" they are (nodes, ranks per node) or (leaves, ranks per leaf). name: topology, such as "torus". shape:
-    text; for "nodes" and "spine-leaf" it may be a single number, the ranks per node or leaf. ranks: required product of
-    the sides. Raises UserError for any other shape.
-    """
+    """Parse the shape of a topology, such as `4x4`; return its sides, (4, 4), in the order of the text. For "nodes" the
+    sides are (nodes, ranks per node), for "spine-leaf" (leaves, ranks per leaf). name: topology, such as "torus".
+    shape: text; for "nodes" and "spine-leaf" a single number is the number of ranks per node or leaf. ranks: required
+    product of the sides. Raises UserError for any other shape."""
     in_two = name in ("nodes", "spine-leaf")
     if in_two:
         size = resolve_ranks_per_node(name, ranks)

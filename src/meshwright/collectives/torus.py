@@ -23,9 +23,9 @@ def all_reduce(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
     """Generate the program (steps of every rank) of the torus all-reduce: reduce-scatter along each axis in turn, then
     all-gather in reverse.
 
-    With d axes, the vector has 2d parts: for each axis, two parts that start with this axis, one in each direction.
-    dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given;
-    without either, one ring.
+    With d axes, the vector has 2d segments: for each axis, two segments that start with this axis, one in each
+    direction. dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is
+    None. If both are None, the grid is one ring.
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (X, Y ...: the
     sides): 2[(X-1) + (Y-1) + ...] rounds; 2(n-1)/n S bytes sent per rank; with equal sides, time rounds x alpha + 2
@@ -58,8 +58,8 @@ def reduce_scatter(ranks: int, dims: Sequence[int] | None = None, dimensions: in
     """Generate the program (steps of every rank) of the torus reduce-scatter: one axis after the other in both
     directions, in contiguous blocks.
 
-    dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given;
-    without either, one ring.
+    dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is None. If
+    both are None, the grid is one ring.
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (X, Y ...: the
     sides): (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes sent per rank; time rounds x alpha + (n-1)/n S/2 beta.
@@ -76,8 +76,8 @@ def all_gather(ranks: int, dims: Sequence[int] | None = None, dimensions: int | 
     """Generate the program (steps of every rank) of the torus all-gather: one axis after the other, the reverse of the
     torus reduce-scatter.
 
-    dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is not given;
-    without either, one ring.
+    dims: sides of the grid, such as (4, 4). dimensions: number of sides, as equal as possible, if `dims` is None. If
+    both are None, the grid is one ring.
 
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds (X, Y ...: the
     sides): (X-1) + (Y-1) + ... rounds; (n-1)/n S bytes sent per rank; time rounds x alpha + (n-1)/n S/2 beta.

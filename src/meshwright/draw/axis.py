@@ -34,8 +34,8 @@ def make_linear_axis(
     """Return a linear axis from `low` to `high` with ticks at round numbers.
 
     title: text beside the axis. below, above: space added below `low` and above `high`, as a fraction of `high` -
-    `low`. most: maximum number of intervals between ticks. If `low` equals `high`, max(1, |high|) takes the place of
-    their difference, and the axis is extended above `high`, so that it is never empty.
+    `low`, or of max(1, |high|) if `low` equals `high`. If `low` equals `high` and `above` is 0, max(1, |high|) is added
+    above, so that the axis is never empty. most: maximum number of intervals between ticks.
     """
     span = high - low or max(1.0, abs(high))
     low, high = low - below * span, (high if high > low or above else low + span) + above * span

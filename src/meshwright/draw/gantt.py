@@ -30,9 +30,9 @@ def draw_svg(timeline: Timeline, width: int = 1200, alone: bool = True, until: f
     """Return the Gantt chart of a timeline (steps with start and end, on one track per rank) as SVG; hovering over a
     step shows its name and times.
 
-    width: in pixels; a chart with many steps is made wider, up to eight times that, so that labels are legible. alone:
-    True for an SVG file, with the title above the chart; False to embed it in a page. until: time at which the axis
-    ends, if later than the last step, so that several charts share one scale.
+    width: width in pixels; a chart with many steps is made up to eight times as wide, so that labels are legible.
+    alone: True for an SVG file, with the title above the chart; False to embed it in a page. until: time at which the
+    axis ends, if later than the last step, so that several charts share one scale.
     """
     spans = [span for span in timeline.spans if span.end > span.start]
     notes = 10 + max(map(estimate_text_width, timeline.notes)) if timeline.notes else 0.0
@@ -62,8 +62,8 @@ def draw_svg(timeline: Timeline, width: int = 1200, alone: bool = True, until: f
 def draw_overview(timeline: Timeline, width: int = 1200) -> Markup:
     """Return a Gantt chart of a timeline with very many steps as SVG, with low rows and without labels.
 
-    timeline: steps with start and end, on one track per rank. width: in pixels; the height is at most about 800 pixels,
-    more only for over 200 tracks. All steps of one colour are one SVG path, so that 100,000 steps can be shown.
+    timeline: steps with start and end, on one track per rank. width: width in pixels. The height is at most about 800
+    pixels, more only for over 200 tracks. All steps of one colour are one SVG path, so that 100,000 steps can be shown.
     """
     spans = [span for span in timeline.spans if span.end > span.start]
     pitch = max(4, min(ROW + GAP, 800 // max(1, len(timeline.tracks))))
@@ -204,8 +204,8 @@ class _Chart:
             )
 
     def draw_levels(self) -> None:
-        """Draw below each track's row a strip with a quantity over time, such as saved activations, on one scale for
-        all tracks, up to the highest value of any."""
+        """Draw below each track's row a strip with a quantity over time, such as saved activations. The scale is the
+        same for all tracks and ends at the highest value of any track."""
         levels = self.timeline.levels
         highest = max((value for points in levels.values() for _, value in points), default=0.0)
         for track, points in levels.items() if highest else ():

@@ -14,9 +14,9 @@ def draw_text(timeline: Timeline, width: int = 100) -> str:
     """Return the Gantt chart of a timeline as text: one line for each track (a rank), in sections of the time axis such
     that lines have at most `width` characters (at least 20 for the chart itself).
 
-    A step is drawn as its label, padded with dashes to its duration (F3: forward of micro-batch 3; f3: of the rank's
-    second model chunk; F3': of the second model replica in a bidirectional schedule). Idle time is blank; overlapping
-    steps have a line each.
+    A step is drawn as its label, padded with dashes to its duration (F3: forward of micro-batch 3; f3: forward of the
+    rank's second model chunk; F3': forward of the second model replica in a bidirectional schedule). Idle time is
+    blank; overlapping steps have a line each.
     """
     spans = [span for span in timeline.spans if span.end > span.start]
     if not spans:
@@ -56,6 +56,6 @@ def draw_text(timeline: Timeline, width: int = 100) -> str:
 
 
 def _format_label(span: Span) -> str:
-    """Return the label of a step (`span`), such as `F3`; with an apostrophe (`F3'`) if it is of the second model
+    """Return the label of a step (`span`), such as `F3`; with an apostrophe (`F3'`) if the step is of the second model
     replica in a bidirectional schedule."""
     return span.label + ("'" if span.mirrored else "")

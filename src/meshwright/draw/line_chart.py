@@ -50,7 +50,7 @@ class Mark:
 @dataclass(frozen=True)
 class Band:
     """Named interval of a chart's x axis, drawn as a coloured box in a strip of boxes below the axis. Each band begins
-    where the previous one ends (the first at the beginning of the axis) and ends at x = `end`.
+    where the previous band ends (the first band at the beginning of the axis) and ends at x = `end`.
 
     Attributes:
         name: Text in the box.
@@ -155,9 +155,9 @@ class Plot:
             )
 
     def draw_hover(self, series: Sequence[Series], name: str) -> None:
-        """Cover the plot with transparent columns, one for each x value of the series, or for every n-th if they lie
-        closer than `COLUMN` pixels. Pointing at a column, or touching it, shows the value of each series at this x or,
-        if the series has no point there, at its last x before.
+        """Cover the plot with transparent columns, one for each x value of the series (for every n-th x value if the x
+        values are less than `COLUMN` pixels apart). Pointing at a column, or touching it, shows the value of each
+        series at this x or, if the series has no point there, at the last x before it.
 
         name: name of the x values, such as "step".
         """
@@ -216,12 +216,12 @@ def draw_lines(
     legend: bool = False,
 ) -> Markup:
     """Return a line chart for an HTML page, with a legend if there are several series. It consists of two SVG pictures,
-    of which the style sheet shows one: one 760 pixels wide and at least `height` high, and one of 380 pixels for
-    screens as narrow as a phone's.
+    of which the style sheet shows one: the first 760 pixels wide, the second 380 pixels wide for screens as narrow as a
+    phone's. Both are at least `height` pixels high.
 
-    x_axis, y_axis: axes with their ranges and ticks. series: the curves. marks: vertical lines with texts. height: in
-    pixels. hover: name of the x values, such as "step", for the texts that show all values at an x on hover; empty: no
-    such texts. legend: True for a legend even with a single series.
+    x_axis, y_axis: axes with their ranges and ticks. series: the curves. marks: vertical lines with texts. height:
+    minimum height in pixels. hover: name of the x values, such as "step", for texts that show all values at an x on
+    hover; empty: no such texts. legend: True for a legend even with a single series.
     """
     entries = [(one.name, {"style": f"fill:{css_var(one.colour)}"}) for one in series if len(series) > 1 or legend]
 
@@ -249,8 +249,8 @@ def draw_lines(
 
 def spread_labels(places: Sequence[float], limit: float) -> list[float]:
     """Move labels apart so that they do not overlap; return their vertical positions in pixels, ascending. They are at
-    least one line of text apart, at most `limit`, and as close to the wanted positions as this allows. places: wanted
-    positions in pixels, ascending."""
+    least one line of text apart, at most `limit`, and as close to the wanted positions as these two conditions allow.
+    places: wanted positions in pixels, ascending."""
     apart: list[float] = []
     for place in places:
         apart.append(max(place, apart[-1] + LINE) if apart else place)
@@ -265,7 +265,7 @@ def downsample(points: Sequence[tuple[float, float]], buckets: int) -> Sequence[
     pixels wide.
 
     The points are divided into buckets of consecutive points; the points with the lowest and the highest y of each
-    bucket are kept, and both ends of the line.
+    bucket, and both ends of the line, are kept.
     """
     if len(points) <= 2 * buckets:
         return points

@@ -14,7 +14,7 @@ _INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\
 
 
 class Markup(str):
-    """String that contains HTML or SVG. The function `element` inserts it unchanged, while it escapes all other
+    """String that contains HTML or SVG. The function `element` inserts a `Markup` unchanged, and escapes all other
     strings."""
 
     __slots__ = ()
@@ -69,7 +69,7 @@ def format_number(value: float, digits: int = 2) -> str:
 
 def _replace_invisible(found: re.Match[str]) -> str:
     """Return a visible replacement for the character matched by a regular expression (`found`): for an ASCII control
-    character its symbol (U+2400 on), for any other U+FFFD."""
+    character its symbol (U+2400 on), for any other character U+FFFD."""
     code = ord(found[0])
     if unicodedata.category(found[0]) == "Cc" and code < 0x80:
         return chr(0x2421 if code == 0x7F else 0x2400 + code)

@@ -16,8 +16,9 @@ PITCH = 150.0  # pixels between two axes
 
 @dataclass(frozen=True)
 class Item:
-    """One line (one data point) of a parallel-coordinates plot. values: value on each axis; None if the point has none,
-    and the line skips that axis. colour: style-sheet colour. title: text on hover. kind: line style, "thin" or
+    """One line (one data point) of a parallel-coordinates plot. values: value on each axis; None: the point has no
+    value on this axis, and the line skips the axis. colour: style-sheet colour. title: text on hover. kind: line style,
+    "thin" or
     "thick"."""
 
     values: Sequence[float | None]
@@ -30,7 +31,7 @@ def draw_parallel_coordinates(axes: Sequence[tuple[str, Axis]], items: Sequence[
     """Return a parallel-coordinates plot as SVG: parallel vertical axes, across which each of `items` is drawn as a
     line.
 
-    axes: (name above the axis, axis). items: lines, later ones drawn over earlier ones. label: description of the
+    axes: (name above the axis, axis). items: lines; later lines are drawn over earlier lines. label: description of the
     picture for screen readers.
     """
     picture = Picture()

@@ -52,8 +52,8 @@ class Event:
 
 
 class CollectiveCall:
-    """One collective of a process group: collects the calls of its ranks, and is complete when all ranks have made
-    theirs. operation: name of the collective, such as "all_reduce". ranks: global ranks of the group.
+    """One collective of a process group: collects the calls of the group's ranks, and is complete when all ranks have
+    made the call. operation: name of the collective, such as "all_reduce". ranks: global ranks of the group.
 
     Attributes:
         calls: {index in the group: that rank's call}.
@@ -76,8 +76,9 @@ class CollectiveCall:
 class PostedMessage:
     """A send or receive that a rank has posted: one of the two ends of a message.
 
-    call: the rank's call, with the tensor to send or to fill. sender: index of the sending rank in the group; -1 for a
-    receive from any rank, until a send matches it. result: copy of the sent tensor; None until both ends are posted."""
+    call: the rank's call, with the tensor to send or to fill. sender: index of the sending rank in the group; -1 in a
+    receive from any rank, until a send matches the receive. result: copy of the sent tensor; None until both ends are
+    posted."""
 
     call: RankCall
     sender: int
@@ -93,8 +94,8 @@ class EmulatedWork(dist.Work):
         matcher: Matcher of the calls of all ranks.
         ready: Function that returns True once the call is complete.
         describe: Function that returns text on the call, for the deadlock report.
-        finish: Function that writes the results to the output tensors and returns these.
-        message: The posted receive, if the call is one; else None.
+        finish: Function that writes the results to the output tensors and returns the output tensors.
+        message: The posted receive if the call is a receive; else None.
     """
 
     def __init__(
@@ -112,8 +113,8 @@ class EmulatedWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return True if the call is complete, after writing its results to the output tensors. If it is not complete,
-        first let another rank run and check again, so that a program that polls makes progress."""
+        """Return True if the call is complete, after writing its results to the output tensors. If the call is not
+        complete, first let another rank run and check again, so that a program that polls makes progress."""
         if not self._ready():
             self._matcher.scheduler.poll(self._ready, self._describe)
         if self._ready():
@@ -130,8 +131,8 @@ class EmulatedWork(dist.Work):
         self.wait()
 
     def get_future(self) -> Any:
-        """Wait for the call; return a completed future of its output tensors. It waits here because C++ code that waits
-        for a future, such as DistributedDataParallel's, would let no other rank run."""
+        """Wait for the call; return a completed future of its output tensors. (C++ code that waits for a future, such
+        as DistributedDataParallel's, would let no other rank run.)"""
         self.wait()
         future: Any = torch.futures.Future()
         future.set_result(list(self._outputs))
@@ -157,9 +158,9 @@ class CallMatcher:
 
     Attributes:
         events: All calls in order.
-        on_call: Function called before each call with (rank, number of the call on that rank, the caller's frame), or
-            None.
-        on_event: Function called with each recorded call, or None.
+        on_call: Function called before each communication call with (rank, number of the call on that rank, the
+            caller's frame); None: nothing is called.
+        on_event: Function called with each recorded call (an `Event`); None: nothing is called.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -178,7 +179,7 @@ class CallMatcher:
 
         operation: name of the collective, such as "all_reduce". call: the running rank's input and output tensors. op:
         name of the reduction, such as "SUM". root: index of the root rank in the group. Raises EmulationFailed if
-        another rank of the group makes another call, or one of another shape.
+        another rank of the group makes a call with another operation, reduction, root or shape.
         """
         group.calls += 1
         self._record(group, operation, call)
@@ -243,7 +244,8 @@ class CallMatcher:
         return work
 
     def _post(self, message: PostedMessage, sends: bool, key: tuple[GroupKey, int, int]) -> None:
-        """Match a send or receive with its counterpart if that has been posted; otherwise store it until then.
+        """Match a send or receive with its counterpart if the counterpart has been posted; otherwise store the send or
+        receive until then.
 
         message: the send or receive. sends: True for a send. key: (group, index of the receiving rank, tag).
         """
@@ -258,7 +260,7 @@ class CallMatcher:
             self._match(*((message, other) if sends else (other, message)))
 
     def _match(self, sent: PostedMessage, received: PostedMessage) -> None:
-        """Copy the tensor of the send `sent` for the matching receive `received`, which completes both. Raises
+        """Copy the tensor of the send `sent` for the matching receive `received`; both calls are then complete. Raises
         EmulationFailed if dtype or number of elements differ."""
         source, target = sent.call.inputs[0], received.call.outputs[0]
         if source.numel() != target.numel() or source.dtype != target.dtype:
@@ -271,8 +273,8 @@ class CallMatcher:
             sent.result = received.result = source.detach().clone()
 
     def _record(self, group: Any, operation: str, call: RankCall) -> None:
-        """Append the running rank's communication call to `events`, and count it. Before that, call `on_call`, which
-        may open the debugger.
+        """Call `on_call`, which may open the debugger; then count the running rank's communication call and append it
+        to `events`.
 
         group: an `EmulatedGroup`. operation: name of the call, such as "all_reduce". call: the rank's tensors; its
         fields `number` and `place` are set here.
@@ -297,7 +299,7 @@ class CallMatcher:
 
     def _check_match(self, collective: CollectiveCall, operation: str, group: Any, call: RankCall) -> None:
         """Raise EmulationFailed if this rank's call differs from the call that other ranks of the group have made to
-        the same collective. Operation and `call.form` (text of reduction, shape and root) must be equal.
+        the same collective. Operation and `call.form` (text of reduction, shape and root) must be equal on all ranks.
 
         collective: the calls of the other ranks. operation: name of this rank's collective. group: an `EmulatedGroup`.
         call: this rank's call."""
@@ -326,7 +328,7 @@ def find_caller() -> FrameType | None:
 
 
 def describe_place(frame: FrameType | None) -> str:
-    """Return the code location of a frame as text, such as "train.py:12"."""
+    """Return the code location of a stack frame as text, such as "train.py:12"; "?" for None."""
     if frame is None:
         return "?"
     file = frame.f_code.co_filename

@@ -37,8 +37,8 @@ class HeldValue:
 
 
 class ModuleLog:
-    """Record of the `torch.nn.Module`s that each rank creates. It holds references to the modules, so that those that a
-    script drops can still be listed at the end."""
+    """Record of the `torch.nn.Module`s that each rank creates. It holds references to the modules, so that modules that
+    a script drops can still be listed at the end."""
 
     def __init__(self) -> None:
         """Start without modules."""
@@ -49,8 +49,8 @@ class ModuleLog:
     def record_modules(self, current: Callable[[], int]) -> Iterator[None]:
         """Context manager that records modules as the ranks create them.
 
-        A module is recorded when it registers a parameter or a child module, which is recorded too. current: function
-        that returns the running rank, for which a module is recorded.
+        A module is recorded when it registers a parameter or a child module; the child module is recorded too. current:
+        function that returns the running rank, for which a module is recorded.
         """
 
         def add(module: Any, *_: Any) -> None:

@@ -37,7 +37,7 @@ class EmulatedRanks:
 
     Attributes:
         states: Process state of each rank, [rank].
-        backend: Name that every group reports as its backend; None: the requested one.
+        backend: Name that every process group reports as its backend; None: the name that the program requested.
     """
 
     backend: str | None = None  # reported backend of every group; None: the requested one
@@ -87,7 +87,7 @@ class EmulatedRanks:
         """Call `function(*arguments)` on every rank, each with its own copy of the arguments; return the results,
         [rank].
 
-        Raises the first error of a rank, after the others have ended, and EmulationFailed for a deadlock. After an
+        Raises the first error of a rank, after the other ranks have ended, and EmulationFailed for a deadlock. After an
         error, create a new `EmulatedRanks`: calls that were in flight stay incomplete.
         """
         copies: Sequence[tuple[Any, ...]] = [copy.deepcopy(arguments) for _ in range(self.world_size)]
@@ -127,8 +127,8 @@ class EmulatedRanks:
         stack.callback(isolate, False)
 
     def _rendezvous(self, url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iterator[tuple[Any, int, int]]:
-        """Yield (store, rank, world size) of the running rank. Stand-in for torch.distributed's `rendezvous`, which
-        takes the same arguments; they are ignored."""
+        """Yield (store, rank, world size) of the running rank. Stand-in for torch.distributed's `rendezvous`; the
+        arguments are those of `rendezvous`, and are ignored."""
         yield self._store, self.scheduler.current().index, self.world_size
 
     def _make_group(
@@ -181,8 +181,8 @@ class EmulatedRanks:
         return wait_or_yield
 
     def _make_signal(self) -> Callable[[int, Any], Any]:
-        """Return a stand-in for `signal.signal`. It ignores handlers that a rank's thread sets, because Python allows
-        that in the main thread only."""
+        """Return a stand-in for `signal.signal`. The stand-in ignores handlers that a rank's thread sets, because
+        Python allows only the main thread to set handlers."""
         set_handler = signal.signal
 
         def set_or_ignore(number: int, handler: Any) -> Any:

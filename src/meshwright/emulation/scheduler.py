@@ -25,8 +25,8 @@ class EmulationFailed(CheckFailed):
 
 
 class RankStopped(BaseException):
-    """Raised in waiting ranks after another rank has failed, to end them. It is a BaseException, so that programs do
-    not catch it."""
+    """Raised in waiting ranks after another rank has failed, to end them. A BaseException, so that `except Exception`
+    in programs does not catch it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,8 @@ class WaitCondition:
     """Condition that a rank waits for.
 
     ready: function that returns True once the rank can go on. describe: function that returns text such as "recv from
-    rank 1 (its call 3, ring.py:14)". polled: True if the program polls (queries repeatedly) instead of blocking."""
+    rank 1 (its call 3, ring.py:14)". polled: True if the program polls the call (asks repeatedly whether it is
+    complete) instead of blocking."""
 
     ready: Callable[[], bool]
     describe: Callable[[], str]
@@ -45,8 +46,8 @@ class WaitCondition:
 class Failure:
     """First error in one run of a function on emulated ranks.
 
-    rank: rank that raised it; None: no single rank (a deadlock). error: the exception. text: its traceback, without the
-    frames of the emulation.
+    rank: rank that raised the error; None: no single rank (a deadlock). error: the exception. text: traceback of the
+    error, without the frames of the emulation.
     """
 
     rank: int | None
@@ -82,9 +83,9 @@ class RankThread:
 class Scheduler:
     """Scheduler that runs a function on each rank's thread, one thread at a time, in a deterministic order.
 
-    states: [rank], process state (default process group, random generators, environment) of each rank: its `load`
-    installs it before the rank's thread runs, its `save` stores it afterwards. outside: process state of the calling
-    program, saved before a run and restored after it.
+    states: [rank], process state (default process group, random generators, environment) of each rank: its method
+    `load` installs the state before the rank's thread runs, its method `save` stores the state afterwards. outside:
+    process state of the calling program, saved before a run and restored after it.
     """
 
     def __init__(self, states: list[Any], outside: Any) -> None:
@@ -149,8 +150,8 @@ class Scheduler:
         """Block the running rank until `ready()` is True, while the other ranks run.
 
         describe: returns text on what the rank waits for, such as "recv from rank 1", for the deadlock report. polled:
-        True if the program polls (asks again and again) instead of blocking. Raises RankStopped if the run has failed
-        meanwhile (an error on a rank, or a deadlock).
+        True if the program polls the call (asks repeatedly whether it is complete) instead of blocking; the deadlock
+        report says so. Raises RankStopped if the run has failed meanwhile (an error on a rank, or a deadlock).
         """
         rank = self.current()
         self.check_stopped()
@@ -164,20 +165,21 @@ class Scheduler:
 
     def yield_turn(self, describe: Callable[[], str] = lambda: "polling", polled: bool = False) -> None:
         """Let the next rank that can run do so, and return at this rank's next turn. A deadlock of ranks that only call
-        this is not detected.
+        this method is not detected.
 
         describe: returns text on the call that the rank polls, for the deadlock report. polled: True if the program
-        asks repeatedly whether a communication call is complete."""
+        asks repeatedly whether a communication call is complete. Until the next turn, the deadlock check of `poll` then
+        counts this rank as stuck, and the report says that it polls."""
         turns = iter((False,))
         self.wait(lambda: next(turns, True), describe, polled)
 
     def poll(self, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
-        """Let other ranks run once. Called when the program asks whether a call is complete, for example by
-        `is_completed`, and it is not.
+        """Let other ranks run once. Call this when the program asks whether a communication call is complete, for
+        example by `is_completed`, and the call is not complete.
 
-        The run fails with a deadlock after 1000 polls (`MAX_POLLS`) of this rank during which no rank made a call and
-        no other rank could run. ready: returns True once the call is complete. describe: returns text on the call for
-        the deadlock report. Raises RankStopped for a deadlock."""
+        ready: returns True once the call is complete. describe: returns text on the call for the deadlock report. The
+        run fails with a deadlock, and RankStopped is raised, after 1000 polls (`MAX_POLLS`) of this rank during which
+        no rank made a call and no other rank could run."""
         self.yield_turn(describe, polled=True)
         rank, calls = self.current(), sum(each.calls for each in self.ranks)
         rank.polls, rank.calls_at_poll = (rank.polls + 1 if calls == rank.calls_at_poll else 1), calls
@@ -189,8 +191,8 @@ class Scheduler:
             raise RankStopped
 
     def sleep(self, seconds: float) -> None:
-        """Stand-in for `time.sleep`: let another rank run; sleep for `seconds` only if none can run, or in a thread
-        that is not a rank's."""
+        """Stand-in for `time.sleep`: let another rank run; sleep for `seconds` only if no other rank can run, or if the
+        calling thread is not that of a rank."""
         rank = self.running
         if rank is None or rank.thread is not threading.current_thread() or self._closed:
             _sleep(seconds)
@@ -206,9 +208,8 @@ class Scheduler:
             raise RankStopped
 
     def fail(self, error: BaseException, rank: int | None) -> None:
-        """Record `error` as the failure of the run, unless an earlier one is recorded. rank: rank that raised the
-        error; None: a deadlock.
-        """
+        """Record `error` as the failure of the run, unless an earlier error is recorded. rank: rank that raised the
+        error; None: a deadlock."""
         if self.failure is None:
             self.failure = Failure(rank, error, format_error(error))
 
@@ -249,8 +250,8 @@ class Scheduler:
             return not self._abandoned
 
     def _resume_after(self, rank: RankThread) -> None:
-        """Resume the next rank, in cyclic order after `rank`, that can go on. If all have finished, end the run; if all
-        wait, record a deadlock."""
+        """Resume the next rank, in cyclic order after `rank`, that can go on. If all ranks have finished, end the run;
+        if all unfinished ranks wait, record a deadlock."""
         count = len(self.ranks)
         others = [self.ranks[(rank.index + distance) % count] for distance in range(1, count + 1)]
         waiting = [other for other in others if other.task is not None]
@@ -284,7 +285,7 @@ class Scheduler:
 
 
 def _is_stuck(rank: RankThread) -> bool:
-    """Return True if a rank waits for a communication call that is not complete, or polls one."""
+    """Return True if a rank waits for a communication call that is not complete, or polls a call."""
     return rank.wait is not None and (rank.wait.polled or not rank.wait.ready())
 
 

@@ -32,10 +32,10 @@ from meshwright.terminal import print_message
 class ScriptOptions:
     """Options for a script on emulated ranks.
 
-    breakpoint: "RANK": open the debugger before the first communication call of this rank; "RANK:CALL": before the
-    rank's communication call with this number, from 1; None: do not open it. show: print each communication call, and
-    at the end which rank holds which tensors. check: compare the script's `distributed()` on all ranks with its
-    `one_device()`.
+    breakpoint: "RANK": open the debugger before the first communication call of this rank; "RANK:CALL": open it before
+    the rank's communication call with this number, from 1; None: do not open it. show: True to print each communication
+    call, and at the end which rank holds which tensors. check: True to compare the results of the script's
+    `distributed()` on all ranks with the result of its `one_device()`.
     """
 
     breakpoint: str | None = None
@@ -50,11 +50,11 @@ class ScriptReport:
     Attributes:
         ranks: Number of ranks.
         failure: Text of the first error, empty if there is none.
-        failed_rank: Rank that raised it (None: no single rank).
+        failed_rank: Rank that raised the first error; None: no single rank.
         exit_code: Exit code of the command.
         events: Communication calls in order.
-        holdings: Tensors that the ranks hold at the end, with `ScriptOptions.show`.
-        exercise: Comparison with one device, with `ScriptOptions.check`.
+        holdings: Tensors that the ranks hold at the end, listed with `ScriptOptions.show`.
+        exercise: Comparison with one device, made with `ScriptOptions.check`; else None.
     """
 
     ranks: int
@@ -77,8 +77,8 @@ class ScriptReport:
         return f"FAILED: the first wrong tensor is {wrong[0]}{after}"
 
     def to_json_dict(self, show: bool) -> dict[str, Any]:
-        """Return the JSON document of `meshwright run --emulate --json`. show: include all communication calls and held
-        tensors."""
+        """Return the JSON document of `meshwright run --emulate --json`. show: True to include all communication calls
+        and held tensors."""
         document: dict[str, Any] = {
             "ranks": self.ranks, "passed": self.exit_code == 0, "calls": len(self.events),
             "failure": self.failure or None, "failed_rank": self.failed_rank,
@@ -92,8 +92,9 @@ class ScriptReport:
 
 
 class RankOutput(io.TextIOBase):
-    """Replacement of `sys.stdout` that all ranks share. It writes each line to `output` with the rank that printed it
-    as prefix, such as "[rank 2] ". current: function that returns the running rank, None between runs."""
+    """Replacement of `sys.stdout` that all ranks share. Each line is written to `output` with a prefix that names the
+    rank that printed the line, such as "[rank 2] ". current: function that returns the running rank, None between runs.
+    """
 
     def __init__(self, output: IO[str], current: Callable[[], int | None]) -> None:
         """Store where to write. output: stream that receives the prefixed lines. current: returns the rank that runs,
@@ -236,8 +237,8 @@ def make_main_module(path: Path) -> ModuleType:
 
 
 def _execute(code: CodeType, module: ModuleType, name: str) -> None:
-    """Execute a script's code in `module`, with `__name__` set to `name`. Raises ScriptEnded if it calls `sys.exit`
-    with a non-zero exit code."""
+    """Execute a script's code in `module`, with `__name__` set to `name`. Raises ScriptEnded if the script calls
+    `sys.exit` with a non-zero exit code."""
     module.__dict__["__name__"] = name
     with _catch_exit():
         exec(code, module.__dict__)
@@ -266,7 +267,8 @@ def describe_failure(failure: Failure | None, error: BaseException) -> tuple[str
     """Describe why a run failed, for its report; return (text, rank, exit code).
 
     text: message of `error` if Meshwright or the script's `sys.exit` raised it, or if no rank failed; else the
-    traceback of the rank. rank: rank that failed first, None if there is no single one. exit code: that of the command.
+    traceback of the rank. rank: rank that failed first; None if there is no single rank. exit code: exit code for the
+    command.
 
     failure: first error of any rank; None if none was recorded. error: exception that ended the run."""
     if failure is None:

@@ -26,8 +26,8 @@ class Group:
         return self.ranks if self.pair is None else self.pair
 
     def to_text(self) -> str:
-        """Format the group as `0-3`, `0-6/2` (every second rank), `1,5,6` or, for messages from rank 2 to rank 3,
-        `0-3:2>3`. The inverse is `from_text`."""
+        """Format the group as `0-3`, `0-6/2` (every second rank from 0 to 6), `1,5,6` or, for messages from rank 2 to
+        rank 3, `0-3:2>3`. The inverse is `from_text`."""
         pair = "" if self.pair is None else f":{self.pair[0]}>{self.pair[1]}"
         return f"{format_ranks(self.ranks)}{pair}"
 
@@ -44,7 +44,7 @@ class Group:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Format ranks as brief text: `0-3`, `0-6/2` (every second one), `1,5,6`."""
+    """Format ranks as brief text: `0-3`, `0-6/2` (every second rank from 0 to 6), `1,5,6`."""
     if len(ranks) > 2:
         step = ranks[1] - ranks[0]
         if step > 0 and all(b - a == step for a, b in pairwise(ranks)):
@@ -53,7 +53,8 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def _parse_ranks(text: str) -> tuple[int, ...]:
-    """Parse the text that `format_ranks` writes: `0-3`, `0-6/2` (every second one) or `1,5,6`. Raises ValueError."""
+    """Parse the text that `format_ranks` writes: `0-3`, `0-6/2` (every second rank from 0 to 6) or `1,5,6`. Raises
+    ValueError."""
     if "-" not in text:
         return tuple(int(rank) for rank in text.split(","))
     span, _, step = text.partition("/")
@@ -77,8 +78,8 @@ class Call:
         form: Dtype and shape of the call's data, such as "float32[128, 64]".
         place: File, line and function of the code that makes the call.
         posted: Time at which the rank entered the call; equal for all messages of one NCCL group call.
-        waited: Time at which the process began to wait for the call's completion; None before.
-        done: Time of completion; None before.
+        waited: Time at which the process began to wait for the call's completion; None before that time.
+        done: Time of completion; None while the call is not complete.
     """
 
     number: int

@@ -27,11 +27,11 @@ class Event(Protocol):
 class DeviceCalls:
     """Recorder of this process's collective calls on a GPU. There the host's wait for a call returns before the call is
     complete; this recorder uses device events to record when the GPU has completed each call, and to find a call that
-    runs for too long. Wraps `calls`, the recorder of host calls.
+    runs for too long.
 
-    make_event: function that makes a device event. seconds: time limit of one call, from when the GPU begins it.
-    overdue: function called at most once, in the thread that runs `watch`, with the number of the first call that
-    exceeds the limit."""
+    calls: recorder to which the calls and their completion are written. make_event: function that makes a device event.
+    seconds: time limit of one call, counted from the time at which the GPU begins the call. overdue: function called at
+    most once, in the thread that runs `watch`, with the number of the first call that exceeds the limit."""
 
     def __init__(
         self, calls: CallWriter, make_event: Callable[[], Event], seconds: float, overdue: Callable[[int], object]

@@ -29,11 +29,12 @@ _Signature = tuple[str, ...]
 
 
 def diagnose(seen: Sequence[RankState], now: float) -> Verdict | None:
-    """Diagnose a hang: return which ranks caused it and why, or None if no cause is found. seen: state of each rank,
-    read at time `now` (seconds of the monotonic clock).
+    """Diagnose a hang: return which ranks caused the hang and why, or None if no cause is found. seen: state of each
+    rank, read at time `now` (seconds of the monotonic clock).
 
     Causes are searched in this order. (1) Ranks made different calls. (2) Ranks wait in a call. (3) A rank has made
-    fewer calls than others, while some process has died, timed out or been stopped. (4) A process is stopped (SIGSTOP).
+    fewer calls than other ranks, while some process has died, timed out or been stopped. (4) A process is stopped
+    (SIGSTOP).
     """
     ranks = {each.rank: each for each in seen if each.calls is not None}
     return (
@@ -46,7 +47,7 @@ def diagnose(seen: Sequence[RankState], now: float) -> Verdict | None:
 
 def _find_mismatch(ranks: Mapping[int, RankState], now: float) -> Verdict | None:
     """Find the earliest call in which the ranks of a group differ by operation, site, dtype or shape; return the
-    verdict on it, or None if all calls agree. ranks: rank -> its state. now: seconds of the monotonic clock."""
+    verdict on this call, or None if all calls agree. ranks: rank -> its state. now: seconds of the monotonic clock."""
     found = [divergence for group in _list_groups(ranks) if (divergence := _find_divergence(ranks, group)) is not None]
     return min(found, key=lambda divergence: divergence.began).make_verdict(now) if found else None
 
@@ -58,8 +59,8 @@ def _list_groups(ranks: Mapping[int, RankState]) -> list[Group]:
 
 
 def _find_divergence(ranks: Mapping[int, RankState], group: Group) -> _Divergence | None:
-    """Return the first call of a group in which its ranks differ by operation, site, dtype or shape; None if all agree.
-    ranks: rank -> its state."""
+    """Return the first call of a group in which its ranks differ by operation, site, dtype or shape; None if all calls
+    agree. ranks: rank -> its state."""
     by_rank = {
         rank: {call.index: call for call in list_calls(ranks[rank]) if call.group == group}
         for rank in group.members
@@ -79,8 +80,8 @@ def _find_divergence(ranks: Mapping[int, RankState], group: Group) -> _Divergenc
 
 def _fill_unknown_names(calls: dict[int, Call]) -> dict[int, Call]:
     """Fill in the missing texts (operation, site or shape) of recorded calls; texts are missing if the recorder's text
-    area was full. They are copied from another rank's complete call at the same index: the most common one that does
-    not contradict the texts that are present.
+    area was full. They are copied from another rank's complete call at the same index: the most common complete call
+    that does not contradict the texts that are present.
 
     calls: {rank: its call at one index of a group}. Returns {rank: complete call}. A call is left out if no single
     complete call is the most common."""
@@ -135,8 +136,8 @@ class _Divergence:
         return min(call.posted for call in self.differing.values())
 
     def make_verdict(self, now: float) -> Verdict:
-        """Return the verdict that blames the ranks whose call differs from the expected one. If it cannot be determined
-        which call is the expected one, the verdict says that the ranks disagree. now: seconds of the monotonic
+        """Return the verdict that blames the ranks whose call differs from the expected one. If the expected call
+        cannot be determined, the verdict says that the ranks disagree. now: seconds of the monotonic
         clock."""
         expected = self._find_expected()
         of_group = f" of ranks {format_ranks(self.group.members)}"
@@ -176,8 +177,8 @@ class _Divergence:
 
     def _find_expected(self) -> _Signature | None:
         """Return the signature (operation, site, dtype and shape) that the differing call should have: the signature on
-        most ranks. A tie is decided by the group's earlier calls, which predict the next one; None if they predict
-        none."""
+        most ranks. A tie is decided by the signature that `_predict_next` predicts from the group's earlier calls; None
+        if it predicts none of the signatures."""
         votes = Counter(map(_make_signature, self.differing.values())).most_common()
         if votes[0][1] > votes[1][1]:
             return votes[0][0]
@@ -192,13 +193,13 @@ class _Divergence:
     def _predict_next(
         self, assumed: list[_Signature], allowed: Container[_Signature] | None = None
     ) -> _Signature | None:
-        """Predict the signature (operation, site, dtype and shape) of the group's next call from earlier ones, since
-        training repeats its calls in every step. The longest series of latest calls that also occurs earlier is found;
-        the call that followed it there is predicted.
+        """Predict the signature (operation, site, dtype and shape) of the group's next call, from the fact that
+        training repeats the same calls in every step. The method finds the longest run of latest calls that also
+        occurred earlier, and returns the signature of the call that followed the earlier occurrence.
 
-        assumed: signatures that are treated as calls made after those before the divergence. allowed: signatures that
-        may be predicted; None: all. Returns None if no series occurs earlier, or if equally long ones were followed by
-        different calls."""
+        assumed: signatures of calls that are assumed to follow the calls before the divergence; the call after these is
+        predicted. allowed: signatures that may be predicted; None: all signatures. Returns None if the latest call did
+        not occur earlier, or if several longest runs were followed by calls with different signatures."""
         history = [*self._list_common_calls(), *assumed]
         best, follower = 0, None
         for end in range(1, len(history)):
@@ -213,9 +214,9 @@ class _Divergence:
         return follower
 
     def _has_skipped_call(self, rank: int, expected: _Signature) -> bool:
-        """Return True if `rank` seems to have left out the call `expected` and made a later one instead. This is so if
-        its call is one that other ranks make, or are predicted to make, within `LOOK_AHEAD` calls after the expected
-        one. expected: signature of the call: operation, site, dtype and shape."""
+        """Return True if `rank` seems to have left out the expected call and made a later call instead: other ranks
+        make a call like that of `rank`, or are predicted to make it, within `LOOK_AHEAD` calls after the expected call.
+        expected: signature of the expected call (operation, site, dtype and shape)."""
         wrong = _make_signature(self.differing[rank])
         for calls in self.calls.values():
             later = (calls.get(self.index + ahead) for ahead in range(1, LOOK_AHEAD))
@@ -235,7 +236,7 @@ class _Divergence:
         return False
 
     def _has_extra_call(self, rank: int, expected: _Signature) -> bool:
-        """Return True if `rank` made one call too many: its next call after the differing one has the `expected`
+        """Return True if `rank` made one call too many: the rank's call after the differing call has the `expected`
         signature (operation, site, dtype and shape)."""
         after = self.calls[rank].get(self.index + 1)
         return after is not None and _make_signature(after) == expected

@@ -20,8 +20,8 @@ CALLS_AROUND = 3  # calls printed before and after the one on which ranks differ
 
 
 def read_process_state(process: int) -> str:
-    """Return the state letter of a process from /proc, such as "S" (sleeping) or "T" (stopped); "X" if it has ended,
-    empty without /proc. process: its id."""
+    """Return the state letter of a process from /proc, such as "S" (sleeping) or "T" (stopped); "X" if the process has
+    ended; empty without /proc. process: process id."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -38,7 +38,7 @@ class Snapshot:
         seen: State of each rank.
         now: Time of the snapshot in seconds of the monotonic clock.
         when: Date and time as text.
-        stacks: {rank: lines of its Python stack dump}, for ranks of which one was taken.
+        stacks: {rank: lines of its Python stack dump}, for ranks whose stack was dumped.
     """
 
     seen: list[RankState]
@@ -50,8 +50,8 @@ class Snapshot:
     def take(cls, rings: Mapping[int, int], ended: Mapping[int, str] | None = None) -> Snapshot:
         """Read the state of all ranks and their processes now; return the snapshot.
 
-        rings: rank -> file descriptor of its ring buffer of calls. ended: for ranks known to have died, rank -> how its
-        process died, such as "was killed by signal 9 (SIGKILL)".
+        rings: {rank: file descriptor of its ring buffer of calls}. ended: {rank: how its process died}, for ranks known
+        to have died, such as {2: "was killed by signal 9 (SIGKILL)"}; None: no rank is known to have died.
         """
         seen = []
         for rank, descriptor in sorted(rings.items()):
@@ -83,8 +83,8 @@ class Snapshot:
         return any(each.calls is not None and each.calls.last is not None for each in self.seen)
 
     def format_report(self, first_line: str) -> str:
-        """Format the hang report as text: `first_line` (the conclusion), a paragraph on each rank, and the calls just
-        before and after the one that shows the cause, in the same group of ranks."""
+        """Format the hang report as text: `first_line` (the conclusion), a paragraph on each rank, and the call that
+        shows the cause with the calls just before and after it in the same group of ranks."""
         verdict = self.verdict
         lines = [first_line, "", f"{self.when}, activity of each rank:", ""]
         shown = _choose_ranks([each.rank for each in self.seen], verdict)
@@ -127,8 +127,8 @@ class Snapshot:
         return lines
 
     def _format_ago(self, moment: float | None) -> str:
-        """Format the time from `moment` (seconds of the monotonic clock; None: that of the snapshot) to the snapshot,
-        such as `12.3 s`."""
+        """Format the time from `moment` (seconds of the monotonic clock) to the snapshot, such as `12.3 s`; `0.0 s` if
+        `moment` is None."""
         return f"{self.now - (moment or self.now):.1f} s"
 
     def _format_calls(self, group: Group, index: int) -> list[str]:

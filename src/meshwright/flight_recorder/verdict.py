@@ -20,9 +20,10 @@ class RankState:
 
     Attributes:
         rank: Global rank.
-        calls: Its latest collective calls; None if its record cannot be read (on another host, or not started).
+        calls: Latest collective calls of the rank; None if its ring buffer cannot be read (the rank is on another host,
+            or has not started).
         state: Process state letter of /proc, such as "S" (sleeping) or "T" (stopped); empty without /proc.
-        ended: How its process died, if known: "was killed by signal 9 (SIGKILL)"; else empty.
+        ended: How the rank's process died, if known, such as "was killed by signal 9 (SIGKILL)"; else empty.
     """
 
     rank: int
@@ -42,7 +43,7 @@ class RankState:
 
     @property
     def gave_up(self) -> bool:
-        """True if the rank recorded, before it ended, that one of its calls timed out."""
+        """True if the rank has recorded that one of its calls timed out, which ends the rank's process."""
         return self.calls is not None and self.calls.gave_up
 
     @property
@@ -61,7 +62,7 @@ class RankState:
 
     @property
     def state_text(self) -> str:
-        """State of the process as text: `stopped (state T)`, `sleeping`, or how it ended."""
+        """State of the process as text: `stopped (state T)`, `sleeping`, or how the process ended."""
         return self.ended or ("timed out" if self.gave_up else "") or _STATES.get(self.state, "state unknown")
 
 
@@ -72,13 +73,13 @@ class Verdict:
     Attributes:
         line: One sentence for the user.
         kind: Cause of the hang. "dead": a process died; "stopped": a process is suspended (SIGSTOP); "behind": a rank
-            has not entered a call that others have; "skipped", "extra", "other": a rank left out a call, made one too
-            many, or made a different one; "shape": dtype or shape differs; "disagree": ranks differ without majority;
-            "circle": ranks wait for each other; "late": a rank entered a call late; "link": the network carries no
-            data.
+            has not entered a call that other ranks have entered; "skipped", "extra", "other": a rank left out a call,
+            made one call too many, or made a different call; "shape": dtype or shape differs; "disagree": ranks differ
+            without majority; "circle": ranks wait for each other; "late": a rank entered a call late; "link": the
+            network carries no data.
         blamed: Global ranks that caused the hang.
-        group, index: Group of the call that shows the cause, and its position among the group's calls; None and 0
-            without one.
+        group, index: Group of the call that shows the cause, and position of this call among the group's calls, from 1;
+            None and 0 if no call shows the cause.
     """
 
     line: str
@@ -89,13 +90,13 @@ class Verdict:
 
     @property
     def is_call_mismatch(self) -> bool:
-        """True if ranks made different calls at the same index of a group, which is then the root cause."""
+        """True if ranks made different calls at the same index of a group; this is then the root cause of the hang."""
         return self.kind in ("skipped", "extra", "other", "shape", "disagree")
 
 
 def describe_position(seen: RankState) -> str:
-    """Describe where a rank is in its sequence of calls: `in call 57 (...)` if it waits in a call, else `after call 56
-    (...)`. Empty if it has made no call or its calls are unknown. seen: the rank's state."""
+    """Describe where a rank is in its sequence of calls: `in call 57 (...)` if the rank waits in a call, else `after
+    call 56 (...)`. Empty if the rank has made no call or its calls are unknown. seen: the rank's state."""
     calls = seen.calls
     if calls is None or calls.last is None:
         return ""

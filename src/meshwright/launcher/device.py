@@ -130,8 +130,8 @@ def agree_on_device(wanted: str, info: RendezvousInfo, store: Store) -> str:
     SLURM started.
 
     wanted: "auto", "cpu" or "cuda". info: this rank's number, the number of ranks, and the local rank if known. store:
-    key-value store that all ranks share. Collective: every rank calls it, and all raise the same `UserError` if one of
-    them has no device. It also works if the local rank is unknown, or if each rank sees only its own GPU.
+    key-value store that all ranks share. Collective: every rank calls it, and all raise the same `UserError` if any
+    rank has no device. The function also works if the local rank is unknown, or if each rank sees only one GPU.
     """
     if wanted == "cpu":
         return "cpu"
@@ -181,9 +181,9 @@ def assign_devices(wanted: str, rank_devices: Sequence[RankDevices]) -> list[str
 
 
 def _number_local_ranks(rank_devices: Sequence[RankDevices]) -> list[int]:
-    """Return the local rank (number on its host) of each global rank. These are the reported local ranks if those of a
-    host are all different; else the ranks of that host are numbered from 0 in order of global rank. rank_devices: host
-    and GPUs of each global rank."""
+    """Return the local rank (number on its host) of each global rank. If the local ranks that the ranks of a host
+    reported are all different, these are returned; else the ranks of the host are numbered from 0 in order of global
+    rank. rank_devices: host and GPUs of each global rank."""
     by_host: dict[str, list[int]] = {}
     for rank, each in enumerate(rank_devices):
         by_host.setdefault(each.host, []).append(rank)

@@ -31,7 +31,8 @@ _KEY = "meshwright/calls"
 
 class HostCalls:
     """Flight recorders of this host's ranks: a directory with one file for each rank, in which the rank records its
-    collective calls and which the other ranks can read. It is in memory (/dev/shm; else in the temporary directory).
+    collective calls and which the other ranks can read. The directory is in memory (/dev/shm), or in the temporary
+    directory if /dev/shm is missing.
 
     directory: the run directory. info: this rank's number, the number of ranks, and their rendezvous. token: random
     text, equal on all ranks of a run, that ends the name of the directory of recorder files.
@@ -71,18 +72,19 @@ class HostCalls:
         """Write the hang report for `error`, which says that another rank stopped answering; return the error to raise
         in its place.
 
-        The first rank of this host that calls this reads all recorder files. If they show which rank is at fault, it
-        writes the report to the run directory, and its error names that rank. Every other call returns `error`.
+        The first rank of this host that calls this reads all recorder files. If these show which rank is at fault, the
+        first rank writes the report to the run directory and returns an error that names the rank at fault. Every other
+        call returns `error`.
         """
         verdict = self._claim_and_report(self._path)
         return error if verdict is None else RankLost(verdict.line)
 
     def _claim_and_report(self, path: Path, when: str = "") -> Verdict | None:
         """Read and remove the recorder files in the directory `path`. If they show which rank is at fault, write the
-        hang report to the run directory, print its path, and return the verdict (rank and reason); else return None. Of
-        several ranks that call this at once, the first gets all files, and the others return None.
+        hang report to the run directory, print its path, and return the verdict (rank and reason); else return None. If
+        several ranks call this method at once, the first rank gets all files, and the other ranks return None.
 
-        when: text printed before the verdict, such as "in the start before this one: "; empty: the verdict is not
+        when: text to print before the verdict, such as "in the start before this one: "; empty: the verdict is not
         printed.
         """
         claimed = path.with_name(f"left-{path.name}")
@@ -105,8 +107,8 @@ class HostCalls:
         return verdict
 
     def close(self) -> None:
-        """End the recording of collective calls after a run without errors: remove this rank's recorder file, and the
-        directory of the host's recorder files once it is empty."""
+        """End the recording of collective calls after a run without errors: remove this rank's recorder file and, if it
+        was the last one, the directory of the host's recorder files."""
         with suppress(OSError):
             self._own_file.unlink()
             self._path.rmdir()  # succeeds for the last rank

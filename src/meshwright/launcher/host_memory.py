@@ -21,7 +21,8 @@ class HostMemory:
     """Memory in bytes that processes of this machine, or of one of its GPUs, can use.
 
     Attributes:
-        total: Limit of the control group if it is lower, else the machine's memory without swap; on a GPU its memory.
+        total: The machine's memory without swap, or the limit of the control group if that is lower; for a GPU, the
+            memory of the GPU.
         available: Memory that can be allocated now without swapping or being killed.
         source: Origin of `total`: "control group", "machine" or `GPU`.
     """
@@ -51,8 +52,8 @@ class HostMemory:
 
 
 def read_machine_memory() -> int:
-    """Return the memory that processes here can use, in bytes: the machine's without swap, or its control group's
-    limit if lower."""
+    """Return the memory that processes on this machine can use, in bytes: the machine's memory without swap, or the
+    limit of the control group if that is lower."""
     return HostMemory.read().total
 
 
@@ -70,9 +71,9 @@ def _read_machine(root: Path) -> tuple[int, int]:
 
 
 def _iterate_control_groups(root: Path) -> Iterator[tuple[Path, tuple[str, str, str, str]]]:
-    """Iterate over the Linux memory control groups (cgroup v1 or v2) that limit this process: its own first, then each
-    parent up to the mount point. Yield (directory, names) for each. A directory may not exist, because in a container
-    the mount point itself can be the process's own group.
+    """Iterate over the Linux memory control groups (cgroup v1 or v2) that limit this process: first the process's own
+    group, then each parent up to the mount point. Yield (directory, names) for each group. A directory may not exist,
+    because in a container the mount point itself can be the process's own group.
 
     names: (mount point below `root`, file of the limit, file of the usage, key in memory.stat of the reclaimable page
     cache). root: directory with `proc` and `sys`.

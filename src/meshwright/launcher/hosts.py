@@ -50,7 +50,7 @@ def find_address_towards(host: str) -> str:
 
 
 def find_default_address() -> str | None:
-    """Return this host's own IP address on its default network route, None if it has none."""
+    """Return this host's own IP address on its default network route; None if there is no default route."""
     try:
         return find_address_towards(_ELSEWHERE)
     except UserError:
@@ -74,7 +74,7 @@ def is_own_name(host: str) -> bool:
 
 def find_interface(address: str) -> str | None:
     """Return the name of this host's network interface that has the IP address `address` (for IPv4: as its primary
-    address), None if none has it."""
+    address), None if no interface has it."""
     names = [name for _, name in socket.if_nameindex()]
     if is_loopback(address):
         return next((name for name in names if name in ("lo", "lo0")), None)
@@ -97,8 +97,8 @@ def agree_on_interface(info: RendezvousInfo, store: Any) -> str | None:
     """Find the network interface through which gloo reaches the ranks on other hosts; return its name, None if unknown.
     Collective: every rank that torchrun, Kubernetes or SLURM started calls it.
 
-    info: this rank and its rendezvous. store: key-value store that all ranks share. This is needed since gloo by
-    default uses the interface to which this host's own name resolves, often the loopback interface.
+    info: this rank and its rendezvous. store: key-value store that all ranks share. (By default gloo uses the interface
+    to which this host's own name resolves, which is often the loopback interface.)
     """
     if info.method.startswith("file://"):
         return None

@@ -37,7 +37,7 @@ TERMINATE_SECONDS = 2.0  # between SIGTERM and SIGKILL for remaining ranks
 
 
 class RankFault(Exception):
-    """Error: a rank ended with an internal error; the text holds that rank's traceback."""
+    """Error: a rank ended with an internal error. The text contains the rank's traceback."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +45,23 @@ class LaunchSpec:
     """Arguments of `launch`, which starts the ranks of a run on this machine.
 
     Attributes:
-        description: JSON dict sent to every rank, which states its work (such as the recipe); the keys rank, ranks,
-            method, threads and directory are added.
+        description: JSON dict sent to every rank, which states its work (such as the recipe). `launch` adds the keys
+            rank, ranks, method (rendezvous URL), threads and directory.
         ranks: Number of processes.
         directory: Run directory, locked while the run lasts.
-        restarts: Maximum number of restarts after a lost rank.
+        restarts: Maximum number of times that all ranks are started again after a rank was lost.
         threads: Threads of each rank; None: OMP_NUM_THREADS, else this machine's cores divided by the ranks.
-        method: Rendezvous URL; None: that of a new file, since a free port may be taken before rank 0 binds it.
+        rendezvous_url: URL at which the ranks meet, such as tcp://HOST:PORT; None: a new temporary file (file://),
+            which cannot collide with a busy port.
         collective_timeout: Time limit of a collective call, in seconds.
         command: Command line that starts one rank.
         output: File descriptor that ranks get as standard output.
         trains: True if the run takes steps and saves checkpoints; False: `directory` is temporary.
-        before_ranks: Function called once the directory is locked.
+        before_ranks: Function called after the directory is locked and before the ranks start.
         log: Function called with each line for the user.
         limit_seconds: Time limit of one start of the ranks, after which they are ended; None: no limit.
-        kept: Clause for the message about ranks that were lost and do not train: what remains of their work, and what
-            the same command does.
+        resume_note: For runs that do not train, end of the error message about a lost rank. It says what has been
+            written and what the same command does if it is run again.
     """
 
     description: Mapping[str, Any]
@@ -68,7 +69,7 @@ class LaunchSpec:
     directory: Path
     restarts: int = 0
     threads: int | None = None
-    method: str | None = None
+    rendezvous_url: str | None = None
     collective_timeout: float = 600.0
     command: Sequence[str] = field(kw_only=True)
     output: int = 2  # standard output is reserved for the result
@@ -76,7 +77,7 @@ class LaunchSpec:
     before_ranks: Callable[[], None] = lambda: None
     log: Callable[[str], None] = print_message
     limit_seconds: float | None = None
-    kept: str = "nothing was written: the same command starts from the beginning"
+    resume_note: str = "nothing was written: the same command starts from the beginning"
 
 
 def launch(spec: LaunchSpec) -> dict[str, Any]:
@@ -95,7 +96,7 @@ def launch(spec: LaunchSpec) -> dict[str, Any]:
         )
     check_local_threads(spec.ranks, spec.threads or choose_threads(spec.ranks))
     with RunDirectory(spec.directory) as directory:
-        check_port_free(spec.method or "")
+        check_port_free(spec.rendezvous_url or "")
         spec.before_ranks()  # before signals are caught: its processes handle their own
         return _run_attempts(spec, directory)
 
@@ -115,7 +116,8 @@ def _run_attempts(spec: LaunchSpec, directory: RunDirectory) -> dict[str, Any]:
 
 
 class _Attempt:
-    """One start of all ranks of a run, supervised until all have ended; after a lost rank another attempt may follow.
+    """One start of all ranks of a run, supervised until all ranks have ended. If a rank is lost, another attempt may
+    follow.
 
     spec: arguments of `launch`. directory: the locked run directory. signals: receiver of SIGTERM and SIGINT.
     """
@@ -129,12 +131,12 @@ class _Attempt:
         self.stopped_since: dict[int, float] = {}  # suspended ranks (SIGSTOP), and since when
 
     def run(self) -> dict[str, Any]:
-        """Start the ranks, wait until all have ended, and return rank 0's result (JSON dict); raises the error of the
-        rank that failed."""
+        """Start the ranks, wait until all ranks have ended, and return rank 0's result (JSON dict). Raises the error of
+        the rank that failed."""
         with create_rendezvous_directory() as meeting:
             try:
                 for number in range(self.spec.ranks):
-                    self.ranks.append(self._start(number, self.spec.method or f"file://{meeting}/ranks"))
+                    self.ranks.append(self._start(number, self.spec.rendezvous_url or f"file://{meeting}/ranks"))
                 self.directory.write_ranks([rank.process.pid for rank in self.ranks])
                 self._watch()
                 return self._collect_result()
@@ -153,9 +155,9 @@ class _Attempt:
     # --- while they run
 
     def _watch(self) -> None:
-        """Supervise the ranks until all have ended. Return earlier if one failed: `SETTLE_SECONDS` after a rank ended
-        abnormally, or when a rank has been suspended (SIGSTOP) too long. Meanwhile forward SIGTERM and SIGINT to the
-        ranks. Raises `RankLost` at the end of `spec.limit_seconds`."""
+        """Supervise the ranks until all ranks have ended. Return earlier if a rank failed: `SETTLE_SECONDS` after a
+        rank ended abnormally, or when a rank has been suspended (SIGSTOP) too long. Meanwhile forward SIGTERM and
+        SIGINT to the ranks. Raises `RankLost` at the end of `spec.limit_seconds`."""
         deadline: float | None = None
         limit = self.spec.limit_seconds
         last = time.monotonic() + (math.inf if limit is None else limit)
@@ -190,8 +192,8 @@ class _Attempt:
             self._take_snapshot()
 
     def _take_snapshot(self) -> None:
-        """Store the state of all ranks for the hang report, before any of them is ended. This is the collective calls
-        that they have recorded and, of blamed ranks that are not in a collective call, the stacks."""
+        """Store the state of all ranks for the hang report, before any rank is ended: the collective calls that each
+        rank has recorded, and the Python stacks of blamed ranks that are not in a collective call."""
         ended = {
             rank.number: rank.exit_description for rank in self.ranks if rank.ended is not None and not rank.report
         }
@@ -214,7 +216,7 @@ class _Attempt:
 
     def _read_report(self, rank: StartedRank, selector: selectors.BaseSelector) -> None:
         """Read what a rank has written to its report pipe (result or error). At end of file, close the pipe and remove
-        it from `selector`, which watches it."""
+        it from `selector`, which watches the pipes."""
         if rank.pipe < 0:
             return
         data = os.read(rank.pipe, 65536)
@@ -249,13 +251,13 @@ class _Attempt:
             rank.ended = (rank.report or {}).get("at", rank.ended)
 
     def _has_ended_abnormally(self, rank: StartedRank) -> bool:
-        """Return True if a rank has ended so that the other ranks cannot continue. It has then reported neither a
-        result nor `Terminated`, which a rank reports that stopped after SIGTERM."""
+        """Return True if a rank has ended without a result, so that the other ranks cannot continue. A rank that
+        reported `Terminated` (it stopped after SIGTERM) does not count."""
         return rank.ended is not None and not rank.finished and rank.error != "Terminated"
 
     def _forward_signals(self) -> None:
-        """Forward to the ranks the SIGTERM and SIGINT that the launcher received: the first one as SIGTERM, a second
-        one as SIGKILL."""
+        """Forward to the ranks the SIGTERM and SIGINT that the launcher received: the first signal as SIGTERM, a second
+        signal as SIGKILL."""
         while self.signals_sent < len(self.signals.received):
             self.signals_sent += 1
             if self.signals_sent > 1 and STOPS_ONCE in os.environ:
@@ -274,7 +276,7 @@ class _Attempt:
 
     def _end_all(self) -> None:
         """Send SIGTERM to all running ranks, kill the ranks that do not end in time, and close the file descriptors of
-        all."""
+        all ranks."""
         for number, seconds in ((signal.SIGTERM, TERMINATE_SECONDS), (signal.SIGKILL, 30.0)):
             left = [rank for rank in self.ranks if rank.process.poll() is None]
             for rank in left:
@@ -314,9 +316,9 @@ class _Attempt:
         """Describe in one sentence which rank was lost and why. died: ranks that ended without a report. reported:
         ranks that reported an error.
 
-        The sentence is on the first of `died`. If there is none, or if NCCL aborted it because of another rank, the
-        sentence is on the rank at fault by the recorded collective calls. If these show none, it is the first reported
-        error.
+        The sentence describes the first rank of `died`. If `died` is empty, or if NCCL aborted this rank because of
+        another rank, it describes the rank at fault according to the recorded collective calls. If these show no rank
+        at fault, the first reported error is returned.
         """
         verdict = self.snapshot.verdict if self.snapshot is not None else None
         # NCCL's watchdog aborts the ranks that wait for a suspended one.
@@ -331,7 +333,7 @@ class _Attempt:
 
     def _print_hang_report(self, line: str) -> None:
         """Write the hang report (the recorded calls of every rank) to the run directory and print its path; print the
-        report itself if it cannot be written. line: its first line."""
+        report itself if the file cannot be written. line: first line of the report."""
         if self.spec.trains and self.snapshot is not None and self.snapshot.has_calls:
             text = self.snapshot.format_report(line)
             kept = write_hang_report(self.directory.lost, text)
@@ -351,8 +353,8 @@ class _Attempt:
         raise Terminated(line)
 
     def _raise_reported(self, rank: StartedRank) -> None:
-        """Raise the error that a rank reported: its own exception class, or `RankFault` with its traceback for an
-        internal error."""
+        """Raise the error that a rank reported, as the exception class that the rank names; for an internal error raise
+        `RankFault` with the rank's traceback."""
         report = rank.report
         assert report is not None
         if "fault" in report:
@@ -379,9 +381,9 @@ class _Attempt:
         return "before the first step" if step is None else f"after step {step}"
 
     def _describe_resume(self) -> str:
-        """Return text on the checkpoint from which the same command, run again, resumes."""
+        """Return text that names the checkpoint from which the same command, run again, resumes."""
         if not self.spec.trains:
-            return self.spec.kept
+            return self.spec.resume_note
         checkpoint = find_newest(self.directory.checkpoints)
         if checkpoint is None:
             return "there is no checkpoint yet: the same command starts from the beginning"

@@ -36,8 +36,8 @@ class ThreadChoice:
 
 
 def resolve_threads(recipe: Recipe, default: int, state: dict[str, Any] | None) -> ThreadChoice:
-    """Choose the threads per rank: `run.threads` of the recipe, if set; else the thread count of the checkpoint from
-    which the run resumes, if that was saved with the same layout; else `default`.
+    """Choose the threads per rank: `run.threads` of the recipe, if set; else the thread count in the checkpoint from
+    which the run resumes, if the checkpoint was saved with the same layout; else `default`.
 
     state: content of the checkpoint's `state.json`, None for a fresh run.
     """
@@ -60,9 +60,8 @@ def resolve_threads(recipe: Recipe, default: int, state: dict[str, Any] | None) 
 
 def format_thread_change(before: int | None, now: int | None) -> str | None:
     """Return a line for the user if the number of threads per rank changed, which can change the last bits of results;
-    None if it did not change. before: number in the checkpoint; now: present number. Both are None if unknown, or on a
-    GPU, where the number has no effect; the result is then None.
-    """
+    None if the number did not change. before: number in the checkpoint; now: present number. If either is None
+    (unknown, or on a GPU, where the number has no effect), the result is None."""
     if before is None or now is None or before == now:
         return None
     return (
@@ -82,9 +81,9 @@ def is_same_layout(layout: Layout, saved: object) -> bool:
 
 
 def compute_layer_flops(recipe: Recipe, layout: Layout | None = None) -> float | None:
-    """Return the FLOPs of one layer on one rank, forward and backward of one micro-batch: those of the whole model, LM
-    head included, divided by the number of layers and by the degrees of tensor and context parallelism. None for a
-    user's own module.
+    """Return the FLOPs of one layer on one rank for the forward and backward of one micro-batch: the FLOPs of the whole
+    model, LM head included, divided by the number of layers and by the degrees of tensor and context parallelism. None
+    for a user's own module.
 
     layout: layout of the ranks; None: the recipe's.
     """
@@ -104,9 +103,9 @@ def read_resumed_state(recipe: Recipe) -> dict[str, Any] | None:
 
 
 def choose_local_threads(recipe: Recipe, ranks: int, cores: int | None = None) -> ThreadChoice:
-    """Choose the number of threads per rank as `resolve_threads` does: the recipe's, else the checkpoint's, else a
-    default from the number of cores and the FLOPs of a layer. ranks: number of ranks that share `cores` cores (None:
-    those available to this process)."""
+    """Choose the number of threads per rank: `run.threads` of the recipe, else the number in the checkpoint to resume
+    from, else a default from the number of cores and the FLOPs of a layer. ranks: number of ranks that share the cores.
+    cores: number of cores; None: all cores available to this process."""
     return resolve_threads(
         recipe, choose_threads(ranks, cores, compute_layer_flops(recipe)), read_resumed_state(recipe)
     )
@@ -114,8 +113,8 @@ def choose_local_threads(recipe: Recipe, ranks: int, cores: int | None = None) -
 
 def ranks_share_one_host(info: RendezvousInfo) -> bool:
     """Return True if all ranks of the run are on this host and share its cores. The thread count can then be chosen
-    without asking other ranks. Return False if SLURM has assigned cores to each rank. info: number of all ranks and of
-    those on this host."""
+    without asking other ranks. Return False if SLURM has assigned cores to each rank. info: number of all ranks and
+    number of ranks on this host."""
     return info.ranks == (info.host_ranks or 1) and bool(read_rank_cores(os.environ)["shared"])
 
 

@@ -64,10 +64,10 @@ second one that arrives here is then no request to stop without a checkpoint."""
 
 
 def is_started_by_others(environment: Mapping[str, str] | None = None) -> bool:
-    """Return True if torchrun, Kubernetes or SLURM started this process as one of several ranks, so that it must join
-    them. environment: variables; None: this process's.
+    """Return True if torchrun, Kubernetes or SLURM started this process as one of several ranks, so that this process
+    must join the other ranks. environment: variables; None: this process's.
 
-    False in a SLURM job of one task, which starts its ranks itself, as on any machine.
+    False in a SLURM job of one task: there Meshwright's launcher starts the ranks.
     """
     environment = os.environ if environment is None else environment
     if "RANK" in environment and "WORLD_SIZE" in environment:
@@ -78,9 +78,8 @@ def is_started_by_others(environment: Mapping[str, str] | None = None) -> bool:
 def read_rendezvous_info(rendezvous: str | None = None, environment: Mapping[str, str] | None = None) -> RendezvousInfo:
     """Read this process's rank and rendezvous from the environment variables of torchrun, Kubernetes or SLURM.
 
-    rendezvous: rendezvous URL from the recipe (tcp://HOST:PORT or file:///PATH), used in place of the environment's;
-    None: the environment's. environment: variables; None: this process's. `UserError` names the variable that is
-    missing or wrong."""
+    rendezvous: rendezvous URL from the recipe (tcp://HOST:PORT or file:///PATH); None: the URL from the environment
+    variables. environment: variables; None: this process's. `UserError` names the variable that is missing or wrong."""
     environment = os.environ if environment is None else environment
     if "RANK" in environment and "WORLD_SIZE" in environment:
         rank, ranks = _read_int(environment, "RANK"), _read_int(environment, "WORLD_SIZE")
@@ -109,8 +108,8 @@ _LOCAL_RANKS = (
 
 def _read_local_rank(environment: Mapping[str, str], rank: int, ranks: int) -> int | None:
     """Return this process's rank on its host from the environment variables of torchrun, SLURM or MPI; None if unknown.
-    rank, ranks: global rank and world size of this process. The local rank of MPI or SLURM is used only if their global
-    rank and world size are the same."""
+    rank, ranks: global rank and world size of this process. The local rank from MPI or SLURM is used only if the global
+    rank and world size from MPI or SLURM equal `rank` and `ranks`."""
     if "LOCAL_RANK" in environment:
         return _read_int(environment, "LOCAL_RANK")
     for own, all_of_them, local in _LOCAL_RANKS:
@@ -175,7 +174,7 @@ def _make_slurm_url(environment: Mapping[str, str]) -> str:
 
 
 def _read_int(environment: Mapping[str, str], name: str) -> int:
-    """Return the environment variable `name` as an int; `UserError` if it is missing or no integer."""
+    """Return the environment variable `name` as an int; `UserError` if the variable is missing or no integer."""
     try:
         return int(environment[name])
     except KeyError:
@@ -185,15 +184,16 @@ def _read_int(environment: Mapping[str, str], name: str) -> int:
 
 
 def connect_to_store(info: RendezvousInfo, timeout_seconds: float) -> Store:
-    """Connect this rank to the torch.distributed store (key-value server or file) that all ranks share; return it.
-    info: this rank and its rendezvous. Raises `UserError` if it is unreachable within `timeout_seconds`."""
+    """Connect this rank to the torch.distributed store (key-value server or file) that all ranks share; return the
+    store. info: this rank and its rendezvous. Raises `UserError` if the store cannot be reached within
+    `timeout_seconds`."""
     with _convert_rendezvous_errors(info, timeout_seconds):
         return _connect_store(info, timedelta(seconds=timeout_seconds))
 
 
 def initialise_process_group(info: RendezvousInfo, store: Store, device: str, timeout_seconds: float) -> None:
-    """Initialise torch.distributed on this rank: NCCL (and gloo for host tensors) if the device is "cuda:N", gloo if it
-    is "cpu".
+    """Initialise torch.distributed on this rank: NCCL (and gloo for host tensors) if `device` is "cuda:N", gloo if
+    `device` is "cpu".
 
     info: rank and world size. store: key-value store at which the ranks meet. timeout_seconds: time limit of the
     rendezvous and of every collective call. Raises `UserError` if the rendezvous fails or exceeds this limit;
@@ -217,10 +217,9 @@ def initialise_process_group(info: RendezvousInfo, store: Store, device: str, ti
 
 @contextmanager
 def _convert_rendezvous_errors(info: RendezvousInfo, timeout_seconds: float) -> Iterator[None]:
-    """Context manager that turns every exception of torch's rendezvous into an exception with a message of one line. It
-    is `RankLost` if Meshwright's launcher made the rendezvous file, else `UserError`. info: this rank and its
-    rendezvous. timeout_seconds: limit of the rendezvous, for the message.
-    """
+    """Context manager that turns every exception of torch's rendezvous into an exception with a message of one line:
+    `RankLost` if Meshwright's launcher made the rendezvous file, else `UserError`. info: this rank and its rendezvous.
+    timeout_seconds: limit of the rendezvous, for the message."""
     import torch.distributed as dist
 
     try:
@@ -268,8 +267,8 @@ def check_port_free(method: str) -> None:
 
 
 def parse_host_and_port(method: str) -> tuple[str, int]:
-    """Return (host, port) of the rendezvous URL `method`: those of tcp://HOST:PORT, or for env:// those in MASTER_ADDR
-    and MASTER_PORT."""
+    """Return (host, port) of the rendezvous URL `method`: HOST and PORT of tcp://HOST:PORT; for env:// the values of
+    MASTER_ADDR and MASTER_PORT."""
     if method == "env://":
         return os.environ["MASTER_ADDR"], _read_int(os.environ, "MASTER_PORT")
     host, _, port = method.removeprefix("tcp://").rpartition(":")
@@ -341,7 +340,7 @@ def _connect_store(info: RendezvousInfo, timeout: timedelta) -> Store:
 
 def _isolate_store_keys(store: Store, info: RendezvousInfo, timeout_seconds: float) -> Store:
     """Return a view of torchrun's key-value store with a random prefix on every key, equal on all ranks and new at each
-    start, so that restarted ranks do not read keys of killed ones. Collective: every rank calls it.
+    start, so that restarted ranks do not read keys of killed ranks. Collective: every rank calls it.
 
     info: this rank's number and the number of ranks. Rank 0 chooses the prefix and sends it to each other rank under a
     random key that the other rank has chosen. (torchrun's restart counter cannot be the prefix: the counters of hosts
@@ -376,9 +375,9 @@ _held: list[int] = []  # descriptors that stay open as long as the process
 
 
 def _remove_stale_file(path: str) -> None:
-    """Remove the rendezvous file at `path` if killed ranks have left it behind, and lock it for this process. A file is
-    in use if processes hold a lock on PATH.lock; it is then kept. This process takes a shared lock on PATH.lock and
-    holds it until it ends."""
+    """Remove the rendezvous file at `path` if killed ranks have left it behind, and lock it for this process. If
+    another process holds a lock on PATH.lock, the file is in use and is not removed. This process takes a shared lock
+    on PATH.lock and holds it until the process ends."""
     descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     with suppress(BlockingIOError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

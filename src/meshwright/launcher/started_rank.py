@@ -27,13 +27,13 @@ class StartedRank:
     Attributes:
         number: Global rank.
         process: Handle of the process.
-        pipe: File descriptor from which the rank's report is read, -1 when closed.
+        pipe: File descriptor from which the rank's report is read; -1 after it was closed.
         calls, stack: Descriptors of the memory files to which the rank writes its collective calls and, on SIGUSR1, its
             stack.
         report_bytes: The report (result or error, JSON) read so far.
         report: The parsed report; None until it is complete.
         ended: Time at which the process ended, in seconds of the monotonic clock; None while it runs.
-        stop_requested: True once the launcher has sent it a signal.
+        stop_requested: True once the launcher has sent the process a signal.
     """
 
     number: int
@@ -53,7 +53,7 @@ class StartedRank:
 
     @property
     def error(self) -> str | None:
-        """Class name of the exception that the rank reported, None if it reported none."""
+        """Class name of the exception that the rank reported; None if the rank reported no exception."""
         return None if self.report is None else self.report.get("error", self.report.get("fault"))
 
     @property
@@ -63,7 +63,7 @@ class StartedRank:
 
     @property
     def signal(self) -> int | None:
-        """Number of the signal that killed the rank, None if it exited by itself or still runs."""
+        """Number of the signal that killed the rank; None if the rank exited by itself or still runs."""
         code = self.process.returncode
         return -code if code is not None and code < 0 else None
 
@@ -78,7 +78,7 @@ class StartedRank:
         return f"was killed by signal {number}" + (f" ({signal.Signals(number).name})" if known else "")
 
     def read_stack(self) -> list[str]:
-        """Return the stack of the rank's main thread as lines, innermost frame first; empty if it does not answer
+        """Return the stack of the rank's main thread as lines, innermost frame first; empty if the rank does not answer
         SIGUSR1 in time."""
         os.ftruncate(self.stack, 0)
         with suppress(ProcessLookupError):
@@ -105,7 +105,7 @@ def start_rank(
     number: int, ranks: int, description: Mapping[str, Any], command: Sequence[str], threads: int, keep: Sequence[int],
     output: int = 2,
 ) -> StartedRank:  # fmt: skip
-    """Start the process of one rank; return its record.
+    """Start the process of one rank; return its `StartedRank`.
 
     number: global rank. ranks: world size. description: what the rank is to do, sent as JSON on its standard input.
     command: command line. threads: number of the rank's compute threads. keep: file descriptors that the process
@@ -146,7 +146,7 @@ def _open_temporary_file() -> int:
 
 
 def _make_loopback_environment() -> dict[str, str]:
-    """Return environment variables that make gloo use the loopback interface, since this host's name may lead to a
+    """Return environment variables that make gloo use the loopback interface, because this host's name may resolve to a
     network that is down."""
     with suppress(OSError):
         for _, name in socket.if_nameindex():

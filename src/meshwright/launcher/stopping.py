@@ -15,8 +15,8 @@ class StopRequest:
     """Context manager that records SIGTERM and SIGINT as a request to stop, in the attribute `requested`; the caller
     can then save and end after its current step. No effect outside the main thread.
 
-    Another SIGINT, more than 1 s after the first, raises `KeyboardInterrupt`. If the process already has a SIGINT
-    handler of another kind or ignores SIGINT, as ranks of a launcher do, only SIGTERM is recorded.
+    Another SIGINT, more than 1 s after the first, raises `KeyboardInterrupt`. Only SIGTERM is recorded if the process
+    already has a handler for SIGINT other than Python's default, or ignores SIGINT, as ranks of a launcher do.
     """
 
     def __init__(self) -> None:

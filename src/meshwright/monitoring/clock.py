@@ -13,8 +13,8 @@ class StepClock:
     """Clock of the phases of a training step, such as "forward". The caller marks the end of each phase.
 
     device: device of this rank. On CUDA a mark records an event on the current stream, whose time is read one step
-    later, so that the host does not wait for the GPU: results are those of the previous step. waited: function that
-    returns the seconds that this process has spent waiting in collective calls since its start.
+    later, so that the host does not wait for the GPU. Results on CUDA are therefore of the previous step. waited:
+    function that returns the seconds that this process has spent waiting in collective calls since its start.
     """
 
     def __init__(self, device: torch.device, waited: Callable[[], float] = lambda: 0.0) -> None:
@@ -27,21 +27,21 @@ class StepClock:
         """Called with the name of each mark ("" for `start`) while a profile is recorded."""
 
     def start(self) -> None:
-        """Start to time a step. The marks of earlier steps are discarded; on CUDA those of the previous step are kept,
-        as their times are read during this step."""
+        """Start to time a step. The marks of earlier steps are discarded; on CUDA the marks of the previous step are
+        kept, as their times are read during this step."""
         self._previous, self._marks = self._marks, []
         self.mark("")
 
     def mark(self, part: str) -> None:
-        """Record that the phase called `part`, such as "forward", ends now; it began at the previous mark. The seconds
-        of several phases with the same name are summed."""
+        """Record that the phase called `part`, such as "forward", ends now. The phase began at the previous mark. The
+        seconds of several phases with the same name are summed."""
         self._marks.append((part, self._take_time(), self._waited()))
         if self.listener is not None:
             self.listener(part)
 
     def seconds(self) -> dict[str, float]:
         """Return {phase: seconds}, in the order in which the phases first ended, for the time since `start()`. On CUDA
-        the result is that of the previous step."""
+        the times are of the previous step."""
         marks = (self._previous or self._marks) if self.cuda else self._marks
         if self.cuda:
             marks[-1][1].synchronize()  # type: ignore[union-attr]
@@ -52,7 +52,7 @@ class StepClock:
         return parts
 
     def compute_working_seconds(self) -> float:
-        """Return the seconds from `start()` to the last mark without those spent waiting in collective calls.
+        """Return the seconds from `start()` to the last mark, less the seconds spent waiting in collective calls.
 
         On CUDA the waiting time is unknown, because the device waits and not the host. The result is then the seconds
         of the phases "data", "forward" and "backward" of the previous step, which come before the reduction of

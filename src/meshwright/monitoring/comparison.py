@@ -25,8 +25,8 @@ KEPT = 1000
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """Predicted peak resident set size (RSS) of rank 0's process, in bytes by item: "libraries", "model states", "step
-    tensors" ..."""
+    """Predicted peak resident set size (RSS) of rank 0's process. items: {item such as "libraries", "model states" or
+    "step tensors": bytes}."""
 
     items: Mapping[str, int]
 
@@ -65,16 +65,16 @@ class Prediction:
 
     @property
     def peak_bytes(self) -> int:
-        """Predicted peak memory of this rank in bytes, 0 if unknown. On CPUs it is the peak of the process (RSS);
-        otherwise that of the tensor allocator."""
+        """Predicted peak memory of this rank in bytes, 0 if unknown. On CPUs this is the peak of the process (RSS); on
+        GPUs the peak of the tensor allocator."""
         if self.process is not None:
             return self.process.peak
         return 0 if self.memory is None else _compute_expected_peak(self.memory)
 
     def memory_to_json(self) -> dict[str, Any]:
-        """Return this rank's predicted memory as a JSON object, None for unknown values. Keys: "memory_bytes":
-        {category of tensors, "allocator_peak" or "process_peak": bytes}; "process_memory_bytes": {item of the process's
-        memory: bytes of the peak RSS}."""
+        """Return this rank's predicted memory as a JSON object; values are None if unknown. Keys: "memory_bytes": {key:
+        bytes}, whose keys are the categories of tensors, "allocator_peak" and "process_peak"; "process_memory_bytes":
+        {item of the process's memory: bytes of the peak RSS}."""
         return {
             "memory_bytes": None if self.memory is None else {**self.memory, **self._get_peak_entries()},
             "process_memory_bytes": None if self.process is None else dict(self.process.items),
@@ -103,7 +103,7 @@ class Prediction:
 
     def _get_peak_entries(self) -> dict[str, int | None]:
         """Return {"allocator_peak": bytes, "process_peak": bytes}, the predicted peaks of the tensor allocator and of
-        the process (RSS). The latter is None if it is not predicted, as always on CUDA."""
+        the process (RSS). "process_peak" is None if it is not predicted, as always on CUDA."""
         assert self.memory is not None
         process = self.process
         return {"allocator_peak": self.memory["peak"], "process_peak": None if process is None else process.peak}
@@ -165,14 +165,14 @@ class StepTimes:
             self._steps.append(_StepTime(seconds, parts, waited))
 
     def find_median_step(self) -> _StepTime | None:
-        """Return the measured times of the step of median duration among the stored ones; None if no step is stored."""
+        """Return the measured times of the stored step that has the median duration; None if no step is stored."""
         return sorted(self._steps, key=lambda step: step.seconds)[(len(self._steps) - 1) // 2] if self._steps else None
 
     def to_json_dict(self, device: torch.device) -> dict[str, Any]:
         """Return the measured duration of a step for the result document. Keys: "step_seconds" (median),
         "seconds_by_part" ({phase: seconds}), "seconds_by_kind" ({"working": seconds, "waiting": seconds}),
-        "waiting_seconds". The last two are None on CUDA; all are None before any step is stored. device: device of this
-        rank."""
+        "waiting_seconds". "seconds_by_kind" and "waiting_seconds" are None on CUDA; all values are None before any step
+        is stored. device: device of this rank."""
         step = self.find_median_step()
         if step is None:
             return dict.fromkeys(("step_seconds", "seconds_by_part", "seconds_by_kind", "waiting_seconds"))
@@ -190,15 +190,15 @@ WORKING_PARTS = "compute", "optimizer"
 
 
 def _sum_waiting_seconds(breakdown: Mapping[str, float]) -> float:
-    """Return the seconds of a predicted step in which this rank waits for others: those of all phases except "compute"
-    and "optimizer" (`WORKING_PARTS`). breakdown: phase -> seconds."""
+    """Return the seconds of a predicted step in which this rank waits for other ranks: the sum over all phases except
+    "compute" and "optimizer" (`WORKING_PARTS`). breakdown: phase -> seconds."""
     return sum(seconds for part, seconds in breakdown.items() if part not in WORKING_PARTS)
 
 
 def _split_waiting(seconds: float, waiting: float) -> dict[str, float]:
     """Split the duration of a step into {"working": seconds, "waiting": seconds}. Predicted and measured steps have
-    different phases, but can be compared by these two numbers. seconds: duration of the step. waiting: part of it in
-    which this rank waits for others."""
+    different phases, but can be compared by these two numbers. seconds: duration of the step. waiting: seconds of the
+    step in which this rank waits for other ranks."""
     return {"working": max(0.0, seconds - waiting), "waiting": waiting}
 
 
@@ -208,9 +208,9 @@ def collect_measured_memory(
     """Return the measured memory of rank 0 in bytes, None for unknown values.
 
     Keys: each category of model states ("parameters" ...); "peak": growth from before the trainer's construction to the
-    peak of the first steps; "allocator_peak"; "process_peak" (RSS); "unexplained": measured minus predicted peak. On
-    CUDA "unexplained" compares the peaks of the allocator. On a CPU it compares those of the process; the correction
-    that the prediction learnt from earlier runs is removed first.
+    peak of the first steps; "allocator_peak"; "process_peak" (RSS); "unexplained": measured minus predicted peak.
+    "unexplained" compares the peaks of the allocator on CUDA, and the peaks of the process on a CPU, where the
+    correction that the prediction learnt from earlier runs is removed first.
 
     states: bytes by kind, from `Trainer.memory`. memory: meter of the peaks. prediction: entry `predicted` of the
     result document."""
@@ -243,9 +243,9 @@ def format_comparison(predicted: Mapping[str, Any], measured: Mapping[str, Any])
 
 
 def _format_peak(predicted: Mapping[str, Any] | None, measured: Mapping[str, Any] | None) -> list[str]:
-    """Format the peak memory of two ranks as one console text: the rank with the largest measured peak, and the rank
-    with the largest predicted peak. Return a list that contains this text, or an empty list if nothing was measured.
-    predicted, measured: entries "fullest_rank" of the result document's figures."""
+    """Format the peak memory of two ranks as console text: the rank with the largest measured peak, and the rank with
+    the largest predicted peak. Return a list that contains this text, or an empty list if nothing was measured.
+    predicted, measured: entries "fullest_rank" of the result document's figures; None if unknown."""
     if measured is None:
         return []
     found, expected = measured["memory_bytes"], (predicted or {}).get("memory_bytes")
@@ -276,8 +276,8 @@ def _format_seconds(seconds: float) -> str:
 
 
 def _format_traffic(axes: Mapping[str, int]) -> str:
-    """Format the bytes sent in a step: the sum over all mesh axes, and the three axes with the most. axes: {mesh axis:
-    bytes}."""
+    """Format the bytes sent in a step: the sum over all mesh axes, and the three axes with the most bytes. axes: {mesh
+    axis: bytes}."""
     return f"{format_bytes(sum(axes.values()))} ({_format_largest(axes)})" if axes else "nothing"
 
 

@@ -31,7 +31,7 @@ GIB = 2**30
 
 class Journal:
     """Reporter of one run: writes to the console, to `metrics.jsonl` and to trackers (TensorBoard, MLflow ...). Every
-    rank makes the same calls; only rank 0 prints and writes.
+    rank calls the methods in the same order; only rank 0 prints and writes.
 
     recipe: the run's recipe. mesh: mesh of its ranks. directory: run directory. show_progress: True to print progress
     on the console.
@@ -80,8 +80,9 @@ class Journal:
         """Report the run before its first step, and open `metrics.jsonl` and the trackers.
 
         run: description of model and data. layout: notation such as "dp2 zero1 bf16". resumed_from: name of the
-        checkpoint from which the run resumes; None: a fresh run. done: number of steps done in this checkpoint.
-        threads: compute threads of each rank; None except on CPUs. `UserError` if the run directory cannot be written.
+        checkpoint from which the run resumes; None: a fresh run. done: number of steps done in this checkpoint; 0 in a
+        fresh run. threads: compute threads of each rank; None except on CPUs. `UserError` if the run directory cannot
+        be written.
         """
         self.run, recipe = run, self.recipe
         self._figures = {key: [] for key in ("loss", "validation_loss", self.rate_name, *run.metric_names)}
@@ -124,9 +125,9 @@ class Journal:
     ) -> None:
         """Log that the run has no steps left, because its newest checkpoint has at least `train.steps` steps.
 
-        checkpoint: name of this checkpoint. done: its number of steps. layout: layout that the user requested now.
-        state: the checkpoint's `state.json`, which names the layout of the run; the logged line mentions it if it
-        differs from the requested one."""
+        checkpoint: name of the checkpoint. done: number of steps done in the checkpoint. layout: layout that the user
+        requested now. state: content of the checkpoint's `state.json`, which names the layout of the run; the logged
+        line mentions this layout if it differs from the requested layout. None: not compared."""
         steps = self.recipe.train.steps
         more = f" of train.steps, and {done - steps} more" if done > steps else ""
         earlier = str(layout if state is None else state.get("layout", layout))
@@ -241,8 +242,8 @@ class Journal:
 
     def _watch_ranks(self, done: int, rank_seconds: Sequence[float]) -> None:
         """Check for a slow rank at the end of each window of consecutive steps. A rank whose own work took much longer
-        than that of the others is logged, unless it was logged for the previous window. done: number of steps done;
-        rank_seconds: seconds of each rank's own work in this step, without waiting."""
+        than the work of the other ranks is logged, unless it was logged for the previous window. done: number of steps
+        done; rank_seconds: seconds of each rank's own work in this step, without waiting."""
         slow = self._watch.add(rank_seconds)
         if slow is None:
             self._slow_rank = None if self._watch.between_windows else self._slow_rank
@@ -350,9 +351,9 @@ class Journal:
 
     def read_earlier_result(self, step: int, checkpointer: Checkpointer) -> dict[str, Any] | None:
         """Read the result document that an earlier start of the run stored, and replace its checkpoint paths by the
-        current ones; return it. Return None on all ranks but 0, and if there is no such document or it belongs to
-        another number of steps. step: number of steps that the run has done. checkpointer: knows the newest and best
-        checkpoint."""
+        current paths; return the document. Return None on all ranks but 0, and also if there is no such document or if
+        it belongs to another number of steps. step: number of steps that the run has done. checkpointer: knows the
+        newest and best checkpoint."""
         result = self.directory.read_result() if self.leader else None
         if result is None or result.get("step") != step:
             return None
@@ -378,7 +379,7 @@ def _set_threads(recipe: Recipe, threads: int | None) -> Recipe:
 
 
 def _get_checkpoint_paths(checkpointer: Checkpointer) -> dict[str, str | None]:
-    """Return {"checkpoint": path of the newest checkpoint, "best_checkpoint": path of the one with the lowest
-    validation loss}; None for a missing one."""
+    """Return {"checkpoint": path of the newest checkpoint, "best_checkpoint": path of the checkpoint with the lowest
+    validation loss}, both known to `checkpointer`; None for a missing checkpoint."""
     newest, best = checkpointer.find_newest(), checkpointer.find_best()
     return {"checkpoint": str(newest.path) if newest else None, "best_checkpoint": str(best.path) if best else None}

@@ -21,7 +21,7 @@ from meshwright.untrusted import read_file
 
 class MetricsFile:
     """Writer of `metrics.jsonl`, a file with one JSON object per line. Each line is written completely or not at all; a
-    line that could not be written (disk full) is retried with the next one.
+    line that could not be written (disk full) is retried with the next line.
 
     path: the file. resume_step: number of steps done in the checkpoint from which the run resumes, 0 for a fresh run;
     lines of later steps are removed first.
@@ -62,7 +62,8 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return all complete lines of a metrics file as dicts. A last line left incomplete by a killed process is skipped.
+    """Return all complete lines of the metrics file `path` as dicts. A last line left incomplete by a killed process is
+    skipped.
 
     Raises OSError if the file cannot be read or has more than `limits.LIMITS["metrics_bytes"]` bytes.
     """
@@ -82,11 +83,11 @@ def _count_bytes_to_keep(content: bytes, resume_step: int) -> int:
 
 
 class SlowRankWatch:
-    """Detector of a rank whose own work takes longer than that of the other ranks, evaluated over windows of `window`
-    steps.
+    """Detector of a rank whose own work takes longer than the work of the other ranks, evaluated over windows of
+    `window` steps.
 
     The time of a rank is the median, over the window, of its seconds of work per step (without waiting). The slowest
-    rank is reported if its time exceeds `factor` times the median time of the others. ranks: number of ranks.
+    rank is reported if its time exceeds `factor` times the median time of the other ranks. ranks: number of ranks.
     """
 
     def __init__(self, ranks: int, factor: float, window: int = 10) -> None:
@@ -97,7 +98,7 @@ class SlowRankWatch:
 
     def add(self, seconds: Sequence[float]) -> tuple[int, float] | None:
         """Add one step's seconds of work, one value per rank. At the end of a window, return (slow rank, its time
-        divided by the median of the others); None if no rank is slow or the window is not complete."""
+        divided by the median time of the other ranks); None if no rank is slow or the window is not complete."""
         assert len(seconds) == self._ranks
         self._steps.append(seconds)
         if len(self._steps) < self.window or self._ranks < 2:

@@ -186,8 +186,8 @@ class _ProfileRecording:
         return RankSteps(self._mesh.rank, self._zero + self._offset, self.spans, self.calls)
 
     def _annotate_operators(self, name: str) -> AbstractContextManager[Any]:
-        """Return a context manager that groups the operators run inside it under `name` in torch's trace; it does
-        nothing if operators are not recorded."""
+        """Return a context manager that groups the operators run inside its `with` block under `name` in torch's trace;
+        a context manager without effect if operators are not recorded."""
         return torch.profiler.record_function(name) if self.operators is not None else ExitStack()
 
     def _on_clock_mark(self, part: str) -> None:
@@ -226,8 +226,9 @@ class _NamedCompute:
 
     def run(self, kind: Kind, key: Key, x: torch.Tensor | None) -> torch.Tensor | None:
         """Run one pass of the wrapped `Compute` inside its context manager. kind: forward, backward ...; key: (stage,
-        replica (model copy), micro-batch); x: activation or gradient received from another stage. Return the tensor to
-        send on."""
+        replica (model copy), micro-batch); x: activation or gradient received from another stage; None if the pass
+        needs none. Return the tensor to send to the next stage (in a backward, the previous stage); None if there is
+        nothing to send."""
         with self._around(kind, *key):
             return self._compute.run(kind, key, x)
 
@@ -288,5 +289,5 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 def _read_json(path: Path) -> Any:
-    """Read a gzipped JSON file."""
+    """Read the gzipped JSON file `path` and return its content."""
     return json.loads(gzip.decompress(path.read_bytes()))

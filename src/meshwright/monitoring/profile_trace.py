@@ -56,7 +56,8 @@ class RankSteps:
     calls: Sequence[TimedCall]
 
     def to_table(self) -> dict[str, Any]:
-        """Return this recording of a rank as a dict of JSON types, from which `from_table` builds it again."""
+        """Return this recording of a rank as a dict of JSON types, from which `from_table` builds an equal
+        recording."""
         return {
             "rank": self.rank,
             "zero": self.zero,
@@ -75,8 +76,8 @@ def compute_clock_offset(times: Sequence[Sequence[int]], machines: Sequence[int]
     """Return the nanoseconds by which the clock of `rank` is ahead of rank 0's: the median difference over several
     barriers; 0 if both ranks share a clock.
 
-    times: [barrier][rank], time on the rank's clock, in nanoseconds, at which it left the barrier. machines: one number
-    per rank, equal for ranks that share a clock.
+    times: [barrier][rank], time on the rank's clock, in nanoseconds, at which the rank left the barrier. machines: one
+    number per rank, equal for ranks that share a clock.
     """
     if machines[rank] == machines[0]:
         return 0
@@ -117,8 +118,8 @@ def merge_rank_traces(
     parts: Sequence[Mapping[str, Any]], program: PipelineProgram, pipeline_ranks: Mapping[int, int]
 ) -> dict[str, Any]:
     """Build the Chrome trace document of all ranks, in which each rank is a process. If the pipeline schedule has
-    several ranks, the document also shows a simulation of it with the recorded median durations; the simulation begins
-    at the first forward pass of the last recorded step.
+    several ranks, the document also shows a simulation of the schedule with the recorded median durations; the
+    simulation begins at the first forward pass of the last recorded step.
 
     parts: for each rank the dict of `RankSteps.to_table`, with its GPU events under "kernels". program: the pipeline
     schedule. pipeline_ranks: global rank -> pipeline rank."""
@@ -166,7 +167,8 @@ def build_rank_events(steps: RankSteps) -> Events:
 
 def _simulate_events(ranks: Sequence[RankSteps], program: PipelineProgram, pipeline_ranks: Mapping[int, int]) -> Events:
     """Simulate the pipeline schedule `program` with the median durations that `ranks` recorded; return the trace events
-    of the simulation, none if it is impossible with these durations. pipeline_ranks: global rank -> pipeline rank."""
+    of the simulation; no events if the simulation is impossible with these durations. pipeline_ranks: global rank ->
+    pipeline rank."""
     seen: dict[tuple[str, int, int], list[float]] = defaultdict(list)
     starts: list[float] = []
     for rank in ranks:
@@ -198,8 +200,8 @@ def _simulate_events(ranks: Sequence[RankSteps], program: PipelineProgram, pipel
 
 class _ThreadNumbers:
     """Assignment of thread numbers to the named threads of one rank in a Chrome trace, in the order in which names
-    first occur. Each rank has a range of `THREADS` numbers. rank: global rank. first: number of the rank's numbers, at
-    the beginning of its range, that are used for other threads."""
+    first occur. Each rank has a range of `THREADS` numbers. rank: global rank. first: offset in this range of the first
+    number to assign; lower numbers are used for other threads."""
 
     def __init__(self, rank: int, first: int) -> None:
         """Start without threads; arguments: see the class."""

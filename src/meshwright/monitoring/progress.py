@@ -112,8 +112,8 @@ class Progress:
         return [*remaining, *self._figures, elapsed]
 
     def _format_times(self) -> list[str]:
-        """Return texts for the elapsed and the remaining time; the latter only while steps are left and at least one
-        has been measured."""
+        """Return texts for the elapsed and the remaining time; the remaining time only while steps are left and at
+        least one step has been timed."""
         now = time.monotonic()
         times = [f"elapsed {format_clock(now - self._begun)}"]
         if (measured := len(self._ends) - 1) > 0 and (left := self._steps - self._done) > 0:

@@ -18,8 +18,8 @@ def list_differing_keys(recipe: str) -> dict[str, str] | None:
 
 
 def compare_recipes(recipes: Sequence[str]) -> dict[str, list[str]]:
-    """Return the keys whose values differ between recipes (TOML texts), as {dotted key: its value in each recipe as
-    TOML, "–" where it is not set}. `run.name` and `run.directory` are left out."""
+    """Return the keys whose values differ between recipes (TOML texts), as {dotted key: list of its values in the
+    recipes, as TOML text, "–" where the key is not set}. `run.name` and `run.directory` are left out."""
     flats = [_flatten_recipe(recipe) or {} for recipe in recipes]
     keys = dict.fromkeys(key for flat in flats for key in flat if key not in ("run.name", "run.directory"))
     values = {key: [flat.get(key, "–") for flat in flats] for key in keys}

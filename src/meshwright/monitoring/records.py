@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 
 class Metrics(NamedTuple):
-    """Mean metrics of a step besides the loss, such as accuracy. values: key of metrics.jsonl -> value; text: the same
-    values formatted for the console."""
+    """Mean metrics of a step other than the loss, such as accuracy. values: {key of metrics.jsonl: value}; text: the
+    same values formatted for the console."""
 
     values: Mapping[str, float] = {}
     text: str = ""
@@ -62,7 +62,7 @@ class StepRecord:
         loss: Mean loss over the step's loss terms.
         gradient_norm: Global norm before clipping.
         learning_rate: Rate of this step.
-        finite: True if loss and gradient norm are finite, so that the update was applied.
+        finite: True if loss and gradient norm are finite; only then is the update applied.
         skipped_steps: Number of skipped steps in the run so far.
         metrics: Mean values besides the loss.
         validation: Result of a validation after the step, None without one.
@@ -70,7 +70,7 @@ class StepRecord:
         seconds_by_part: {phase: seconds}.
         waiting_seconds: Time that the host waited in collective calls.
         rank_seconds: [rank], seconds of each rank's own work.
-        loss_scale, next_loss_scale: Loss scales of this and of the next step; None if it is not dynamic.
+        loss_scale, next_loss_scale: Loss scales of this and of the next step; None without a dynamic loss scale.
         profiled: True if the profiler recorded the step, which makes it slower.
     """
 

@@ -116,8 +116,8 @@ def smooth(points: Sequence[tuple[float, float]], weight: float = 0.9) -> list[t
 
 def draw_step_chart(series: Sequence[Series], unit: str, *, from_zero: bool = False, legend: bool = False) -> Markup:
     """Draw a line chart over the training steps, with values on hover; return SVG markup. series: curves, each with a
-    name and (step, value) points. unit: unit of the values, for the axis title. from_zero: begin the y axis at 0, or at
-    the lowest value if that is negative. legend: name the curve even if there is only one."""
+    name and (step, value) points. unit: unit of the values, for the axis title. from_zero: True to begin the y axis at
+    0, or at the lowest value if that is negative. legend: True to name the curve even if there is only one curve."""
     points = [point for one in series for point in one.points]
     if not points:
         return paragraph("No finite values.")

@@ -55,8 +55,8 @@ def check_resume(recipe: Recipe, data_sha256: str | None = None) -> dict[str, An
     """Check that the recipe can resume its run, and return the content of `state.json` in the newest checkpoint of its
     run directory; None without a checkpoint.
 
-    data_sha256: checksum of the prepared data's tokens; None: not checked. Raises `UserError` if a key that may not
-    change differs from the checkpoint's recipe (it names the key and where it is set), or if the data differ.
+    data_sha256: checksum of the prepared data's tokens; None: not checked. Raises `UserError` if the data differ, or if
+    a key that may not change differs from the checkpoint's recipe; the error names the key and where it is set.
     """
     checkpoint = find_newest(RunDirectory(recipe.run_directory).checkpoints)
     if checkpoint is None:

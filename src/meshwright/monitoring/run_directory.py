@@ -28,7 +28,7 @@ class RunDirectory:
     """Directory of one run: paths and content of its files, and its lock. path: the directory, which need not exist
     yet.
 
-    Every process of a run creates one object; only one of them locks the directory (the launcher, or rank 0 if
+    Every process of a run creates one object; only one process locks the directory (the launcher, or rank 0 if
     torchrun, Kubernetes or SLURM started the ranks).
     """
 
@@ -54,7 +54,7 @@ class RunDirectory:
         return self.path / LOST
 
     def create(self) -> None:
-        """Create the directory. `UserError` if its path is a file or it cannot be written."""
+        """Create the directory. `UserError` if the path is a file, or if the directory cannot be written."""
         try:
             self._is_new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
@@ -69,8 +69,8 @@ class RunDirectory:
     def lock(self) -> int:
         """Lock the directory until `unlock` or the end of this process; return the lock's file descriptor.
 
-        `UserError` if another run holds the lock. A child process that inherits the descriptor holds the lock too, so
-        that no run begins while a rank is still alive.
+        `UserError` if another run holds the lock. A child process that inherits the descriptor holds the lock too: no
+        other run can begin while a rank is still alive.
         """
         self.create()
         self._lock = DirectoryLock(self.path, "run directory", "end it, or give another run.directory")
@@ -100,8 +100,8 @@ class RunDirectory:
         self.close()
 
     def close(self) -> None:
-        """Unlock the directory. If there is nothing but `ranks.json` in it, the start has failed: remove this file, and
-        the directory if it is new."""
+        """Unlock the directory. If the directory contains nothing but `ranks.json`, the start has failed: remove this
+        file, and the directory if this process created it."""
         if self._lock is not None:
             with suppress(OSError):
                 if {path.name for path in self.path.iterdir()} <= {LOCK, RANKS}:
@@ -136,11 +136,13 @@ class RunDirectory:
         return result if isinstance(result, dict) else None
 
     def write_trackers(self, kept: Mapping[str, Mapping[str, str]]) -> None:
-        """Store the strings that each tracker needs to resume, such as a run id. kept: tracker name -> key -> value."""
+        """Store the strings that each tracker needs to resume, such as a run id. kept: {tracker name: {key:
+        string}}."""
         self._replace_file(TRACKERS, to_json_bytes(kept))
 
     def read_trackers(self) -> dict[str, dict[str, str]]:
-        """Return the strings that `write_trackers` wrote: tracker name -> key -> value; empty if missing or invalid."""
+        """Return the strings that `write_trackers` wrote: {tracker name: {key: string}}; empty if the file is missing
+        or invalid."""
         try:
             found: dict[str, dict[str, str]] = read_json(self.path / TRACKERS)
             return {name: {key: str(value) for key, value in kept.items()} for name, kept in found.items()}
@@ -148,7 +150,7 @@ class RunDirectory:
             return {}
 
     def read_last_step(self) -> int | None:
-        """Return the number of the last step in `metrics.jsonl`, None before the first."""
+        """Return the number of the last step in `metrics.jsonl`; None if the file has no step."""
         try:
             with self.metrics.open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
@@ -165,8 +167,8 @@ class RunDirectory:
         return None
 
     def _replace_file(self, name: str, content: bytes) -> None:
-        """Replace the file `name` of the run directory atomically by one with the bytes `content`. `UserError` if it
-        cannot be written."""
+        """Replace the content of the file `name` of the run directory by the bytes `content`, atomically. `UserError`
+        if the file cannot be written."""
         try:
             replace_file(self.path / name, content, sync=False)
         except OSError as error:

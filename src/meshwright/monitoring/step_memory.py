@@ -16,10 +16,11 @@ STEPS = 3
 
 class StepMemory:
     """Meter of this process's memory: its peak so far, and its growth from the call of `start` to the peak of the first
-    training steps. It counts allocated bytes on CUDA and resident bytes on a CPU. device: device of this rank.
+    training steps. Memory is counted in allocated bytes on CUDA and in resident bytes on a CPU. device: device of this
+    rank.
 
-    On a CPU the kernel's peak counter is reset before the first step (Linux, proc(5)), to exclude loading; if it cannot
-    be reset, `growth_in_first_steps` stays None.
+    On a CPU the kernel's peak counter is reset before the first step (Linux, proc(5)), to exclude loading; if the
+    counter cannot be reset, `growth_in_first_steps` stays None.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,8 +50,8 @@ class StepMemory:
             self._before += after - before
 
     def begin(self) -> None:
-        """Reset the peak memory counter, from which the growth in the first training steps is measured. Called just
-        before the first step."""
+        """Reset the counter of peak memory, which then gives the peak of the first training steps. Called just before
+        the first step."""
         self._earlier = read_peak_memory_bytes(self.device)
         self._earlier_resident = read_peak_resident_bytes() or 0
         self._left = STEPS if self._before is not None and _reset_peak(self.device) else 0
@@ -77,7 +78,8 @@ class StepMemory:
         return self.read_peak() if self.device.type == "cuda" else None
 
     def peaks_to_json(self) -> dict[str, int | None]:
-        """Return {"allocator_peak", "process_peak"}, the two measured peaks of this rank in bytes."""
+        """Return {"allocator_peak": bytes, "process_peak": bytes}, the two measured peaks of this rank; None for an
+        unknown peak."""
         return {"allocator_peak": self.read_allocator_peak(), "process_peak": self.read_process_peak()}
 
     def read_process_peak(self) -> int | None:
@@ -94,7 +96,7 @@ def _read_current_bytes(device: torch.device) -> int | None:
 
 
 def _reset_peak(device: torch.device) -> bool:
-    """Reset the peak counter of a CUDA `device`, or of this process on a CPU; return True if it worked."""
+    """Reset the peak counter of a CUDA `device`, or of this process on a CPU; return True if this worked."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True

@@ -83,7 +83,7 @@ class Tracking:
         """Report the run's end to the trackers, wait a limited time until they have received all lines, and log the
         number of lost lines.
 
-        status: "finished", "stopped" (it may be resumed) or "failed".
+        status: "finished", "stopped" (the run may be resumed) or "failed".
         """
         patience = PATIENCE_AFTER_FAILURE if status == FAILED else PATIENCE_SECONDS
         deadline = time.monotonic() + patience
@@ -104,7 +104,7 @@ class _TrackerThread:
         recipe: Dotted key -> value.
         missing: Lines of metrics.jsonl that an earlier start of the run may not have sent; sent first and never
             dropped.
-        keep: Function that writes the strings that trackers need to resume to the run directory.
+        keep: Function that writes, to the run directory, the strings that trackers need to resume.
         log: Prints a line on the console."""
 
     def __init__(
@@ -164,7 +164,7 @@ class _TrackerThread:
     # --- in the thread
 
     def _send_all(self) -> None:
-        """Run the thread: start the tracker, send line after line, and report the run's end to it."""
+        """Main function of the thread: start the tracker, send all lines to it, and report the run's end to it."""
         if not self._retry(lambda: self.tracker.start(self.run, self.recipe)):
             return
         self._save_progress(self.run.step, now=True)
@@ -198,8 +198,8 @@ class _TrackerThread:
             return (self._missing or self._waiting).popleft()
 
     def _retry(self, call: Callable[[], None], tries: int | None = None) -> bool:
-        """Call `call` until it does not raise, with growing pauses between the calls; return True. Give up and return
-        False after `tries` failures (None: no limit), or at the first failure after the run has ended."""
+        """Call `call` until a call does not raise, with growing pauses between the calls; return True. Give up and
+        return False after `tries` failures (None: no limit), or at the first failure after the run has ended."""
         pause, tried = PAUSE, 0
         while True:
             try:
@@ -217,14 +217,14 @@ class _TrackerThread:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def _log_failure(self, reason: str) -> None:
-        """Store `reason` as the tracker's latest error; log it if it is the tracker's first error."""
+        """Store `reason` as the tracker's latest error; log only the tracker's first error."""
         if not self._last_error:
             self._log(f"tracker {self.name} failed: {reason}; training continues, and sending is retried")
         self._last_error = reason
 
     def _save_progress(self, step: int, now: bool = False) -> None:
         """Store in the run directory that the tracker has received all lines up to step `step`, so that a resumed run
-        sends only later ones. now: True to write at once; False to write at most once in `KEEP_SECONDS`."""
+        sends only later lines. now: True to write at once; False to write at most once in `KEEP_SECONDS`."""
         self.run.kept["sent"] = str(max(step, 0))
         if now or time.monotonic() - self._kept_at > KEEP_SECONDS:
             self._kept_at = time.monotonic()
@@ -235,7 +235,7 @@ class _TrackerThread:
 
 
 def flatten_values(values: Mapping[str, Any], prefix: str = "") -> dict[str, float | str]:
-    """Flatten nested dicts to path -> number or text, with paths such as "seconds_by_part/forward"; values that are not
+    """Flatten nested dicts to {path: number or text}, with paths such as "seconds_by_part/forward"; values that are not
     finite are left out. prefix: text before each path."""
     flat = flatten(values, "/", prefix)
     texts = {key: value for key, value in flat.items() if isinstance(value, str)}
@@ -246,8 +246,8 @@ def flatten_values(values: Mapping[str, Any], prefix: str = "") -> dict[str, flo
 
 
 def flatten_line(line: Mapping[str, Any]) -> Line:
-    """Convert a line of `metrics.jsonl` to (step, values by path). In the line of an event, the event's name is the
-    first part of each path ("save/stall_seconds")."""
+    """Convert a line of `metrics.jsonl` (JSON dict) to (step, {path: value}). In the line of an event, the event's name
+    is the first part of each path ("save/stall_seconds")."""
     event = line.get("event")
     rest = {key: value for key, value in line.items() if key not in ("step", "event")}
     return int(line.get("step", 0)), flatten_values(rest, f"{event}/" if event else "")

@@ -41,8 +41,8 @@ def time_collective(
     mesh: Mesh, axis: Axis, operation: str, size: int, seconds: float
 ) -> tuple[list[float], list[float]]:
     """Time a collective on a float32 vector, in `BATCHES` batches of calls. Return two lists with one value per batch:
-    the seconds per call, and the seconds of these in which this rank waited for a CPU core. All ranks call this with
-    equal arguments; all groups of the axis run the collective at once.
+    the seconds per call, and how many of these seconds this rank waited for a CPU core. All ranks call this with equal
+    arguments; all groups of the axis run the collective at once.
 
     operation: one of `OPERATIONS`, such as "all-reduce"; for "send-receive" the time of one message is returned. size:
     bytes of the full (unsharded) vector. seconds: duration of the whole measurement. axis: process groups over which
@@ -72,8 +72,8 @@ def time_collective(
 
 
 def choose_precision(mesh: Mesh) -> str:
-    """Choose the faster precision of matrix products, measured on rank 0 of `mesh`: return "bf16" if it is faster than
-    fp32, else "fp32". The result is equal on all ranks, which must all call this function."""
+    """Choose the faster precision of matrix products, measured on rank 0 of `mesh`: return "bf16" if bf16 is faster
+    than fp32, else "fp32". The result is equal on all ranks, which must all call this function."""
     faster = torch.tensor(float(mesh.rank == 0 and is_bf16_faster(mesh.device)), device=mesh.device)
     collectives.all_reduce(faster, mesh.world, "start.precision")
     return "bf16" if faster > 0 else "fp32"
@@ -82,9 +82,9 @@ def choose_precision(mesh: Mesh) -> str:
 def compute_slowest_median(by_rank: list[list[float]], waits: list[list[float]]) -> float:
     """Return the duration of a collective in seconds: the median, over batches of calls, of the slowest rank's time.
 
-    by_rank: seconds per call, [rank][batch]. waits: seconds of these in which the rank waited for a CPU core,
-    [rank][batch]. If the sum of a batch's waits over all ranks exceeds half of the slowest rank's time, it is
-    subtracted from that time, but at most 90% of the time."""
+    by_rank: seconds per call, [rank][batch]. waits: seconds per call in which the rank waited for a CPU core,
+    [rank][batch]. If the waits of all ranks in a batch add up to more than half of the slowest rank's time, the sum is
+    subtracted from this time, but at most 90% of the time."""
     found = []
     for times, waited in zip(zip(*by_rank, strict=True), zip(*waits, strict=True), strict=True):
         slowest, lost = max(times), sum(waited)
@@ -94,7 +94,7 @@ def compute_slowest_median(by_rank: list[list[float]], waits: list[list[float]])
 
 def _make_call(axis: Axis, operation: str, size: int, device: torch.device) -> tuple[Callable[[], None], int]:
     """Return (function that runs the collective once over `axis`, number by which to divide the function's duration).
-    The number is 2 for "send-receive", which sends a message to another rank and back, and 1 for all other operations.
+    This number is 2 for "send-receive", which sends a message to another rank and back, and 1 for all other operations.
 
     operation: such as "all-reduce". size: bytes of the full float32 vector, which is allocated on `device`.
     """

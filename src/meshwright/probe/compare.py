@@ -17,10 +17,11 @@ THRESHOLD = 1.25
 
 @dataclass(frozen=True, slots=True)
 class SlowRank:
-    """Rank or host that is slower than the others.
+    """Rank or host that is slower than the other ranks or hosts.
 
     what: kind of measurement, "products" (matrix products) or "memory" (passes over memory). host: host name. rank:
-    global rank; None for a whole host. ratio: time of the rank or host divided by the median time of the others.
+    global rank; None for a whole host. ratio: time of the rank or host divided by the median time of the other ranks or
+    hosts.
     """
 
     what: str
@@ -37,7 +38,7 @@ class SlowRank:
 
 
 def find_slow(what: str, seconds: Sequence[Sequence[float]], hosts: Sequence[str]) -> list[SlowRank]:
-    """Find the hosts and ranks that need more than `THRESHOLD` times the time of the others.
+    """Find the hosts and ranks that need more than `THRESHOLD` times the time of the other hosts or ranks.
 
     what: kind of measurement, "products" or "memory". seconds: duration of each measurement (a matrix product or memory
     pass of one size), [rank][measurement]. hosts: host name of each rank."""
@@ -60,10 +61,12 @@ def find_slow(what: str, seconds: Sequence[Sequence[float]], hosts: Sequence[str
 
 
 def compute_ratios(seconds: Sequence[Sequence[float]]) -> list[float]:
-    """Compute the slowdown of each of n ranks (or hosts) relative to the others: ratios [n], about 1 for usual speed.
+    """Compute the slowdown of each of n ranks (or hosts) relative to the other ranks (or hosts): ratios [n], about 1
+    for usual speed.
 
     seconds: duration of each measurement (a matrix product or memory pass of one size), [rank][measurement]. The ratio
-    of a rank is the median, over all measurements, of its time divided by the median time of the others; 1 if n is 1.
+    of a rank is the median, over all measurements, of the rank's time divided by the median time of the other ranks; 1
+    if n is 1.
     """
     if len(seconds) < 2:
         return [1.0] * len(seconds)

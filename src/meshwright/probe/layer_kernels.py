@@ -123,7 +123,7 @@ def _make_call(made: Callable[[torch.device], ForwardCall], back: bool, device: 
 
 
 def _run_forward(forward: Callable[[], Any]) -> None:
-    """Call `forward` with autograd enabled, so that it saves activations for backward."""
+    """Call `forward` with autograd enabled, so that activations are saved for backward."""
     with torch.enable_grad():
         forward()
 
@@ -147,7 +147,8 @@ def _make_elementwise(name: str, tokens: int, dtype: torch.dtype, device: torch.
 
 def _make_loss_call(tokens: int, dtype: torch.dtype, back: bool, device: torch.device) -> Callable[[], Any]:
     """Return a function that computes the cross entropy of `tokens` tokens from random logits of `dtype` on `device`.
-    If `back`, it computes the gradient of the logits instead, and overwrites the logits with it."""
+    back: True for a function that computes the gradient of the logits instead, and overwrites the logits with the
+    gradient."""
     logits_CV = torch.randn(tokens, VOCABULARY, device=device).to(dtype)
     targets_C = torch.randint(VOCABULARY, (tokens,), device=device)
     forward = partial(loss_chunk_from_logits, logits_CV, targets_C)

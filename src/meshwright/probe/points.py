@@ -49,8 +49,8 @@ class MeasurementPoint:
     @property
     def bytes(self) -> float:
         """Bytes that one device kernel of the measured operation reads and writes. A memory pass (elementwise
-        operation) has one kernel; for an operation of a transformer layer it is the mean over its kernels. Not defined
-        for matrix products. The planner interpolates measured times by this number."""
+        operation) has one kernel; an operation of a transformer layer may have several, whose mean is returned. Not
+        defined for matrix products. The planner interpolates measured times by this number."""
         if self.make is not None:
             return self.kernel_bytes
         return float(PASSES[self.name] * self.sizes[0] * DTYPES[self.precision].itemsize)
@@ -68,7 +68,8 @@ class MeasurementPlan:
         disk_bytes: Bytes written to the disk (0: not measured).
         point_seconds: Seconds of measuring for each measurement point.
         kernel_sizes: Numbers of elements of the tensors of layer operations (norm, attention ...).
-        steps: Training steps of the reference model (a small transformer) under each layout, over all rounds.
+        steps: Number of training steps of the reference model (a small transformer) under each layout, summed over all
+            rounds.
         rounds: Number of rounds into which these steps are divided; in each, all layouts take turns.
         axes: Mesh axes under which the reference model is trained, of "tp" and "cp"; without "cp" ring attention is not
             timed.
@@ -91,8 +92,8 @@ class MeasurementPlan:
 
     @classmethod
     def default(cls, device: str) -> MeasurementPlan:
-        """Return the default plan of `meshwright probe`. device: "cpu", with the sizes of small models, or "cuda", with
-        those of large models."""
+        """Return the default plan of `meshwright probe`. device: "cpu" for a plan with the sizes of small models,
+        "cuda" for a plan with the sizes of large models."""
         if device == "cpu":
             return cls(
                 (*_combine_shapes((32, 256, 2048), _SMALL_SIDES), (512, 4096, 1024), (256, 8192, 256)),
@@ -149,7 +150,7 @@ class MeasurementPlan:
 
 class ReferenceKernel:
     """Small matrix product (256 x 512 by 512 x 512, float32) that is timed right after each measurement on a CPU, to
-    scale the measured time to the CPU's usual speed: other programs may slow it down by a third for seconds.
+    scale the measured time to the CPU's usual speed. (Other programs may slow the CPU down by a third for seconds.)
 
     device: device of the measurements; on a GPU nothing is timed or corrected.
     """
@@ -188,7 +189,8 @@ _PRODUCTS: dict[str, tuple[Any, str, str]] = {
 
 
 def make_call(point: MeasurementPoint, device: torch.device) -> Callable[[], Any]:
-    """Allocate the tensors of a measurement point on `device`; return a function that runs it once."""
+    """Allocate the tensors of a measurement point on `device`; return a function that runs the measured operation
+    once."""
     dtype = DTYPES[point.precision]
     if point.make is not None:
         return point.make(device)
@@ -232,10 +234,10 @@ LONG = 4
 def time_call(call: Callable[[], Any], device: torch.device, seconds: float, cold: bool = False) -> float:
     """Time `call()` on `device`; return the seconds of one call: the median over at least three batches of calls, with
     a synchronization before and after each batch. seconds: approximate duration of the measurement. A call that takes
-    longer than this is timed once, after one warm-up call.
+    longer than `seconds` is timed once, after one warm-up call.
 
-    cold: True to return the time of the warm-up call if it exceeds `LONG` times `seconds`, since the extra work of a
-    first call is then negligible."""
+    cold: True to return the time of the warm-up call if it exceeds `LONG` times `seconds`, since the extra work in a
+    first call is then negligible; False to time further calls."""
     first = _time_batch(call, device, 1)  # warm-up: chooses kernels and packs weights
     if cold and first > LONG * seconds:
         return first
@@ -277,7 +279,7 @@ class _SeededBackward(torch.autograd.Function):
 
 def start_backward(out: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Return a scalar; calling `backward()` on it runs the backward pass of `out` with the output gradient `gradient`.
-    It replaces `out.backward(gradient)`, which makes torch import sympy (half a second)."""
+    Used instead of `out.backward(gradient)`, which makes torch import sympy (half a second)."""
     found: torch.Tensor = _SeededBackward.apply(out, gradient)
     return found
 

@@ -85,7 +85,7 @@ def measure(
     Returns a JSON dict: "measured" (`Measured.tables`), "hosts" (host name of each rank), "ratios" ({"products",
     "memory": slowdown of each rank}), "slow" (fields of each `SlowRank`), "failed" (None), "device" (name and
     memory_bytes) and "seconds" (duration of the whole measurement). Start-up times, launch overheads, copies, "device"
-    and "seconds" are those of this rank, and the disk's bandwidth that of rank 0; all else is equal on all ranks."""
+    and "seconds" are measured on this rank, the disk's bandwidth on rank 0; all other values are equal on all ranks."""
     begun = time.perf_counter()
     leader = mesh.rank == 0
     threads = torch.get_num_threads()
@@ -216,16 +216,16 @@ def _time_comparison(mesh: Mesh, plan: MeasurementPlan) -> dict[str, list[list[f
 
 
 def _smooth_times(times: list[float]) -> list[float]:
-    """Return the running median over five consecutive times of the reference matrix product, in seconds. It removes
-    single outliers but keeps slowdowns by other load, which last for seconds."""
+    """Return the running median over five consecutive times of the reference matrix product, in seconds. The median
+    removes single outliers but keeps slowdowns by other load, which last for seconds."""
     return [statistics.median(times[max(0, at - 2) : at + 3]) for at in range(len(times))]
 
 
 def _group_by_name(
     points: list[MeasurementPoint], seconds: list[float], kinds: tuple[str, ...]
 ) -> Iterator[tuple[str, str, tuple[MeasurementPoint, ...], tuple[float, ...]]]:
-    """Group the measurement points of certain kinds by precision and name; yield for each group (precision, name, its
-    points, seconds of each).
+    """Group the measurement points of certain kinds by precision and name; yield for each group (precision, name,
+    points of the group, seconds of each of these points).
 
     seconds: duration of each of `points`. kinds: kinds to include, of "product", "pass" and "kernel".
     """
@@ -317,8 +317,8 @@ def _all_gather(mesh: Mesh, values: list[float]) -> list[list[float]]:
 
 
 def _gather_hosts(mesh: Mesh) -> list[str]:
-    """All-gather the host names of all ranks of `mesh`; return the names by rank. A rank whose host name is empty
-    counts as on "this host"."""
+    """All-gather the host names of all ranks of `mesh`; return the names by rank. If the operating system reports no
+    host name on a rank, the name of that rank's host is the text "this host"."""
     name = platform.node().encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
     return [
         bytes(map(int, rank)).rstrip(b"\0").decode(errors="replace") or "this host"

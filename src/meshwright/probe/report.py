@@ -131,7 +131,7 @@ def _round_floats(value: Any) -> Any:
 
 def make_document(found: Mapping[str, Any], tables: Mapping[str, Any], path: str) -> dict[str, Any]:
     """Build the JSON document of `meshwright probe --json`. found: result of `probe.ranks.probe`. tables: TOML tables
-    of the hardware profile. path: file to which they were written."""
+    of the hardware profile. path: file to which the hardware profile was written."""
     return {
         "cluster_file": path,
         **tables,

@@ -33,8 +33,8 @@ def measure_reference_steps(
 
     mesh: from `probe.rank.make_probe_mesh`. plan: gives the numbers of steps and rounds, the precisions and the mesh
     axes. kernel: reference matrix product, timed between steps to correct their times for the CPU's current speed.
-    usual_seconds: its duration at the CPU's usual speed. The layouts alternate in `plan.rounds` rounds, so that
-    disturbances affect all of them."""
+    usual_seconds: duration of this product at the CPU's usual speed. The layouts alternate in `plan.rounds` rounds, so
+    that disturbances affect all of them."""
     found, steps = [], plan.steps
     layouts: list[Layout] = []
     if steps:
@@ -80,8 +80,8 @@ class _ReferenceRun:
         one). Return the seconds of each timed step on the slowest rank, [steps].
 
         Time in which ranks waited for a CPU core is subtracted if it exceeds the fraction `DISTURBED` of the step. The
-        rest is scaled to the CPU's usual speed, at which the reference matrix product `kernel` takes `usual_seconds`.
-        world: mesh of all ranks."""
+        remaining time is scaled to the CPU's usual speed, at which the reference matrix product `kernel` takes
+        `usual_seconds`. world: mesh of all ranks."""
         targets = count_targets((batch.targets_BS for batch in self.batch), self.mesh)
         times, local = list[tuple[float, float]](), [kernel.measure_seconds()]
         for at in range(1 + steps):

@@ -128,9 +128,9 @@ def build_frames(checked: CheckedCollective) -> list[Frame]:
 
 
 def _align_levels_with_rounds(checked: CheckedCollective) -> tuple[PostingOrder, int]:
-    """Renumber the dependency levels of a collective program for drawing. All transfers of a round get one level; the
-    local copies and reductions before them get the levels just below it. Return (posting order with the new levels,
-    number of levels per round).
+    """Renumber the dependency levels of a collective program for drawing. All transfers of a round get the same level.
+    The local copies and reductions that precede these transfers get the levels just below. Return (posting order with
+    the new levels, number of levels per round).
 
     checked: verified program, in whose posting order a step depends only on steps of lower levels.
     """
@@ -166,7 +166,7 @@ def _make_cells(
     for one chunk of the vector.
 
     program: the collective program. memory: chunk and contributing ranks of every slot. fresh: (rank, slot) pairs
-    written since the last frame.
+    written since the previous frame (snapshot to draw).
     """
     need = contract.build_required_slots(program)
     everyone = tuple(range(program.ranks))
@@ -191,8 +191,8 @@ def _make_cells(
 
 
 def sums_contributions(program: CollectiveProgram) -> bool:
-    """Return True if the program's operation sums data of several ranks in one slot (buffer for one chunk): all-reduce,
-    reduce-scatter, reduce; and for barrier, whose slots collect the set of ranks that have signalled."""
+    """Return True if the program's operation fills a slot (buffer for one chunk) with contributions of several ranks:
+    all-reduce, reduce-scatter and reduce sum data, and barrier collects the set of ranks that have signalled."""
     return program.operation in ("all-reduce", "reduce-scatter", "reduce", "barrier")
 
 
@@ -201,8 +201,8 @@ def format_slot_label(program: CollectiveProgram, chunk: int, origins: tuple[int
     contributions of the ranks `origins`.
 
     Ranks are letters: `a0` is rank 0's part of chunk 0, `a0+b0` a sum, `a…e0` a sum over consecutive ranks, `Σ0` the
-    sum over all ranks, and `8 parts of 0` a sum too long to write out. For a barrier, the ranks from which a signal has
-    come: `a+b`, `all`.
+    sum over all ranks, and `8 parts of 0` a sum of 8 ranks' parts that is too long to write out. For a barrier, the
+    ranks from which a signal has come: `a+b`, `all`.
     """
     if chunk < 0:
         return ""

@@ -232,8 +232,8 @@ def _make_end_error(program: CollectiveProgram, rank: int, reason: str) -> Progr
 
 
 def _describe_last_write(program: CollectiveProgram, rank: int, slot: int) -> str:
-    """Return text on the last step of `program` that writes slot number `slot` (buffer for one chunk) of rank `rank`,
-    to append to a message: `; last written in step 3 (...)` or `; no step writes it`."""
+    """Return text to append to an error message, which names the last step of `program` that writes slot number `slot`
+    (buffer for one chunk) on rank `rank`: `; last written in step 3 (...)` or `; no step writes it`."""
     s = program.steps
     writes = (Kind.RECEIVE, Kind.REDUCE, *LOCAL)
     for step in reversed(s.of_rank(rank)):

@@ -43,8 +43,8 @@ class CheckedPipeline:
         program: The schedule.
         sends, receives: [transfers], step indices of explicit sends and their receives; empty if the schedule has none.
         order: [groups], indices of the groups (steps that a rank runs together) in dependency order.
-        peak_activations: [ranks], peak of saved activations. The unit is the saved activations of one micro-batch on
-            all of the rank's stages of one replica (copy of the model).
+        peak_activations: [ranks], peak of saved activations, counted in micro-batches: 1 is one micro-batch saved on
+            all stages that the rank has in one replica (copy of the model).
     """
 
     program: PipelineProgram
@@ -59,7 +59,7 @@ def check_pipeline(program: PipelineProgram) -> CheckedPipeline:
     cannot deadlock; return it with its matched transfers.
 
     Raises `ProgramError` (rank, step, reason) at the first violation. The first stage must have input-gradient steps
-    like all others; an executor may skip their computation, as nothing reads the gradient of the input data.
+    like all other stages, although nothing reads the gradient of the input data; an executor may skip them.
     """
     _check_placement(program)
     _check_steps(program)
@@ -94,8 +94,8 @@ def _check_placement(program: PipelineProgram) -> None:
 
 def _check_steps(program: PipelineProgram) -> None:
     """Raise `ProgramError` for the first invalid step. A step is invalid if its kind, rank, stage, replica (copy of the
-    model), micro-batch or component is out of range, if it runs on another rank than its stage, or if it transfers
-    beyond the first or last stage."""
+    model), micro-batch or component is out of range, if it runs on another rank than that of its stage, or if it sends
+    a value beyond the first or last stage (or receives one from there)."""
     p, s = program, program.steps
 
     program.refuse((s.kind < 0) | (s.kind >= len(Kind)), "there is no step of kind {kind}")
@@ -122,7 +122,7 @@ def _check_steps(program: PipelineProgram) -> None:
 def _check_groups(program: PipelineProgram) -> None:
     """Raise `ProgramError` for an invalid group (steps that a rank runs together).
 
-    A group must not mix computation, updates and transfers. It may have at most one forward, one backward and one
+    A group must not mix computation, updates and transfers. A group may have at most one forward, one backward and one
     weight gradient of a whole stage; steps of single layer components (attention, MLP ...) may share a group.
     """
     s = program.steps
@@ -223,7 +223,7 @@ def _check_unique(program: PipelineProgram, steps: Integers, number: Integers, v
     """Raise `ProgramError` if two steps do the same work, such as two sends of one value; the error names the later
     step.
 
-    steps: step indices. number: [steps], identifier of each step's work, equal for steps that do the same. verb:
+    steps: step indices. number: [steps], identifier of each step's work, equal for steps that do the same work. verb:
     participle for the message, such as `sent`.
     """
     order = np.argsort(number, kind="stable")
@@ -263,10 +263,10 @@ def _check_transfers(flow: Dataflow) -> None:
 
 def _match_steps(program: PipelineProgram) -> tuple[Integers, Integers, Integers]:
     """Match explicit sends with receives in message order between each pair of ranks, and order all groups (steps that
-    a rank runs together). Returns three arrays of indices: send steps, receive steps, groups. receives[i] receives what
-    sends[i] sends. In the returned order all groups can run even if each send waits for its receive. Raises
-    `ProgramError` for a send or receive without a counterpart, different values at both ends, and a deadlock.
-    """
+    a rank runs together). Returns three arrays of indices: (send steps, receive steps, groups). The i-th receive step
+    receives the value of the i-th send step. In the order of `groups` all groups can run even if each send waits for
+    its receive. Raises `ProgramError` for a send or receive without a counterpart, different values at both ends, and a
+    deadlock."""
     s = program.steps
     is_send, is_receive = s.has_kind(SENDING), s.has_kind(ARRIVING)
     ahead = s.has_kind((Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD))

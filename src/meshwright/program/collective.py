@@ -29,8 +29,9 @@ class Kind(IntEnum):
     WAIT are a send and a receive without data.
     Steps form groups: a rank posts the steps of a group together and waits for all of them before the next group. A
     group has either local steps or transfers. Each step reads slot values from before the group; writes become visible
-    after it. A slot that a receive or a copy writes may be used by no other step of the group. Several reductions may
-    target one slot, and sends of the group may read that slot; they send its value from before the group.
+    after the group. A slot that a receive or a copy writes may be used by no other step of the group. Several
+    reductions may target one slot, and sends of the group may read that slot; they send its value from before the
+    group.
     The order of steps within a group decides only which messages match (between two ranks, the n-th send with the n-th
     receive) and the rounding order of reductions into one slot.
     """
@@ -72,7 +73,8 @@ class Steps(StepColumns):
         rank: Rank that runs the step.
         group: Number of the step's group, from 0 on each rank; a rank posts the steps of a group together.
         kind: A `Kind`, such as SEND.
-        slot: First slot (buffer for one chunk of the vector) read (send) or written (all others).
+        slot: First slot (buffer for one chunk of the vector) that a send reads, or that a step of any other kind
+            writes.
         count: Number of consecutive slots; 0 for signal and wait.
         peer: Other rank of a transfer; -1 for local steps.
         source: First slot read by a local step; -1 for transfers.
@@ -110,7 +112,7 @@ class CollectiveProgram(StepProgram):
         steps: Steps of all ranks.
         root: Source rank of a broadcast, scatter or send-receive, destination rank of a reduce or gather. (The
             destination of a send-receive is the last rank, or rank 0 if the root is the last.)
-        scratch: Number of temporary slots (one chunk each) per rank besides the vector's.
+        scratch: Number of temporary slots (one chunk each) per rank, in addition to the slots of the vector.
         reduction: `sum`, `mean`, `minimum` or `maximum`.
     """
 
@@ -152,8 +154,8 @@ class CollectiveProgram(StepProgram):
 
     def find_owner(self, chunk: ArrayLike) -> Integers:
         """Return the rank that owns each chunk number in `chunk`, in the same shape. Every rank owns a contiguous,
-        nearly equal range of the vector's chunks, in rank order: the chunks that it ends with in a reduce-scatter or
-        starts with in an all-gather."""
+        nearly equal range of the vector's chunks, in rank order: the chunks that the rank holds at the end of a
+        reduce-scatter or at the start of an all-gather."""
         return np.asarray(chunk, np.int64) * self.ranks // self.chunks
 
     def format_slots(self, slot: int, count: int = 1) -> str:
@@ -181,8 +183,8 @@ class CollectiveProgram(StepProgram):
     def format_step(self, kind: int, slot: int, count: int, peer: int, source: int) -> str:
         """Return the text of a step, such as `send data[3] to 1`, given its column values.
 
-        kind: a `Kind`. slot, count: first slot (buffer for one chunk) read (send) or written, and number of slots.
-        peer: other rank of a transfer. source: first slot read by a local step.
+        kind: a `Kind`. slot, count: first slot (buffer for one chunk) that a send reads or another step writes, and
+        number of slots. peer: other rank of a transfer. source: first slot read by a local step.
         """
         form = STEP_FORMS.get(kind, "kind {kind}")
         slots = self.format_slots(slot, count)
@@ -251,7 +253,7 @@ class Builder:
 
     @contextmanager
     def round(self) -> Iterator[None]:
-        """Context manager for one round: all steps added to a rank inside its `with` block form one group, which the
+        """Context manager for one round: all steps added to a rank inside the `with` block form one group, which the
         rank posts together."""
         assert not self._open, "a round inside a round"
         self._round += 1
@@ -307,8 +309,9 @@ class Builder:
     ) -> None:
         """Append steps of kind `kind`, one for each entry of the other arguments, which broadcast against each other.
 
-        rank: ranks that run them. slot: first slot (buffer for one chunk) read (send) or written. count: number of
-        slots. peer: other rank, -1 for local steps. source: first slot read by a local step, -1 for transfers.
+        rank: ranks that run the steps. slot: first slot (buffer for one chunk) that a send reads or another step
+        writes. count: number of slots. peer: other rank, -1 for local steps. source: first slot read by a local step,
+        -1 for transfers.
         """
         assert self._open, "steps can only be added inside a round"
         columns = _broadcast_columns(rank, self._round, int(kind), slot, count, peer, source)

@@ -51,8 +51,8 @@ Row = tuple[int, int, int, int, int, int, int]  # rank, group, kind, slot, count
 
 
 def format_collective(program: CollectiveProgram) -> str:
-    """Return a collective program in text form, from which `parse_collective` builds an equal one: a header, then lines
-    such as `send data[0] to 1` by rank."""
+    """Return a collective program in text form, from which `parse_collective` builds an equal one: a header, then for
+    each rank lines such as `send data[0] to 1`."""
     lines = [
         f"collective {program.operation} {program.algorithm}",
         f"ranks {program.ranks}",
@@ -80,7 +80,7 @@ def format_collective(program: CollectiveProgram) -> str:
 
 
 def parse_collective(text: str, where: str = "program") -> CollectiveProgram:
-    """Parse the text form of a collective program: a header, then lines such as `send data[0] to 1` by rank.
+    """Parse the text form of a collective program: a header, then for each rank lines such as `send data[0] to 1`.
 
     where: prefix of error messages, such as the file's name. Raises `UserError` with the line number, the invalid text,
     and a valid alternative.

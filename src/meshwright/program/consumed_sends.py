@@ -17,8 +17,8 @@ Value = tuple[int, int, int, int]
 def find_read_value(program: PipelineProgram, at: int) -> Value | None:
     """Return the value (activation or gradient) that a compute step reads from another stage, or None if it reads none.
 
-    at: index of the step in the program. A value is (OUTPUT = 0 for an activation or GRADIENT = 1, replica, stage that
-    produces it, micro-batch).
+    at: index of the step in the program. A value is a tuple (0 for an activation or 1 for a gradient, replica, stage
+    that produces the value, micro-batch).
     """
     s = program.steps
     return compute_read_value(
@@ -29,8 +29,8 @@ def find_read_value(program: PipelineProgram, at: int) -> Value | None:
 def find_carried_value(program: PipelineProgram, at: int) -> Value:
     """Return the value (activation or gradient) that a send or receive step transfers.
 
-    at: index of the step in the program. A value is (OUTPUT = 0 for an activation or GRADIENT = 1, replica, stage that
-    produces it, micro-batch).
+    at: index of the step in the program. A value is a tuple (0 for an activation or 1 for a gradient, replica, stage
+    that produces the value, micro-batch).
     """
     s = program.steps
     return compute_carried_value(*(int(column[at]) for column in (s.kind, s.stage, s.replica, s.micro_batch)))
@@ -39,8 +39,8 @@ def find_carried_value(program: PipelineProgram, at: int) -> Value:
 def compute_read_value(last: int, kind: int, stage: int, replica: int, micro_batch: int) -> Value | None:
     """Return the value (activation or gradient) that a compute step reads from another stage, or None if it reads none.
 
-    last: index of the pipeline's last stage. kind, stage, replica, micro_batch: fields of the step. A value is (OUTPUT
-    = 0 for an activation or GRADIENT = 1, replica, stage that produces it, micro-batch).
+    last: index of the pipeline's last stage. kind, stage, replica, micro_batch: fields of the step. A value is a tuple
+    (0 for an activation or 1 for a gradient, replica, stage that produces the value, micro-batch).
     """
     if kind == _FORWARD:
         return (OUTPUT, replica, stage - 1, micro_batch) if stage > 0 else None
@@ -49,8 +49,8 @@ def compute_read_value(last: int, kind: int, stage: int, replica: int, micro_bat
 
 def compute_carried_value(kind: int, stage: int, replica: int, micro_batch: int) -> Value:
     """Return the value (activation or gradient) that a send or receive step transfers. kind, stage, replica,
-    micro_batch: fields of the step. A value is (OUTPUT = 0 for an activation or GRADIENT = 1, replica, stage that
-    produces it, micro-batch)."""
+    micro_batch: fields of the step. A value is a tuple (0 for an activation or 1 for a gradient, replica, stage that
+    produces the value, micro-batch)."""
     ahead = kind in _FORWARD_TRANSFERS
     maker = stage if kind in _SENDING else stage - 1 if ahead else stage + 1
     return OUTPUT if ahead else GRADIENT, replica, maker, micro_batch
@@ -65,13 +65,14 @@ _TO_NEXT_STAGE = frozenset((int(Kind.SEND_FORWARD), int(Kind.RECEIVE_BACKWARD)))
 
 @lru_cache(maxsize=64)
 def find_consumed_sends(program: PipelineProgram, rank: int) -> dict[int, list[Value]]:
-    """Find when a rank can free the send buffers of its activations and gradients without waiting for the sends. Return
-    {index of a compute step of the rank: values whose send buffers can be freed once the step's input has arrived}. A
-    value is (OUTPUT or GRADIENT, replica, stage that computes it, micro-batch); each is listed once.
+    """Find when a rank can free the buffers from which it sends activations and gradients, without waiting for the
+    sends. Return {index of a compute step of the rank: values whose send buffers can be freed once the step's input has
+    arrived}. Each value is listed once, as a tuple (0 for an activation or 1 for a gradient, replica, stage that
+    produces the value, micro-batch).
 
-    An input that arrives from another rank shows that this other rank has run all its steps before that send. It has
-    therefore received the values from `rank` that those steps read. program: the pipeline schedule. rank: number of the
-    rank. The result is cached; do not change it.
+    program: the pipeline schedule. rank: number of the rank. The result is cached; do not change it. Reason: when an
+    input arrives from another rank, that rank has run all its steps before the send of this input. It has then received
+    every value from `rank` that these steps read.
     """
     last, placement = program.stages - 1, program.placement
     mine = list_rank_steps(program, rank)
@@ -101,8 +102,8 @@ def find_consumed_sends(program: PipelineProgram, rank: int) -> dict[int, list[V
 
 
 def _find_peer(placement: Placement, kind: int, stage: int, replica: int, micro_batch: int) -> int:
-    """Return the rank at the other end of a send or receive step. kind, stage, replica, micro_batch: fields of the step
-    (micro_batch does not affect the result).
+    """Return the rank at the other end of a send or receive step. kind, stage, replica, micro_batch: fields of the
+    step; `micro_batch` does not affect the result.
 
     placement: rank of each stage, indexed by replica, then by stage.
     """

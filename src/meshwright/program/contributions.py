@@ -29,12 +29,12 @@ class SlotMoves:
 
     Attributes:
         source, target: Slot read and slot written, numbered over all ranks: rank x (slots per rank) + slot.
-        reader, writer: Step index of the step that reads (a send) and of the step that writes (a receive); equal for a
-            local step.
+        reader, writer: Index of the step that reads (a send) and of the step that writes (a receive); equal for a local
+            step.
         read_level, write_level: Dependency level at which the source is read and the target is written. A reduction is
             written at the level at which all transfers of its group (steps that a rank posts together) have ended.
         reduces: True to add to the target, False to overwrite it.
-        turn: Position of a reduction among those of its group into the same target, from 0.
+        turn: Position, from 0, of a reduction among all reductions of its group into the same target.
     """
 
     read_level: Integers  # level of the read
@@ -56,11 +56,11 @@ def build_transfer_moves(
 ) -> SlotMoves:
     """Split each transfer into moves, one for each slot (buffer for one chunk), from which the program is evaluated
     level by level. A level is a set of transfers all of whose dependencies are in earlier levels. The moves are sorted
-    by level and, within one, overwriting moves come before reductions.
+    by level; within a level, moves that overwrite their target come before reductions.
 
     program: the collective program. sends, receives: [transfers], step indices of the two ends. order: level of each
     group (steps that a rank posts together). read_level: [transfers], level at which the sender's slots are read. Each
-    signal of a barrier is a move of its single slot."""
+    signal of a barrier is one move."""
     s, slots = program.steps, program.slots
     barrier = program.operation == "barrier"
     data = np.flatnonzero((s.count[sends] > 0) | barrier)
@@ -88,8 +88,8 @@ def build_transfer_moves(
 
 
 def _count_earlier_reductions(group: Integers, target: Integers, reduces: Mask) -> Integers:
-    """Return, for each slot move that is a reduction, the number of earlier reductions of its group (steps that a rank
-    posts together) into its target slot (buffer for one chunk); 0 for other moves: [moves].
+    """Return [moves]: for each slot move that is a reduction, the number of earlier reductions by the same group (steps
+    that a rank posts together) into the same target slot (buffer for one chunk); 0 for other moves.
 
     group: [moves], index of the group of the step that writes. target: [moves], slot written. reduces: [moves], True
     for reductions.
@@ -104,7 +104,7 @@ def _count_earlier_reductions(group: Integers, target: Integers, reduces: Mask) 
 
 def build_local_moves(program: CollectiveProgram, order: PostingOrder) -> SlotMoves:
     """Split all local copies and combines into moves of single slots (buffers for one chunk) and return these, sorted
-    by level and, within a level, copies before combines. A combine adds a slot to another of the same rank.
+    by level and, within a level, copies before combines. A combine adds a slot to another slot of the same rank.
 
     order: dependency level of each group (steps that a rank posts together) of the program.
     """
@@ -190,7 +190,7 @@ class ContributionTracker:
         return chunk, self._sets[moves.source]
 
     def _apply_copies(self, moves: SlotMoves) -> tuple[SlotMoves, Chunks, Sets]:
-        """Apply those of `moves` that overwrite their target slot (buffer for one chunk) to `memory`. Return the
+        """Apply to `memory` all entries of `moves` that overwrite their target slot (buffer for one chunk). Return the
         remaining moves (the reductions) and the contents of their source slots: (moves, chunk numbers [moves], sets of
         contributing ranks [moves, 64-bit words])."""
         chunk, sets = self._read_slots(moves)
@@ -217,8 +217,8 @@ class ContributionTracker:
         target.
 
         chunk: [moves], chunk numbers read. sets: [moves, 64-bit words], sets of contributing ranks read. Raises
-        `ProgramError` for an empty target, one with another chunk, or one that already has a contribution of the same
-        rank (allowed for a barrier).
+        `ProgramError` for an empty target, for a target that holds another chunk, and for a target that already has a
+        contribution of the same rank (allowed for a barrier).
         """
         present, held = self._chunk[moves.target], self._sets[moves.target]
         if self.program.operation != "barrier":  # a repeated signal is harmless
@@ -243,7 +243,7 @@ class ContributionTracker:
 
 
 def _find_first_failure(bad: Mask, step: Integers) -> int:
-    """Return the index of a failed slot move: the one whose step comes first in the program.
+    """Return the index of the failed slot move whose step comes first in the program.
 
     bad: [moves], True for failed moves. step: [moves], index of the step to which each move belongs.
     """

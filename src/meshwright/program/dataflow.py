@@ -49,7 +49,7 @@ class Dataflow:
     """Data flow of a pipeline schedule: which step produces each value, and which steps read it.
 
     A value is the output, the input gradient or the weight gradient of one micro-batch in one stage of one replica.
-    program: schedule; stages, replicas and micro-batches of all its steps must be in range.
+    program: the schedule. Stages, replicas and micro-batches of all its steps must be in range.
     """
 
     program: PipelineProgram
@@ -91,8 +91,8 @@ class Dataflow:
     @cached_property
     def _ordered_components(self) -> tuple[Integers, Mask, Mask]:
         """Return the compute steps, sorted by the value (output or gradient) that they compute, then by layer component
-        (attention, dispatch, MLP, combine) in execution order. Three arrays [compute steps]: step index; True for the
-        first component of a value; True for its last."""
+        (attention, dispatch, MLP, combine) in execution order. Three arrays [compute steps]: step index; mask of the
+        first component of each value; mask of the last component of each value."""
         s, c, made = self.program.steps, self.computing, self.produced
         part = np.where(s.kind[c] == Kind.FORWARD, s.component[c], -s.component[c])
         order = np.lexsort((part, made)) if part.any() else np.argsort(made, kind="stable")
@@ -159,8 +159,7 @@ class Dataflow:
         """Return, for each weight-gradient step, the index of the step whose gradients it reads: the input-gradient or
         full backward step of the same replica, stage, micro-batch and layer component. weights: indices of the
         weight-gradient steps. whole: [weights], indices of the input-gradient steps that compute all components at
-        once; returned where no step has the same component.
-        """
+        once; an entry of `whole` is returned where no step has the same component."""
         s, c = self.program.steps, self.computing
         gradients = c[np.isin(s.kind[c], (Kind.BACKWARD, Kind.INPUT_GRADIENT))]
         table = np.full(

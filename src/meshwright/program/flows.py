@@ -47,7 +47,8 @@ def compute_fair_rates(flow: Integers, link: Integers, flows: int, bandwidth: Fl
 
 
 class FairSharing:
-    """Calculator of max-min fair rates of concurrent messages on one network; caches the rates of each set of routes.
+    """Calculator of max-min fair rates of concurrent messages on one network; caches the rates for each combination of
+    routes.
 
     routes: all routes that messages can take. bandwidth: [links], bytes per second.
     """

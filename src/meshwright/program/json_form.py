@@ -246,5 +246,5 @@ def _list_words(words: type[IntEnum]) -> dict[int, str]:
 
 
 def _format_value(value: object) -> str:
-    """Format a value for an error message, shortened."""
+    """Return the text of a JSON value for an error message, shortened if it is long."""
     return shorten(json.dumps(value, default=str))

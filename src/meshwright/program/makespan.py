@@ -40,8 +40,8 @@ class MakespanCache:
         return self._known[program, _make_key(durations)]
 
     def compute(self, program: PipelineProgram, durations: Sequence[Durations]) -> None:
-        """Simulate the schedule `program` under several sets of step durations at once, which is faster than one by
-        one, and store the makespans (total times) in the cache."""
+        """Simulate the schedule `program` under several sets of step durations at once, and store the makespans (total
+        times) in the cache. This is faster than a simulation for each set."""
         unknown = {key: each for each in durations if (program, key := _make_key(each)) not in self._known}
         if unknown:
             found = compute_makespans(program, list(unknown.values()))
@@ -62,7 +62,7 @@ def compute_makespans(program: PipelineProgram, durations: Sequence[Durations]) 
     """Return the makespan of a pipeline schedule under each set of step durations, in the unit of that set:
     [len(durations)].
 
-    Each equals `simulate_pipeline(program, durations[i]).makespan`; raises the same errors.
+    Entry i equals `simulate_pipeline(program, durations[i]).makespan`. Raises the errors of `simulate_pipeline`.
     """
     if program.has_transfers or program.ranks * len(durations) <= SERIAL_LIMIT:
         return np.array([simulate_pipeline(program, each).makespan for each in durations])

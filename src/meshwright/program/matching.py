@@ -22,8 +22,8 @@ def match_steps(program: StepProgram, peer: Integers, is_send: Mask, is_receive:
     (step indices of the sends, step indices of their receives): [transfers] each.
 
     program: collective program or pipeline schedule. peer: [steps], rank at the other end of each transfer. is_send,
-    is_receive: [steps], True for sends and receives. Raises `ProgramError` for a step without a counterpart, with the
-    numbers of sends and receives.
+    is_receive: [steps], True for sends and receives. Raises `ProgramError`, which states the numbers of sends and
+    receives, for a step without a counterpart.
     """
     rank = program.steps.rank
     try:

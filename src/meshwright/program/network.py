@@ -50,7 +50,7 @@ class Routes:
         return np.repeat(np.arange(len(self)), np.diff(self.first))
 
     def sum_over_links(self, of_link: Floats) -> Floats:
-        """Return, for each route, the sum of a quantity over its links: [routes].
+        """Return the sum of a quantity over the links of each route: [routes].
 
         of_link: [links], the quantity of each link, such as its latency.
         """
@@ -79,11 +79,12 @@ class Network:
             network.
         gap: Extra delay between two messages of one group (steps posted together) that start on the same link, as a
             fraction of the message's latency (the gap of LogP, D. Culler et al., PPoPP 1993).
-        partitions: Cuts of the network that may be bottlenecks, for the lower bound: arrays [vertices] with the block
-            of each vertex; -1 for switches outside every block.
+        partitions: Cuts of the network that may be bottlenecks, for the lower bound: arrays [vertices] with the index
+            of each vertex's block; -1 for switches outside every block.
         switches: Names of the switches.
         dims: Sides of a torus or mesh, the default for algorithms on grids; None for other networks.
-        groups: Ranks per node, the default for hierarchical algorithms; None for networks without nodes.
+        ranks_per_node: Number of ranks in each node, the default for hierarchical algorithms; None for networks without
+            nodes.
     """
 
     name: str
@@ -98,7 +99,7 @@ class Network:
     partitions: tuple[Integers, ...] = ()
     switches: tuple[str, ...] = ()
     dims: tuple[int, ...] | None = None
-    groups: int | None = None
+    ranks_per_node: int | None = None
 
     @property
     def links(self) -> int:
@@ -141,9 +142,9 @@ class Network:
 
     @cached_property
     def min_latency(self) -> float:
-        """Lower bound of the latency between any two ranks, in seconds; 0 for a single rank. It is the lower of two
-        latencies: that of the fastest link between two ranks, and that of the fastest link from a rank to a switch plus
-        that of the fastest link into a rank."""
+        """Lower bound of the latency between any two ranks, in seconds; 0 for a single rank. It is the minimum of two
+        numbers: the lowest latency of a link between two ranks; the lowest latency of a link from a rank to a switch,
+        plus the lowest latency of a link from a switch to a rank."""
         if self.ranks == 1:
             return 0.0
         into = self.latency[self.link_to < self.ranks].min()

@@ -35,8 +35,8 @@ class ProgramError(CheckFailed):
 
 @dataclass(frozen=True)
 class UnmatchedTransfer(Exception):
-    """Error for a send or receive that has no counterpart. step: index of that step. is_send: True if the step is a
-    send."""
+    """Error for a send or receive that has no counterpart. step: index of the send or receive. is_send: True if the
+    step is a send."""
 
     step: int
     is_send: bool
@@ -76,7 +76,7 @@ class PostingOrder:
     Attributes:
         level: [groups], dependency level: length of the longest chain of groups that must be posted before the group. A
             group depends only on groups of lower levels.
-        rounds: [groups], the largest number of transfers in such a chain.
+        rounds: [groups], the largest number of transfers in any such chain.
         depth: Number of rounds of the program: the largest number of transfers in any chain.
     """
 
@@ -87,8 +87,8 @@ class PostingOrder:
 
 @dataclass(frozen=True)
 class Deadlock(Exception):
-    """Error for groups (steps posted together) that wait for each other in a cycle. groups: their indices; each waits
-    for the next, the last for the first."""
+    """Error for groups (steps posted together) that wait for each other in a cycle. groups: indices of these groups;
+    each group waits for the next in the tuple, the last group for the first."""
 
     groups: tuple[int, ...]
 
@@ -152,8 +152,8 @@ def concatenate_ranges(starts: Integers, ends: Integers) -> Integers:
 
 
 def _find_cycle(before: Integers, after: Integers, stuck: Mask) -> tuple[int, ...]:
-    """Return a cycle in the dependency graph of groups (steps posted together), as group indices: each waits for the
-    next, the last for the first.
+    """Return a cycle in the dependency graph of groups (steps posted together), as group indices: each group waits for
+    the next, the last group for the first.
 
     before, after: [edges], awaited group and waiting group. stuck: [groups], True for groups that can never be posted.
     """

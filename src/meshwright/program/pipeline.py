@@ -26,9 +26,9 @@ Placement = tuple[tuple[int, ...], ...]
 class Kind(IntEnum):
     """Kind of a step of a pipeline schedule: a compute pass, an optimizer step (UPDATE), or one end of a transfer.
 
-    BACKWARD computes input gradient and weight gradient in one step. UPDATE applies the gradients of the micro-batches
-    up to and including the step's; later forwards use the new weights. SEND_FORWARD and RECEIVE_FORWARD transfer an
-    activation to the next stage, SEND_BACKWARD and RECEIVE_BACKWARD a gradient to the previous one.
+    BACKWARD computes input gradient and weight gradient in one step. UPDATE applies the gradients of all micro-batches
+    up to and including the step's micro-batch; later forwards use the new weights. SEND_FORWARD and RECEIVE_FORWARD
+    transfer an activation to the next stage, SEND_BACKWARD and RECEIVE_BACKWARD a gradient to the previous stage.
     """
 
     FORWARD = 0
@@ -84,8 +84,8 @@ class Steps(StepColumns):
         group: Number of the step's group, from 0 on each rank. Steps of one group run together: transfers are posted at
             once, a forward and a backward overlap.
         kind: A `Kind`, such as FORWARD.
-        stage, replica, micro_batch: Indices of what the step works on; an update applies gradients up to this
-            micro-batch.
+        stage, replica, micro_batch: Stage, replica and micro-batch that the step works on; an update applies the
+            gradients of all micro-batches up to this one.
         component: A `Component`: 0 for a whole step, else attention, dispatch, MLP or combine.
     """
 
@@ -103,8 +103,8 @@ class PipelineProgram(StepProgram):
         name: Such as `1f1b`.
         ranks: Number of pipeline ranks.
         micro_batches: Total over all replicas, numbered from 0; each runs through every stage of one replica.
-        placement: Rank of each stage, indexed by replica (copy of the model; bidirectional schedules have two, others
-            one), then by stage.
+        placement: Rank of each stage, indexed by replica (copy of the model; bidirectional schedules have two replicas,
+            other schedules one), then by stage.
         steps: Steps of all ranks.
     """
 
@@ -175,11 +175,11 @@ class PipelineProgram(StepProgram):
 
 
 def find_placement_error(placement: Sequence[Sequence[int]], ranks: int, first: int = 0) -> tuple[int, str] | None:
-    """Check a placement of pipeline stages; return (rank, reason) of its first error, or None if it has none.
+    """Check a placement of pipeline stages; return (rank, reason) of the first error, or None if there is no error.
 
     Each stage must be on an existing rank, all replicas (copies of the model) must have equally many stages, and all
     ranks must hold equally many stages of each replica. placement: [replica][stage], rank of each stage. ranks: number
-    of ranks. first: index of the first replica to check; the ones before it have been checked already.
+    of ranks. first: index of the first replica to check; earlier replicas have been checked already.
     """
     for replica in range(first, len(placement)):
         homes = placement[replica]
@@ -213,7 +213,8 @@ def place_in_v_shape(ranks: int) -> tuple[int, ...]:
 @dataclass
 class RankBuilder:
     """Builder of one rank's steps of a pipeline schedule, in execution order. In all methods `stage` may be omitted if
-    the rank has only one stage of that replica (copy of the model; bidirectional schedules have two, others one).
+    the rank has only one stage of the replica (copy of the model; bidirectional schedules have two replicas, other
+    schedules one).
 
     rank: number of the rank. stages: [replica], stages on this rank. rows: appended steps, as (group, kind, stage,
     replica, micro-batch, component); steps with equal group number run overlapped. The component is a `Component` (part
@@ -228,32 +229,33 @@ class RankBuilder:
     _table: Integers | None = None
 
     def forward(self, micro_batch: int, stage: int | None = None, replica: int = 0) -> None:
-        """Append the forward of micro-batch number `micro_batch` to the rank's steps. stage: None if the rank has one
-        stage of the replica. replica: copy of the model, 0, or 1 for the second one of a bidirectional schedule."""
+        """Append the forward of micro-batch number `micro_batch` to the rank's steps. stage: number of the stage; None:
+        the only stage of the replica on this rank. replica: index of the model copy: 0, or 1 for the second copy in a
+        bidirectional schedule."""
         self.add(_FORWARD, micro_batch, stage, replica)
 
     def backward(self, micro_batch: int, stage: int | None = None, replica: int = 0) -> None:
         """Append the full backward (input and weight gradients) of micro-batch number `micro_batch` to the rank's
-        steps. stage: None if the rank has one stage of the replica. replica: copy of the model, 0, or 1 for the second
-        one of a bidirectional schedule."""
+        steps. stage: number of the stage; None: the only stage of the replica on this rank. replica: index of the model
+        copy: 0, or 1 for the second copy in a bidirectional schedule."""
         self.add(_BACKWARD, micro_batch, stage, replica)
 
     def input_gradient(self, micro_batch: int, stage: int | None = None, replica: int = 0) -> None:
-        """Append the input-gradient pass (B) of micro-batch number `micro_batch` to the rank's steps. stage: None if
-        the rank has one stage of the replica. replica: copy of the model, 0, or 1 for the second one of a bidirectional
-        schedule."""
+        """Append the input-gradient pass (B) of micro-batch number `micro_batch` to the rank's steps. stage: number of
+        the stage; None: the only stage of the replica on this rank. replica: index of the model copy: 0, or 1 for the
+        second copy in a bidirectional schedule."""
         self.add(_INPUT_GRADIENT, micro_batch, stage, replica)
 
     def weight_gradient(self, micro_batch: int, stage: int | None = None, replica: int = 0) -> None:
-        """Append the weight-gradient pass (W) of micro-batch number `micro_batch` to the rank's steps. stage: None if
-        the rank has one stage of the replica. replica: copy of the model, 0, or 1 for the second one of a bidirectional
-        schedule."""
+        """Append the weight-gradient pass (W) of micro-batch number `micro_batch` to the rank's steps. stage: number of
+        the stage; None: the only stage of the replica on this rank. replica: index of the model copy: 0, or 1 for the
+        second copy in a bidirectional schedule."""
         self.add(_WEIGHT_GRADIENT, micro_batch, stage, replica)
 
     def update(self, micro_batch: int, stage: int | None = None, replica: int = 0) -> None:
         """Append an optimizer step on one stage, which applies the gradients of all micro-batches up to and including
-        `micro_batch`. stage: None if the rank has one stage of the replica. replica: copy of the model, 0, or 1 for the
-        second one of a bidirectional schedule."""
+        `micro_batch`. stage: number of the stage; None: the only stage of the replica on this rank. replica: index of
+        the model copy: 0, or 1 for the second copy in a bidirectional schedule."""
         self.add(_UPDATE, micro_batch, stage, replica)
 
     def add(
@@ -267,8 +269,9 @@ class RankBuilder:
         """Append a step of kind `kind` (a `Kind`, such as FORWARD) on micro-batch number `micro_batch` to the rank's
         steps.
 
-        stage: None if the rank has only one stage of the replica. replica: copy of the model, 0, or 1 for the second
-        one of a bidirectional schedule. component: a `Component` (part of the layers), 0 for a whole step.
+        stage: number of the stage; None: the only stage of the replica on this rank. replica: index of the model copy:
+        0, or 1 for the second copy in a bidirectional schedule. component: a `Component` (part of the layers), 0 for a
+        whole step.
         """
         if stage is None:
             (stage,) = self.stages[replica]
@@ -296,8 +299,8 @@ class RankBuilder:
 
     @contextmanager
     def overlap(self) -> Iterator[None]:
-        """Context manager; steps appended to the rank inside its `with` block form one group, whose steps run together,
-        such as a forward and a backward that overlap."""
+        """Context manager; steps appended to the rank inside the `with` block form one group. The steps of a group run
+        together, such as a forward and a backward that overlap."""
         self._overlapping = True
         yield
         self._overlapping = False
@@ -338,8 +341,8 @@ class Builder:
 
 
 def build_program(name: str, ranks: int, micro_batches: int, placement: Placement, rows: ArrayLike) -> PipelineProgram:
-    """Build a pipeline schedule from a table of steps; sorts it by rank and renumbers the groups (steps run together)
-    from 0 on each rank.
+    """Build a pipeline schedule from a table of steps. The steps are sorted by rank, and the groups (steps run
+    together) renumbered from 0 on each rank.
 
     name: name of the schedule. ranks, micro_batches: numbers of ranks and micro-batches. placement: rank of each stage,
     indexed by replica, then by stage. rows: [steps, 7]: rank, group, kind, stage, replica, micro-batch, component;

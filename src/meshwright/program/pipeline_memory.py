@@ -14,8 +14,8 @@ from meshwright.program.pipeline import Kind, PipelineProgram
 
 
 def find_activation_events(flow: Dataflow) -> tuple[Integers, Integers]:
-    """Return the steps at whose start a saved activation is allocated, and the steps at whose end one is freed: two
-    arrays of step indices, which are not paired.
+    """Return two arrays of step indices, which are not paired: the steps at whose start an activation is allocated, and
+    the steps at whose end a saved activation is freed.
 
     flow: data flow of the schedule. An activation lives from the start of its forward to the end of its weight gradient
     (or full backward).
@@ -33,9 +33,9 @@ def find_activation_events(flow: Dataflow) -> tuple[Integers, Integers]:
 
 
 def compute_peak_activations(flow: Dataflow) -> Floats:
-    """Return the peak of saved activations of each rank, [ranks]. The unit is the saved activations of one micro-batch
-    on all of the rank's stages of one replica (copy of the model). flow: data flow of the pipeline schedule.
-    """
+    """Return the peak of saved activations of each rank, [ranks]. Activations are counted in micro-batches: 1 is one
+    micro-batch saved on all stages that the rank has in one replica (copy of the model). flow: data flow of the
+    pipeline schedule."""
     program, s = flow.program, flow.program.steps
     born, freed = find_activation_events(flow)
     groups = len(s.group_rank)
@@ -51,13 +51,13 @@ def compute_peak_activations(flow: Dataflow) -> Floats:
 
 
 def count_weight_copies(program: PipelineProgram) -> Floats:
-    """Return the peak number of copies of its weights that each rank of the schedule `program` holds, [ranks]. One copy
-    is the weights of the rank's stages of one replica.
+    """Return the peak number of weight copies that each rank of the schedule `program` holds, [ranks]. One copy is one
+    version of the weights of all stages that the rank has in one replica.
 
-    A synchronous schedule holds one copy per replica. In an asynchronous one (PipeDream), each update (optimizer step)
-    makes a new version of a stage's weights, and a replaced version is kept (stashed) until the last backward that uses
-    it: a backward uses the version of its forward. With double buffering (PipeDream-2BW) a new version takes memory
-    from its first gradient on.
+    A synchronous schedule holds one copy per replica. In an asynchronous schedule (PipeDream), each update (optimizer
+    step) makes a new version of a stage's weights, and a replaced version is kept (stashed) until the last backward
+    that uses it: a backward uses the version of its forward. With double buffering (PipeDream-2BW) a new version takes
+    memory from its first gradient on.
     """
     s = program.steps
     held = np.bincount(np.asarray(program.placement).ravel(), minlength=program.ranks) / program.chunks

@@ -35,8 +35,8 @@ _STEP_FORM = f"a step is stage, one of {' '.join(_KINDS)}, and micro-batch: 0F3,
 
 
 def format_pipeline(program: PipelineProgram) -> str:
-    """Return a pipeline schedule in text form, from which `parse_pipeline` builds an equal one: a header, then steps
-    such as `0F3` (stage 0, forward, micro-batch 3) by rank."""
+    """Return a pipeline schedule in text form, from which `parse_pipeline` builds an equal one: a header, then for each
+    rank steps such as `0F3` (stage 0, forward, micro-batch 3)."""
     s = program.steps
     lines = [
         f"pipeline {_format_name(program.name)}",
@@ -66,8 +66,8 @@ def _format_name(name: str) -> str:
 
 
 def parse_pipeline(text: str, where: str = "program") -> PipelineProgram:
-    """Parse the text form of a pipeline schedule: a header, then steps such as `0F3` (stage 0, forward, micro-batch 3)
-    by rank.
+    """Parse the text form of a pipeline schedule: a header, then for each rank steps such as `0F3` (stage 0, forward,
+    micro-batch 3).
 
     where: prefix of error messages, such as the file's name. Raises `UserError` with the line number, the invalid text,
     and a valid alternative.

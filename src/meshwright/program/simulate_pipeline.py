@@ -65,8 +65,8 @@ class PipelineTiming:
 
     @cached_property
     def idle(self) -> Floats:
-        """Idle time of each rank between its own first and last compute step, in the unit of the step durations,
-        indexed by rank."""
+        """Idle time of each rank between the start of its first and the end of its last compute step, in the unit of
+        the step durations, indexed by rank."""
         rank, start, end = self._groups
         first, last = np.full(self.program.ranks, np.inf), np.full(self.program.ranks, -np.inf)
         np.minimum.at(first, rank, start)
@@ -87,15 +87,18 @@ class PipelineTiming:
 
     @cached_property
     def peak_activations(self) -> Floats:
-        """Peak of saved activations of each rank, indexed by rank. The unit is the saved activations of one micro-batch
-        on all of the rank's stages of one replica (copy of the model)."""
+        """Peak of saved activations of each rank, indexed by rank. Activations are counted in micro-batches: 1 is one
+        micro-batch saved on all stages that the rank has in one replica (copy of the model)."""
         return pipeline_memory.compute_peak_activations(self.flow)
 
     def compute_activations(self, rank: int) -> tuple[Floats, Floats]:
-        """Return one rank's saved activations over time: (times [events], amount saved from each time on [events]), in
-        execution order. An event is the start of a forward or the end of a weight gradient (or full backward); an
-        activation is saved between the two. The unit of the amount is the saved activations of one micro-batch on all
-        of the rank's stages of one replica. Memory freed at the end of a step is free before the next step starts.
+        """Return the saved activations of rank `rank` over time, as (times [events], amounts [events]); amounts[i] is
+        saved from times[i] to times[i + 1]. The amounts are counted in micro-batches: 1 is one micro-batch saved on all
+        stages that the rank has in one replica (copy of the model).
+
+        An activation is saved from the start of its forward to the end of its weight gradient (or full backward).
+        Events are these starts and ends, in execution order. Memory freed at the end of a step is free before the next
+        step starts.
         """
         s = self.program.steps
         born, freed = (steps[s.rank[steps] == rank] for steps in pipeline_memory.find_activation_events(self.flow))
@@ -106,9 +109,9 @@ class PipelineTiming:
 
     @cached_property
     def weight_copies(self) -> Floats:
-        """Peak number of copies of its weights that each rank holds, indexed by rank. One copy is the weights of the
-        rank's stages of one replica. A replaced version of the weights is kept until the last backward that uses it.
-        """
+        """Peak number of weight copies that each rank holds, indexed by rank. One copy is one version of the weights of
+        all stages that the rank has in one replica (copy of the model). A replaced version of the weights is kept until
+        the last backward that uses it."""
         return pipeline_memory.count_weight_copies(self.program)
 
     @cached_property
@@ -122,8 +125,8 @@ class PipelineTiming:
     @cached_property
     def steady_bubble_fraction(self) -> float:
         """Bubble fraction while the pipeline is full: the fraction of time in which a rank idles during the middle
-        third of its backwards, averaged over ranks. With at least about 3 times as many micro-batches as ranks, that
-        third contains no warm-up or cool-down."""
+        third of its backwards, averaged over ranks. With at least about 3 times as many micro-batches as ranks, the
+        middle third contains no warm-up or cool-down."""
         s, c = self.program.steps, self._computing
         shares = []
         for rank in range(self.program.ranks):
@@ -164,7 +167,7 @@ def simulate_pipeline(program: PipelineProgram, durations: Durations) -> Pipelin
 
 @lru_cache(maxsize=32)
 def analyze_program(program: PipelineProgram) -> tuple[Dataflow, RemoteReads]:
-    """Return the data flow of a pipeline schedule and the values that its ranks read from other ranks; cached for
+    """Return (data flow of the pipeline schedule `program`, values that ranks read from other ranks); cached for
     repeated simulations."""
     flow = Dataflow(program)
     return flow, find_remote_reads(flow)

@@ -15,9 +15,9 @@ _NUMBER = re.compile(r"[0-9]{1,9}")
 class ProgramParser(ABC):
     """Base class of the parsers of the text forms of programs; stores the header's numbers and the current line number.
 
-    forms: name of a header line -> how it is written, such as `ranks NUMBER`. optional: names of header lines that may
-    be missing. repeated: names of header lines that may occur several times. where: prefix of error messages, such as
-    the file's name. A subclass sets the first three as class attributes.
+    forms: name of a header line -> its syntax, such as `ranks NUMBER`. optional: names of header lines that may be
+    missing. repeated: names of header lines that may occur several times. where: prefix of error messages, such as the
+    file's name. A subclass sets the first three as class attributes.
     """
 
     forms: Mapping[str, str]
@@ -103,7 +103,7 @@ class ProgramParser(ABC):
         return rank
 
     def parse_number(self, word: str) -> int:
-        """Return the non-negative integer of up to 9 digits that `word` spells; raise `UserError` for others."""
+        """Return `word`, a non-negative integer of up to 9 digits, as a number; raise `UserError` for other words."""
         if not _NUMBER.fullmatch(word):
             raise self.make_error(f'"{word}" is not a number from 0 to 999999999')
         return int(word)

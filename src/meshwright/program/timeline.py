@@ -72,8 +72,8 @@ class Timeline:
         title: Heading.
         tracks: Title of each track.
         spans, arrows: Steps and transfers.
-        levels: Track index -> curve of a quantity over time, as (time, value from that time on) pairs.
-        level_name: Name of that quantity, such as `activations`.
+        levels: {track index: curve of a quantity over time, as pairs (time, value from that time on)}.
+        level_name: Name of the quantity of `levels`, such as `activations`.
         notes: One text per track, drawn beside it.
     """
 
@@ -113,7 +113,7 @@ def build_pipeline_timeline(
     share the track's height; explicit sends are arrows.
 
     program: the schedule. timing: start and end time of every step. notes: one text per rank, drawn beside its track.
-    levels: rank -> curve of its saved activations, as (time, value from then on) pairs; None for no curves.
+    levels: {rank: curve of its saved activations, as pairs (time, value from that time on)}; None for no curves.
     """
     s = program.steps
     columns = [c.tolist() for c in (s.rank, s.kind, s.stage, s.replica, s.micro_batch, s.component, s.group_index)]

@@ -15,15 +15,16 @@ from meshwright.schedules.report import schedule as report_schedule
 class StepDurations(TypedDict, total=False):
     """Durations of the passes and transfers of one micro-batch in a pipeline, in any unit of time.
 
-    Any field may be omitted. A number is the time on all stages of a rank together, equal on all ranks. A list [ranks]
-    has one such time per rank; a list [stages] has the time of each stage. The length of a list decides between the
-    two. `transfer` has other units, see below.
+    Any field may be omitted. A number is the time on all stages of a rank together, equal on all ranks. A list with one
+    entry per rank has such a time for each rank; a list with one entry per stage has the time of each stage. `transfer`
+    is the time of one message instead.
 
     Attributes:
         forward: Time of the forward pass; 1 unless given.
         input_gradient: Time of the input-gradient pass (B); 1 unless given.
         weight_gradient: Time of the weight-gradient pass (W); 1 unless given.
-        transfer: Time of a message from a stage to the next: one number, or one per stage boundary; 0 unless given.
+        transfer: Time of a message from a stage to the next: one number, or a list with one per stage boundary; 0
+            unless given.
         overlapped: Time of a forward and a backward together, where a schedule overlaps them; the sum of their times
             unless given."""
 
@@ -63,10 +64,12 @@ def schedule(
         micro_batches: Micro-batches of a training step, over both directions of a bidirectional schedule; None for a
             file.
         chunks: Stages per rank; None for the schedule's default.
-        memory: For `"auto"`: maximum saved activations of a rank, in micro-batches on all its stages; None: no limit.
-        parts: Durations of attention, dispatch, MLP and combine (parts of a mixture-of-experts layer) in a forward,
-            instead of those of whole passes; the program is then simulated part by part, with the all-to-alls (dispatch
-            and combine) on a stream of their own. None: steps are not divided.
+        memory: For `"auto"`: maximum saved activations of a rank, in micro-batches on all stages of the rank; None: no
+            limit.
+        parts: Four durations, of attention, dispatch, MLP and combine in a forward (the components of a
+            mixture-of-experts layer), used instead of the durations of whole passes. The program is then simulated
+            component by component, with dispatch and combine (all-to-alls) on a second stream. None: steps are not
+            divided.
         **durations: Fields of `StepDurations`.
 
     Returns:

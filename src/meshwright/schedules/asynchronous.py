@@ -30,10 +30,10 @@ def pipedream_2bw(ranks: int, micro_batches: int) -> PipelineProgram:
     """Generate the PipeDream-2BW pipeline schedule: double-buffered weights, an optimizer step for each batch of at
     least `ranks` micro-batches.
 
-    Narayanan et al. 2021, arXiv 2006.09503, section 3.1, figure 2. All ranks run a batch with one version of the
-    weights, which contains the gradients of all batches up to the one before last: gradients are one update stale. A
-    new version is complete with the last gradient of its batch, but stays in the second buffer until the rank's update
-    step switches to it, just before the first forward that uses it.
+    Narayanan et al. 2021, arXiv 2006.09503, section 3.1, figure 2. All ranks run a batch with the same version of the
+    weights. Batch k uses the weights updated by all batches up to k - 2, so gradients are one update stale. A new
+    version is complete with the last gradient of its batch, but stays in the second buffer until the rank's update step
+    switches to it, just before the first forward that uses it.
 
     Needs at least `ranks` micro-batches (`UserError`); they are split into as many near-equal batches of at least
     `ranks` as possible. Costs, for p ranks:

@@ -47,7 +47,7 @@ approximately: one to two seconds."""
 
 @dataclass(frozen=True)
 class Candidate:
-    """Simulated pipeline schedule, one of those that the search for schedule `auto` compares.
+    """Simulated pipeline schedule that the search for schedule `auto` compares with others.
 
     Attributes:
         name: Named schedule such as "1f1b", or kind of search.
@@ -71,12 +71,12 @@ class SearchResult:
     Attributes:
         program: Schedule of the best candidate, renamed `auto`.
         winner: The best candidate.
-        candidates: All candidates: those within the memory limits, then the others, each by increasing makespan (total
-            time).
+        candidates: All candidates: first the candidates within the memory limits, then all others; both groups by
+            increasing makespan (total time).
         refused: {named schedule: reason why it does not accept the numbers of ranks and micro-batches}.
         lower_bound: Lower bound of the makespan of any schedule with the searched placements and memory limits. None if
-            it does not hold for all candidates: some have two replicas, or overlapped steps that take less time than
-            one after the other.
+            it does not hold for all candidates, because some have two replicas, or overlap a forward with a backward in
+            less than the sum of their times.
     """
 
     program: PipelineProgram
@@ -92,13 +92,13 @@ class SearchResult:
 
     @property
     def gap(self) -> float | None:
-        """Distance of the winner's makespan from the lower bound, as a fraction of the bound (0.01: 1% above it); None
-        without a bound."""
+        """Difference between the winner's makespan and the lower bound, divided by the lower bound (0.01: 1% above the
+        bound); None without a bound."""
         return self.makespan / self.lower_bound - 1 if self.lower_bound else None
 
     def explain(self) -> str:
         """Return text on the search: one line per candidate, one per named schedule that does not accept these numbers
-        of ranks and micro-batches, and a last line that compares the winner with the others."""
+        of ranks and micro-batches, and a last line that compares the winner with the other candidates."""
         lines = [f"{'candidate':<24} {'makespan':>12} {'peak':>8}"]
         for one in self.candidates:
             note = "" if one.fits else "  over the memory limit"
@@ -131,11 +131,11 @@ def search_schedule(
     time on all stages of a rank together, divided equally among them. A list [stages] ([stages - 1] for transfers) has
     the time of each stage, and so fixes the number of stages per rank.
 
-    memory: maximum saved activations of a rank, in micro-batches on all its stages, one number or one per rank; None:
-    no limit. chunks: stages per rank; None: 1 and 2 are tried. weight_copies: 2 to also consider named schedules with
-    two replicas of the model. effort: approximate number of task runs (one pass of one micro-batch on one stage) to
-    simulate for each placement of stages on ranks. Raises UserError for invalid numbers and for a memory below the
-    minimum."""
+    memory: maximum saved activations of a rank, in micro-batches on all stages of the rank; one number, or a list with
+    one per rank; None: no limit. chunks: stages per rank; None: 1 and 2 are tried. weight_copies: 2 to also consider
+    named schedules with two replicas of the model. effort: approximate number of task runs (one pass of one micro-batch
+    on one stage) to simulate for each placement of stages on ranks. Raises UserError for invalid numbers and for a
+    memory below the minimum."""
     timed = _tabulate_durations(ranks, micro_batches, durations, chunks)
     counts = tuple(timed)
     limits = _check_memory(ranks, memory)
@@ -178,12 +178,13 @@ def search_schedule(
 
 
 def _choose_winner(candidates: list[Candidate], refused: dict[str, str], bound: float | None) -> SearchResult:
-    """Choose the candidate with the smallest makespan among those within the memory limits; return it with all
-    candidates as the search result.
+    """Choose the candidate with the smallest makespan among the candidates within the memory limits; return the search
+    result, with the winner and all candidates.
 
-    Of candidates with equal makespan, the one with the smallest peak memory wins; of candidates equal in both, a named
-    schedule. candidates: simulated schedules, at least one within the limits. refused: named schedule -> reason why it
-    does not accept the numbers of ranks and micro-batches. bound: lower bound of the makespan, None if unknown.
+    Of candidates with equal makespan, the candidate with the smallest peak memory wins; if the peaks are equal too, a
+    named schedule wins. candidates: simulated schedules, at least one within the limits. refused: named schedule ->
+    reason why it does not accept the numbers of ranks and micro-batches. bound: lower bound of the makespan, None if
+    unknown.
     """
     fitting = [one for one in candidates if one.fits]
     least = min(one.makespan for one in fitting)
@@ -199,12 +200,12 @@ def _choose_winner(candidates: list[Candidate], refused: dict[str, str], bound: 
 def _tabulate_durations(
     ranks: int, micro_batches: int, durations: Durations | StageDurations, chunks: int | None
 ) -> dict[int, Durations]:
-    """Return {stages per rank: durations} for the numbers of stages per rank to try: `chunks` if given; else that of
-    the per-stage lists in `durations`, if there are any; else 1 and 2.
+    """Return {stages per rank: durations} for the numbers of stages per rank to try: `chunks` if given; else the number
+    that fits lists by stage in `durations`, if there are any; else 1 and 2.
 
-    ranks, micro_batches: numbers of pipeline ranks and micro-batches. durations: `Durations` whose fields have one
-    number, one per rank or one per stage; or a function from the number of stages to `Durations`. Raises UserError for
-    invalid or contradictory numbers.
+    ranks, micro_batches: numbers of pipeline ranks and micro-batches. durations: `Durations` whose fields are a number,
+    a list with one per rank or a list with one per stage; or a function from the number of stages to `Durations`.
+    Raises UserError for invalid or contradictory numbers.
     """
     for what, number in (
         ("ranks", ranks),
@@ -238,11 +239,11 @@ def _tabulate_durations(
 
 
 def _check_memory(ranks: int, memory: ArrayLike | None) -> tuple[float, ...]:
-    """Check the memory limits and return one for each rank, indexed by rank; infinite for memory=None. Unit: the
-    activations that one micro-batch needs on all stages of the rank.
+    """Check the memory limits and return the limit of each rank, indexed by rank; infinite for memory=None. Limits are
+    counted in micro-batches: 1 is one micro-batch saved on all stages of the rank.
 
-    memory: one limit for all ranks, or one per rank. Raises UserError for a limit below 1: a rank holds all its
-    activations of a micro-batch before its backward.
+    memory: one limit for all ranks, or one per rank. Raises UserError for a limit below 1, because a rank holds all
+    activations of a micro-batch before the backward.
     """
     array = np.asarray(inf if memory is None else memory, np.float64)
     if array.shape not in ((), (1,), (ranks,)):
@@ -272,8 +273,9 @@ def _list_named_schedules(counts: tuple[int, ...], weight_copies: int) -> Iterat
 
 
 def _list_placements(ranks: int, counts: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield each placement of stages on ranks that the search tries, as (name for its candidates such as "search, V";
-    rank of each stage, [stages]). counts: numbers of stages per rank to try."""
+    """Yield each placement of stages on ranks that the search tries, as (name, placement). The name, such as "search,
+    V", is given to the schedules found with this placement. placement[s] is the rank of stage s. ranks: number of
+    pipeline ranks. counts: numbers of stages per rank to try."""
     for count in counts:
         yield f"search, {count} chunk{'s' if count > 1 else ''}", place_cyclically(ranks, count)
         if count == 2 and ranks > 1:
@@ -302,8 +304,9 @@ def _search_placement(problem: Problem, named: list[list[Order]], known: float, 
     task is one pass on one stage.
 
     problem: placement, task durations and memory limits. named: task orders of named schedules to start from. known:
-    makespan of the best schedule so far; orders far above it are not improved further. effort: approximate number of
-    task runs (a task on one micro-batch) to simulate. The search ends early when a makespan reaches the lower bound.
+    makespan of the best schedule so far; orders with a much larger makespan are not improved further. effort:
+    approximate number of task runs (a task on one micro-batch) to simulate. The search ends early when a makespan
+    reaches the lower bound.
     """
     enough = problem.lower_bound * (1 + 1e-9)
     runs = max(20, effort // problem.size)
@@ -356,8 +359,8 @@ def _try_greedy(problem: Problem, trials: int) -> list[TimedOrders]:
 
 def _try_patterns(problem: Problem, trials: int) -> list[TimedOrders]:
     """Build up to `trials` candidate schedules in which a fixed pattern of tasks repeats for each micro-batch, one
-    period (fixed time) after the one before; return (makespan, task orders of all ranks) of each that fits into memory.
-    A task is one pass on one stage.
+    period (fixed time) later than for the micro-batch before; return (makespan, task orders of all ranks) of each that
+    fits into memory. A task is one pass on one stage.
 
     problem: placement, task durations and memory limits. The period grows from the shortest possible one; later trials
     also delay tasks at random (fixed seed).

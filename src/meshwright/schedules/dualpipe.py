@@ -11,9 +11,10 @@ from meshwright.schedules.phrases import Chunk, PhraseWriter
 def dualpipe(ranks: int, micro_batches: int) -> PipelineProgram:
     """Generate the DualPipe schedule: two pipelines in opposite directions, with overlapped forwards and backwards.
 
-    DeepSeek-V3 report, arXiv 2412.19437, section 3.2.1, figure 5. Replica 0 runs down the ranks with the first half of
-    the micro-batches, replica 1 up with the second half; rank r has stage r of replica 0 and stage ranks-1-r of replica
-    1. Ranks must be even, micro-batches even and at least 2 x ranks (`UserError`).
+    DeepSeek-V3 report, arXiv 2412.19437, section 3.2.1, figure 5. Replica 0 runs from rank 0 to the last rank with the
+    first half of the micro-batches, replica 1 from the last rank to rank 0 with the second half; rank r has stage r of
+    replica 0 and stage ranks-1-r of replica 1. Ranks must be even, micro-batches even and at least 2 x ranks
+    (`UserError`).
 
     Costs (table 2 of the report; F, B: forward and full backward of a rank's stage; W: the weight-gradient part of B;
     F&B: an overlapped forward and backward):
@@ -45,9 +46,9 @@ def write_dual_order(rank: RankBuilder, chunks: list[Chunk], half: int) -> None:
     the rank's steps.
 
     chunks: the rank's two stages with their micro-batches, the lower stage number first. The lower stage number is the
-    rank's distance from an end of the pipeline, which determines its order of steps. half: number of ranks from an end
-    to the middle of the pipeline: half of the ranks under DualPipe, all ranks under DualPipeV (whose last rank holds
-    the two middle stages)."""
+    rank's distance from an end of the pipeline, which determines the rank's order of steps. half: number of ranks from
+    an end to the middle of the pipeline: half of the ranks under DualPipe, all ranks under DualPipeV (whose last rank
+    holds the two middle stages)."""
     depth, to_the_middle = chunks[0].stage, half - chunks[0].stage - 1
     order = PhraseWriter(rank, chunks)
     # Numbers: steps of the schedule in DeepSeek's published code.

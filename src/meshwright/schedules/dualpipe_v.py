@@ -12,9 +12,9 @@ def dualpipe_v(ranks: int, micro_batches: int) -> PipelineProgram:
     """Generate the DualPipeV schedule: DualPipe folded in half, so that one copy of the weights suffices.
 
     Sea AI Lab: "DualPipe could be better without the Dual", 2025; second form in the DualPipe repository. The stages
-    run down the ranks and up again; the first rank has the first and the last stage. A rank's order is DualPipe's on
-    twice the ranks, with all micro-batches instead of each direction's half. Needs at least 2 x ranks micro-batches
-    (`UserError`).
+    run from rank 0 to the last rank and back; rank 0 has the first and the last stage. The order of steps on a rank is
+    that of DualPipe on twice as many ranks, with all micro-batches instead of half of them in each direction. Needs at
+    least 2 x ranks micro-batches (`UserError`).
 
     Costs, with p = 2 x ranks stages (F, B: forward and full backward of one stage, half a rank's share; W: the
     weight-gradient part of B; F&B: an overlapped forward and backward):

@@ -11,13 +11,13 @@ def gems(ranks: int, micro_batches: int) -> PipelineProgram:
     flight.
 
     Jain et al., SC 2020: GPU-Enabled Memory-Aware Model-Parallelism System, "memory-aware synchronized training".
-    Replica 0 runs down the ranks, replica 1 up. A backward travels against the direction of its forward, and so in the
-    direction of the other replica's next forward, which follows the backward from rank to rank. The number of
-    micro-batches must be even (`UserError`).
+    Replica 0 runs from rank 0 to the last rank, replica 1 from the last rank to rank 0. A backward travels against the
+    direction of its forward, and so in the direction of the other replica's next forward, which follows the backward
+    from rank to rank. The number of micro-batches must be even (`UserError`).
 
     Costs, for N micro-batches and D ranks:
     - bubble: a ratio of about (D-1) / (D+1/2) if a backward takes as long as two forwards (Li, Hoefler, arXiv
-    2107.06925, table 2), (D-1) / (D+1) if it takes as long as one
+    2107.06925, table 2), (D-1) / (D+1) if it takes as long as one forward
     - peak activations: 1 micro-batch
     - weight copies: 2
     - transfers: as many as 1F1B

@@ -20,9 +20,9 @@ def interleaved(ranks: int, micro_batches: int, chunks: int = 2) -> PipelineProg
 
     Narayanan et al. 2021, Megatron-LM, arXiv 2104.04473, section 2.2, figure 4. The micro-batches run in rounds: all
     micro-batches of a round pass through one chunk of a rank before the next chunk begins. If `ranks` divides
-    `micro_batches`, each round has `ranks` micro-batches; otherwise the rounds have nearly equal sizes, the largest
-    more than `ranks` (or there is a single round of all micro-batches, if they are fewer). Costs, for p ranks, m
-    micro-batches, v chunks, and F and B the times of a rank's forward and full backward over all its chunks:
+    `micro_batches`, each round has `ranks` micro-batches; otherwise there are as many rounds of at least `ranks`
+    micro-batches as possible, of nearly equal sizes (with fewer micro-batches than ranks, a single round). Costs, for p
+    ranks, m micro-batches, v chunks, and F and B the times of a rank's forward and full backward over all its chunks:
     - bubble: (p - 1)(F + B) / v, for m >= p
     - peak activations: if p divides m, p + (p - 1 - 2r) / v micro-batches on rank r (at most m); if the first round
     has g > p micro-batches, g - (g + 1 - 2p) / v on rank 0
@@ -104,16 +104,16 @@ def split_into_rounds(ranks: int, micro_batches: int) -> list[range]:
     each round. All micro-batches of a round pass through one model chunk of a rank before the rank's next chunk begins.
 
     There are as many rounds of at least `ranks` micro-batches as possible, with sizes that differ by at most one,
-    larger ones first. If `ranks` divides `micro_batches`, these are Megatron's rounds of `ranks`; if all rounds are
-    equally large, they are PyTorch's.
+    larger ones first. If `ranks` divides `micro_batches`, the result equals Megatron's rounds of `ranks` micro-batches;
+    if all rounds are equally large, it equals PyTorch's.
     """
     return split_evenly(micro_batches, max(1, micro_batches // ranks))
 
 
 def order_depth_first(stages: tuple[int, ...], rounds: list[range]) -> tuple[Order, Order]:
     """Return (forwards, backwards) of one rank in depth-first order, each a list of (micro-batch, stage): the
-    micro-batches of a round pass through all stages of the rank before those of the next round start. Backwards take
-    the stages in descending order.
+    micro-batches of a round pass through all stages of the rank before the micro-batches of the next round start.
+    Backwards take the stages in descending order.
 
     stages: stages of the rank, ascending. rounds: consecutive micro-batches of each round.
     """

@@ -19,7 +19,7 @@ from meshwright.schedules.orders import Order, Problem
 class PartialOrders:
     """State of all ranks while a schedule is built task by task, from which a scheduling rule chooses the next task of
     a rank. A task is one pass on one stage, numbered kind x stages + stage, with kinds 0 forward, 1 input gradient, 2
-    weight gradient; its k-th run is that of micro-batch k.
+    weight gradient; its k-th run (from 0) is on micro-batch k.
 
     Attributes:
         problem: Ranks, placement, task durations and memory limits.
@@ -37,7 +37,7 @@ class PartialOrders:
         the input, plus the transfer time; infinite if that run is not scheduled yet.
 
         task: number of a task (one pass on one stage), kind x stages + stage, with kinds 0 forward, 1 input gradient, 2
-        weight gradient. Its next run is on the first micro-batch that it has not processed.
+        weight gradient. The next run of a task is on the first micro-batch that the task has not processed.
         """
         needed, k = self.ends[self.problem.predecessor[task]], len(self.ends[task])
         return needed[k] + self.problem.lag[task] if k < len(needed) else inf
@@ -53,8 +53,9 @@ def _build_orders(problem: Problem, rule: Rule, state: PartialOrders) -> tuple[f
     infinite if some tasks never run.
 
     problem: ranks, placement, task durations and memory limits. rule: function (rank, time) that returns (task number,
-    0) to run this task now, or (-1, time at which to ask again). It is also asked when a task that produces an input
-    for the rank is scheduled. state: end times and memory use of all ranks, which this function updates."""
+    0) to run this task now, or (-1, time at which to ask again). `rule` is also called for a rank when a task that
+    produces an input for the rank is scheduled. state: end times and memory use of all ranks, which this function
+    updates."""
     stages = problem.stages
     orders: list[Order] = [[] for _ in range(problem.ranks)]
     free = [0.0] * problem.ranks
@@ -92,10 +93,11 @@ class GreedyParameters:
     Attributes:
         cap: [ranks], maximum saved activations of each rank, in units of one stage and micro-batch.
         forward_first: True to prefer forwards to input gradients.
-        deep_first: True to prefer, among forwards, those of later stages.
-        hold: A rank starts no forward if an input gradient arrives within this fraction of the forward's duration.
-        patience: A weight gradient starts only in an idle interval of at least this fraction of its duration, or when
-            memory is full.
+        deep_first: True to prefer forwards of later stages to forwards of earlier stages.
+        hold: Fraction of a forward's duration. A rank does not start the forward if an input gradient will arrive
+            within this time.
+        patience: Fraction of a weight gradient's duration. The weight gradient starts only in an idle interval of at
+            least this length, or when memory is full.
     """
 
     cap: tuple[int, ...]
@@ -172,9 +174,9 @@ def reorder_out_of_order(
     stage.
 
     problem: placement, task durations and memory limits. orders: for each rank, its task numbers in execution order.
-    window: number of next tasks of the rank that may run ahead; the memory limit holds for them too. patience: fraction
-    of its duration that a task must be able to run before the input of an overtaken task arrives (1: overtaken tasks
-    are not delayed; 0: any delay is accepted)."""
+    window: number of next tasks of the rank that may run ahead; the memory limit holds for them too. patience: a later
+    task runs ahead only if at least this fraction of its duration passes before the input of an overtaken task arrives
+    (1: overtaken tasks are not delayed; 0: any delay is accepted)."""
     s, duration = problem.stages, problem.duration
     state = PartialOrders(problem, [[] for _ in range(3 * s)] + [[0.0] * problem.micro_batches], [0] * problem.ranks)
     ends, needs, lag = state.ends, problem.predecessor, problem.lag

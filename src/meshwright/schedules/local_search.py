@@ -18,8 +18,8 @@ Block = tuple[int, int, int]  # rank, first and last position
 
 def find_critical_blocks(problem: Problem, orders: list[Order], clock: TaskTimes) -> list[Block]:
     """Return the critical path (chain of tasks that determines the makespan) as a list of blocks, from the end of the
-    schedule to its start. A block is a sequence of tasks of one rank without idle time between them, given as (rank,
-    first position, last position); positions are indices into the rank's order.
+    schedule to its start. A block is a sequence of tasks of one rank without idle time between the tasks. It is given
+    as (rank, first position, last position), where positions are indices into the rank's order.
 
     problem: placement and task durations. orders: for each rank, its task numbers in execution order (a task is one
     pass on one stage). clock: end times of the tasks under these orders."""
@@ -46,8 +46,8 @@ def find_critical_blocks(problem: Problem, orders: list[Order], clock: TaskTimes
 
 
 def improve_orders(problem: Problem, orders: list[Order], runs: int) -> tuple[float, list[Order]]:
-    """Improve task orders by local search; return (makespan, improved orders), with a makespan no larger than that of
-    `orders`.
+    """Improve task orders by local search; return (makespan, improved orders), whose makespan is at most the makespan
+    of `orders`.
 
     problem: placement, task durations and memory limits. orders: for each rank, its task numbers in execution order (a
     task is one pass on one stage). runs: number of moves to try; the search ends early at the lower bound. The seed of
@@ -95,7 +95,7 @@ def improve_orders(problem: Problem, orders: list[Order], runs: int) -> tuple[fl
 def _draw_move(problem: Problem, orders: list[Order], blocks: list[Block], draw: Random) -> tuple[int, Order | None]:
     """Draw a random move of one task (a pass on one stage) on the critical path; return (rank, new feasible order of
     that rank). The order is None if ten draws in a row give no feasible one. The task moves by one position, or to the
-    start or end of its block, or a few positions beyond it.
+    start or end of its block, or a few positions beyond the block.
 
     problem: placement and memory limits. orders: for each rank, its task numbers in execution order. blocks: (rank,
     first position, last position) of consecutive tasks on the critical path. draw: random-number generator."""

@@ -261,7 +261,7 @@ def extract_orders(program: PipelineProgram) -> list[Order]:
     weight gradient.
 
     A full backward becomes two tasks. Groups (steps that run together) and micro-batch numbers are lost: the n-th run
-    of a task is taken as that of micro-batch n."""
+    of a task is taken as its run on micro-batch n."""
     stages, orders = program.stages, []
     kinds = {int(kind): number for number, kind in enumerate(KINDS)}
     for rank in range(program.ranks):

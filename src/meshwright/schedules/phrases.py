@@ -32,8 +32,8 @@ class PhraseWriter:
 
     F: forward, B: full backward, I: input gradient, W: weight gradient, each followed by the number of a chunk (stage
     on this rank). `W` without a number is the oldest deferred weight gradient of any chunk. `&` joins an overlapped
-    forward and backward. In each chunk the k-th forward, and the k-th backward, is that of its k-th micro-batch; steps
-    beyond the last micro-batch are dropped.
+    forward and backward. In each chunk the k-th forward and the k-th backward are on the chunk's k-th micro-batch;
+    steps beyond the last micro-batch are dropped.
     rank: builder that receives the steps when `finish` is called. chunks: stages of the rank, by chunk number.
     """
 
@@ -83,9 +83,9 @@ class PhraseWriter:
 @lru_cache(maxsize=128)
 def _parse_phrase(phrase: str) -> Integers:
     """Parse a text such as `F0 F0&B1` into a table of steps [steps, 3]. F is forward, B full backward, I input
-    gradient, W weight gradient; the number is that of a chunk (stage on this rank).
+    gradient, W weight gradient; the number after the letter is the number of a chunk (stage on this rank).
 
-    Columns: (1) kind; (2) chunk number, -1 for a `W` without number; (3) 1 if `&` joins the step to the one before,
+    Columns: (1) kind; (2) chunk number, -1 for a `W` without number; (3) 1 if `&` joins the step to the previous step,
     else 0."""
     steps = [
         (_KINDS[step[0]], int(step[1:]) if step[1:] else -1, place > 0)

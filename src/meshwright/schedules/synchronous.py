@@ -42,9 +42,9 @@ def one_f_one_b(ranks: int, micro_batches: int) -> PipelineProgram:
 
 
 def generate_1f1b(name: str, ranks: int, micro_batches: int, update_each: bool = False) -> PipelineProgram:
-    """Generate a pipeline schedule with the steps of 1F1B (after the warm-up, forwards and backwards alternate). name:
-    name of the schedule. ranks, micro_batches: numbers of pipeline ranks and micro-batches. update_each: True for an
-    optimizer step after each backward."""
+    """Generate a pipeline schedule with the steps of 1F1B, in which forwards and backwards alternate after the warm-up.
+    name: name that the schedule gets. ranks, micro_batches: numbers of pipeline ranks and micro-batches. update_each:
+    True to add an optimizer step after each backward; False for none."""
     program = Builder(name, ranks, micro_batches, (place_cyclically(ranks),))
     for rank in program.ranks:
         warm_up = min(ranks - 1 - rank.rank, micro_batches)

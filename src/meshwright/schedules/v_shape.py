@@ -27,8 +27,8 @@ def v_half(ranks: int, micro_batches: int) -> PipelineProgram:
     """Generate the V-Half pipeline schedule: half of 1F1B's activations, half of its bubble; two stages per rank in a V
     shape.
 
-    arXiv 2405.15362, section 3. A micro-batch takes two time slots (of one step each) per rank down the ranks, and one
-    slot per rank up.
+    arXiv 2405.15362, section 3. A micro-batch takes two time slots (of one step each) per rank on the way to the last
+    rank, and one slot per rank on the way back.
 
     Costs, with forward = input gradient = weight gradient = 1 on a rank (1/2 on a stage) and free transfers:
     - bubble: (3 x ranks - 4) / 2 for odd ranks, (3 x ranks - 7) / 2 for even ones (2 ranks: 1/2), for at least `ranks`
@@ -71,9 +71,11 @@ def _repeat_block(name: str, block: Block, micro_batches: int, most_held: int) -
     """Build a V-shaped pipeline schedule by repeating the steps of one micro-batch (the building block). Micro-batch k
     starts six time slots after micro-batch k - 1. Then all steps move earlier into idle slots, as far as memory allows.
 
-    name: name of the schedule. block: [ranks], time slots in which micro-batch 0 runs its two forwards and its two
-    input gradients on each rank; its two weight gradients take the two free slots of the six. most_held: limit on the
-    saved activations of a rank, in activations of one micro-batch on one stage; `block` itself must respect it."""
+    name: name of the schedule. micro_batches: number of micro-batches. block: [ranks], time slots in which micro-batch
+    0 runs its two forwards and its two input gradients on each rank; its two weight gradients take the two free slots
+    of the six. most_held: limit on the saved activations of a rank, in activations of one micro-batch on one stage;
+    `block` itself must respect the limit.
+    """
     ranks = len(block)
     program = Builder(name, ranks, micro_batches, (place_in_v_shape(ranks),))
     states = [
@@ -156,10 +158,11 @@ class _RankState:
         """Yield the steps of the rank that can run now, in planned order, as indices into `self.waiting` (the steps not
         yet run).
 
-        A step can run if its input has arrived. A forward also needs free memory. It may overtake steps planned before
-        it only if memory suffices for its activations in addition to the peak of theirs. While the pipeline is full, no
-        step overtakes another: only the first planned step is considered. (The pipeline is full from the rank's first
-        input gradient on its first stage until its last forward on that stage.)
+        A step can run if its input has arrived. A forward also needs free memory. A forward may overtake steps that are
+        planned earlier only if memory suffices for its activations in addition to the peak of the overtaken steps'
+        activations. While the pipeline is full, no step overtakes another: only the first planned step is considered.
+        (The pipeline is full from the rank's first input gradient on its first stage until its last forward on that
+        stage.)
 
         passes_done: [micro-batches], number of forwards and input gradients that each micro-batch has completed so far,
         over all ranks. most_held: maximum saved activations of the rank, in activations of one micro-batch on one

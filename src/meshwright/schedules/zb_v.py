@@ -17,10 +17,10 @@ def zb_v(ranks: int, micro_batches: int) -> PipelineProgram:
     - bubble: (ranks - 1) / 2 before a rank's first forward, none after it
     - peak activations: `ranks` micro-batches on every rank, no more than 1F1B
     - weight copies: 1
-    - transfers: twice as many as 1F1B, as every micro-batch runs down the ranks and up again
+    - transfers: twice as many as 1F1B, as every micro-batch runs from rank 0 to the last rank and back
 
-    With fewer than 2 x ranks - 1 micro-batches, the order is that for 2 x ranks - 1 without the steps of the missing
-    micro-batches.
+    With fewer than 2 x ranks - 1 micro-batches, the schedule for 2 x ranks - 1 micro-batches is used, without the steps
+    of the missing micro-batches.
     """
     program = Builder("zb-v", ranks, micro_batches, (place_in_v_shape(ranks),))
     all_micro_batches = range(micro_batches)

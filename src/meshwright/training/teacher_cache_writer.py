@@ -187,7 +187,7 @@ def _launch_ranks(
         spec = LaunchSpec(
             description, layout.world_size, Path(place), threads=threads, command=command, trains=False, log=log,
             collective_timeout=recipe.run.collective_timeout,
-            kept="finished files of the cache are kept: the same command continues",
+            resume_note="finished files of the cache are kept: the same command continues",
         )  # fmt: skip
         launch(spec)
 

@@ -18,18 +18,18 @@ class Verification:
     """Result of training small models on parallel layouts and on one device and comparing the two.
 
     Attributes:
-        passed: True if every layout agrees and every planted fault was detected.
+        passed: True if every layout agrees with one device and every planted fault was detected.
         dtype: Parameter dtype of the comparison, `"float64"` or `"float32"`.
         tolerance: Largest relative error that passes in this dtype.
         worst: Name, relative error and layout of the tensor that differs most.
         loss_error: Largest relative error of a loss.
         gradient_norm_error: Largest relative error of a gradient norm.
         layouts: One record per layout and model: layout, model, passed, worst, cases, seconds.
-        mutations: Report on planted faults (deliberate bugs): number planted, detected ("caught") and without effect
-            on results ("neutral"), and list of those not detected ("missed"); None without `mutate`.
+        mutations: Report on planted faults (deliberate bugs): number planted, detected ("caught") and without effect on
+            results ("neutral"), and list of faults that were not detected ("missed"); None without `mutate`.
         failure: First disagreement or missed fault in one line; None if all passed.
         seconds: Wall time.
-        document: All of this and more as JSON, the document of `meshwright verify --json`.
+        document: The JSON document of `meshwright verify --json`, which has all of these results and more.
     """
 
     passed: bool
@@ -65,13 +65,13 @@ def verify(
     Args:
         layout: Layout or its notation, a recipe or its file (its layout and its model), or None for a grid over every
             axis of parallelism.
-        model: Preset, Hugging Face directory, config.json, configuration or recipe; it is scaled down with all its
-            features. Default: representative models.
+        model: Preset, Hugging Face directory, config.json, configuration or recipe. The model is scaled down with all
+            its features. Default: representative models.
         dtype: `"float64"`, in which relative errors up to 1e-10 pass, or `"float32"`, up to 1e-5.
         mutate: Plant faults (deliberate bugs) at every collective call site and in local code, one at a time; each must
             be detected.
         thorough: Run the slow cases, too; without `model`, on three models.
-        log: Called with a line for each layout.
+        log: Function called with a line of text for each layout.
 
     Returns:
         The comparison, the same as the document of `meshwright verify --json`; `passed` is False if something

@@ -22,7 +22,7 @@ class Case:
     """Verification case: a named training problem on which a layout is compared with one device.
 
     name: such as "updates". problem: model, data and optimizer. resume_layout: layout on which the last steps run, from
-    the checkpoint that the verified layout saved after the first ones; None: all steps run on the verified layout.
+    the checkpoint that the verified layout saved after the first steps; None: all steps run on the verified layout.
     """
 
     name: str
@@ -40,8 +40,8 @@ class CaseBuilder:
         dtype: Parameter dtype, "float64" or "float32".
         preference: Settings of the preference loss (DPO or IPO); None: next-token loss.
         teaching: Distillation, whose teacher is scaled down too; None: no teacher.
-        batch: Wanted global batch in sequences; if it is not a multiple of dp x micro-batches, the smallest multiple
-            that is at least 8 is used instead.
+        batch: Wanted global batch in sequences. If this is not a multiple of dp x micro-batches, the smallest such
+            multiple that is at least 8 is used instead.
         compiled: True if the recipe trains under torch.compile.
     """
 
@@ -56,8 +56,8 @@ class CaseBuilder:
     def make_default_cases(self) -> list[Case]:
         """Return the default cases. "updates": optimizer updates with clipping and resumes. "long sequences": attention
         over several tiles. "dtypes": parameters in a narrower dtype than their master weights. "late completion" (with
-        several ranks): no buffer is touched while a collective call uses it. If the recipe compiles, also a step under
-        torch.compile with backend "aot_eager", which traces graphs but generates no code."""
+        several ranks): no buffer is touched while a collective call uses it. If `compiled` is True, also a case with
+        one step under torch.compile with backend "aot_eager", which traces graphs but generates no code."""
         cases = [
             Case("updates", self.make_update_problem()),
             Case("long sequences", self.make_long_sequence_problem()),
@@ -67,8 +67,8 @@ class CaseBuilder:
         return [*cases, *([self.make_compiled_case("aot_eager")] if self.compiled else [])]
 
     def make_all_cases(self) -> list[Case]:
-        """Return all cases: the default ones, SGD without fused gradient accumulation, a loss computed in several
-        chunks, bf16 training, a resume on another layout and, if the recipe compiles, a step with torch.compile's
+        """Return all cases: the default cases, SGD without fused gradient accumulation, a loss computed in several
+        chunks, bf16 training, a resume on another layout and, if `compiled` is True, a step with torch.compile's
         backend "inductor"."""
         return [
             *self.make_default_cases(),
@@ -95,9 +95,9 @@ class CaseBuilder:
         """Return a training problem of four optimizer steps with weight decay and gradient clipping. Step 1 (from 0) is
         non-finite and skipped; training is resumed from a checkpoint after two and after three steps.
 
-        In float64 the optimizer is AdamW with a dynamic loss scale. In float32 it is SGD, because AdamW's updates of
-        near-zero gradients depend on rounding. ranks: the batch is a multiple of this number. layers: minimum number of
-        layers.
+        In float64 the optimizer is AdamW with a dynamic loss scale. In float32 the optimizer is SGD, because AdamW's
+        updates for near-zero gradients depend on rounding. ranks: the batch is a multiple of this number. layers:
+        minimum number of layers.
         """
         training = ADAMW if self.dtype == "float64" else dataclasses.replace(SGD, clip=0.5)
         plain = self.make_sgd_problem(layers)
@@ -106,7 +106,7 @@ class CaseBuilder:
 
     def make_long_sequence_problem(self) -> Problem:
         """Return a training problem of one SGD step on sequences that span several tiles of the attention computation.
-        Under ring attention the part of a sequence on each rank is longer than a tile."""
+        Under ring attention each rank's slice of a sequence is longer than a tile."""
         ring = self.layout.cp > 1 and self.layout.cp_method == "ring"
         wanted = 2 * self.layout.cp * (TILE_QUERIES + 9) if ring else 2 * TILE_QUERIES + 45
         return self._make_one_step_problem(wanted, self._scale_down(2))
@@ -121,8 +121,8 @@ class CaseBuilder:
         return dataclasses.replace(problem, batch=self.layout.dp * self.layout.micro_batches)
 
     def make_dtype_problem(self) -> Problem:
-        """Return a training problem of two SGD steps with parameters of half the width of their master weights. It
-        detects parameters that were not set to the rounded master weights after an update."""
+        """Return a training problem of two SGD steps with parameters of half the width of their master weights. The
+        problem reveals parameters that were not set to the rounded master weights after an update."""
         narrow = {"float64": "float32", "float32": "bfloat16"}[self.dtype]
         plain = dataclasses.replace(self.make_sgd_problem(2), training=SGD, steps=2)
         return dataclasses.replace(plain, dtype=narrow, master_dtype=self.dtype)
@@ -171,16 +171,16 @@ class CaseBuilder:
         return dataclasses.replace(problem, config=teaching.add_projections(problem.config), teaching=teaching)
 
     def _scale_down(self, layers: int, config: ModelConfig | None = None) -> ModelConfig:
-        """Return the builder's model, or `config`, scaled down for the layout. layers: minimum number of layers; with
-        pipeline parallelism the model has at least one layer more than there are stages."""
+        """Return the model `config` scaled down for the layout; None: the builder's model. layers: minimum number of
+        layers; with pipeline parallelism the model has at least one layer more than there are stages."""
         layout = self.layout
         layers = max(layers, generate_for_layout(layout).stages + (layout.pp > 1))  # uneven: one stage has a layer more
         ulysses = layout.cp if layout.cp_method == "ulysses" else 1
         return scale_down_config(config or self.config, layout.tp, ulysses, layers, layout.ep, layout.etp)
 
     def _choose_batch(self) -> int:
-        """Return the global batch in sequences: the builder's `batch` if it is a multiple of dp x micro-batches, else
-        the smallest multiple that is at least 8."""
+        """Return the global batch in sequences: the builder's `batch` if this is a multiple of dp x micro-batches, else
+        the smallest such multiple that is at least 8."""
         share = self.layout.dp * self.layout.micro_batches
         return share * math.ceil(8 / share) if self.batch % share else self.batch
 
@@ -193,7 +193,7 @@ class CaseBuilder:
 
 def choose_other_layout(layout: Layout) -> Layout:
     """Return a layout on the same number of ranks with other axes than `layout`: data parallelism alone or, if `layout`
-    has only that, another ZeRO stage. On one rank, return another number of micro-batches."""
+    has no other axis, another ZeRO stage. For a single rank, return a layout with another number of micro-batches."""
     ranks = layout.world_size
     if ranks == 1:
         return Layout(micro_batches=1 if layout.micro_batches > 1 else 2)

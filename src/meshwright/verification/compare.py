@@ -24,8 +24,8 @@ BF16_MIXTURE_TOLERANCE = 0.5  # rounding changes the routing of tokens between t
 
 
 def choose_tolerance(problem: Problem) -> float:
-    """Return the largest relative error at which a layout's results on a training problem count as correct. It depends
-    on the parameter dtype and, in bf16, on whether the model has experts."""
+    """Return the largest relative error at which a layout's results on a training problem count as correct. The
+    tolerance depends on the parameter dtype and, in bf16, on whether the model has experts."""
     mixture = problem.dtype == "bfloat16" and problem.config.experts > 0
     return BF16_MIXTURE_TOLERANCE if mixture else TOLERANCES[problem.dtype]
 
@@ -39,7 +39,8 @@ class Comparison:
             optimizer states.
         loss_error, gradient_norm_error: Largest relative errors of a loss and of a gradient norm.
         failure: One-line description of the first difference beyond the tolerance; None if all values agree.
-        step: Step (from 0) of that difference; None without one, or if it belongs to no single step.
+        step: Step (from 0) of the difference in `failure`; None without a difference, or if it belongs to no single
+            step.
     """
 
     worst_name: str
@@ -135,8 +136,8 @@ class _LayoutComparison:
             yield f"step {step + 1}: the loss scale is not {reference.scales[step]:g}", step
 
     def _compare_weights(self, step: int) -> Iterator[Difference]:
-        """Yield the differences (description, None) of the master weights after step `step` (from 0): where their
-        change since the start of the run differs from the reference's, or copies of a weight on several ranks differ
+        """Yield the differences (description, None) of the master weights after step `step` (from 0): a weight's change
+        since the start of the run differs from that of the reference, or copies of a weight on several ranks differ
         from each other. None: the difference belongs to no single step."""
         reference, problem = self.reference, self.reference.problem
         start, end = reference.weights[0], reference.weights[step + 1]
@@ -185,8 +186,8 @@ class _LayoutComparison:
             yield f"the validation loss after the last update is off by {loss:.1e}", None
 
     def _track_worst(self, errors: dict[str, float]) -> dict[str, float]:
-        """Update `worst` and `worst_name` if one of these errors exceeds the largest so far. errors: parameter ->
-        relative error; returned unchanged."""
+        """Update `worst` and `worst_name` if one of `errors` exceeds `worst`. errors: {parameter: relative error};
+        returned unchanged."""
         name, error = max(errors.items(), key=lambda item: item[1])
         if error > self.worst:
             self.worst_name, self.worst = name, error
@@ -194,7 +195,7 @@ class _LayoutComparison:
 
     def _find_first_wrong(self, errors: dict[str, float]) -> str | None:
         """Return the first parameter, in the order in which backward computes gradients, whose error exceeds the
-        tolerance; None if there is none. errors: parameter -> relative error."""
+        tolerance; None if no error does. errors: {parameter: relative error}."""
         if max(errors.values()) <= self.tolerance:
             return None
         return next(name for name in list_in_backward_order(self.reference) if errors.get(name, 0.0) > self.tolerance)
@@ -204,11 +205,11 @@ def compute_relative_errors(
     values: ParameterValues, truth: ParameterValues, rounding_norms: dict[str, float] | None = None
 ) -> dict[str, float]:
     """Return {parameter: relative error} of `values` against the expected values `truth`. The error of a tensor a with
-    the expected value b is ‖a-b‖ / max(‖b‖, floor); infinity if it is not finite.
+    the expected value b is ‖a-b‖ / max(‖b‖, floor); infinity if this is not finite.
 
-    floor: 1e-3 sqrt(elements of b) x root mean square of all elements in `truth`. It is needed for gradients that are
-    zero in exact arithmetic, such as that of a key bias. rounding_norms: {parameter: norm of the tolerated rounding
-    error}, subtracted from ‖a-b‖ (down to 0); None: nothing is subtracted.
+    floor: 1e-3 sqrt(elements of b) x root mean square of all elements in `truth`. The floor is needed for gradients
+    that are zero in exact arithmetic, such as the gradient of a key bias. rounding_norms: {parameter: norm of the
+    tolerated rounding error}, subtracted from ‖a-b‖ (down to 0); None: nothing is subtracted.
     """
     count = sum(b.numel() for b in truth.values())
     mean_square = sum(float(b.double().square().sum()) for b in truth.values()) / count
@@ -227,10 +228,10 @@ def list_copy_groups(layout: Layout, part: BufferKind = "dense") -> list[tuple[i
     """Return groups of global ranks; the ranks of each group together hold at least one full copy of all gradients and
     master weights.
 
-    A group is built from the ranks over which ZeRO shards a parameter (without ZeRO: one rank). It also contains their
-    tensor-parallel peers (for experts: the peers in their blocks of ep x etp consecutive ranks), and the pipeline peers
-    of all of these. layout: layout of the run. part: kind of flat buffer: "dense", or "experts" (routed experts under
-    expert parallelism).
+    A group consists of the ranks over which ZeRO shards a parameter (without ZeRO: one rank), the tensor-parallel peers
+    of these ranks (for experts: the peers in blocks of ep x etp consecutive ranks), and the pipeline peers of all these
+    ranks. layout: layout of the run. part: kind of flat buffer: "dense", or "experts" (routed experts under expert
+    parallelism).
     """
     everyone = range(layout.world_size)
     block = layout.ep * layout.etp
@@ -252,8 +253,8 @@ def _assemble_copies(
     """Assemble every full copy of all parameters from the ranks' slices; return one dict {parameter: values} per copy,
     with NaN for elements that no rank holds.
 
-    layout: layout of the run. slices: [rank][slice]. reference: gives the shapes. Dense parameters and experts may have
-    different numbers of copies; the copies of which there are fewer are then used more than once.
+    layout: layout of the run. slices: [rank][slice]. reference: gives the shapes. If dense parameters and experts have
+    different numbers of copies, the smaller set of copies is used more than once.
     """
     dense, experts = (_assemble_copies_of(layout, slices, reference, part) for part in TRAINED_BUFFERS)
     return [
@@ -268,9 +269,9 @@ def _assemble_copies_of(
     copy, with NaN for elements that no rank holds.
 
     layout: layout of the run. slices: [rank][slice]. reference: gives the shapes. part: "dense", or "experts" (routed
-    experts under expert parallelism). Each group of `list_copy_groups` gives one copy for each of its pp ranks (for
-    dense parameters: for each pair of pp and tp rank). An element that several ranks of the group hold is taken from
-    that rank.
+    experts under expert parallelism). A group of `list_copy_groups` may hold an element on several pp and tp ranks. The
+    group therefore gives one copy for each pp rank (for dense parameters: for each pair of pp and tp rank), in which
+    that rank's elements take precedence.
     """
     names = [entry.name for entry in reference.table.entries if entry.buffer_kind(layout) == part]
     if not names:

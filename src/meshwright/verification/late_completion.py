@@ -41,7 +41,7 @@ class LateCompletion:
         self._originals = {name: getattr(transport, name) for name in _REPLACED}
 
     def check_all_complete(self) -> None:
-        """Record a fault for each call that is still in flight; called at the end, when none should be."""
+        """Record a fault for each call that is still in flight. Called at the end, when no call should be in flight."""
         self.faults += [f"{call}: never waited for" for call in self._in_flight.values()]
         self._in_flight.clear()
 
@@ -103,8 +103,8 @@ class LateCompletion:
         return self._post(post, [(output, copy)], [source])
 
     def transfer(self, messages: Sequence[Message], axis: Axis) -> list[Posted]:
-        """Start point-to-point messages between ranks of the mesh axis `axis` on copies, each of which completes at its
-        own wait."""
+        """Start point-to-point messages between ranks of the mesh axis `axis` on copies. Each message completes when it
+        is waited for."""
         copies = [torch.empty_like(m.tensor) if m.is_receive else m.tensor.clone() for m in messages]
         copied = [replace(m, tensor=copy) for m, copy in zip(messages, copies, strict=True)]
         posted = self._originals["transfer"](copied, axis)
@@ -124,8 +124,8 @@ class LateCompletion:
         return original(operation, axis, site, *rest)
 
     def _use_original(self, name: str) -> Any:
-        """Return a context manager in which the function `name` of `transport` is the original one. It is used around a
-        call that makes other calls internally, so that these are not delayed a second time."""
+        """Return a context manager in which the function `name` of `transport` is the original one. Used around a call
+        that makes other calls internally, so that the other calls are not delayed a second time."""
         return mock.patch.object(transport, name, self._originals[name])
 
     # --- what a call in flight may not see
@@ -182,8 +182,8 @@ _REPLACED = (
 
 
 def _return_posted(posted: Posted) -> Posted:
-    """Return `posted`, the handles of a call that has already been started. With it, such a call can be passed to
-    `LateCompletion._post`, which expects a function that starts a call."""
+    """Return `posted`, the handles of a call that has already been started. Used to pass a call that has already been
+    started to `LateCompletion._post`, which expects a function that starts a call."""
     return posted
 
 

@@ -41,8 +41,8 @@ class FaultCounter:
         return bool(changed)
 
     def has_seen(self, value: object) -> bool:
-        """Return True if an earlier call of this method got the same object `value` (by identity), so that a fault can
-        act from the second use of an object on."""
+        """Return True if an earlier call of this method got the same object `value` (by identity). A fault can thus act
+        only from the second use of an object on."""
         met = any(each is value for each in self._met)
         self._met.append(value)
         return met
@@ -103,8 +103,8 @@ def _overwrite_gradient(
     counter: FaultCounter, original: FaultyFunction, gradient: UnshardedGradient, index: int
 ) -> Any:
     """Buggy stand-in for `UnshardedGradient.view` (`original`): each micro-batch overwrites the gradient instead of
-    accumulating into it. `original` returns (view of the gradient number `index`, overwrite): backward overwrites the
-    view if the flag `overwrite` is True, else adds to it. The stand-in always returns True. `counter` counts the flags
+    adding to it. `original` returns (view of the gradient number `index`, overwrite): backward overwrites the view if
+    the flag `overwrite` is True, else adds to the view. The stand-in always returns True. `counter` counts the flags
     that this changes."""
     view, stale = original(gradient, index)
     counter.record_if(not stale)
@@ -152,8 +152,8 @@ def _make_decay_fault(by: int) -> FaultyFunction:
 
 
 def _use_next_learning_rate(counter: FaultCounter, original: FaultyFunction, step: int, train: Any) -> float:
-    """Buggy stand-in for `learning_rate` (`original`): returns the learning rate of the next step. `counter` counts the
-    results that this changes."""
+    """Buggy stand-in for `learning_rate` (`original`): returns the learning rate of step `step` + 1. `train`: settings
+    of the learning rate. `counter` counts the results that this changes."""
     counter.record_if(original(step + 1, train) != original(step, train))
     return float(original(step + 1, train))
 
@@ -218,8 +218,8 @@ def _put_epsilon_inside_root(counter: FaultCounter, original: FaultyFunction, *t
 
 
 def _skip_rounding(counter: FaultCounter, original: FaultyFunction, self: FsdpUnit) -> None:
-    """Buggy stand-in for `FsdpUnit.update_parameters` (`original`): from the second call on a unit, the parameters are
-    not set to the rounded master weights. `counter` counts the omitted copies."""
+    """Buggy stand-in for `FsdpUnit.update_parameters` (`original`): from the second call on an FSDP unit on, the
+    parameters are not set to the rounded master weights. `counter` counts the omitted copies."""
     master = self.master
     if counter.has_seen(self) and counter.record_if(self.parameter_shard.data_ptr() != master.data_ptr()):
         self.master = self.parameter_shard  # as where the dtypes agree: nothing is copied
@@ -228,8 +228,8 @@ def _skip_rounding(counter: FaultCounter, original: FaultyFunction, self: FsdpUn
 
 
 def _skip_all_gather(counter: FaultCounter, original: FaultyFunction, self: FsdpUnit) -> None:
-    """Buggy stand-in for `FsdpUnit.update_parameters` (`original`): from the second call on a unit, the parameters are
-    not all-gathered under ZeRO-1 and 2. `counter` counts the omitted all-gathers."""
+    """Buggy stand-in for `FsdpUnit.update_parameters` (`original`): from the second call on an FSDP unit on, the
+    parameters are not all-gathered under ZeRO-1 and 2. `counter` counts the omitted all-gathers."""
     zero = self.zero
     if counter.has_seen(self) and counter.record_if(zero in (1, 2)):
         self.unshard()
@@ -314,16 +314,16 @@ def _ignore_documents(counter: FaultCounter, original: FaultyFunction, cls: type
 def _see_next_token(
     counter: FaultCounter, original: FaultyFunction, span: Any, triangle: torch.Tensor, first_RS: Any
 ) -> Any:
-    """Buggy stand-in for `cut_span` (`original`), which splits attention into tiles and gives each its mask: the causal
-    mask (`triangle`) lets each token attend to the next one. `counter` counts the calls in which the mask changes.
-    span, first_RS: passed on to `original`."""
+    """Buggy stand-in for `cut_span` (`original`), which splits attention into tiles and gives each tile a mask. The
+    causal mask (`triangle`) is changed so that each token attends to the next token too. `counter` counts the calls in
+    which the mask changes. span, first_RS: passed on to `original`."""
     counter.record_if(len(triangle) > 1)
     return original(span, torch.triu(triangle, 2), first_RS)
 
 
 def _drop_key(counter: FaultCounter, original: FaultyFunction, span: Any, triangle: torch.Tensor, first_RS: Any) -> Any:
-    """Buggy stand-in for `cut_span` (`original`), which splits attention into tiles and gives each its mask: every
-    tile, except those with the sequence's first queries, omits the first of its keys. `counter` counts the changed
+    """Buggy stand-in for `cut_span` (`original`), which splits attention into tiles and gives each tile a mask. Every
+    tile omits the first of its keys, except the tiles with the sequence's first queries. `counter` counts the changed
     tiles. span, triangle, first_RS: passed on to `original`."""
     found = []
     for tile in original(span, triangle, first_RS):
@@ -338,7 +338,7 @@ def _drop_key(counter: FaultCounter, original: FaultyFunction, span: Any, triang
 
 def _drop_kv_block(counter: FaultCounter, original: FaultyFunction, *arguments: Any) -> Any:
     """Buggy stand-in for `list_spans` (`original`), which lists the pairs (query chunk, key chunk) that a step of ring
-    attention computes. If the step is on another rank's KV block and has several pairs, the last one is left out.
+    attention computes. If the step is on another rank's KV block and has several pairs, the last pair is left out.
     `counter` counts the omitted pairs."""
     found = original(*arguments)
     return found[:-1] if counter.record_if(len(found) > 1 and arguments[0] != arguments[1]) else found

@@ -56,9 +56,9 @@ def plant_all_faults(
     in a single call. Then every fault in local code (`LOCAL_FAULTS`) is planted.
 
     maker: builds the training problems. reference: returns the single-device results of a problem. ranks: processes
-    that train. log: called with a line for each fault. collectives: the recipe's choice of collective algorithms.
-    planted: keys of faults that were already planted on another model and are skipped; the keys of the new faults are
-    added.
+    that train. log: called with a line for each fault. collectives: the recipe's choice of collective algorithms; None:
+    the defaults. planted: keys of faults that were already planted on another model and are skipped; the keys of the
+    new faults are added to this set. None: no fault is skipped.
 
     Returns {"planted", "caught", "neutral": numbers of faults, "missed": list of descriptions, "faults": one record per
     fault}. Caught faults were detected. Neutral faults cannot change a result of training (`explain_neutral_fault`).
@@ -89,8 +89,8 @@ class _FaultRuns:
     """Runner that trains one model on one layout with deliberate bugs, one at a time.
 
     maker: builds the training problems. reference: function (problem) -> single-device results. ranks: processes that
-    run the layout's ranks. collectives: the recipe's choice of collective algorithms. Attribute `planted`: keys of the
-    bugs run so far that changed at least one value."""
+    run the layout's ranks. collectives: the recipe's choice of collective algorithms; None: the defaults. Attribute
+    `planted`: keys of the bugs run so far that changed at least one value."""
 
     def __init__(
         self,
@@ -104,10 +104,10 @@ class _FaultRuns:
         self.planted: set[tuple[str, ...]] = set()
 
     def run_collective_faults(self, before: set[tuple[str, ...]]) -> Iterator[tuple[Fault, Comparison]]:
-        """Train with each fault that can be planted in a collective call, one at a time. A run first has one training
-        step; if this does not reveal the fault, it is repeated with all steps of the training problem. Yield (fault,
-        comparison with the single-device run) for every fault that altered a value on some rank. before: keys
-        (`_make_fault_key`) of faults to leave out."""
+        """Train with each fault that can be planted in a collective call, one at a time. Each fault is first tried with
+        one training step; if the comparison does not reveal the fault, it is tried again with all steps of the training
+        problem. Yield (fault, comparison with the single-device run) for every fault that altered a value on some rank.
+        before: keys (`_make_fault_key`) of faults to leave out."""
         problem = self.maker.make_sgd_problem(layers=3)
         (healthy,) = self._run_with_faults(problem, [None])
         short = dataclasses.replace(problem, steps=1)
@@ -173,8 +173,8 @@ def _make_fault_key(fault: Fault) -> tuple[str, ...]:
 
 
 def _merge_calls(tables: Iterable[list[dict[str, Any]]]) -> dict[tuple[str, str], dict[str, Any]]:
-    """Merge the ranks' records of collective calls; return {(site, operation): record}. The record is that of the rank
-    with the most such calls, since ranks of other pipeline stages may make none. tables: for each rank, its list of
+    """Merge the ranks' records of collective calls; return {(site, operation): record}. The record of the rank with the
+    most such calls is taken, since ranks of other pipeline stages may make none. tables: for each rank, its list of
     records ("site", "operation", "calls" ...)."""
     most: dict[tuple[str, str], dict[str, Any]] = {}
     for call in chain.from_iterable(tables):
@@ -186,8 +186,8 @@ def _merge_calls(tables: Iterable[list[dict[str, Any]]]) -> dict[tuple[str, str]
 
 def list_possible_faults(layout: Layout, results: Sequence[RankResult]) -> list[Fault]:
     """Return all faults that can be planted in the collective calls of a layout: for each call site, operation and kind
-    of fault ("skip", "stale" ...: `KINDS`), one that affects every call and, if the first step has several such calls,
-    one that affects only the middle one. results: one per rank, of a run without fault."""
+    of fault ("skip", "stale" ...: `KINDS`), one fault that affects every call and, if the first step has several such
+    calls, one fault that affects only the middle call. results: results of each rank in a run without fault."""
     faults = []
     in_first_step = _merge_calls(result.calls_first_step for result in results)
     for (site, operation), call in _merge_calls(result.calls for result in results).items():
@@ -210,8 +210,8 @@ def list_possible_faults(layout: Layout, results: Sequence[RankResult]) -> list[
 
 def _get_call_signature(result: RankResult, site: str, operation: str) -> tuple[tuple[int, int], ...]:
     """Return the calls of a rank at one call site with one operation, as tuples (number of calls, payload bytes). A
-    fault may move ranks to another process group only if this is equal on them; else a call would wait forever for its
-    partner. result: the rank's results."""
+    fault may move a call to other process groups only between ranks with equal results of this function; else a call
+    would wait forever for its partner. result: the rank's results."""
     return tuple(
         (call["calls"], call["payload_bytes"])
         for call in result.calls

@@ -112,8 +112,8 @@ def _is_unsummed_over_pp(slices: Sequence[Sequence[TensorSlice]], layout: Layout
 
 
 def _are_partial(slices: Sequence[Sequence[TensorSlice]], truth: torch.Tensor) -> bool:
-    """Return True if the ranks' slices of a gradient sum to `truth` but those of the first rank alone do not equal it.
-    slices: [rank][slice]; they cover the same elements on each rank."""
+    """Return True if the ranks' slices of a gradient sum to `truth`, but the slices of the first rank alone do not
+    equal `truth`. slices: [rank][slice]; they cover the same elements on each rank."""
     for same in zip(*slices, strict=True):
         right = same[0].select(truth)
         total = torch.stack([item.tensor for item in same]).sum(dim=0)

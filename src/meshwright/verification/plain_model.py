@@ -174,7 +174,8 @@ class _Forward:
         return self.norm(x_BSH, "final_norm")
 
     def logits(self, x_BSH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (next-token logits [B, S, V] of the final hidden states `x_BSH`, weight of the output head [V, H])."""
+        """Return (next-token logits [B, S, V], weight of the output head [V, H]) for the final hidden states
+        `x_BSH`."""
         config = self.config
         head = self.weights["embedding.weight" if config.tied else "head.weight"]
         return apply_softcap(x_BSH @ head.T / config.logit_divisor, config.logit_softcap), head

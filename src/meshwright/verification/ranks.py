@@ -70,8 +70,8 @@ class RankResult:
         optimizer, parameters, final_loss: Optimizer state, unsharded parameters and validation loss after the last
             step.
         counters: {number of steps done: checkpoint counters by name}.
-        not_restored: Lines on differences between the state saved in a checkpoint and that of the trainer resumed from
-            it.
+        not_restored: Lines on differences between the state saved in a checkpoint and the state of the trainer that
+            resumed from this checkpoint.
         calls_first_step, calls: Records of the collective calls of the first step and of all steps.
         affected_calls: Number of values that the planted fault changed.
         refused: Error message if the training itself detected the fault; else None.
@@ -100,9 +100,9 @@ def _unpickle_result(data: bytes) -> RankResult:
 
 @dataclass(frozen=True)
 class StepRange:
-    """Range of training steps [first, stop), from 0. first: if it is not 0, the run begins by loading the checkpoint
-    saved after this number of steps. stop: number of steps after which a checkpoint is saved and the run ends; None:
-    the run continues to the last step and saves no checkpoint at its end."""
+    """Range of training steps [first, stop), counted from 0. first: first step; if it is not 0, the run begins by
+    loading the checkpoint saved after this number of steps. stop: number of steps after which a checkpoint is saved and
+    the run ends; None: the run continues to the last step and saves no checkpoint at its end."""
 
     first: int = 0
     stop: int | None = None
@@ -122,9 +122,9 @@ def run_rank(
     """Train on this rank once for each of `faults`, all in one mesh; return one result for each.
 
     problem: model, data and optimizer. layout_text: layout notation. collectives: the recipe's choice of collective
-    algorithms. faults: deliberate bug to plant in each run; None: none. directory: directory for checkpoints; required
-    if the problem is resumed in the middle, or `span` ends with a save or begins with a load. span: training steps to
-    run.
+    algorithms; None: the defaults. faults: deliberate bug to plant in each run; an entry None: no bug. directory:
+    directory for checkpoints; required if the problem is resumed in the middle, or `span` ends with a save or begins
+    with a load. span: training steps to run.
     """
     layout = Layout.parse(layout_text)
     programs = load_named_programs(collectives or CollectivesRecipe(), layout)
@@ -181,9 +181,9 @@ def make_teacher(problem: Problem, mesh: Mesh) -> Teacher:
 
 
 class _VerificationRun:
-    """Training run of a `Problem` (model, data, optimizer settings) on one rank. It saves checkpoints and resumes from
-    them as the problem requires. layout: parallel layout. mesh: mesh of the ranks. directory: directory of the
-    checkpoints."""
+    """Training run of a `Problem` (model, data, optimizer settings) on one rank. The run saves checkpoints and resumes
+    from them as the problem requires. layout: parallel layout. mesh: mesh of the ranks. directory: directory of the
+    checkpoints; None if the run neither saves nor loads any."""
 
     def __init__(self, problem: Problem, layout: Layout, mesh: Mesh, directory: Path | None) -> None:
         """Store the problem, its layout and mesh. directory: directory for checkpoints; None if none is saved."""
@@ -261,7 +261,7 @@ class _VerificationRun:
 
     @cached_property
     def _checkpointer(self) -> Checkpointer:
-        """Checkpointer of the run's directory."""
+        """`Checkpointer` that saves and loads the run's checkpoints in its directory."""
         assert self.directory is not None, "a problem that is resumed needs a directory"
         return Checkpointer(self.directory, self.mesh, self.problem.config, SaveOptions(background=False))
 
@@ -269,8 +269,8 @@ class _VerificationRun:
 @contextmanager
 def _require_compiled_graphs(backend: str, rank: int) -> Iterator[None]:
     """Context manager around a run under torch.compile. On entry it discards the compiled graphs of earlier runs.
-    Inside it, exceeding torch's recompile limit raises an error instead of falling back to eager execution. backend:
-    backend of torch.compile. rank: rank of this process."""
+    Inside the `with` block, exceeding torch's recompile limit raises an error instead of falling back to eager
+    execution. backend: backend of torch.compile. rank: rank of this process."""
     import torch._dynamo
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 

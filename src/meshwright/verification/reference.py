@@ -34,8 +34,8 @@ class Reference:
         weights: Trained master weights by parameter, before each step and after the last.
         frozen: The frozen parameters of a model with an adapter.
         optimizer: Optimizer state after the last step by kind ("exp_avg" ...) and parameter.
-        scales, finite_steps: Loss scale and number of finite steps since it last changed, before each step and after
-            the last.
+        scales, finite_steps: Loss scale, and number of finite steps since the loss scale last changed, before each step
+            and after the last step.
         updates: Number of updates made (the step with NaN activations makes none).
         final_loss: Validation loss after the last step.
     """
@@ -147,8 +147,8 @@ class Reference:
         self, weights: ParameterValues, batch: Batch, terms: int | None = None
     ) -> tuple[float, ParameterValues]:
         """Return (mean loss, gradients by parameter) of a batch. weights: master weights, which are rounded to the
-        parameter dtype first. terms: number of loss terms by which loss and gradients are divided; None: those of the
-        batch."""
+        parameter dtype first. terms: number of loss terms by which loss and gradients are divided; None: the number of
+        loss terms in the batch."""
         problem, batch = self.problem, self._estimate_kl(weights, batch)
         leaves = self._make_leaves(weights)
         for name in weights:
@@ -191,7 +191,7 @@ class Reference:
     def _estimate_kl(self, weights: ParameterValues, batch: Batch) -> Batch:
         """Return the batch with KTO's estimate of the KL divergence: the mean of log p / p_ref (model, reference
         policy) over the responses of `batch.mismatched`, at least 0 (arXiv:2402.01306, section 4.1). For losses that
-        need no such estimate return it unchanged. weights: master weights."""
+        need no such estimate return the batch unchanged. weights: master weights."""
         if batch.mismatched is None:
             return batch
         tensors = self._build_engine_tensors(self._make_leaves(weights))
@@ -202,8 +202,8 @@ class Reference:
         return replace(batch, kl=max(0.0, sum(scores) / max(1, len(scores))), mismatched=None)
 
     def _split_batch(self, batch: Batch) -> list[Batch]:
-        """Split a batch into smaller ones of consecutive sequences, so that the attention scores and logits of each fit
-        into memory."""
+        """Split a batch into smaller batches of consecutive sequences, so that the attention scores and logits of each
+        smaller batch fit into memory."""
         config, (rows, sequence) = self.problem.config, batch.tokens.shape
         at_once = max(1, SCORES_AT_ONCE // (sequence * max(config.vocabulary, config.heads * sequence)))
         return [batch.slice_sequences(start, min(rows, start + at_once)) for start in range(0, rows, at_once)]
@@ -214,16 +214,17 @@ class Reference:
         return {name: values.to(getattr(torch, self.problem.dtype)) for name, values in weights.items()}
 
     def _make_leaves(self, weights: ParameterValues) -> dict[str, torch.Tensor]:
-        """Return the values of all parameters, frozen ones included, as new float64 tensors by name, rounded to the
-        parameter dtype. Gradients can be computed for them (leaves of the autograd graph). weights: master weights of
-        the trained parameters."""
+        """Return the values of all parameters, including frozen parameters, as new float64 tensors by name, rounded to
+        the parameter dtype. Gradients can be computed for them (leaves of the autograd graph). weights: master weights
+        of the trained parameters."""
         return {
             name: values.double().clone() for name, values in self.round_to_parameters(self.frozen | weights).items()
         }
 
     def _build_engine_tensors(self, leaves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Concatenate the parameters `leaves` into the tensors of the training engine, which fuses some of them (query,
-        key and value; gate and up), with the adapter merged into them. Return float64 tensors by engine name."""
+        key and value; gate and up), with the adapter merged into the weights. Return {name in the training engine:
+        float64 tensor}."""
         merged = merge_adapter_weights(self.table, self.problem.config.adapter, leaves)
         return {
             tensor.name: torch.cat([merged[entry.name] for entry in tensor.entries])
@@ -279,8 +280,8 @@ class Reference:
 
 
 def learning_rate(step: int, steps: int, training: TrainingSettings) -> float:
-    """Return the learning rate of step `step` (from 0) in a run of `steps` steps. After a linear warm-up it is
-    constant, or decays linearly or along a cosine to the minimum. training: rates and schedule."""
+    """Return the learning rate of step `step` (from 0) in a run of `steps` steps. After a linear warm-up the learning
+    rate is constant, or decays linearly or along a cosine to the minimum. training: rates and schedule."""
     peak, warmup = training.learning_rate, training.warmup
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)
@@ -296,7 +297,7 @@ def learning_rate(step: int, steps: int, training: TrainingSettings) -> float:
 
 
 def compute_sample_index(number: int, sequences: int, seed: int) -> int:
-    """Return the index, in the training split, of the sample that training reads as number `number` (from 0, counted
+    """Return the index, in the training split, of the sample that training reads at position `number` (from 0, counted
     over all epochs). The order is a new permutation of `sequences` samples in every epoch: a Feistel network of eight
     rounds with cycle walking, seeded by `seed` and the epoch (docs/data.md)."""
     epoch, place = divmod(number, sequences)

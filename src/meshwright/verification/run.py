@@ -57,9 +57,9 @@ def run_verification(
     verify --json`.
 
     layout: layout, notation, recipe or its file; None: a grid of layouts. model: preset, path, configuration or recipe;
-    None: representative models. dtype: "float64" or "float32". mutate: also plant faults (deliberate bugs), each of
-    which must be detected. thorough: run the slow cases too. log: called with a line for each layout. Raises
-    `UserError` if a name is unknown or the layout cannot run.
+    None: representative models. dtype: "float64" or "float32". mutate: True to also plant faults (deliberate bugs),
+    each of which must be detected. thorough: True to run the slow cases too. log: called with a line of text for each
+    layout. Raises `UserError` if a name is unknown or the layout cannot run.
     """
     if dtype not in DTYPES:
         raise UserError(unknown("dtype", dtype, DTYPES))
@@ -99,8 +99,12 @@ def run_verification(
 
 
 class _Verifier:
-    """Runner of verification cases on local rank processes. It keeps the processes for the next layout if that has the
-    same number of ranks, and caches the single-device references.
+    """Runner of verification cases on local rank processes. It keeps the processes for the next layout if the next
+    layout has the same number of ranks, and caches the single-device references.
+
+    dtype: dtype of the parameters, "float64" or "float32". log: function that is called with a line for each layout.
+    recipe: sets collective algorithms, loss and `train.compile`; None: the defaults. thorough: True to run the slow
+    cases too.
 
     Attributes:
         many: True if a grid of layouts is verified; each layout then runs only its most relevant cases.
@@ -203,8 +207,8 @@ class _Verifier:
         return plant_all_faults(maker, self.get_reference, ranks, self.log, self.collectives, planted)
 
     def compare(self, case: Case, layout: Layout) -> Comparison:
-        """Run one case on `layout` and compare it with the reference. If the case has a `resume_layout`, run its last
-        steps on that layout, from the checkpoint saved by `layout`."""
+        """Run one case on `layout` and compare the results with the reference. If the case has a `resume_layout`, run
+        its last steps on that layout, from the checkpoint saved by `layout`."""
         problem = case.problem
         reference = self.get_reference(problem)  # before the ranks: their server is still loading torch
         ranks = self.get_ranks(layout.world_size)
@@ -237,8 +241,8 @@ class _Verifier:
         return cases if not self.many else [cases[0], *(cases[1:2] if 1 < layout.cp <= 4 else [])]
 
     def get_ranks(self, world_size: int) -> LocalRanks:
-        """Return `world_size` running local rank processes: those of the last call if their number is the same;
-        otherwise stop those and start new ones."""
+        """Return `world_size` running local rank processes: the processes of the last call if their number is the same;
+        otherwise stop those processes and start new ones."""
         if self._ranks is None or self._ranks.world_size != world_size:
             if self._ranks is not None:
                 self._ranks.close()

@@ -33,7 +33,7 @@ class Batch:
         reference: For preference training, the reference policy's log-probability of each response in nats, float64 [B,
             2 x MAX_PAIRS]; else None.
         undesirable: For single labelled responses (KTO), True where a response is undesirable, bool [B, 2 x MAX_PAIRS].
-        kl: KTO's estimate of the KL divergence in nats; None before it is computed.
+        kl: KTO's estimate of the KL divergence in nats; None until it has been computed.
         mismatched: Other random sequences, from which `kl` is computed. In real data these are prompts with responses
             to other prompts.
     """
@@ -55,10 +55,10 @@ class Batch:
 
 
 def make_sequences(problem: Problem, numbers: Sequence[int], mismatched: bool = False) -> Batch:
-    """Generate the sequences with the given numbers as a batch. A sequence depends only on the problem's seed and its
-    own number. The training split has the numbers from 0 on, the validation split those after them. problem: gives
-    seed, sequence length, vocabulary and loss. mismatched: True for other random sequences with as many responses, from
-    which KTO estimates the KL divergence."""
+    """Generate the sequences with the given numbers as a batch. A sequence depends only on the problem's seed and on
+    its number. The training split has the numbers from 0 on, the validation split the numbers after these. problem:
+    gives seed, sequence length, vocabulary and loss. mismatched: True for other random sequences with as many
+    responses, from which KTO estimates the KL divergence."""
     if problem.preference is None:
         made = [_make_sequence(problem, number) for number in numbers]
     else:
@@ -97,11 +97,11 @@ def _make_sequence(problem: Problem, number: int) -> tuple[NDArray[Any], ...]:
 
 
 def _make_pairs(problem: Problem, number: int, mismatched: bool = False) -> tuple[NDArray[Any], ...]:
-    """Generate sequence number `number` for preference training; return (tokens [S], targets [S], document numbers [S],
-    reference log-probabilities in nats [2 x MAX_PAIRS]). It has zero to two pairs of a preferred and a rejected
-    response (or twice as many single responses). Each response is a document that begins with a prompt. Prompt tokens,
-    the last token of a document and padding have target -100. mismatched: True for another random sequence with as many
-    responses (KTO)."""
+    """Generate sequence number `number` of `problem` for preference training; return (tokens [S], targets [S], document
+    numbers [S], reference log-probabilities in nats [2 x MAX_PAIRS]). The sequence has zero to two pairs of a preferred
+    and a rejected response (for KTO, zero to four single responses). Each response is a document that begins with a
+    prompt. Prompt tokens, the last token of a document and padding have target -100. mismatched: True for another
+    random sequence with as many responses, from which KTO estimates the KL divergence."""
     random = np.random.default_rng([problem.seed, number, *[1] * mismatched])
     sequence, pairs = problem.sequence, _count_pairs(number)
     tokens = random.integers(0, problem.config.vocabulary, sequence + 1)
@@ -130,7 +130,7 @@ class SyntheticSplit:
 
     problem: problem whose data are generated. first: number of the split's first sequence, counted over both splits of
     the problem. sequences: number of sequences. is_mismatched: True to generate other random sequences for the same
-    numbers, from which KTO estimates the KL divergence.
+    numbers (KTO estimates the KL divergence from them).
     """
 
     def __init__(self, problem: Problem, first: int, sequences: int, is_mismatched: bool = False) -> None:
@@ -140,8 +140,7 @@ class SyntheticSplit:
 
     @property
     def mismatched(self) -> SyntheticSplit:
-        """Split with other random sequences in place of this split's, as many as these; KTO estimates the KL divergence
-        from it."""
+        """Split with other random sequences, as many as this split has, from which KTO estimates the KL divergence."""
         return SyntheticSplit(self.problem, self.first, self.sequences, is_mismatched=True)
 
     def read_batch(self, numbers: ArrayLike, *, padded: bool = False) -> TokenBatch:

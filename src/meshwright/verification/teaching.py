@@ -36,8 +36,8 @@ class DistillationSettings:
         self, layout: Layout, student: ModelConfig, scale: Callable[[ModelConfig], ModelConfig]
     ) -> DistillationSettings:
         """Return these settings with a scaled-down teacher for `student`, a scaled-down model on `layout`. The
-        teacher's hidden size differs from the student's if its family allows that. scale: function that scales a
-        configuration down. Raises `UserError` if hidden states cannot be compared."""
+        teacher's hidden size differs from the student's if the teacher's model family allows that. scale: function that
+        scales a configuration down. Raises `UserError` if hidden states cannot be compared."""
         make_teacher_layout(layout, self.layout, self.teacher)
         teacher = dataclasses.replace(scale(self.teacher), vocabulary=student.vocabulary)
         try:
@@ -93,7 +93,7 @@ class ReferenceTeacher(NamedTuple):
 
 
 def make_distillation_settings(recipe: Recipe) -> DistillationSettings | None:
-    """Return the settings of the distillation that a recipe describes; None if it names no teacher."""
+    """Return the settings of the distillation that a recipe describes; None if the recipe names no teacher."""
     teacher = read_teacher_config(recipe)
     loss = make_distillation(recipe, layers=1 << 20 if recipe.distill.layer_map else 1)
     if teacher is None or loss is None:
@@ -117,8 +117,8 @@ def compute_hidden_loss(
     loss: DistillationLoss, weights: Weights, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]
 ) -> torch.Tensor | float:
     """Return for each token [B, S] the loss between hidden states of student and teacher; 0 if no layers are compared.
-    weights: parameters of the student, with projections of its hidden states to the teacher's size. ours, theirs:
-    outputs [B, S, H] of all layers of the student and of the teacher."""
+    weights: parameters of the student, including the projections of its hidden states to the teacher's hidden size.
+    ours, theirs: outputs [B, S, H] of all layers of the student and of the teacher."""
     total: torch.Tensor | float = 0.0
     for student, teacher in loss.layer_map:
         difference = ours[student] @ weights[f"projections.{student}.weight"].T - theirs[teacher]

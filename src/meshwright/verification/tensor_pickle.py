@@ -10,8 +10,8 @@ import torch
 
 
 def pickle_with_tensors(value: Any) -> bytes:
-    """Return the pickle of any value, for `pickle.loads`. CPU tensors in it are pickled as NumPy arrays, which takes a
-    seventh of the time of torch's own format; tensors that NumPy cannot represent (bfloat16) keep torch's format.
+    """Return the pickle of any value, for `pickle.loads`. CPU tensors in the value are pickled as NumPy arrays, which
+    takes a seventh of the time of torch's format; tensors that NumPy cannot represent (bfloat16) keep torch's format.
     Tensors that share storage are separate after `pickle.loads`."""
     buffer = io.BytesIO()
     _TensorPickler(buffer, protocol=5).dump(value)

@@ -49,26 +49,26 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Interface of an experiment tracker. Rank 0 creates it before the first step, with its `track.options` as keyword
-    arguments.
+    """Interface of an experiment tracker. Rank 0 creates the tracker before the first step, with the tracker's
+    `track.options` as keyword arguments.
 
     All methods are called by one background thread: they may block, and may raise anything.
     """
 
     def start(self, run: TrackedRun, recipe: Mapping[str, Any]) -> None:
-        """Begin or resume the run in the tracker. run: description of the run; recipe: dotted key -> value, such as
-        "train.steps" -> 100. If it raises, it is called again."""
+        """Begin or resume the run in the tracker. run: description of the run; recipe: {dotted key: value}, such as
+        {"train.steps": 100}. If the method raises, it is called again."""
 
     def log(self, step: int, values: Mapping[str, float | str]) -> None:
-        """Log the values of a step. values: name -> number or, sometimes, text. If it raises, it is called again with
-        the same values."""
+        """Log the values of a step. values: {name: number or, for some values, text}. If the method raises, it is
+        called again with the same values."""
 
     def finish(self, status: str) -> None:
-        """End the run in the tracker. status: "finished", "stopped" (it may be resumed) or "failed"."""
+        """End the run in the tracker. status: "finished", "stopped" (the run may be resumed) or "failed"."""
 
 
 def check_trackers(recipe: Recipe) -> None:
-    """Check the trackers named in `track.to` of the recipe. Raises `UserError` for one that is unknown, cannot be
+    """Check the trackers named in `track.to` of the recipe. Raises `UserError` for a tracker that is unknown, cannot be
     loaded, or does not accept its options."""
     track = recipe.track
     for name in track.to:
@@ -141,7 +141,7 @@ def _is_tracker(made: object) -> bool:
 
 def _contains_server_address(value: object) -> bool:
     """Return True if the value of a tracker's option contains the address of a server, to which credentials could be
-    sent. A local file or an SQLite database is no server."""
+    sent. Addresses of local files and SQLite databases do not count."""
     if isinstance(value, Mapping):
         return any(map(_contains_server_address, value.values()))
     if isinstance(value, list | tuple):
@@ -152,8 +152,8 @@ def _contains_server_address(value: object) -> bool:
 
 
 def make_tracker(recipe: Recipe, name: str) -> Tracker:
-    """Create the tracker called `name` with its `track.options` in the recipe. `UserError` if its class cannot be
-    loaded or does not accept them."""
+    """Create the tracker called `name` with its `track.options` in the recipe. `UserError` if the tracker's class
+    cannot be loaded or does not accept the options."""
     return load_tracker_class(recipe, name)(**recipe.track.options.get(name, {}))
 
 

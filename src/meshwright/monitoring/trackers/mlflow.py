@@ -39,7 +39,7 @@ class MLflowTracker:
         self._has: dict[str, int] = {}  # metric -> last step that a resumed MLflow run has
 
     def start(self, run: TrackedRun, recipe: Mapping[str, Any]) -> None:
-        """Create the MLflow run, or resume it. run: description of the run. recipe: dotted key -> value. The values are
+        """Create the MLflow run, or resume it. run: description of the run. recipe: {dotted key: value}. The values are
         logged as parameters; a value that has changed since the first start is logged as a tag, because MLflow's
         parameters are immutable."""
         self._client = client = self._make(tracking_uri=self._uri)
@@ -63,7 +63,7 @@ class MLflowTracker:
         client.set_tag(self._run, "directory", str(run.directory.resolve()))
 
     def log(self, step: int, values: Mapping[str, float | str]) -> None:
-        """Send the values of a step (name -> value) in one request, except those that the MLflow run already has."""
+        """Send the values of a step, {name: value}, in one request, except values that the MLflow run already has."""
         figures = {key: value for key, value in values.items() if step > self._has.get(key, -1)}
         self._send(step, figures)
 
@@ -77,8 +77,8 @@ class MLflowTracker:
         figures: Mapping[str, float | str] | None = None,
         parameters: Mapping[str, str] | None = None,
     ) -> None:
-        """Send values to the MLflow server. figures: name -> value of step `step`, numbers as metrics, texts as tags.
-        parameters: key -> text, for the run."""
+        """Send values to the MLflow server. figures: {name: value} of step `step`, sent as metrics (numbers) or tags
+        (texts). parameters: {key: text} of the run, sent as parameters. None: nothing is sent."""
         from mlflow.entities import Metric, Param, RunTag
 
         now = int(1000 * time.time())

@@ -25,7 +25,8 @@ class TensorBoardTracker:
         self._writer: Any = None
 
     def start(self, run: TrackedRun, recipe: Mapping[str, Any]) -> None:
-        """Open a new event file and write the recipe to it. run: description of the run; recipe: key -> value."""
+        """Open a new event file and write the recipe to it. run: description of the run; recipe: {dotted key:
+        value}."""
         from torch.utils.tensorboard.summary import hparams
 
         directory = self._directory or str(run.directory / "tensorboard")
@@ -40,7 +41,8 @@ class TensorBoardTracker:
         self._writer = writer
 
     def log(self, step: int, values: Mapping[str, float | str]) -> None:
-        """Write the values of a step by name to the event file: numbers as scalars, texts as text."""
+        """Write the values of the training step `step`, {name: value}, to the event file: numbers as scalars, texts as
+        text."""
         for key, value in values.items():
             if isinstance(value, str):
                 self._writer.add_text(key, value, step)
