@@ -18,13 +18,15 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 DOCS = REPOSITORY / "docs"
 PAGES = [REPOSITORY / "README.md", DOCS / "tutorial.md", *sorted((DOCS / "learn").glob("*.md"))]
 QUICK = {"plan", "explain", "schedule", "collective", "launch", "verify"}
-NOT_RUN = ("make test", ".venv/bin/python -m pytest", "pip install")  # they start this test again, or load packages
+NOT_RUN = ("make test", ".venv/bin/python -m pytest", "pip install", ". .venv")
+"""Commands that start this test again, load packages, or need the environment that `make` creates."""
 SAMPLED = ("meshwright generate", "curl", "python examples/generate.py")  # texts depend on the machine's arithmetic
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
 def is_quick(command: Command) -> bool:
-    """True for commands of a few seconds: no training, no server, a layout of at most two ranks to verify."""
+    """True for commands of a few seconds: no training, no server, no program on processes, a layout of at most two
+    ranks to verify."""
     words = command.words
     if words[:1] == ["python"]:
         return words[1] in ("examples/plan.py", "examples/programs.py")
@@ -32,7 +34,7 @@ def is_quick(command: Command) -> bool:
         return False
     if words[1] == "verify":
         return "--layout" in words and Layout.parse(words[words.index("--layout") + 1]).world_size <= 2
-    return "--help" in words or words[1] in QUICK
+    return "--help" in words or (words[1] in QUICK and "--run" not in words)
 
 
 def make_place(directory: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +28,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str,
     monkeypatch.setattr(build, "list_supported_instruction_sets", lambda: ("amx", "avx512", "avx2"))
     monkeypatch.setattr(build, "compute_version", lambda compiler, name: f"version of {name}")
     monkeypatch.setattr(build, "find_compiler", lambda: "g++")
-    monkeypatch.setattr(choice, "_open_library", lambda name, log: name)
+    monkeypatch.setattr(choice, "_open_library", lambda name, log, count: name)
     calls: list[tuple[str, ...]] = []
 
     def measure(candidates: Mapping[str, object]) -> dict[str, dict[str, float]]:
@@ -42,10 +44,10 @@ def test_fastest_instruction_set_is_measured_once_and_stored(measured: list):
     assert measured == [("amx", "avx512", "avx2")]
 
 
-def cannot_open(*missing: str) -> Callable[[str, object], object]:
+def cannot_open(*missing: str) -> Callable[..., object]:
     """Replacement of `_open_library` for a machine on which some kernels cannot be built."""
 
-    def open_library(name: str, log: object) -> str:
+    def open_library(name: str, log: object, count: tuple[int, int] = (1, 1)) -> str:
         if name in missing:
             raise KernelsUnavailable(f"no {name} here")
         return name
@@ -81,6 +83,37 @@ def test_environment_names_the_instruction_set_in_place_of_the_measurement(
     monkeypatch.setenv(choice.INSTRUCTION_SET_VARIABLE, "avx512_bf16")
     with pytest.raises(UserError, match="=avx512_bf16: this processor runs amx, avx512, avx2"):
         choice.choose_instruction_set()
+
+
+@pytest.mark.parametrize(
+    ("probe", "compiled"),
+    [
+        ("1", ["AMX (1 of 2)", "AMX", "AVX2 (2 of 2)", "AVX2"]),
+        ("0", ["AMX", "AMX"]),
+    ],
+    ids=["measured", "only the most capable"],
+)
+def test_lines_before_and_after_each_compilation_number_the_libraries_that_the_cache_lacks(
+    measured: list, monkeypatch: pytest.MonkeyPatch, probe: str, compiled: list[str]
+):
+    def compile_library(compiler: str, name: str, library: Path) -> None:
+        library.write_text(name)
+        library.with_suffix(".sha256").write_text(hashlib.sha256(name.encode()).hexdigest())
+        library.chmod(0o700)
+
+    monkeypatch.setenv("MESHWRIGHT_PROBE", probe)
+    monkeypatch.setattr(build, "_compile", compile_library)
+    monkeypatch.setattr(choice, "_open_library", lambda name, log, count: build.build(name, log, count) and name)
+    lines = list[str]()
+    build.build("avx512")
+    choice.choose_instruction_set(lines.append)
+    begins, ends = lines[::2], lines[1::2]
+    assert begins == [f"compiling CPU kernels for {name}, once for this version ..." for name in compiled[::2]]
+    assert [re.sub(r"\d+\.\d s$", "#", line) for line in ends] == [
+        f"compiled CPU kernels for {name} in #" for name in compiled[1::2]
+    ]
+    choice.choose_instruction_set(lines.append)
+    assert len(lines) == len(compiled)
 
 
 def test_named_instruction_set_that_cannot_be_built_is_refused(measured: list, monkeypatch: pytest.MonkeyPatch):

@@ -14,7 +14,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -102,24 +103,48 @@ def compute_version(compiler: str, instruction_set: str) -> str:
     return digest.hexdigest()
 
 
-def build(instruction_set: str, log: Callable[[str], None] = lambda line: None) -> tuple[Path, str]:
+def find_uncached(instruction_sets: Sequence[str]) -> list[str]:
+    """Return those of `instruction_sets` whose library `build` would compile, in their order: the cache has no
+    undamaged one. Raises KernelsUnavailable if the compiler is missing or does not run."""
+    compiler = find_compiler()
+    return [name for name in instruction_sets if not _is_intact(_get_library_path(compute_version(compiler, name)))]
+
+
+def build(
+    instruction_set: str, log: Callable[[str], None] = lambda line: None, count: tuple[int, int] = (1, 1)
+) -> tuple[Path, str]:
     """Compile the kernels for `instruction_set` to a shared library, unless the cache has an undamaged one. Return
     (path of the library, its version from `compute_version`).
 
-    log: called with one line before compiling, or before waiting for another process that compiles. Raises
-    KernelsUnavailable if the compiler fails or the library cannot be written.
+    log: called with one line before and one after compiling, or with one before waiting for another process that
+    compiles. count: (number, total) of this library among those that the caller compiles one after another, for `log`.
+    Raises KernelsUnavailable if the compiler fails or the library cannot be written.
     """
     compiler = find_compiler()
     version = compute_version(compiler, instruction_set)
-    library = get_cache_directory() / f"{version}.so"
+    library = _get_library_path(version)
     if not _is_intact(library):
+        kernels = f"CPU kernels for {format_instruction_set(instruction_set)}"
+        place = " ({} of {})".format(*count) if count[1] > 1 else ""
         with _convert_errors():
             library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with _lock(library.with_suffix(".lock"), log):
                 if not _is_intact(library):  # no other process has compiled it meanwhile
-                    log(f"compiling the {instruction_set} kernels, once for this version, in about 10 s of a free core")
+                    log(f"compiling {kernels}{place}, once for this version ...")
+                    began = time.perf_counter()
                     _compile(compiler, instruction_set, library)
+                    log(f"compiled {kernels} in {time.perf_counter() - began:.1f} s")
     return library, version
+
+
+def format_instruction_set(name: str) -> str:
+    """Return the usual spelling of an instruction set: "avx512_bf16" becomes "AVX512-BF16"."""
+    return name.upper().replace("_", "-")
+
+
+def _get_library_path(version: str) -> Path:
+    """Return the path that the compiled library of `version` (from `compute_version`) has in the cache."""
+    return get_cache_directory() / f"{version}.so"
 
 
 @contextmanager

@@ -49,7 +49,7 @@ def open_kernels(instruction_set: str | None = None, log: Callable[[str], None] 
     """Load the compiled library for an instruction set; build it first if necessary.
 
     instruction_set: "amx", "avx512_bf16", "avx512" or "avx2"; None: the fastest, from `choose_instruction_set`. log:
-    called with one line before compiling.
+    called with lines before and after compiling.
 
     Raises `KernelsUnavailable` without a C++ compiler, on a processor other than x86-64 with AVX2, or where the system
     denies AMX. Raises `ValueError` for an instruction set that the processor lacks. If the environment variable
@@ -75,7 +75,7 @@ def choose_instruction_set(log: Callable[[str], None] = lambda line: None) -> st
     If the processor has several instruction sets, the first call benchmarks their kernels and stores the result on
     disk; with MESHWRIGHT_PROBE=0 nothing is measured, and the most capable instruction set is returned. An instruction
     set named by the environment variable `INSTRUCTION_SET_VARIABLE` is returned instead; `UserError` if the processor
-    lacks the named one. log: called with one line before compiling.
+    lacks the named one. log: called with lines before and after compiling.
     """
     supported = build.list_supported_instruction_sets()
     if named := os.environ.get(INSTRUCTION_SET_VARIABLE):
@@ -89,7 +89,7 @@ def choose_instruction_set(log: Callable[[str], None] = lambda line: None) -> st
     if len(supported) == 1:
         return supported[0]
     if not may_measure():
-        return next(_open_libraries(supported, log))[0]
+        return next(_open_libraries(supported, log, numbered=False))[0]
     versions = {name: build.compute_version(compiler, name) for name in supported}
     key = {"processor": describe_processor(), "system": platform.release(), "versions": versions}
     stored = read_measurement("kernels", key)
@@ -194,13 +194,18 @@ class _LastTokens:
         self.output_rows = self.positions[:0]
 
 
-def _open_libraries(instruction_sets: Sequence[str], log: Callable[[str], None]) -> Iterator[tuple[str, Kernels]]:
+def _open_libraries(
+    instruction_sets: Sequence[str], log: Callable[[str], None], numbered: bool = True
+) -> Iterator[tuple[str, Kernels]]:
     """Open the compiled libraries for `instruction_sets` in order; yield (instruction set, library) for each that can
-    be opened. Raises `KernelsUnavailable` at the end if none could. log: called with one line before compiling."""
+    be opened. Raises `KernelsUnavailable` at the end if none could. log: called with lines before and after compiling.
+    numbered: number these lines, as the caller opens all libraries and not only the first that can be opened."""
+    missing = build.find_uncached(instruction_sets) if numbered else []
     reasons = []
     for name in instruction_sets:
+        count = (missing.index(name) + 1, len(missing)) if name in missing else (1, 1)
         try:
-            kernels = _open_library(name, log)
+            kernels = _open_library(name, log, count)
         except KernelsUnavailable as error:
             reasons.append(error)
         else:
@@ -209,11 +214,11 @@ def _open_libraries(instruction_sets: Sequence[str], log: Callable[[str], None])
         raise reasons[-1]
 
 
-def _open_library(instruction_set: str, log: Callable[[str], None]) -> Kernels:
+def _open_library(instruction_set: str, log: Callable[[str], None], count: tuple[int, int] = (1, 1)) -> Kernels:
     """Open the compiled library for `instruction_set` ("avx2" ...), from the cache or compiled now, and return it.
-    Raises `KernelsUnavailable` if the library cannot be built or the system denies the use of AMX. log: called with one
-    line before compiling."""
-    path, version = build.build(instruction_set, log)
+    Raises `KernelsUnavailable` if the library cannot be built or the system denies the use of AMX. log, count: as
+    `build.build` takes them."""
+    path, version = build.build(instruction_set, log, count)
     library = ctypes.CDLL(str(path))
     library.kernels_new_pool.restype = ctypes.c_void_p
     library.kernels_new_pool.argtypes = [ctypes.c_long]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from click.testing import CliRunner
@@ -62,6 +63,21 @@ def test_ledger_lists_every_tensor_with_stage_and_lifetime():
             counts[layer] += item["bytes"] // each
     # Narayanan et al. 2021: the first rank has 2 (pp - 1) + (chunks - 1) pp + 1 forwards in flight, pp of chunk 2.
     assert counts == {"layers.0": 31, "layers.63": 16}
+
+
+def test_items_of_each_memory_row_add_up_to_its_size():
+    text = run(*REQUEST, *LAYOUT, columns=1000)
+    rows = text.partition("of which\n")[2].partition("\n\n")[0].splitlines()
+    rest = 0
+    for row in rows:
+        category, size, shown = row.split(maxsplit=2)
+        if category == "unexplained":
+            assert shown.startswith("allowance of 5% of all tensors")
+            continue
+        items = [float(each) for each in re.findall(r" (\d+\.\d\d)(?=,|$)", shown)]
+        rest += " more " in shown
+        assert sum(items) == pytest.approx(float(size), abs=0.005 * (len(items) + 1)), row
+    assert len(rows) > 6 and rest > 1
 
 
 @pytest.mark.parametrize(

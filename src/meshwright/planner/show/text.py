@@ -247,13 +247,15 @@ def _bill(estimate: Estimate, unit: Unit) -> Iterator[tuple[str, str, str]]:
     for category, size in memory.by_category().items():
         if not size:
             continue
-        largest = merge_layers(item for item in memory.items if item.category == category)
-        if category == "framework":
-            yield category, unit.number(size), ", ".join(f"{name} {unit.number(part)}" for name, part in process)
-            continue
-        named = [f"{item.name} {unit.number(item.bytes)}" for item in largest[:3] if item.bytes >= 0.005 * unit.bytes]
-        more = f" and {len(largest) - len(named)} more" if named and len(largest) > len(named) else ""
-        yield category, unit.number(size), ", ".join(named) + more
+        items = merge_layers(item for item in memory.items if item.category == category)
+        named = [(item.name, item.bytes) for item in items[:3] if item.bytes >= 0.005 * unit.bytes]
+        if named and (rest := items[len(named) :]):
+            named.append((f"{len(rest)} more", sum(item.bytes for item in rest)))
+        parts = process if category == "framework" else named
+        shown = ", ".join(f"{name} {unit.number(part)}" for name, part in parts)
+        if category == "unexplained":
+            shown = f"allowance of {size / memory.peak_bytes:.0%} of all tensors, such as for fragmentation"
+        yield category, unit.number(size), shown
 
 
 def ledger_text(memory: RankMemory, width: int = WIDE) -> str:

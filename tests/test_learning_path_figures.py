@@ -1,0 +1,109 @@
+"""Tables and sums of the learning path (docs/learn) that no command prints are recomputed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from meshwright.parallel.ring_spans import list_held_chunks, list_spans
+from meshwright.planner.api import plan
+from meshwright.planner.cost.flops import training_flops_per_token
+from meshwright.planner.search.estimate import Estimate
+from meshwright.planner.show.explain import explain
+from meshwright.schedules.api import schedule
+from meshwright.spec.presets import preset
+
+LEARN = Path(__file__).resolve().parent.parent / "docs" / "learn"
+GIB = 2**30
+
+
+def read_table(page: str, first: str) -> list[list[str]]:
+    """Return the rows below the header of the table of a page whose header begins with the cell `first`; each row is a
+    list of its cells, without backticks and bold type."""
+    lines = (LEARN / f"{page}.md").read_text().partition(f"\n| {first} |")[2].split("\n")[2:]
+    rows = [re.sub("[`*]", "", line).strip("|").split("|") for line in lines[: lines.index("")]]
+    return [[cell.strip() for cell in row] for row in rows]
+
+
+@pytest.fixture(scope="module")
+def plans() -> Mapping[str, Estimate]:
+    """Plans of page 4 by layout: Llama-3 8B on 8 H100, one sequence of 8,192 tokens."""
+    return {name: plan("llama-3-8b", "8xh100-sxm", name, sequence=8192, batch=1).best for name in ("tp8:nosp", "tp8")}
+
+
+def test_saved_activations_of_tensor_parallel_layouts(plans: Mapping[str, Estimate]):
+    *rows, total = read_table("4-tensor-sequence", "saved activations, GiB")
+    kinds = (
+        ("attention_norm.", "mlp_norm."),
+        ("attention.qkv.input", "mlp.up.input"),
+        ("attention.",),
+        ("mlp.",),
+        ("masks",),
+        ("",),
+    )
+    assert len(rows) == len(kinds)
+    for column, estimate in enumerate(plans.values(), start=1):
+        sizes = [0.0] * len(kinds)
+        for item in estimate.memory.items:
+            if item.category == "activations":
+                name = re.sub(r"^layers\.\d+\.", "", item.name)
+                sizes[next(n for n, kind in enumerate(kinds) if name.startswith(kind))] += item.bytes / GIB
+        for row, size in zip(rows, sizes, strict=True):
+            assert float(row[column] or 0) == pytest.approx(size, abs=0.006), row
+        assert float(total[column]) == pytest.approx(sum(sizes), abs=0.005)
+    # Korthikanti et al. 2022, section 4: bytes per element of b s h on each of 8 tensor-parallel ranks.
+    paper = [2 + 2, 2 + 2, 3 * 2 + 2, 8 + 8, 1 + 1]
+    assert [float(row[3]) for row in rows[:-1]] == [each / 8 for each in paper] and sum(paper) == 34
+    assert float(total[3]) == 34 / 8
+
+
+def test_computation_of_tensor_parallel_layouts(plans: Mapping[str, Estimate]):
+    *rows, total = read_table("4-tensor-sequence", "computation of a step, ms")
+    for column, estimate in enumerate(plans.values(), start=1):
+        milliseconds = dict.fromkeys(("norm", "residual", "else"), 0.0)
+        for row in explain(estimate.problem, estimate.layout, 0):
+            milliseconds[row.name if row.name in milliseconds else "else"] += 1e3 * row.seconds
+        assert [row[column] for row in rows] == [f"{each:.1f}" for each in milliseconds.values()]
+        assert total[column] == f"{sum(milliseconds.values()):.1f}"
+
+
+def test_bubbles_of_schedules():
+    for name, *figures in read_table("3-pipelines", "p = 4, m = 8"):
+        timing = schedule(name, stages=4, micro_batches=8).timing
+        waiting = timing.makespan - 24
+        expected = (timing.makespan, waiting, 100 * waiting / timing.makespan, 100 * waiting / 24)
+        for figure, value in zip(figures, expected, strict=False):
+            assert float(figure.rstrip("%")) == pytest.approx(value, abs=0.051 if "%" in figure else 1e-9), name
+        assert float(figures[4]) == max(timing.peak_activations)
+
+
+def test_key_chunks_of_each_ring_step():
+    """Each rank passes the chunks that it has to the next rank, and all ranks have equal work in every step."""
+    held = [list_held_chunks(rank, 4) for rank in range(4)]
+    source = list(range(4))
+    for step, *cells in read_table("5-layouts", "ring step"):
+        assert cells == [f"{one}, {other}" for one, other in held]
+        tokens = 8
+        for rank in range(4):
+            pairs = sum(
+                len(range(tokens)[span.queries]) * len(range(tokens)[span.keys])
+                / (2 if span.query_start == span.key_start else 1)
+                for span in list_spans(rank, source[rank], 4, tokens)
+            )  # fmt: skip
+            assert pairs == 2 * (tokens / 2) ** 2, step
+        held, source = [held[-1], *held[:-1]], [source[-1], *source[:-1]]
+    assert held[0] == list_held_chunks(0, 4)
+
+
+def test_model_flops_of_a_token():
+    text = " ".join((LEARN / "2-zero.md").read_text().split())
+    assert "6 × 7.50 × 10⁹ FLOPs for the parameters" in text
+    assert "6 × 32 × 4,096 × 4,096 (layers × hidden × sequence) for attention, 48.25 × 10⁹ in all" in text
+    flops = training_flops_per_token(preset("llama-3-8b"), 4096)
+    assert flops == pytest.approx(48.25e9, rel=1e-4)
+    assert flops - 6 * 32 * 4096 * 4096 == pytest.approx(6 * 7.50e9, rel=1e-3)
+    assert flops * 5902 == pytest.approx(284.8e12, rel=1e-3)
+    assert flops * 5902 / 989e12 == pytest.approx(0.288, abs=5e-4)
