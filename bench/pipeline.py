@@ -40,7 +40,7 @@ from meshwright.model.initialise import initial_value, write_entry
 from meshwright.model.loss import linear_cross_entropy
 from meshwright.model.transformer import Transformer
 from meshwright.monitoring.memory import keep_freed_memory
-from meshwright.parallel.axes import build_axes
+from meshwright.parallel.parallelize import build_axes
 from meshwright.parallel.step import ForwardBackward
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.recipe import Recipe

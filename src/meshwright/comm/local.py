@@ -273,7 +273,7 @@ class _Server:
         try:
             with self.lock:  # pools may start in threads
                 self.connection.send(settings)
-                return self.connection.recv()  # type: ignore[no-any-return]
+                return self.connection.recv()
         except (EOFError, OSError) as error:
             raise RankLost(f"the server of local ranks has exited: {error}") from error
 
@@ -381,4 +381,4 @@ def _import_function(name: str) -> Callable[..., Any]:
     found: Any = importlib.import_module(module)
     for part in path.split("."):
         found = getattr(found, part)
-    return found  # type: ignore[no-any-return]
+    return found

@@ -90,7 +90,7 @@ def compile_around_dispatch(
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run one transformer block, with or without experts; arguments and result are those of `Block.forward`."""
         if not isinstance(block.mlp, Mixture):
-            return run_dense(block, x_BSH, inputs, counted_B)  # type: ignore[no-any-return]
+            return run_dense(block, x_BSH, inputs, counted_B)
         x_BSH, normed_BSH = attend(block, x_BSH, inputs)
         y_BSH, balance = mixture(block.mlp, normed_BSH, counted_B)
         return block.add(x_BSH, y_BSH, block.mlp_post_norm), balance

@@ -52,15 +52,6 @@ class EncoderBlock(nn.Module):
         return self.mlp_norm(x_BSH + self.mlp(x_BSH))
 
 
-class _VocabularyBias(nn.Module):
-    """Module that holds the output bias [V] of the masked-language-model head. The head's weight matrix is the
-    embedding table. `vocabulary`: V, number of token IDs; `options`: `device` and `dtype` of the parameters."""
-
-    def __init__(self, vocabulary: int, **options: Any) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.empty(vocabulary, **options))
-
-
 class EncoderInputs(TypedDict, total=False):
     """Optional inputs of an encoder. attention_mask_BS: 0 at padding, to which no token attends, else 1 (default 1).
     token_types_BS: segment ID of each token (default 0)."""
@@ -102,7 +93,8 @@ class Encoder(nn.Module):
         if config.head == "masked":
             self.transform = Linear(hidden, hidden, True, **options)
             self.transform_norm = make_norm(config, **options)
-            self.head = _VocabularyBias(config.vocabulary, **options)
+            self.head = nn.Module()  # its weight is the embedding's
+            self.head.bias = nn.Parameter(torch.empty(config.vocabulary, **options))
         elif config.head == "classes":
             self.classifier = Linear(hidden, len(config.labels), True, **options)
         self._run_block: Callable[..., torch.Tensor] = recompute.wrap_block(recompute.wrap(EncoderBlock.__call__))
@@ -216,10 +208,10 @@ class Encoder(nn.Module):
         if self.config.head == "masked":
             return F.linear(self._transform_for_head(hidden_BSH), self.embedding.weight, self.head.bias)
         if self.config.head == "classes":
-            return self.classifier(self.pooled(hidden_BSH, documents))  # type: ignore[no-any-return]
+            return self.classifier(self.pooled(hidden_BSH, documents))
         raise UserError('an encoder with head "none" has no logits; use `hidden` or `pooled`')
 
     def _transform_for_head(self, x: torch.Tensor) -> torch.Tensor:
         """Return norm(activation(linear(x))), the transform of the masked-language-model head, for hidden states `x`
         [..., H]: [..., H]."""
-        return self.transform_norm(activate(self.transform(x), self.config.activation))  # type: ignore[no-any-return]
+        return self.transform_norm(activate(self.transform(x), self.config.activation))

@@ -35,7 +35,9 @@ class Mixture(nn.Module):
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
-        self.tensor, self.context, self.expert_parallel = axes.tensor, axes.context, axes.dispatcher is not None
+        self.tensor = axes.tensor
+        self.context = axes.context
+        self.expert_parallel = axes.dispatcher is not None
         self.router = Router(config, **options)
         self.experts = Experts(config, axes, **options)
         width = config.shared_intermediate // axes.tensor.size
@@ -175,13 +177,15 @@ class Router(nn.Module):
         a bias that balances the load, a further term of value 0 sets the bias's gradient: the expert's load minus the
         mean load, whose sign the optimizer follows.
         """
-        config, rows = self.config, len(counted_B)
+        config = self.config
+        rows = len(counted_B)
         chosen_BN = chosen_TK.view(rows, -1)
         load_BE = scores_TE.new_zeros(rows, config.experts)
         load_BE = load_BE.scatter_add(1, chosen_BN, torch.ones_like(chosen_BN, dtype=scores_TE.dtype))
         total = scores_TE.new_zeros(())
         if config.router_loss:
-            row_load_BE, tokens = load_BE, chosen_BN.shape[1] // config.experts_per_token
+            row_load_BE = load_BE
+            tokens = chosen_BN.shape[1] // config.experts_per_token
             for axis in parts:
                 row_load_BE = axis.reduce(row_load_BE, f"router.load.{axis.name}")
                 tokens *= axis.size
@@ -206,16 +210,24 @@ class Experts(nn.Module):
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
-        self.dispatcher = dispatcher = axes.dispatcher
-        self.experts, self.config = config.experts, config
-        self.held = config.experts // (1 if dispatcher is None else dispatcher.expert_ranks)
-        ranks = axes.tensor.size if dispatcher is None else dispatcher.width_ranks
-        width, slice_size = config.expert_intermediate // ranks, config.hidden // ranks
-        self.first = slice_size * (axes.tensor.rank if dispatcher is None else dispatcher.width_rank)
+        self.config = config
+        self.experts = config.experts
+        self.dispatcher = axes.dispatcher
+        if axes.dispatcher is None:  # tp ranks split the width of each expert
+            expert_ranks, width_ranks, width_rank = 1, axes.tensor.size, axes.tensor.rank
+        else:
+            dispatcher = axes.dispatcher
+            expert_ranks, width_ranks, width_rank = (
+                dispatcher.expert_ranks, dispatcher.width_ranks, dispatcher.width_rank,
+            )  # fmt: skip
+        self.held = config.experts // expert_ranks
+        width = config.expert_intermediate // width_ranks
+        bias_size = config.hidden // width_ranks
+        self.first = bias_size * width_rank
         self.up = Linear(config.hidden, self.held * 2 * width, bias=config.mlp_bias, **options)
         self.down = Linear(width, self.held * config.hidden, bias=False, **options)
         if config.mlp_bias:
-            self.down.bias = nn.Parameter(torch.empty(self.held * slice_size, **options))
+            self.down.bias = nn.Parameter(torch.empty(self.held * bias_size, **options))
 
     def forward(self, x_TH: torch.Tensor, weights_TK: torch.Tensor, chosen_TK: torch.Tensor) -> torch.Tensor:
         """Return for each of T tokens the weighted sum of the outputs of its K experts, [T, H].
@@ -248,10 +260,10 @@ class Experts(nn.Module):
     def activate(self, up_NX: torch.Tensor) -> torch.Tensor:
         """Return the activations [N, F] of N token copies, the input of the down projection: activation(gate) * up, or
         its clamped variant (gpt-oss), for their gate and up projections `up_NX` [N, 2F]."""
-        config, interleaved = self.config, self.config.experts_interleaved
+        config = self.config
         if config.swiglu_limit is not None:
-            return ClampedSwiGLU.apply(up_NX, config.swiglu_limit, config.swiglu_alpha, interleaved)  # type: ignore[no-any-return]
-        gate_NF, up_NF = split_gate(up_NX, interleaved)
+            return ClampedSwiGLU.apply(up_NX, config.swiglu_limit, config.swiglu_alpha, config.experts_interleaved)
+        gate_NF, up_NF = split_gate(up_NX, config.experts_interleaved)
         return activate(gate_NF, config.activation) * up_NF
 
 
@@ -269,7 +281,9 @@ def split_gate(up_NX: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, to
     """Return views of the gate and up projections in `up_NX` [N, 2F], [N, F] each. `interleaved`: True if their columns
     alternate; False: gate columns come first.
     """
-    gate_NF, up_NF = (up_NX[..., ::2], up_NX[..., 1::2]) if interleaved else up_NX.chunk(2, dim=-1)
+    if interleaved:
+        return up_NX[..., ::2], up_NX[..., 1::2]
+    gate_NF, up_NF = up_NX.chunk(2, dim=-1)
     return gate_NF, up_NF
 
 

@@ -90,7 +90,7 @@ def sum_bias_gradients(dy_NZ: torch.Tensor, ends_E: torch.Tensor) -> torch.Tenso
     copies. `ends_E`: exclusive end index of each expert's copies."""
     ones_N8 = dy_NZ.new_ones(len(dy_NZ), ALIGNMENT // 2)  # as many columns as grouped_mm needs in bf16
     if _supports_grouped_mm(dy_NZ, ones_N8):  # a product with ones: no host synchronisation
-        return _compute_weight_gradient(dy_NZ.contiguous(), ones_N8, ends_E)[..., 0]  # type: ignore[no-any-return]
+        return _compute_weight_gradient(dy_NZ.contiguous(), ones_N8, ends_E)[..., 0]
     d_bias_EZ = dy_NZ.new_zeros(len(ends_E), dy_NZ.shape[1])
     for expert, rows in _iterate_expert_slices(ends_E):
         torch.sum(dy_NZ[rows], dim=0, out=d_bias_EZ[expert])

@@ -42,8 +42,7 @@ class PredictionModule(nn.Module):
 
         `x_BSH`: output of the model's final norm; `next_BSH`: embeddings of the next tokens. With sequence parallelism,
         arguments and result are this rank's token slices."""
-        both: torch.Tensor = torch.cat([self.embedding_norm(next_BSH), self.hidden_norm(x_BSH)], dim=-1)
-        return self.projection(both)  # type: ignore[no-any-return]
+        return self.projection(torch.cat([self.embedding_norm(next_BSH), self.hidden_norm(x_BSH)], dim=-1))
 
 
 def shift_by_one(batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -48,7 +48,7 @@ class Transformer(nn.Module):
     """Decoder-only language model of configuration `config`. Parameters are uninitialised: `initialise`,
     `load_huggingface` or an engine fills them.
 
-    `axes`: communication and activation checkpointing (`parallel.axes.build_axes` builds them for a mesh). `device`,
+    `axes`: communication and activation checkpointing (those of a mesh: `parallel.parallelize.build_axes`). `device`,
     `dtype`: of the parameters (None: torch's defaults). `stages`: pipeline stages that this rank holds (None: the whole
     model); parameter names do not depend on them. Attribute `token_keys`: random-number keys of the current
     micro-batch's tokens, from which adapters derive dropout (`adapters.dropout.TokenKeys`).

@@ -122,7 +122,7 @@ def varlen_attention(
     score of each query head [N]; None: none.
     """
     found = torch.ops.meshwright.varlen_attention(q_BNSD, k_BKSD, v_BKSD, mask.tensors, mask.window, scale, sinks)
-    return found[0]  # type: ignore[no-any-return]
+    return found[0]
 
 
 def flash_forward(

@@ -131,7 +131,7 @@ class RingAttention(ContextParallel):
             tensors = [] if visible is None else [visible]
             numbers = [scores.scale, scores.softcap]
         operator = getattr(torch.ops.meshwright, name)
-        return operator(q_BNSD, k_BKSD, v_BKSD, tensors, numbers, self.axis.key, scores.sinks)[0]  # type: ignore[no-any-return]
+        return operator(q_BNSD, k_BKSD, v_BKSD, tensors, numbers, self.axis.key, scores.sinks)[0]
 
 
 class UlyssesAttention(ContextParallel):

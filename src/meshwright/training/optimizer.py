@@ -8,15 +8,13 @@ called, since importing its optimizer classes loads the compiler, which takes ov
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-if TYPE_CHECKING:
-    from meshwright.recipe import TrainRecipe
-
+from meshwright.recipe import TrainRecipe
 
 STATE_KINDS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum",)}
 
