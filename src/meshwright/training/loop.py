@@ -20,7 +20,7 @@ from meshwright.layout import Layout
 from meshwright.monitoring.comparison import Prediction
 from meshwright.monitoring.journal import Journal
 from meshwright.monitoring.profile import Profile
-from meshwright.monitoring.records import RunEnd, StepRecord, Validation
+from meshwright.monitoring.records import RunEnd, StepOutcome, StepRecord, Validation
 from meshwright.monitoring.resuming import check_resume
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.probe.communication import choose_precision
@@ -36,7 +36,7 @@ from meshwright.training.language_model import LanguageModelTask
 from meshwright.training.learning_rate import learning_rate
 from meshwright.training.prediction import predict
 from meshwright.training.task import RunStart
-from meshwright.training.trainer import StepOutcome, Trainer
+from meshwright.training.trainer import Trainer
 
 
 def train(recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, *, show_progress: bool = True) -> dict[str, Any]:
@@ -150,22 +150,17 @@ class Run:
         outcome: loss, gradient norm and flags of the step; seconds: its duration without validation; validation: result
         of the validation after it (None: none); profiled: True if the profiler recorded the step, which makes it
         slower."""
-        trainer, scale = self.trainer, self.trainer.loss_scale
+        trainer = self.trainer
         return StepRecord(
             step=trainer.steps_done,
-            loss=outcome.loss,
-            gradient_norm=outcome.gradient_norm,
+            outcome=outcome,
             learning_rate=learning_rate(trainer.steps_done - 1, self.recipe.train),
-            finite=outcome.finite,
             skipped_steps=trainer.skipped,
-            metrics=outcome.metrics,
             validation=validation,
             seconds=seconds,
             seconds_by_part=trainer.clock.seconds(),
             waiting_seconds=trainer.clock.compute_waiting_seconds(),
-            rank_seconds=outcome.rank_seconds,
-            loss_scale=outcome.loss_scale if scale.dynamic else None,
-            next_loss_scale=scale.value if scale.dynamic else None,
+            next_loss_scale=trainer.loss_scale.value if trainer.loss_scale.dynamic else None,
             profiled=profiled,
         )
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from meshwright.comm import collectives
 from meshwright.monitoring.clock import StepClock
-from meshwright.monitoring.records import Metrics, Validation
+from meshwright.monitoring.records import StepOutcome, Validation
 from meshwright.parallel.flat_buffers import TensorSlice
 from meshwright.parallel.step import TermCount
 from meshwright.spec.initial_values import INITIAL_VALUES_VERSION
@@ -18,26 +17,6 @@ from meshwright.training.learning_rate import learning_rate
 from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import GpuScale, Optimizer
 from meshwright.training.task import Task
-
-
-@dataclass
-class StepOutcome:
-    """Results of the forward and backward of a step, all-reduced and so equal on all ranks.
-
-    loss: mean over the step's terms (target tokens, pairs or items); gradient_norm: global L2 norm before clipping;
-    both without the loss scale. finite: True if both are finite, so that the update takes place. stop: True if some
-    rank received SIGTERM or an interrupt. save_failed: True if some rank could not save a checkpoint. rank_seconds:
-    working time of each rank in seconds, without waiting for other ranks. loss_scale: loss scale of this step. metrics:
-    further means that the task reports."""
-
-    loss: float
-    gradient_norm: float
-    finite: bool
-    stop: bool
-    save_failed: bool
-    rank_seconds: list[float]
-    loss_scale: float = 1.0
-    metrics: Metrics = field(default_factory=Metrics)
 
 
 class Trainer:
