@@ -1,17 +1,17 @@
 """Inputs of attention layers besides the hidden states: rotary positions, attention masks, the KV cache.
 
-Shapes: B sequences, S tokens of a sequence, R rotated features of a head.
+Shapes: B sequences, S tokens of a sequence (new ones, with a cache), N query heads, K key-value heads, D head size, R
+rotated features of a head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from meshwright.model.axis_operations import ContextOperations
-from meshwright.model.cache import AttentionCache
 from meshwright.model.documents import ONE_DOCUMENT, Documents
 from meshwright.model.rope import RotaryTable, TemperatureTable, make_table
 from meshwright.model.scaled_dot_product import AttentionMask, choose_mask_form
@@ -21,6 +21,30 @@ from meshwright.spec.rope_scaling import Rotation, Temperature
 Rotated = tuple[torch.Tensor, torch.Tensor | None] | None
 """Rotary cosine and sine of each token, [B or 1, 1, S, R/2] each; factors on its queries [B or 1, 1, S, 1] and None;
 None without either."""
+
+
+class AttentionCache(Protocol):
+    """Interface of a KV cache of all attention layers. It stores the keys and values of new tokens, and computes the
+    attention of new tokens to the cached tokens and to themselves.
+
+    length: number of cached tokens of each sequence. Position IDs of new tokens start at `length`, unless the caller
+    passes others."""
+
+    length: int
+
+    def attend(
+        self, layer: int, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor | None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Store the keys `k_BKSD` and values `v_BKSD` of S new tokens of each sequence in the cache of layer number
+        `layer`. Return the causal attention [B, N, S, D] of the new queries `q_BNSD` to the cached and the new tokens,
+        within the layer's sliding window. `v_BKSD` None: the keys are the values too, stored once (latent attention).
+
+        `sinks`: attention-sink score of each query head [N]; None: none."""
+
+    def advance(self, tokens: int) -> None:
+        """Add `tokens`, the number of new tokens of each sequence, to `length`, the number of cached tokens. Called
+        when all layers have stored the new keys and values."""
 
 
 class TokenInput(NamedTuple):

@@ -19,13 +19,12 @@ from meshwright.errors import UserError
 from meshwright.model import weight_gradients
 from meshwright.model.attention import Attention
 from meshwright.model.attention_inputs import AttentionInputs
-from meshwright.model.axis_operations import SINGLE_DEVICE, AxisOperations, Recompute
+from meshwright.model.axis_operations import NO_UNITS, SINGLE_DEVICE, AxisOperations, Recompute, Units
 from meshwright.model.documents import ONE_DOCUMENT, Documents
 from meshwright.model.layers import Embedding, FeedForward, Linear, activate, make_norm
 from meshwright.model.loss import IGNORED, OutputHead, linear_cross_entropy
 from meshwright.model.precision import at_least_float32
 from meshwright.model.scaled_dot_product import make_bidirectional_mask
-from meshwright.model.units import NO_UNITS, Units
 from meshwright.spec.config import ModelConfig
 
 

@@ -17,9 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.model.attention_inputs import AttentionInputs
+from meshwright.model.attention_inputs import AttentionCache, AttentionInputs
 from meshwright.model.axis_operations import AxisOperations
-from meshwright.model.cache import AttentionCache
 from meshwright.model.layers import Linear, RMSNorm, RowParallelLinear
 from meshwright.model.rope import rotate
 from meshwright.model.scaled_dot_product import AttentionMask

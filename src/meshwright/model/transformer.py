@@ -1,7 +1,7 @@
 """Decoder-only transformer for every supported family.
 
-It computes on local tensors; all communication is in the operations passed to it (model/axis_operations.py), and ZeRO
-hooks into its FSDP units (model/units.py). Parameter names are those of the parameter table (spec/parameters.py).
+It computes on local tensors; all communication is in the operations passed to it and in the hooks around its FSDP units
+(model/axis_operations.py). Parameter names are those of the parameter table (spec/parameters.py).
 
 Shapes: B sequences, S tokens of a sequence, T = B x S, H hidden, V vocabulary.
 """
@@ -15,17 +15,15 @@ import torch
 from torch import nn
 
 from meshwright.model import weight_gradients
-from meshwright.model.attention_inputs import AttentionInputBuilder, TokenInput
-from meshwright.model.axis_operations import SINGLE_DEVICE, AxisOperations
+from meshwright.model.attention_inputs import AttentionCache, AttentionInputBuilder, TokenInput
+from meshwright.model.axis_operations import NO_UNITS, SINGLE_DEVICE, AxisOperations, Units
 from meshwright.model.block import Block, compile_around_dispatch
-from meshwright.model.cache import AttentionCache
 from meshwright.model.documents import ONE_DOCUMENT, Documents, MicroBatch
 from meshwright.model.experts import Mixture
 from meshwright.model.layers import Embedding, Linear, make_norm, scale_embedding
 from meshwright.model.loss import IGNORED, OutputHead, cap_logits_, linear_cross_entropy, token_cross_entropy
 from meshwright.model.pairs import RESPONSES_SITE
 from meshwright.model.prediction import PredictionModule, shift_by_one
-from meshwright.model.units import NO_UNITS, Units
 from meshwright.model.weight_gradients import attach_taps
 from meshwright.spec.chunks import keeps_head_gradient
 from meshwright.spec.config import ModelConfig

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -66,21 +66,6 @@ class SavedQueries(NamedTuple):
     inner_BKGC: torch.Tensor
 
 
-class SpanKernel(Protocol):
-    """Interface of a kernel that computes the attention of spans (slices of queries over slices of keys)."""
-
-    def attend(self, q_BKGCD: torch.Tensor, block: torch.Tensor, span: Span) -> Iterator[Result]:
-        """Compute the attention of `span`; yield partial results, which `merge_attention` can merge.
-
-        `q_BKGCD`: this rank's queries: B sequences, K key-value heads, G query heads of each, C tokens, head size D;
-        `block`: keys and values, [2, B, K, C, D]."""
-
-    def add_gradients(self, gradients: Gradients, saved: SavedQueries, block: torch.Tensor, span: Span) -> None:
-        """Compute the gradients of the attention of `span` and add them in place to `gradients`.
-
-        `saved`: this rank's queries, outputs and output gradients; `block`: keys and values, [2, B, K, C, D]."""
-
-
 def merge_attention(out: torch.Tensor, log_sum: torch.Tensor, more: torch.Tensor, log_sum_more: torch.Tensor) -> None:
     """Merge two attention results of the same queries over different keys; the merged result overwrites the first one.
     The output becomes the mean of both outputs, weighted by the exponentials of their log-sum-exps.
@@ -111,7 +96,11 @@ class TiledSpans(NamedTuple):
         return cls(tensors[0] if tensors else None, ScoreSettings(*numbers))
 
     def attend(self, q_BKGCD: torch.Tensor, block: torch.Tensor, span: Span) -> Iterator[Result]:
-        """Compute the attention of `span` by tiles; see `SpanKernel.attend`."""
+        """Compute the attention of `span`, a slice of queries over a slice of keys; yield partial results, which
+        `merge_attention` can merge.
+
+        `q_BKGCD`: this rank's queries: B sequences, K key-value heads, G query heads of each, C tokens, head size D;
+        `block`: keys and values, [2, B, K, C, D]."""
         k_BKCD, v_BKCD = block
         for rows, heads, tiles in cut_tiles(q_BKGCD, span, self.first_BC):
             k_PCD, v_PCD = (flatten_heads(x[rows, heads]) for x in (k_BKCD, v_BKCD))
@@ -126,7 +115,10 @@ class TiledSpans(NamedTuple):
                 yield at, o_PXD.view(part.shape), here
 
     def add_gradients(self, gradients: Gradients, saved: SavedQueries, block: torch.Tensor, span: Span) -> None:
-        """Add the gradients of `span` by tiles; see `SpanKernel.add_gradients`."""
+        """Compute the gradients of the attention of `span`, a slice of queries over a slice of keys, and add them in
+        place to `gradients`.
+
+        `saved`: this rank's queries, outputs and output gradients; `block`: keys and values, [2, B, K, C, D]."""
         dq_BKGCD, d_block = gradients
         dtype = saved.q.dtype
         scale = self.settings.scale
@@ -222,16 +214,20 @@ class FlashSpans(NamedTuple):
         return cls(VarlenMask(cu_seqlens, lengths, int(window)), scale)
 
     def attend(self, q_BKGCD: torch.Tensor, block: torch.Tensor, span: Span) -> Iterator[Result]:
-        """Compute the attention of `span` by flash kernels; see `SpanKernel.attend`."""
+        """Compute the attention of `span` by flash kernels; see `TiledSpans.attend`."""
         for at, there, call in list_kernel_calls(self.mask, span, len(q_BKGCD), self.scale):
             out, log_sum = flash_forward(q_BKGCD[at].flatten(1, 2), block[0][there], block[1][there], call)
             yield at, group_by_kv_head(out, block[0]), group_by_kv_head(log_sum, block[0])
 
     def add_gradients(self, gradients: Gradients, saved: SavedQueries, block: torch.Tensor, span: Span) -> None:
-        """Add the gradients of `span` by flash kernels; see `SpanKernel.add_gradients`."""
+        """Add the gradients of `span` by flash kernels; see `TiledSpans.add_gradients`."""
         for at, there, call in list_kernel_calls(self.mask, span, len(saved.q), self.scale):
             q, out, d_out, log_sum = (x[at].flatten(1, 2) for x in saved[:4])
             dq, dk, dv = flash_backward(d_out, (q, block[0][there], block[1][there], out, log_sum), call)
             gradients[0][at] += group_by_kv_head(dq, block[0])
             gradients[1][0][there] += dk
             gradients[1][1][there] += dv
+
+
+SpanKernel = TiledSpans | FlashSpans
+"""Kernel that computes the attention of spans, slices of queries over slices of keys."""

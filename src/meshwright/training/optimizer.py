@@ -8,31 +8,16 @@ called, since importing its optimizer classes loads the compiler, which takes ov
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from meshwright.parallel.zero import FsdpUnit
 from meshwright.recipe import TrainRecipe
 
 STATE_KINDS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum",)}
-
-
-class Shard(Protocol):
-    """Interface of the slice of a flat buffer that the optimizer updates on one rank, such as a
-    `parallel.zero.FsdpUnit`.
-
-    master, gradient: master weights and their gradient, 1-D, of equal length and dtype. decay_numel: number of
-    elements, from the first, that have weight decay. rate_factor: factor on the learning rate of the elements with
-    weight decay (µP). balancing: index ranges (start, stop) of the router biases that balance the load of experts.
-    """
-
-    master: torch.Tensor
-    gradient: torch.Tensor
-    decay_numel: int
-    rate_factor: float
-    balancing: tuple[tuple[int, int], ...]
 
 
 class _Group(NamedTuple):
@@ -62,7 +47,7 @@ class Optimizer:
     The state is one 1-D tensor per shard and kind ("exp_avg" ...), laid out like the shard's master weights, so that
     checkpoints slice both alike."""
 
-    def __init__(self, shards: Sequence[Shard], train: TrainRecipe) -> None:
+    def __init__(self, shards: Sequence[FsdpUnit], train: TrainRecipe) -> None:
         """Allocate zero optimizer state for the shards. train: the recipe's [train] table."""
         self.shards = list(shards)
         self.name = train.optimizer
