@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -18,8 +17,11 @@ from meshwright.comm import backend, transport
 from meshwright.comm.faults import Fault
 from meshwright.comm.handle import DONE, Handle, make_rank_lost_error
 from meshwright.comm.mesh import Axis, calls_in_flight
-from meshwright.comm.transport import Message, RowCounts
+from meshwright.comm.transport import Finish, Message, Posted, RowCounts
 from meshwright.errors import RankLost
+
+Post = Callable[[], Posted]
+"""Function that posts the transfers of a collective call."""
 
 
 def all_reduce(tensor: torch.Tensor, axis: Axis, site: str, op: str = "sum", async_op: bool = False) -> Handle:
@@ -332,12 +334,7 @@ def _redirect_source(call: _RecordedCall, source: torch.Tensor) -> tuple[Axis, t
 
 
 def _post_call(
-    post: Callable[[], transport.Posted],
-    call: _RecordedCall,
-    output: torch.Tensor,
-    async_op: bool,
-    then: Callable[[], Any] | None = None,
-    uneven: bool = False,
+    post: Post, call: _RecordedCall, output: torch.Tensor, async_op: bool, then: Finish = None, uneven: bool = False
 ) -> Handle:
     """Post a collective call and record it in the flight recorder (ring of the process's recent calls); return the
     handle to wait on.

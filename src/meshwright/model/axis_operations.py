@@ -162,18 +162,12 @@ class Recompute:
 
     kind = "none"
 
-    def wrap(
-        self,
-        function: Function,
-        compile_options: dict[str, Any] | None = None,
-        around: Callable[[Function], Function] = lambda compiled: compiled,
-    ) -> Function:
+    def wrap(self, function: Function, compile_options: dict[str, Any] | None = None) -> Function:
         """Return a replacement for `function`, the forward of a transformer block or of a part of it. This base class
         compiles it, if requested; subclasses also add selective activation checkpointing. compile_options: keyword
-        arguments of torch.compile; None: do not compile. around: function that wraps the compiled function in another
-        one; unused without compilation.
+        arguments of torch.compile; None: do not compile.
         """
-        return function if compile_options is None else around(torch.compile(function, **compile_options))
+        return function if compile_options is None else torch.compile(function, **compile_options)
 
     def wrap_block(self, function: Function) -> Function:
         """Return a replacement for `function`, the forward of a whole transformer block. This base class returns

@@ -55,15 +55,7 @@ def fill_parameters(
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for entry in table.entries:
-            write_entry(parameters[entry.tensor], entry, value_of(entry))
-
-
-def write_entry(tensor: torch.Tensor, entry: ParameterEntry, value: torch.Tensor) -> None:
-    """Copy the value of one parameter entry (one tensor of a checkpoint) into a model parameter.
-
-    `value`: in its shape on disk (before any transposition); `tensor`: unsharded model parameter of which the entry is
-    a slice (such as fused qkv)."""
-    extract_entry(tensor, entry).copy_(value)
+            extract_entry(parameters[entry.tensor], entry).copy_(value_of(entry))
 
 
 def extract_entry(tensor: torch.Tensor, entry: ParameterEntry) -> torch.Tensor:

@@ -5,7 +5,7 @@ Shapes: B sequences, S tokens of a sequence, N query heads, K key-value heads, D
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -74,10 +74,10 @@ def attend(
     C. `scores`: scale (in place of 1 / √D), softcap and sinks of the scores; None: the defaults.
     """
     scores = scores or ScoreSettings(q_BNSD.shape[-1] ** -0.5)
-    same_length, sinks = q_BNSD.shape[2] == k_BKCD.shape[2], scores.sinks is not None
-    if sinks and same_length and visible is None and not scores.softcap and supports_flash_attention(
-        q_BNSD.device, q_BNSD.dtype, q_BNSD.shape[-1]
-    ):  # fmt: skip
+    same_length = q_BNSD.shape[2] == k_BKCD.shape[2]
+    sinks = scores.sinks is not None
+    flash = supports_flash_attention(q_BNSD.device, q_BNSD.dtype, q_BNSD.shape[-1])
+    if flash and sinks and same_length and visible is None and not scores.softcap:
         visible = VarlenMask(None, None)
     if isinstance(visible, VarlenMask):
         return varlen_attention(q_BNSD, k_BKCD, v_BKCD, visible, scores.scale, scores.sinks)
@@ -87,11 +87,9 @@ def attend(
     causal = same_length and visible is None
     groups = q_BNSD.shape[1] // k_BKCD.shape[1]
     if groups > 1 and q_BNSD.device.type == "cuda" and not supports_grouped_query(q_BNSD.dtype, visible is not None):
-        k_BKCD, v_BKCD = k_BKCD.repeat_interleave(groups, dim=1), v_BKCD.repeat_interleave(groups, dim=1)
-    return F.scaled_dot_product_attention(
-        q_BNSD, k_BKCD, v_BKCD, attn_mask=visible, is_causal=causal, scale=scores.scale,
-        enable_gqa=q_BNSD.shape[1] != k_BKCD.shape[1],
-    )  # fmt: skip
+        k_BKCD, v_BKCD = (x.repeat_interleave(groups, dim=1) for x in (k_BKCD, v_BKCD))
+    options: dict[str, Any] = {"scale": scores.scale, "enable_gqa": q_BNSD.shape[1] != k_BKCD.shape[1]}
+    return F.scaled_dot_product_attention(q_BNSD, k_BKCD, v_BKCD, visible, is_causal=causal, **options)
 
 
 def supports_grouped_query(dtype: torch.dtype, masked: bool) -> bool:
@@ -108,8 +106,8 @@ def make_bidirectional_mask(
     """Return the additive attention mask of an encoder, [B, 1, S or 1, S]: 0 where a token may attend, else the lowest
     finite number of `dtype`; None if nothing is masked. A token attends to tokens of its document (`documents`:
     boundaries in packed sequences) whose `attention_mask_BS` is not 0. Built once per batch."""
-    starts_BS, visible = documents.starts_BS, None
-    if starts_BS is not None:
+    visible = None
+    if (starts_BS := documents.starts_BS) is not None:
         visible = (starts_BS[:, :, None] == starts_BS[:, None, :])[:, None]
     if attention_mask_BS is not None:
         real = (attention_mask_BS != 0)[:, None, None]

@@ -197,18 +197,10 @@ class Transformer(nn.Module):
             return x_BSH
         return units.leave("head", self.axes.tensor.enter(self._normalise(units.enter("head", x_BSH)), "head.input"))
 
-    def logits(
-        self,
-        tokens_BS: torch.Tensor,
-        documents: Documents | None = None,
-        cache: AttentionCache | None = None,
-        positions: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the next-token logits, [B, S, V], in the model's dtype, for the token IDs `tokens_BS`.
-
-        `documents`: document boundaries in packed sequences; `cache`: KV cache of the tokens before these; `positions`
-        [B, S]: position IDs; None: 0, 1, 2 ... within each document, or continuing after the cached tokens."""
-        return self.output_logits(self.hidden(tokens_BS, documents, cache=cache, positions=positions))
+    def logits(self, tokens_BS: torch.Tensor, documents: Documents | None = None, **inputs: Any) -> torch.Tensor:
+        """Return the next-token logits, [B, S, V], in the model's dtype, for the token IDs `tokens_BS`. `documents`:
+        document boundaries in packed sequences; `inputs`: further arguments of `hidden`, such as a KV cache."""
+        return self.output_logits(self.hidden(tokens_BS, documents, **inputs))
 
     def output_logits(self, hidden_BSH: torch.Tensor) -> torch.Tensor:
         """Return the next-token logits [B, S, V] for `hidden_BSH`, the output of the final norm."""
@@ -226,9 +218,9 @@ class Transformer(nn.Module):
         weight_gradients.exclude_from_compiled_graphs()
         options = {"dynamic": False, **options}
         recompute = self.axes.recompute
-        run_block = recompute.wrap(Block.forward, options, self._with_taps)
+        run_block = self._with_taps(recompute.wrap(Block.forward, options))
         if self.axes.dispatcher is not None:
-            attend = recompute.wrap(Block.attend, options, self._with_taps)
+            attend = self._with_taps(recompute.wrap(Block.attend, options))
             run_block = compile_around_dispatch(run_block, attend, recompute.wrap(Mixture.__call__))
         self._run_block = recompute.wrap_block(run_block)
         if self.final_norm is not None:
