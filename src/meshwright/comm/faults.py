@@ -72,8 +72,10 @@ class Faults(Generic[AxisType]):
         cyclically by one rank instead. Raises ValueError for an unknown kind."""
         if fault is not None and fault.kind not in KINDS:
             raise ValueError(f'unknown fault "{fault.kind}" (known: {", ".join(KINDS)})')
-        self.active, self.other = fault, other
-        self.affected_calls = self._calls = 0
+        self.active = fault
+        self.other = other
+        self.affected_calls = 0
+        self._calls = 0
         self._before.clear()
 
     def match_call(self, site: str, operation: str) -> Fault | None:

@@ -130,9 +130,8 @@ class Encoder(nn.Module):
         if self.config.head == "masked":
             places_M = (targets.flatten() != IGNORED).nonzero()[:, 0]
             states_MH = self._transform_for_head(x_BSH.flatten(0, 1)[places_M])
-            head = OutputHead(
-                self.embedding.weight, SINGLE_DEVICE.tensor, self.head.bias, compile_backend=self._loss_backend
-            )
+            tensor = SINGLE_DEVICE.tensor
+            head = OutputHead(self.embedding.weight, tensor, self.head.bias, compile_backend=self._loss_backend)
             loss = linear_cross_entropy(states_MH, targets.flatten()[places_M], head)
         elif self.config.head == "classes":
             logits = self.classifier(self.pooled(x_BSH, documents))
@@ -157,8 +156,7 @@ class Encoder(nn.Module):
         `token_types_BS`: segment ID of each token (default 0); `documents`: document boundaries in packed sequences.
         Raises UserError if a sequence is longer than the model's positions."""
         sequence = tokens_BS.shape[1]
-        if sequence > self.config.max_positions:
-            most = self.config.max_positions
+        if sequence > (most := self.config.max_positions):
             raise UserError(f"sequences of {sequence} tokens are longer than the model's {most} positions")
         documents = ONE_DOCUMENT if documents is None else documents
         positions_BS = documents.positions_BS()
@@ -169,12 +167,12 @@ class Encoder(nn.Module):
 
         units.enter("embedding", None)
         x_BSH = units.leave("embedding", self.embedding(tokens_BS))
-        for unit, table, numbers_BS in (
-            ("token_types", self.token_types, token_types_BS), ("positions", self.positions, positions_BS),
-        ):  # fmt: skip
-            x_BSH = units.enter(unit, x_BSH)
-            x_BSH = units.leave(unit, x_BSH + table(numbers_BS))
-        x_BSH = units.leave("embedding_norm", self.embedding_norm(units.enter("embedding_norm", x_BSH)))
+        x_BSH = units.enter("token_types", x_BSH)
+        x_BSH = units.leave("token_types", x_BSH + self.token_types(token_types_BS))
+        x_BSH = units.enter("positions", x_BSH)
+        x_BSH = units.leave("positions", x_BSH + self.positions(positions_BS))
+        x_BSH = units.enter("embedding_norm", x_BSH)
+        x_BSH = units.leave("embedding_norm", self.embedding_norm(x_BSH))
         added = make_bidirectional_mask(documents, attention_mask_BS, x_BSH.dtype)
         for layer, block in enumerate(self.layers):
             x_BSH = units.enter(f"layers.{layer}", x_BSH)

@@ -37,7 +37,8 @@ def linear_cross_entropy(
     False: backward recomputes the logits. Both give bitwise equal gradients. In both cases, tensor parallelism
     communicates only in the forward pass.
     """
-    mode = _Mode("none" if not torch.is_grad_enabled() else "save" if keep else "recompute", of_tokens=False)
+    gradients: Literal["save", "recompute"] = "save" if keep else "recompute"
+    mode = _Mode(gradients if torch.is_grad_enabled() else "none", of_tokens=False)
     return _CrossEntropy.apply(hidden_TH, head.weight_VH, head.bias_V, targets_T, head, mode)
 
 
@@ -107,7 +108,8 @@ class _CrossEntropy(torch.autograd.Function):
         wanted = tuple(mode.gradients != "none" and needed for needed in context.needs_input_grad[:3])
         total = torch.zeros((), dtype=at_least_float32(hidden_TH.dtype), device=hidden_TH.device)
         sums = _Gradients(hidden_TH, head, *wanted) if any(wanted) and mode.gradients == "save" else None
-        losses, known = [], []
+        losses = []
+        known = []
         for chunk in _iterate_logit_chunks(hidden_TH, targets_T, head):
             if mode.of_tokens:
                 losses.append(chunk.losses_C)
@@ -128,7 +130,8 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(context: Any, d_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of hidden states, weight and bias; None for the other inputs. `d_loss`: gradient of the
         loss: scalar, or [T] for the loss of each token."""
-        factor, factors_T = d_loss, None
+        factor = d_loss
+        factors_T = None
         if d_loss.ndim:
             # Relative to the largest one, so that a 16-bit type neither underflows nor overflows.
             factor = d_loss.abs().amax().clamp(min=torch.finfo(d_loss.dtype).tiny)
@@ -152,7 +155,8 @@ class _Gradients:
     def __init__(
         self, hidden_TH: torch.Tensor, head: OutputHead, of_hidden: bool, of_weight: bool, of_bias: bool
     ) -> None:
-        self._inputs, self._of_weight = (hidden_TH, head.weight_VH), of_weight
+        self._inputs = hidden_TH, head.weight_VH
+        self._of_weight = of_weight
         self.hidden_TH = torch.empty_like(hidden_TH) if of_hidden else None
         self.weight_VH: torch.Tensor | None = None
         wide = at_least_float32(hidden_TH.dtype)
@@ -170,9 +174,10 @@ class _Gradients:
         if self.hidden_TH is not None:
             torch.mm(d_logits_CV, weight_VH, out=self.hidden_TH[chunk.tokens])
         if self._of_weight:
-            product_VH, sum_VH = d_logits_CV.T @ hidden_TH[chunk.tokens], self.weight_VH
-            wide = at_least_float32(hidden_TH.dtype)
-            self.weight_VH = product_VH if sum_VH is None else sum_VH.to(wide).add_(product_VH)
+            d_weight_VH = d_logits_CV.T @ hidden_TH[chunk.tokens]
+            if self.weight_VH is not None:
+                d_weight_VH = self.weight_VH.to(at_least_float32(hidden_TH.dtype)).add_(d_weight_VH)
+            self.weight_VH = d_weight_VH
         if self.bias_V is not None:
             for part in chunk._token_slices():  # a sum in a wider type makes a copy on a CPU
                 self.bias_V += d_logits_CV[part].sum(dim=0, dtype=self.bias_V.dtype)
@@ -210,7 +215,9 @@ class Chunk:
         head: OutputHead,
         known_2C: torch.Tensor | None = None,
     ) -> None:
-        self.tokens, self._logits_CV, self._softcap = tokens, logits_CV, head.softcap
+        self.tokens = tokens
+        self._logits_CV = logits_CV
+        self._softcap = head.softcap
         self._compiled = head.compile_backend is not None
         self._statistics, self._to_gradient_ = _get_elementwise_functions(head.compile_backend)
         wide = at_least_float32(logits_CV.dtype)
@@ -218,7 +225,8 @@ class Chunk:
         indices_C = targets_C.clamp(min=0) - head.first_token
         self._here_C = (indices_C >= 0) & (indices_C < logits_CV.shape[1])
         # Indexing, because gather and scatter touch the whole chunk on a CPU.
-        self._targets = (torch.arange(len(indices_C), device=indices_C.device), torch.where(self._here_C, indices_C, 0))
+        tokens_C = torch.arange(len(indices_C), device=indices_C.device)
+        self._targets = tokens_C, torch.where(self._here_C, indices_C, 0)
 
         self.known = list(self._reduce_softmax_statistics(head.tensor) if known_2C is None else known_2C)
         self.log_sum_C, self.target_C = self.known
@@ -328,5 +336,6 @@ def _iterate_logit_chunks(
         if head.softcap:
             cap_logits_(logits_CV, head.softcap)
         known_2C = None if known_2T is None else known_2T[:, part]
-        yield (head.teacher.make_chunk if head.teacher else Chunk)(part, logits_CV, targets_T[part], head, known_2C)
+        make_chunk = head.teacher.make_chunk if head.teacher else Chunk
+        yield make_chunk(part, logits_CV, targets_T[part], head, known_2C)
         start += tokens

@@ -73,7 +73,7 @@ def _scale_yarn(wave: torch.Tensor, scaling: RopeScaling, rotation: Rotation) ->
         turns = positions / (times * 2 * math.pi)
         return rotation.size * math.log(turns) / (2 * math.log(rotation.theta))
 
-    low, high = find_pair_index(scaling.beta_fast or 32.0), find_pair_index(scaling.beta_slow or 1.0)
+    low, high = (find_pair_index(beta) for beta in (scaling.beta_fast or 32.0, scaling.beta_slow or 1.0))
     if scaling.truncate is not False:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotation.size - 1)
@@ -94,14 +94,17 @@ class RotaryTable:
     Angles are computed in float32 (float64 for a float64 model): bfloat16 cannot tell positions beyond 256 apart."""
 
     def __init__(self, rotation: Rotation, dtype: torch.dtype, length: int | None = None) -> None:
-        self._dtype, self._rotation, self._length = at_least_float32(dtype), rotation, length
+        self._dtype = at_least_float32(dtype)
+        self._rotation = rotation
+        self._length = length
         self._scale = rotation.scaling.attention_scale if rotation.scaling else 1.0
         self._tables: dict[tuple[float, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def get_table(self, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (cosines, sines), [P, R/2] each, on `device`, for the positions 0 to P - 1, where P is at least
         `length`."""
-        longest, scaling = length if self._length is None else self._length, self._rotation.scaling
+        longest = length if self._length is None else self._length
+        scaling = self._rotation.scaling
         factors = () if scaling is None else _choose_longrope_factors(scaling, longest)
         table = self._tables.get(factors)
         if table is None or table[0].shape[0] < length or table[0].device != device:
@@ -125,14 +128,16 @@ class RotaryTable:
         if positions_BS is None:
             return cosine[None, None, start:stop], sine[None, None, start:stop]
         cosine, sine = cosine[positions_BS][:, None], sine[positions_BS][:, None]
-        scaling = self._rotation.scaling if self._length is None else None
-        trained = scaling.original_max_positions if scaling is not None and scaling.kind == "longrope" else None
+        scaling = self._rotation.scaling
+        by_document = self._length is None and scaling is not None and scaling.kind == "longrope"
+        trained = scaling.original_max_positions if scaling is not None and by_document else None
         if trained is None or (lengths_BS := documents.lengths_BS()) is None:
             return cosine, sine
         # Documents that are packed into one sequence each get the factors that they get alone, on any layout.
-        short, is_short = self.get_table(trained, device), (lengths_BS <= trained)[:, None, :, None]
-        first, second = (each[positions_BS.clamp(max=trained - 1)][:, None] for each in short)
-        return torch.where(is_short, first, cosine), torch.where(is_short, second, sine)
+        is_short = (lengths_BS <= trained)[:, None, :, None]
+        short = (table[positions_BS.clamp(max=trained - 1)][:, None] for table in self.get_table(trained, device))
+        cosine, sine = (torch.where(is_short, *both) for both in zip(short, (cosine, sine), strict=True))
+        return cosine, sine
 
 
 class TemperatureTable:
@@ -140,7 +145,8 @@ class TemperatureTable:
     4), in `dtype` or float32. It has the interface of `RotaryTable`. `temperature`: settings of the factors."""
 
     def __init__(self, temperature: Temperature, dtype: torch.dtype) -> None:
-        self._temperature, self._dtype = temperature, at_least_float32(dtype)
+        self._temperature = temperature
+        self._dtype = at_least_float32(dtype)
 
     def look_up(
         self, positions_BS: torch.Tensor | None, start: int, stop: int, device: torch.device,

@@ -89,11 +89,12 @@ def _compute_attention(
     `first_BS`: first visible key index of each query (None: 0). `scale`, `softcap`, `sinks`: fields of
     `ScoreSettings`."""
     settings = ScoreSettings(scale, softcap, sinks)
-    q, out = group_by_kv_head(q_BNSD, k_BKSD), empty_bsnd(q_BNSD, v_BKSV)
+    q = group_by_kv_head(q_BNSD, k_BKSD)
+    out = empty_bsnd(q_BNSD, v_BKSV)
     out_BKGSV = group_by_kv_head(out, k_BKSD)
     wide = at_least_float32(q.dtype)
     for rows, heads, tiles in cut_tiles(q, _make_full_span(q), first_BS):
-        k_PSD, v_PSV = flatten_heads(k_BKSD[rows, heads]), flatten_heads(v_BKSV[rows, heads])
+        k_PSD, v_PSV = (flatten_heads(x[rows, heads]) for x in (k_BKSD, v_BKSV))
         wide_k_PSD = k_PSD.to(wide)
         for tile in tiles:
             part = q[rows, heads, :, tile.queries]
@@ -113,18 +114,20 @@ def _compute_gradients(
     `d_out_BNSV`: gradient of the attention output. `first_BS`: first visible key index of each query; None: 0. `scale`,
     `softcap`, `sinks`: fields of `ScoreSettings`."""
     q_BNSD, k_BKSD, v_BKSV = saved
-    q, d_out = group_by_kv_head(q_BNSD, k_BKSD), group_by_kv_head(d_out_BNSV, k_BKSD)
-    dq, dk, dv = empty_bsnd(q_BNSD), empty_bsnd(k_BKSD), empty_bsnd(v_BKSV)
+    q, d_out = (group_by_kv_head(x, k_BKSD) for x in (q_BNSD, d_out_BNSV))
+    dq, dk, dv = (empty_bsnd(x) for x in saved)
     dq_BKGSD = group_by_kv_head(dq, k_BKSD)
-    wide, settings = at_least_float32(q.dtype), ScoreSettings(scale, softcap, sinks)
+    wide = at_least_float32(q.dtype)
+    settings = ScoreSettings(scale, softcap, sinks)
     d_sinks = empty_gradient(q, sinks).to(wide).zero_()
     for rows, heads, tiles in cut_tiles(q, _make_full_span(q), first_BS):
-        k_PSD, v_PSV = flatten_heads(k_BKSD[rows, heads]), flatten_heads(v_BKSV[rows, heads])
+        k_PSD, v_PSV = (flatten_heads(x[rows, heads]) for x in (k_BKSD, v_BKSV))
         wide_k_PSD = k_PSD.to(wide)
-        dk_PSD, dv_PSV = torch.zeros_like(wide_k_PSD), torch.zeros_like(v_PSV, dtype=wide)
+        dk_PSD, dv_PSV = (torch.zeros_like(x, dtype=wide) for x in (k_PSD, v_PSV))
         for tile in tiles:
             part = q[rows, heads, :, tile.queries]
-            q_PXD, d_out_PXV = flatten_heads(part), flatten_heads(d_out[rows, heads, :, tile.queries])
+            q_PXD = flatten_heads(part)
+            d_out_PXV = flatten_heads(d_out[rows, heads, :, tile.queries])
             selected = settings.select_heads(q, heads)
             p_PXL, slope_PXL, p_sinks = _compute_probabilities(q_PXD, wide_k_PSD, tile, part.shape, selected)
             dv_PSV[:, tile.keys] += torch.bmm(p_PXL.mT, d_out_PXV)
@@ -155,7 +158,8 @@ def _compute_probabilities(
     (sequences, KV heads, G, queries, D); `settings`: scale, softcap and sinks.
     """
     scores_PXL, slope_PXL = compute_scores(q_PXD, wide_k_PSD, tile, shape, settings)
-    p_PXL, p_sinks = torch.softmax(scores_PXL, dim=-1), None
+    p_PXL = torch.softmax(scores_PXL, dim=-1)
+    p_sinks = None
     if (sinks := settings.sinks) is not None:
         p_sinks = torch.sigmoid(sinks.to(p_PXL.dtype)[..., None] - log_sum_exp(scores_PXL, p_PXL).view(shape[:-1]))
         p_PXL *= (1 - p_sinks).view(*p_PXL.shape[:2], 1)
@@ -187,10 +191,12 @@ def compute_scores(
     softcap. `subtract_PX1`: value that is subtracted from each query's scores, such as its log-sum-exp; None: 0.
     """
     wide_q_PXD = q_PXD.to(wide_k_PSD.dtype) * settings.scale
-    k_PDL, slope_PXL = wide_k_PSD[:, tile.keys].mT, None
+    k_PDL = wide_k_PSD[:, tile.keys].mT
+    slope_PXL = None
     if settings.softcap:
         ratio_PXL = torch.bmm(wide_q_PXD, k_PDL).div_(settings.softcap).tanh_()
-        scores_PXL, slope_PXL = ratio_PXL * settings.softcap, 1 - ratio_PXL.square()
+        scores_PXL = ratio_PXL * settings.softcap
+        slope_PXL = 1 - ratio_PXL.square()
         if subtract_PX1 is not None:
             scores_PXL -= subtract_PX1
     elif subtract_PX1 is None:
@@ -240,11 +246,13 @@ def cut_span(span: Span, triangle: torch.Tensor, first_RS: torch.Tensor | None) 
     """
     found = []
     at_once = len(triangle)
-    length, diagonal = span.keys.stop - span.keys.start, span.query_start == span.key_start
+    length = span.keys.stop - span.keys.start
+    diagonal = span.query_start == span.key_start
     for start in range(0, length, at_once):
         stop = min(length, start + at_once)
         queries = slice(span.queries.start + start, span.queries.start + stop)
-        oldest, end = 0, stop if diagonal else length
+        oldest = 0
+        end = stop if diagonal else length
         mask = triangle[: stop - start, : stop - start] if diagonal else None
         if first_RS is not None:
             first_RQ = first_RS[:, queries] - span.key_start

@@ -91,7 +91,8 @@ def _find_lengths(starts_BXC: torch.Tensor, held: tuple[int, ...]) -> tuple[torc
     `starts_BXC`: index in the sequence at which each token's document begins, for B sequences cut into X chunks of C
     tokens; `held`: indices of the chunks that this rank holds.
     """
-    starts_BHC, first_BH1 = starts_BXC[:, held], starts_BXC[:, held, :1]
+    starts_BHC = starts_BXC[:, held]
+    first_BH1 = starts_BHC[..., :1]
     is_first_BHC = starts_BHC == torch.arange(starts_BXC[0].numel()).view(starts_BXC.shape[1:])[held, :]
     is_first_BHC[..., 0] = True
     begins = [row.nonzero().flatten() for row in is_first_BHC.transpose(0, 1).flatten(1)]
@@ -215,10 +216,11 @@ def _make_causal_call(q_BNSD: torch.Tensor, tensors: list[torch.Tensor], window:
     """Return the kernel arguments of causal attention of the queries `q_BNSD`. `tensors`, `window`: fields of a
     `VarlenMask` with one chunk per sequence; `scale`: factor of the scores; None: 1 / √D.
     """
-    tokens, left = q_BNSD.shape[2], window - 1 if window else None
+    left = window - 1 if window else None
     if tensors:
         cu_seqlens, lengths = tensors
         return FlashCall(cu_seqlens[0], int(lengths[0]), True, left, scale)
+    tokens = q_BNSD.shape[2]
     ends = torch.arange(0, len(q_BNSD) * tokens + 1, tokens, dtype=torch.int32, device=q_BNSD.device)
     return FlashCall(ends, tokens, True, left, scale)
 
