@@ -236,8 +236,10 @@ def _record_message(message: Message, axis: Axis) -> tuple[int, Callable[[], tup
     """Count a point-to-point message in `Mesh.record` and in the flight recorder. Return (its number there, function
     that describes it for an error message, fault to inject into it)."""
     calls = axis.communicator.calls
-    tensor, site = message.tensor, message.site
-    here, there = axis.ranks[axis.rank], axis.ranks[message.peer]
+    tensor = message.tensor
+    site = message.site
+    here = axis.ranks[axis.rank]
+    there = axis.ranks[message.peer]
     sent = 0 if message.is_receive else tensor.nbytes
     axis.communicator.record.count_call(site, "transfer", axis.name, tensor.nbytes, sent)
     pair = calls.register_group(axis.ranks, (there, here) if message.is_receive else (here, there))

@@ -72,7 +72,8 @@ class Record:
         """
         lines: dict[tuple[str, str], SiteRecord] = {}
         for entry in self.sites.values():
-            line = lines.setdefault((entry.site, entry.operation), SiteRecord(entry.site, entry.operation, entry.axis))
+            key = entry.site, entry.operation
+            line = lines.setdefault(key, SiteRecord(*key, entry.axis))
             line.add(entry.calls, entry.payload_bytes, entry.sent_bytes)
         return [asdict(line) for line in lines.values()]
 

@@ -22,7 +22,8 @@ Finish = Callable[[], Any] | None
 Posted = tuple[list[Any], Finish]
 """Work handles of a call, and the callback at its completion."""
 
-EXCHANGE_TAG, MESSAGE_TAG = 0, 1  # gloo tags: sends and receives of collectives, and messages in the same group
+EXCHANGE_TAG = 0  # gloo tag of the sends and receives of collectives
+MESSAGE_TAG = 1  # gloo tag of messages in the same group
 
 
 @dataclass(frozen=True, slots=True)

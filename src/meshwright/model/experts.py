@@ -213,17 +213,12 @@ class Experts(nn.Module):
         self.config = config
         self.experts = config.experts
         self.dispatcher = axes.dispatcher
-        if axes.dispatcher is None:  # tp ranks split the width of each expert
-            expert_ranks, width_ranks, width_rank = 1, axes.tensor.size, axes.tensor.rank
-        else:
-            dispatcher = axes.dispatcher
-            expert_ranks, width_ranks, width_rank = (
-                dispatcher.expert_ranks, dispatcher.width_ranks, dispatcher.width_rank,
-            )  # fmt: skip
-        self.held = config.experts // expert_ranks
-        width = config.expert_intermediate // width_ranks
-        bias_size = config.hidden // width_ranks
-        self.first = bias_size * width_rank
+        dispatcher = axes.dispatcher  # without it tp ranks split the width of each expert
+        self.held = config.experts if dispatcher is None else config.experts // dispatcher.expert_ranks
+        ranks = axes.tensor.size if dispatcher is None else dispatcher.width_ranks
+        width = config.expert_intermediate // ranks
+        bias_size = config.hidden // ranks
+        self.first = bias_size * (axes.tensor.rank if dispatcher is None else dispatcher.width_rank)
         self.up = Linear(config.hidden, self.held * 2 * width, bias=config.mlp_bias, **options)
         self.down = Linear(width, self.held * config.hidden, bias=False, **options)
         if config.mlp_bias:

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from meshwright.model.axis_operations import SINGLE_DEVICE, TensorOperations
+from meshwright.model.axis_operations import TensorOperations
 from meshwright.model.precision import at_least_float32
 from meshwright.spec.chunks import split_loss_chunks
 from meshwright.spec.policy import SLICE_LOGITS
@@ -286,16 +286,6 @@ def _to_gradient_(logits_CV: torch.Tensor, log_sum_C: torch.Tensor, counted_C: t
     logits_CV.copy_((logits_CV.to(log_sum_C.dtype) - log_sum_C[:, None]).exp() * counted_C[:, None])
     if slope_CV is not None:
         logits_CV.mul_(slope_CV)
-
-
-def loss_chunk_from_logits(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> Chunk:
-    """Build a `Chunk` of C tokens from given logits and targets, without the matmul of the output head. The hardware
-    probe times the loss with it: the constructor computes the losses, `differentiate` their gradients. `logits_CV`:
-    logits; `targets_C`: target token IDs.
-    """
-    vocabulary = logits_CV.shape[1]
-    head = OutputHead(logits_CV.new_empty(vocabulary, 0), SINGLE_DEVICE.tensor, widest=vocabulary)
-    return Chunk(slice(0, len(logits_CV)), logits_CV, targets_C, head)
 
 
 @functools.cache

@@ -12,7 +12,6 @@ import torch
 
 from meshwright.model.documents import ONE_DOCUMENT, Documents
 from meshwright.model.precision import at_least_float32
-from meshwright.spec.config import ModelConfig
 from meshwright.spec.rope_scaling import RopeScaling, Rotation, Temperature
 
 
@@ -127,7 +126,7 @@ class RotaryTable:
         cosine, sine = self.get_table(stop, device)
         if positions_BS is None:
             return cosine[None, None, start:stop], sine[None, None, start:stop]
-        cosine, sine = cosine[positions_BS][:, None], sine[positions_BS][:, None]
+        cosine, sine = (table[positions_BS][:, None] for table in (cosine, sine))
         scaling = self._rotation.scaling
         by_document = self._length is None and scaling is not None and scaling.kind == "longrope"
         trained = scaling.original_max_positions if scaling is not None and by_document else None
@@ -168,25 +167,6 @@ def make_table(kind: Rotation | Temperature, dtype: torch.dtype, length: int | N
     `kind`: the layer's settings of either; `dtype`: dtype of the model; `length`: number of tokens of the longest
     sequence, by which LongRoPE chooses its factors; None: each document by its own length."""
     return TemperatureTable(kind, dtype) if isinstance(kind, Temperature) else RotaryTable(kind, dtype, length)
-
-
-def find_half_rotation_order(config: ModelConfig) -> list[int] | None:
-    """Return the order in which a head's D features must be arranged for kernels that rotate feature i with feature i +
-    D/2: the j-th element is the index of the model's feature at position j. Return None if the model has this order
-    already, or no rotary positions.
-
-    `config`: model configuration. Features without rotation are paired too, at the angle 0 (`pad_pairs`). Attention
-    scores do not depend on the order, so that a server may permute the features of queries and keys.
-    """
-    size, rotated = config.head_dim, config.rotary_dim
-    if config.positions != "rope" or (rotated == size and not config.rotary_interleaved):
-        return None
-    pairs = [
-        (2 * pair, 2 * pair + 1) if config.rotary_interleaved else (pair, pair + rotated // 2)
-        for pair in range(rotated // 2)
-    ]
-    pairs += [(each, each + (size - rotated) // 2) for each in range(rotated, rotated + (size - rotated) // 2)]
-    return [first for first, _ in pairs] + [second for _, second in pairs]
 
 
 def pad_pairs(table: tuple[torch.Tensor, torch.Tensor], size: int) -> tuple[torch.Tensor, torch.Tensor]:

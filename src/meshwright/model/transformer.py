@@ -84,9 +84,7 @@ class Transformer(nn.Module):
         self.prediction = PredictionModule(config, axes, **options) if last and config.prediction_layers else None
         self.head = Linear(config.hidden, width, bias=False, **options) if last and not config.tied else None
         self.attention_inputs = AttentionInputBuilder(config, axes.context, dtype)
-        self._run_block: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = axes.recompute.wrap_block(
-            axes.recompute.wrap(Block.__call__)
-        )
+        self._run_block: Callable[..., Any] = axes.recompute.wrap_block(axes.recompute.wrap(Block.__call__))
         self._norm: Callable[..., torch.Tensor] = nn.Module.__call__
         self.compiled = False
         self.layer_outputs: dict[int, Any] = {}

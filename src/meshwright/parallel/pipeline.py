@@ -79,8 +79,8 @@ def check_programs_match(program: PipelineProgram, mesh: Mesh) -> None:
         schedule = mesh.layout.schedule
         cause = "file" if schedule.startswith("@") else "version of meshwright"
         raise UserError(
-            f"the pipeline program {schedule} of rank {others[0]} differs from that of rank 0; is the {cause} the same "
-            "on every host?"
+            f"the pipeline program {schedule} of rank {others[0]} differs from that of rank 0; is the {cause} the "
+            "same on every host?"
         )
 
 
@@ -160,7 +160,8 @@ class Pipeline:
                 for step in group.steps
                 if step.kind == Kind.FORWARD and step.key[2] < micro_batches
             ]
-            transfers = [each for each in group.transfers if each.value[0] == OUTPUT and each.value[3] < micro_batches]
+            outputs = [each for each in group.transfers if each.value[0] == OUTPUT]
+            transfers = [each for each in outputs if each.value[3] < micro_batches]
             if steps or transfers:
                 groups.append(_Group(steps, transfers))
         _PipelineExecution(self.axis, compute).execute(groups)

@@ -173,13 +173,8 @@ class Run:
         reports the memory of the rank with the largest peak. Collective."""
         memory = self.journal.memory
         fullest = self.agreement.broadcast_from_largest(memory.read_peak(), {"memory_bytes": memory.peaks_to_json()})
-        return self.journal.make_result(self._run_end(), self.checkpointer, fullest)
-
-    def _run_end(self) -> RunEnd:
-        """Return the final figures of the run on this rank: steps done and skipped, layout, bytes of model states, and
-        predicted traffic."""
         trainer = self.trainer
-        return RunEnd(
+        end = RunEnd(
             step=trainer.steps_done,
             skipped_steps=trainer.skipped,
             layout=str(trainer.layout),
@@ -187,6 +182,7 @@ class Run:
             predicted_state_bytes=trainer.predicted_bytes(),
             predicted_sent_bytes=trainer.task.predicted_traffic(),
         )
+        return self.journal.make_result(end, self.checkpointer, fullest)
 
     def _predict(self) -> Prediction:
         """Return the predictions of memory, step time and traffic, which are reported before the first step. Every rank
@@ -205,7 +201,8 @@ class Run:
         result = self.journal.read_earlier_result(self.trainer.steps_done, self.checkpointer)
         if not self.agreement.all_true(result is not None or self.mesh.rank != 0):
             return None
-        self.journal.log_already_done(self.resumed_from, self.trainer.steps_done, self.trainer.layout, self.saved_state)
+        trainer = self.trainer
+        self.journal.log_already_done(self.resumed_from, trainer.steps_done, trainer.layout, self.saved_state)
         return result or {}
 
     def _prepare_first_step(self) -> None:
@@ -219,12 +216,13 @@ class Run:
             self.trainer.task.prepare(RunStart(directory, self.agreement, self.saved_state, self.journal.log))
         problem = None
         try:
-            trainer = self.trainer
-            description = trainer.task.describe()
+            layout = self.trainer.layout
+            description = self.trainer.task.describe()
             if description.flops_per_unit is not None:
-                peak = device_peak_flops(self.mesh, trainer.layout.precision or "fp32")
+                peak = device_peak_flops(self.mesh, layout.precision or "fp32")
                 description = dataclasses.replace(description, peak_flops=peak)
-            self.journal.begin(description, str(trainer.layout), trainer.steps_done, self.resumed_from, trainer.threads)
+            progress = self.trainer.steps_done, self.resumed_from, self.trainer.threads
+            self.journal.begin(description, str(layout), *progress)
         except UserError as error:
             problem = str(error)
         self.agreement.raise_first(problem)
@@ -291,8 +289,8 @@ class Run:
             newest = self.checkpointer.find_newest()
             count = f"{self.trainer.skipped_in_a_row} steps in a row" if limit else "a step"
             raise CheckFailed(
-                f"{count}, the last of them step {self.trainer.steps_done}, had a loss or gradient that is not finite, "
-                f"more than train.maximum_skipped = {limit}; the newest intact checkpoint is "
+                f"{count}, the last of them step {self.trainer.steps_done}, had a loss or gradient that is not "
+                f"finite, more than train.maximum_skipped = {limit}; the newest intact checkpoint is "
                 f"{newest.name if newest else 'none yet'}; a lower train.learning_rate or train.clip usually helps"
             )
 
