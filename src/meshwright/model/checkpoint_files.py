@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from meshwright.errors import UserError
 from meshwright.quantization import block_fp8, mxfp4
@@ -79,7 +80,7 @@ class CheckpointFiles:
         """Return the shape of the tensor `name` without reading its values."""
         return self._query_file(name, lambda file: tuple(file.get_slice(name).get_shape()))
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str) -> Tensor:
         """Read the tensor `name` as a whole, in its dtype on disk. Raises UserError if the file is damaged."""
         return self._query_file(name, lambda file: file.get_tensor(name))
 
@@ -94,7 +95,7 @@ class CheckpointFiles:
         with _convert_read_errors(self._place[name], name):
             return query(self._open(self._place[name]))
 
-    def read_weights(self, name: str, expert: int | None = None) -> torch.Tensor:
+    def read_weights(self, name: str, expert: int | None = None) -> Tensor:
         """Read the weights `name` in their dtype on disk; quantized ones are dequantized to float32.
 
         `expert`: index along the first dim of weights that are stacked by expert, to read only that expert's; None:

@@ -13,7 +13,7 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.errors import UserError
 from meshwright.model import weight_gradients
@@ -42,7 +42,7 @@ class EncoderBlock(nn.Module):
         self.mlp = FeedForward(config, axes, **options)
         self.mlp_norm = make_norm(config, **options)
 
-    def forward(self, x_BSH: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x_BSH: Tensor, added: Tensor | None) -> Tensor:
         """Return the block's output [B, S, H] for the hidden states `x_BSH`.
 
         `added`: additive attention mask [B or 1, 1, S or 1, S] (0 or a large negative number) from
@@ -55,8 +55,8 @@ class EncoderInputs(TypedDict, total=False):
     """Optional inputs of an encoder. attention_mask_BS: 0 at padding, to which no token attends, else 1 (default 1).
     token_types_BS: segment ID of each token (default 0)."""
 
-    attention_mask_BS: torch.Tensor | None
-    token_types_BS: torch.Tensor | None
+    attention_mask_BS: Tensor | None
+    token_types_BS: Tensor | None
 
 
 class Encoder(nn.Module):
@@ -96,7 +96,7 @@ class Encoder(nn.Module):
             self.head.bias = nn.Parameter(torch.empty(config.vocabulary, **options))
         elif config.head == "classes":
             self.classifier = Linear(hidden, len(config.labels), True, **options)
-        self._run_block: Callable[..., torch.Tensor] = recompute.wrap_block(recompute.wrap(EncoderBlock.__call__))
+        self._run_block: Callable[..., Tensor] = recompute.wrap_block(recompute.wrap(EncoderBlock.__call__))
         self._recompute = recompute
         self._loss_backend: Any = None
 
@@ -110,12 +110,12 @@ class Encoder(nn.Module):
 
     def forward(
         self,
-        tokens_BS: torch.Tensor,
-        targets: torch.Tensor,
+        tokens_BS: Tensor,
+        targets: Tensor,
         documents: Documents | None = None,
         units: Units = NO_UNITS,
         **inputs: Unpack[EncoderInputs],
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return the sum of the losses (nats, a scalar in float32 or float64) over the targets that are not -100.
 
         `tokens_BS`: token IDs. `targets`: with head "masked" the true token ID at each masked position, [B, S],
@@ -143,13 +143,13 @@ class Encoder(nn.Module):
 
     def hidden(
         self,
-        tokens_BS: torch.Tensor,
+        tokens_BS: Tensor,
         documents: Documents | None = None,
         units: Units = NO_UNITS,
         *,
-        attention_mask_BS: torch.Tensor | None = None,
-        token_types_BS: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        attention_mask_BS: Tensor | None = None,
+        token_types_BS: Tensor | None = None,
+    ) -> Tensor:
         """Return the last block's output, [B, S, H], for the token IDs `tokens_BS`.
 
         `units`: hooks around FSDP units; `attention_mask_BS`: 0 at padding, to which no token attends;
@@ -179,7 +179,7 @@ class Encoder(nn.Module):
             x_BSH = units.leave(f"layers.{layer}", self._run_block(block, x_BSH, added))
         return x_BSH
 
-    def pooled(self, hidden_BSH: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
+    def pooled(self, hidden_BSH: Tensor, documents: Documents | None = None) -> Tensor:
         """Return the pooler output, tanh(linear(first token)): [B, H] from the first token of each sequence or, with D
         packed `documents`, [D, H] from the first token of each document.
 
@@ -193,9 +193,7 @@ class Encoder(nn.Module):
             first = hidden_BSH[starts_BS == torch.arange(starts_BS.shape[1], device=starts_BS.device)]
         return torch.tanh(self.pooler(first))
 
-    def logits(
-        self, tokens_BS: torch.Tensor, documents: Documents | None = None, **inputs: Unpack[EncoderInputs]
-    ) -> torch.Tensor:
+    def logits(self, tokens_BS: Tensor, documents: Documents | None = None, **inputs: Unpack[EncoderInputs]) -> Tensor:
         """Return the logits of the head, in the model's dtype, for the token IDs `tokens_BS`: [B, S, V] over the
         vocabulary for "masked", [B, C] over the C classes for "classes" (with D packed documents [D, C]).
 
@@ -208,7 +206,7 @@ class Encoder(nn.Module):
             return self.classifier(self.pooled(hidden_BSH, documents))
         raise UserError('an encoder with head "none" has no logits; use `hidden` or `pooled`')
 
-    def _transform_for_head(self, x: torch.Tensor) -> torch.Tensor:
+    def _transform_for_head(self, x: Tensor) -> Tensor:
         """Return norm(activation(linear(x))), the transform of the masked-language-model head, for hidden states `x`
         [..., H]: [..., H]."""
         return self.transform_norm(activate(self.transform(x), self.config.activation))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from meshwright.errors import UserError
 from meshwright.model.checkpoint_files import CheckpointFiles
@@ -105,7 +106,7 @@ def _load_model(
     names = match_entries(files, table, config, new_head)
     model = build(config)
 
-    def value_of(entry: ParameterEntry) -> torch.Tensor:
+    def value_of(entry: ParameterEntry) -> Tensor:
         """Return the value of a parameter entry (checkpoint tensor) from the files; its initial value if it is not in
         them."""
         return read_entry(files, entry, names) if entry.name in names else initial_value(entry, seed)
@@ -190,7 +191,7 @@ def _map_current_names(files: CheckpointFiles, config: ModelConfig) -> dict[str,
     return found
 
 
-def read_entry(files: CheckpointFiles, entry: ParameterEntry, names: Mapping[str, str] | None = None) -> torch.Tensor:
+def read_entry(files: CheckpointFiles, entry: ParameterEntry, names: Mapping[str, str] | None = None) -> Tensor:
     """Read the unsharded value of a parameter entry (checkpoint tensor) from `files`, in its layout on disk, without
     the model's transposition.
 

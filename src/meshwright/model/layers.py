@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.model.axis_operations import AxisOperations, TensorOperations
 from meshwright.model.precision import at_least_float32
@@ -38,7 +38,7 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(y, x, **options))
         self.bias = nn.Parameter(torch.empty(y, **options)) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Return x Wᵀ + b, [..., Y], for `x` [..., X], where W is [Y, X]; with a LoRA adapter of matrices A, B and
         scale s, x (W + s B A)ᵀ + b."""
         if self.adapter is None and self.packed is None:
@@ -46,14 +46,14 @@ class Linear(nn.Module):
         y = self._product(x)
         return y if self.bias is None else y + self.bias
 
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
+    def _product(self, x: Tensor) -> Tensor:
         """Return x Wᵀ [..., Y] for `x` [..., X], with the output of a LoRA adapter added if the layer has one, but
         without bias."""
         if self.adapter is None:
             return self.base_product(x)
         return self.adapter.adapted_product(x, self)
 
-    def base_product(self, x: torch.Tensor) -> torch.Tensor:
+    def base_product(self, x: Tensor) -> Tensor:
         """Return x Wᵀ [..., Y] for `x` [..., X], the layer's output without bias and without the output of a LoRA
         adapter."""
         if self.packed is not None:
@@ -73,7 +73,7 @@ class RowParallelLinear(Linear):
         self.tensor = tensor
         self.site = site
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Return x Wᵀ + b, [..., Y], with x Wᵀ summed over the tp ranks. `x`: this rank's slice [..., X] of the input
         features. With sequence parallelism, return this rank's token slice of the result.
         """
@@ -101,7 +101,7 @@ class RMSNorm(nn.Module):
         self.centre = centre
         self.tensor = tensor
 
-    def factors(self) -> torch.Tensor:
+    def factors(self) -> Tensor:
         """Return the factors of the normalised elements, [size]: the weight, or 1 + weight if it is stored as the
         difference from 1 (then in at least float32).
         """
@@ -109,7 +109,7 @@ class RMSNorm(nn.Module):
             return self.weight
         return self.weight.to(at_least_float32(self.weight.dtype)) + self.centre
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Return the normalised `x`, same shape and dtype; computed in float32 or float64."""
         wide = x.to(at_least_float32(x.dtype))
         square = wide.square().mean(-1, keepdim=True)
@@ -118,7 +118,7 @@ class RMSNorm(nn.Module):
         return (wide * torch.rsqrt(square + self.epsilon) * self.factors()).to(x.dtype)
 
 
-def normalise(x: torch.Tensor, epsilon: float) -> torch.Tensor:
+def normalise(x: Tensor, epsilon: float) -> Tensor:
     """Return `x` divided by its root mean square over the last dimension, same shape and dtype; computed in float32 or
     float64. `epsilon`: added to the mean square."""
     wide = x.to(at_least_float32(x.dtype))
@@ -137,7 +137,7 @@ def make_norm(config: ModelConfig, wanted: bool = True, **options: Any) -> Any:
     return nn.LayerNorm(config.hidden, config.norm_epsilon, bias=config.norm_bias, **options)
 
 
-def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
+def activate(x: Tensor, activation: str) -> Tensor:
     """Apply the activation function named `activation` ("silu", "relu", "gelu" or "gelu_tanh") to `x` elementwise and
     return the result."""
     if activation == "silu":
@@ -164,7 +164,7 @@ class FeedForward(nn.Module):
         self.up = Linear(config.hidden, width * (2 if config.gated else 1), config.mlp_bias, **options)
         self.down = RowParallelLinear(width, config.hidden, config.mlp_bias, axes.tensor, "mlp.output", **options)
 
-    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_BSH: Tensor) -> Tensor:
         """Return the MLP output [B, S, H] for the hidden states `x_BSH` (with sequence parallelism both are this rank's
         token slices)."""
         up = self.up(self.tensor.enter(x_BSH, "mlp.input"))
@@ -187,7 +187,7 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, hidden, **options))
         self.tensor = tensor
 
-    def forward(self, ids_BS: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids_BS: Tensor) -> Tensor:
         """Return the embeddings [B, S, H] of the token or position IDs `ids_BS` [B, S]."""
         if self.tensor is None or self.tensor.trivial:
             return _Lookup.apply(self.weight, ids_BS)
@@ -197,7 +197,7 @@ class Embedding(nn.Module):
         return rows_BSH.masked_fill(elsewhere_BS[..., None], 0.0)
 
 
-def scale_embedding(x_BSH: torch.Tensor, factor: float) -> torch.Tensor:
+def scale_embedding(x_BSH: Tensor, factor: float) -> Tensor:
     """Return the embeddings `x_BSH` times `factor`, which is first rounded to their dtype, as in Gemma."""
     return x_BSH if factor == 1 else x_BSH * torch.tensor(factor, dtype=x_BSH.dtype).item()
 
@@ -206,7 +206,7 @@ class _Lookup(torch.autograd.Function):
     """Embedding lookup whose weight gradient is summed in float32 or float64."""
 
     @staticmethod
-    def forward(context: Any, weight_VH: torch.Tensor, ids_BS: torch.Tensor) -> torch.Tensor:
+    def forward(context: Any, weight_VH: Tensor, ids_BS: Tensor) -> Tensor:
         """Return the rows [B, S, H] of the embedding table `weight_VH` for the IDs `ids_BS`."""
         context.save_for_backward(ids_BS)
         context.rows = weight_VH.shape[0]
@@ -214,7 +214,7 @@ class _Lookup(torch.autograd.Function):
         return F.embedding(ids_BS, weight_VH)
 
     @staticmethod
-    def backward(context: Any, gradient_BSH: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(context: Any, gradient_BSH: Tensor) -> tuple[Tensor, None]:
         """Return the gradient [V, H] of the embedding table, given the gradient `gradient_BSH` of the looked-up rows;
         None for the IDs."""
         (ids_BS,) = context.saved_tensors

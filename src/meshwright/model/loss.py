@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from meshwright.model.axis_operations import TensorOperations
 from meshwright.model.precision import at_least_float32
@@ -24,9 +25,7 @@ from meshwright.spec.policy import SLICE_LOGITS
 IGNORED = -100  # target of ignored tokens
 
 
-def linear_cross_entropy(
-    hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: OutputHead, keep: bool = True
-) -> torch.Tensor:
+def linear_cross_entropy(hidden_TH: Tensor, targets_T: Tensor, head: OutputHead, keep: bool = True) -> Tensor:
     """Return the cross-entropy loss summed over T tokens: -log softmax(hidden weightᵀ + bias)[target] (nats, scalar,
     float32 or float64).
 
@@ -42,7 +41,7 @@ def linear_cross_entropy(
     return _CrossEntropy.apply(hidden_TH, head.weight_VH, head.bias_V, targets_T, head, mode)
 
 
-def token_cross_entropy(hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: OutputHead) -> torch.Tensor:
+def token_cross_entropy(hidden_TH: Tensor, targets_T: Tensor, head: OutputHead) -> Tensor:
     """Return each token's cross-entropy -log softmax(hidden weightᵀ + bias)[target] (nats), [T], float32 or float64.
 
     `hidden_TH`: input of the output head for T tokens; `targets_T`: target token IDs; -100 for tokens that get a loss
@@ -64,9 +63,9 @@ class OutputHead(NamedTuple):
     (`training.teacher_targets.TeacherTargets`), whose method `make_chunk` builds the chunks of the loss; None: the loss
     is the cross-entropy."""
 
-    weight_VH: torch.Tensor
+    weight_VH: Tensor
     tensor: TensorOperations
-    bias_V: torch.Tensor | None = None
+    bias_V: Tensor | None = None
     first_token: int = 0
     widest: int | None = None
     compile_backend: Any = None
@@ -93,13 +92,13 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         context: Any,
-        hidden_TH: torch.Tensor,
-        weight_VH: torch.Tensor,
-        bias_V: torch.Tensor | None,
-        targets_T: torch.Tensor,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_T: Tensor,
         head: OutputHead,
         mode: _Mode,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return the cross-entropy (nats): the sum, a scalar, or the loss of each token, [T].
 
         `hidden_TH`: input of the output head; `weight_VH`, `bias_V`: weight and bias of `head`, passed as separate
@@ -127,7 +126,7 @@ class _CrossEntropy(torch.autograd.Function):
         return torch.cat(losses) if mode.of_tokens else total
 
     @staticmethod
-    def backward(context: Any, d_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(context: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of hidden states, weight and bias; None for the other inputs. `d_loss`: gradient of the
         loss: scalar, or [T] for the loss of each token."""
         factor = d_loss
@@ -152,21 +151,19 @@ class _Gradients:
     tokens. `hidden_TH`: hidden states of all T tokens; `head`: weight and bias of the output head. `of_hidden`,
     `of_weight`, `of_bias`: True if that gradient is required; otherwise it stays None."""
 
-    def __init__(
-        self, hidden_TH: torch.Tensor, head: OutputHead, of_hidden: bool, of_weight: bool, of_bias: bool
-    ) -> None:
+    def __init__(self, hidden_TH: Tensor, head: OutputHead, of_hidden: bool, of_weight: bool, of_bias: bool) -> None:
         self._inputs = hidden_TH, head.weight_VH
         self._of_weight = of_weight
         self.hidden_TH = torch.empty_like(hidden_TH) if of_hidden else None
-        self.weight_VH: torch.Tensor | None = None
+        self.weight_VH: Tensor | None = None
         wide = at_least_float32(hidden_TH.dtype)
         self.bias_V = torch.zeros_like(head.bias_V, dtype=wide) if of_bias and head.bias_V is not None else None
 
-    def collect(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    def collect(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the accumulated gradients of hidden states, weight and bias; None where not required."""
         return self.hidden_TH, self.weight_VH, self.bias_V
 
-    def add(self, chunk: Chunk, factors_T: torch.Tensor | None = None) -> None:
+    def add(self, chunk: Chunk, factors_T: Tensor | None = None) -> None:
         """Add the gradients of one chunk of tokens; its logits are overwritten. `factors_T`: factors on the losses of
         all T tokens; None: 1."""
         hidden_TH, weight_VH = self._inputs
@@ -184,8 +181,8 @@ class _Gradients:
 
 
 def _recompute_gradients(
-    context: Any, factors_T: torch.Tensor | None = None
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    context: Any, factors_T: Tensor | None = None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Recompute the logits and return the gradients of hidden states, weight and bias (None where not required).
 
     `context`: autograd context with the tensors that forward saved; `factors_T`: a factor on the loss of each token;
@@ -208,12 +205,7 @@ class Chunk:
     """
 
     def __init__(
-        self,
-        tokens: slice,
-        logits_CV: torch.Tensor,
-        targets_C: torch.Tensor,
-        head: OutputHead,
-        known_2C: torch.Tensor | None = None,
+        self, tokens: slice, logits_CV: Tensor, targets_C: Tensor, head: OutputHead, known_2C: Tensor | None = None
     ) -> None:
         self.tokens = tokens
         self._logits_CV = logits_CV
@@ -232,7 +224,7 @@ class Chunk:
         self.log_sum_C, self.target_C = self.known
         self.losses_C = (self.log_sum_C - self.target_C) * self._counted_C
 
-    def _reduce_softmax_statistics(self, tensor: TensorOperations) -> tuple[torch.Tensor, torch.Tensor]:
+    def _reduce_softmax_statistics(self, tensor: TensorOperations) -> tuple[Tensor, Tensor]:
         """Return each token's log-sum-exp over the whole vocabulary and the logit of its target, [C] each. `tensor`:
         communication by which both are all-reduced over tp."""
         logits_CV = self._logits_CV
@@ -246,7 +238,7 @@ class Chunk:
         tensor.all_reduce(sum_C, "loss.sum")
         return highest_C + sum_C.log(), target_C
 
-    def differentiate(self, factors_C: torch.Tensor | None = None) -> torch.Tensor:
+    def differentiate(self, factors_C: Tensor | None = None) -> Tensor:
         """Overwrite the chunk's logits with their gradients, (softmax - one-hot) times the factor on the token's loss,
         and return them, [C, V]. `factors_C`: those factors; None: 1. Ignored tokens get 0."""
         counted_C = self._counted_C if factors_C is None else self._counted_C * factors_C
@@ -269,7 +261,7 @@ class Chunk:
             yield slice(start, min(tokens, start + at_once))
 
 
-def _statistics(logits_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _statistics(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
     """Return the maximum of each token's logits, and the sum of exp(logit - maximum), over this rank's vocabulary, [C]
     each. `logits_CV`: logits of C tokens."""
     wide = at_least_float32(logits_CV.dtype)
@@ -277,7 +269,7 @@ def _statistics(logits_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return maximum_C, (logits_CV.to(wide) - maximum_C[:, None]).exp().sum(dim=1)
 
 
-def _to_gradient_(logits_CV: torch.Tensor, log_sum_C: torch.Tensor, counted_C: torch.Tensor, softcap: float) -> None:
+def _to_gradient_(logits_CV: Tensor, log_sum_C: Tensor, counted_C: Tensor, softcap: float) -> None:
     """Overwrite the logits of C tokens, `logits_CV`, with the softmax term of their gradient: softmax(logits) times
     `counted_C` times the derivative of the softcap. `log_sum_C`: log-sum-exp of each token's logits; `counted_C`:
     factor on each token's loss, 0 for ignored tokens; `softcap`: cap of the logits; 0: none.
@@ -298,14 +290,14 @@ def _get_elementwise_functions(backend: Any) -> tuple[Callable[..., Any], Callab
     return torch.compile(_statistics, **options), torch.compile(_to_gradient_, **options)
 
 
-def cap_logits_(logits: torch.Tensor, softcap: float) -> torch.Tensor:
+def cap_logits_(logits: Tensor, softcap: float) -> Tensor:
     """Replace logits x (any shape) by c tanh(x / c), c = `softcap`, in place, and return them (Gemma 2:
     arXiv:2408.00118, section 2)."""
     return logits.div_(softcap).tanh_().mul_(softcap)
 
 
 def _iterate_logit_chunks(
-    hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: OutputHead, known_2T: torch.Tensor | None = None
+    hidden_TH: Tensor, targets_T: Tensor, head: OutputHead, known_2T: Tensor | None = None
 ) -> Iterator[Chunk]:
     """Compute the logits of the output head for the hidden states `hidden_TH`, one chunk of tokens after the other;
     yield each `Chunk`.

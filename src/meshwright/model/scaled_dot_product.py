@@ -9,12 +9,13 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from meshwright.model.documents import Documents
 from meshwright.model.tiled_attention import ScoreSettings, tiled_attention
 from meshwright.model.varlen_attention import VarlenMask, make_varlen_mask, supports_flash_attention, varlen_attention
 
-AttentionMask = torch.Tensor | VarlenMask | None
+AttentionMask = Tensor | VarlenMask | None
 """Attention mask of a batch, as `make_attention_mask` returns it."""
 
 MaskForm = Literal["first", "varlen", "boolean"]
@@ -64,9 +65,9 @@ def make_attention_mask(
 
 
 def attend(
-    q_BNSD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, visible: AttentionMask,
+    q_BNSD: Tensor, k_BKCD: Tensor, v_BKCD: Tensor, visible: AttentionMask,
     scores: ScoreSettings | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """Return the attention output softmax(q kᵀ / √D) v, [B, N, S, D]. `k_BKCD`, `v_BKCD`: keys and values of C tokens;
     `q_BNSD`: queries of the last S of them.
 
@@ -101,8 +102,8 @@ def supports_grouped_query(dtype: torch.dtype, masked: bool) -> bool:
 
 
 def make_bidirectional_mask(
-    documents: Documents, attention_mask_BS: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor | None:
+    documents: Documents, attention_mask_BS: Tensor | None, dtype: torch.dtype
+) -> Tensor | None:
     """Return the additive attention mask of an encoder, [B, 1, S or 1, S]: 0 where a token may attend, else the lowest
     finite number of `dtype`; None if nothing is masked. A token attends to tokens of its document (`documents`:
     boundaries in packed sequences) whose `attention_mask_BS` is not 0. Built once per batch."""

@@ -20,20 +20,20 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.model.grouped_product import grouped_product, sum_bias_gradients
 
-Multiply = Callable[..., torch.Tensor]
+Multiply = Callable[..., Tensor]
 
 
 class GradientBuffers(Protocol):
     """Interface of the accumulation buffers of parameter gradients, to which deferred weight gradients are added."""
 
-    def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    def accumulate(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add `gradient`, of the parameter's shape, to the parameter's buffer."""
 
-    def accumulate_product(self, parameter: nn.Parameter, dy_NY: torch.Tensor, x_NX: torch.Tensor) -> None:
+    def accumulate_product(self, parameter: nn.Parameter, dy_NY: Tensor, x_NX: Tensor) -> None:
         """Add dyᵀ x, the gradient of the weight `parameter` [Y, X], to the parameter's buffer, for output gradient
         `dy_NY` and input `x_NX` of N tokens."""
 
@@ -45,7 +45,7 @@ class _DeferredGradient(NamedTuple):
 
     parameter: nn.Parameter
     multiply: Multiply | None
-    operands: tuple[torch.Tensor, ...]
+    operands: tuple[Tensor, ...]
 
 
 class WeightGradients:
@@ -69,7 +69,7 @@ class WeightGradients:
         finally:
             self._collects = None
 
-    def submit(self, parameter: nn.Parameter, multiply: Multiply | None, *operands: torch.Tensor) -> None:
+    def submit(self, parameter: nn.Parameter, multiply: Multiply | None, *operands: Tensor) -> None:
         """Add a gradient of `parameter` to the accumulation buffers: immediately or, inside `collecting`, when `run` is
         called.
 
@@ -119,17 +119,13 @@ class Taps(NamedTuple):
     Backward of the graph returns two tensors as their gradients: for the field `dy` [..., Y] the layer's output
     gradient, for the field `x` [..., X] the layer's input."""
 
-    dy: torch.Tensor
-    x: torch.Tensor
+    dy: Tensor
+    x: Tensor
 
 
 def linear(
-    x: torch.Tensor,
-    weight: nn.Parameter,
-    bias: torch.Tensor | None,
-    queue: WeightGradients | None,
-    taps: Taps | None = None,
-) -> torch.Tensor:
+    x: Tensor, weight: nn.Parameter, bias: Tensor | None, queue: WeightGradients | None, taps: Taps | None = None
+) -> Tensor:
     """Return x Wᵀ + b, [..., Y], for x [..., X], weight W [Y, X] and `bias` b (None: 0).
 
     `queue`: backward defers the computation of the weight gradient to it; None: autograd computes the weight gradient.
@@ -148,8 +144,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, x: torch.Tensor, weight_YX: nn.Parameter, bias: torch.Tensor | None, queue: WeightGradients
-    ) -> torch.Tensor:
+        context: Any, x: Tensor, weight_YX: nn.Parameter, bias: Tensor | None, queue: WeightGradients
+    ) -> Tensor:
         """Return x Wᵀ + b, [..., Y], for x [..., X], W (`weight_YX`) and b [Y] (`bias`; None: 0). `queue`: receives dy
         and x in backward."""
         context.save_for_backward(x, weight_YX)
@@ -158,7 +154,7 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, weight_YX, bias)
 
     @staticmethod
-    def backward(context: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(context: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of `x` and `bias` (None for the weight); hand (dy, x) to the queue, from which it
         computes the weight gradient."""
         x, dx, d_bias = _differentiate_input_and_bias(context, dy)
@@ -167,9 +163,7 @@ class _Linear(torch.autograd.Function):
         return dx, None, d_bias, None
 
 
-def _differentiate_input_and_bias(
-    context: Any, dy: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+def _differentiate_input_and_bias(context: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return a linear layer's input x, and the gradients of x and bias (None where not required), given the output
     gradient `dy`.
 
@@ -191,20 +185,15 @@ class _TappedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any,
-        x: torch.Tensor,
-        weight_YX: nn.Parameter,
-        bias: torch.Tensor | None,
-        dy_tap: torch.Tensor,
-        x_tap: torch.Tensor,
-    ) -> torch.Tensor:
+        context: Any, x: Tensor, weight_YX: nn.Parameter, bias: Tensor | None, dy_tap: Tensor, x_tap: Tensor
+    ) -> Tensor:
         """Return x Wᵀ + b, [..., Y], for x [..., X], `weight_YX` W and `bias` b (None: 0). `dy_tap` [..., Y] and
         `x_tap` [..., X] are not read; backward returns dy and x as their gradients."""
         context.save_for_backward(x, weight_YX)
         return F.linear(x, weight_YX, bias)
 
     @staticmethod
-    def backward(context: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(context: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of all inputs: of `x` and `bias` as usual, None for the weight, dy and x for the
         taps."""
         x, dx, d_bias = _differentiate_input_and_bias(context, dy)
@@ -219,7 +208,7 @@ class _MakeTaps(torch.autograd.Function):
     @staticmethod
     def forward(
         context: Any, weight_YX: nn.Parameter, queue: WeightGradients, rows: tuple[int, ...]
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> tuple[Tensor, ...]:
         """Return the taps of a linear layer with the weight `weight_YX` and inputs [*rows, X]: zeros [*rows, Y] and
         [*rows, X] that use no memory (stride 0). `queue`: receives the operands dy and x in backward.
         """
@@ -228,7 +217,7 @@ class _MakeTaps(torch.autograd.Function):
         return tuple(weight_YX.new_zeros(()).expand(*rows, size) for size in weight_YX.shape)
 
     @staticmethod
-    def backward(context: Any, dy: torch.Tensor, x: torch.Tensor) -> tuple[None, ...]:
+    def backward(context: Any, dy: Tensor, x: Tensor) -> tuple[None, ...]:
         """Put the computation of the weight gradient dyᵀ x into the queue. `dy` and `x` arrive as the gradients of the
         taps."""
         context.queue.submit(context.weight, None, dy.flatten(0, -2), x.flatten(0, -2))
@@ -267,7 +256,7 @@ def attach_taps(layers: Iterable[LinearLayer], rows: tuple[int, ...]) -> Iterato
             layer.taps = None
 
 
-def grouped_linear(x_NX: torch.Tensor, layer: LinearLayer, ends_E: torch.Tensor, first: int = 0) -> torch.Tensor:
+def grouped_linear(x_NX: Tensor, layer: LinearLayer, ends_E: Tensor, first: int = 0) -> Tensor:
     """Return x Wᵀ + b, [N, Y], for N token copies `x_NX` sorted by expert, where W and b are those of each copy's
     expert. (A token has one copy for each of its experts.) In backward, the computation of the weight gradient is
     deferred to the layer's queue; without a queue autograd computes it.
@@ -281,16 +270,14 @@ def grouped_linear(x_NX: torch.Tensor, layer: LinearLayer, ends_E: torch.Tensor,
     return _apply_uncompiled(_GroupedLinear, x_NX, layer.weight, layer.bias, ends_E, first, queue)
 
 
-def _multiply_experts(
-    x_NX: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ends_E: torch.Tensor, first: int
-) -> torch.Tensor:
+def _multiply_experts(x_NX: Tensor, weight: Tensor, bias: Tensor | None, ends_E: Tensor, first: int) -> Tensor:
     """Return the grouped product of `x_NX` with weights and biases that are stacked by expert; arguments and result are
     those of `grouped_linear`."""
     bias_EZ = None if bias is None else _unstack_experts(bias, ends_E)
     return grouped_product(x_NX, _unstack_experts(weight, ends_E), ends_E, bias_EZ, first)
 
 
-def _unstack_experts(stacked: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+def _unstack_experts(stacked: Tensor, ends_E: Tensor) -> Tensor:
     """View the weights or biases of E experts, stacked along dim 0 as [E x Y, ...], as [E, Y, ...]. `ends_E`: tensor of
     length E, of which only the length is read."""
     return stacked.unflatten(0, (len(ends_E), -1))
@@ -303,9 +290,9 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, x_NX: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None, ends_E: torch.Tensor,
+        context: Any, x_NX: Tensor, weight: nn.Parameter, bias: Tensor | None, ends_E: Tensor,
         first: int, queue: WeightGradients,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> Tensor:  # fmt: skip
         """Return x Wᵀ + b, [N, Y], for N token copies `x_NX` sorted by expert.
 
         `weight`, `bias`: those of all E experts stacked; `ends_E`: exclusive end index of each expert's copies;
@@ -318,7 +305,7 @@ class _GroupedLinear(torch.autograd.Function):
         return _multiply_experts(x_NX, weight, bias, ends_E, first)
 
     @staticmethod
-    def backward(context: Any, dy_NY: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(context: Any, dy_NY: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of `x_NX` and the bias, given the output gradient `dy_NY`, and None for the other
         inputs. Put the operands of the weight gradient into the queue that was passed to `forward`."""
         x_NX, weight, ends_E = context.saved_tensors
@@ -334,7 +321,7 @@ class _GroupedLinear(torch.autograd.Function):
         return dx_NX, None, d_bias, None, None, None
 
 
-def _apply_function(function: type[torch.autograd.Function], *arguments: Any) -> torch.Tensor:
+def _apply_function(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
     """Call the autograd function `function` on `arguments` and return its output tensor."""
     return function.apply(*arguments)
 
