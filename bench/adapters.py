@@ -57,7 +57,7 @@ def write_base(place: Path) -> dict[str, Any]:
     from meshwright.model.initialise import initialise
     from meshwright.model.transformer import Transformer
     from meshwright.spec.parameters import parameter_table
-    from meshwright.training.loop import resolve_model_config
+    from meshwright.training.model_config import resolve_model_config
 
     described = fine_tuning.write_examples(place)
     recipe = fine_tuning.recipe(place, False)

@@ -31,8 +31,8 @@ from meshwright.data import prepare
 from meshwright.layout import Layout
 from meshwright.model import experts, layers, loss, rope, tiled_attention
 from meshwright.recipe import Recipe
-from meshwright.training import loop
 from meshwright.training.language_model import LanguageModelTask
+from meshwright.training.model_config import resolve_model_config
 from meshwright.training.precision import PARAMETER_DTYPES, Arithmetic
 from meshwright.training.trainer import Trainer
 
@@ -96,7 +96,7 @@ def train(recipe: Recipe, precision: str, fault: str = "none") -> tuple[list[flo
             stack.enter_context(patch.object(NARROW[fault], "at_least_float32", lambda dtype: dtype))
         trainer = Trainer(
             LanguageModelTask(
-                recipe, mesh.layout, loop.resolve_model_config(recipe, data), data, mesh, arithmetic=arithmetic
+                recipe, mesh.layout, resolve_model_config(recipe, data), data, mesh, arithmetic=arithmetic
             )
         )
         if fault in ROUNDED:

@@ -97,7 +97,7 @@ def meshwright(place: Path, compiled: bool) -> None:
     from meshwright.data import prepare
     from meshwright.monitoring.memory import keep_freed_memory
     from meshwright.training.language_model import LanguageModelTask
-    from meshwright.training.loop import resolve_model_config
+    from meshwright.training.model_config import resolve_model_config
     from meshwright.training.trainer import Trainer
 
     keep_freed_memory()  # as in every rank of `meshwright train`

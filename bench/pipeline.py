@@ -36,11 +36,11 @@ from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.model.documents import ONE_DOCUMENT, MicroBatch
-from meshwright.model.initialise import initial_value, write_entry
+from meshwright.model.initialise import extract_entry, initial_value
 from meshwright.model.loss import linear_cross_entropy
 from meshwright.model.transformer import Transformer
 from meshwright.monitoring.memory import keep_freed_memory
-from meshwright.parallel.axes import build_axes
+from meshwright.parallel.parallelize import build_axes
 from meshwright.parallel.step import ForwardBackward
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.recipe import Recipe
@@ -132,7 +132,7 @@ class Part(nn.Module):
         with torch.no_grad():
             for entry in table.entries:
                 if entry.tensor in parameters:
-                    write_entry(parameters[entry.tensor], entry, entries[entry.name])
+                    extract_entry(parameters[entry.tensor], entry).copy_(entries[entry.name])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.stage.first:

@@ -34,7 +34,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.model.transformer import Transformer
 from meshwright.monitoring.memory import keep_freed_memory
-from meshwright.parallel.axes import build_axes
+from meshwright.parallel.parallelize import build_axes
 from meshwright.parallel.step import count_targets
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.recipe import Recipe

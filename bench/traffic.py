@@ -37,7 +37,7 @@ from meshwright.data import prepare
 from meshwright.layout import Layout
 from meshwright.recipe import Recipe
 from meshwright.training.language_model import LanguageModelTask
-from meshwright.training.loop import resolve_model_config
+from meshwright.training.model_config import resolve_model_config
 from meshwright.training.trainer import Trainer
 from namespaces import MTU, NETWORK, hosts, sent_by_hosts
 

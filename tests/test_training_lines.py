@@ -16,7 +16,7 @@ import pytest
 from meshwright.cli.train import _format_result
 from meshwright.comm.mesh import Mesh
 from meshwright.monitoring.journal import Journal
-from meshwright.monitoring.records import Metrics, StepRecord, Validation
+from meshwright.monitoring.records import StepOutcome, StepRecord, Validation
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.recipe import Recipe, resolve_recipe
 from meshwright.spec.config_from_recipe import config_from_recipe
@@ -107,11 +107,13 @@ class Console:
         "mfu" in percent. validation: loss of a validation after the step."""
         rate = figures["rate"]
         journal = self.begin(peak=sum(self.bound_peak(rate, figures["mfu"])) / 2)
+        outcome = StepOutcome(
+            figures["loss"], figures["norm"], True, False, False, rank_seconds=[1.0] * self.mesh.world_size
+        )
         record = StepRecord(
-            step=step, loss=figures["loss"], gradient_norm=figures["norm"],
-            learning_rate=learning_rate(step - 1, self.recipe.train), finite=True, skipped_steps=0, metrics=Metrics(),
+            step=step, outcome=outcome, learning_rate=learning_rate(step - 1, self.recipe.train), skipped_steps=0,
             validation=None if validation is None else Validation(validation), seconds_by_part={}, waiting_seconds=0.0,
-            seconds=self.run.units_per_step / rate, rank_seconds=[1.0] * self.mesh.world_size,
+            seconds=self.run.units_per_step / rate,
         )  # fmt: skip
         with journal:
             journal.progress.begin(step - 1)

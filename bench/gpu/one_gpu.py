@@ -45,7 +45,7 @@ from ring import ring_errors, ring_seconds
 from meshwright.checkpoint import Checkpointer, SaveOptions
 from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
-from meshwright.model import transformer
+from meshwright.model import attention_inputs
 from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.documents import Documents
 from meshwright.model.initialise import initialise
@@ -202,7 +202,7 @@ def measure(device: str, shape: dict[str, int], layout: str) -> dict[str, Any]:
 @contextmanager
 def dense_masks() -> Iterator[None]:
     """Attention by masks of all pairs of tokens, as without variable-length kernels."""
-    with mock.patch.object(transformer, "choose_mask_form", lambda *_: "boolean"):
+    with mock.patch.object(attention_inputs, "choose_mask_form", lambda *_: "boolean"):
         yield
 
 

@@ -11,7 +11,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.layout import Layout
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
-from meshwright.parallel.axes import build_axes
+from meshwright.parallel.parallelize import build_axes
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table
 

@@ -12,7 +12,7 @@ from meshwright.layout import Layout
 from meshwright.model.documents import Documents
 from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
-from meshwright.parallel.axes import build_axes
+from meshwright.parallel.parallelize import build_axes
 from meshwright.parallel.recompute import ActivationCheckpointing
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table

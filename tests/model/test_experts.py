@@ -34,6 +34,7 @@ from meshwright.spec.refuse import refuse
 from tests.conftest import exhaustive
 from tests.model.key_value_cache import KeyValueCache
 from tests.model.transformers_names import entry_in_transformers
+from tests.planner.cost.flop_counting import OURS
 
 ODD: dict[str, Any] = {
     "vocab_size": 499, "hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 5, "num_attention_heads": 4,
@@ -279,7 +280,7 @@ def test_flops_count_only_experts_of_each_token(name: str):
     x_BSH = torch.randn(2, 20, config.hidden, dtype=torch.float64)
     counted = 0
     for block in model.layers:
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=OURS) as counter:
             block.mlp(x_BSH)
         counted += counter.get_total_flops()
     flops = forward_flops_per_token(config, 20)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.model import transformer
+from meshwright.model import attention_inputs
 from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.documents import Documents
 from meshwright.model.initialise import initialise
@@ -31,7 +31,7 @@ STARTS = [[0, 1, 7, 8, 20], [0], [0, 23]]
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     """Replace the CUDA kernels by their definition, and use them on the CPU; list what they were called with."""
-    monkeypatch.setattr(transformer, "choose_mask_form", lambda *_: "varlen")
+    monkeypatch.setattr(attention_inputs, "choose_mask_form", lambda *_: "varlen")
     with flash_kernels_on_cpu() as found:
         yield found
 
@@ -88,7 +88,7 @@ def test_model_with_varlen_attention_has_the_same_loss_and_gradients(
     documents = documents_from_starts(STARTS, 24)
     found = []
     for form in ("varlen", "first"):
-        monkeypatch.setattr(transformer, "choose_mask_form", lambda *_, form=form: form)
+        monkeypatch.setattr(attention_inputs, "choose_mask_form", lambda *_, form=form: form)
         model.zero_grad()
         loss = model(tokens, targets, documents)
         loss.backward()

@@ -22,7 +22,7 @@ from meshwright.recipe import load_recipe_text
 from meshwright.schedules.library import generate_for_layout
 from meshwright.spec.parameters import parameter_table
 from meshwright.training.language_model import LanguageModelTask
-from meshwright.training.loop import resolve_model_config
+from meshwright.training.model_config import resolve_model_config
 from meshwright.training.trainer import Trainer
 from meshwright.verification.problem import Problem
 from meshwright.verification.samples import Batch

@@ -14,8 +14,8 @@ from meshwright.model import loss
 from meshwright.model.axis_operations import TensorOperations
 from meshwright.model.initialise import initial_value
 from meshwright.model.transformer import Transformer
-from meshwright.parallel.axes import build_axes
 from meshwright.parallel.flat_buffers import cut_slices, make_flat_layout
+from meshwright.parallel.parallelize import build_axes
 from meshwright.parallel.step import count_targets
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.spec import chunks

@@ -17,7 +17,7 @@ from meshwright.layout import Layout
 from meshwright.model.documents import Documents
 from meshwright.model.initialise import initial_value, initialise
 from meshwright.model.transformer import Transformer
-from meshwright.parallel.axes import build_axes
+from meshwright.parallel.parallelize import build_axes
 from meshwright.parallel.step import count_targets
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.spec.parameter_entries import compute_padded_numel

@@ -41,7 +41,7 @@ from meshwright.training import teacher_cache_writer
 from meshwright.training.distillation import Distillation
 from meshwright.training.distillation_loss import DistillationLoss
 from meshwright.training.language_model import LanguageModelTask
-from meshwright.training.loop import resolve_model_config
+from meshwright.training.model_config import resolve_model_config
 from meshwright.training.on_policy import Sampler, _DenseCache, find_prompts
 from meshwright.training.precision import Arithmetic
 from meshwright.training.task import RunStart

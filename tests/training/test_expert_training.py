@@ -16,7 +16,7 @@ from meshwright.comm.mesh import Mesh
 from meshwright.data import prepare
 from meshwright.recipe import load_recipe_text
 from meshwright.training.language_model import LanguageModelTask
-from meshwright.training.loop import resolve_model_config
+from meshwright.training.model_config import resolve_model_config
 from meshwright.training.trainer import Trainer
 from tests.conftest import exhaustive
 from tests.training import training_cases as cases

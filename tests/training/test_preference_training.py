@@ -25,7 +25,7 @@ from meshwright.model.initialise import initialise
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.flat_buffers import Columns, TensorSlice
 from meshwright.spec.parameters import parameter_table
-from meshwright.training.loop import resolve_model_config
+from meshwright.training.model_config import resolve_model_config
 from meshwright.training.reference import FILE, compute_weights_checksum
 from tests.adapters.adapter_cases import small, write_base
 from tests.conftest import exhaustive

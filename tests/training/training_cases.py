@@ -25,6 +25,7 @@ from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.recipe import Recipe, load_recipe_text
 from meshwright.training import loop
 from meshwright.training.language_model import LanguageModelTask
+from meshwright.training.model_config import resolve_model_config
 from meshwright.training.trainer import Trainer
 
 LEFT = ("metrics.jsonl", "result.json", "recipe.resolved.toml")
@@ -316,9 +317,7 @@ def first_gradients(text: str) -> list[torch.Tensor]:
     from meshwright.data import prepare
 
     data = prepare(wanted.data, wanted.run.seed)
-    trainer = Trainer(
-        LanguageModelTask(wanted, wanted.parsed_layout, loop.resolve_model_config(wanted, data), data, mesh)
-    )
+    trainer = Trainer(LanguageModelTask(wanted, wanted.parsed_layout, resolve_model_config(wanted, data), data, mesh))
     gradients: list[torch.Tensor] = []
     finish = trainer.parallel.finish
 
@@ -339,9 +338,7 @@ def documents_of_steps(text: str, steps: int) -> tuple[Any, Any]:
     from meshwright.data import prepare
 
     data = prepare(wanted.data, wanted.run.seed)
-    trainer = Trainer(
-        LanguageModelTask(wanted, wanted.parsed_layout, loop.resolve_model_config(wanted, data), data, mesh)
-    )
+    trainer = Trainer(LanguageModelTask(wanted, wanted.parsed_layout, resolve_model_config(wanted, data), data, mesh))
     predicted, found = trainer.task.document_starts(0, steps), []
     for step in range(steps):
         for tokens, _, documents in trainer.task.load_step(step):

@@ -28,8 +28,8 @@ from meshwright.parallel.flat_buffers import TensorSlice
 from meshwright.recipe import Recipe, TrainRecipe, load_recipe_text
 from meshwright.spec.config_json import config_from_huggingface, config_from_path, config_to_huggingface
 from meshwright.spec.parameters import parameter_table
-from meshwright.training import loop
 from meshwright.training.language_model import LanguageModelTask
+from meshwright.training.model_config import resolve_model_config
 from meshwright.training.precision import Arithmetic
 from meshwright.training.trainer import Trainer
 from tests.model.transformers_names import entry_in_transformers
@@ -242,7 +242,7 @@ def train_on_rank(text: str, layout: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     wanted = load_recipe_text(text, "recipe")
     data = prepare(wanted.data, wanted.run.seed)
-    config = loop.resolve_model_config(wanted, data)
+    config = resolve_model_config(wanted, data)
     with closing(Mesh.create(Layout.parse(layout), "cpu", 60.0)) as mesh:
         task = LanguageModelTask(
             wanted,

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -18,8 +17,11 @@ from meshwright.comm import backend, transport
 from meshwright.comm.faults import Fault
 from meshwright.comm.handle import DONE, Handle, make_rank_lost_error
 from meshwright.comm.mesh import Axis, calls_in_flight
-from meshwright.comm.transport import Message, RowCounts
+from meshwright.comm.transport import Finish, Message, Posted, RowCounts
 from meshwright.errors import RankLost
+
+Post = Callable[[], Posted]
+"""Function that posts the transfers of a collective call."""
 
 
 def all_reduce(tensor: torch.Tensor, axis: Axis, site: str, op: str = "sum", async_op: bool = False) -> Handle:
@@ -34,7 +36,7 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, site: str, op: str = "sum", asy
         return DONE
     if call.dropped_rank == axis.rank:
         tensor.zero_()
-    over, _ = axis.communicator.faults.redirect(call.fault, axis, ordered=False)
+    over, _ = call.redirect(ordered=False)
     if over.trivial:
         return DONE
     return _post_call(lambda: transport.all_reduce(tensor, over, op), call, tensor, async_op)
@@ -72,7 +74,7 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str
         _copy_unless_shared(output.view(axis.size, n)[axis.rank], source)
         return DONE
     source = _drop_source(call, source)
-    over, turned = axis.communicator.faults.redirect(call.fault, axis)
+    over, turned = call.redirect()
     if over is not axis:
         source = source.clone()  # its slice of the output belongs to another rank now
     turn = (lambda: output.copy_(_shift_by_one_rank(output, axis))) if turned else None
@@ -89,7 +91,7 @@ def broadcast(tensor: torch.Tensor, axis: Axis, site: str, source: int = 0, asyn
     if call is None:
         return DONE
     lose = None if call.dropped_rank is None else tensor.zero_
-    over, turned = axis.communicator.faults.redirect(call.fault, axis)
+    over, turned = call.redirect()
     begins = (source + 1) % axis.size if turned else source
     return _post_call(lambda: transport.broadcast(tensor, begins, over), call, tensor, async_op, lose)
 
@@ -162,7 +164,7 @@ def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, as
         output.zero_()
         return DONE
     source = _drop_source(call, source)
-    over, _ = axis.communicator.faults.redirect(call.fault, axis, ordered=False)  # a shifted ring is the same ring
+    over, _ = call.redirect(ordered=False)  # a shifted ring is the same ring
     return _post_call(lambda: transport.rotate(output, source, over), call, output, async_op)
 
 
@@ -234,8 +236,10 @@ def _record_message(message: Message, axis: Axis) -> tuple[int, Callable[[], tup
     """Count a point-to-point message in `Mesh.record` and in the flight recorder. Return (its number there, function
     that describes it for an error message, fault to inject into it)."""
     calls = axis.communicator.calls
-    tensor, site = message.tensor, message.site
-    here, there = axis.ranks[axis.rank], axis.ranks[message.peer]
+    tensor = message.tensor
+    site = message.site
+    here = axis.ranks[axis.rank]
+    there = axis.ranks[message.peer]
     sent = 0 if message.is_receive else tensor.nbytes
     axis.communicator.record.count_call(site, "transfer", axis.name, tensor.nbytes, sent)
     pair = calls.register_group(axis.ranks, (there, here) if message.is_receive else (here, there))
@@ -282,6 +286,22 @@ class _RecordedCall:
         fault = self.fault
         return fault.position % self.axis.size if fault is not None and fault.kind == "drop" else None
 
+    def redirect(self, ordered: bool = True) -> tuple[Axis, bool]:
+        """Apply a fault of the kind "wrong group". Return (axis over which to make the call, shift); if shift is True,
+        the caller must shift the ranks' data cyclically by one rank.
+
+        Without such a fault, return (the call's axis, False). With it, return (axis over other ranks, False) if the
+        mesh has made one, else (the call's axis, True): the shift imitates a call over other ranks. ordered: False if
+        the result does not depend on the order of ranks; shift is then False, as it would change nothing."""
+        fault = self.fault
+        faults = self.axis.communicator.faults
+        if fault is None or fault.kind != "wrong group" or fault.axis != self.axis.name:
+            return self.axis, False
+        if faults.other is None and not ordered:
+            return self.axis, False
+        faults.affected_calls += 1
+        return (self.axis, True) if faults.other is None else (faults.other, False)
+
     def __call__(self) -> tuple[str, str]:
         """Describe the call for an error message: return ("which rank waits for which others", "operation, axis and
         site").
@@ -327,17 +347,12 @@ def _redirect_source(call: _RecordedCall, source: torch.Tensor) -> tuple[Axis, t
     Return (axis of the call, tensor that this rank contributes). The fault replaces the axis by one over other ranks.
     If there is no such axis, it shifts the slices of `source` by one rank instead.
     """
-    over, turned = call.axis.communicator.faults.redirect(call.fault, call.axis)
+    over, turned = call.redirect()
     return over, _shift_by_one_rank(source, call.axis) if turned else source
 
 
 def _post_call(
-    post: Callable[[], transport.Posted],
-    call: _RecordedCall,
-    output: torch.Tensor,
-    async_op: bool,
-    then: Callable[[], Any] | None = None,
-    uneven: bool = False,
+    post: Post, call: _RecordedCall, output: torch.Tensor, async_op: bool, then: Finish = None, uneven: bool = False
 ) -> Handle:
     """Post a collective call and record it in the flight recorder (ring of the process's recent calls); return the
     handle to wait on.

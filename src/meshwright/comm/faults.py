@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 
@@ -42,18 +42,7 @@ class Fault:
         return f"{self.site} ({self.operation}): {self.kind}{which}"
 
 
-class NamedAxis(Protocol):
-    """Interface of a mesh axis for fault injection, which reads only the axis's name."""
-
-    @property
-    def name(self) -> str:
-        """Name of the mesh axis, such as "dp"."""
-
-
-AxisType = TypeVar("AxisType", bound=NamedAxis)
-
-
-class Faults(Generic[AxisType]):
+class Faults:
     """Fault injection of one process: holds the active fault, if any, and applies it to collective calls. All ranks of
     a group inject the same fault, so that no call hangs.
 
@@ -62,18 +51,20 @@ class Faults(Generic[AxisType]):
     def __init__(self) -> None:
         self.active: Fault | None = None
         self.affected_calls = 0  # calls with an injected fault
-        self.other: AxisType | None = None
+        self.other: Any = None  # axis over the wrong ranks
         self._calls = 0
         self._before: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
-    def inject(self, fault: Fault | None, other: AxisType | None = None) -> None:
+    def inject(self, fault: Fault | None, other: Any = None) -> None:
         """Activate a fault in this process in place of the previous one; None: deactivate it. other: for the kind
         "wrong group", this rank's axis over the wrong ranks (made by `Mesh.inject`); None: the ranks' data are shifted
         cyclically by one rank instead. Raises ValueError for an unknown kind."""
         if fault is not None and fault.kind not in KINDS:
             raise ValueError(f'unknown fault "{fault.kind}" (known: {", ".join(KINDS)})')
-        self.active, self.other = fault, other
-        self.affected_calls = self._calls = 0
+        self.active = fault
+        self.other = other
+        self.affected_calls = 0
+        self._calls = 0
         self._before.clear()
 
     def match_call(self, site: str, operation: str) -> Fault | None:
@@ -90,21 +81,6 @@ class Faults(Generic[AxisType]):
             self.affected_calls += fault.kind not in ("stale", "wrong group")
             return fault
         return dataclasses.replace(fault, kind=_REMEMBER) if fault.kind == "stale" else None
-
-    def redirect(self, fault: Fault | None, axis: AxisType, ordered: bool = True) -> tuple[AxisType, bool]:
-        """Apply a fault of the kind "wrong group" to a collective call over `axis`. Return (axis over which to make the
-        call, shift); if shift is True, the caller must shift the ranks' data cyclically by one rank.
-
-        Without such a `fault`, return (`axis`, False). With it, return (axis over other ranks, False) if `inject` was
-        given such an axis, else (`axis`, True): the shift imitates a call over other ranks. ordered: False if the
-        result does not depend on the order of ranks; shift is then False, as it would change nothing.
-        """
-        if fault is None or fault.kind != "wrong group" or fault.axis != axis.name:
-            return axis, False
-        if self.other is None and not ordered:
-            return axis, False
-        self.affected_calls += 1
-        return (axis, True) if self.other is None else (self.other, False)
 
     def corrupt_result(self, fault: Fault, output: torch.Tensor) -> None:
         """Corrupt the finished result `output` of a call in place, for two kinds of `fault`: "double" multiplies it by

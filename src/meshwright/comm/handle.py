@@ -54,9 +54,7 @@ class Handle:
         timeout."""
         if self._error is not None:
             raise self._error
-        works, finishers = self._works, self._finishers
-        self._works, self._finishers = (), []
-        calls_in_flight.pop(self, None)
+        works, finishers = self._take()
         begun = time.perf_counter()
         if works and self._communicator is not None:
             self._communicator.calls.wait(self._call)
@@ -75,12 +73,19 @@ class Handle:
         for finish in finishers:
             finish()
 
+    def _take(self) -> tuple[Sequence[Any], list[Callable[[], Any]]]:
+        """Return the transfers and callbacks of the call, which is no longer in flight, and forget them."""
+        taken = self._works, self._finishers
+        self._works = ()
+        self._finishers = []
+        calls_in_flight.pop(self, None)
+        return taken
+
     def settle(self, seconds: float) -> None:
         """Wait for the transfers of a call whose result is no longer needed; ignore errors and run no callbacks.
         seconds: limit of the wait for each transfer. On CUDA, where the handle has no timeout, the backend's limit
         applies instead."""
-        works, self._works, self._finishers = self._works, (), []
-        calls_in_flight.pop(self, None)
+        works, _ = self._take()
         with suppress(RuntimeError, RankLost):
             for work in works:
                 work.wait() if self._timeout is None else work.wait(timedelta(seconds=seconds))

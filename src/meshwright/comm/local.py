@@ -203,7 +203,9 @@ class LocalRanks:
                 os.kill(pid, signal.SIGKILL)
         for descriptor in self._rings.values():
             os.close(descriptor)
-        self._connections, self._pids, self._rings = [], [], {}
+        self._connections = []
+        self._pids = []
+        self._rings = {}
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
@@ -249,9 +251,10 @@ class _Server:
 
         preloaded: names of modules that a new server imports (None: those of the last server, or the default)."""
         last = cls._instance
-        if last is None or last.process.poll() is not None or last.owner != os.getpid():
-            cls._instance = last = cls(preloaded or (PRELOADED if last is None else last.preloaded))
-        return last
+        if last is not None and last.process.poll() is None and last.owner == os.getpid():
+            return last
+        cls._instance = cls(preloaded or (PRELOADED if last is None else last.preloaded))
+        return cls._instance
 
     def __init__(self, preloaded: Sequence[str]) -> None:
         self.preloaded = preloaded
@@ -263,7 +266,8 @@ class _Server:
                 stdin=subprocess.DEVNULL,
                 env=build_child_environment(),
             )
-        self.owner, self.lock = os.getpid(), threading.Lock()
+        self.owner = os.getpid()
+        self.lock = threading.Lock()
         self.connection = Connection(ours.detach())
         atexit.register(self.stop)
 
@@ -273,7 +277,7 @@ class _Server:
         try:
             with self.lock:  # pools may start in threads
                 self.connection.send(settings)
-                return self.connection.recv()  # type: ignore[no-any-return]
+                return self.connection.recv()
         except (EOFError, OSError) as error:
             raise RankLost(f"the server of local ranks has exited: {error}") from error
 
@@ -324,7 +328,8 @@ def serve(descriptor: int, preloaded: Sequence[str]) -> None:
 def _run_rank_process(rank: int, settings: _PoolSettings) -> None:
     """Run the forked process of rank `rank` of a pool with `settings`: initialise torch.distributed, then run the
     functions that the parent requests. Never returns."""
-    status, directory = 1, settings.directory
+    status = 1
+    directory = settings.directory
     try:
         die_with_parent()
         ignore_model_warnings()
@@ -381,4 +386,4 @@ def _import_function(name: str) -> Callable[..., Any]:
     found: Any = importlib.import_module(module)
     for part in path.split("."):
         found = getattr(found, part)
-    return found  # type: ignore[no-any-return]
+    return found

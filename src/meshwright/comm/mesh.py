@@ -62,7 +62,7 @@ class Communicator:
         self.programs = NamedPrograms(programs, timeout_seconds, device)
         self.record = Record()
         self.calls = get_process_writer()
-        self.faults: Faults[Axis] = Faults()
+        self.faults = Faults()
         self.device = torch.device(device)
         self.timeout_seconds = timeout_seconds
         self.waited_seconds = 0.0  # host time spent waiting for calls, since the process started
@@ -215,7 +215,7 @@ class Mesh:
         return self.communicator.record
 
     @property
-    def faults(self) -> Faults[Axis]:
+    def faults(self) -> Faults:
         """Fault injection of this process, which applies to its collective calls."""
         return self.communicator.faults
 

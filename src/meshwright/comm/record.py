@@ -40,9 +40,7 @@ class Record:
     def count_call(self, site: str, operation: str, axis: str, payload_bytes: int, sent_bytes: int) -> None:
         """Count one collective call. site: label of the call. operation: such as "all_reduce". axis: name of the mesh
         axis. payload_bytes: bytes of the whole vector. sent_bytes: bytes that this rank sends."""
-        entry = self.sites.get((site, operation, axis))
-        if entry is None:
-            entry = self.sites[(site, operation, axis)] = SiteRecord(site, operation, axis)
+        entry = self.sites.setdefault((site, operation, axis), SiteRecord(site, operation, axis))
         entry.add(1, payload_bytes, sent_bytes)
 
     def clear(self) -> None:
@@ -74,7 +72,8 @@ class Record:
         """
         lines: dict[tuple[str, str], SiteRecord] = {}
         for entry in self.sites.values():
-            line = lines.setdefault((entry.site, entry.operation), SiteRecord(entry.site, entry.operation, entry.axis))
+            key = entry.site, entry.operation
+            line = lines.setdefault(key, SiteRecord(*key, entry.axis))
             line.add(entry.calls, entry.payload_bytes, entry.sent_bytes)
         return [asdict(line) for line in lines.values()]
 

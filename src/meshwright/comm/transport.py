@@ -17,9 +17,13 @@ import torch.distributed as dist
 
 from meshwright.comm.mesh import Axis
 
-Posted = tuple[list[Any], Callable[[], Any] | None]
+Finish = Callable[[], Any] | None
+"""Callback at the completion of a call; None: none."""
+Posted = tuple[list[Any], Finish]
+"""Work handles of a call, and the callback at its completion."""
 
-EXCHANGE_TAG, MESSAGE_TAG = 0, 1  # gloo tags: sends and receives of collectives, and messages in the same group
+EXCHANGE_TAG = 0  # gloo tag of the sends and receives of collectives
+MESSAGE_TAG = 1  # gloo tag of messages in the same group
 
 
 @dataclass(frozen=True, slots=True)

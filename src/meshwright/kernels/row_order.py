@@ -81,3 +81,20 @@ def _order_latent_rows(config: ModelConfig, name: str, values: Array) -> Array:
         queries = heads[:begin] if latent.query_rank is None else order[:begin]
         order = np.concatenate([order[begin : begin + latent.rank], begin + latent.rank + rotary, queries])
     return np.take(values, order, axis=0)
+
+
+def find_half_rotation_order(config: ModelConfig) -> list[int] | None:
+    """Return the order in which a head's D features must be arranged for kernels that rotate feature i with feature i +
+    D/2: the j-th element is the index of the model's feature at position j. Return None if the model has this order
+    already, or no rotary positions.
+
+    `config`: model configuration. Features without rotation are paired too, at the angle 0 (`model.rope.pad_pairs`)."""
+    size, rotated = config.head_dim, config.rotary_dim
+    if config.positions != "rope" or (rotated == size and not config.rotary_interleaved):
+        return None
+    pairs = [
+        (2 * pair, 2 * pair + 1) if config.rotary_interleaved else (pair, pair + rotated // 2)
+        for pair in range(rotated // 2)
+    ]
+    pairs += [(each, each + (size - rotated) // 2) for each in range(rotated, rotated + (size - rotated) // 2)]
+    return [first for first, _ in pairs] + [second for _, second in pairs]

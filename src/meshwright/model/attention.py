@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.model.attention_inputs import AttentionInputs
 from meshwright.model.axis_operations import AxisOperations
@@ -62,7 +62,7 @@ class Attention(nn.Module):
             self.heads * self.size, config.hidden, config.output_bias, axes.tensor, "attention.output", **options
         )
 
-    def forward(self, x_BSH: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
+    def forward(self, x_BSH: Tensor, inputs: AttentionInputs) -> Tensor:
         """Return the attention output [B, S, H] for the hidden states `x_BSH`. With sequence parallelism, both hold
         only this rank's tokens. `inputs`: positions, mask and KV cache; the mask of a decoder is from
         `make_attention_mask`, that of an encoder from `make_bidirectional_mask`."""

@@ -1,26 +1,51 @@
 """Inputs of attention layers besides the hidden states: rotary positions, attention masks, the KV cache.
 
-Shapes: B sequences, S tokens of a sequence, R rotated features of a head.
+Shapes: B sequences, S tokens of a sequence (new ones, with a cache), N query heads, K key-value heads, D head size, R
+rotated features of a head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from meshwright.model.axis_operations import ContextOperations
-from meshwright.model.cache import AttentionCache
 from meshwright.model.documents import ONE_DOCUMENT, Documents
 from meshwright.model.rope import RotaryTable, TemperatureTable, make_table
 from meshwright.model.scaled_dot_product import AttentionMask, choose_mask_form
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.rope_scaling import Rotation, Temperature
 
-Rotated = tuple[torch.Tensor, torch.Tensor | None] | None
+Rotated = tuple[Tensor, Tensor | None] | None
 """Rotary cosine and sine of each token, [B or 1, 1, S, R/2] each; factors on its queries [B or 1, 1, S, 1] and None;
 None without either."""
+
+
+class AttentionCache(Protocol):
+    """Interface of a KV cache of all attention layers. It stores the keys and values of new tokens, and computes the
+    attention of new tokens to the cached tokens and to themselves.
+
+    length: number of cached tokens of each sequence. Position IDs of new tokens start at `length`, unless the caller
+    passes others."""
+
+    length: int
+
+    def attend(
+        self, layer: int, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Store the keys `k_BKSD` and values `v_BKSD` of S new tokens of each sequence in the cache of layer number
+        `layer`. Return the causal attention [B, N, S, D] of the new queries `q_BNSD` to the cached and the new tokens,
+        within the layer's sliding window. `v_BKSD` None: the keys are the values too, stored once (latent attention).
+
+        `sinks`: attention-sink score of each query head [N]; None: none."""
+
+    def advance(self, tokens: int) -> None:
+        """Add `tokens`, the number of new tokens of each sequence, to `length`, the number of cached tokens. Called
+        when all layers have stored the new keys and values."""
 
 
 class TokenInput(NamedTuple):
@@ -30,10 +55,10 @@ class TokenInput(NamedTuple):
     tokens (None: none); `positions_BS`: position IDs; None: 0, 1, 2 ... within each document, or continuing after the
     cached tokens."""
 
-    tokens_BS: torch.Tensor
+    tokens_BS: Tensor
     documents: Documents = ONE_DOCUMENT
     cache: AttentionCache | None = None
-    positions_BS: torch.Tensor | None = None
+    positions_BS: Tensor | None = None
 
 
 class AttentionInputs(NamedTuple):
@@ -90,7 +115,7 @@ class AttentionInputBuilder:
             inputs[layer] = AttentionInputs(rotations[turn], masks.get(window), cache, number)
         return inputs
 
-    def _make_mask(self, window: int | None, tokens_BS: torch.Tensor, documents: Documents) -> AttentionMask:
+    def _make_mask(self, window: int | None, tokens_BS: Tensor, documents: Documents) -> AttentionMask:
         """Return the attention mask of the layers with the sliding window `window` (None: none), in the form that
         their kernel reads. In models with chunked attention the window is the size of the chunks.
 

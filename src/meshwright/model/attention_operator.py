@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from meshwright.comm.custom_operator import custom_operator
 
@@ -40,7 +41,7 @@ def register_attention(
         ctx.save_for_backward(*inputs[:3], inputs[-1], *(output if isinstance(output, tuple) else ()))
         ctx.set_materialize_grads(False)
 
-    def formula(ctx: Any, d_out_BNSD: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+    def formula(ctx: Any, d_out_BNSD: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         """Return the gradients of all of the operator's inputs, given that of its output (`backward` of
         torch.library.register_autograd). ctx: autograd context."""
         q, k, v, sinks, *results = ctx.saved_tensors
@@ -55,10 +56,10 @@ def _holds_tensors(argument: Any) -> bool:
     """Return True if `argument`, an argument of a custom operator, is a list of tensors. Autograd then expects a list
     of gradients for it.
     """
-    return isinstance(argument, list) and all(isinstance(each, torch.Tensor) for each in argument)
+    return isinstance(argument, list) and all(isinstance(each, Tensor) for each in argument)
 
 
-def add_sinks(out: torch.Tensor, log_sum: torch.Tensor, sinks: torch.Tensor) -> None:
+def add_sinks(out: Tensor, log_sum: Tensor, sinks: Tensor) -> None:
     """Add attention sinks to an attention output that was computed without them, in place. A sink adds the term
     exp(sink) to the denominator of each softmax.
 
@@ -72,7 +73,7 @@ def add_sinks(out: torch.Tensor, log_sum: torch.Tensor, sinks: torch.Tensor) -> 
     log_sum.copy_(with_sinks)
 
 
-def compute_sink_gradients(sinks_N: torch.Tensor, log_sum_BNS: torch.Tensor, inner_BNS: torch.Tensor) -> torch.Tensor:
+def compute_sink_gradients(sinks_N: Tensor, log_sum_BNS: Tensor, inner_BNS: Tensor) -> Tensor:
     """Return the gradient [N] of the attention-sink scores `sinks_N` of N query heads: minus the sum, over B sequences
     and S queries, of the sink's probability times `inner_BNS`.
 
@@ -83,14 +84,14 @@ def compute_sink_gradients(sinks_N: torch.Tensor, log_sum_BNS: torch.Tensor, inn
     return -(p_BNS * inner_BNS).sum(dim=(0, 2)).to(sinks_N.dtype)
 
 
-def empty_gradient(like: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+def empty_gradient(like: Tensor, sinks: Tensor | None) -> Tensor:
     """Return an uninitialised tensor of the shape of `sinks` for their gradient; if `sinks` is None, an empty tensor
     with the dtype and device of `like`.
     """
     return like.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
 
-def group_by_kv_head(x_BNSD: torch.Tensor, k_BKSD: torch.Tensor) -> torch.Tensor:
+def group_by_kv_head(x_BNSD: Tensor, k_BKSD: Tensor) -> Tensor:
     """View a tensor of N query heads, `x_BNSD` [B, N, S, D], as [B, K, G, S, D]: its heads grouped by the key-value
     head to which they attend, with G = N / K query heads for each of K key-value heads.
 
@@ -98,7 +99,7 @@ def group_by_kv_head(x_BNSD: torch.Tensor, k_BKSD: torch.Tensor) -> torch.Tensor
     return x_BNSD.unflatten(1, (k_BKSD.shape[1], -1))
 
 
-def empty_bsnd(x_BNSD: torch.Tensor, values: torch.Tensor | None = None) -> torch.Tensor:
+def empty_bsnd(x_BNSD: Tensor, values: Tensor | None = None) -> Tensor:
     """Return an uninitialised tensor [B, N, S, D] of the dtype and the first three dims of `x_BNSD`. It is stored in
     memory as [B, S, N, D], the order in which the projections before and after attention use it. `values`: tensor whose
     last dim replaces D; None: D as in `x_BNSD`."""

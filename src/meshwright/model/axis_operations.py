@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from meshwright.model.documents import Documents
 from meshwright.model.scaled_dot_product import AttentionMask, MaskForm, attend, make_attention_mask
 from meshwright.model.tiled_attention import ScoreSettings
 
 Function = Callable[..., Any]
+X = TypeVar("X", Tensor, None)
 
 
 class TokenAxis:
@@ -29,7 +31,7 @@ class TokenAxis:
     name: str
     size = 1
 
-    def reduce(self, x: torch.Tensor, site: str) -> torch.Tensor:
+    def reduce(self, x: Tensor, site: str) -> Tensor:
         """Return the sum of `x` (any shape) over the ranks of the axis (on one device `x` itself); backward passes the
         gradient through unchanged. `site`: label of the call in traces."""
         return x
@@ -47,39 +49,39 @@ class TensorOperations(TokenAxis):
     sequence_parallel = False
     """Between `leave` and `enter` each rank holds S / size tokens of a sequence."""
 
-    def enter(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
+    def enter(self, x_BSH: Tensor, site: str) -> Tensor:
         """Return the input [B, S, H] of a column-parallel linear layer, complete on every tp rank. Without sequence
         parallelism and on one device, that is `x_BSH` itself; with it, the all-gather of the ranks' token slices
         `x_BSH`. `site`: label of the call in traces."""
         return x_BSH
 
-    def leave(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
+    def leave(self, x_BSH: Tensor, site: str) -> Tensor:
         """Return the sum over tp ranks of `x_BSH`, each rank's partial result of a row-parallel linear layer (on one
         device `x_BSH` itself). The result is [B, S, H]; with sequence parallelism, only this rank's tokens of it.
         `site`: label of the call in traces."""
         return x_BSH
 
-    def average(self, x: torch.Tensor, site: str) -> torch.Tensor:
+    def average(self, x: Tensor, site: str) -> Tensor:
         """Return the mean of `x` (any shape) over the tp ranks; backward returns the mean of their gradients (on one
         device `x` itself). `site`: label of the calls in traces."""
         return x
 
-    def gather(self, x: torch.Tensor, site: str, dim: int) -> torch.Tensor:
+    def gather(self, x: Tensor, site: str, dim: int) -> Tensor:
         """Return the tp ranks' `x` concatenated along dim `dim` (on one device `x` itself). Backward sums the gradient
         over ranks and returns this rank's slice of that sum. `site`: label of the call in traces."""
         return x
 
-    def split_tokens(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
+    def split_tokens(self, x_BSH: Tensor, site: str) -> Tensor:
         """Return this rank's token slice [B, S / tp, H] of an `x_BSH` that is equal on all tp ranks (on one device
         `x_BSH` itself). `site`: label of the call in traces."""
         return x_BSH
 
-    def join_tokens(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
+    def join_tokens(self, x_BSH: Tensor, site: str) -> Tensor:
         """Return the concatenation [B, S, H] of the tp ranks' token slices `x_BSH` [B, S / tp, H] (on one device
         `x_BSH` itself). `site`: label of the call in traces."""
         return x_BSH
 
-    def all_reduce(self, x: torch.Tensor, site: str, op: str = "sum") -> None:
+    def all_reduce(self, x: Tensor, site: str, op: str = "sum") -> None:
         """Replace `x` by its sum (op="max": its maximum) over the tp ranks, in place and without autograd (on one
         device do nothing). `site`: label of the call in traces."""
 
@@ -104,9 +106,9 @@ class ContextOperations(TokenAxis):
         return make_attention_mask(documents, self.size * tokens, window, device, form)
 
     def attend(
-        self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: AttentionMask,
+        self, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, visible: AttentionMask,
         scores: ScoreSettings | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> Tensor:  # fmt: skip
         """Return the causal attention [B, N, S, D] of this rank's queries `q_BNSD` to the keys of all cp ranks; on one
         device, to the given keys.
 
@@ -128,7 +130,7 @@ class TokenDispatcher(Protocol):
     """Ranks that split the width of each expert."""
     width_rank: int
 
-    def dispatch(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    def dispatch(self, x_NH: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor, Any]:
         """Send token copies `x_NH` to the ranks of their experts. A token has one copy for each of its experts; the N
         copies are sorted by expert.
 
@@ -137,7 +139,7 @@ class TokenDispatcher(Protocol):
         an opaque state for `combine`.
         """
 
-    def dispatch_keys(self, keys_N: torch.Tensor, routes: Any) -> torch.Tensor:
+    def dispatch_keys(self, keys_N: Tensor, routes: Any) -> Tensor:
         """Send one random-number key of each token copy to the rank of the copy's expert, in the order of an earlier
         dispatch. Adapters derive their dropout masks from these keys.
 
@@ -145,7 +147,7 @@ class TokenDispatcher(Protocol):
         the keys of the R copies that this rank received, [R].
         """
 
-    def combine(self, y_RH: torch.Tensor, routes: Any) -> torch.Tensor:
+    def combine(self, y_RH: Tensor, routes: Any) -> Tensor:
         """Send expert outputs back to the ranks of their tokens. Return the outputs of the N token copies that this
         rank dispatched, [N, H], in the order of `x_NH`.
 
@@ -161,24 +163,42 @@ class Recompute:
 
     kind = "none"
 
-    def wrap(
-        self,
-        function: Function,
-        compile_options: dict[str, Any] | None = None,
-        around: Callable[[Function], Function] = lambda compiled: compiled,
-    ) -> Function:
+    def wrap(self, function: Function, compile_options: dict[str, Any] | None = None) -> Function:
         """Return a replacement for `function`, the forward of a transformer block or of a part of it. This base class
         compiles it, if requested; subclasses also add selective activation checkpointing. compile_options: keyword
-        arguments of torch.compile; None: do not compile. around: function that wraps the compiled function in another
-        one; unused without compilation.
+        arguments of torch.compile; None: do not compile.
         """
-        return function if compile_options is None else around(torch.compile(function, **compile_options))
+        return function if compile_options is None else torch.compile(function, **compile_options)
 
     def wrap_block(self, function: Function) -> Function:
         """Return a replacement for `function`, the forward of a whole transformer block. This base class returns
         `function` itself; subclasses may checkpoint it.
         """
         return function
+
+
+class Units:
+    """Hooks that the model calls before and after each FSDP unit, to all-gather the unit's parameters before use and
+    reshard them after use. The model continues with the tensor that a hook returns, so that a subclass can wrap it in
+    an autograd function whose backward calls hooks, too. The hooks of this base class do nothing; it serves models with
+    unsharded parameters."""
+
+    def enter(self, unit: str, x: X) -> X:
+        """Hook called before the first use of the parameters of the FSDP unit named `unit`.
+
+        `x`: the unit's input (None before the embedding). Return `x`; a subclass may return `x` as the output of an
+        autograd identity function, whose backward runs after the unit's backward."""
+        return x
+
+    def leave(self, unit: str, x: Tensor) -> Tensor:
+        """Hook called after the last use of the parameters of the FSDP unit named `unit` in forward.
+
+        `x`: the unit's output. Return `x`; a subclass may return `x` as the output of an autograd identity function,
+        whose backward runs before the unit's backward."""
+        return x
+
+
+NO_UNITS = Units()
 
 
 @dataclass(frozen=True)

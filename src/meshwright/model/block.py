@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.model.attention import Attention
 from meshwright.model.attention_inputs import AttentionInputs
@@ -40,8 +39,8 @@ class Block(nn.Module):
         self.residual_scale = config.residual_scale
 
     def forward(
-        self, x_BSH: torch.Tensor, inputs: AttentionInputs, counted_B: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, x_BSH: Tensor, inputs: AttentionInputs, counted_B: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the block's output [B, S, H] for the hidden states `x_BSH`, and the load-balancing loss of its mixture
         of experts (None without experts, or without `counted_B`).
 
@@ -52,7 +51,7 @@ class Block(nn.Module):
         y_BSH, balance = self.mlp(normed_BSH, counted_B)
         return self.add(x_BSH, y_BSH, self.mlp_post_norm), balance
 
-    def add(self, x_BSH: torch.Tensor, y_BSH: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
+    def add(self, x_BSH: Tensor, y_BSH: Tensor, norm: nn.Module | None) -> Tensor:
         """Return the residual sum x + s norm(y). x: hidden states `x_BSH`; y: output `y_BSH` of a sublayer (attention
         or MLP); s: the model's residual multiplier (1 in most families). `norm`: norm of the sublayer's output; None:
         none.
@@ -60,7 +59,7 @@ class Block(nn.Module):
         y_BSH = y_BSH if norm is None else norm(y_BSH)
         return x_BSH + (y_BSH if self.residual_scale == 1 else y_BSH * self.residual_scale)
 
-    def attend(self, x_BSH: torch.Tensor, inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, x_BSH: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
         """Run the first half of the block on hidden states x (`x_BSH`): return (y, norm(y)), [B, S, H] each, where y =
         x + attention(norm(x)) and norm(y) is the input of the MLP. `inputs`: positions, mask and KV cache."""
         normed_BSH = x_BSH if self.attention_norm is None else self.attention_norm(x_BSH)
@@ -77,7 +76,7 @@ class Block(nn.Module):
 
 def compile_around_dispatch(
     run_dense: Callable[..., Any], attend: Callable[..., Any], mixture: Callable[..., Any]
-) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """Return a function with the arguments and result of `Block.forward` that runs a block in compiled parts.
 
     A block without experts runs as a whole in `run_dense`, compiled. A block with experts runs attention and norms in
@@ -86,11 +85,11 @@ def compile_around_dispatch(
     """
 
     def run(
-        block: Block, x_BSH: torch.Tensor, inputs: AttentionInputs, counted_B: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        block: Block, x_BSH: Tensor, inputs: AttentionInputs, counted_B: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Run one transformer block, with or without experts; arguments and result are those of `Block.forward`."""
         if not isinstance(block.mlp, Mixture):
-            return run_dense(block, x_BSH, inputs, counted_B)  # type: ignore[no-any-return]
+            return run_dense(block, x_BSH, inputs, counted_B)
         x_BSH, normed_BSH = attend(block, x_BSH, inputs)
         y_BSH, balance = mixture(block.mlp, normed_BSH, counted_B)
         return block.add(x_BSH, y_BSH, block.mlp_post_norm), balance

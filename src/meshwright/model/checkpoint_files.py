@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from meshwright.errors import UserError
 from meshwright.quantization import block_fp8, mxfp4
@@ -21,8 +22,11 @@ from meshwright.untrusted import read_json
 Found = TypeVar("Found")
 SINGLE_FILE = "model.safetensors"
 WEIGHT_TYPES = ("F64", "F32", "BF16", "F16")  # safetensors dtype names
-FP8, SCALE_SUFFIX = "F8_E4M3", "_scale_inv"  # of a weight in float8, and the name of its scales
-BLOCKS, SCALES = "_blocks", "_scales"  # of weights in MXFP4
+FP8 = "F8_E4M3"  # safetensors dtype of weights in float8
+SCALE_SUFFIX = "_scale_inv"  # of the name of their scales
+BLOCKS = "_blocks"  # of the names of weights in MXFP4
+SCALES = "_scales"  # and of their scales
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")  # endings of the files of older versions
 INDEX_FILE = "model.safetensors.index.json"
 
 
@@ -38,7 +42,8 @@ class CheckpointFiles:
     mapped = True
 
     def __init__(self, directory: str | Path, single: str = SINGLE_FILE) -> None:
-        self.directory, self._single = Path(directory), single
+        self.directory = Path(directory)
+        self._single = single
         if not self.directory.is_dir():
             what = "is a file" if self.directory.exists() else "does not exist"
             raise UserError(f"{directory}: {what}; a Hugging Face model directory is needed")
@@ -75,7 +80,7 @@ class CheckpointFiles:
         """Return the shape of the tensor `name` without reading its values."""
         return self._query_file(name, lambda file: tuple(file.get_slice(name).get_shape()))
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str) -> Tensor:
         """Read the tensor `name` as a whole, in its dtype on disk. Raises UserError if the file is damaged."""
         return self._query_file(name, lambda file: file.get_tensor(name))
 
@@ -90,13 +95,14 @@ class CheckpointFiles:
         with _convert_read_errors(self._place[name], name):
             return query(self._open(self._place[name]))
 
-    def read_weights(self, name: str, expert: int | None = None) -> torch.Tensor:
+    def read_weights(self, name: str, expert: int | None = None) -> Tensor:
         """Read the weights `name` in their dtype on disk; quantized ones are dequantized to float32.
 
         `expert`: index along the first dim of weights that are stacked by expert, to read only that expert's; None:
         read all. Raises UserError for another dtype and for NaN or infinite values."""
         self.check_weights(name)
-        value, *scales = (each if expert is None else each[expert] for each in map(self.read, self.stored_names(name)))
+        stored = map(self.read, self.stored_names(name))
+        value, *scales = stored if expert is None else (tensor[expert] for tensor in stored)
         if scales:
             form = self._config_format
             unpack = partial(block_fp8.dequantize, form=form) if isinstance(form, BlockFp8) else mxfp4.dequantize
@@ -119,7 +125,9 @@ class CheckpointFiles:
             return
         dtype = self.dtype(name)
         if dtype == FP8 and name + SCALE_SUFFIX in self.names:
-            shape, scales, form = self.shape(name), name + SCALE_SUFFIX, self._require_format(name, BlockFp8)
+            shape = self.shape(name)
+            scales = name + SCALE_SUFFIX
+            form = self._require_format(name, BlockFp8)
             wanted = form.scale_shape(shape) if isinstance(form, BlockFp8) and len(shape) == 2 else None
             if self.shape(scales) != wanted or self.dtype(scales) not in WEIGHT_TYPES:
                 raise UserError(
@@ -135,7 +143,8 @@ class CheckpointFiles:
     def _check_mxfp4(self, name: str) -> None:
         """Raise UserError unless the weights `name` are stored in MXFP4 with scales of the right shape. ``config.json``
         must name this format, too."""
-        values, scales = name + BLOCKS, name + SCALES
+        values = name + BLOCKS
+        scales = name + SCALES
         self._require_format(values, MxFp4)
         shape = self.shape(values)
         if len(shape) < 3 or shape[-1] != mxfp4.BLOCK_BYTES or self.shape(scales) != shape[:-1]:
@@ -169,12 +178,13 @@ class CheckpointFiles:
     def _locate_tensors(self) -> dict[str, Path]:
         """Return {tensor name: file}, from the index or the single safetensors file of the directory. Raises UserError
         if it has neither."""
-        index, single = self.directory / INDEX_FILE, self.directory / self._single
+        index = self.directory / INDEX_FILE
+        single = self.directory / self._single
         if self._single == SINGLE_FILE and index.is_file():
             return self._locate_by_index(index)
         if single.is_file():
             return dict.fromkeys(self._open(single).keys(), single)
-        old = sorted(path.name for path in self.directory.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+        old = sorted(path.name for path in self.directory.iterdir() if path.suffix in PICKLES)
         if old:
             raise UserError(
                 f"{self.directory}: {old[0]} is a pickle, which can run code when it is read; save the model as "

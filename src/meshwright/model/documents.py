@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from meshwright.model.pairs import Pairs
 
@@ -28,15 +29,15 @@ class Documents:
     dropout masks are derived; None: no dropout.
     """
 
-    starts_BS: torch.Tensor | None = None
-    indices_C: torch.Tensor | None = None
+    starts_BS: Tensor | None = None
+    indices_C: Tensor | None = None
     pairs: Pairs | None = None
-    host_starts_BS: torch.Tensor | None = None
+    host_starts_BS: Tensor | None = None
     teacher: Any = None
-    samples_B: torch.Tensor | None = None
+    samples_B: Tensor | None = None
 
     @classmethod
-    def from_ids(cls, ids_BS: torch.Tensor | np.ndarray) -> Documents:
+    def from_ids(cls, ids_BS: Tensor | np.ndarray) -> Documents:
         """Build the document boundaries of packed sequences from `ids_BS`, a document number for each token: a new
         document begins wherever the number differs from that of the previous token."""
         ids = torch.as_tensor(ids_BS)
@@ -59,13 +60,13 @@ class Documents:
         pairs = None if self.pairs is None else self.pairs.map(lambda tensor: move(tensor, device))
         return Documents(starts_BS, indices_C, pairs, self.on_host().starts_BS, samples_B=samples_B)
 
-    def select_tokens(self, indices_C: torch.Tensor) -> Documents:
+    def select_tokens(self, indices_C: Tensor) -> Documents:
         """Return a copy for the context-parallel rank that holds the C tokens at the indices `indices_C` of each
         unsharded sequence."""
         pairs = None if self.pairs is None else self.pairs.select_tokens(indices_C)
         return replace(self, indices_C=indices_C, pairs=pairs)
 
-    def positions_BS(self) -> torch.Tensor | None:
+    def positions_BS(self) -> Tensor | None:
         """Return the position ID, within its document, of each of the C tokens of each sequence on this rank,
         [B or 1, C]; None if the position IDs are 0, 1, 2 ... in every sequence."""
         indices_C = self.indices_C
@@ -75,7 +76,7 @@ class Documents:
             return torch.arange(self.starts_BS.shape[1], device=self.starts_BS.device) - self.starts_BS
         return indices_C - self.starts_BS[:, indices_C]
 
-    def lengths_BS(self) -> torch.Tensor | None:
+    def lengths_BS(self) -> Tensor | None:
         """Return for each of the C tokens of each sequence on this rank the number of tokens of its document, [B, C];
         None if every sequence is one document."""
         starts_BS = self.starts_BS
@@ -95,7 +96,7 @@ class Documents:
         if sequence <= size:
             return self
 
-        def chunks(starts_BS: torch.Tensor | None, where: torch.device) -> torch.Tensor:
+        def chunks(starts_BS: Tensor | None, where: torch.device) -> Tensor:
             """Return, for each token, the index in the sequence at which its chunk begins. `starts_BS`: index at which
             its document begins (None: 0); `where`: device of the result."""
             places_S = torch.arange(sequence, device=where)
@@ -106,7 +107,7 @@ class Documents:
         cut_BS = host_BS if device.type == "cpu" else chunks(self.starts_BS, device)
         return replace(self, starts_BS=cut_BS, host_starts_BS=host_BS)
 
-    def first_visible_BS(self, sequence: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+    def first_visible_BS(self, sequence: int, window: int | None, device: torch.device) -> Tensor | None:
         """Return the index in the sequence of the first token that each token may attend to, [B or 1, S]; None if that
         is 0 for all tokens.
 
@@ -129,12 +130,12 @@ class MicroBatch(NamedTuple):
     `tokens_BS`: token IDs; `targets_BS`: target token IDs, -100 where there is none; `documents`: document boundaries,
     preference pairs and targets of a teacher."""
 
-    tokens_BS: torch.Tensor
-    targets_BS: torch.Tensor
+    tokens_BS: Tensor
+    targets_BS: Tensor
     documents: Documents
 
 
-def move(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+def move(tensor: Tensor, device: torch.device | str) -> Tensor:
     """Return `tensor` on `device`. To a GPU it is copied from pinned memory without a wait of the host."""
     on_gpu = torch.device(device).type == "cuda"
     return (tensor.pin_memory() if on_gpu and not tensor.is_cuda else tensor).to(device, non_blocking=on_gpu)

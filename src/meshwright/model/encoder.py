@@ -13,19 +13,18 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.errors import UserError
 from meshwright.model import weight_gradients
 from meshwright.model.attention import Attention
 from meshwright.model.attention_inputs import AttentionInputs
-from meshwright.model.axis_operations import SINGLE_DEVICE, AxisOperations, Recompute
+from meshwright.model.axis_operations import NO_UNITS, SINGLE_DEVICE, AxisOperations, Recompute, Units
 from meshwright.model.documents import ONE_DOCUMENT, Documents
 from meshwright.model.layers import Embedding, FeedForward, Linear, activate, make_norm
 from meshwright.model.loss import IGNORED, OutputHead, linear_cross_entropy
 from meshwright.model.precision import at_least_float32
 from meshwright.model.scaled_dot_product import make_bidirectional_mask
-from meshwright.model.units import NO_UNITS, Units
 from meshwright.spec.config import ModelConfig
 
 
@@ -43,7 +42,7 @@ class EncoderBlock(nn.Module):
         self.mlp = FeedForward(config, axes, **options)
         self.mlp_norm = make_norm(config, **options)
 
-    def forward(self, x_BSH: torch.Tensor, added: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, x_BSH: Tensor, added: Tensor | None) -> Tensor:
         """Return the block's output [B, S, H] for the hidden states `x_BSH`.
 
         `added`: additive attention mask [B or 1, 1, S or 1, S] (0 or a large negative number) from
@@ -52,21 +51,12 @@ class EncoderBlock(nn.Module):
         return self.mlp_norm(x_BSH + self.mlp(x_BSH))
 
 
-class _VocabularyBias(nn.Module):
-    """Module that holds the output bias [V] of the masked-language-model head. The head's weight matrix is the
-    embedding table. `vocabulary`: V, number of token IDs; `options`: `device` and `dtype` of the parameters."""
-
-    def __init__(self, vocabulary: int, **options: Any) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.empty(vocabulary, **options))
-
-
 class EncoderInputs(TypedDict, total=False):
     """Optional inputs of an encoder. attention_mask_BS: 0 at padding, to which no token attends, else 1 (default 1).
     token_types_BS: segment ID of each token (default 0)."""
 
-    attention_mask_BS: torch.Tensor | None
-    token_types_BS: torch.Tensor | None
+    attention_mask_BS: Tensor | None
+    token_types_BS: Tensor | None
 
 
 class Encoder(nn.Module):
@@ -102,10 +92,11 @@ class Encoder(nn.Module):
         if config.head == "masked":
             self.transform = Linear(hidden, hidden, True, **options)
             self.transform_norm = make_norm(config, **options)
-            self.head = _VocabularyBias(config.vocabulary, **options)
+            self.head = nn.Module()  # its weight is the embedding's
+            self.head.bias = nn.Parameter(torch.empty(config.vocabulary, **options))
         elif config.head == "classes":
             self.classifier = Linear(hidden, len(config.labels), True, **options)
-        self._run_block: Callable[..., torch.Tensor] = recompute.wrap_block(recompute.wrap(EncoderBlock.__call__))
+        self._run_block: Callable[..., Tensor] = recompute.wrap_block(recompute.wrap(EncoderBlock.__call__))
         self._recompute = recompute
         self._loss_backend: Any = None
 
@@ -119,12 +110,12 @@ class Encoder(nn.Module):
 
     def forward(
         self,
-        tokens_BS: torch.Tensor,
-        targets: torch.Tensor,
+        tokens_BS: Tensor,
+        targets: Tensor,
         documents: Documents | None = None,
         units: Units = NO_UNITS,
         **inputs: Unpack[EncoderInputs],
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return the sum of the losses (nats, a scalar in float32 or float64) over the targets that are not -100.
 
         `tokens_BS`: token IDs. `targets`: with head "masked" the true token ID at each masked position, [B, S],
@@ -139,9 +130,8 @@ class Encoder(nn.Module):
         if self.config.head == "masked":
             places_M = (targets.flatten() != IGNORED).nonzero()[:, 0]
             states_MH = self._transform_for_head(x_BSH.flatten(0, 1)[places_M])
-            head = OutputHead(
-                self.embedding.weight, SINGLE_DEVICE.tensor, self.head.bias, compile_backend=self._loss_backend
-            )
+            tensor = SINGLE_DEVICE.tensor
+            head = OutputHead(self.embedding.weight, tensor, self.head.bias, compile_backend=self._loss_backend)
             loss = linear_cross_entropy(states_MH, targets.flatten()[places_M], head)
         elif self.config.head == "classes":
             logits = self.classifier(self.pooled(x_BSH, documents))
@@ -153,21 +143,20 @@ class Encoder(nn.Module):
 
     def hidden(
         self,
-        tokens_BS: torch.Tensor,
+        tokens_BS: Tensor,
         documents: Documents | None = None,
         units: Units = NO_UNITS,
         *,
-        attention_mask_BS: torch.Tensor | None = None,
-        token_types_BS: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        attention_mask_BS: Tensor | None = None,
+        token_types_BS: Tensor | None = None,
+    ) -> Tensor:
         """Return the last block's output, [B, S, H], for the token IDs `tokens_BS`.
 
         `units`: hooks around FSDP units; `attention_mask_BS`: 0 at padding, to which no token attends;
         `token_types_BS`: segment ID of each token (default 0); `documents`: document boundaries in packed sequences.
         Raises UserError if a sequence is longer than the model's positions."""
         sequence = tokens_BS.shape[1]
-        if sequence > self.config.max_positions:
-            most = self.config.max_positions
+        if sequence > (most := self.config.max_positions):
             raise UserError(f"sequences of {sequence} tokens are longer than the model's {most} positions")
         documents = ONE_DOCUMENT if documents is None else documents
         positions_BS = documents.positions_BS()
@@ -178,19 +167,19 @@ class Encoder(nn.Module):
 
         units.enter("embedding", None)
         x_BSH = units.leave("embedding", self.embedding(tokens_BS))
-        for unit, table, numbers_BS in (
-            ("token_types", self.token_types, token_types_BS), ("positions", self.positions, positions_BS),
-        ):  # fmt: skip
-            x_BSH = units.enter(unit, x_BSH)
-            x_BSH = units.leave(unit, x_BSH + table(numbers_BS))
-        x_BSH = units.leave("embedding_norm", self.embedding_norm(units.enter("embedding_norm", x_BSH)))
+        x_BSH = units.enter("token_types", x_BSH)
+        x_BSH = units.leave("token_types", x_BSH + self.token_types(token_types_BS))
+        x_BSH = units.enter("positions", x_BSH)
+        x_BSH = units.leave("positions", x_BSH + self.positions(positions_BS))
+        x_BSH = units.enter("embedding_norm", x_BSH)
+        x_BSH = units.leave("embedding_norm", self.embedding_norm(x_BSH))
         added = make_bidirectional_mask(documents, attention_mask_BS, x_BSH.dtype)
         for layer, block in enumerate(self.layers):
             x_BSH = units.enter(f"layers.{layer}", x_BSH)
             x_BSH = units.leave(f"layers.{layer}", self._run_block(block, x_BSH, added))
         return x_BSH
 
-    def pooled(self, hidden_BSH: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
+    def pooled(self, hidden_BSH: Tensor, documents: Documents | None = None) -> Tensor:
         """Return the pooler output, tanh(linear(first token)): [B, H] from the first token of each sequence or, with D
         packed `documents`, [D, H] from the first token of each document.
 
@@ -204,9 +193,7 @@ class Encoder(nn.Module):
             first = hidden_BSH[starts_BS == torch.arange(starts_BS.shape[1], device=starts_BS.device)]
         return torch.tanh(self.pooler(first))
 
-    def logits(
-        self, tokens_BS: torch.Tensor, documents: Documents | None = None, **inputs: Unpack[EncoderInputs]
-    ) -> torch.Tensor:
+    def logits(self, tokens_BS: Tensor, documents: Documents | None = None, **inputs: Unpack[EncoderInputs]) -> Tensor:
         """Return the logits of the head, in the model's dtype, for the token IDs `tokens_BS`: [B, S, V] over the
         vocabulary for "masked", [B, C] over the C classes for "classes" (with D packed documents [D, C]).
 
@@ -216,10 +203,10 @@ class Encoder(nn.Module):
         if self.config.head == "masked":
             return F.linear(self._transform_for_head(hidden_BSH), self.embedding.weight, self.head.bias)
         if self.config.head == "classes":
-            return self.classifier(self.pooled(hidden_BSH, documents))  # type: ignore[no-any-return]
+            return self.classifier(self.pooled(hidden_BSH, documents))
         raise UserError('an encoder with head "none" has no logits; use `hidden` or `pooled`')
 
-    def _transform_for_head(self, x: torch.Tensor) -> torch.Tensor:
+    def _transform_for_head(self, x: Tensor) -> Tensor:
         """Return norm(activation(linear(x))), the transform of the masked-language-model head, for hidden states `x`
         [..., H]: [..., H]."""
-        return self.transform_norm(activate(self.transform(x), self.config.activation))  # type: ignore[no-any-return]
+        return self.transform_norm(activate(self.transform(x), self.config.activation))

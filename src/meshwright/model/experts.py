@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.model.axis_operations import SINGLE_DEVICE, AxisOperations, TokenAxis
 from meshwright.model.layers import FeedForward, Linear, activate
@@ -35,7 +35,9 @@ class Mixture(nn.Module):
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
-        self.tensor, self.context, self.expert_parallel = axes.tensor, axes.context, axes.dispatcher is not None
+        self.tensor = axes.tensor
+        self.context = axes.context
+        self.expert_parallel = axes.dispatcher is not None
         self.router = Router(config, **options)
         self.experts = Experts(config, axes, **options)
         width = config.shared_intermediate // axes.tensor.size
@@ -43,9 +45,7 @@ class Mixture(nn.Module):
         self.shared = FeedForward(config, SINGLE_DEVICE, width, **options) if width else None
         self.shared_gate = Linear(config.hidden, 1, bias=False, **options) if config.shared_gate else None
 
-    def forward(
-        self, x_BSH: torch.Tensor, counted_B: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, x_BSH: Tensor, counted_B: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Return the layer's output [B, S, H] for the hidden states `x_BSH`, and its load-balancing loss (scalar;
         None without `counted_B`).
 
@@ -61,9 +61,7 @@ class Mixture(nn.Module):
             loss = loss / self.tensor.size
         return self.tensor.leave(y_BSH, "mlp.output"), loss
 
-    def _forward_expert_parallel(
-        self, x_BSH: torch.Tensor, counted_B: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _forward_expert_parallel(self, x_BSH: Tensor, counted_B: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Run the layer on hidden states `x_BSH` with expert parallelism: routed experts on ep ranks, the shared expert
         split over tp. Return the output [B, S, H] and the load-balancing loss (None without `counted_B`). `counted_B`:
         number of target tokens of each sequence."""
@@ -77,9 +75,7 @@ class Mixture(nn.Module):
             y_BSH = y_BSH + self.tensor.leave(shared_BSH, "mlp.output")
         return y_BSH, loss
 
-    def _forward_routed(
-        self, x_BSH: torch.Tensor, counted_B: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _forward_routed(self, x_BSH: Tensor, counted_B: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Run the routed experts on hidden states `x_BSH`: route each token to its experts and sum their weighted
         outputs. Return the output [B, S, H] and the load-balancing loss (None without `counted_B`, the number of target
         tokens of each sequence)."""
@@ -93,7 +89,7 @@ class Mixture(nn.Module):
             loss = self.router.balance_loss(scores_TE, chosen_TK, counted_B, *parts)
         return y_TH.view_as(x_BSH), loss
 
-    def _forward_shared(self, x_BSH: torch.Tensor) -> torch.Tensor:
+    def _forward_shared(self, x_BSH: Tensor) -> Tensor:
         """Return the output [B, S, H] of the shared expert for `x_BSH`, times its sigmoid gate if it has one. With
         tensor parallelism it is this rank's partial sum."""
         assert self.shared is not None
@@ -117,7 +113,7 @@ class Router(nn.Module):
         biased = config.router_bias or config.mlp_bias
         self.bias = nn.Parameter(torch.empty(config.experts, **options)) if biased else None
 
-    def scores(self, x_TH: torch.Tensor, product: Callable[..., torch.Tensor] = F.linear) -> torch.Tensor:
+    def scores(self, x_TH: Tensor, product: Callable[..., Tensor] = F.linear) -> Tensor:
         """Return the router score of each of E experts for each of T tokens `x_TH`, [T, E], in float32 or float64: the
         softmax or sigmoid of the logits. For models with `config.routed_input` (Llama 4) return the logits themselves,
         because the sigmoids of large logits all round to 1 and could not be ranked.
@@ -130,7 +126,7 @@ class Router(nn.Module):
         bias = (self.bias,) if self.config.mlp_bias else ()
         return product(x_TH, self.weight, *bias).to(wide).softmax(dim=-1)
 
-    def choose(self, scores_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose(self, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Choose the K experts of each token by their scores. Return (weights of these experts' outputs [T, K], indices
         of these experts [T, K]).
 
@@ -147,7 +143,7 @@ class Router(nn.Module):
             weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
         return weights_TK * self.config.routed_scale, chosen_TK
 
-    def _keep_groups(self, ranking_TE: torch.Tensor) -> torch.Tensor:
+    def _keep_groups(self, ranking_TE: Tensor) -> Tensor:
         """Return `ranking_TE` [T, E], the values by which experts are chosen, with -inf for experts outside of each
         token's best groups (group-limited routing). A group's value is the highest of its experts (arXiv:2405.04434,
         section 2.2.2) or, with sigmoid scores, the sum of the two highest (arXiv:2412.19437, section 2.1.2).
@@ -159,9 +155,7 @@ class Router(nn.Module):
         kept_TG = kept_TG.scatter(1, best.topk(config.groups_per_token, dim=-1).indices, True)
         return grouped_TGE.masked_fill(~kept_TG[..., None], float("-inf")).flatten(1)
 
-    def balance_loss(
-        self, scores_TE: torch.Tensor, chosen_TK: torch.Tensor, counted_B: torch.Tensor, *parts: TokenAxis
-    ) -> torch.Tensor:
+    def balance_loss(self, scores_TE: Tensor, chosen_TK: Tensor, counted_B: Tensor, *parts: TokenAxis) -> Tensor:
         """Return the layer's load-balancing loss (scalar), weighted so that it can be added to the summed token losses.
 
         `scores_TE`: scores of all E experts for T tokens; `chosen_TK`: indices of each token's K experts; `counted_B`:
@@ -175,13 +169,15 @@ class Router(nn.Module):
         a bias that balances the load, a further term of value 0 sets the bias's gradient: the expert's load minus the
         mean load, whose sign the optimizer follows.
         """
-        config, rows = self.config, len(counted_B)
+        config = self.config
+        rows = len(counted_B)
         chosen_BN = chosen_TK.view(rows, -1)
         load_BE = scores_TE.new_zeros(rows, config.experts)
         load_BE = load_BE.scatter_add(1, chosen_BN, torch.ones_like(chosen_BN, dtype=scores_TE.dtype))
         total = scores_TE.new_zeros(())
         if config.router_loss:
-            row_load_BE, tokens = load_BE, chosen_BN.shape[1] // config.experts_per_token
+            row_load_BE = load_BE
+            tokens = chosen_BN.shape[1] // config.experts_per_token
             for axis in parts:
                 row_load_BE = axis.reduce(row_load_BE, f"router.load.{axis.name}")
                 tokens *= axis.size
@@ -206,18 +202,21 @@ class Experts(nn.Module):
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, **options: Any) -> None:
         super().__init__()
-        self.dispatcher = dispatcher = axes.dispatcher
-        self.experts, self.config = config.experts, config
-        self.held = config.experts // (1 if dispatcher is None else dispatcher.expert_ranks)
+        self.config = config
+        self.experts = config.experts
+        self.dispatcher = axes.dispatcher
+        dispatcher = axes.dispatcher  # without it tp ranks split the width of each expert
+        self.held = config.experts if dispatcher is None else config.experts // dispatcher.expert_ranks
         ranks = axes.tensor.size if dispatcher is None else dispatcher.width_ranks
-        width, slice_size = config.expert_intermediate // ranks, config.hidden // ranks
-        self.first = slice_size * (axes.tensor.rank if dispatcher is None else dispatcher.width_rank)
+        width = config.expert_intermediate // ranks
+        bias_size = config.hidden // ranks
+        self.first = bias_size * (axes.tensor.rank if dispatcher is None else dispatcher.width_rank)
         self.up = Linear(config.hidden, self.held * 2 * width, bias=config.mlp_bias, **options)
         self.down = Linear(width, self.held * config.hidden, bias=False, **options)
         if config.mlp_bias:
-            self.down.bias = nn.Parameter(torch.empty(self.held * slice_size, **options))
+            self.down.bias = nn.Parameter(torch.empty(self.held * bias_size, **options))
 
-    def forward(self, x_TH: torch.Tensor, weights_TK: torch.Tensor, chosen_TK: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> Tensor:
         """Return for each of T tokens the weighted sum of the outputs of its K experts, [T, H].
 
         `x_TH`: hidden states; `weights_TK`: factors on the experts' outputs, or on their inputs if the model is so
@@ -237,7 +236,7 @@ class Experts(nn.Module):
         y_TKH = Permuted.apply(y_NH, inverse_N, order_N, None).view(tokens, chosen, -1)
         return y_TKH.sum(dim=1) if self.config.routed_input else (y_TKH * weights_TK[..., None]).sum(dim=1)
 
-    def _apply_experts(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    def _apply_experts(self, x_NH: Tensor, ends_E: Tensor) -> Tensor:
         """Return the outputs [N, H] of this rank's expert MLPs for N token copies `x_NH` (one for each of a token's
         experts), sorted by expert. Where several ranks split an expert's width, the outputs are this rank's partial
         sums.
@@ -245,17 +244,17 @@ class Experts(nn.Module):
         `ends_E`: exclusive end index of each expert's copies."""
         return grouped_linear(self.activate(grouped_linear(x_NH, self.up, ends_E)), self.down, ends_E, self.first)
 
-    def activate(self, up_NX: torch.Tensor) -> torch.Tensor:
+    def activate(self, up_NX: Tensor) -> Tensor:
         """Return the activations [N, F] of N token copies, the input of the down projection: activation(gate) * up, or
         its clamped variant (gpt-oss), for their gate and up projections `up_NX` [N, 2F]."""
-        config, interleaved = self.config, self.config.experts_interleaved
+        config = self.config
         if config.swiglu_limit is not None:
-            return ClampedSwiGLU.apply(up_NX, config.swiglu_limit, config.swiglu_alpha, interleaved)  # type: ignore[no-any-return]
-        gate_NF, up_NF = split_gate(up_NX, interleaved)
+            return ClampedSwiGLU.apply(up_NX, config.swiglu_limit, config.swiglu_alpha, config.experts_interleaved)
+        gate_NF, up_NF = split_gate(up_NX, config.experts_interleaved)
         return activate(gate_NF, config.activation) * up_NF
 
 
-def sort_copies(chosen_TK: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def sort_copies(chosen_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sort the N = T x K token copies, one for each entry of `chosen_TK` (the K experts of each of T tokens), by
     expert. Return three tensors: the permutation [N]; the expert of each sorted copy [N]; the exclusive end index of
     each expert's copies, int32 [`experts`].
@@ -265,11 +264,13 @@ def sort_copies(chosen_TK: torch.Tensor, experts: int) -> tuple[torch.Tensor, to
     return order_N, expert_N, torch.searchsorted(expert_N, experts_E, right=True, out_int32=True)
 
 
-def split_gate(up_NX: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def split_gate(up_NX: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     """Return views of the gate and up projections in `up_NX` [N, 2F], [N, F] each. `interleaved`: True if their columns
     alternate; False: gate columns come first.
     """
-    gate_NF, up_NF = (up_NX[..., ::2], up_NX[..., 1::2]) if interleaved else up_NX.chunk(2, dim=-1)
+    if interleaved:
+        return up_NX[..., ::2], up_NX[..., 1::2]
+    gate_NF, up_NF = up_NX.chunk(2, dim=-1)
     return gate_NF, up_NF
 
 
@@ -278,7 +279,7 @@ class ClampedSwiGLU(torch.autograd.Function):
     1), where gate is first clamped to at most `limit`, and up to [-limit, limit]. It saves only its input."""
 
     @staticmethod
-    def forward(context: Any, up_NX: torch.Tensor, limit: float, alpha: float, interleaved: bool) -> torch.Tensor:
+    def forward(context: Any, up_NX: Tensor, limit: float, alpha: float, interleaved: bool) -> Tensor:
         """Return the activation [N, F] for the concatenated gate and up projections `up_NX` [N, 2F].
 
         `limit`, `alpha`: constants of the function; `interleaved`: True if the columns of gate and up alternate, False
@@ -290,7 +291,7 @@ class ClampedSwiGLU(torch.autograd.Function):
         return torch.sigmoid(gate_NF * alpha).mul_(gate_NF).mul_(up_NF.clamp(-limit, limit).add_(1))
 
     @staticmethod
-    def backward(context: Any, d_NF: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(context: Any, d_NF: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of the input [N, 2F], given the output gradient `d_NF`; None for the other arguments."""
         (up_NX,) = context.saved_tensors
         limit, alpha, interleaved = context.numbers

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from meshwright.comm.custom_operator import custom_operator
 
@@ -21,9 +22,9 @@ ALIGNMENT = 16  # bytes; the strides of grouped_mm operands must be multiples of
 
 
 def grouped_product(
-    x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor, bias_EZ: torch.Tensor | None = None,
+    x_NX: Tensor, weight_EYX: Tensor, ends_E: Tensor, bias_EZ: Tensor | None = None,
     first: int = 0,
-) -> torch.Tensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """Return x Wᵀ + b, [N, Y], for N token copies `x_NX` sorted by expert, where W and b are those of each copy's
     expert; differentiable. (A token has one copy for each of its experts.)
 
@@ -35,8 +36,8 @@ def grouped_product(
 
 @custom_operator("meshwright::grouped_product")
 def _compute_grouped_product(
-    x_NX: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor, bias_EZ: torch.Tensor | None, first: int
-) -> torch.Tensor:
+    x_NX: Tensor, weight_EYX: Tensor, ends_E: Tensor, bias_EZ: Tensor | None, first: int
+) -> Tensor:
     """Compute x Wᵀ + b for N token copies sorted by expert, without autograd. `x_NX`, `weight_EYX`, `ends_E`,
     `bias_EZ`, `first` and the result are those of `grouped_product`."""
     if _supports_grouped_mm(x_NX, weight_EYX):
@@ -53,7 +54,7 @@ def _compute_grouped_product(
 
 
 @custom_operator("meshwright::grouped_product_input")
-def _compute_input_gradient(dy_NY: torch.Tensor, weight_EYX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+def _compute_input_gradient(dy_NY: Tensor, weight_EYX: Tensor, ends_E: Tensor) -> Tensor:
     """Return dy W, [N, X], the gradient of the grouped product's input, with the matrix W of each token copy's expert.
 
     `dy_NY`: gradient of the output for N token copies sorted by expert; `weight_EYX`: W of each of E experts; `ends_E`:
@@ -67,7 +68,7 @@ def _compute_input_gradient(dy_NY: torch.Tensor, weight_EYX: torch.Tensor, ends_
 
 
 @custom_operator("meshwright::grouped_product_weight")
-def _compute_weight_gradient(dy_NY: torch.Tensor, x_NX: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+def _compute_weight_gradient(dy_NY: Tensor, x_NX: Tensor, ends_E: Tensor) -> Tensor:
     """Return the gradient [E, Y, X] of the grouped product's weights: for each expert dyᵀ x over its token copies, 0
     without copies.
 
@@ -85,19 +86,19 @@ def _compute_weight_gradient(dy_NY: torch.Tensor, x_NX: torch.Tensor, ends_E: to
     return dw_EYX
 
 
-def sum_bias_gradients(dy_NZ: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+def sum_bias_gradients(dy_NZ: Tensor, ends_E: Tensor) -> Tensor:
     """Return the gradient [E, Z] of the biases of E experts: for each the sum of the output gradients `dy_NZ` of its
     copies. `ends_E`: exclusive end index of each expert's copies."""
     ones_N8 = dy_NZ.new_ones(len(dy_NZ), ALIGNMENT // 2)  # as many columns as grouped_mm needs in bf16
     if _supports_grouped_mm(dy_NZ, ones_N8):  # a product with ones: no host synchronisation
-        return _compute_weight_gradient(dy_NZ.contiguous(), ones_N8, ends_E)[..., 0]  # type: ignore[no-any-return]
+        return _compute_weight_gradient(dy_NZ.contiguous(), ones_N8, ends_E)[..., 0]
     d_bias_EZ = dy_NZ.new_zeros(len(ends_E), dy_NZ.shape[1])
     for expert, rows in _iterate_expert_slices(ends_E):
         torch.sum(dy_NZ[rows], dim=0, out=d_bias_EZ[expert])
     return d_bias_EZ
 
 
-def _supports_grouped_mm(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _supports_grouped_mm(a: Tensor, b: Tensor) -> bool:
     """Return True if PyTorch's grouped_mm supports the operands `a` and `b`: CUDA, bf16 and strides aligned to 16
     bytes.
     """
@@ -105,7 +106,7 @@ def _supports_grouped_mm(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.is_cuda and a.dtype == torch.bfloat16 and aligned
 
 
-def _iterate_expert_slices(ends_E: torch.Tensor) -> Iterator[tuple[int, slice]]:
+def _iterate_expert_slices(ends_E: Tensor) -> Iterator[tuple[int, slice]]:
     """Yield (expert index, slice of its token copies) for each expert that has any. `ends_E`: exclusive end index of
     each expert's copies.
     """
@@ -121,7 +122,7 @@ _compute_input_gradient.register_fake(lambda dy, weight, ends: dy.new_empty(dy.s
 _compute_weight_gradient.register_fake(lambda dy, x, ends: x.new_empty(len(ends), dy.shape[1], x.shape[1]))
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Save in `ctx` those inputs of the grouped product that backward reads: token copies, weights and end indices.
     This is the `setup_context` function of torch.library.register_autograd; `output` is unused."""
     x_NX, weight_EYX, ends_E, bias_EZ, first = inputs
@@ -130,7 +131,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) 
     ctx.biased = slice(first, first + bias_EZ.shape[1]) if bias_EZ is not None and ctx.needs_input_grad[3] else None
 
 
-def _backward_formula(ctx: Any, dy_NY: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _backward_formula(ctx: Any, dy_NY: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of the grouped product's inputs, in their order, given the output gradient `dy_NY`: those of
     token copies, weight and bias, and None for inputs that need none. This is the `backward` function of
     torch.library.register_autograd."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from meshwright.errors import UserError
 from meshwright.model.checkpoint_files import CheckpointFiles
@@ -104,7 +106,7 @@ def _load_model(
     names = match_entries(files, table, config, new_head)
     model = build(config)
 
-    def value_of(entry: ParameterEntry) -> torch.Tensor:
+    def value_of(entry: ParameterEntry) -> Tensor:
         """Return the value of a parameter entry (checkpoint tensor) from the files; its initial value if it is not in
         them."""
         return read_entry(files, entry, names) if entry.name in names else initial_value(entry, seed)
@@ -127,10 +129,13 @@ def match_entries(
     prefix = BASE_PREFIX[config.family]
     written = _map_current_names(files, config)
     bare = not any(name.startswith(prefix) for name in written)
-    names, missing, misshapen = dict[str, str](), list[str](), list[str]()
+    names: dict[str, str] = {}
+    missing = []
+    misshapen = []
     for entry in table.entries:
         wanted = entry.disk_name.removeprefix(prefix) if bare else entry.disk_name
-        names[entry.name] = name = written.get(wanted, wanted)
+        name = written.get(wanted, wanted)
+        names[entry.name] = name
         if entry.stacked and entry.expert and entry.expert[0]:  # the same tensor as that of the first expert
             continue
         parts = files.stored_names(name)
@@ -142,9 +147,11 @@ def match_entries(
             continue
         files.check_weights(name)
         if files.weights_shape(name) != entry.disk_shape:
-            found, file = list(files.weights_shape(name)), files.file(parts[0]).name
-            misshapen.append(f"{name} of {file} is {found}, by config.json {list(entry.disk_shape)}")
-    known = {part for name in names.values() for part in files.stored_names(name)}
+            found = list(files.weights_shape(name))
+            misshapen.append(
+                f"{name} of {files.file(parts[0]).name} is {found}, by config.json {list(entry.disk_shape)}"
+            )
+    known = set(chain.from_iterable(files.stored_names(name) for name in names.values()))
     known |= {written.get("lm_head.weight", "")} if config.tied else set()
     others = OTHER_HEADS.get(config.family, ())
     if config.family in FURTHER_LAYERS:
@@ -173,11 +180,10 @@ def _map_current_names(files: CheckpointFiles, config: ModelConfig) -> dict[str,
     """Return {current Hugging Face name of a tensor: its name in the files} for a model of configuration `config`. The
     names differ if an older version of transformers wrote the files."""
     nested = NESTED_PREFIXES.get(config.family, {})
-    inside = lambda name: next((each for each in nested if name.startswith(each)), None)  # noqa: E731
     found = {}
     for name in files.names:
-        prefix = inside(name)
-        found[name if prefix is None else nested[prefix] + name.removeprefix(prefix)] = name
+        prefix = next((each for each in nested if name.startswith(each)), "")
+        found[nested.get(prefix, "") + name.removeprefix(prefix)] = name
     for ending, today in FORMER_ENDINGS.get(config.family, {}).items():
         for name in files.names:
             if name.endswith(ending):
@@ -185,7 +191,7 @@ def _map_current_names(files: CheckpointFiles, config: ModelConfig) -> dict[str,
     return found
 
 
-def read_entry(files: CheckpointFiles, entry: ParameterEntry, names: Mapping[str, str] | None = None) -> torch.Tensor:
+def read_entry(files: CheckpointFiles, entry: ParameterEntry, names: Mapping[str, str] | None = None) -> Tensor:
     """Read the unsharded value of a parameter entry (checkpoint tensor) from `files`, in its layout on disk, without
     the model's transposition.
 

@@ -7,19 +7,19 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.spec.initial_values import draw_normal_values
 from meshwright.spec.parameter_entries import ParameterEntry
 from meshwright.spec.parameters import ParameterTable
 
-ReadSlice = Callable[[ParameterEntry, int, int, tuple[int, int, int] | None], torch.Tensor]
+ReadSlice = Callable[[ParameterEntry, int, int, tuple[int, int, int] | None], Tensor]
 """Function (entry, start, stop, columns) -> values [stop - start] of the elements [start, stop) of a parameter entry,
 flattened as the model stores it. columns: (first, end, width): `start` and `stop` count only the elements of the
 columns [first, end) of a matrix of `width` columns; None: of all."""
 
 
-def initial_value(entry: ParameterEntry, seed: int) -> torch.Tensor:
+def initial_value(entry: ParameterEntry, seed: int) -> Tensor:
     """Return the unsharded initial value of a parameter entry (one tensor of a checkpoint), drawn from `seed`: float32
     on the CPU, in its shape on disk."""
     value = make_initial_slice(entry, 0, entry.numel, seed=seed).view(entry.model_shape)
@@ -28,7 +28,7 @@ def initial_value(entry: ParameterEntry, seed: int) -> torch.Tensor:
 
 def make_initial_slice(
     entry: ParameterEntry, start: int, stop: int, columns: tuple[int, int, int] | None = None, *, seed: int
-) -> torch.Tensor:
+) -> Tensor:
     """Return the initial values of the elements [start, stop) of a parameter entry (checkpoint tensor): float32 [stop -
     start] on the CPU. Elements are counted in the flattened matrix [output, input], as in the model's memory.
 
@@ -47,26 +47,16 @@ def initialise(model: nn.Module, table: ParameterTable, seed: int) -> None:
     fill_parameters(model, table, partial(initial_value, seed=seed))
 
 
-def fill_parameters(
-    model: nn.Module, table: ParameterTable, value_of: Callable[[ParameterEntry], torch.Tensor]
-) -> None:
+def fill_parameters(model: nn.Module, table: ParameterTable, value_of: Callable[[ParameterEntry], Tensor]) -> None:
     """Write all parameters of the unsharded `model`, in place. table: the model's parameter table. value_of: function
     that returns the value of a parameter entry (checkpoint tensor) in its shape on disk (before any transposition)."""
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for entry in table.entries:
-            write_entry(parameters[entry.tensor], entry, value_of(entry))
+            extract_entry(parameters[entry.tensor], entry).copy_(value_of(entry))
 
 
-def write_entry(tensor: torch.Tensor, entry: ParameterEntry, value: torch.Tensor) -> None:
-    """Copy the value of one parameter entry (one tensor of a checkpoint) into a model parameter.
-
-    `value`: in its shape on disk (before any transposition); `tensor`: unsharded model parameter of which the entry is
-    a slice (such as fused qkv)."""
-    extract_entry(tensor, entry).copy_(value)
-
-
-def extract_entry(tensor: torch.Tensor, entry: ParameterEntry) -> torch.Tensor:
+def extract_entry(tensor: Tensor, entry: ParameterEntry) -> Tensor:
     """Return one parameter entry (one tensor of a checkpoint) as a view of a model parameter, in its shape on disk.
 
     `tensor`: the unsharded model parameter of which the entry is a slice (such as fused qkv), or that parameter's

@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
-from meshwright.model.attention_inputs import AttentionInputs
+from meshwright.model.attention_inputs import AttentionCache, AttentionInputs
 from meshwright.model.axis_operations import AxisOperations
-from meshwright.model.cache import AttentionCache
 from meshwright.model.layers import Linear, RMSNorm, RowParallelLinear
 from meshwright.model.rope import rotate
 from meshwright.model.scaled_dot_product import AttentionMask
@@ -65,7 +64,7 @@ class LatentAttention(nn.Module):
         self.scores = ScoreSettings(config.score_scale)
         self.interleaved = config.rotary_interleaved
 
-    def forward(self, x_BSH: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
+    def forward(self, x_BSH: Tensor, inputs: AttentionInputs) -> Tensor:
         """Return the attention output [B, S, H] for the hidden states `x_BSH`. With sequence parallelism, both hold
         only this rank's tokens. `inputs`: positions, mask and KV cache; the cache stores latent vectors and rotary
         keys."""
@@ -96,7 +95,7 @@ class LatentAttention(nn.Module):
         """Return the layer's linear layers in forward order."""
         return [self.qkv, *([] if self.query_up is None else [self.query_up]), self.latent_up, self.output]
 
-    def _decompress(self, latent_BSR: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _decompress(self, latent_BSR: Tensor) -> tuple[Tensor, Tensor]:
         """Project the normalised latent vectors `latent_BSR` of size R. Return the keys without rotary position [B, N,
         S, P] and the values [B, N, S, V] of this rank's N heads, of P and V features per head.
         """
@@ -104,9 +103,7 @@ class LatentAttention(nn.Module):
         k_BNSP, v_BNSV = both.split([self.plain, self.latent.value_dim], dim=-1)
         return k_BNSP, v_BNSV
 
-    def _attend(
-        self, q_BNSD: torch.Tensor, k_BNSD: torch.Tensor, v_BNSV: torch.Tensor, visible: AttentionMask
-    ) -> torch.Tensor:
+    def _attend(self, q_BNSD: Tensor, k_BNSD: Tensor, v_BNSV: Tensor, visible: AttentionMask) -> Tensor:
         """Return the causal attention output [B, N, S, V] of queries `q_BNSD`, keys `k_BNSD` and values `v_BNSV`. The
         head size V of the values may differ from D. Most attention kernels take one head size, so that the smaller one
         is padded with zeros; tiled attention, used on a single CPU, needs no padding. `visible`: attention mask; None:
@@ -119,8 +116,8 @@ class LatentAttention(nn.Module):
         return self.context.attend(q, k, v, visible, self.scores)[..., : self.latent.value_dim]
 
     def _attend_latent(
-        self, q_BNSP: torch.Tensor, q_BNSE: torch.Tensor, new_B1SC: torch.Tensor, cache: AttentionCache, layer: int
-    ) -> torch.Tensor:
+        self, q_BNSP: Tensor, q_BNSE: Tensor, new_B1SC: Tensor, cache: AttentionCache, layer: int
+    ) -> Tensor:
         """Store the latent vectors of new tokens in the KV cache of layer number `layer`. Return the attention output
         [B, N, S, V] of the new tokens over all cached latent vectors.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.model.axis_operations import AxisOperations, TensorOperations
 from meshwright.model.precision import at_least_float32
@@ -30,16 +30,15 @@ class Linear(nn.Module):
 
     weight_gradients: WeightGradients | None = None  # None: autograd computes them
     packed: QuantizedMatmul | None = None  # the product with a packed weight
-    adapter: Any  # `adapters.low_rank.LowRank`, which computes the product in place of `base_product`
+    adapter: Any = None  # `adapters.low_rank.LowRank`, which computes the product in place of `base_product`
     taps: Taps | None = None  # set during a compiled call
 
     def __init__(self, x: int, y: int, bias: bool, **options: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(y, x, **options))
         self.bias = nn.Parameter(torch.empty(y, **options)) if bias else None
-        self.adapter = None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Return x Wᵀ + b, [..., Y], for `x` [..., X], where W is [Y, X]; with a LoRA adapter of matrices A, B and
         scale s, x (W + s B A)ᵀ + b."""
         if self.adapter is None and self.packed is None:
@@ -47,12 +46,14 @@ class Linear(nn.Module):
         y = self._product(x)
         return y if self.bias is None else y + self.bias
 
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
+    def _product(self, x: Tensor) -> Tensor:
         """Return x Wᵀ [..., Y] for `x` [..., X], with the output of a LoRA adapter added if the layer has one, but
         without bias."""
-        return self.base_product(x) if self.adapter is None else self.adapter.adapted_product(x, self)  # type: ignore[no-any-return]
+        if self.adapter is None:
+            return self.base_product(x)
+        return self.adapter.adapted_product(x, self)
 
-    def base_product(self, x: torch.Tensor) -> torch.Tensor:
+    def base_product(self, x: Tensor) -> Tensor:
         """Return x Wᵀ [..., Y] for `x` [..., X], the layer's output without bias and without the output of a LoRA
         adapter."""
         if self.packed is not None:
@@ -69,9 +70,10 @@ class RowParallelLinear(Linear):
 
     def __init__(self, x: int, y: int, bias: bool, tensor: TensorOperations, site: str, **options: Any) -> None:
         super().__init__(x, y, bias, **options)
-        self.tensor, self.site = tensor, site
+        self.tensor = tensor
+        self.site = site
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Return x Wᵀ + b, [..., Y], with x Wᵀ summed over the tp ranks. `x`: this rank's slice [..., X] of the input
         features. With sequence parallelism, return this rank's token slice of the result.
         """
@@ -95,15 +97,19 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size, **options))
-        self.epsilon, self.centre, self.tensor = epsilon, centre, tensor
+        self.epsilon = epsilon
+        self.centre = centre
+        self.tensor = tensor
 
-    def factors(self) -> torch.Tensor:
+    def factors(self) -> Tensor:
         """Return the factors of the normalised elements, [size]: the weight, or 1 + weight if it is stored as the
         difference from 1 (then in at least float32).
         """
-        return self.weight if not self.centre else self.weight.to(at_least_float32(self.weight.dtype)) + self.centre
+        if not self.centre:
+            return self.weight
+        return self.weight.to(at_least_float32(self.weight.dtype)) + self.centre
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Return the normalised `x`, same shape and dtype; computed in float32 or float64."""
         wide = x.to(at_least_float32(x.dtype))
         square = wide.square().mean(-1, keepdim=True)
@@ -112,43 +118,26 @@ class RMSNorm(nn.Module):
         return (wide * torch.rsqrt(square + self.epsilon) * self.factors()).to(x.dtype)
 
 
-def normalise(x: torch.Tensor, epsilon: float) -> torch.Tensor:
+def normalise(x: Tensor, epsilon: float) -> Tensor:
     """Return `x` divided by its root mean square over the last dimension, same shape and dtype; computed in float32 or
     float64. `epsilon`: added to the mean square."""
     wide = x.to(at_least_float32(x.dtype))
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype)
 
 
-class LayerNorm(nn.Module):
-    """LayerNorm over the last dimension, of `size` elements: (x - mean) / standard deviation * weight + bias (Ba et al.
-    2016, arXiv:1607.06450).
-
-    `epsilon`: added to the variance; `bias`: True for a layer with bias; `options`: `device` and `dtype` of the
-    parameters."""
-
-    def __init__(self, size: int, epsilon: float, bias: bool, **options: Any) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size, **options))
-        self.bias = nn.Parameter(torch.empty(size, **options)) if bias else None
-        self.epsilon = epsilon
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the normalised `x`, same shape and dtype."""
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)  # sums in float32 at least
-
-
 def make_norm(config: ModelConfig, wanted: bool = True, **options: Any) -> Any:
-    """Build the norm over the hidden dimension that `config.norm` selects (RMSNorm or LayerNorm). wanted: False if the
-    model family does not have this norm; return None then. options: `device` and `dtype` of its parameters.
+    """Build the norm over the hidden dimension that `config.norm` selects: RMSNorm, or LayerNorm (Ba et al. 2016,
+    arXiv:1607.06450), whose kernels sum in at least float32. wanted: False if the model family does not have this norm;
+    return None then. options: `device` and `dtype` of its parameters.
     """
     if not wanted:
         return None
     if config.norm == "rmsnorm":
         return RMSNorm(config.hidden, config.norm_epsilon, float(config.zero_centred_norms), **options)
-    return LayerNorm(config.hidden, config.norm_epsilon, config.norm_bias, **options)
+    return nn.LayerNorm(config.hidden, config.norm_epsilon, bias=config.norm_bias, **options)
 
 
-def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
+def activate(x: Tensor, activation: str) -> Tensor:
     """Apply the activation function named `activation` ("silu", "relu", "gelu" or "gelu_tanh") to `x` elementwise and
     return the result."""
     if activation == "silu":
@@ -168,12 +157,14 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig, axes: AxisOperations, width: int | None = None, **options: Any) -> None:
         super().__init__()
-        self.tensor, self.gated, self.activation = axes.tensor, config.gated, config.activation
+        self.tensor = axes.tensor
+        self.gated = config.gated
+        self.activation = config.activation
         width = config.intermediate // axes.tensor.size if width is None else width
         self.up = Linear(config.hidden, width * (2 if config.gated else 1), config.mlp_bias, **options)
         self.down = RowParallelLinear(width, config.hidden, config.mlp_bias, axes.tensor, "mlp.output", **options)
 
-    def forward(self, x_BSH: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_BSH: Tensor) -> Tensor:
         """Return the MLP output [B, S, H] for the hidden states `x_BSH` (with sequence parallelism both are this rank's
         token slices)."""
         up = self.up(self.tensor.enter(x_BSH, "mlp.input"))
@@ -196,7 +187,7 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, hidden, **options))
         self.tensor = tensor
 
-    def forward(self, ids_BS: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids_BS: Tensor) -> Tensor:
         """Return the embeddings [B, S, H] of the token or position IDs `ids_BS` [B, S]."""
         if self.tensor is None or self.tensor.trivial:
             return _Lookup.apply(self.weight, ids_BS)
@@ -206,7 +197,7 @@ class Embedding(nn.Module):
         return rows_BSH.masked_fill(elsewhere_BS[..., None], 0.0)
 
 
-def scale_embedding(x_BSH: torch.Tensor, factor: float) -> torch.Tensor:
+def scale_embedding(x_BSH: Tensor, factor: float) -> Tensor:
     """Return the embeddings `x_BSH` times `factor`, which is first rounded to their dtype, as in Gemma."""
     return x_BSH if factor == 1 else x_BSH * torch.tensor(factor, dtype=x_BSH.dtype).item()
 
@@ -215,16 +206,18 @@ class _Lookup(torch.autograd.Function):
     """Embedding lookup whose weight gradient is summed in float32 or float64."""
 
     @staticmethod
-    def forward(context: Any, weight_VH: torch.Tensor, ids_BS: torch.Tensor) -> torch.Tensor:
+    def forward(context: Any, weight_VH: Tensor, ids_BS: Tensor) -> Tensor:
         """Return the rows [B, S, H] of the embedding table `weight_VH` for the IDs `ids_BS`."""
         context.save_for_backward(ids_BS)
-        context.rows, context.dtype = weight_VH.shape[0], weight_VH.dtype
+        context.rows = weight_VH.shape[0]
+        context.dtype = weight_VH.dtype
         return F.embedding(ids_BS, weight_VH)
 
     @staticmethod
-    def backward(context: Any, gradient_BSH: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(context: Any, gradient_BSH: Tensor) -> tuple[Tensor, None]:
         """Return the gradient [V, H] of the embedding table, given the gradient `gradient_BSH` of the looked-up rows;
         None for the IDs."""
         (ids_BS,) = context.saved_tensors
-        wide = gradient_BSH.to(at_least_float32(context.dtype))
-        return torch.ops.aten.embedding_dense_backward(wide, ids_BS, context.rows, -1, False).to(context.dtype), None
+        wide_BSH = gradient_BSH.to(at_least_float32(context.dtype))
+        wide_VH = torch.ops.aten.embedding_dense_backward(wide_BSH, ids_BS, context.rows, -1, False)
+        return wide_VH.to(context.dtype), None

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
-from meshwright.model.axis_operations import SINGLE_DEVICE, TensorOperations
+from meshwright.model.axis_operations import TensorOperations
 from meshwright.model.precision import at_least_float32
 from meshwright.spec.chunks import split_loss_chunks
 from meshwright.spec.policy import SLICE_LOGITS
@@ -24,9 +25,7 @@ from meshwright.spec.policy import SLICE_LOGITS
 IGNORED = -100  # target of ignored tokens
 
 
-def linear_cross_entropy(
-    hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: OutputHead, keep: bool = True
-) -> torch.Tensor:
+def linear_cross_entropy(hidden_TH: Tensor, targets_T: Tensor, head: OutputHead, keep: bool = True) -> Tensor:
     """Return the cross-entropy loss summed over T tokens: -log softmax(hidden weightᵀ + bias)[target] (nats, scalar,
     float32 or float64).
 
@@ -37,11 +36,12 @@ def linear_cross_entropy(
     False: backward recomputes the logits. Both give bitwise equal gradients. In both cases, tensor parallelism
     communicates only in the forward pass.
     """
-    mode = _Mode("none" if not torch.is_grad_enabled() else "save" if keep else "recompute", of_tokens=False)
+    gradients: Literal["save", "recompute"] = "save" if keep else "recompute"
+    mode = _Mode(gradients if torch.is_grad_enabled() else "none", of_tokens=False)
     return _CrossEntropy.apply(hidden_TH, head.weight_VH, head.bias_V, targets_T, head, mode)
 
 
-def token_cross_entropy(hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: OutputHead) -> torch.Tensor:
+def token_cross_entropy(hidden_TH: Tensor, targets_T: Tensor, head: OutputHead) -> Tensor:
     """Return each token's cross-entropy -log softmax(hidden weightᵀ + bias)[target] (nats), [T], float32 or float64.
 
     `hidden_TH`: input of the output head for T tokens; `targets_T`: target token IDs; -100 for tokens that get a loss
@@ -63,9 +63,9 @@ class OutputHead(NamedTuple):
     (`training.teacher_targets.TeacherTargets`), whose method `make_chunk` builds the chunks of the loss; None: the loss
     is the cross-entropy."""
 
-    weight_VH: torch.Tensor
+    weight_VH: Tensor
     tensor: TensorOperations
-    bias_V: torch.Tensor | None = None
+    bias_V: Tensor | None = None
     first_token: int = 0
     widest: int | None = None
     compile_backend: Any = None
@@ -92,13 +92,13 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         context: Any,
-        hidden_TH: torch.Tensor,
-        weight_VH: torch.Tensor,
-        bias_V: torch.Tensor | None,
-        targets_T: torch.Tensor,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_T: Tensor,
         head: OutputHead,
         mode: _Mode,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return the cross-entropy (nats): the sum, a scalar, or the loss of each token, [T].
 
         `hidden_TH`: input of the output head; `weight_VH`, `bias_V`: weight and bias of `head`, passed as separate
@@ -107,7 +107,8 @@ class _CrossEntropy(torch.autograd.Function):
         wanted = tuple(mode.gradients != "none" and needed for needed in context.needs_input_grad[:3])
         total = torch.zeros((), dtype=at_least_float32(hidden_TH.dtype), device=hidden_TH.device)
         sums = _Gradients(hidden_TH, head, *wanted) if any(wanted) and mode.gradients == "save" else None
-        losses, known = [], []
+        losses = []
+        known = []
         for chunk in _iterate_logit_chunks(hidden_TH, targets_T, head):
             if mode.of_tokens:
                 losses.append(chunk.losses_C)
@@ -125,10 +126,11 @@ class _CrossEntropy(torch.autograd.Function):
         return torch.cat(losses) if mode.of_tokens else total
 
     @staticmethod
-    def backward(context: Any, d_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(context: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of hidden states, weight and bias; None for the other inputs. `d_loss`: gradient of the
         loss: scalar, or [T] for the loss of each token."""
-        factor, factors_T = d_loss, None
+        factor = d_loss
+        factors_T = None
         if d_loss.ndim:
             # Relative to the largest one, so that a 16-bit type neither underflows nor overflows.
             factor = d_loss.abs().amax().clamp(min=torch.finfo(d_loss.dtype).tiny)
@@ -149,20 +151,19 @@ class _Gradients:
     tokens. `hidden_TH`: hidden states of all T tokens; `head`: weight and bias of the output head. `of_hidden`,
     `of_weight`, `of_bias`: True if that gradient is required; otherwise it stays None."""
 
-    def __init__(
-        self, hidden_TH: torch.Tensor, head: OutputHead, of_hidden: bool, of_weight: bool, of_bias: bool
-    ) -> None:
-        self._inputs, self._of_weight = (hidden_TH, head.weight_VH), of_weight
+    def __init__(self, hidden_TH: Tensor, head: OutputHead, of_hidden: bool, of_weight: bool, of_bias: bool) -> None:
+        self._inputs = hidden_TH, head.weight_VH
+        self._of_weight = of_weight
         self.hidden_TH = torch.empty_like(hidden_TH) if of_hidden else None
-        self.weight_VH: torch.Tensor | None = None
+        self.weight_VH: Tensor | None = None
         wide = at_least_float32(hidden_TH.dtype)
         self.bias_V = torch.zeros_like(head.bias_V, dtype=wide) if of_bias and head.bias_V is not None else None
 
-    def collect(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    def collect(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the accumulated gradients of hidden states, weight and bias; None where not required."""
         return self.hidden_TH, self.weight_VH, self.bias_V
 
-    def add(self, chunk: Chunk, factors_T: torch.Tensor | None = None) -> None:
+    def add(self, chunk: Chunk, factors_T: Tensor | None = None) -> None:
         """Add the gradients of one chunk of tokens; its logits are overwritten. `factors_T`: factors on the losses of
         all T tokens; None: 1."""
         hidden_TH, weight_VH = self._inputs
@@ -170,17 +171,18 @@ class _Gradients:
         if self.hidden_TH is not None:
             torch.mm(d_logits_CV, weight_VH, out=self.hidden_TH[chunk.tokens])
         if self._of_weight:
-            product_VH, sum_VH = d_logits_CV.T @ hidden_TH[chunk.tokens], self.weight_VH
-            wide = at_least_float32(hidden_TH.dtype)
-            self.weight_VH = product_VH if sum_VH is None else sum_VH.to(wide).add_(product_VH)
+            d_weight_VH = d_logits_CV.T @ hidden_TH[chunk.tokens]
+            if self.weight_VH is not None:
+                d_weight_VH = self.weight_VH.to(at_least_float32(hidden_TH.dtype)).add_(d_weight_VH)
+            self.weight_VH = d_weight_VH
         if self.bias_V is not None:
             for part in chunk._token_slices():  # a sum in a wider type makes a copy on a CPU
                 self.bias_V += d_logits_CV[part].sum(dim=0, dtype=self.bias_V.dtype)
 
 
 def _recompute_gradients(
-    context: Any, factors_T: torch.Tensor | None = None
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    context: Any, factors_T: Tensor | None = None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Recompute the logits and return the gradients of hidden states, weight and bias (None where not required).
 
     `context`: autograd context with the tensors that forward saved; `factors_T`: a factor on the loss of each token;
@@ -203,14 +205,11 @@ class Chunk:
     """
 
     def __init__(
-        self,
-        tokens: slice,
-        logits_CV: torch.Tensor,
-        targets_C: torch.Tensor,
-        head: OutputHead,
-        known_2C: torch.Tensor | None = None,
+        self, tokens: slice, logits_CV: Tensor, targets_C: Tensor, head: OutputHead, known_2C: Tensor | None = None
     ) -> None:
-        self.tokens, self._logits_CV, self._softcap = tokens, logits_CV, head.softcap
+        self.tokens = tokens
+        self._logits_CV = logits_CV
+        self._softcap = head.softcap
         self._compiled = head.compile_backend is not None
         self._statistics, self._to_gradient_ = _get_elementwise_functions(head.compile_backend)
         wide = at_least_float32(logits_CV.dtype)
@@ -218,13 +217,14 @@ class Chunk:
         indices_C = targets_C.clamp(min=0) - head.first_token
         self._here_C = (indices_C >= 0) & (indices_C < logits_CV.shape[1])
         # Indexing, because gather and scatter touch the whole chunk on a CPU.
-        self._targets = (torch.arange(len(indices_C), device=indices_C.device), torch.where(self._here_C, indices_C, 0))
+        tokens_C = torch.arange(len(indices_C), device=indices_C.device)
+        self._targets = tokens_C, torch.where(self._here_C, indices_C, 0)
 
         self.known = list(self._reduce_softmax_statistics(head.tensor) if known_2C is None else known_2C)
         self.log_sum_C, self.target_C = self.known
         self.losses_C = (self.log_sum_C - self.target_C) * self._counted_C
 
-    def _reduce_softmax_statistics(self, tensor: TensorOperations) -> tuple[torch.Tensor, torch.Tensor]:
+    def _reduce_softmax_statistics(self, tensor: TensorOperations) -> tuple[Tensor, Tensor]:
         """Return each token's log-sum-exp over the whole vocabulary and the logit of its target, [C] each. `tensor`:
         communication by which both are all-reduced over tp."""
         logits_CV = self._logits_CV
@@ -238,7 +238,7 @@ class Chunk:
         tensor.all_reduce(sum_C, "loss.sum")
         return highest_C + sum_C.log(), target_C
 
-    def differentiate(self, factors_C: torch.Tensor | None = None) -> torch.Tensor:
+    def differentiate(self, factors_C: Tensor | None = None) -> Tensor:
         """Overwrite the chunk's logits with their gradients, (softmax - one-hot) times the factor on the token's loss,
         and return them, [C, V]. `factors_C`: those factors; None: 1. Ignored tokens get 0."""
         counted_C = self._counted_C if factors_C is None else self._counted_C * factors_C
@@ -261,7 +261,7 @@ class Chunk:
             yield slice(start, min(tokens, start + at_once))
 
 
-def _statistics(logits_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _statistics(logits_CV: Tensor) -> tuple[Tensor, Tensor]:
     """Return the maximum of each token's logits, and the sum of exp(logit - maximum), over this rank's vocabulary, [C]
     each. `logits_CV`: logits of C tokens."""
     wide = at_least_float32(logits_CV.dtype)
@@ -269,7 +269,7 @@ def _statistics(logits_CV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return maximum_C, (logits_CV.to(wide) - maximum_C[:, None]).exp().sum(dim=1)
 
 
-def _to_gradient_(logits_CV: torch.Tensor, log_sum_C: torch.Tensor, counted_C: torch.Tensor, softcap: float) -> None:
+def _to_gradient_(logits_CV: Tensor, log_sum_C: Tensor, counted_C: Tensor, softcap: float) -> None:
     """Overwrite the logits of C tokens, `logits_CV`, with the softmax term of their gradient: softmax(logits) times
     `counted_C` times the derivative of the softcap. `log_sum_C`: log-sum-exp of each token's logits; `counted_C`:
     factor on each token's loss, 0 for ignored tokens; `softcap`: cap of the logits; 0: none.
@@ -278,16 +278,6 @@ def _to_gradient_(logits_CV: torch.Tensor, log_sum_C: torch.Tensor, counted_C: t
     logits_CV.copy_((logits_CV.to(log_sum_C.dtype) - log_sum_C[:, None]).exp() * counted_C[:, None])
     if slope_CV is not None:
         logits_CV.mul_(slope_CV)
-
-
-def loss_chunk_from_logits(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> Chunk:
-    """Build a `Chunk` of C tokens from given logits and targets, without the matmul of the output head. The hardware
-    probe times the loss with it: the constructor computes the losses, `differentiate` their gradients. `logits_CV`:
-    logits; `targets_C`: target token IDs.
-    """
-    vocabulary = logits_CV.shape[1]
-    head = OutputHead(logits_CV.new_empty(vocabulary, 0), SINGLE_DEVICE.tensor, widest=vocabulary)
-    return Chunk(slice(0, len(logits_CV)), logits_CV, targets_C, head)
 
 
 @functools.cache
@@ -300,14 +290,14 @@ def _get_elementwise_functions(backend: Any) -> tuple[Callable[..., Any], Callab
     return torch.compile(_statistics, **options), torch.compile(_to_gradient_, **options)
 
 
-def cap_logits_(logits: torch.Tensor, softcap: float) -> torch.Tensor:
+def cap_logits_(logits: Tensor, softcap: float) -> Tensor:
     """Replace logits x (any shape) by c tanh(x / c), c = `softcap`, in place, and return them (Gemma 2:
     arXiv:2408.00118, section 2)."""
     return logits.div_(softcap).tanh_().mul_(softcap)
 
 
 def _iterate_logit_chunks(
-    hidden_TH: torch.Tensor, targets_T: torch.Tensor, head: OutputHead, known_2T: torch.Tensor | None = None
+    hidden_TH: Tensor, targets_T: Tensor, head: OutputHead, known_2T: Tensor | None = None
 ) -> Iterator[Chunk]:
     """Compute the logits of the output head for the hidden states `hidden_TH`, one chunk of tokens after the other;
     yield each `Chunk`.
@@ -328,5 +318,6 @@ def _iterate_logit_chunks(
         if head.softcap:
             cap_logits_(logits_CV, head.softcap)
         known_2C = None if known_2T is None else known_2T[:, part]
-        yield (head.teacher.make_chunk if head.teacher else Chunk)(part, logits_CV, targets_T[part], head, known_2C)
+        make_chunk = head.teacher.make_chunk if head.teacher else Chunk
+        yield make_chunk(part, logits_CV, targets_T[part], head, known_2C)
         start += tokens

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 RESPONSES_SITE = "loss.responses"
 
@@ -30,15 +31,15 @@ class Pairs:
     Only for KTO: `undesirable_BD`: True for a response labelled undesirable; `kl_B`: estimate of the KL divergence
     between policy and reference (nats, float64), the same number for all sequences."""
 
-    response_BC: torch.Tensor
-    counted_BP: torch.Tensor
-    reference_BD: torch.Tensor
-    lengths_BD: torch.Tensor
-    undesirable_BD: torch.Tensor
-    kl_B: torch.Tensor
+    response_BC: Tensor
+    counted_BP: Tensor
+    reference_BD: Tensor
+    lengths_BD: Tensor
+    undesirable_BD: Tensor
+    kl_B: Tensor
 
     @classmethod
-    def from_ids(cls, ids_BS: torch.Tensor, max_pairs: int | None = None, responses: int = 2) -> Pairs:
+    def from_ids(cls, ids_BS: Tensor, max_pairs: int | None = None, responses: int = 2) -> Pairs:
         """Build the pairs of a batch from `ids_BS`, the document number of each token in its sequence, counted from 0:
         documents 2k and 2k + 1 are a pair. A last document without a partner is padding: 0, 0, 1, 2, 3, 3, 4 are two
         pairs and one token of padding.
@@ -55,22 +56,22 @@ class Pairs:
         none_BD = torch.zeros(len(ids_BS), responses * most, dtype=torch.float64)
         return cls(response_BS, counted_BP, none_BD, none_BD, none_BD.bool(), none_BD[:, 0])
 
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Pairs:
+    def map(self, change: Callable[[Tensor], Tensor]) -> Pairs:
         """Return a copy with `change` applied to every tensor, for example to move it to a device or to select
         sequences."""
         return Pairs(*(change(getattr(self, name)) for name in self.__slots__))
 
-    def select_tokens(self, indices_C: torch.Tensor) -> Pairs:
+    def select_tokens(self, indices_C: Tensor) -> Pairs:
         """Return a copy for the context-parallel rank that holds the C tokens at the indices `indices_C` of each
         unsharded sequence."""
         return replace(self, response_BC=self.response_BC[:, indices_C])
 
     @property
-    def count(self) -> torch.Tensor:
+    def count(self) -> Tensor:
         """Number of pairs in the batch (scalar tensor)."""
         return self.counted_BP.sum()
 
-    def log_probabilities(self, losses_T: torch.Tensor) -> torch.Tensor:
+    def log_probabilities(self, losses_T: Tensor) -> Tensor:
         """Return the log-probability of each of the D responses of each of B sequences, [B, D] (nats, float64): the sum
         over its tokens of log p(token | prefix), 0 for a missing response.
 
@@ -92,5 +93,5 @@ class PreferenceLoss(NamedTuple):
     ones below it.
     """
 
-    loss: torch.Tensor
-    metric_sums: torch.Tensor
+    loss: Tensor
+    metric_sums: Tensor

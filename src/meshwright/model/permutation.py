@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
-def invert_permutation(order: torch.Tensor) -> torch.Tensor:
+def invert_permutation(order: Tensor) -> Tensor:
     """Return the inverse of the permutation `order` [N]."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
@@ -17,9 +18,7 @@ class Permuted(torch.autograd.Function):
     gathers by the inverse permutation instead of scattering, so that sums are formed in a deterministic order."""
 
     @staticmethod
-    def forward(
-        context: Any, x_TH: torch.Tensor, order_N: torch.Tensor, inverse_N: torch.Tensor, copies: int | None = None
-    ) -> torch.Tensor:
+    def forward(context: Any, x_TH: Tensor, order_N: Tensor, inverse_N: Tensor, copies: int | None = None) -> Tensor:
         """Return the permuted rows, [N, H]. `order_N`: permutation; `inverse_N`: its inverse. `copies`: number of times
         that each row of `x_TH` is repeated before the permutation, N = T x copies; None: rows are not repeated, N = T.
         """
@@ -28,7 +27,7 @@ class Permuted(torch.autograd.Function):
         return x_TH.index_select(0, order_N if copies is None else order_N // copies)
 
     @staticmethod
-    def backward(context: Any, d_NH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(context: Any, d_NH: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of `x_TH`: the output gradient `d_NH` in the order before the permutation, summed over
         the copies of each row."""
         (inverse_N,) = context.saved_tensors

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.block import Block
@@ -36,17 +36,16 @@ class PredictionModule(nn.Module):
         self.block = Block(config, axes, config.layers, **options)
         self.norm = make_norm(config, **options)
 
-    def project(self, x_BSH: torch.Tensor, next_BSH: torch.Tensor) -> torch.Tensor:
+    def project(self, x_BSH: Tensor, next_BSH: Tensor) -> Tensor:
         """Return the input of the block, [B, S, H]: the projection of a token's normalised hidden state and the next
         token's embedding.
 
         `x_BSH`: output of the model's final norm; `next_BSH`: embeddings of the next tokens. With sequence parallelism,
         arguments and result are this rank's token slices."""
-        both: torch.Tensor = torch.cat([self.embedding_norm(next_BSH), self.hidden_norm(x_BSH)], dim=-1)
-        return self.projection(both)  # type: ignore[no-any-return]
+        return self.projection(torch.cat([self.embedding_norm(next_BSH), self.hidden_norm(x_BSH)], dim=-1))
 
 
-def shift_by_one(batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+def shift_by_one(batch: MicroBatch) -> tuple[Tensor, Tensor]:
     """Shift the inputs of multi-token prediction by one position. Return two tensors [B, S]: the token after each token
     of the micro-batch `batch`, and the target of that next token. The target is -100 (ignored) at the end of a sequence
     and where the next token is in another document."""

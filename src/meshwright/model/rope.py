@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from meshwright.model.documents import ONE_DOCUMENT, Documents
 from meshwright.model.precision import at_least_float32
-from meshwright.spec.config import ModelConfig
 from meshwright.spec.rope_scaling import RopeScaling, Rotation, Temperature
 
 
-def compute_inverse_frequencies(rotation: Rotation, dtype: torch.dtype, length: int = 0) -> torch.Tensor:
+def compute_inverse_frequencies(rotation: Rotation, dtype: torch.dtype, length: int = 0) -> Tensor:
     """Return the rotary frequencies of a layer, [R/2] for R rotated features, in `dtype`: the angle per position of
     each pair of features, in radians.
 
@@ -45,7 +45,7 @@ def _choose_longrope_factors(scaling: RopeScaling, length: int) -> tuple[float, 
     return scaling.long_factors if length > (scaling.original_max_positions or 0) else scaling.short_factors
 
 
-def _scale_llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+def _scale_llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """Return the rotary `frequencies` [R/2] scaled as in Llama 3.1: low ones (long wavelengths) are divided by the
     scaling factor, high ones stay unchanged, with a ramp between. `scaling`: factor and limits."""
     assert scaling.original_max_positions and scaling.low_frequency_factor and scaling.high_frequency_factor
@@ -57,7 +57,7 @@ def _scale_llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tens
     return (1 - kept_share) * frequencies / scaling.factor + kept_share * frequencies
 
 
-def _scale_yarn(wave: torch.Tensor, scaling: RopeScaling, rotation: Rotation) -> torch.Tensor:
+def _scale_yarn(wave: Tensor, scaling: RopeScaling, rotation: Rotation) -> Tensor:
     """Return the rotary frequencies [R/2] of YaRN (arXiv:2309.00071, section 3.2): high frequencies unchanged, low ones
     divided by the scaling factor, with a ramp between.
 
@@ -73,7 +73,7 @@ def _scale_yarn(wave: torch.Tensor, scaling: RopeScaling, rotation: Rotation) ->
         turns = positions / (times * 2 * math.pi)
         return rotation.size * math.log(turns) / (2 * math.log(rotation.theta))
 
-    low, high = find_pair_index(scaling.beta_fast or 32.0), find_pair_index(scaling.beta_slow or 1.0)
+    low, high = (find_pair_index(beta) for beta in (scaling.beta_fast or 32.0, scaling.beta_slow or 1.0))
     if scaling.truncate is not False:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotation.size - 1)
@@ -94,14 +94,17 @@ class RotaryTable:
     Angles are computed in float32 (float64 for a float64 model): bfloat16 cannot tell positions beyond 256 apart."""
 
     def __init__(self, rotation: Rotation, dtype: torch.dtype, length: int | None = None) -> None:
-        self._dtype, self._rotation, self._length = at_least_float32(dtype), rotation, length
+        self._dtype = at_least_float32(dtype)
+        self._rotation = rotation
+        self._length = length
         self._scale = rotation.scaling.attention_scale if rotation.scaling else 1.0
-        self._tables: dict[tuple[float, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._tables: dict[tuple[float, ...], tuple[Tensor, Tensor]] = {}
 
-    def get_table(self, length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def get_table(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return (cosines, sines), [P, R/2] each, on `device`, for the positions 0 to P - 1, where P is at least
         `length`."""
-        longest, scaling = length if self._length is None else self._length, self._rotation.scaling
+        longest = length if self._length is None else self._length
+        scaling = self._rotation.scaling
         factors = () if scaling is None else _choose_longrope_factors(scaling, longest)
         table = self._tables.get(factors)
         if table is None or table[0].shape[0] < length or table[0].device != device:
@@ -112,9 +115,9 @@ class RotaryTable:
         return table
 
     def look_up(
-        self, positions_BS: torch.Tensor | None, start: int, stop: int, device: torch.device,
+        self, positions_BS: Tensor | None, start: int, stop: int, device: torch.device,
         documents: Documents = ONE_DOCUMENT,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Return (cosine, sine) of the rotary angles at the positions `positions_BS`, [B or 1, 1, S, R/2] each for R
         rotated features, on `device`. All positions must be less than `stop`. If `positions_BS` is None, the positions
         are start ... stop - 1 in every sequence; otherwise `start` is ignored.
@@ -124,15 +127,17 @@ class RotaryTable:
         cosine, sine = self.get_table(stop, device)
         if positions_BS is None:
             return cosine[None, None, start:stop], sine[None, None, start:stop]
-        cosine, sine = cosine[positions_BS][:, None], sine[positions_BS][:, None]
-        scaling = self._rotation.scaling if self._length is None else None
-        trained = scaling.original_max_positions if scaling is not None and scaling.kind == "longrope" else None
+        cosine, sine = (table[positions_BS][:, None] for table in (cosine, sine))
+        scaling = self._rotation.scaling
+        by_document = self._length is None and scaling is not None and scaling.kind == "longrope"
+        trained = scaling.original_max_positions if scaling is not None and by_document else None
         if trained is None or (lengths_BS := documents.lengths_BS()) is None:
             return cosine, sine
         # Documents that are packed into one sequence each get the factors that they get alone, on any layout.
-        short, is_short = self.get_table(trained, device), (lengths_BS <= trained)[:, None, :, None]
-        first, second = (each[positions_BS.clamp(max=trained - 1)][:, None] for each in short)
-        return torch.where(is_short, first, cosine), torch.where(is_short, second, sine)
+        is_short = (lengths_BS <= trained)[:, None, :, None]
+        short = (table[positions_BS.clamp(max=trained - 1)][:, None] for table in self.get_table(trained, device))
+        cosine, sine = (torch.where(is_short, *both) for both in zip(short, (cosine, sine), strict=True))
+        return cosine, sine
 
 
 class TemperatureTable:
@@ -140,12 +145,13 @@ class TemperatureTable:
     4), in `dtype` or float32. It has the interface of `RotaryTable`. `temperature`: settings of the factors."""
 
     def __init__(self, temperature: Temperature, dtype: torch.dtype) -> None:
-        self._temperature, self._dtype = temperature, at_least_float32(dtype)
+        self._temperature = temperature
+        self._dtype = at_least_float32(dtype)
 
     def look_up(
-        self, positions_BS: torch.Tensor | None, start: int, stop: int, device: torch.device,
+        self, positions_BS: Tensor | None, start: int, stop: int, device: torch.device,
         documents: Documents = ONE_DOCUMENT,
-    ) -> tuple[torch.Tensor, None]:  # fmt: skip
+    ) -> tuple[Tensor, None]:  # fmt: skip
         """Return the factors of the queries [B or 1, 1, S, 1] at the positions `positions_BS` (None: start ... stop -
         1), and None in place of a sine. `device`: device of the factors; `documents`: ignored."""
         if positions_BS is None:
@@ -164,26 +170,7 @@ def make_table(kind: Rotation | Temperature, dtype: torch.dtype, length: int | N
     return TemperatureTable(kind, dtype) if isinstance(kind, Temperature) else RotaryTable(kind, dtype, length)
 
 
-def find_half_rotation_order(config: ModelConfig) -> list[int] | None:
-    """Return the order in which a head's D features must be arranged for kernels that rotate feature i with feature i +
-    D/2: the j-th element is the index of the model's feature at position j. Return None if the model has this order
-    already, or no rotary positions.
-
-    `config`: model configuration. Features without rotation are paired too, at the angle 0 (`pad_pairs`). Attention
-    scores do not depend on the order, so that a server may permute the features of queries and keys.
-    """
-    size, rotated = config.head_dim, config.rotary_dim
-    if config.positions != "rope" or (rotated == size and not config.rotary_interleaved):
-        return None
-    pairs = [
-        (2 * pair, 2 * pair + 1) if config.rotary_interleaved else (pair, pair + rotated // 2)
-        for pair in range(rotated // 2)
-    ]
-    pairs += [(each, each + (size - rotated) // 2) for each in range(rotated, rotated + (size - rotated) // 2)]
-    return [first for first, _ in pairs] + [second for _, second in pairs]
-
-
-def pad_pairs(table: tuple[torch.Tensor, torch.Tensor], size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def pad_pairs(table: tuple[Tensor, Tensor], size: int) -> tuple[Tensor, Tensor]:
     """Pad a rotary table from R/2 to D/2 pairs of features. The added pairs have angle 0, which leaves their features
     unchanged. `table`: (cosines, sines), [P, R/2] each, for P positions and R rotated features; `size`: head size D.
     Return both as [P, D/2].
@@ -193,7 +180,7 @@ def pad_pairs(table: tuple[torch.Tensor, torch.Tensor], size: int) -> tuple[torc
     return torch.cat([cosine, cosine.new_ones(more)], dim=1), torch.cat([sine, sine.new_zeros(more)], dim=1)
 
 
-def rotate(x_BNSD: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
+def rotate(x_BNSD: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool = False) -> Tensor:
     """Return `x_BNSD` with the rotary embedding applied, in its shape and dtype: each pair (i, i + R/2) of the first R
     features is rotated by its angle at the token's position.
 
@@ -208,7 +195,7 @@ def rotate(x_BNSD: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, inter
     return _rotate_first(x_BSND, cosine, sine, interleaved).transpose(1, 2)
 
 
-def _rotate_first(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, interleaved: bool) -> torch.Tensor:
+def _rotate_first(x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool) -> Tensor:
     """Return `x` [..., D] with the pairs of its first R features rotated, in the dtype of `x`.
 
     `cosine`, `sine`: cosine and sine of the angles, broadcast against [..., R/2]; `interleaved`: True: the pairs are
@@ -223,7 +210,7 @@ def _rotate_first(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, int
     return _rotate_halves(halves, cosine, sine).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 
-def _rotate_halves(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+def _rotate_halves(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Return `x` [..., D] with each pair of dimensions (i, i + D/2) rotated by an angle, in the dtype of `x`. `cosine`,
     `sine`: cosine and sine of the angles, broadcast against [..., D/2]."""
     first, second = x.to(cosine.dtype).chunk(2, dim=-1)

@@ -5,16 +5,17 @@ Shapes: B sequences, S tokens of a sequence, N query heads, K key-value heads, D
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from meshwright.model.documents import Documents
 from meshwright.model.tiled_attention import ScoreSettings, tiled_attention
 from meshwright.model.varlen_attention import VarlenMask, make_varlen_mask, supports_flash_attention, varlen_attention
 
-AttentionMask = torch.Tensor | VarlenMask | None
+AttentionMask = Tensor | VarlenMask | None
 """Attention mask of a batch, as `make_attention_mask` returns it."""
 
 MaskForm = Literal["first", "varlen", "boolean"]
@@ -64,9 +65,9 @@ def make_attention_mask(
 
 
 def attend(
-    q_BNSD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, visible: AttentionMask,
+    q_BNSD: Tensor, k_BKCD: Tensor, v_BKCD: Tensor, visible: AttentionMask,
     scores: ScoreSettings | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """Return the attention output softmax(q kᵀ / √D) v, [B, N, S, D]. `k_BKCD`, `v_BKCD`: keys and values of C tokens;
     `q_BNSD`: queries of the last S of them.
 
@@ -74,10 +75,10 @@ def attend(
     C. `scores`: scale (in place of 1 / √D), softcap and sinks of the scores; None: the defaults.
     """
     scores = scores or ScoreSettings(q_BNSD.shape[-1] ** -0.5)
-    same_length, sinks = q_BNSD.shape[2] == k_BKCD.shape[2], scores.sinks is not None
-    if sinks and same_length and visible is None and not scores.softcap and supports_flash_attention(
-        q_BNSD.device, q_BNSD.dtype, q_BNSD.shape[-1]
-    ):  # fmt: skip
+    same_length = q_BNSD.shape[2] == k_BKCD.shape[2]
+    sinks = scores.sinks is not None
+    flash = supports_flash_attention(q_BNSD.device, q_BNSD.dtype, q_BNSD.shape[-1])
+    if flash and sinks and same_length and visible is None and not scores.softcap:
         visible = VarlenMask(None, None)
     if isinstance(visible, VarlenMask):
         return varlen_attention(q_BNSD, k_BKCD, v_BKCD, visible, scores.scale, scores.sinks)
@@ -87,11 +88,9 @@ def attend(
     causal = same_length and visible is None
     groups = q_BNSD.shape[1] // k_BKCD.shape[1]
     if groups > 1 and q_BNSD.device.type == "cuda" and not supports_grouped_query(q_BNSD.dtype, visible is not None):
-        k_BKCD, v_BKCD = k_BKCD.repeat_interleave(groups, dim=1), v_BKCD.repeat_interleave(groups, dim=1)
-    return F.scaled_dot_product_attention(
-        q_BNSD, k_BKCD, v_BKCD, attn_mask=visible, is_causal=causal, scale=scores.scale,
-        enable_gqa=q_BNSD.shape[1] != k_BKCD.shape[1],
-    )  # fmt: skip
+        k_BKCD, v_BKCD = (x.repeat_interleave(groups, dim=1) for x in (k_BKCD, v_BKCD))
+    options: dict[str, Any] = {"scale": scores.scale, "enable_gqa": q_BNSD.shape[1] != k_BKCD.shape[1]}
+    return F.scaled_dot_product_attention(q_BNSD, k_BKCD, v_BKCD, visible, is_causal=causal, **options)
 
 
 def supports_grouped_query(dtype: torch.dtype, masked: bool) -> bool:
@@ -103,13 +102,13 @@ def supports_grouped_query(dtype: torch.dtype, masked: bool) -> bool:
 
 
 def make_bidirectional_mask(
-    documents: Documents, attention_mask_BS: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor | None:
+    documents: Documents, attention_mask_BS: Tensor | None, dtype: torch.dtype
+) -> Tensor | None:
     """Return the additive attention mask of an encoder, [B, 1, S or 1, S]: 0 where a token may attend, else the lowest
     finite number of `dtype`; None if nothing is masked. A token attends to tokens of its document (`documents`:
     boundaries in packed sequences) whose `attention_mask_BS` is not 0. Built once per batch."""
-    starts_BS, visible = documents.starts_BS, None
-    if starts_BS is not None:
+    visible = None
+    if (starts_BS := documents.starts_BS) is not None:
         visible = (starts_BS[:, :, None] == starts_BS[:, None, :])[:, None]
     if attention_mask_BS is not None:
         real = (attention_mask_BS != 0)[:, None, None]

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from meshwright.model.attention_operator import empty_bsnd, empty_gradient, group_by_kv_head, register_attention
 from meshwright.model.documents import move
@@ -46,7 +47,7 @@ class Tile(NamedTuple):
 
     queries: slice
     keys: slice
-    mask: torch.Tensor | None
+    mask: Tensor | None
 
 
 class ScoreSettings(NamedTuple):
@@ -57,9 +58,9 @@ class ScoreSettings(NamedTuple):
 
     scale: float
     softcap: float = 0.0
-    sinks: torch.Tensor | None = None
+    sinks: Tensor | None = None
 
-    def select_heads(self, q_BKGSD: torch.Tensor, heads: slice) -> ScoreSettings:
+    def select_heads(self, q_BKGSD: Tensor, heads: slice) -> ScoreSettings:
         """Return a copy for the key-value heads in the slice `heads` only. The sinks [K x G] of all query heads become
         [k, G] for the k selected of K key-value heads, with G query heads each. `q_BKGSD`: queries, of which only the
         sizes K and G are read."""
@@ -67,9 +68,9 @@ class ScoreSettings(NamedTuple):
 
 
 def tiled_attention(
-    q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSV: torch.Tensor, first_BS: torch.Tensor | None,
+    q_BNSD: Tensor, k_BKSD: Tensor, v_BKSV: Tensor, first_BS: Tensor | None,
     scores: ScoreSettings | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """Return the causal attention softmax(q kᵀ / √D) v, [B, N, S, V], stored in memory as [B, S, N, V], of queries
     `q_BNSD` to keys `k_BKSD` and values `v_BKSV`. Each query attends to the keys from its index in `first_BS` (None:
     from 0) to its own index; query head n reads key-value head n // (N / K), for N query and K key-value heads.
@@ -80,20 +81,21 @@ def tiled_attention(
 
 
 def _compute_attention(
-    q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSV: torch.Tensor, first_BS: torch.Tensor | None, scale: float,
-    softcap: float, sinks: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
+    q_BNSD: Tensor, k_BKSD: Tensor, v_BKSV: Tensor, first_BS: Tensor | None, scale: float,
+    softcap: float, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Compute the causal attention softmax(scores) v, [B, N, S, V], of queries `q_BNSD` to keys `k_BKSD` and values
     `v_BKSV`, without autograd.
 
     `first_BS`: first visible key index of each query (None: 0). `scale`, `softcap`, `sinks`: fields of
     `ScoreSettings`."""
     settings = ScoreSettings(scale, softcap, sinks)
-    q, out = group_by_kv_head(q_BNSD, k_BKSD), empty_bsnd(q_BNSD, v_BKSV)
+    q = group_by_kv_head(q_BNSD, k_BKSD)
+    out = empty_bsnd(q_BNSD, v_BKSV)
     out_BKGSV = group_by_kv_head(out, k_BKSD)
     wide = at_least_float32(q.dtype)
     for rows, heads, tiles in cut_tiles(q, _make_full_span(q), first_BS):
-        k_PSD, v_PSV = flatten_heads(k_BKSD[rows, heads]), flatten_heads(v_BKSV[rows, heads])
+        k_PSD, v_PSV = (flatten_heads(x[rows, heads]) for x in (k_BKSD, v_BKSV))
         wide_k_PSD = k_PSD.to(wide)
         for tile in tiles:
             part = q[rows, heads, :, tile.queries]
@@ -105,26 +107,28 @@ def _compute_attention(
 
 
 def _compute_gradients(
-    d_out_BNSV: torch.Tensor, saved: list[torch.Tensor], first_BS: torch.Tensor | None, scale: float, softcap: float,
-    sinks: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    d_out_BNSV: Tensor, saved: list[Tensor], first_BS: Tensor | None, scale: float, softcap: float,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of queries, keys and values (`saved`), in their shapes, and of the sinks.
 
     `d_out_BNSV`: gradient of the attention output. `first_BS`: first visible key index of each query; None: 0. `scale`,
     `softcap`, `sinks`: fields of `ScoreSettings`."""
     q_BNSD, k_BKSD, v_BKSV = saved
-    q, d_out = group_by_kv_head(q_BNSD, k_BKSD), group_by_kv_head(d_out_BNSV, k_BKSD)
-    dq, dk, dv = empty_bsnd(q_BNSD), empty_bsnd(k_BKSD), empty_bsnd(v_BKSV)
+    q, d_out = (group_by_kv_head(x, k_BKSD) for x in (q_BNSD, d_out_BNSV))
+    dq, dk, dv = (empty_bsnd(x) for x in saved)
     dq_BKGSD = group_by_kv_head(dq, k_BKSD)
-    wide, settings = at_least_float32(q.dtype), ScoreSettings(scale, softcap, sinks)
+    wide = at_least_float32(q.dtype)
+    settings = ScoreSettings(scale, softcap, sinks)
     d_sinks = empty_gradient(q, sinks).to(wide).zero_()
     for rows, heads, tiles in cut_tiles(q, _make_full_span(q), first_BS):
-        k_PSD, v_PSV = flatten_heads(k_BKSD[rows, heads]), flatten_heads(v_BKSV[rows, heads])
+        k_PSD, v_PSV = (flatten_heads(x[rows, heads]) for x in (k_BKSD, v_BKSV))
         wide_k_PSD = k_PSD.to(wide)
-        dk_PSD, dv_PSV = torch.zeros_like(wide_k_PSD), torch.zeros_like(v_PSV, dtype=wide)
+        dk_PSD, dv_PSV = (torch.zeros_like(x, dtype=wide) for x in (k_PSD, v_PSV))
         for tile in tiles:
             part = q[rows, heads, :, tile.queries]
-            q_PXD, d_out_PXV = flatten_heads(part), flatten_heads(d_out[rows, heads, :, tile.queries])
+            q_PXD = flatten_heads(part)
+            d_out_PXV = flatten_heads(d_out[rows, heads, :, tile.queries])
             selected = settings.select_heads(q, heads)
             p_PXL, slope_PXL, p_sinks = _compute_probabilities(q_PXD, wide_k_PSD, tile, part.shape, selected)
             dv_PSV[:, tile.keys] += torch.bmm(p_PXL.mT, d_out_PXV)
@@ -144,8 +148,8 @@ def _compute_gradients(
 
 
 def _compute_probabilities(
-    q_PXD: torch.Tensor, wide_k_PSD: torch.Tensor, tile: Tile, shape: torch.Size, settings: ScoreSettings
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    q_PXD: Tensor, wide_k_PSD: Tensor, tile: Tile, shape: torch.Size, settings: ScoreSettings
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return three tensors for the queries `q_PXD` and keys `wide_k_PSD` of a tile: the softmax of its scores [P, X,
     L], in the dtype of `q_PXD`; the derivative of the softcap at each score (None without softcap); the probabilities
     of the sinks [sequences, KV heads, G, queries] (None without sinks).
@@ -155,7 +159,8 @@ def _compute_probabilities(
     (sequences, KV heads, G, queries, D); `settings`: scale, softcap and sinks.
     """
     scores_PXL, slope_PXL = compute_scores(q_PXD, wide_k_PSD, tile, shape, settings)
-    p_PXL, p_sinks = torch.softmax(scores_PXL, dim=-1), None
+    p_PXL = torch.softmax(scores_PXL, dim=-1)
+    p_sinks = None
     if (sinks := settings.sinks) is not None:
         p_sinks = torch.sigmoid(sinks.to(p_PXL.dtype)[..., None] - log_sum_exp(scores_PXL, p_PXL).view(shape[:-1]))
         p_PXL *= (1 - p_sinks).view(*p_PXL.shape[:2], 1)
@@ -163,7 +168,7 @@ def _compute_probabilities(
     return p_PXL.to(q_PXD.dtype), slope_PXL, p_sinks
 
 
-def log_sum_exp(scores_PXL: torch.Tensor, p_PXL: torch.Tensor) -> torch.Tensor:
+def log_sum_exp(scores_PXL: Tensor, p_PXL: Tensor) -> Tensor:
     """Return the log-sum-exp [P, X] of the scores `scores_PXL` over the last dim. It is computed from their softmax
     `p_PXL` without another exp: the greatest score minus the logarithm of the greatest probability.
     """
@@ -171,13 +176,13 @@ def log_sum_exp(scores_PXL: torch.Tensor, p_PXL: torch.Tensor) -> torch.Tensor:
 
 
 def compute_scores(
-    q_PXD: torch.Tensor,
-    wide_k_PSD: torch.Tensor,
+    q_PXD: Tensor,
+    wide_k_PSD: Tensor,
     tile: Tile,
     shape: torch.Size,
     settings: ScoreSettings,
-    subtract_PX1: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    subtract_PX1: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """Compute the attention scores of the queries `q_PXD` and keys `wide_k_PSD` of a tile. Return the scores with the
     tile's mask added, [P, X, L]; and the derivative of the softcap at each score (None without softcap).
 
@@ -187,10 +192,12 @@ def compute_scores(
     softcap. `subtract_PX1`: value that is subtracted from each query's scores, such as its log-sum-exp; None: 0.
     """
     wide_q_PXD = q_PXD.to(wide_k_PSD.dtype) * settings.scale
-    k_PDL, slope_PXL = wide_k_PSD[:, tile.keys].mT, None
+    k_PDL = wide_k_PSD[:, tile.keys].mT
+    slope_PXL = None
     if settings.softcap:
         ratio_PXL = torch.bmm(wide_q_PXD, k_PDL).div_(settings.softcap).tanh_()
-        scores_PXL, slope_PXL = ratio_PXL * settings.softcap, 1 - ratio_PXL.square()
+        scores_PXL = ratio_PXL * settings.softcap
+        slope_PXL = 1 - ratio_PXL.square()
         if subtract_PX1 is not None:
             scores_PXL -= subtract_PX1
     elif subtract_PX1 is None:
@@ -203,9 +210,7 @@ def compute_scores(
     return scores_PXL, slope_PXL
 
 
-def cut_tiles(
-    q_BKGSD: torch.Tensor, span: Span, first_BS: torch.Tensor | None
-) -> Iterator[tuple[slice, slice, list[Tile]]]:
+def cut_tiles(q_BKGSD: Tensor, span: Span, first_BS: Tensor | None) -> Iterator[tuple[slice, slice, list[Tile]]]:
     """Cut the attention of `span` (a range of queries over a range of keys) into tiles whose scores fit in cache. Yield
     (slice of sequences, slice of key-value heads, tiles to compute for these sequences and heads).
 
@@ -230,7 +235,7 @@ def cut_tiles(
             yield chosen, slice(head, min(kv_heads, head + heads_at_once)), found
 
 
-def cut_span(span: Span, triangle: torch.Tensor, first_RS: torch.Tensor | None) -> list[Tile]:
+def cut_span(span: Span, triangle: Tensor, first_RS: Tensor | None) -> list[Tile]:
     """Cut the attention of `span` (a range of queries over a range of keys) into tiles of Q queries each (the last may
     have fewer); return them. A tile has only the keys to which any of its queries may attend; a tile without keys is
     left out.
@@ -240,11 +245,13 @@ def cut_span(span: Span, triangle: torch.Tensor, first_RS: torch.Tensor | None) 
     """
     found = []
     at_once = len(triangle)
-    length, diagonal = span.keys.stop - span.keys.start, span.query_start == span.key_start
+    length = span.keys.stop - span.keys.start
+    diagonal = span.query_start == span.key_start
     for start in range(0, length, at_once):
         stop = min(length, start + at_once)
         queries = slice(span.queries.start + start, span.queries.start + stop)
-        oldest, end = 0, stop if diagonal else length
+        oldest = 0
+        end = stop if diagonal else length
         mask = triangle[: stop - start, : stop - start] if diagonal else None
         if first_RS is not None:
             first_RQ = first_RS[:, queries] - span.key_start
@@ -263,14 +270,14 @@ def cut_span(span: Span, triangle: torch.Tensor, first_RS: torch.Tensor | None) 
     return found
 
 
-def _make_full_span(q_BKGSD: torch.Tensor) -> Span:
+def _make_full_span(q_BKGSD: Tensor) -> Span:
     """Return the `Span` of causal attention on one device: all queries `q_BKGSD` [B, K, G, S, D] over as many keys,
     both from sequence index 0."""
     everything = slice(0, q_BKGSD.shape[3])
     return Span(everything, everything)
 
 
-def flatten_heads(x: torch.Tensor) -> torch.Tensor:
+def flatten_heads(x: Tensor) -> Tensor:
     """Flatten a tensor [sequences, KV heads, G, X, D] (G query heads per KV head) to [P, G x X, D] for batched matrix
     products, P = sequences x KV heads. A tensor without the dim G becomes [P, X, D].
     """

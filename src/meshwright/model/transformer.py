@@ -1,7 +1,7 @@
 """Decoder-only transformer for every supported family.
 
-It computes on local tensors; all communication is in the operations passed to it (model/axis_operations.py), and ZeRO
-hooks into its FSDP units (model/units.py). Parameter names are those of the parameter table (spec/parameters.py).
+It computes on local tensors; all communication is in the operations passed to it and in the hooks around its FSDP units
+(model/axis_operations.py). Parameter names are those of the parameter table (spec/parameters.py).
 
 Shapes: B sequences, S tokens of a sequence, T = B x S, H hidden, V vocabulary.
 """
@@ -12,20 +12,18 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.model import weight_gradients
-from meshwright.model.attention_inputs import AttentionInputBuilder, TokenInput
-from meshwright.model.axis_operations import SINGLE_DEVICE, AxisOperations
+from meshwright.model.attention_inputs import AttentionCache, AttentionInputBuilder, TokenInput
+from meshwright.model.axis_operations import NO_UNITS, SINGLE_DEVICE, AxisOperations, Units
 from meshwright.model.block import Block, compile_around_dispatch
-from meshwright.model.cache import AttentionCache
 from meshwright.model.documents import ONE_DOCUMENT, Documents, MicroBatch
 from meshwright.model.experts import Mixture
 from meshwright.model.layers import Embedding, Linear, make_norm, scale_embedding
 from meshwright.model.loss import IGNORED, OutputHead, cap_logits_, linear_cross_entropy, token_cross_entropy
 from meshwright.model.pairs import RESPONSES_SITE
 from meshwright.model.prediction import PredictionModule, shift_by_one
-from meshwright.model.units import NO_UNITS, Units
 from meshwright.model.weight_gradients import attach_taps
 from meshwright.spec.chunks import keeps_head_gradient
 from meshwright.spec.config import ModelConfig
@@ -40,15 +38,15 @@ class StageOutput(NamedTuple):
     the summed loss; None if the stage has none, or if `x` already includes it.
     """
 
-    x: torch.Tensor
-    balance: torch.Tensor | None
+    x: Tensor
+    balance: Tensor | None
 
 
 class Transformer(nn.Module):
     """Decoder-only language model of configuration `config`. Parameters are uninitialised: `initialise`,
     `load_huggingface` or an engine fills them.
 
-    `axes`: communication and activation checkpointing (`parallel.axes.build_axes` builds them for a mesh). `device`,
+    `axes`: communication and activation checkpointing (those of a mesh: `parallel.parallelize.build_axes`). `device`,
     `dtype`: of the parameters (None: torch's defaults). `stages`: pipeline stages that this rank holds (None: the whole
     model); parameter names do not depend on them. Attribute `token_keys`: random-number keys of the current
     micro-batch's tokens, from which adapters derive dropout (`adapters.dropout.TokenKeys`).
@@ -86,10 +84,8 @@ class Transformer(nn.Module):
         self.prediction = PredictionModule(config, axes, **options) if last and config.prediction_layers else None
         self.head = Linear(config.hidden, width, bias=False, **options) if last and not config.tied else None
         self.attention_inputs = AttentionInputBuilder(config, axes.context, dtype)
-        self._run_block: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = axes.recompute.wrap_block(
-            axes.recompute.wrap(Block.__call__)
-        )
-        self._norm: Callable[..., torch.Tensor] = nn.Module.__call__
+        self._run_block: Callable[..., Any] = axes.recompute.wrap_block(axes.recompute.wrap(Block.__call__))
+        self._norm: Callable[..., Tensor] = nn.Module.__call__
         self.compiled = False
         self.layer_outputs: dict[int, Any] = {}
         """Layer -> its output in the last forward pass, which distillation compares; only for the keys given."""
@@ -97,7 +93,7 @@ class Transformer(nn.Module):
         self._widest = min(width, config.vocabulary)
 
     @property
-    def head_weight(self) -> torch.Tensor:
+    def head_weight(self) -> Tensor:
         """Weight of the output head, [V, H] (the embedding's weight if they are tied). With tensor parallelism it is
         this rank's vocabulary slice, without the rows that pad the vocabulary."""
         weight_VH = self._head_module.weight
@@ -117,12 +113,8 @@ class Transformer(nn.Module):
         return self.embedding if self.head is None else self.head
 
     def forward(
-        self,
-        tokens_BS: torch.Tensor,
-        targets_BS: torch.Tensor,
-        documents: Documents | None = None,
-        units: Units = NO_UNITS,
-    ) -> torch.Tensor:
+        self, tokens_BS: Tensor, targets_BS: Tensor, documents: Documents | None = None, units: Units = NO_UNITS
+    ) -> Tensor:
         """Return the sum of the token losses (nats, a scalar in float32 or float64) of the tokens `tokens_BS` with the
         targets `targets_BS`, over targets that are not -100. With preference pairs, return the log-probability of each
         response instead, float64 [B, D] for D responses per sequence. Load-balancing losses of experts contribute to
@@ -133,7 +125,7 @@ class Transformer(nn.Module):
         return self.run_stage(self._whole_model_stage(), None, batch, units).x
 
     def run_stage(
-        self, stage: Stage, x_BSH: torch.Tensor | None, batch: MicroBatch, units: Units, at_once: bool = True
+        self, stage: Stage, x_BSH: Tensor | None, batch: MicroBatch, units: Units, at_once: bool = True
     ) -> StageOutput:
         """Run pipeline stage `stage` on `x_BSH`, the previous stage's output (None: first stage), and return its
         output. The last stage returns the summed loss of the micro-batch's targets that are not -100 or, with
@@ -179,10 +171,10 @@ class Transformer(nn.Module):
         return StageOutput(units.leave("head", loss), None)
 
     def hidden(
-        self, tokens_BS: torch.Tensor, documents: Documents | None = None, units: Units = NO_UNITS,
-        cache: AttentionCache | None = None, positions: torch.Tensor | None = None, stage: Stage | None = None,
-        x_BSH: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+        self, tokens_BS: Tensor, documents: Documents | None = None, units: Units = NO_UNITS,
+        cache: AttentionCache | None = None, positions: Tensor | None = None, stage: Stage | None = None,
+        x_BSH: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Return the output of the final norm, [B, S, H], which is the input of the output head, for the token IDs
         `tokens_BS`.
 
@@ -199,20 +191,12 @@ class Transformer(nn.Module):
             return x_BSH
         return units.leave("head", self.axes.tensor.enter(self._normalise(units.enter("head", x_BSH)), "head.input"))
 
-    def logits(
-        self,
-        tokens_BS: torch.Tensor,
-        documents: Documents | None = None,
-        cache: AttentionCache | None = None,
-        positions: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the next-token logits, [B, S, V], in the model's dtype, for the token IDs `tokens_BS`.
+    def logits(self, tokens_BS: Tensor, documents: Documents | None = None, **inputs: Any) -> Tensor:
+        """Return the next-token logits, [B, S, V], in the model's dtype, for the token IDs `tokens_BS`. `documents`:
+        document boundaries in packed sequences; `inputs`: further arguments of `hidden`, such as a KV cache."""
+        return self.output_logits(self.hidden(tokens_BS, documents, **inputs))
 
-        `documents`: document boundaries in packed sequences; `cache`: KV cache of the tokens before these; `positions`
-        [B, S]: position IDs; None: 0, 1, 2 ... within each document, or continuing after the cached tokens."""
-        return self.output_logits(self.hidden(tokens_BS, documents, cache=cache, positions=positions))
-
-    def output_logits(self, hidden_BSH: torch.Tensor) -> torch.Tensor:
+    def output_logits(self, hidden_BSH: Tensor) -> Tensor:
         """Return the next-token logits [B, S, V] for `hidden_BSH`, the output of the final norm."""
         local_BSV = nn.functional.linear(hidden_BSH, self._head_module.weight)
         if self.config.logit_softcap:
@@ -228,9 +212,9 @@ class Transformer(nn.Module):
         weight_gradients.exclude_from_compiled_graphs()
         options = {"dynamic": False, **options}
         recompute = self.axes.recompute
-        run_block = recompute.wrap(Block.forward, options, self._with_taps)
+        run_block = self._with_taps(recompute.wrap(Block.forward, options))
         if self.axes.dispatcher is not None:
-            attend = recompute.wrap(Block.attend, options, self._with_taps)
+            attend = self._with_taps(recompute.wrap(Block.attend, options))
             run_block = compile_around_dispatch(run_block, attend, recompute.wrap(Mixture.__call__))
         self._run_block = recompute.wrap_block(run_block)
         if self.final_norm is not None:
@@ -245,7 +229,7 @@ class Transformer(nn.Module):
         """
         ranks = self.axes.tensor.size if self.axes.tensor.sequence_parallel else 1
 
-        def run(block: Block, x_BSH: torch.Tensor, *rest: Any) -> Any:
+        def run(block: Block, x_BSH: Tensor, *rest: Any) -> Any:
             """Run the compiled `block` while its linear layers have taps (dummy inputs, as whose gradients backward
             returns dy and x). `rest`: further arguments of `Block.forward`."""
             with attach_taps(block.linear_layers(), (x_BSH.shape[0], x_BSH.shape[1] * ranks)):
@@ -259,9 +243,9 @@ class Transformer(nn.Module):
         return whole_model(self.config)
 
     def _forward_blocks(
-        self, stage: Stage, x_BSH: torch.Tensor | None, given: TokenInput, units: Units,
-        counted_B: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:  # fmt: skip
+        self, stage: Stage, x_BSH: Tensor | None, given: TokenInput, units: Units,
+        counted_B: Tensor | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
         """Run the embedding and blocks of a stage; return the hidden states [B, S, H] and the load-balancing loss of
         each block that has one.
 
@@ -291,7 +275,7 @@ class Transformer(nn.Module):
             given.cache.advance(given.tokens_BS.shape[1])
         return x_BSH, losses
 
-    def _find_positions(self, given: TokenInput) -> torch.Tensor:
+    def _find_positions(self, given: TokenInput) -> Tensor:
         """Return the position IDs of the tokens of `given` for learned positions, [B or 1, S] (with sequence
         parallelism those of this tp rank's token slice)."""
         positions_BS = given.documents.positions_BS() if given.positions_BS is None else given.positions_BS
@@ -302,15 +286,15 @@ class Transformer(nn.Module):
         tensor = self.axes.tensor
         return positions_BS.chunk(tensor.size, dim=1)[tensor.rank] if tensor.sequence_parallel else positions_BS
 
-    def _embed(self, tokens_BS: torch.Tensor, site: str) -> torch.Tensor:
+    def _embed(self, tokens_BS: Tensor, site: str) -> Tensor:
         """Return the scaled embeddings [B, S, H] of `tokens_BS` (with sequence parallelism this rank's token slice).
         `site`: label of the sum over tp in traces."""
         x_BSH = self.axes.tensor.leave(self.embedding(tokens_BS), site)
         return scale_embedding(x_BSH, self.config.embedding_factor)
 
     def _predict_token_after_next(
-        self, normed_BSH: torch.Tensor, batch: MicroBatch, counted_B: torch.Tensor | None, keep: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, normed_BSH: Tensor, batch: MicroBatch, counted_B: Tensor | None, keep: bool
+    ) -> tuple[Tensor, Tensor]:
         """Predict the token after the next one (multi-token prediction). Return (summed loss of these predictions,
         load-balancing loss of the prediction module).
 
@@ -328,7 +312,7 @@ class Transformer(nn.Module):
         assert balance is not None, "the module has experts"
         return linear_cross_entropy(states_BSH.flatten(0, 1), after_BS.flatten(), self.output_head(), keep), balance
 
-    def _normalise(self, x_BSH: torch.Tensor) -> torch.Tensor:
+    def _normalise(self, x_BSH: Tensor) -> Tensor:
         """Return the final norm of `x_BSH` [B, S, H], the input of the output head. With sequence parallelism `x_BSH`
         is this rank's token slice, and the result has the tokens of all tp ranks."""
         x_BSH = self._norm(self.final_norm, x_BSH)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from meshwright.model.attention_operator import (
     add_sinks,
@@ -45,12 +46,12 @@ class VarlenMask(NamedTuple):
     window: a token attends to itself and the `window` - 1 tokens before it; 0: no window.
     """
 
-    cu_seqlens: torch.Tensor | None
-    lengths: torch.Tensor | None
+    cu_seqlens: Tensor | None
+    lengths: Tensor | None
     window: int = 0
 
     @property
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[Tensor]:
         """The tensors `cu_seqlens` and `lengths` as a list; an empty list where each sequence is one document."""
         return [] if self.cu_seqlens is None or self.lengths is None else [self.cu_seqlens, self.lengths]
 
@@ -64,7 +65,7 @@ class FlashCall(NamedTuple):
     last query attends to at most the last `left` + 1 keys; None: no window. scale: factor of the scores; None: 1 / √D.
     """
 
-    cu_seqlens: torch.Tensor | None = None
+    cu_seqlens: Tensor | None = None
     longest: int = 0
     causal: bool = False
     left: int | None = None
@@ -85,13 +86,14 @@ def make_varlen_mask(
     return VarlenMask(move(cu_seqlens, device), lengths, window or 0)
 
 
-def _find_lengths(starts_BXC: torch.Tensor, held: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+def _find_lengths(starts_BXC: Tensor, held: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Compute the fields `cu_seqlens` (here on the CPU) and `lengths` of a `VarlenMask`; return both.
 
     `starts_BXC`: index in the sequence at which each token's document begins, for B sequences cut into X chunks of C
     tokens; `held`: indices of the chunks that this rank holds.
     """
-    starts_BHC, first_BH1 = starts_BXC[:, held], starts_BXC[:, held, :1]
+    starts_BHC = starts_BXC[:, held]
+    first_BH1 = starts_BHC[..., :1]
     is_first_BHC = starts_BHC == torch.arange(starts_BXC[0].numel()).view(starts_BXC.shape[1:])[held, :]
     is_first_BHC[..., 0] = True
     begins = [row.nonzero().flatten() for row in is_first_BHC.transpose(0, 1).flatten(1)]
@@ -111,9 +113,9 @@ def supports_flash_attention(device: torch.device, dtype: torch.dtype, head_size
 
 
 def varlen_attention(
-    q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, mask: VarlenMask, scale: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, mask: VarlenMask, scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return the causal attention softmax(scale q kᵀ) v, [B, N, S, D], computed by flash kernels, of queries `q_BNSD`
     to keys `k_BKSD` and values `v_BKSD`. It is stored in memory as [B, S, N, D]; query head n reads key-value head n //
     (N / K).
@@ -122,12 +124,10 @@ def varlen_attention(
     score of each query head [N]; None: none.
     """
     found = torch.ops.meshwright.varlen_attention(q_BNSD, k_BKSD, v_BKSD, mask.tensors, mask.window, scale, sinks)
-    return found[0]  # type: ignore[no-any-return]
+    return found[0]
 
 
-def flash_forward(
-    q_BNSD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, call: FlashCall
-) -> tuple[torch.Tensor, torch.Tensor]:
+def flash_forward(q_BNSD: Tensor, k_BKCD: Tensor, v_BKCD: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
     """Run PyTorch's flash kernel once on queries `q_BNSD`, keys `k_BKCD` and values `v_BKCD`. Return the attention
     output [B, N, S, D] and each query's log-sum-exp, float32 [B, N, S].
 
@@ -140,9 +140,7 @@ def flash_forward(
     return _from_kernel(out, q_BNSD), log_sum
 
 
-def flash_backward(
-    d_out_BNSD: torch.Tensor, saved: Sequence[torch.Tensor], call: FlashCall
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def flash_backward(d_out_BNSD: Tensor, saved: Sequence[Tensor], call: FlashCall) -> tuple[Tensor, Tensor, Tensor]:
     """Run PyTorch's flash backward kernel once; return the gradients of queries, keys and values, in their shapes.
 
     `d_out_BNSD`: output gradient; `saved`: queries, keys, values, output and log-sum-exps. The given keys may be only
@@ -161,7 +159,7 @@ def flash_backward(
     return dq, dk, dv
 
 
-def _make_kernel_arguments(heads: Sequence[torch.Tensor], call: FlashCall) -> tuple[Any, ...]:
+def _make_kernel_arguments(heads: Sequence[Tensor], call: FlashCall) -> tuple[Any, ...]:
     """Return positional arguments of the flash kernels: the tensors `heads` (queries, keys ...) as [B, S, N, D] or,
     with variable lengths, [T, N, D] (copied only if not stored so); cu_seqlens of queries and of keys; their longest
     lengths.
@@ -174,15 +172,15 @@ def _make_kernel_arguments(heads: Sequence[torch.Tensor], call: FlashCall) -> tu
     return *(each.flatten(0, 1) for each in by_token), call.cu_seqlens, call.cu_seqlens, longest, longest
 
 
-def _from_kernel(x: torch.Tensor, like_BNSD: torch.Tensor) -> torch.Tensor:
+def _from_kernel(x: Tensor, like_BNSD: Tensor) -> Tensor:
     """View a kernel's result `x`, [B, S, N, D] or [T, N, D], as [B, N, S, D], the shape of `like_BNSD`."""
     return x.view(like_BNSD.transpose(1, 2).shape).transpose(1, 2)
 
 
 def _compute_attention(
-    q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, tensors: list[torch.Tensor], window: int,
-    scale: float | None, sinks: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, tensors: list[Tensor], window: int,
+    scale: float | None, sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute variable-length attention of queries `q_BNSD` to keys `k_BKSD` and values `v_BKSD`, without autograd;
     return the output [B, N, S, D] and each query's log-sum-exp, float32 [B, N, S].
 
@@ -196,9 +194,9 @@ def _compute_attention(
 
 
 def _compute_gradients(
-    d_out_BNSD: torch.Tensor, saved: list[torch.Tensor], tensors: list[torch.Tensor], window: int,
-    scale: float | None, sinks: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    d_out_BNSD: Tensor, saved: list[Tensor], tensors: list[Tensor], window: int,
+    scale: float | None, sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of queries, keys and values, in their shapes, and of the sinks.
 
     `d_out_BNSD`: gradient of the output; `saved`: queries, keys, values, output and log-sum-exps; `tensors`, `window`:
@@ -211,19 +209,20 @@ def _compute_gradients(
     return *found, compute_sink_gradients(sinks, log_sum, (d_out_BNSD.float() * out).sum(dim=-1))
 
 
-def _make_causal_call(q_BNSD: torch.Tensor, tensors: list[torch.Tensor], window: int, scale: float | None) -> FlashCall:
+def _make_causal_call(q_BNSD: Tensor, tensors: list[Tensor], window: int, scale: float | None) -> FlashCall:
     """Return the kernel arguments of causal attention of the queries `q_BNSD`. `tensors`, `window`: fields of a
     `VarlenMask` with one chunk per sequence; `scale`: factor of the scores; None: 1 / √D.
     """
-    tokens, left = q_BNSD.shape[2], window - 1 if window else None
+    left = window - 1 if window else None
     if tensors:
         cu_seqlens, lengths = tensors
         return FlashCall(cu_seqlens[0], int(lengths[0]), True, left, scale)
+    tokens = q_BNSD.shape[2]
     ends = torch.arange(0, len(q_BNSD) * tokens + 1, tokens, dtype=torch.int32, device=q_BNSD.device)
     return FlashCall(ends, tokens, True, left, scale)
 
 
-def _empty_results(q_BNSD: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _empty_results(q_BNSD: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Return an uninitialised output [B, N, S, D] and log-sum-exp [B, N, S] for queries `q_BNSD`: fake implementation
     of the operator, for torch.compile. `rest`: ignored."""
     rows, heads, tokens, _ = q_BNSD.shape

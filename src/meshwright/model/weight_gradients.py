@@ -14,26 +14,26 @@ Shapes: N tokens, X and Y input and output size, E experts.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.model.grouped_product import grouped_product, sum_bias_gradients
 
-Multiply = Callable[..., torch.Tensor]
+Multiply = Callable[..., Tensor]
 
 
 class GradientBuffers(Protocol):
     """Interface of the accumulation buffers of parameter gradients, to which deferred weight gradients are added."""
 
-    def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    def accumulate(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add `gradient`, of the parameter's shape, to the parameter's buffer."""
 
-    def accumulate_product(self, parameter: nn.Parameter, dy_NY: torch.Tensor, x_NX: torch.Tensor) -> None:
+    def accumulate_product(self, parameter: nn.Parameter, dy_NY: Tensor, x_NX: Tensor) -> None:
         """Add dyᵀ x, the gradient of the weight `parameter` [Y, X], to the parameter's buffer, for output gradient
         `dy_NY` and input `x_NX` of N tokens."""
 
@@ -45,7 +45,7 @@ class _DeferredGradient(NamedTuple):
 
     parameter: nn.Parameter
     multiply: Multiply | None
-    operands: tuple[torch.Tensor, ...]
+    operands: tuple[Tensor, ...]
 
 
 class WeightGradients:
@@ -69,7 +69,7 @@ class WeightGradients:
         finally:
             self._collects = None
 
-    def submit(self, parameter: nn.Parameter, multiply: Multiply | None, *operands: torch.Tensor) -> None:
+    def submit(self, parameter: nn.Parameter, multiply: Multiply | None, *operands: Tensor) -> None:
         """Add a gradient of `parameter` to the accumulation buffers: immediately or, inside `collecting`, when `run` is
         called.
 
@@ -119,17 +119,13 @@ class Taps(NamedTuple):
     Backward of the graph returns two tensors as their gradients: for the field `dy` [..., Y] the layer's output
     gradient, for the field `x` [..., X] the layer's input."""
 
-    dy: torch.Tensor
-    x: torch.Tensor
+    dy: Tensor
+    x: Tensor
 
 
 def linear(
-    x: torch.Tensor,
-    weight: nn.Parameter,
-    bias: torch.Tensor | None,
-    queue: WeightGradients | None,
-    taps: Taps | None = None,
-) -> torch.Tensor:
+    x: Tensor, weight: nn.Parameter, bias: Tensor | None, queue: WeightGradients | None, taps: Taps | None = None
+) -> Tensor:
     """Return x Wᵀ + b, [..., Y], for x [..., X], weight W [Y, X] and `bias` b (None: 0).
 
     `queue`: backward defers the computation of the weight gradient to it; None: autograd computes the weight gradient.
@@ -137,11 +133,9 @@ def linear(
     queue runs outside of compiled graphs."""
     if queue is None or not torch.is_grad_enabled() or not weight.requires_grad:
         return F.linear(x, weight, bias)
-    if not torch.compiler.is_compiling():
-        return _apply_function(_Linear, x, weight, bias, queue)
-    if taps is None:
-        return _uncompiled(_Linear, x, weight, bias, queue)
-    return _apply_function(_TappedLinear, x, weight, bias, taps.dy, taps.x)
+    if taps is not None and torch.compiler.is_compiling():
+        return _TappedLinear.apply(x, weight, bias, taps.dy, taps.x)
+    return _apply_uncompiled(_Linear, x, weight, bias, queue)
 
 
 class _Linear(torch.autograd.Function):
@@ -150,16 +144,17 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, x: torch.Tensor, weight_YX: nn.Parameter, bias: torch.Tensor | None, queue: WeightGradients
-    ) -> torch.Tensor:
+        context: Any, x: Tensor, weight_YX: nn.Parameter, bias: Tensor | None, queue: WeightGradients
+    ) -> Tensor:
         """Return x Wᵀ + b, [..., Y], for x [..., X], W (`weight_YX`) and b [Y] (`bias`; None: 0). `queue`: receives dy
         and x in backward."""
         context.save_for_backward(x, weight_YX)
-        context.weight, context.queue = weight_YX, queue
+        context.weight = weight_YX
+        context.queue = queue
         return F.linear(x, weight_YX, bias)
 
     @staticmethod
-    def backward(context: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(context: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of `x` and `bias` (None for the weight); hand (dy, x) to the queue, from which it
         computes the weight gradient."""
         x, dx, d_bias = _differentiate_input_and_bias(context, dy)
@@ -168,9 +163,7 @@ class _Linear(torch.autograd.Function):
         return dx, None, d_bias, None
 
 
-def _differentiate_input_and_bias(
-    context: Any, dy: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+def _differentiate_input_and_bias(context: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return a linear layer's input x, and the gradients of x and bias (None where not required), given the output
     gradient `dy`.
 
@@ -180,7 +173,9 @@ def _differentiate_input_and_bias(
     x, weight_YX = context.saved_tensors
     needs_x, _, needs_bias = context.needs_input_grad[:3]
     dy_NY = dy.flatten(0, -2)
-    return x, (dy_NY @ weight_YX).view(x.shape) if needs_x else None, dy_NY.sum(dim=0) if needs_bias else None
+    dx = (dy_NY @ weight_YX).view(x.shape) if needs_x else None
+    d_bias = dy_NY.sum(dim=0) if needs_bias else None
+    return x, dx, d_bias
 
 
 class _TappedLinear(torch.autograd.Function):
@@ -190,20 +185,15 @@ class _TappedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any,
-        x: torch.Tensor,
-        weight_YX: nn.Parameter,
-        bias: torch.Tensor | None,
-        dy_tap: torch.Tensor,
-        x_tap: torch.Tensor,
-    ) -> torch.Tensor:
+        context: Any, x: Tensor, weight_YX: nn.Parameter, bias: Tensor | None, dy_tap: Tensor, x_tap: Tensor
+    ) -> Tensor:
         """Return x Wᵀ + b, [..., Y], for x [..., X], `weight_YX` W and `bias` b (None: 0). `dy_tap` [..., Y] and
         `x_tap` [..., X] are not read; backward returns dy and x as their gradients."""
         context.save_for_backward(x, weight_YX)
         return F.linear(x, weight_YX, bias)
 
     @staticmethod
-    def backward(context: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(context: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of all inputs: of `x` and `bias` as usual, None for the weight, dy and x for the
         taps."""
         x, dx, d_bias = _differentiate_input_and_bias(context, dy)
@@ -218,51 +208,55 @@ class _MakeTaps(torch.autograd.Function):
     @staticmethod
     def forward(
         context: Any, weight_YX: nn.Parameter, queue: WeightGradients, rows: tuple[int, ...]
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> tuple[Tensor, ...]:
         """Return the taps of a linear layer with the weight `weight_YX` and inputs [*rows, X]: zeros [*rows, Y] and
         [*rows, X] that use no memory (stride 0). `queue`: receives the operands dy and x in backward.
         """
-        context.weight, context.queue = weight_YX, queue
+        context.weight = weight_YX
+        context.queue = queue
         return tuple(weight_YX.new_zeros(()).expand(*rows, size) for size in weight_YX.shape)
 
     @staticmethod
-    def backward(context: Any, dy: torch.Tensor, x: torch.Tensor) -> tuple[None, ...]:
+    def backward(context: Any, dy: Tensor, x: Tensor) -> tuple[None, ...]:
         """Put the computation of the weight gradient dyᵀ x into the queue. `dy` and `x` arrive as the gradients of the
         taps."""
         context.queue.submit(context.weight, None, dy.flatten(0, -2), x.flatten(0, -2))
         return None, None, None
 
 
-class Tapped(Protocol):
-    """Interface of a linear layer y = x weightᵀ that can defer its weight gradient to a queue, also in a compiled
-    graph.
+class LinearLayer(Protocol):
+    """Interface of a linear layer y = x weightᵀ + bias that can defer its weight gradient to a queue, also in a
+    compiled graph.
 
-    weight: [Y, X], Y outputs and X inputs. weight_gradients: the queue; None: autograd computes the weight gradient.
-    taps: set only during a call of a compiled graph: two dummy inputs, whose gradients in the compiled backward are dy
-    and x, the operands that the queue needs; otherwise None."""
+    weight: [Y, X], Y outputs and X inputs; those of E experts are stacked, [E x Y, X]. bias: [Y], for experts [E x Z]
+    with Z <= Y; None: none. weight_gradients: the queue; None: autograd computes the weight gradient. taps: set only
+    during a call of a compiled graph: two dummy inputs, whose gradients in the compiled backward are dy and x, the
+    operands that the queue needs; otherwise None."""
 
     weight: nn.Parameter
+    bias: nn.Parameter | None
     weight_gradients: WeightGradients | None
     taps: Taps | None
 
 
 @contextmanager
-def attach_taps(products: Sequence[Tapped], rows: tuple[int, ...]) -> Iterator[None]:
-    """Context manager around a compiled call. Inside it, those of the linear layers `products` that have a queue of
-    deferred weight gradients also have taps. Taps are dummy inputs whose gradients carry dy and x to the queue. `rows`:
-    shape of the layers' inputs without the last dim, such as (batch, tokens)."""
-    products = [each for each in products if each.weight_gradients and each.weight.requires_grad]
-    products = products if torch.is_grad_enabled() else []
-    for each in products:
-        each.taps = Taps(*_MakeTaps.apply(each.weight, each.weight_gradients, rows))  # type: ignore[no-untyped-call]
+def attach_taps(layers: Iterable[LinearLayer], rows: tuple[int, ...]) -> Iterator[None]:
+    """Context manager around a compiled call. Inside it, those of the linear `layers` that have a queue of deferred
+    weight gradients also have taps. Taps are dummy inputs whose gradients carry dy and x to the queue. `rows`: shape of
+    the layers' inputs without the last dim, such as (batch, tokens)."""
+    tapped = []
+    for layer in layers if torch.is_grad_enabled() else ():
+        if layer.weight_gradients and layer.weight.requires_grad:
+            layer.taps = Taps(*_MakeTaps.apply(layer.weight, layer.weight_gradients, rows))
+            tapped.append(layer)
     try:
         yield
     finally:
-        for each in products:
-            each.taps = None
+        for layer in tapped:
+            layer.taps = None
 
 
-def grouped_linear(x_NX: torch.Tensor, layer: GroupedLayer, ends_E: torch.Tensor, first: int = 0) -> torch.Tensor:
+def grouped_linear(x_NX: Tensor, layer: LinearLayer, ends_E: Tensor, first: int = 0) -> Tensor:
     """Return x Wᵀ + b, [N, Y], for N token copies `x_NX` sorted by expert, where W and b are those of each copy's
     expert. (A token has one copy for each of its experts.) In backward, the computation of the weight gradient is
     deferred to the layer's queue; without a queue autograd computes it.
@@ -270,26 +264,20 @@ def grouped_linear(x_NX: torch.Tensor, layer: GroupedLayer, ends_E: torch.Tensor
     `layer`: weights and biases of E experts; `ends_E`: exclusive end index of each expert's copies; `first`: index of
     the first output to which b, which may be shorter than Y, is added.
     """
-    weight, bias, queue = layer.weight, layer.bias, layer.weight_gradients
-    if queue is None or not torch.is_grad_enabled() or not weight.requires_grad:
-        bias_EZ = None if bias is None else _unstack_experts(bias, ends_E)
-        return grouped_product(x_NX, _unstack_experts(weight, ends_E), ends_E, bias_EZ, first)
-    apply = _uncompiled if torch.compiler.is_compiling() else _apply_function
-    return apply(_GroupedLinear, x_NX, weight, bias, ends_E, first, queue)
+    queue = layer.weight_gradients
+    if queue is None or not torch.is_grad_enabled() or not layer.weight.requires_grad:
+        return _multiply_experts(x_NX, layer.weight, layer.bias, ends_E, first)
+    return _apply_uncompiled(_GroupedLinear, x_NX, layer.weight, layer.bias, ends_E, first, queue)
 
 
-class GroupedLayer(Protocol):
-    """Interface of the linear layers of E experts.
-
-    weight: their matrices stacked, [E x Y, X]. bias: their biases, or slices of these, [E x Z], Z <= Y; None: none.
-    weight_gradients: queue of weight gradients; None: autograd computes them."""
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-    weight_gradients: WeightGradients | None
+def _multiply_experts(x_NX: Tensor, weight: Tensor, bias: Tensor | None, ends_E: Tensor, first: int) -> Tensor:
+    """Return the grouped product of `x_NX` with weights and biases that are stacked by expert; arguments and result are
+    those of `grouped_linear`."""
+    bias_EZ = None if bias is None else _unstack_experts(bias, ends_E)
+    return grouped_product(x_NX, _unstack_experts(weight, ends_E), ends_E, bias_EZ, first)
 
 
-def _unstack_experts(stacked: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+def _unstack_experts(stacked: Tensor, ends_E: Tensor) -> Tensor:
     """View the weights or biases of E experts, stacked along dim 0 as [E x Y, ...], as [E, Y, ...]. `ends_E`: tensor of
     length E, of which only the length is read."""
     return stacked.unflatten(0, (len(ends_E), -1))
@@ -302,41 +290,44 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, x_NX: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None, ends_E: torch.Tensor,
+        context: Any, x_NX: Tensor, weight: nn.Parameter, bias: Tensor | None, ends_E: Tensor,
         first: int, queue: WeightGradients,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> Tensor:  # fmt: skip
         """Return x Wᵀ + b, [N, Y], for N token copies `x_NX` sorted by expert.
 
         `weight`, `bias`: those of all E experts stacked; `ends_E`: exclusive end index of each expert's copies;
         `first`: index of the first output to which b is added; `queue`: receives the operands of the weight gradient in
         backward."""
         context.save_for_backward(x_NX, weight, ends_E)
-        bias_EZ = None if bias is None else _unstack_experts(bias, ends_E)
-        context.weight, context.queue = weight, queue
-        context.biased = None if bias_EZ is None else slice(first, first + bias_EZ.shape[1])
-        return torch.ops.meshwright.grouped_product(x_NX, _unstack_experts(weight, ends_E), ends_E, bias_EZ, first)  # type: ignore[no-any-return]
+        context.weight = weight
+        context.queue = queue
+        context.biased = None if bias is None else slice(first, first + len(bias) // len(ends_E))
+        return _multiply_experts(x_NX, weight, bias, ends_E, first)
 
     @staticmethod
-    def backward(context: Any, dy_NY: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(context: Any, dy_NY: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of `x_NX` and the bias, given the output gradient `dy_NY`, and None for the other
         inputs. Put the operands of the weight gradient into the queue that was passed to `forward`."""
         x_NX, weight, ends_E = context.saved_tensors
-        needs_x, needs_weight = context.needs_input_grad[:2]
+        needs_x, needs_weight, needs_bias = context.needs_input_grad[:3]
         operators = torch.ops.meshwright
-        dx_NX = operators.grouped_product_input(dy_NY, _unstack_experts(weight, ends_E), ends_E) if needs_x else None
+        dx_NX = d_bias = None
+        if needs_x:
+            dx_NX = operators.grouped_product_input(dy_NY, _unstack_experts(weight, ends_E), ends_E)
         if needs_weight:
             context.queue.submit(context.weight, operators.grouped_product_weight, dy_NY, x_NX.detach(), ends_E)
-        d_bias = sum_bias_gradients(dy_NY[:, context.biased], ends_E).flatten() if context.needs_input_grad[2] else None
+        if needs_bias:
+            d_bias = sum_bias_gradients(dy_NY[:, context.biased], ends_E).flatten()
         return dx_NX, None, d_bias, None, None, None
 
 
-def _apply_function(function: type[torch.autograd.Function], *arguments: Any) -> torch.Tensor:
-    """Call the autograd function `function` on `arguments` and return its output tensor: a typed wrapper of torch's
-    untyped `apply`."""
-    return function.apply(*arguments)  # type: ignore[no-any-return]
+def _apply_function(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
+    """Call the autograd function `function` on `arguments` and return its output tensor."""
+    return function.apply(*arguments)
 
 
-_uncompiled = _apply_function
+_apply_uncompiled = _apply_function
+"""Outside of compiled graphs, once `exclude_from_compiled_graphs` was called."""
 
 
 def exclude_from_compiled_graphs() -> None:
@@ -344,6 +335,6 @@ def exclude_from_compiled_graphs() -> None:
     compiled backward cannot write to a queue; taps are dummy inputs whose gradients carry the operands out of the
     graph.) Call it right before the first compilation: it imports torch's compiler, which takes over a second.
     """
-    global _uncompiled
-    if _uncompiled is _apply_function:
-        _uncompiled = torch.compiler.disable(_apply_function)
+    global _apply_uncompiled
+    if _apply_uncompiled is _apply_function:
+        _apply_uncompiled = torch.compiler.disable(_apply_function)

@@ -159,13 +159,14 @@ class Journal:
         console, and check for slow ranks."""
         if not self.leader:
             return
-        if record.finite and not record.profiled:
+        outcome = record.outcome
+        if outcome.finite and not record.profiled:
             self.times.add(record.seconds, record.seconds_by_part, record.waiting_seconds)
         done, rate = record.step, self.run.units_per_step / record.seconds
         line: dict[str, Any] = {
             "step": done,
-            "loss": record.loss,
-            "gradient_norm": record.gradient_norm,
+            "loss": outcome.loss,
+            "gradient_norm": outcome.gradient_norm,
             "learning_rate": record.learning_rate,
             self.rate_name: rate,
             **({} if (mfu := self._compute_mfu(rate)) is None else {"mfu": mfu}),
@@ -175,35 +176,35 @@ class Journal:
         }
         if record.profiled:
             line["profiled"] = True
-        if record.loss_scale is not None:
-            line["loss_scale"] = record.loss_scale
-        if not record.finite:
+        if record.next_loss_scale is not None:
+            line["loss_scale"] = outcome.loss_scale
+        if not outcome.finite:
             line |= {"skipped": True, "skipped_steps": record.skipped_steps}
             self._log_skipped(record)
-        line |= record.metrics.values
+        line |= outcome.metrics.values
         if (validation := record.validation) is not None:
             line |= validation.to_json_dict()
             self.log(f"step {done}: validation loss {validation.loss:.4f}{validation.metrics.text}")
         self._store_values(line, record)
-        notable = validation is not None or not record.finite or done == self.recipe.train.steps
+        notable = validation is not None or not outcome.finite or done == self.recipe.train.steps
         if notable or done % self.recipe.train.log_every == 0:
             self._write_line(line)
         if not record.profiled:
-            self._watch_ranks(done, record.rank_seconds)
+            self._watch_ranks(done, outcome.rank_seconds)
         self.progress.step(done, self._format_figures(record, rate))
 
     def _log_skipped(self, record: StepRecord) -> None:
         """Log that the step of `record` was skipped on all ranks because its loss or gradient norm was not finite."""
-        after = record.next_loss_scale
-        lower = f"; the loss scale is now {after:g}" if after != record.loss_scale else ""
-        reason = f"loss {record.loss}, gradient norm {record.gradient_norm}{lower}"
+        outcome, after = record.outcome, record.next_loss_scale
+        lower = "" if after in (None, outcome.loss_scale) else f"; the loss scale is now {after:g}"
+        reason = f"loss {outcome.loss}, gradient norm {outcome.gradient_norm}{lower}"
         self.log(f"step {record.step} skipped on all ranks: {reason}")
 
     def _store_values(self, line: dict[str, Any], record: StepRecord) -> None:
         """Store a step's values for the result document. Loss and metrics of a skipped step, and the throughput of a
         profiled step, are left out. line: the step's line of `metrics.jsonl`. record: results and times of the step."""
         left_out = {
-            *(() if record.finite else ("loss", *record.metrics.values)),
+            *(() if record.outcome.finite else ("loss", *record.outcome.metrics.values)),
             *((self.rate_name,) if record.profiled else ()),
         }
         for key, values in self._figures.items():
@@ -233,10 +234,10 @@ class Journal:
         step. rate: tokens or samples per second of all ranks."""
         mfu = self._compute_mfu(rate)
         return [
-            f"loss {record.loss:.3f}{record.metrics.text}",
+            f"loss {record.outcome.loss:.3f}{record.outcome.metrics.text}",
             f"{rate:,.0f} {self.run.unit}/s",
             f"lr {record.learning_rate:.2e}",
-            f"grad norm {record.gradient_norm:.3g}",
+            f"grad norm {record.outcome.gradient_norm:.3g}",
             *(() if mfu is None else (f"MFU {mfu:.1%}",)),
         ]
 

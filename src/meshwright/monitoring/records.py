@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -53,40 +53,51 @@ class RunDescription:
     peak_flops: float | None = None
 
 
+@dataclass(slots=True)
+class StepOutcome:
+    """Results of the forward and backward of a step, all-reduced and so equal on all ranks.
+
+    loss: mean over the step's terms (target tokens, pairs or items); gradient_norm: global L2 norm before clipping;
+    both without the loss scale. finite: True if both are finite, so that the update takes place. stop: True if some
+    rank received SIGTERM or an interrupt. save_failed: True if some rank could not save a checkpoint. rank_seconds:
+    working time of each rank in seconds, without waiting for other ranks. loss_scale: loss scale of this step. metrics:
+    further means that the task reports."""
+
+    loss: float
+    gradient_norm: float
+    finite: bool
+    stop: bool
+    save_failed: bool
+    rank_seconds: Sequence[float]
+    loss_scale: float = 1.0
+    metrics: Metrics = field(default_factory=Metrics)
+
+
 @dataclass(frozen=True, slots=True)
 class StepRecord:
     """Results and times of one training step, for the journal.
 
     Attributes:
         step: Number of the step, from 1.
-        loss: Mean loss over the step's loss terms.
-        gradient_norm: Global norm before clipping.
+        outcome: Loss, gradient norm and further results.
         learning_rate: Rate of this step.
-        finite: True if loss and gradient norm are finite; only then is the update applied.
         skipped_steps: Number of skipped steps in the run so far.
-        metrics: Mean values besides the loss.
         validation: Result of a validation after the step, None without one.
         seconds: Duration of the step without validation.
         seconds_by_part: {phase: seconds}.
         waiting_seconds: Time that the host waited in collective calls.
-        rank_seconds: [rank], seconds of each rank's own work.
-        loss_scale, next_loss_scale: Loss scales of this and of the next step; None without a dynamic loss scale.
+        next_loss_scale: Loss scale of the next step; None without a dynamic loss scale.
         profiled: True if the profiler recorded the step, which makes it slower.
     """
 
     step: int
-    loss: float
-    gradient_norm: float
+    outcome: StepOutcome
     learning_rate: float
-    finite: bool
     skipped_steps: int
-    metrics: Metrics
     validation: Validation | None
     seconds: float
     seconds_by_part: Mapping[str, float]
     waiting_seconds: float
-    rank_seconds: Sequence[float]
-    loss_scale: float | None = None
     next_loss_scale: float | None = None
     profiled: bool = False
 

@@ -8,9 +8,9 @@ from typing import Any
 from meshwright.checkpoint import find_newest
 from meshwright.errors import UserError
 from meshwright.monitoring.run_directory import RunDirectory
-from meshwright.recipe import SCHEMA, Recipe, load_recipe_text
+from meshwright.recipe import SCHEMA, Recipe, TrainRecipe, load_recipe_text
 from meshwright.tables import is_table
-from meshwright.toml import format_toml_value
+from meshwright.toml import format_toml_value, parse_toml
 
 # Keys that may change on resume: where and how long the run runs, what it reports and keeps, never what it computes.
 RESUMABLE = (
@@ -99,3 +99,18 @@ def list_values_by_key(recipe: Recipe) -> dict[str, Any]:
         if value is not None and not is_table(field.annotation):
             flat[key] = value
     return flat
+
+
+def format_schedule_change(state: Mapping[str, Any], train: TrainRecipe) -> str | None:
+    """Return a line for the log if `train.steps` has changed since the checkpoint was written and this changes the
+    learning rate of the next steps (schedules "cosine" and "linear"); else None.
+
+    state: content of the checkpoint's `state.json`. train: the recipe's [train] table."""
+    step = state["step"]
+    before = parse_toml(state["recipe"], "the checkpoint's recipe")["train"]["steps"]
+    if before == train.steps or train.schedule not in ("cosine", "linear") or step >= train.steps:
+        return None
+    return (
+        f"train.steps was {before} and is {train.steps}: from step {step + 1} on the learning rate follows the "
+        f"{train.schedule} schedule of {train.steps} steps"
+    )

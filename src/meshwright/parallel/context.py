@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from meshwright.comm import collectives
 from meshwright.comm.handle import DONE
@@ -50,7 +51,7 @@ SITE = "attention.ring"
 # --- idea: which tokens a rank holds, and how it attends
 
 
-def list_local_positions(layout: Layout, rank: int, sequence: int) -> torch.Tensor:
+def list_local_positions(layout: Layout, rank: int, sequence: int) -> Tensor:
     """Return the positions in the unsharded sequence of the tokens that cp rank `rank` holds: int64 [sequence / cp],
     ascending. They are equal for all sequences.
 
@@ -62,7 +63,7 @@ def list_local_positions(layout: Layout, rank: int, sequence: int) -> torch.Tens
     return torch.cat([chunk for index, chunk in enumerate(torch.arange(sequence).chunk(count)) if index in held])
 
 
-def shard_sequences(tokens_BS: torch.Tensor, targets_BS: torch.Tensor, documents: Documents, mesh: Mesh) -> MicroBatch:
+def shard_sequences(tokens_BS: Tensor, targets_BS: Tensor, documents: Documents, mesh: Mesh) -> MicroBatch:
     """Return this cp rank's slices of the tokens, targets and document boundaries of unsharded sequences. Tokens and
     targets are sliced from [B, S] to [B, S / cp], for B sequences of S tokens. Without context parallelism the slices
     are the arguments.
@@ -83,7 +84,7 @@ class ContextParallel(ContextOperations):
         self.axis = axis
         self.size = axis.size
 
-    def reduce(self, x: torch.Tensor, site: str) -> torch.Tensor:
+    def reduce(self, x: Tensor, site: str) -> Tensor:
         """Return the sum of `x` (any shape) over the cp ranks; backward passes the gradient through unchanged. `site`:
         label of the call in traces."""
         return reduce_from(x, self.axis, site)
@@ -95,7 +96,7 @@ class RingAttention(ContextParallel):
 
     def make_attention_mask(
         self, documents: Documents, tokens: int, window: int | None, device: torch.device, form: MaskForm = "boolean"
-    ) -> VarlenMask | torch.Tensor | None:
+    ) -> VarlenMask | Tensor | None:
         """Return the attention mask for the argument `visible` of `attend`. With `form` "varlen" (flash attention) it
         is a `VarlenMask` of this rank's chunks. Otherwise it has for each of this rank's queries the index, in the
         unsharded sequence, of the first key that the query attends to: integers on the CPU, [sequences or 1, tokens];
@@ -111,9 +112,9 @@ class RingAttention(ContextParallel):
         return None if first_BS is None else first_BS.unflatten(1, (chunks, -1))[:, held].flatten(1)
 
     def attend(
-        self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: AttentionMask,
+        self, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, visible: AttentionMask,
         scores: ScoreSettings | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> Tensor:  # fmt: skip
         """Return the causal attention of this rank's queries to the keys and values of all cp ranks, [B, N, C, D]: B
         sequences, N query heads, C tokens of a sequence on this rank, head size D.
 
@@ -131,7 +132,7 @@ class RingAttention(ContextParallel):
             tensors = [] if visible is None else [visible]
             numbers = [scores.scale, scores.softcap]
         operator = getattr(torch.ops.meshwright, name)
-        return operator(q_BNSD, k_BKSD, v_BKSD, tensors, numbers, self.axis.key, scores.sinks)[0]  # type: ignore[no-any-return]
+        return operator(q_BNSD, k_BKSD, v_BKSD, tensors, numbers, self.axis.key, scores.sinks)[0]
 
 
 class UlyssesAttention(ContextParallel):
@@ -139,9 +140,9 @@ class UlyssesAttention(ContextParallel):
     with all heads; for attention, all-to-alls turn this into all tokens with 1 / cp of the heads."""
 
     def attend(
-        self, q_BNSD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSD: torch.Tensor, visible: AttentionMask,
+        self, q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, visible: AttentionMask,
         scores: ScoreSettings | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> Tensor:  # fmt: skip
         """Return the causal attention of this rank's queries to the keys and values of all cp ranks, [B, N, C, D]: B
         sequences, N query heads, C tokens of a sequence on this rank, head size D. One all-to-all gives each rank
         unsharded sequences with N / cp heads; a second one restores the token slices. With more ranks than key-value
@@ -173,7 +174,7 @@ def make_context_operations(mesh: Mesh) -> ContextOperations:
 # --- communication and overlap
 
 
-def _pass_kv(k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, axis: Axis, site: str) -> Iterator[tuple[int, torch.Tensor]]:
+def _pass_kv(k_BKCD: Tensor, v_BKCD: Tensor, axis: Axis, site: str) -> Iterator[tuple[int, Tensor]]:
     """Pass KV blocks around the ring of cp ranks (`axis`). Yield (owner rank, KV block) once for every rank, beginning
     with this rank's own block. The next block is received while the caller computes with the current one.
 
@@ -193,9 +194,9 @@ def _pass_kv(k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, axis: Axis, site: str) 
 
 
 def _compute_ring_attention(
-    q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, kernel: SpanKernel, key: str,
-    sinks: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q_BNCD: Tensor, k_BKCD: Tensor, v_BKCD: Tensor, kernel: SpanKernel, key: str,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute ring attention, without autograd, for this rank's tokens. Return (output [B, N, C, D], log-sum-exp of
     each query's scores [B, N, C]): B sequences, N query heads, C tokens of a sequence on this rank, head size D.
 
@@ -218,9 +219,9 @@ def _compute_ring_attention(
 
 
 def _compute_gradients(
-    d_out_BNCD: torch.Tensor, saved_tensors: list[torch.Tensor], kernel: SpanKernel, key: str,
-    sinks: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    d_out_BNCD: Tensor, saved_tensors: list[Tensor], kernel: SpanKernel, key: str,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of ring attention: those of queries, keys, values and attention sinks, in this order and in
     their shapes. The gradient of `sinks` is that of this rank's queries.
 
@@ -250,14 +251,14 @@ def _compute_gradients(
     return empty_bsnd(q_BNCD).copy_(dq.flatten(1, 2)), dk, dv, d_sinks
 
 
-def _empty_results(q_BNCD: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _empty_results(q_BNCD: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Return uninitialised results of ring attention: output [B, N, C, D] and log-sum-exps [B, N, C], for B sequences,
     N query heads, C tokens, head size D. Fake implementation of the custom operators, for torch.compile. `q_BNCD`:
     queries; `rest`: ignored."""
     return empty_bsnd(q_BNCD), q_BNCD.new_empty(q_BNCD.shape[:-1], dtype=at_least_float32(q_BNCD.dtype))
 
 
-Rebuild = Callable[[list[torch.Tensor], list[float]], SpanKernel]
+Rebuild = Callable[[list[Tensor], list[float]], SpanKernel]
 """Function that rebuilds a kernel, which custom operators cannot take as an argument, from its tensors and numbers."""
 
 
@@ -265,17 +266,17 @@ def _register_ring_attention(name: str, rebuild: Rebuild) -> None:
     """Register ring attention with one kind of kernel as the differentiable custom operator meshwright::`name`."""
 
     def attend_ring(
-        q_BNCD: torch.Tensor, k_BKCD: torch.Tensor, v_BKCD: torch.Tensor, tensors: list[torch.Tensor],
-        numbers: list[float], key: str, sinks: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        q_BNCD: Tensor, k_BKCD: Tensor, v_BKCD: Tensor, tensors: list[Tensor],
+        numbers: list[float], key: str, sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Forward of the operator. `tensors`, `numbers`: arguments of `rebuild`; the others and the result are those of
         `_compute_ring_attention`."""
         return _compute_ring_attention(q_BNCD, k_BKCD, v_BKCD, rebuild(tensors, numbers), key, sinks)
 
     def differentiate(
-        d_out_BNCD: torch.Tensor, saved: list[torch.Tensor], tensors: list[torch.Tensor], numbers: list[float],
-        key: str, sinks: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        d_out_BNCD: Tensor, saved: list[Tensor], tensors: list[Tensor], numbers: list[float],
+        key: str, sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """Backward of the operator. `tensors`, `numbers`: arguments of `rebuild`; the others and the result are those
         of `_compute_gradients`."""
         return _compute_gradients(d_out_BNCD, saved, rebuild(tensors, numbers), key, sinks)

@@ -28,7 +28,8 @@ from meshwright.errors import RanksDisagree
 from meshwright.model.permutation import Permuted, invert_permutation
 from meshwright.parallel.recompute import compute_once
 
-COUNTS_SITE, KEYS_SITE = "experts.counts", "experts.keys"
+COUNTS_SITE = "experts.counts"
+KEYS_SITE = "experts.keys"
 
 
 class Routes(NamedTuple):
@@ -56,8 +57,11 @@ class AllToAllTokenDispatcher:
     the width of the same experts."""
 
     def __init__(self, ep: Axis, etp: Axis) -> None:
-        self.ep, self.etp = ep, etp
-        self.expert_ranks, self.width_ranks, self.width_rank = ep.size, etp.size, etp.rank
+        self.ep = ep
+        self.etp = etp
+        self.expert_ranks = ep.size
+        self.width_ranks = etp.size
+        self.width_rank = etp.rank
 
     def dispatch(self, x_NH: torch.Tensor, ends_E: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Dispatched]:
         """Send token copies to the ranks of their experts (a token has one copy for each of its experts). Return

@@ -190,8 +190,12 @@ class FlatLayout:
         """Return the model's parameters as views of `buffer`, an unsharded flat buffer (1-D, `self.padded` elements),
         in the order of `self.tensors` and in their shapes on this rank.
         """
-        form, count = self.storage_format, self.storage_format.count_items
-        return [form.view(buffer[count(at.offset) : count(at.offset + at.numel)], at.shape) for at in self.tensors]
+        form = self.storage_format
+        views = []
+        for placed in self.tensors:
+            items = slice(form.count_items(placed.offset), form.count_items(placed.offset + placed.numel))
+            views.append(form.view(buffer[items], placed.shape))
+        return views
 
     def bind(self, model: nn.Module, buffer: torch.Tensor) -> list[nn.Parameter]:
         """Make the parameters of `model` in this layout views of `buffer`, an unsharded flat buffer (1-D, `self.padded`
@@ -221,28 +225,23 @@ class FlatLayout:
 
         `read_slice`: function (entry, first, last, columns) -> values that reads a slice of a parameter entry
         (checkpoint tensor)."""
-        form, count = self.storage_format, self.storage_format.count_items
+        form = self.storage_format
         form.compute_scales(read_slice, shard.device)
         for part, first, last in self.find_slices(start, start + form.count_elements(shard.numel())):
             shift = part.begin - part.offset
             values = read_slice(part.entry, first + shift, last + shift, part.columns)
-            shard[count(first - start) : count(last - start)].copy_(form.pack(values, first))
+            items = slice(form.count_items(first - start), form.count_items(last - start))
+            shard[items].copy_(form.pack(values, first))
 
     def fill_from_model(self, shard: torch.Tensor, start: int, model: nn.Module) -> None:
         """Copy the parameters of `model` into the 1-D `shard` of the flat buffer. Must be called before `bind`. start:
         index in the buffer of the shard's first element. Parameters on the meta device are skipped."""
         for placed in self.tensors:
-            value, offset = model.get_parameter(placed.tensor.name).detach(), placed.offset
+            value = model.get_parameter(placed.tensor.name).detach()
+            offset = placed.offset
             first, last = max(start, offset), min(start + shard.numel(), offset + placed.numel)
             if first < last and value.device.type != "meta":
                 shard[first - start : last - start].copy_(value.reshape(-1)[first - offset : last - offset])
-
-
-def format_buffer_name(unit: str, buffer: BufferKind) -> str:
-    """Return the name of a flat buffer: that of its FSDP unit `unit` for the trained parameters ("dense"), else with
-    the kind of buffer appended, such as "layers.3.experts".
-    """
-    return unit if buffer == "dense" else f"{unit}.{buffer}"
 
 
 def make_flat_layout(
@@ -258,10 +257,12 @@ def make_flat_layout(
     `table`: the model's parameter table; `shards`: number of ranks over which ZeRO shards the buffer, which is padded
     to equal shards; `layout`: parallel layout (None: one device); `coordinates`: {axis: index} of this rank in it
     (None: rank 0); `buffer`: which of the unit's parameters: "dense" (trained), "experts" (routed experts under expert
-    parallelism), "frozen", "frozen_experts" or "packed" (quantized)."""
+    parallelism), "frozen", "frozen_experts" or "packed" (quantized). The layout has the name of the unit; for other
+    kinds than "dense" the kind is appended, as in "layers.3.experts"."""
     layout = layout or Layout()
     coordinates = coordinates or layout.coordinates(0)
-    tensors, slices = [], []
+    tensors = []
+    slices = []
     for tensor in table.unit_tensors(name, layout, buffer):
         placed = PlacedTensor(tensor, table.tensor_range(tensor, layout)[0], tensor.local_shape(layout))
         tensors.append(placed)
@@ -271,7 +272,8 @@ def make_flat_layout(
     decay_numel = sum(placed.numel for placed in tensors if placed.tensor.decay)
     padded = compute_padded_numel(numel, shards if buffer != "packed" else 2 * shards)  # shards of whole blocks
     form = get_weight_format(tensors[0].tensor.entries[0].packed if tensors else None, slices)
-    return FlatLayout(format_buffer_name(name, buffer), tuple(tensors), tuple(slices), decay_numel, numel, padded, form)
+    name = name if buffer == "dense" else f"{name}.{buffer}"
+    return FlatLayout(name, tuple(tensors), tuple(slices), decay_numel, numel, padded, form)
 
 
 def _list_entry_slices(
@@ -290,7 +292,8 @@ def _list_entry_slices(
         assert len(cut) <= 1, f"{entry.name}: cut along dims {cut}"
         columns = None
         for dim in cut:
-            inner, start = math.prod(whole[dim + 1 :]), box.start[dim]
+            start = box.start[dim]
+            inner = math.prod(whole[dim + 1 :])
             columns = Columns(start * inner, (start + box.shape[dim]) * inner, whole[dim] * inner)
         stride = math.prod(box.shape[1:])
         offset = placed.offset + box.local_start[0] * stride
@@ -314,7 +317,8 @@ def cut_slices(
         if position is not None:
             first, last = split_evenly(first, last, position[part.axis] % part.copies, part.copies)
         if first < last:
-            view, shift = values[first - start : last - start], part.begin - part.offset
+            view = values[first - start : last - start]
+            shift = part.begin - part.offset
             slices.append(TensorSlice(kind, part.entry.name, first + shift, last + shift, view, part.columns))
     return slices
 
@@ -337,7 +341,8 @@ class GradientBufferPool:
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, sizes: Sequence[tuple[int, ...]]) -> None:
-        self._device, self._dtype = device, dtype
+        self._device = device
+        self._dtype = dtype
         self._kept = count_reused_buffers(sizes)
         self._free: dict[int, list[torch.Tensor]] = {size: [] for size in self._kept}
 

@@ -1,4 +1,4 @@
-"""Parallelize a model: apply every form of parallelism to it on one rank, for trainer, probe and tests."""
+"""The parallelism of a model in one place: what is applied to it on one rank, in which order."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import torch
 
 from meshwright.adapters.attach import attach_adapters
 from meshwright.comm.mesh import Mesh
+from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.transformer import Transformer
-from meshwright.parallel.axes import build_axes
+from meshwright.parallel.context import make_context_operations
+from meshwright.parallel.expert import AllToAllTokenDispatcher
 from meshwright.parallel.pipeline import check_programs_match
+from meshwright.parallel.recompute import ActivationCheckpointing
+from meshwright.parallel.tensor import TensorParallel
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.program.pipeline import PipelineProgram
 from meshwright.spec.config import ModelConfig
@@ -28,6 +32,19 @@ class ParallelModel(NamedTuple):
     model: Transformer
     engine: ZeroEngine
     program: PipelineProgram
+
+
+def build_axes(mesh: Mesh) -> AxisOperations:
+    """Build the operations through which this rank's model communicates (tensor, context and expert parallelism) and
+    recomputes activations, as `mesh.layout` selects. Data and pipeline parallelism act from outside the model
+    (`parallel/zero_engine.py`, `parallel/pipeline.py`)."""
+    layout = mesh.layout
+    return AxisOperations(
+        tensor=TensorParallel(mesh.tp, layout.tensor_sequence_parallel),
+        context=make_context_operations(mesh),
+        dispatcher=AllToAllTokenDispatcher(mesh.ep, mesh.etp) if layout.expert_parallel else None,
+        recompute=ActivationCheckpointing(layout.recompute),
+    )
 
 
 def parallelize(
@@ -48,7 +65,8 @@ def parallelize(
     `parameter_dtype`: dtype of parameters and compute; `master_dtype`: dtype of master weights and gradients;
     `compile_backend`: torch.compile backend for transformer blocks and loss (None: they run eagerly). Raises UserError
     on every rank if ranks have different pipeline programs."""
-    layout, table = mesh.layout, parameter_table(config)
+    layout = mesh.layout
+    table = parameter_table(config)
 
     # Pipeline: the program determines the number of stages, the partition those of this rank.
     program = program_for(layout, config, sequence)
@@ -57,7 +75,8 @@ def parallelize(
 
     # Tensor, sequence, context and expert parallelism and recomputation are operations of the model's layers. Built on
     # "meta", because the unsharded model may not fit on one rank.
-    axes, stages = build_axes(mesh), partition.stages_on(mesh.pp.rank)
+    axes = build_axes(mesh)
+    stages = partition.stages_on(mesh.pp.rank)
     model = Transformer(config, axes=axes, device="meta", dtype=parameter_dtype, stages=stages)
     attach_adapters(model, table, layout, axes.tensor, device="meta", dtype=parameter_dtype)
 

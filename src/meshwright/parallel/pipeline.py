@@ -79,8 +79,8 @@ def check_programs_match(program: PipelineProgram, mesh: Mesh) -> None:
         schedule = mesh.layout.schedule
         cause = "file" if schedule.startswith("@") else "version of meshwright"
         raise UserError(
-            f"the pipeline program {schedule} of rank {others[0]} differs from that of rank 0; is the {cause} the same "
-            "on every host?"
+            f"the pipeline program {schedule} of rank {others[0]} differs from that of rank 0; is the {cause} the "
+            "same on every host?"
         )
 
 
@@ -138,7 +138,8 @@ class Pipeline:
         assert program.ranks == axis.size, (program.name, program.ranks, axis.size)
         assert not program.asynchronous, f"{program.name} updates weights while micro-batches are in flight"
         assert not program.steps.component.any(), f"{program.name} splits layers"
-        self.program, self.axis = with_transfers(program), axis
+        self.axis = axis
+        self.program = with_transfers(program)
         self.checked = check_pipeline(self.program)
         self._groups = _build_groups(self.program, axis.rank)
         if not axis.trivial and axis.communicator.device.type == "cuda":
@@ -159,7 +160,8 @@ class Pipeline:
                 for step in group.steps
                 if step.kind == Kind.FORWARD and step.key[2] < micro_batches
             ]
-            transfers = [each for each in group.transfers if each.value[0] == OUTPUT and each.value[3] < micro_batches]
+            outputs = [each for each in group.transfers if each.value[0] == OUTPUT]
+            transfers = [each for each in outputs if each.value[3] < micro_batches]
             if steps or transfers:
                 groups.append(_Group(steps, transfers))
         _PipelineExecution(self.axis, compute).execute(groups)
@@ -173,7 +175,8 @@ class _PipelineExecution:
     """
 
     def __init__(self, axis: Axis, compute: Compute) -> None:
-        self.axis, self.compute = axis, compute
+        self.axis = axis
+        self.compute = compute
         self.here: dict[Value, torch.Tensor] = {}  # made on this rank: for a stage here, or to be sent
         self.arriving: dict[Value, tuple[Handle, torch.Tensor]] = {}
         self.leaving: dict[Value, Handle] = {}  # each holds its tensor
@@ -227,27 +230,31 @@ class _PipelineExecution:
 def _build_groups(program: PipelineProgram, rank: int) -> list[_Group]:
     """Convert a pipeline program to the groups of compute steps and of transfers that pipeline rank `rank` executes;
     return them in order."""
-    s, last = program.steps, program.stages - 1
+    s = program.steps
+    last = program.stages - 1
     consumed = find_consumed_sends(program, rank)
     groups: list[_Group] = []
     for at in s.of_rank(rank):
         if not groups or s.group[at] != s.group[at - 1]:
             groups.append(_Group([], []))
-        kind, stage = Kind(int(s.kind[at])), int(s.stage[at])
-        replica, micro_batch = int(s.replica[at]), int(s.micro_batch[at])
+        kind = Kind(int(s.kind[at]))
         if kind in COMPUTING:
+            stage, replica, micro_batch = (int(column[at]) for column in (s.stage, s.replica, s.micro_batch))
             produces = None
             if kind == Kind.FORWARD and stage < last:
                 produces = OUTPUT, replica, stage, micro_batch
             elif kind in (Kind.BACKWARD, Kind.INPUT_GRADIENT) and stage > 0:
                 produces = GRADIENT, replica, stage, micro_batch
-            reads, acknowledges = find_read_value(program, at), tuple(consumed.get(at, ()))
+            reads = find_read_value(program, at)
+            acknowledges = tuple(consumed.get(at, ()))
             groups[-1].steps.append(_Step(kind, (stage, replica, micro_batch), reads, produces, acknowledges))
         else:
             value = find_carried_value(program, at)
             direction, replica, stage, micro_batch = value
-            forward_stage, site = (stage + 1, ACTIVATION_SITE) if direction == OUTPUT else (stage, GRADIENT_SITE)
-            is_receive, peer, name = kind in ARRIVING, program.find_peer(at), program.describe(at)
-            forward_key = forward_stage, replica, micro_batch
-            groups[-1].transfers.append(_Transfer(value, peer, is_receive, forward_key, site, name))
+            is_output = direction == OUTPUT
+            forward_key = stage + is_output, replica, micro_batch  # an output is the next stage's input
+            site = ACTIVATION_SITE if is_output else GRADIENT_SITE
+            peer = program.find_peer(at)
+            end = _Transfer(value, peer, kind in ARRIVING, forward_key, site, program.describe(at))
+            groups[-1].transfers.append(end)
     return groups

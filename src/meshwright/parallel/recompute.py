@@ -61,26 +61,20 @@ class ActivationCheckpointing(Recompute):
         assert kind in ("none", "selective", "full"), kind
         self.kind = kind
 
-    def wrap(
-        self,
-        function: Function,
-        compile_options: dict[str, Any] | None = None,
-        around: Callable[[Function], Function] = lambda compiled: compiled,
-    ) -> Function:
+    def wrap(self, function: Function, compile_options: dict[str, Any] | None = None) -> Function:
         """Return a replacement for `function`, the forward of a transformer block or of a part of it, with selective
         activation checkpointing: the results of some operators are saved, all others are recomputed in backward. This
         applies to the kind "selective", and to "none" if the function is compiled. In all other cases `function` is
         compiled if requested, and returned without checkpointing.
 
-        compile_options: keyword arguments of torch.compile; None: do not compile. around: function that wraps the
-        compiled function; not called without compilation."""
+        compile_options: keyword arguments of torch.compile; None: do not compile."""
         if self.kind == "selective":
             function = _checkpoint_saving(function, MATRIX_PRODUCTS | SUMS)
         elif self.kind == "none" and compile_options is not None:
             function = _checkpoint_saving(function, MATRIX_PRODUCTS | ATTENTION | SUMS | GATHERED)
         if compile_options is not None:
             logging.getLogger("torch._higher_order_ops.wrap").addFilter(_drop_in_place_warning)
-        return super().wrap(function, compile_options, around)
+        return super().wrap(function, compile_options)
 
     def wrap_block(self, function: Function) -> Function:
         """Return a replacement for `function`, the forward of a whole block: one that checkpoints the block for the

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from meshwright.model.attention_operator import group_by_kv_head
 from meshwright.model.precision import at_least_float32
@@ -47,9 +48,9 @@ def list_spans(rank: int, source: int, ranks: int, tokens: int) -> list[Span]:
     ]
 
 
-Result = tuple[Any, torch.Tensor, torch.Tensor]
+Result = tuple[Any, Tensor, Tensor]
 """Attention of some queries over some keys: index of the queries in [B, K, G, C], output [..., D], log-sum-exp."""
-Gradients = tuple[torch.Tensor, torch.Tensor]
+Gradients = tuple[Tensor, Tensor]
 """Gradients of the queries, [B, K, G, C, D], and of the keys and values, [2, B, K, C, D]."""
 
 
@@ -59,29 +60,14 @@ class SavedQueries(NamedTuple):
     `q`, `out`, `d_out`: queries, output and its gradient, each [B, K, G, C, D] (K key-value heads, G query heads of
     each, C tokens); `log_sum_BKGC`: log-sum-exps over all keys; `inner_BKGC`: sum over D of `out` times `d_out`."""
 
-    q: torch.Tensor
-    out: torch.Tensor
-    d_out: torch.Tensor
-    log_sum_BKGC: torch.Tensor
-    inner_BKGC: torch.Tensor
+    q: Tensor
+    out: Tensor
+    d_out: Tensor
+    log_sum_BKGC: Tensor
+    inner_BKGC: Tensor
 
 
-class SpanKernel(Protocol):
-    """Interface of a kernel that computes the attention of spans (slices of queries over slices of keys)."""
-
-    def attend(self, q_BKGCD: torch.Tensor, block: torch.Tensor, span: Span) -> Iterator[Result]:
-        """Compute the attention of `span`; yield partial results, which `merge_attention` can merge.
-
-        `q_BKGCD`: this rank's queries: B sequences, K key-value heads, G query heads of each, C tokens, head size D;
-        `block`: keys and values, [2, B, K, C, D]."""
-
-    def add_gradients(self, gradients: Gradients, saved: SavedQueries, block: torch.Tensor, span: Span) -> None:
-        """Compute the gradients of the attention of `span` and add them in place to `gradients`.
-
-        `saved`: this rank's queries, outputs and output gradients; `block`: keys and values, [2, B, K, C, D]."""
-
-
-def merge_attention(out: torch.Tensor, log_sum: torch.Tensor, more: torch.Tensor, log_sum_more: torch.Tensor) -> None:
+def merge_attention(out: Tensor, log_sum: Tensor, more: Tensor, log_sum_more: Tensor) -> None:
     """Merge two attention results of the same queries over different keys; the merged result overwrites the first one.
     The output becomes the mean of both outputs, weighted by the exponentials of their log-sum-exps.
 
@@ -102,16 +88,20 @@ class TiledSpans(NamedTuple):
     `first_BC`: index of the first key to which each query attends (None: 0), on the CPU; `settings`: scale and softcap
     of the scores."""
 
-    first_BC: torch.Tensor | None
+    first_BC: Tensor | None
     settings: ScoreSettings
 
     @classmethod
-    def rebuild(cls, tensors: list[torch.Tensor], numbers: list[float]) -> TiledSpans:
+    def rebuild(cls, tensors: list[Tensor], numbers: list[float]) -> TiledSpans:
         """Rebuild the kernel from the arguments of a custom operator: [`first_BC`] or [], and [scale, softcap]."""
         return cls(tensors[0] if tensors else None, ScoreSettings(*numbers))
 
-    def attend(self, q_BKGCD: torch.Tensor, block: torch.Tensor, span: Span) -> Iterator[Result]:
-        """Compute the attention of `span` by tiles; see `SpanKernel.attend`."""
+    def attend(self, q_BKGCD: Tensor, block: Tensor, span: Span) -> Iterator[Result]:
+        """Compute the attention of `span`, a slice of queries over a slice of keys; yield partial results, which
+        `merge_attention` can merge.
+
+        `q_BKGCD`: this rank's queries: B sequences, K key-value heads, G query heads of each, C tokens, head size D;
+        `block`: keys and values, [2, B, K, C, D]."""
         k_BKCD, v_BKCD = block
         for rows, heads, tiles in cut_tiles(q_BKGCD, span, self.first_BC):
             k_PCD, v_PCD = (flatten_heads(x[rows, heads]) for x in (k_BKCD, v_BKCD))
@@ -125,8 +115,11 @@ class TiledSpans(NamedTuple):
                 o_PXD = torch.bmm(p_PXL.to(q_BKGCD.dtype), v_PCD[:, tile.keys])
                 yield at, o_PXD.view(part.shape), here
 
-    def add_gradients(self, gradients: Gradients, saved: SavedQueries, block: torch.Tensor, span: Span) -> None:
-        """Add the gradients of `span` by tiles; see `SpanKernel.add_gradients`."""
+    def add_gradients(self, gradients: Gradients, saved: SavedQueries, block: Tensor, span: Span) -> None:
+        """Compute the gradients of the attention of `span`, a slice of queries over a slice of keys, and add them in
+        place to `gradients`.
+
+        `saved`: this rank's queries, outputs and output gradients; `block`: keys and values, [2, B, K, C, D]."""
         dq_BKGCD, d_block = gradients
         dtype = saved.q.dtype
         scale = self.settings.scale
@@ -154,7 +147,7 @@ class TiledSpans(NamedTuple):
                 dk_PCD[:, tile.keys].add_(torch.bmm(ds_PXL.mT, q_PXD), alpha=scale)
 
 
-def _to_column(x: torch.Tensor) -> torch.Tensor:
+def _to_column(x: Tensor) -> Tensor:
     """Reshape a tensor with one number per query for broadcasting against a tile's scores: [sequences, KV heads, G, X]
     to [sequences x KV heads, G x X, 1]. G: query heads per KV head; X: queries.
     """
@@ -215,23 +208,27 @@ class FlashSpans(NamedTuple):
     scale: float
 
     @classmethod
-    def rebuild(cls, tensors: list[torch.Tensor], numbers: list[float]) -> FlashSpans:
+    def rebuild(cls, tensors: list[Tensor], numbers: list[float]) -> FlashSpans:
         """Rebuild the kernel from the arguments of a custom operator: the mask's tensors, and [its window, scale]."""
         cu_seqlens, lengths = tensors or (None, None)
         window, scale = numbers
         return cls(VarlenMask(cu_seqlens, lengths, int(window)), scale)
 
-    def attend(self, q_BKGCD: torch.Tensor, block: torch.Tensor, span: Span) -> Iterator[Result]:
-        """Compute the attention of `span` by flash kernels; see `SpanKernel.attend`."""
+    def attend(self, q_BKGCD: Tensor, block: Tensor, span: Span) -> Iterator[Result]:
+        """Compute the attention of `span` by flash kernels; see `TiledSpans.attend`."""
         for at, there, call in list_kernel_calls(self.mask, span, len(q_BKGCD), self.scale):
             out, log_sum = flash_forward(q_BKGCD[at].flatten(1, 2), block[0][there], block[1][there], call)
             yield at, group_by_kv_head(out, block[0]), group_by_kv_head(log_sum, block[0])
 
-    def add_gradients(self, gradients: Gradients, saved: SavedQueries, block: torch.Tensor, span: Span) -> None:
-        """Add the gradients of `span` by flash kernels; see `SpanKernel.add_gradients`."""
+    def add_gradients(self, gradients: Gradients, saved: SavedQueries, block: Tensor, span: Span) -> None:
+        """Add the gradients of `span` by flash kernels; see `TiledSpans.add_gradients`."""
         for at, there, call in list_kernel_calls(self.mask, span, len(saved.q), self.scale):
             q, out, d_out, log_sum = (x[at].flatten(1, 2) for x in saved[:4])
             dq, dk, dv = flash_backward(d_out, (q, block[0][there], block[1][there], out, log_sum), call)
             gradients[0][at] += group_by_kv_head(dq, block[0])
             gradients[1][0][there] += dk
             gradients[1][1][there] += dv
+
+
+SpanKernel = TiledSpans | FlashSpans
+"""Kernel that computes the attention of spans, slices of queries over slices of keys."""

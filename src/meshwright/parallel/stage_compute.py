@@ -193,7 +193,8 @@ class _OutputRoot(torch.autograd.Function):
     def backward(context: Any, *empty: torch.Tensor) -> Any:
         """Return the gradient of the stage's output, which `_set_output_gradient` has stored. context: autograd
         context. `empty`: gradient of the empty tensor; ignored."""
-        gradient, context.gradient = context.gradient, None
+        gradient = context.gradient
+        context.gradient = None
         return gradient
 
 

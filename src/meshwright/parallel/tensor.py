@@ -38,8 +38,11 @@ class TensorParallel(TensorOperations):
     products."""
 
     def __init__(self, axis: Axis, sequence_parallel: bool) -> None:
-        self.axis, self.sequence_parallel = axis, sequence_parallel
-        self.size, self.rank, self.trivial = axis.size, axis.rank, axis.trivial
+        self.axis = axis
+        self.sequence_parallel = sequence_parallel
+        self.size = axis.size
+        self.rank = axis.rank
+        self.trivial = axis.trivial
 
     def enter(self, x_BSH: torch.Tensor, site: str) -> torch.Tensor:
         """Return the input of a column-parallel product, [B, S, H] for B sequences of S tokens and hidden size H.

@@ -46,7 +46,7 @@ import torch
 from meshwright.comm.collectives import all_gather, all_reduce, reduce_scatter
 from meshwright.comm.handle import Handle
 from meshwright.comm.mesh import Axis
-from meshwright.model.units import Units
+from meshwright.model.axis_operations import Units
 from meshwright.parallel.flat_buffers import FlatLayout, GradientBufferPool
 from meshwright.spec.parameter_entries import REDUCTIONS_IN_FLIGHT
 from meshwright.spec.stages import LOOKED_UP
@@ -107,18 +107,20 @@ class FsdpUnit:
         parameter_dtype: torch.dtype,
         master_dtype: torch.dtype,
     ) -> None:
-        def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
-            """Return a 1-D tensor of `numel` zeros of dtype `dtype` on the unit's device."""
-            return torch.zeros(numel, dtype=dtype, device=device)
-
-        self.flat, self.axes, self.trainable = flat, axes, flat.trainable
-        parameter_dtype, at = flat.storage_format.dtype or parameter_dtype, flat.storage_format.count_items
+        self.flat = flat
+        self.axes = axes
+        self.trainable = flat.trainable
+        parameter_dtype = flat.storage_format.dtype or parameter_dtype
         if not self.trainable:  # nothing is updated: ZeRO can shard the parameters, or leave them as they are
-            zero, master_dtype = 3 if zero == 3 else 0, parameter_dtype
+            zero = 3 if zero == 3 else 0
+            master_dtype = parameter_dtype
         self.zero = zero
-        replicas, tied = axes.data if zero == 0 else axes.replica, axes.tied
-        self.replicas = replicas.size * (1 if tied is None else tied.size)
-        self.replica = replicas.rank if tied is None else replicas.rank * tied.size + tied.rank
+        replicas = axes.data if zero == 0 else axes.replica
+        self.replicas = replicas.size
+        self.replica = replicas.rank
+        if axes.tied is not None:
+            self.replicas *= axes.tied.size
+            self.replica = self.replica * axes.tied.size + axes.tied.rank
         length = flat.padded // axes.shard.size if zero else flat.numel
         self.start = axes.shard.rank * length if zero else 0
         self.stop = self.start + length
@@ -129,13 +131,18 @@ class FsdpUnit:
             for part, low, high in flat.find_slices(self.start, self.stop)
             if part.entry.balances
         )
-        self.parameters = zeros(at(flat.padded), parameter_dtype)
-        mine = self.parameters[at(self.start) : at(self.stop)]
-        self.parameter_shard = zeros(at(length), parameter_dtype) if zero == 3 else mine
-        self.master = self.parameter_shard if parameter_dtype == master_dtype else zeros(length, master_dtype)
-        whole = self.unsharded_gradient = zeros(flat.padded, master_dtype) if zero < 2 and self.trainable else None
-        sharded = zeros(length if self.trainable else 0, master_dtype) if whole is None else None
-        self.gradient = whole[self.start : self.stop] if sharded is None else sharded  # type: ignore[index]
+        zeros = partial(torch.zeros, device=device)
+        count_items = flat.storage_format.count_items
+        self.parameters = zeros(count_items(flat.padded), dtype=parameter_dtype)
+        mine = self.parameters[count_items(self.start) : count_items(self.stop)]
+        self.parameter_shard = zeros(count_items(length), dtype=parameter_dtype) if zero == 3 else mine
+        self.master = self.parameter_shard if parameter_dtype == master_dtype else zeros(length, dtype=master_dtype)
+        self.unsharded_gradient: torch.Tensor | None = None
+        if zero < 2 and self.trainable:
+            self.unsharded_gradient = zeros(flat.padded, dtype=master_dtype)
+            self.gradient = self.unsharded_gradient[self.start : self.stop]
+        else:
+            self.gradient = zeros(length if self.trainable else 0, dtype=master_dtype)
         self.is_unsharded = True
         self.pending_all_gather: Handle | None = None
         self._bytes = self.parameters.untyped_storage().nbytes()
@@ -211,7 +218,8 @@ class GradientReducer:
     3."""
 
     def __init__(self, units: Mapping[str, FsdpUnit], pool: GradientBufferPool) -> None:
-        self._units, self._pool = units, pool
+        self._units = units
+        self._pool = pool
         self._in_flight: deque[tuple[Handle, Callable[[], None]]] = deque()
         """Reductions, oldest first, and the functions to call at their completion."""
         self.begin_step()
@@ -241,8 +249,10 @@ class GradientReducer:
     def reduce(self, name: str, last: bool) -> None:
         """Start to reduce the gradient of the FSDP unit `name` over ranks. `last`: True if no further backward pass of
         this step adds to the gradient."""
-        unit, gradient = self._units[name], self.unsharded(name)
-        axes, first = unit.axes, name in self._stale
+        unit = self._units[name]
+        axes = unit.axes
+        gradient = self.unsharded(name)
+        first = name in self._stale
         self._stale.discard(name)
         for index in gradient.stale:
             gradient.views[index].zero_()  # took no part in any loss
@@ -311,7 +321,8 @@ class ParameterPrefetcher(Units):
 
     def __init__(self, units: Sequence[str], needs: Mapping[str, Sequence[FsdpUnit]]) -> None:
         self.keeps_last = True
-        self._last, self._needs = units[-1], needs
+        self._last = units[-1]
+        self._needs = needs
         self._next = dict(pairwise(units))
         self._previous = {after: before for before, after in pairwise(units)}
         self._sharded = {name: [unit for unit in needs[name] if unit.zero == 3] for name in units}

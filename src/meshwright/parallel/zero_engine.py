@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -57,9 +58,12 @@ class ZeroEngine:
         master_dtype: torch.dtype = torch.float32,
         partition: Partition | None = None,
     ) -> None:
-        self.mesh, self.table = mesh, table
-        self.partition = partition = Partition.whole(table) if partition is None else partition
-        self.parameter_dtype, self.master_dtype = parameter_dtype, master_dtype
+        self.mesh = mesh
+        self.table = table
+        partition = Partition.whole(table) if partition is None else partition
+        self.partition = partition
+        self.parameter_dtype = parameter_dtype
+        self.master_dtype = master_dtype
         held = partition.units_on(mesh.pp.rank)
         tied = self._make_tied_axes()
         self._units: dict[str, FsdpUnit] = {}
@@ -80,24 +84,22 @@ class ZeroEngine:
                 self._units_of[name].append(unit)
                 bound = unit.flat.bind(model, unit.parameters)
                 if unit.trainable:
-                    self._trained[unit.flat.name], parameters[unit.flat.name] = unit, bound
+                    self._trained[unit.flat.name] = unit
+                    parameters[unit.flat.name] = bound
                 if unit.zero == 3:
                     unit.reshard()  # before the next unit is built: the whole model may be too large for one device
-        needs = {
-            name: [unit for each in table.needed_by(name) for unit in self._units_of[each]] for name in self._units_of
-        }
-        self.prefetchers = {
-            stage.index: self.prefetcher_class(names, {name: needs[name] for name in names})
-            for stage in partition.stages_on(mesh.pp.rank)
-            for names in (partition.units(stage),)
-        }
-        """Prefetchers by stage index; the model calls them around each unit (model/units.py)."""
+        self.prefetchers: dict[int, Any] = {}
+        """Prefetchers by stage index; the model calls them around each unit (model/axis_operations.py)."""
+        for stage in partition.stages_on(mesh.pp.rank):
+            names = partition.units(stage)
+            needs = {name: self._list_units(table.needed_by(name)) for name in names}
+            self.prefetchers[stage.index] = self.prefetcher_class(names, needs)
         self.shards = list(self._trained.values())
         """The trained FSDP units, of whose shards the optimizer updates the master weights."""
         self.frozen = [unit for unit in self._units.values() if not unit.trainable]
         self._partial = PartialGradients(self.shards, table, mesh)
-        trained = [[unit for unit in units if unit.trainable] for units in self._units_of.values()]
-        sizes = [tuple(unit.flat.padded for unit in units if unit.zero >= 2) for units in trained]
+        sharded = [[unit for unit in units if unit.trainable and unit.zero >= 2] for units in self._units_of.values()]
+        sizes = [tuple(unit.flat.padded for unit in units) for units in sharded]
         self._pool = GradientBufferPool(mesh.device, master_dtype, sizes)
         self.gradients = GradientAccumulator(self._trained, parameters, GradientReducer(self._trained, self._pool))
         self.all_gather_parameters()
@@ -127,9 +129,13 @@ class ZeroEngine:
         flat = make_flat_layout(self.table, name, shards, mesh.layout, mesh.layout.coordinates(mesh.rank), buffer)
         return FsdpUnit(flat, zero, axes, mesh.device, self.parameter_dtype, self.master_dtype)
 
-    def _list_unit_names(self, stage: Stage) -> list[str]:
+    def _list_units(self, names: Iterable[str]) -> list[FsdpUnit]:
+        """Return the FSDP units of the units of the model called `names`, one for each of their flat buffers."""
+        return list(chain.from_iterable(self._units_of[name] for name in names))
+
+    def _list_trained_names(self, stage: Stage) -> list[str]:
         """Return the names of the trained flat buffers that a pipeline stage uses, in the order of first use."""
-        units = [unit for name in self.partition.needed_units(stage) for unit in self._units_of[name]]
+        units = self._list_units(self.partition.needed_units(stage))
         return [unit.flat.name for unit in units if unit.trainable]
 
     # --- one step
@@ -140,7 +146,7 @@ class ZeroEngine:
         passes = dict.fromkeys(self._trained, 0)
         for stage in self.partition.stages_on(self.mesh.pp.rank):
             count = micro_batches if isinstance(micro_batches, int) else micro_batches.get(stage.index, 0)
-            for name in self._list_unit_names(stage):
+            for name in self._list_trained_names(stage):
                 passes[name] += count
         self.gradients.begin_step(passes)
 
@@ -159,7 +165,7 @@ class ZeroEngine:
     def start_pass(self, stage: Stage, split: bool = False) -> BackwardPass:
         """Start a backward pass of one micro-batch through a stage and return the state of the pass. `split`: True if
         the pass first computes only input gradients, until `pause_pass` is called."""
-        return self.gradients.start(self._list_unit_names(stage), split)
+        return self.gradients.start(self._list_trained_names(stage), split)
 
     def pause_pass(self, stage: Stage, deferred: Collection[nn.Parameter]) -> None:
         """Pause the bookkeeping of a split backward pass through `stage` once its input gradients are computed, and
@@ -231,7 +237,8 @@ class ZeroEngine:
         slices: list[TensorSlice] = []
         position = self.mesh.layout.coordinates(self.mesh.rank) if owned else None
         for tensor, unit in zip(tensors, self.shards, strict=True):
-            low, high = unit.start, min(unit.stop, unit.flat.numel)
+            low = unit.start
+            high = min(unit.stop, unit.flat.numel)
             if owned:
                 low, high = split_evenly(low, max(low, high), unit.replica, unit.replicas)
             slices += cut_slices(unit.flat, kind, tensor, unit.start, low, high, position)
@@ -254,8 +261,11 @@ class ZeroEngine:
         parameters share memory), "gradients", and "gradient_buffers" (buffers for unsharded gradients that are
         allocated but not in use)."""
         units = self._units.values()
+        parameters = []
+        for unit in units:
+            parameters += [unit.parameters, unit.parameter_shard, *unit.flat.storage_format.scales]
         kinds: dict[str, Iterable[torch.Tensor]] = {
-            "parameters": [t for u in units for t in (u.parameters, u.parameter_shard, *u.flat.storage_format.scales)],
+            "parameters": parameters,
             "masters": [unit.master for unit in units],
             "gradients": [unit.gradient for unit in units],
             "gradient_buffers": self._pool.idle(),

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from meshwright.comm.mesh import Mesh
+from meshwright.model.axis_operations import SINGLE_DEVICE
 from meshwright.model.layers import RMSNorm, activate
-from meshwright.model.loss import loss_chunk_from_logits
+from meshwright.model.loss import Chunk, OutputHead
 from meshwright.model.rope import rotate
 from meshwright.model.tiled_attention import tiled_attention
 from meshwright.parallel.context import RingAttention
@@ -151,7 +152,8 @@ def _make_loss_call(tokens: int, dtype: torch.dtype, back: bool, device: torch.d
     gradient."""
     logits_CV = torch.randn(tokens, VOCABULARY, device=device).to(dtype)
     targets_C = torch.randint(VOCABULARY, (tokens,), device=device)
-    forward = partial(loss_chunk_from_logits, logits_CV, targets_C)
+    head = OutputHead(logits_CV.new_empty(VOCABULARY, 0), SINGLE_DEVICE.tensor, widest=VOCABULARY)
+    forward = partial(Chunk, slice(0, tokens), logits_CV, targets_C, head)
     return forward().differentiate if back else forward
 
 

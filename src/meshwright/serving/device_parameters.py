@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from meshwright.kernels.row_order import find_half_rotation_order
 from meshwright.model.attention import Attention
 from meshwright.model.layers import RMSNorm
-from meshwright.model.rope import find_half_rotation_order
 from meshwright.model.transformer import Transformer
 from meshwright.spec.config import ModelConfig
 

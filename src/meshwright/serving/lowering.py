@@ -20,7 +20,7 @@ from meshwright.kernels.library import Kernels
 from meshwright.kernels.memory_pages import reserve_pool
 from meshwright.kernels.op_list import OpList
 from meshwright.kernels.rank_allocator import RankAllocator
-from meshwright.kernels.row_order import order_rows, separate_gates, spread_bias
+from meshwright.kernels.row_order import find_half_rotation_order, order_rows, separate_gates, spread_bias
 from meshwright.kernels.structures import PackedMatrix
 from meshwright.model import layers as modules
 from meshwright.model.attention import Attention as AttentionModule
@@ -28,7 +28,7 @@ from meshwright.model.axis_operations import AxisOperations
 from meshwright.model.block import Block
 from meshwright.model.experts import Mixture
 from meshwright.model.latent_attention import LatentAttention
-from meshwright.model.rope import find_half_rotation_order, make_table, pad_pairs
+from meshwright.model.rope import make_table, pad_pairs
 from meshwright.model.transformer import Transformer
 from meshwright.parallel.expert import AllToAllTokenDispatcher
 from meshwright.parallel.tensor import TensorParallel

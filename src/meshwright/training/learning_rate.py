@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from meshwright.recipe import TrainRecipe
+from meshwright.recipe import TrainRecipe
 
 
 def learning_rate(step: int, train: TrainRecipe) -> float:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint import Checkpointer, CheckpointPath, SaveOptions
+from meshwright.checkpoint.agreed_saves import abandon_save, wait_for_save
 from meshwright.checkpoint.agreement import Agreement
 from meshwright.comm.mesh import Mesh
 from meshwright.comm.record import count_sent_between
@@ -20,23 +21,21 @@ from meshwright.layout import Layout
 from meshwright.monitoring.comparison import Prediction
 from meshwright.monitoring.journal import Journal
 from meshwright.monitoring.profile import Profile
-from meshwright.monitoring.records import RunEnd, StepRecord, Validation
-from meshwright.monitoring.resuming import check_resume
+from meshwright.monitoring.records import RunEnd, StepOutcome, StepRecord, Validation
+from meshwright.monitoring.resuming import check_resume, format_schedule_change
 from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.probe.communication import choose_precision
 from meshwright.recipe import Recipe
 from meshwright.spec.config import ModelConfig
-from meshwright.spec.config_from_recipe import config_from_recipe
-from meshwright.spec.distillation import add_projections
 from meshwright.spec.refuse import refuse
-from meshwright.toml import parse_toml
 from meshwright.training.deterministic import deterministic
 from meshwright.training.device_peak import device_peak_flops
 from meshwright.training.language_model import LanguageModelTask
 from meshwright.training.learning_rate import learning_rate
+from meshwright.training.model_config import resolve_model_config
 from meshwright.training.prediction import predict
 from meshwright.training.task import RunStart
-from meshwright.training.trainer import StepOutcome, Trainer
+from meshwright.training.trainer import Trainer
 
 
 def train(recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, *, show_progress: bool = True) -> dict[str, Any]:
@@ -83,7 +82,8 @@ class Run:
         profiler.
 
         recipe, mesh, run_directory, show_progress: arguments of the constructor."""
-        self.recipe, self.mesh = recipe, mesh
+        self.recipe = recipe
+        self.mesh = mesh
         self.journal = Journal(recipe, mesh, run_directory, show_progress)
         self.agreement = Agreement(mesh)
         self.stop = StopRequest()
@@ -109,11 +109,14 @@ class Run:
 
     def _step(self) -> None:
         """Run one training step, then validation, logging and a checkpoint if they are due."""
-        train, trainer = self.recipe.train, self.trainer
+        train = self.recipe.train
+        trainer = self.trainer
         if self.profile.before_step(trainer):
             self.journal.memory.stop()
         record = self.mesh.record
-        sites, axes, begun = record.sent_by_site(), record.sent_by_axis(), time.perf_counter()
+        sites = record.sent_by_site()
+        axes = record.sent_by_axis()
+        begun = time.perf_counter()
         verdict = trainer.step(stop=self.stop.requested, save_failed=self.checkpointer.failed() is not None)
         seconds = time.perf_counter() - begun
         self.journal.memory.step_done()
@@ -122,7 +125,8 @@ class Run:
             self.journal.sent_bytes_by_axis = count_sent_between(axes, record.sent_by_axis())
         profiled = self.profile.after_step(trainer, ending=verdict.stop)
         done = trainer.steps_done
-        every, last = self.recipe.checkpoint.every, done == train.steps
+        last = done == train.steps
+        every = self.recipe.checkpoint.every
         due = last or (every > 0 and done % every == 0)
         validation = None
         # Every checkpoint needs its validation loss.
@@ -133,7 +137,7 @@ class Run:
         if self.journal.leader:
             self.journal.record_step(self._record_step(verdict, seconds, validation, profiled))
         if verdict.save_failed:
-            self.journal.record_save_failure(done, self._abandon_save())
+            self.journal.record_save_failure(done, abandon_save(self.checkpointer, self.agreement))
         self._check_skipped_steps()
         if due or verdict.stop:
             self._save(None if validation is None else validation.loss)
@@ -150,22 +154,17 @@ class Run:
         outcome: loss, gradient norm and flags of the step; seconds: its duration without validation; validation: result
         of the validation after it (None: none); profiled: True if the profiler recorded the step, which makes it
         slower."""
-        trainer, scale = self.trainer, self.trainer.loss_scale
+        trainer = self.trainer
         return StepRecord(
             step=trainer.steps_done,
-            loss=outcome.loss,
-            gradient_norm=outcome.gradient_norm,
+            outcome=outcome,
             learning_rate=learning_rate(trainer.steps_done - 1, self.recipe.train),
-            finite=outcome.finite,
             skipped_steps=trainer.skipped,
-            metrics=outcome.metrics,
             validation=validation,
             seconds=seconds,
             seconds_by_part=trainer.clock.seconds(),
             waiting_seconds=trainer.clock.compute_waiting_seconds(),
-            rank_seconds=outcome.rank_seconds,
-            loss_scale=outcome.loss_scale if scale.dynamic else None,
-            next_loss_scale=scale.value if scale.dynamic else None,
+            next_loss_scale=trainer.loss_scale.value if trainer.loss_scale.dynamic else None,
             profiled=profiled,
         )
 
@@ -174,13 +173,8 @@ class Run:
         reports the memory of the rank with the largest peak. Collective."""
         memory = self.journal.memory
         fullest = self.agreement.broadcast_from_largest(memory.read_peak(), {"memory_bytes": memory.peaks_to_json()})
-        return self.journal.make_result(self._run_end(), self.checkpointer, fullest)
-
-    def _run_end(self) -> RunEnd:
-        """Return the final figures of the run on this rank: steps done and skipped, layout, bytes of model states, and
-        predicted traffic."""
         trainer = self.trainer
-        return RunEnd(
+        end = RunEnd(
             step=trainer.steps_done,
             skipped_steps=trainer.skipped,
             layout=str(trainer.layout),
@@ -188,6 +182,7 @@ class Run:
             predicted_state_bytes=trainer.predicted_bytes(),
             predicted_sent_bytes=trainer.task.predicted_traffic(),
         )
+        return self.journal.make_result(end, self.checkpointer, fullest)
 
     def _predict(self) -> Prediction:
         """Return the predictions of memory, step time and traffic, which are reported before the first step. Every rank
@@ -206,7 +201,8 @@ class Run:
         result = self.journal.read_earlier_result(self.trainer.steps_done, self.checkpointer)
         if not self.agreement.all_true(result is not None or self.mesh.rank != 0):
             return None
-        self.journal.log_already_done(self.resumed_from, self.trainer.steps_done, self.trainer.layout, self.saved_state)
+        trainer = self.trainer
+        self.journal.log_already_done(self.resumed_from, trainer.steps_done, trainer.layout, self.saved_state)
         return result or {}
 
     def _prepare_first_step(self) -> None:
@@ -220,15 +216,16 @@ class Run:
             self.trainer.task.prepare(RunStart(directory, self.agreement, self.saved_state, self.journal.log))
         problem = None
         try:
-            trainer, description = self.trainer, self.trainer.task.describe()
+            layout = self.trainer.layout
+            description = self.trainer.task.describe()
             if description.flops_per_unit is not None:
-                peak = device_peak_flops(self.mesh, trainer.layout.precision or "fp32")
+                peak = device_peak_flops(self.mesh, layout.precision or "fp32")
                 description = dataclasses.replace(description, peak_flops=peak)
-            self.journal.begin(description, str(trainer.layout), trainer.steps_done, self.resumed_from, trainer.threads)
+            progress = self.trainer.steps_done, self.resumed_from, self.trainer.threads
+            self.journal.begin(description, str(layout), *progress)
         except UserError as error:
             problem = str(error)
-        if (failure := self.agreement.broadcast_first_text(problem)) is not None:
-            raise UserError(failure[1])
+        self.agreement.raise_first(problem)
         self.journal.begin_steps(self.trainer.steps_done, self._predict())
         for line in self._resume_notes:
             self.journal.log(line)
@@ -273,24 +270,12 @@ class Run:
         which are printed before the first step."""
         self.trainer.restore(state)
         self.saved_state = state
-        lines = (self._find_schedule_note(state), format_thread_change(state.get("threads"), self.trainer.threads))
-        self._resume_notes = [line for line in lines if line is not None]
+        notes = [
+            format_schedule_change(state, self.recipe.train),
+            format_thread_change(state.get("threads"), self.trainer.threads),
+        ]
+        self._resume_notes = [line for line in notes if line is not None]
         return checkpoint.name
-
-    def _find_schedule_note(self, state: dict[str, Any]) -> str | None:
-        """Return a line for the log if `train.steps` has changed since the checkpoint was written and this changes the
-        learning rate of the next steps (schedules "cosine" and "linear"); else None.
-
-        state: content of the checkpoint's `state.json`.
-        """
-        train, step = self.recipe.train, state["step"]
-        before = parse_toml(state["recipe"], "the checkpoint's recipe")["train"]["steps"]
-        if before == train.steps or train.schedule not in ("cosine", "linear") or step >= train.steps:
-            return None
-        return (
-            f"train.steps was {before} and is {train.steps}: from step {step + 1} on the learning rate follows the "
-            f"{train.schedule} schedule of {train.steps} steps"
-        )
 
     # --- saving and stopping
 
@@ -300,12 +285,12 @@ class Run:
         halved because its gradients overflowed."""
         limit = self.recipe.train.maximum_skipped
         if self.trainer.skipped_in_a_row > limit:
-            self._wait_for_save()  # an earlier save may still be in progress
+            wait_for_save(self.checkpointer, self.agreement)  # an earlier save may still be in progress
             newest = self.checkpointer.find_newest()
             count = f"{self.trainer.skipped_in_a_row} steps in a row" if limit else "a step"
             raise CheckFailed(
-                f"{count}, the last of them step {self.trainer.steps_done}, had a loss or gradient that is not finite, "
-                f"more than train.maximum_skipped = {limit}; the newest intact checkpoint is "
+                f"{count}, the last of them step {self.trainer.steps_done}, had a loss or gradient that is not "
+                f"finite, more than train.maximum_skipped = {limit}; the newest intact checkpoint is "
                 f"{newest.name if newest else 'none yet'}; a lower train.learning_rate or train.clip usually helps"
             )
 
@@ -314,38 +299,16 @@ class Run:
         this step (None: not measured), by which the best checkpoint is chosen and retained."""
         self.journal.memory.stop()
         step = self.trainer.steps_done
-        if (reason := self._wait_for_save()) is not None:
+        if (reason := wait_for_save(self.checkpointer, self.agreement)) is not None:
             self.journal.record_save_failure(step, reason)
         self.checkpointer.save(
             step, self.trainer.slices(owned=True), self.trainer.state(), validation_loss=validation_loss
         )
         self.journal.record_save_start(step, self.checkpointer.stall_seconds)
 
-    def _wait_for_save(self) -> str | None:
-        """Wait until no rank is saving a checkpoint; return the reason if the save failed on any rank, else None.
-        Collective.
-
-        Ranks exchange their states by small all-reduces, not files: a rank whose disk is full could not write a file
-        that reports its failure, and the others would wait for its checkpoint shard.
-        """
-        while True:
-            busy = self.checkpointer.busy  # read before `failed`: a save that has ended has set its outcome
-            if not self.agreement.all_true(self.checkpointer.failed() is None):
-                return self._abandon_save()
-            if self.agreement.all_true(not busy):
-                return None
-            time.sleep(0.02)
-
-    def _abandon_save(self) -> str:
-        """Cancel a checkpoint save on all ranks after it failed on one of them, and return the reason. Older
-        checkpoints are retained. Collective."""
-        failure = self.agreement.broadcast_first_text(self.checkpointer.failed())
-        self.checkpointer.abandon()
-        return failure[1] if failure else "the checkpoint could not be written"
-
     def _finish_saving(self) -> None:
         """Wait for the last save. If it failed on any rank, every rank raises `UserError`. Collective."""
-        if (reason := self._wait_for_save()) is not None:
+        if (reason := wait_for_save(self.checkpointer, self.agreement)) is not None:
             raise UserError(reason)
 
     def _raise_stopped(self) -> None:
@@ -356,14 +319,3 @@ class Run:
         if self.stop.interrupted:
             raise KeyboardInterrupt(line)
         raise Terminated(line)
-
-
-def resolve_model_config(recipe: Recipe, data: PreparedData) -> ModelConfig:
-    """Return the recipe's model configuration with complete token IDs: missing bos and eos tokens are taken from the
-    tokenizer, and the end-of-turn token from the chat template of the data."""
-    config = config_from_recipe(recipe.model, recipe.data.sequence, data.vocabulary, recipe.adapter)
-    if config.eos_token is None:
-        config = dataclasses.replace(config, bos_token=data.tokenizer.start, eos_token=data.tokenizer.end)
-    if data.turn_end is not None and data.turn_end not in config.eos_tokens:
-        config = dataclasses.replace(config, more_eos_tokens=(*config.more_eos_tokens, data.turn_end))
-    return add_projections(config, recipe)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 
-LEAST, GREATEST = 1.0, 2.0**127
+LEAST = 1.0
+GREATEST = 2.0**127
 """Range of the scale: float32 overflows beyond, as in `torch.amp.GradScaler`, and no gradient needs less than 1."""
 
 
@@ -20,7 +21,8 @@ class LossScale:
     def __init__(self, value: float = 1.0, every: int = 0) -> None:
         """Start at the scale `value`. every: number of finite steps in a row after which it is doubled, 0 for a
         constant scale."""
-        self.value, self.every = value, every
+        self.value = value
+        self.every = every
         self.finite_steps = 0
         """Finite steps in a row since the scale was changed."""
 
@@ -40,7 +42,8 @@ class LossScale:
         if finite:
             self.finite_steps += 1
             if self.finite_steps >= self.every:  # more if a resumed run has a smaller `every`
-                self.value, self.finite_steps = min(GREATEST, self.value * 2), 0
+                self.value = min(GREATEST, self.value * 2)
+                self.finite_steps = 0
             return False
         self.finite_steps = 0
         if self.value <= LEAST:
@@ -57,4 +60,5 @@ class LossScale:
         """Restore the scale from `state`, a checkpoint entry that the method `state` returned. None (from a run in
         another precision) keeps the initial scale."""
         if self.dynamic and state is not None:
-            self.value, self.finite_steps = float(state["value"]), int(state["finite_steps"])
+            self.value = float(state["value"])
+            self.finite_steps = int(state["finite_steps"])

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from meshwright.comm import collectives
 from meshwright.comm.mesh import Mesh
+from meshwright.model.axis_operations import Units
 from meshwright.model.documents import Documents, MicroBatch
 from meshwright.model.loss import IGNORED
 from meshwright.model.precision import at_least_float32
 from meshwright.model.transformer import Transformer
-from meshwright.model.units import Units
 from meshwright.spec.config import ModelConfig
 
 _STEP, _TOKENS = 1, 2  # purposes of random numbers
@@ -161,7 +161,7 @@ class Sampler:
 
 class _DenseCache:
     """KV cache in plain tensors, for `count` sequences of up to `length` tokens (implements
-    `model.cache.AttentionCache`). config: configuration of the model."""
+    `model.attention_inputs.AttentionCache`). config: configuration of the model."""
 
     length = 0
 

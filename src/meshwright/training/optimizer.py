@@ -8,48 +8,28 @@ called, since importing its optimizer classes loads the compiler, which takes ov
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-if TYPE_CHECKING:
-    from meshwright.recipe import TrainRecipe
-
+from meshwright.parallel.zero import FsdpUnit
+from meshwright.recipe import TrainRecipe
 
 STATE_KINDS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum",)}
 
 
-class Shard(Protocol):
-    """Interface of the slice of a flat buffer that the optimizer updates on one rank, such as a
-    `parallel.zero.FsdpUnit`.
+class _Group(NamedTuple):
+    """Slices of shards with the same weight decay and learning rate, which one fused call updates.
 
-    master, gradient: master weights and their gradient, 1-D, of equal length and dtype. decay_numel: number of
-    elements, from the first, that have weight decay. rate_factor: factor on the learning rate of the elements with
-    weight decay (µP). balancing: index ranges (start, stop) of the router biases that balance the load of experts.
-    """
+    masters, gradients: views of the shards' master weights and gradients. state: optimizer state, one list of views for
+    each kind. updates: scalar tensors, number of updates done, for AdamW's bias correction."""
 
-    master: torch.Tensor
-    gradient: torch.Tensor
-    decay_numel: int
-    rate_factor: float
-    balancing: tuple[tuple[int, int], ...]
-
-
-class _ShardSlice(NamedTuple):
-    """Slice of a shard of a flat buffer whose elements have the same weight decay and learning rate.
-
-    weight_decay: coefficient. rate_factor: factor on the learning rate. master, gradient: views of the shard's master
-    weights and gradient. state: optimizer state, {kind such as "exp_avg": view}. updates: scalar tensor, number of
-    updates done, for AdamW's bias correction."""
-
-    weight_decay: float
-    rate_factor: float
-    master: torch.Tensor
-    gradient: torch.Tensor
-    state: dict[str, torch.Tensor]
-    updates: torch.Tensor
+    masters: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+    state: list[list[torch.Tensor]]
+    updates: list[torch.Tensor]
 
 
 class GpuScale(NamedTuple):
@@ -67,28 +47,39 @@ class Optimizer:
     The state is one 1-D tensor per shard and kind ("exp_avg" ...), laid out like the shard's master weights, so that
     checkpoints slice both alike."""
 
-    def __init__(self, shards: Sequence[Shard], train: TrainRecipe) -> None:
+    def __init__(self, shards: Sequence[FsdpUnit], train: TrainRecipe) -> None:
         """Allocate zero optimizer state for the shards. train: the recipe's [train] table."""
         self.shards = list(shards)
         self.name = train.optimizer
         self.router_bias_rate = train.router_bias_rate
         self.step_count = 0
-        self._betas, self._epsilon, self._momentum = train.betas, train.epsilon, train.momentum
+        self._betas = train.betas
+        self._epsilon = train.epsilon
+        self._momentum = train.momentum
         kinds = STATE_KINDS[self.name] if self.name == "adamw" or train.momentum else ()
         self._state = {kind: [torch.zeros_like(shard.master) for shard in self.shards] for kind in kinds}
-        self._parts: list[_ShardSlice] = []
+        self._groups: dict[tuple[float, float], _Group] = {}
+        """Groups by (weight decay, factor on the learning rate)."""
         for index, shard in enumerate(self.shards):
-            cut, end = shard.decay_numel, shard.master.numel()
             # The product of rate and weight decay does not depend on the width (arXiv:2203.03466, appendix B.3).
-            for decay, rate, part in (
-                (train.weight_decay / shard.rate_factor, shard.rate_factor, slice(0, cut)), (0.0, 1.0, slice(cut, end)),
-            ):  # fmt: skip
-                if part.start < part.stop:  # in a small model a rank's shard may be empty
-                    state = {kind: tensors[index][part] for kind, tensors in self._state.items()}
-                    updates = torch.zeros((), device=shard.master.device)
-                    self._parts.append(
-                        _ShardSlice(decay, rate, shard.master[part], shard.gradient[part], state, updates)
-                    )
+            decay = train.weight_decay / shard.rate_factor
+            self._add_slice(index, slice(None, shard.decay_numel), decay, shard.rate_factor)
+            self._add_slice(index, slice(shard.decay_numel, None), 0.0, 1.0)
+
+    def _add_slice(self, index: int, part: slice, weight_decay: float, rate_factor: float) -> None:
+        """Add a slice of a shard to the group of its weight decay and factor on the learning rate. index: number of the
+        shard; part: the slice of its elements."""
+        shard = self.shards[index]
+        master = shard.master[part]
+        if not master.numel():  # in a small model a rank's shard may be empty
+            return
+        empty = _Group([], [], [[] for _ in self._state], [])
+        group = self._groups.setdefault((weight_decay, rate_factor), empty)
+        group.masters.append(master)
+        group.gradients.append(shard.gradient[part])
+        group.updates.append(torch.zeros((), device=master.device))
+        for views, tensors in zip(group.state, self._state.values(), strict=True):
+            views.append(tensors[index][part])
 
     @torch.no_grad()
     def step(self, learning_rate: float, gradient_scale: float | GpuScale = 1.0) -> None:
@@ -103,8 +94,20 @@ class Optimizer:
         that difference is positive and up if it is negative (arXiv:2408.15664).
         """
         self.step_count += 1
+        self._balance_experts(gradient_scale)
+        options: dict[str, Any] = {"fused": True, "maximize": False}
+        if isinstance(gradient_scale, GpuScale):
+            options |= {"grad_scale": gradient_scale.divisor, "found_inf": gradient_scale.skip}
+        elif gradient_scale != 1.0:
+            for group in self._groups.values():
+                torch._foreach_mul_(group.gradients, gradient_scale)
+        for (weight_decay, rate_factor), group in self._groups.items():
+            self._update(group, lr=learning_rate * rate_factor, weight_decay=weight_decay, **options)
+
+    def _balance_experts(self, gradient_scale: float | GpuScale) -> None:
+        """Update the router biases (arXiv:2408.15664, algorithm 1), and set their gradients to 0."""
         for shard in self.shards:
-            for low, high in shard.balancing:  # arXiv:2408.15664, algorithm 1
+            for low, high in shard.balancing:
                 load = shard.gradient[low:high]
                 # An excess as small as the rounding of its sum is none: its sign would depend on the layout.
                 sign = torch.where(load.abs() > 16 * torch.finfo(load.dtype).eps, load, 0).sign()
@@ -112,33 +115,20 @@ class Optimizer:
                     sign *= 1 - gradient_scale.skip
                 shard.master[low:high].sub_(sign, alpha=self.router_bias_rate)
                 load.zero_()
-        gradients, scale = [part.gradient for part in self._parts], dict[str, Any]()
-        if isinstance(gradient_scale, GpuScale):
-            scale = {"grad_scale": gradient_scale.divisor, "found_inf": gradient_scale.skip}
-        elif gradient_scale != 1.0 and gradients:
-            torch._foreach_mul_(gradients, gradient_scale)
-        for decay, rate in dict.fromkeys((part.weight_decay, part.rate_factor) for part in self._parts):
-            parts = [part for part in self._parts if (part.weight_decay, part.rate_factor) == (decay, rate)]
-            self._update(parts, learning_rate * rate, decay, scale)
 
-    def _update(self, parts: list[_ShardSlice], learning_rate: float, decay: float, scale: dict[str, Any]) -> None:
-        """Update the slices `parts` in place by one fused torch call.
-
-        decay: weight-decay coefficient of all these slices. scale: arguments of the call that scale the gradients or
-        skip the update; {} for none. AdamW multiplies the weights by 1 - learning_rate x decay (decoupled); SGD adds
-        decay x weights to the gradient."""
-        masters, gradients = [part.master for part in parts], [part.gradient for part in parts]
-        state = [[part.state[kind] for part in parts] for kind in self._state]
-        common: dict[str, Any] = {"lr": learning_rate, "weight_decay": decay, "fused": True, "maximize": False}
-        common |= scale
+    def _update(self, group: _Group, **options: Any) -> None:
+        """Update the slices of `group` in place by one fused torch call. options: arguments of the call: learning rate,
+        weight decay, scale of the gradients. AdamW multiplies the weights by 1 - learning rate x decay (decoupled); SGD
+        adds decay x weights to the gradient."""
+        masters, gradients, state, updates = group
         if self.name == "adamw":
-            updates, (beta1, beta2) = [part.updates for part in parts], self._betas
-            common |= {"beta1": beta1, "beta2": beta2, "eps": self._epsilon, "amsgrad": False}
-            adamw(masters, gradients, state[0], state[1], [], updates, **common)
+            beta1, beta2 = self._betas
+            options |= {"beta1": beta1, "beta2": beta2, "eps": self._epsilon, "amsgrad": False}
+            adamw(masters, gradients, state[0], state[1], [], updates, **options)
         else:
-            common |= {"momentum": self._momentum, "dampening": 0.0, "nesterov": False}
+            options |= {"momentum": self._momentum, "dampening": 0.0, "nesterov": False}
             momentum: list[torch.Tensor | None] = [*state[0]] if state else []
-            sgd(masters, gradients, momentum, **common)
+            sgd(masters, gradients, momentum, **options)
 
     def state_tensors(self) -> dict[str, list[torch.Tensor]]:
         """Return the optimizer state by kind ("exp_avg" ...), one 1-D tensor per shard. These are the optimizer's own
@@ -149,5 +139,6 @@ class Optimizer:
         """Set the number of updates done, on which AdamW's bias correction depends, to `step_count`. Called after a
         checkpoint's values were loaded into the tensors of `state_tensors`."""
         self.step_count = step_count
-        for part in self._parts:
-            part.updates.fill_(float(step_count))
+        for group in self._groups.values():
+            for updates in group.updates:
+                updates.fill_(float(step_count))

@@ -20,8 +20,8 @@ from meshwright.model.documents import MicroBatch
 from meshwright.model.huggingface import match_entries, read_entry
 from meshwright.model.loss import OutputHead
 from meshwright.model.transformer import Transformer
-from meshwright.parallel.axes import build_axes
 from meshwright.parallel.flat_buffers import make_slice_reader
+from meshwright.parallel.parallelize import build_axes
 from meshwright.parallel.pipeline import Key, Pipeline
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.program.pipeline import Kind

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 
 from meshwright.comm import collectives
 from meshwright.monitoring.clock import StepClock
-from meshwright.monitoring.records import Metrics, Validation
+from meshwright.monitoring.records import StepOutcome, Validation
 from meshwright.parallel.flat_buffers import TensorSlice
 from meshwright.parallel.step import TermCount
 from meshwright.spec.initial_values import INITIAL_VALUES_VERSION
@@ -20,36 +20,21 @@ from meshwright.training.optimizer import GpuScale, Optimizer
 from meshwright.training.task import Task
 
 
-@dataclass
-class StepOutcome:
-    """Results of the forward and backward of a step, all-reduced and so equal on all ranks.
-
-    loss: mean over the step's terms (target tokens, pairs or items); gradient_norm: global L2 norm before clipping;
-    both without the loss scale. finite: True if both are finite, so that the update takes place. stop: True if some
-    rank received SIGTERM or an interrupt. save_failed: True if some rank could not save a checkpoint. rank_seconds:
-    working time of each rank in seconds, without waiting for other ranks. loss_scale: loss scale of this step. metrics:
-    further means that the task reports."""
-
-    loss: float
-    gradient_norm: float
-    finite: bool
-    stop: bool
-    save_failed: bool
-    rank_seconds: list[float]
-    loss_scale: float = 1.0
-    metrics: Metrics = field(default_factory=Metrics)
-
-
 class Trainer:
     """Trainer of one rank: runs the training steps of `task` (model, data and loss), with optimizer, loss scale and
     step counters."""
 
     def __init__(self, task: Task) -> None:
         """Create optimizer state, loss scale and step counters for the task."""
-        self.task, self.recipe, self.layout, self.mesh = task, task.recipe, task.layout, task.mesh
-        self.parallel, self.passes = task.parallel, task.passes
+        self.task = task
+        self.recipe = task.recipe
+        self.layout = task.layout
+        self.mesh = task.mesh
+        self.parallel = task.parallel
+        self.passes = task.passes
         self.device = torch.device(self.mesh.device)
-        train, communicator = self.recipe.train, self.mesh.communicator
+        train = self.recipe.train
+        communicator = self.mesh.communicator
         self.optimizer = Optimizer(self.parallel.shards, train)
         half = self.parallel.parameter_dtype == torch.float16
         self.loss_scale = LossScale(train.loss_scale, train.loss_scale_every) if half else LossScale()
@@ -58,9 +43,10 @@ class Trainer:
         self.clock = StepClock(self.device, lambda: communicator.waited_seconds)
         self.passes.mark = self.clock.mark
         self.steps_done = 0
-        self.skipped = self.skipped_in_a_row = 0
-        """Number of skipped steps, whose loss or gradient was not finite; in a row: without those after which the loss
-        scale was halved."""
+        self.skipped = 0
+        """Number of skipped steps, whose loss or gradient was not finite."""
+        self.skipped_in_a_row = 0
+        """Number of skipped steps since the last finite one, without those after which the loss scale was halved."""
         self.initial_values = INITIAL_VALUES_VERSION
 
     def step(self, *, stop: bool = False, save_failed: bool = False) -> StepOutcome:
@@ -72,7 +58,8 @@ class Trainer:
         on any rank is skipped on all. stop: True if this rank received SIGTERM or an interrupt. save_failed: True if
         this rank could not save a checkpoint. In the returned outcome each flag is True if it is True on any rank.
         """
-        task, clock = self.task, self.clock
+        task = self.task
+        clock = self.clock
         clock.start()
         micro_batches = task.load_step(self.steps_done)
         terms = task.count_terms(micro_batches)
@@ -128,7 +115,8 @@ class Trainer:
     def restore(self, state: dict[str, Any]) -> None:
         """Restore step counters and loss scale from `state`, the content of a checkpoint's `state.json`, and all-gather
         the parameters. Called after the checkpoint's tensors were loaded into `slices(owned=False)`. Collective."""
-        self.steps_done, self.skipped = state["step"], state["skipped_steps"]
+        self.steps_done = state["step"]
+        self.skipped = state["skipped_steps"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
         self.initial_values = state.get("initial_values", 1)
         self.loss_scale.restore(state.get("loss_scale"))
@@ -145,7 +133,7 @@ class Trainer:
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of model states and buffers on this rank, by kind ("optimizer" ...)."""
-        tensors = [tensor for kind in self.optimizer.state_tensors().values() for tensor in kind]
+        tensors = chain.from_iterable(self.optimizer.state_tensors().values())
         states = self.parallel.memory() | {"optimizer": sum(tensor.nbytes for tensor in tensors)}
         return states | self.task.buffer_bytes()
 
@@ -165,9 +153,13 @@ class Trainer:
         shares [1 + metrics]: this rank's contributions to the scaled loss and to the metric sums; terms: function that
         returns the number of loss terms over all ranks; stop: True if this rank received SIGTERM or an interrupt;
         save_failed: True if it could not save a checkpoint."""
-        mesh, scale, metrics = self.mesh, self.loss_scale.value, len(shares) - 1
-        values = torch.zeros(4 + metrics + mesh.world_size, dtype=torch.float64, pin_memory=self.device.type == "cuda")
-        values[2], values[3] = float(stop), float(save_failed)
+        mesh = self.mesh
+        scale = self.loss_scale.value
+        metrics = len(shares) - 1
+        pinned = self.device.type == "cuda"
+        values = torch.zeros(4 + metrics + mesh.world_size, dtype=torch.float64, pin_memory=pinned)
+        values[2] = float(stop)
+        values[3] = float(save_failed)
         values[4 + metrics + mesh.rank] = self.clock.compute_working_seconds()
         values = values.to(self.device, non_blocking=True)
         values[0] = shares[0] / scale
@@ -179,7 +171,7 @@ class Trainer:
     def _read_outcome(self, values: torch.Tensor) -> StepOutcome:
         """Return the step's outcome, equal on all ranks. values: result of `_all_reduce_outcome`, which is copied to
         the host; this is the only wait for the GPU in a step."""
-        scale, metrics = self.loss_scale.value, len(values) - 4 - self.mesh.world_size
+        metrics = len(values) - 4 - self.mesh.world_size
         loss, squared_norm, stopping, failed, *rest = values.tolist()
         return StepOutcome(
             loss,
@@ -188,7 +180,7 @@ class Trainer:
             stop=stopping > 0,
             save_failed=failed > 0,
             rank_seconds=rest[metrics:],
-            loss_scale=scale,
+            loss_scale=self.loss_scale.value,
             metrics=self.task.report(rest[:metrics]),
         )
 
@@ -203,7 +195,8 @@ class Trainer:
         does not wait; it skips the update if loss or gradient norm is not finite.
 
         values: result of `_all_reduce_outcome`."""
-        clip, norm = self.recipe.train.clip, values[1].sqrt()
+        clip = self.recipe.train.clip
+        norm = values[1].sqrt()
         divisor = ((norm + 1e-6) / clip).clamp(min=1.0) if clip else torch.ones_like(norm)
         return GpuScale((divisor * self.loss_scale.value).float(), (~values[:2].isfinite().all()).float())
 

@@ -27,7 +27,7 @@ from meshwright.monitoring.report_charts import COLOURS
 from meshwright.recipe import Recipe
 from meshwright.spec.config import ModelConfig
 from meshwright.training.language_model import LanguageModelTask
-from meshwright.training.loop import resolve_model_config
+from meshwright.training.model_config import resolve_model_config
 from meshwright.training.trainer import Trainer
 
 PARTS = ("embedding", "attention", "mlp", "logits")

@@ -23,6 +23,7 @@ from meshwright.data import PreparedData
 from meshwright.errors import RanksDisagree, UserError
 from meshwright.layout import Layout
 from meshwright.model.transformer import Transformer
+from meshwright.monitoring.records import StepOutcome
 from meshwright.parallel.flat_buffers import TensorSlice
 from meshwright.recipe import CollectivesRecipe
 from meshwright.spec.policy import FUSED_ACCUMULATION_MIN_NUMEL
@@ -32,7 +33,7 @@ from meshwright.training.loss_scale import LossScale
 from meshwright.training.precision import Arithmetic
 from meshwright.training.preference import Preferences
 from meshwright.training.teacher import Teacher
-from meshwright.training.trainer import StepOutcome, Trainer
+from meshwright.training.trainer import Trainer
 from meshwright.verification.late_completion import complete_late
 from meshwright.verification.local_faults import LocalFault
 from meshwright.verification.problem import Problem

@@ -16,8 +16,8 @@ from meshwright.model import grouped_product, tiled_attention
 from meshwright.model.axis_operations import SINGLE_DEVICE
 from meshwright.model.documents import Documents
 from meshwright.model.transformer import Transformer
-from meshwright.parallel.axes import build_axes
 from meshwright.parallel.context import shard_sequences
+from meshwright.parallel.parallelize import build_axes
 from meshwright.parallel.recompute import ActivationCheckpointing
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.parameters import parameter_table

@@ -14,7 +14,7 @@ from meshwright.data import prepare
 from meshwright.planner.cost.traffic import ROUTED
 from meshwright.recipe import load_recipe_text
 from meshwright.training.language_model import LanguageModelTask
-from meshwright.training.loop import resolve_model_config
+from meshwright.training.model_config import resolve_model_config
 from meshwright.training.preference import Preferences
 from meshwright.training.trainer import Trainer
 from tests.conftest import exhaustive

@@ -145,8 +145,8 @@ if __name__ == "__main__":
     from meshwright.model.documents import Documents
     from meshwright.model.transformer import Transformer
     from meshwright.parallel import expert, ring_spans
-    from meshwright.parallel.axes import build_axes
     from meshwright.parallel.context import shard_sequences
+    from meshwright.parallel.parallelize import build_axes
     from meshwright.parallel.step import ForwardBackward
     from meshwright.parallel.zero_engine import ZeroEngine
     from meshwright.planner.cost.micro_batch import Routed

@@ -21,9 +21,9 @@ from meshwright.model.pairs import Pairs
 from meshwright.model.rope import RotaryTable
 from meshwright.model.transformer import Transformer
 from meshwright.model.weight_gradients import WeightGradients, defer_weight_gradients
-from meshwright.parallel.axes import build_axes
 from meshwright.parallel.context import shard_sequences
 from meshwright.parallel.expert import AllToAllTokenDispatcher
+from meshwright.parallel.parallelize import build_axes
 from meshwright.parallel.stage_compute import BackwardOrder, StageCompute
 from meshwright.parallel.zero_engine import ZeroEngine
 from meshwright.planner.cost.micro_batch import MicroBatch, Routed

@@ -230,7 +230,7 @@ class ModulePrefetcher:
         """Saved-tensor hook, the inverse of `_pack`. If `saved` is a `_SavedView`, unshard its FSDP unit and return the
         view; otherwise return `saved` unchanged."""
         if not isinstance(saved, _SavedView):
-            return saved  # type: ignore[no-any-return]
+            return saved
         self._unshard(saved.unit)
         return saved.tensor
 
