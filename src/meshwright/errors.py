@@ -49,8 +49,8 @@ class RankLost(MeshwrightError):
 
 
 class RanksDisagree(RankLost):
-    """Error: ranks made different collective calls at the same time, so that a rank received data of another call than
-    the one it made."""
+    """Error: ranks made different collective calls at the same time, so that a rank received data of a call that it did
+    not make."""
 
 
 class Terminated(MeshwrightError):

@@ -257,8 +257,8 @@ class Layout:
     def groups(self, axis: str) -> list[tuple[int, ...]]:
         """Return all process groups of an axis: a partition of the ranks, each group in coordinate order.
 
-        tp, cp, dp, pp: ranks that differ in that coordinate only. data: ranks that differ in dp and cp. world: all.
-        shard: ranks over which ZeRO shards: the data group, or, under hybrid sharding (hsN), blocks of N of its ranks.
+        tp, cp, dp, pp: ranks that differ in this coordinate only. data: ranks that differ in dp and cp. world: all.
+        shard: ranks over which ZeRO shards: a data group or, under hybrid sharding (hsN), blocks of N of its ranks.
         replica: ranks at equal positions in the shard groups of a data group.
         ep, etp, expert_data: axes of a grid expert_data x ep x etp (etp innermost), formed by a pipeline stage's ranks.
         expert_shard: ranks over which ZeRO shards experts: an expert_data group, or blocks of it under hsN.
@@ -308,7 +308,7 @@ class Layout:
         return {"expert_data": data, "expert_shard": shard, "expert_replica": data // shard}[axis]
 
     def _group_ranks(self, *axes: str) -> list[tuple[int, ...]]:
-        """Return the groups of ranks whose coordinates are equal except on `axes`, in rank order."""
+        """Return the groups, in rank order, of ranks whose coordinates are equal on all axes except `axes`."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             coordinates = self.coordinates(rank)
@@ -331,7 +331,7 @@ class Layout:
                 raise UserError(f'layout "{self}": {part}: this version cannot run {what} yet; it runs {runs}')
 
     def with_(self, **changes: object) -> Layout:
-        """Return a copy with the fields in `changes` replaced; it is validated like any other layout."""
+        """Return a copy of the layout with the fields in `changes` replaced; the copy is validated like any layout."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
 
@@ -360,8 +360,8 @@ def _parse_part(part: str) -> dict[str, object]:
 
 
 def _parse_count(part: str, name: str, digits: str) -> int:
-    """Parse the number of a part such as `dp4`. digits: the number's text, "4". part, name: the whole part and its
-    letters ("dp"), for the error. Raises `UserError` above `MAX_COUNT`."""
+    """Parse `digits`, the number in a part of the layout notation ("4" in `dp4`). part: the whole part; name: its
+    letters ("dp"), both for the error. Raises `UserError` above `MAX_COUNT`."""
     digits = digits.lstrip("0") or "0"
     if len(digits) > len(str(MAX_COUNT)) or int(digits) > MAX_COUNT:
         if name == "zero":
@@ -371,8 +371,8 @@ def _parse_count(part: str, name: str, digits: str) -> int:
 
 
 def _parse_options(part: str, name: str, options: str | None) -> dict[str, object]:
-    """Parse `options`, the text after a part's colon (`ulysses` in `cp2:ulysses`); return the `Layout` fields that it
-    sets, {} for None. part: the whole part, for the error. name: its letters."""
+    """Parse `options`, the text after the colon of a layout part (`ulysses` in `cp2:ulysses`); return the `Layout`
+    fields that it sets, {} for None. part: the whole part, for the error. name: letters of the part ("cp")."""
     if options is None:
         return {}
     if name == "tp" and options == "nosp":
@@ -389,7 +389,7 @@ def _parse_options(part: str, name: str, options: str | None) -> dict[str, objec
 
 
 def _describe_unknown_part(part: str, name: str, number: str) -> str:
-    """Return the error text for an unknown part of a layout, with the one probably meant. name, number: of the part."""
+    """Return the error text for the unknown layout part `part`. name, number: letters and digits of the part."""
     parts = [*(f"{word}{number}" for word in _FIELD_BY_PART), *(f"{word}:" for word in _FIELD_BY_WORD)]
     close = {"fsdp": f"dp{number} zero3" if number else "zero3", "ddp": f"dp{number}"}.get(name.lower())
     close = close or nearest(part, PRECISIONS) or nearest(part, parts)

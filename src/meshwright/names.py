@@ -144,8 +144,8 @@ def unknown(kind: str, word: str, known: Iterable[str], listed: str = "") -> str
     """Return the error message for an unknown name: `unknown optimizer "adamq"; did you mean "adamw"? (known: adamw,
     sgd)`.
 
-    kind: kind of thing that is named ("optimizer"). word: the unknown name. known: all valid names. listed: command or
-    page that lists them, which replaces the list in the message if there are more than `MAX_LISTED` names.
+    kind: noun for what is named, such as "optimizer". word: the unknown name. known: all valid names. listed: command
+    or page that lists them, which replaces the list in the message if there are more than `MAX_LISTED` names.
     """
     known = list(known)
     close = nearest(word, known)
@@ -167,7 +167,7 @@ def list_other_steps(path: Path) -> str:
 
 def refuse_unknown(table: Iterable[object], known: Sequence[str], where: str, kind: str = "field") -> None:
     """Raise `UserError`, with the most similar name, if `table` has a key that is not in `known`. where: beginning of
-    the error text, such as the name of a file; kind: what the keys are."""
+    the error text, such as the name of a file; kind: noun for a key in the error text."""
     for key in table:
         if key not in known:
             raise UserError(f"{where}: {unknown(kind, str(key), known)}")
@@ -175,7 +175,7 @@ def refuse_unknown(table: Iterable[object], known: Sequence[str], where: str, ki
 
 def check_options(function: Callable[..., object], given: Iterable[str], options: type) -> None:
     """Check that the names `given` are options of `function`: its named parameters, or keys of `options`, the
-    `TypedDict` that types its `**` parameter. Raises `UserError` for the first that is not."""
+    `TypedDict` that types its `**` parameter. Raises `UserError` for the first name that is not an option."""
     parameters = signature(function).parameters.values()
     known = [*(each.name for each in parameters if each.kind is not Parameter.VAR_KEYWORD), *options.__annotations__]
     for name in given:

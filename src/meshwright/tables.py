@@ -28,7 +28,7 @@ class Table(BaseModel):
 
 
 def at_most(name: str) -> AfterValidator:
-    """Return a pydantic validator of numbers that rejects those above the limit called `name` in `limits.LIMITS`."""
+    """Return a pydantic validator of numbers that rejects numbers above the limit called `name` in `limits.LIMITS`."""
 
     def check(value: float) -> float:
         """Return `value`; raise ValueError if it is above the limit."""
@@ -62,8 +62,8 @@ Name = Annotated[str, Field(min_length=1)]
 
 
 def named(kind: str, known: Sequence[str]) -> AfterValidator:
-    """Return a pydantic validator of strings that accepts only the names in `known`. kind: kind of thing that is named,
-    such as "optimizer", for the error message."""
+    """Return a pydantic validator of strings that accepts only the names in `known`. kind: noun for what is named, such
+    as "optimizer", for the error message."""
 
     def check(word: str) -> str:
         """Return `word`; raise ValueError if it is not a known name."""
@@ -164,8 +164,8 @@ class Schema(Generic[Root]):
 
     def _describe_problem(self, key: str, problem: Any) -> list[str]:
         """Return the parts of the message for a pydantic error, to be joined by colons: [key, reason]. For an error
-        inside a list of tables, return [key with the table's number, key inside the table, reason]. key: dotted key.
-        problem: one entry of `ValidationError.errors()`."""
+        inside a list of tables, return [key with the index of the table in the list, key inside the table, reason].
+        key: dotted key. problem: one entry of `ValidationError.errors()`."""
         rows = _find_list_item_table(self.keys[key].annotation) if key in self.keys else None
         inside = [part for part in problem["loc"][key.count(".") + 1 :] if isinstance(part, int)] if rows else []
         if rows is None or not inside:

@@ -41,8 +41,8 @@ def wrap_on_terminal(text: str) -> str:
 
 def wrap_items(text: str, width: int) -> str:
     """Wrap `text`, a line of items separated by semicolons. If it has at most `width` characters it is returned
-    unchanged; otherwise each item gets a line, all but the first indented, and longer items are wrapped between words.
-    Semicolons in parentheses do not separate items."""
+    unchanged; otherwise each item gets a line, and all lines but the first are indented. Items longer than `width` are
+    wrapped between words. Semicolons in parentheses do not separate items."""
     if len(text) <= width:
         return text
     items = re.split(r"; (?![^(]*\))", text)

@@ -80,8 +80,8 @@ def are_threads_set_by_user(environment: Mapping[str, str] | None = None) -> boo
 
 
 def count_available_cores() -> int:
-    """Return the number of cores that this process may use: those of its CPU affinity, limited by a container's CPU
-    quota."""
+    """Return the number of cores that this process may use: the number of cores in its CPU affinity, limited by a
+    container's CPU quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with suppress(OSError, ValueError):
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -110,8 +110,8 @@ def measure_busy_share(seconds: float = 0.2) -> float:
 
 def choose_threads(ranks: int, cores: int | None = None, layer_flops: float | None = None) -> int:
     """Choose the number of OpenMP threads of each of `ranks` ranks on this machine. That is OMP_NUM_THREADS if the user
-    set it (to another value than torchrun's default of 1). Otherwise it is an equal share of `cores` (default: those
-    available), but at most one thread for every `FLOPS_PER_THREAD` FLOPs of `layer_flops`.
+    set it (to another value than torchrun's default of 1). Otherwise it is an equal share of `cores` (None: all cores
+    available to this process), but at most one thread for every `FLOPS_PER_THREAD` FLOPs of `layer_flops`.
 
     layer_flops: model FLOPs of the forward and backward pass of one layer, with its share of the LM head, for one
     micro-batch on one rank; None if unknown.

@@ -16,8 +16,8 @@ from meshwright.untrusted import check_nesting, read_file
 
 
 def read_toml(path: Path, kind: str) -> dict[str, Any]:
-    """Read the TOML file `path` into nested dicts. kind: what the file contains ("recipe"), for errors. Raises
-    `UserError` if it is missing, unreadable or invalid."""
+    """Read the TOML file `path` into nested dicts. kind: noun for the file's content, such as "recipe", for errors.
+    Raises `UserError` if the file is missing, unreadable or invalid."""
     try:
         text = read_file(path, "recipe_bytes", pipe=True).decode("utf-8-sig")
     except (FileNotFoundError, NotADirectoryError):
@@ -58,8 +58,8 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
 
 
 def _describe_missing_file(path: Path, kind: str) -> str:
-    """Return the error text for the missing file `path`, with the most similar name in its directory. kind: what the
-    file should contain ("recipe")."""
+    """Return the error text for the missing file `path`, with the most similar name in its directory. kind: noun for
+    the file's content, such as "recipe"."""
     if not path.parent.is_dir():
         return f"no such {kind}: {path} (there is no directory {path.parent})"
     files = [file.name for file in path.parent.iterdir() if file.suffix == ".toml"]

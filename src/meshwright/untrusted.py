@@ -20,7 +20,7 @@ def read_file(path: str | Path, limit: str = "json_bytes", *, pipe: bool = False
     bytes.
 
     pipe: True to accept a FIFO too, such as the shell's `<(...)`. Raises OSError if the file cannot be read, exceeds
-    the limit, or is a device (or a FIFO without `pipe`), which may be endless.
+    the limit, or is a device, which may be endless (or a FIFO, unless `pipe` is True).
     """
     largest = get_limit(limit)
     # O_NONBLOCK: opening a FIFO that nobody writes to must not wait.
@@ -53,7 +53,7 @@ def _read_at_most(file: IO[bytes], count: int) -> bytes:
 def parse_json(text: str | bytes | bytearray, object_pairs_hook: PairsHook | None = None) -> Any:
     """Parse JSON text (bytes: UTF-8). Raises ValueError, and nothing else, if it is invalid or nested too deeply.
 
-    object_pairs_hook: as in `json.loads`; exceptions that it raises are passed on.
+    object_pairs_hook: as in `json.loads`; exceptions that the hook raises are passed on.
     """
     try:
         decoded = text if isinstance(text, str) else text.decode("utf-8-sig")

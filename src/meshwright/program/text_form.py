@@ -103,7 +103,7 @@ class ProgramParser(ABC):
         return rank
 
     def parse_number(self, word: str) -> int:
-        """Return `word`, a non-negative integer of up to 9 digits, as a number; raise `UserError` for any other word."""
+        """Return `word`, a non-negative integer of up to 9 digits, as a number; raise `UserError` for other words."""
         if not _NUMBER.fullmatch(word):
             raise self.make_error(f'"{word}" is not a number from 0 to 999999999')
         return int(word)
