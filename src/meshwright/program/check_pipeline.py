@@ -94,8 +94,8 @@ def _check_placement(program: PipelineProgram) -> None:
 
 def _check_steps(program: PipelineProgram) -> None:
     """Raise `ProgramError` for the first invalid step. A step is invalid if its kind, rank, stage, replica (copy of the
-    model), micro-batch or component is out of range, if it runs on another rank than its stage, or if it transfers
-    beyond the first or last stage."""
+    model), micro-batch or component is out of range, if it runs on another rank than that of its stage, or if it sends
+    a value beyond the first or last stage (or receives one from there)."""
     p, s = program, program.steps
 
     program.refuse((s.kind < 0) | (s.kind >= len(Kind)), "there is no step of kind {kind}")
@@ -122,7 +122,7 @@ def _check_steps(program: PipelineProgram) -> None:
 def _check_groups(program: PipelineProgram) -> None:
     """Raise `ProgramError` for an invalid group (steps that a rank runs together).
 
-    A group must not mix computation, updates and transfers. It may have at most one forward, one backward and one
+    A group must not mix computation, updates and transfers. A group may have at most one forward, one backward and one
     weight gradient of a whole stage; steps of single layer components (attention, MLP ...) may share a group.
     """
     s = program.steps
@@ -223,7 +223,7 @@ def _check_unique(program: PipelineProgram, steps: Integers, number: Integers, v
     """Raise `ProgramError` if two steps do the same work, such as two sends of one value; the error names the later
     step.
 
-    steps: step indices. number: [steps], identifier of each step's work, equal for steps that do the same. verb:
+    steps: step indices. number: [steps], identifier of each step's work, equal for steps that do the same work. verb:
     participle for the message, such as `sent`.
     """
     order = np.argsort(number, kind="stable")

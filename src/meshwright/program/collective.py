@@ -29,8 +29,9 @@ class Kind(IntEnum):
     WAIT are a send and a receive without data.
     Steps form groups: a rank posts the steps of a group together and waits for all of them before the next group. A
     group has either local steps or transfers. Each step reads slot values from before the group; writes become visible
-    after it. A slot that a receive or a copy writes may be used by no other step of the group. Several reductions may
-    target one slot, and sends of the group may read that slot; they send its value from before the group.
+    after the group. A slot that a receive or a copy writes may be used by no other step of the group. Several
+    reductions may target one slot, and sends of the group may read that slot; they send its value from before the
+    group.
     The order of steps within a group decides only which messages match (between two ranks, the n-th send with the n-th
     receive) and the rounding order of reductions into one slot.
     """

@@ -70,9 +70,9 @@ def find_consumed_sends(program: PipelineProgram, rank: int) -> dict[int, list[V
     arrived}. Each value is listed once, as a tuple (0 for an activation or 1 for a gradient, replica, stage that
     produces the value, micro-batch).
 
-    program: the pipeline schedule. rank: number of the rank. The result is cached; do not change it. Reason: an input
-    that arrives from another rank shows that the other rank has run all its steps before that send, so it has received
-    every value from `rank` that those steps read.
+    program: the pipeline schedule. rank: number of the rank. The result is cached; do not change it. Reason: when an
+    input arrives from another rank, that rank has run all its steps before the send of this input. It has then received
+    every value from `rank` that these steps read.
     """
     last, placement = program.stages - 1, program.placement
     mine = list_rank_steps(program, rank)

@@ -104,7 +104,7 @@ def _count_earlier_reductions(group: Integers, target: Integers, reduces: Mask) 
 
 def build_local_moves(program: CollectiveProgram, order: PostingOrder) -> SlotMoves:
     """Split all local copies and combines into moves of single slots (buffers for one chunk) and return these, sorted
-    by level and, within a level, copies before combines. A combine adds a slot to another of the same rank.
+    by level and, within a level, copies before combines. A combine adds a slot to another slot of the same rank.
 
     order: dependency level of each group (steps that a rank posts together) of the program.
     """
@@ -190,7 +190,7 @@ class ContributionTracker:
         return chunk, self._sets[moves.source]
 
     def _apply_copies(self, moves: SlotMoves) -> tuple[SlotMoves, Chunks, Sets]:
-        """Apply those of `moves` that overwrite their target slot (buffer for one chunk) to `memory`. Return the
+        """Apply to `memory` all entries of `moves` that overwrite their target slot (buffer for one chunk). Return the
         remaining moves (the reductions) and the contents of their source slots: (moves, chunk numbers [moves], sets of
         contributing ranks [moves, 64-bit words])."""
         chunk, sets = self._read_slots(moves)
@@ -243,7 +243,7 @@ class ContributionTracker:
 
 
 def _find_first_failure(bad: Mask, step: Integers) -> int:
-    """Return the index of a failed slot move: the one whose step comes first in the program.
+    """Return the index of the failed slot move whose step comes first in the program.
 
     bad: [moves], True for failed moves. step: [moves], index of the step to which each move belongs.
     """

@@ -17,15 +17,15 @@ Floats: TypeAlias = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Durations:
-    """Durations of the steps of a pipeline on one micro-batch, in any unit of time (the same for all fields). Each
-    field is one number for all stages, or an array [stages] or [replicas, stages] (replica: copy of the model, two in
-    bidirectional schedules).
+    """Durations of the steps of a pipeline on one micro-batch. The unit of time is arbitrary, but equal for all fields.
+    Each field is one number for all stages, or an array [stages] or [replicas, stages] (replica: copy of the model, two
+    in bidirectional schedules).
 
     Attributes:
         forward, input_gradient, weight_gradient: Compute times of the passes. A full backward takes the sum of input
             gradient and weight gradient.
-        transfer: Message time between adjacent stages, in either direction; one number, or one per stage boundary
-            [stages - 1]. Transfers between stages of one rank take no time.
+        transfer: Message time between adjacent stages, in either direction; one number, or an array [stages - 1] with
+            one per stage boundary. Transfers between stages of one rank take no time.
         update: Time of the optimizer step on one stage's weights.
         overlapped: Time of a forward and a backward that run together as one group; None: the sum of their times. If
             the two are on different stages, the mean of both stages' values is used.
@@ -109,7 +109,7 @@ class Durations:
         """Return the field `name`, such as "forward", as an array [replicas, stages] for the program.
 
         The field "transfer" has the shape [replicas, stages - 1], with one entry per stage boundary. Raises UserError
-        for a wrong number of values, and for negative or infinite ones.
+        for a wrong number of values, and for negative or infinite values.
         """
         array = np.asarray(getattr(self, name), np.float64)
         columns = program.stages - (name == "transfer")

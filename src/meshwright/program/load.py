@@ -58,8 +58,8 @@ def format_program(program: CollectiveProgram | PipelineProgram, path: str | Pat
 
 
 def read_program_text(path: str | Path) -> str:
-    """Read the file `path` of a collective program or pipeline schedule and return its text. Raises `UserError` if it
-    is missing, unreadable, empty or not text."""
+    """Read the file `path` of a collective program or pipeline schedule and return its text. Raises `UserError` if the
+    file is missing, unreadable, empty or not text."""
     try:
         text = read_file(path, "program_bytes", pipe=True).decode("utf-8-sig")
     except FileNotFoundError:

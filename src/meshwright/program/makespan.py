@@ -62,7 +62,7 @@ def compute_makespans(program: PipelineProgram, durations: Sequence[Durations]) 
     """Return the makespan of a pipeline schedule under each set of step durations, in the unit of that set:
     [len(durations)].
 
-    Each equals `simulate_pipeline(program, durations[i]).makespan`; raises the same errors.
+    Entry i equals `simulate_pipeline(program, durations[i]).makespan`. Raises the errors of `simulate_pipeline`.
     """
     if program.has_transfers or program.ranks * len(durations) <= SERIAL_LIMIT:
         return np.array([simulate_pipeline(program, each).makespan for each in durations])

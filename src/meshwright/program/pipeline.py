@@ -175,7 +175,7 @@ class PipelineProgram(StepProgram):
 
 
 def find_placement_error(placement: Sequence[Sequence[int]], ranks: int, first: int = 0) -> tuple[int, str] | None:
-    """Check a placement of pipeline stages; return (rank, reason) of its first error, or None if it has none.
+    """Check a placement of pipeline stages; return (rank, reason) of the first error, or None if there is no error.
 
     Each stage must be on an existing rank, all replicas (copies of the model) must have equally many stages, and all
     ranks must hold equally many stages of each replica. placement: [replica][stage], rank of each stage. ranks: number
@@ -230,32 +230,32 @@ class RankBuilder:
 
     def forward(self, micro_batch: int, stage: int | None = None, replica: int = 0) -> None:
         """Append the forward of micro-batch number `micro_batch` to the rank's steps. stage: number of the stage; None:
-        the only stage of the replica on this rank. replica: copy of the model, 0, or 1 for the second one of a
+        the only stage of the replica on this rank. replica: index of the model copy: 0, or 1 for the second copy in a
         bidirectional schedule."""
         self.add(_FORWARD, micro_batch, stage, replica)
 
     def backward(self, micro_batch: int, stage: int | None = None, replica: int = 0) -> None:
         """Append the full backward (input and weight gradients) of micro-batch number `micro_batch` to the rank's
-        steps. stage: number of the stage; None: the only stage of the replica on this rank. replica: copy of the model,
-        0, or 1 for the second one of a bidirectional schedule."""
+        steps. stage: number of the stage; None: the only stage of the replica on this rank. replica: index of the model
+        copy: 0, or 1 for the second copy in a bidirectional schedule."""
         self.add(_BACKWARD, micro_batch, stage, replica)
 
     def input_gradient(self, micro_batch: int, stage: int | None = None, replica: int = 0) -> None:
         """Append the input-gradient pass (B) of micro-batch number `micro_batch` to the rank's steps. stage: number of
-        the stage; None: the only stage of the replica on this rank. replica: copy of the model, 0, or 1 for the second
-        one of a bidirectional schedule."""
+        the stage; None: the only stage of the replica on this rank. replica: index of the model copy: 0, or 1 for the
+        second copy in a bidirectional schedule."""
         self.add(_INPUT_GRADIENT, micro_batch, stage, replica)
 
     def weight_gradient(self, micro_batch: int, stage: int | None = None, replica: int = 0) -> None:
         """Append the weight-gradient pass (W) of micro-batch number `micro_batch` to the rank's steps. stage: number of
-        the stage; None: the only stage of the replica on this rank. replica: copy of the model, 0, or 1 for the second
-        one of a bidirectional schedule."""
+        the stage; None: the only stage of the replica on this rank. replica: index of the model copy: 0, or 1 for the
+        second copy in a bidirectional schedule."""
         self.add(_WEIGHT_GRADIENT, micro_batch, stage, replica)
 
     def update(self, micro_batch: int, stage: int | None = None, replica: int = 0) -> None:
         """Append an optimizer step on one stage, which applies the gradients of all micro-batches up to and including
-        `micro_batch`. stage: number of the stage; None: the only stage of the replica on this rank. replica: copy of
-        the model, 0, or 1 for the second one of a bidirectional schedule."""
+        `micro_batch`. stage: number of the stage; None: the only stage of the replica on this rank. replica: index of
+        the model copy: 0, or 1 for the second copy in a bidirectional schedule."""
         self.add(_UPDATE, micro_batch, stage, replica)
 
     def add(
@@ -269,9 +269,9 @@ class RankBuilder:
         """Append a step of kind `kind` (a `Kind`, such as FORWARD) on micro-batch number `micro_batch` to the rank's
         steps.
 
-        stage: number of the stage; None: the only stage of the replica on this rank. replica: copy of the model, 0, or
-        1 for the second one of a bidirectional schedule. component: a `Component` (part of the layers), 0 for a whole
-        step.
+        stage: number of the stage; None: the only stage of the replica on this rank. replica: index of the model copy:
+        0, or 1 for the second copy in a bidirectional schedule. component: a `Component` (part of the layers), 0 for a
+        whole step.
         """
         if stage is None:
             (stage,) = self.stages[replica]
@@ -341,8 +341,8 @@ class Builder:
 
 
 def build_program(name: str, ranks: int, micro_batches: int, placement: Placement, rows: ArrayLike) -> PipelineProgram:
-    """Build a pipeline schedule from a table of steps; sorts it by rank and renumbers the groups (steps run together)
-    from 0 on each rank.
+    """Build a pipeline schedule from a table of steps. The steps are sorted by rank, and the groups (steps run
+    together) renumbered from 0 on each rank.
 
     name: name of the schedule. ranks, micro_batches: numbers of ranks and micro-batches. placement: rank of each stage,
     indexed by replica, then by stage. rows: [steps, 7]: rank, group, kind, stage, replica, micro-batch, component;

@@ -54,10 +54,10 @@ def count_weight_copies(program: PipelineProgram) -> Floats:
     """Return the peak number of weight copies that each rank of the schedule `program` holds, [ranks]. One copy is one
     version of the weights of all stages that the rank has in one replica.
 
-    A synchronous schedule holds one copy per replica. In an asynchronous one (PipeDream), each update (optimizer step)
-    makes a new version of a stage's weights, and a replaced version is kept (stashed) until the last backward that uses
-    it: a backward uses the version of its forward. With double buffering (PipeDream-2BW) a new version takes memory
-    from its first gradient on.
+    A synchronous schedule holds one copy per replica. In an asynchronous schedule (PipeDream), each update (optimizer
+    step) makes a new version of a stage's weights, and a replaced version is kept (stashed) until the last backward
+    that uses it: a backward uses the version of its forward. With double buffering (PipeDream-2BW) a new version takes
+    memory from its first gradient on.
     """
     s = program.steps
     held = np.bincount(np.asarray(program.placement).ravel(), minlength=program.ranks) / program.chunks

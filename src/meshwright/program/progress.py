@@ -69,9 +69,9 @@ def find_transfers(
     """Return the step that sends (or receives) each of several values, as step indices [values]; -1 for a value that no
     step sends (or receives).
 
-    flow: data flow of the schedule. kind: SEND_FORWARD for sending steps, RECEIVE_FORWARD for receiving ones; transfers
-    of gradients are included. what: [values], OUTPUT (activation) or GRADIENT. replica, stage, micro_batch: [values],
-    fields of the sending (or receiving) step.
+    flow: data flow of the schedule. kind: SEND_FORWARD to find sending steps, RECEIVE_FORWARD to find receiving steps;
+    in both cases transfers of gradients are included. what: [values], OUTPUT (activation) or GRADIENT. replica, stage,
+    micro_batch: [values], fields of the sending (or receiving) step.
     """
     program, s = flow.program, flow.program.steps
     steps = np.flatnonzero((s.kind == kind) | (s.kind == kind + 2))

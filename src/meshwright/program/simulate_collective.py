@@ -47,7 +47,7 @@ class CollectiveTiming:
 
     @cached_property
     def link_busy(self) -> Floats:
-        """Seconds that each link would need to transmit the bytes sent over it at its full bandwidth: [links]."""
+        """Seconds that each link would need, at its full bandwidth, for the bytes sent over the link: [links]."""
         return self.link_bytes / self.network.bandwidth
 
     @property
@@ -69,8 +69,8 @@ def simulate_collective(
 
 
 class CollectiveSimulator:
-    """Simulator of one collective program on one network. It prepares once what does not depend on the vector's size,
-    and can then simulate several sizes.
+    """Simulator of one collective program on one network. The constructor prepares everything that does not depend on
+    the vector's size; `run` then simulates one size.
 
     checked: program with matched sends and receives. network: network with links that messages share.
     reduce_bytes_per_second: rate of local reductions (default: infinite). They run at the end of each group, which is
@@ -110,8 +110,8 @@ class CollectiveSimulator:
         self._local_chunk_seconds = reduced / reduce_bytes_per_second
 
     def _count_messages_ahead(self, checked: MatchedCollective) -> Integers:
-        """Return, for each message, the number of messages of the same group that start before it on the same first
-        link: [messages]. Each of them delays the message by the network's gap. A group is the steps that a rank posts
+        """Return, for each message, the number of messages of the same group that start earlier on the same first link:
+        [messages]. Each of these delays the message by the network's gap. A group is the steps that a rank posts
         together; a message is all transfers from one group to another. checked: program with matched sends and
         receives."""
         first_step = np.full(len(self._route), len(checked.program.steps))

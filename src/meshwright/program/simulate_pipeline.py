@@ -125,8 +125,8 @@ class PipelineTiming:
     @cached_property
     def steady_bubble_fraction(self) -> float:
         """Bubble fraction while the pipeline is full: the fraction of time in which a rank idles during the middle
-        third of its backwards, averaged over ranks. With at least about 3 times as many micro-batches as ranks, that
-        third contains no warm-up or cool-down."""
+        third of its backwards, averaged over ranks. With at least about 3 times as many micro-batches as ranks, the
+        middle third contains no warm-up or cool-down."""
         s, c = self.program.steps, self._computing
         shares = []
         for rank in range(self.program.ranks):

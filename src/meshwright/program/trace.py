@@ -64,8 +64,8 @@ def make_slice_event(
     """Return the Chrome-trace event of a slice: a box on thread number `thread` of process number `process`, from
     `start` on for `length`, both in microseconds.
 
-    label: text on the slice. kind: category of the slice. args: details shown when it is selected. Slices of one thread
-    must nest.
+    label: text on the slice. kind: category of the slice. args: details shown when the slice is selected. Slices of one
+    thread must nest.
     """
     return {
         "ph": "X", "pid": process, "tid": thread, "ts": start, "dur": length, "name": label, "cat": kind, "args": args,
