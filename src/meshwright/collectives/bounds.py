@@ -67,8 +67,9 @@ class _Traffic:
 
 def _compute_cut_seconds(operation: str, network: Network, block: Integers, root: int) -> float:
     """Return the minimum time of a collective operation on the links between blocks of ranks, in seconds per byte of
-    the vector; 0.0 for a single block. It is the required traffic divided by the bandwidth of the links that carry it:
-    the largest value for traffic out of a block, into a block, and between all blocks together.
+    the vector; 0.0 for a single block. The time is the required traffic divided by the bandwidth of the links that
+    carry the traffic. The result is the maximum for traffic out of a block, into a block, and between all blocks
+    together.
 
     operation: name such as "all-reduce". block: [vertices], block number of each rank, then of each switch; -1: switch
     outside every block. root: source or destination rank of a rooted operation. network: network whose links cross the
@@ -96,9 +97,10 @@ def _compute_required_traffic(operation: str, block: Integers, blocks: int, root
 
     operation: name such as "all-reduce". block: [ranks], block number of each rank. blocks: number of blocks (k in the
     text below). root: source or destination rank.
-    A reduction sends each chunk k-1 times between blocks, once from every block except the one where the sum ends; a
-    broadcast also sends each chunk k-1 times; an all-reduce sends it 2(k-1) times, because gossip among k parties takes
-    2(k-1) directed messages (F. Harary, A. Schwenk, The communication problem on graphs and digraphs, 1974).
+    A reduction sends each chunk k-1 times between blocks, once from every block except the block that ends with the
+    sum; a broadcast also sends each chunk k-1 times; an all-reduce sends each chunk 2(k-1) times, because gossip among
+    k parties takes 2(k-1) directed messages (F. Harary, A. Schwenk, The communication problem on graphs and digraphs,
+    1974).
     """
     ranks = len(block)
     share = np.bincount(block, minlength=blocks) / ranks

@@ -115,7 +115,7 @@ class Chooser:
 
     @property
     def algorithms(self) -> tuple[str, ...]:
-        """Names of the operation's algorithms, except those that are known not to accept the network's number of
+        """Names of the operation's algorithms, without algorithms that are known not to accept the network's number of
         ranks."""
         return tuple(name for name in self._settings if name not in self._refused)
 
@@ -148,8 +148,8 @@ class Chooser:
         return Choice(tuple(found), dict(self._refused), tuple(left_out), self._explain_choice(found, total_bytes))
 
     def find_candidate(self, algorithm: str, total_bytes: float, near: float = 0.0) -> Candidate | None:
-        """Simulate an algorithm with its best options on a vector of `total_bytes` bytes; return it with its time, or
-        None if it does not accept the network's number of ranks.
+        """Simulate an algorithm with its best options on a vector of `total_bytes` bytes; return the candidate
+        (algorithm, options, time), or None if the algorithm does not accept the network's number of ranks.
 
         A pipelined algorithm is simulated with the number of segments k for which its formula gives the lowest time.
         The formula is approximate: if the simulated time is at most `near` seconds, k/2 and 2k segments are simulated
@@ -166,8 +166,8 @@ class Chooser:
         return best
 
     def _simulate_candidate(self, algorithm: str, settings: AlgorithmOptions, total_bytes: float) -> Candidate | None:
-        """Simulate an algorithm with the options `settings` for a vector of `total_bytes` bytes; return it with its
-        time, or None if it does not accept the network's number of ranks."""
+        """Simulate an algorithm with the options `settings` for a vector of `total_bytes` bytes; return the candidate
+        (algorithm, options, time), or None if the algorithm does not accept the network's number of ranks."""
         simulator = self._get_simulator(algorithm, settings)
         if simulator is None:
             return None

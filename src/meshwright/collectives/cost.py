@@ -137,13 +137,13 @@ def _make_bidirectional_ring_form(phases: int) -> Form:
 
 def _make_all_pairs_form(phases: int) -> Form:
     """Return the closed form (function from `CostInputs` to seconds) of an algorithm with `phases` rounds. In each
-    round every rank sends 1/n of the vector to each of the n - 1 others, spread over its ports (network links)."""
+    round every rank sends 1/n of the vector to each other rank, spread over its own ports (network links)."""
     return lambda c: phases * c.link.time_concurrent([c.share] * math.ceil((c.ranks - 1) / c.ports))
 
 
 def _compute_linear_gather_seconds(c: CostInputs) -> float:
-    """Compute the seconds of a gather in which all ranks send to the root at once, spread over its ports (network
-    links). c: ranks, vector size and links."""
+    """Compute the seconds of a gather in which all ranks send to the root at once, spread over the root's ports
+    (network links). c: ranks, vector size and links."""
     return c.link.time_rounds(1, (c.ranks - 1) / c.ports * c.share)
 
 
@@ -195,8 +195,8 @@ def _compute_bruck_all_to_all_seconds(c: CostInputs) -> float:
 
 def _make_binomial_tree_form(passes: int) -> Form:
     """Return the closed form (function from `CostInputs` to seconds) of a binomial-tree algorithm, pipelined over
-    segments of the vector. passes: how often the data cross the tree, 1 for broadcast or reduce, 2 for all-reduce.
-    With a switch, the messages that a rank sends in one round, up to one per level of the tree, share its link."""
+    segments of the vector. passes: how often the data cross the tree, 1 for broadcast or reduce, 2 for all-reduce. With
+    a switch, all messages that a rank sends in one round (up to one per tree level) share the rank's link."""
 
     def form(c: CostInputs) -> float:
         """Return the seconds of the algorithm for the inputs `c` (ranks, vector size, links, segments)."""

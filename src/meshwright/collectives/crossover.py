@@ -42,12 +42,12 @@ class Curves:
     def simulate(
         cls, chooser: Chooser, least: float = SMALLEST, most: float = LARGEST, within: float = math.inf
     ) -> Curves:
-        """Simulate every algorithm at vector sizes from `least` to `most` bytes (both included), each about four times
-        the previous one; return the curves of time over size.
+        """Simulate every algorithm at vector sizes from `least` to `most` bytes (both included), each size about four
+        times the previous size; return the curves of time over size.
 
         chooser: simulator of the operation's algorithms on the network. within: an algorithm whose closed-form time at
         a size exceeds `within` times the best simulated time is not simulated there, and gets infinite seconds;
-        infinity (default): all are simulated.
+        infinity (default): all algorithms are simulated.
         """
         steps = max(1, math.ceil(math.log(most / least, _STEP)))
         sizes = [least * (most / least) ** (step / steps) for step in range(steps + 1)]

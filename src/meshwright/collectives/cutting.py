@@ -43,7 +43,7 @@ def find_first_chunks(program: CollectiveProgram) -> list[int]:
 
 def compute_chunk_length(program: CollectiveProgram, numel: int) -> int:
     """Return the number of elements per chunk when a program runs on a vector of `numel` elements, of which every rank
-    owns an equal share. It is rounded up, as shares are padded to a whole number of chunks.
+    owns an equal share. The number is rounded up, because shares are padded to a whole number of chunks.
 
     Raises UserError if `numel` is not a multiple of the ranks, or if the program has fewer chunks than ranks.
     """
@@ -61,7 +61,8 @@ def compute_sent_bytes(checked: CheckedCollective, rank: int, numel: int, itemsi
     included.
 
     checked: the verified program. rank: rank of the program, from 0. itemsize: bytes of an element. whole: False: a
-    long vector is cut into segments, on each of which the program runs; True: it runs once on the whole vector.
+    long vector is cut into segments, on each of which the program runs; True: the program runs once on the whole
+    vector.
     """
     program = checked.program
     slots = int(checked.bytes_sent(program.chunks)[rank])

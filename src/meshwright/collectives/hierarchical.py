@@ -152,9 +152,9 @@ def all_to_all(ranks: int, ranks_per_node: int | None = None) -> CollectiveProgr
 
     ranks_per_node: number g of ranks in each node; None: the largest divisor of n up to its square root. Inside a node,
     the rank
-    with local rank l collects all blocks for ranks with local rank l of any node; it then sends one message to each
-    other node. Copies between the two phases make each message contiguous. Source: the two-dimensional hierarchical
-    all-to-all of C. Hwang et al., Tutel: adaptive mixture-of-experts at scale, MLSys 2023.
+    with local rank l collects all blocks for ranks with local rank l of any node; this rank then sends one message to
+    each other node. Copies between the two phases make each message contiguous. Source: the two-dimensional
+    hierarchical all-to-all of C. Hwang et al., Tutel: adaptive mixture-of-experts at scale, MLSys 2023.
 
     Costs for n ranks in k nodes of g ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta
     seconds: (g-1) + (k-1) rounds; (g-1)/g S + (k-1)/k S bytes sent per rank; time (g-1) alpha + (g-1)/g S beta inside

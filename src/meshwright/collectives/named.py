@@ -122,8 +122,8 @@ def _load_from_file(path: str, operation: str, sizes: dict[str, int], main: str)
 
 
 def _generate_by_name(algorithm: str, operation: str, sizes: dict[str, int], main: str) -> dict[str, NamedProgram]:
-    """Generate the program (steps of every rank) of an algorithm for each axis whose number of ranks it accepts; return
-    {axis name: program}. Axes of one rank are left out.
+    """Generate the program (steps of every rank) of an algorithm for each axis whose number of ranks the algorithm
+    accepts; return {axis name: program}. Axes of one rank are left out.
 
     operation: such as "all-reduce". sizes: axis name -> number of ranks. main: axis on which this operation moves
     gradients or parameters; raises UserError if the algorithm does not accept the main axis's number of ranks.

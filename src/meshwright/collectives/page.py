@@ -114,9 +114,9 @@ def _make_bands(curves: Curves, crossovers: list[Crossover], colours: dict[str, 
 
 
 def draw_page(report: CollectiveReport, picture: str) -> str:
-    """Return the HTML page of a report: its numbers, the chart `picture`, and drawings of all ranks' buffers (one per
-    chunk of the vector) after each round, or a note if these are too many to draw. picture: SVG chart of time over
-    vector size."""
+    """Return the HTML page of a report: its numbers, the chart `picture`, and drawings of all ranks' buffers (one
+    buffer per chunk of the vector) after each round, or a note if there are too many buffers to draw. picture: SVG
+    chart of time over vector size."""
     program = report.checked.program
     try:
         subject = f"{program.operation} {program.algorithm}, {program.ranks} ranks"

@@ -74,20 +74,21 @@ def _parse_quantity(text: str, units: dict[str, Decimal], where: str, right: str
 
 
 def format_bytes(value: float) -> str:
-    """Return `value`, a number of bytes, as text in the largest binary unit that is not greater than it, such as `64
+    """Return `value`, a number of bytes, as text in the largest binary unit that does not exceed the value, such as `64
     MiB`."""
     return _format_scaled(value, {"bytes": Decimal(1), **{f"{prefix}B": factor for prefix, factor in _BINARY.items()}})
 
 
 def format_seconds(value: float) -> str:
-    """Return `value`, a time in seconds, as text in the largest unit that is not greater than it, such as `1.23 ms`."""
+    """Return `value`, a time in seconds, as text in the largest unit that does not exceed the value, such as `1.23
+    ms`."""
     return _format_scaled(value, {unit: SECONDS[unit] for unit in ("ns", "µs", "ms", "s")}) if value else "0 s"
 
 
 def _format_scaled(value: float, units: dict[str, Decimal]) -> str:
-    """Return `value` as text in the largest unit that is not greater than the value, with three significant digits.
-    Values of 1,000 to a million units become integers such as `1,234`. units: unit name -> factor, ascending, such as
-    {"ms": 0.001, "s": 1}."""
+    """Return `value` as text in the largest unit that does not exceed the value, with three significant digits. Values
+    of 1,000 to a million units become integers such as `1,234`. units: unit name -> factor, ascending, such as {"ms":
+    0.001, "s": 1}."""
     unit, factor = [pair for place, pair in enumerate(units.items()) if place == 0 or abs(value) >= pair[1]][-1]
     scaled = value / float(factor)
     return f"{scaled:,.0f} {unit}" if 1000 <= abs(scaled) < 1e6 else f"{scaled:.3g} {unit}"

@@ -99,8 +99,8 @@ def rabenseifner(ranks: int) -> CollectiveProgram:
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: if n is a power
     of two, 2 log2 n rounds; 2(n-1)/n S bytes sent per rank; time 2 log2 n alpha + 2(n-1)/n S beta. Otherwise, let m be
     the largest power of two below n: 2 log2 m + 2 rounds; time 2 log2 m alpha + 2(m-1)/m S beta + 2 (alpha + S beta).
-    Each of the n - m extra ranks sends its S bytes to a neighbour and later receives the result from it. Such a
-    neighbour sends 2(m-1)/m S + S bytes; each other rank sends 2(m-1)/m S.
+    Each of the n - m extra ranks sends its S bytes to a neighbour and later receives the result from this neighbour.
+    Such a neighbour sends 2(m-1)/m S + S bytes; each other rank sends 2(m-1)/m S.
     """
     everyone = np.arange(ranks)
     _, _, core = split_extra_ranks(everyone)
@@ -124,7 +124,7 @@ def butterfly(ranks: int) -> CollectiveProgram:
     Costs for n ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta seconds: if n is a power
     of two, log2 n rounds; S log2 n bytes sent per rank; time log2 n (alpha + S beta). Otherwise, let m be the largest
     power of two below n: log2 m + 2 rounds. Each of the n - m extra ranks sends its S bytes to a neighbour and later
-    receives the result from it. Such a neighbour sends S log2 m + S bytes.
+    receives the result from this neighbour. Such a neighbour sends S log2 m + S bytes.
     """
     program = Builder("all-reduce", "butterfly", ranks, chunks=1)
     everyone = np.arange(ranks)
@@ -198,7 +198,7 @@ def _compute_share_bounds(ranks: Integers) -> Integers:
     core rank owns the slots bounds[i] to bounds[i + 1] - 1.
 
     ranks: all ranks of the algorithm, in order. The 2^k core ranks (2^k: largest power of two up to the number of
-    ranks) run the algorithm; a core rank that acts for one of the other ranks owns that rank's slot too.
+    ranks) run the algorithm; a core rank that acts for another rank owns the slot of the other rank too.
     """
     n, extra = ranks.shape[-1], split_extra_ranks(ranks)[0].shape[-1]
     return np.concatenate([np.arange(0, 2 * extra, 2), np.arange(2 * extra, n + 1)])

@@ -287,7 +287,7 @@ def collective(
 def _load_program(
     operation: str, file: str, ranks: int | None, root: int | None, reduction: str | None
 ) -> CollectiveProgram:
-    """Load a collective program from a file and check that it is the requested one.
+    """Load a collective program from a file and check that it fits the request.
 
     file: path with leading `@`. ranks, root (source or destination rank), reduction ("sum", "mean", "minimum" or
     "maximum"): expected values, None: not checked. Raises UserError if the operation or an expected value differs.

@@ -42,7 +42,7 @@ def run_together(parts: Iterable[Rounds]) -> Rounds:
 
 def run_staggered(parts: Iterable[Rounds]) -> Rounds:
     """Run several round generators as a pipeline: in round i of the result, generator `parts[i]` starts, and each
-    earlier one adds its next round. A generator adds the sends of one round to the program before each yield."""
+    earlier generator adds its next round. A generator adds the sends of one round to the program before each yield."""
     active: list[Rounds] = []
     for part in parts:
         active = [part for part in [*active, part] if not _write_next_round(part)]

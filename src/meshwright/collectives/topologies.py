@@ -153,7 +153,7 @@ def _parse_number(value: str, where: str) -> float:
 def _parse_sides(name: str, shape: str, ranks: int) -> tuple[int, ...]:
     """Parse the shape of a topology, such as `4x4`; return its sides, (4, 4), in the order of the text. For "nodes" the
     sides are (nodes, ranks per node), for "spine-leaf" (leaves, ranks per leaf). name: topology, such as "torus".
-    shape: text; for "nodes" and "spine-leaf" it may be a single number, the ranks per node or leaf. ranks: required
+    shape: text; for "nodes" and "spine-leaf" a single number is the number of ranks per node or leaf. ranks: required
     product of the sides. Raises UserError for any other shape."""
     in_two = name in ("nodes", "spine-leaf")
     if in_two:
