@@ -47,7 +47,7 @@ approximately: one to two seconds."""
 
 @dataclass(frozen=True)
 class Candidate:
-    """Simulated pipeline schedule, one of those that the search for schedule `auto` compares.
+    """Simulated pipeline schedule that the search for schedule `auto` compares with others.
 
     Attributes:
         name: Named schedule such as "1f1b", or kind of search.
@@ -98,7 +98,7 @@ class SearchResult:
 
     def explain(self) -> str:
         """Return text on the search: one line per candidate, one per named schedule that does not accept these numbers
-        of ranks and micro-batches, and a last line that compares the winner with the others."""
+        of ranks and micro-batches, and a last line that compares the winner with the other candidates."""
         lines = [f"{'candidate':<24} {'makespan':>12} {'peak':>8}"]
         for one in self.candidates:
             note = "" if one.fits else "  over the memory limit"
@@ -131,11 +131,11 @@ def search_schedule(
     time on all stages of a rank together, divided equally among them. A list [stages] ([stages - 1] for transfers) has
     the time of each stage, and so fixes the number of stages per rank.
 
-    memory: maximum saved activations of a rank, in micro-batches on all its stages, one number or one per rank; None:
-    no limit. chunks: stages per rank; None: 1 and 2 are tried. weight_copies: 2 to also consider named schedules with
-    two replicas of the model. effort: approximate number of task runs (one pass of one micro-batch on one stage) to
-    simulate for each placement of stages on ranks. Raises UserError for invalid numbers and for a memory below the
-    minimum."""
+    memory: maximum saved activations of a rank, in micro-batches on all stages of the rank; one number, or a list with
+    one per rank; None: no limit. chunks: stages per rank; None: 1 and 2 are tried. weight_copies: 2 to also consider
+    named schedules with two replicas of the model. effort: approximate number of task runs (one pass of one micro-batch
+    on one stage) to simulate for each placement of stages on ranks. Raises UserError for invalid numbers and for a
+    memory below the minimum."""
     timed = _tabulate_durations(ranks, micro_batches, durations, chunks)
     counts = tuple(timed)
     limits = _check_memory(ranks, memory)
@@ -178,8 +178,8 @@ def search_schedule(
 
 
 def _choose_winner(candidates: list[Candidate], refused: dict[str, str], bound: float | None) -> SearchResult:
-    """Choose the candidate with the smallest makespan among those within the memory limits; return it with all
-    candidates as the search result.
+    """Choose the candidate with the smallest makespan among the candidates within the memory limits; return the search
+    result, with the winner and all candidates.
 
     Of candidates with equal makespan, the candidate with the smallest peak memory wins; if the peaks are equal too, a
     named schedule wins. candidates: simulated schedules, at least one within the limits. refused: named schedule ->
@@ -203,9 +203,9 @@ def _tabulate_durations(
     """Return {stages per rank: durations} for the numbers of stages per rank to try: `chunks` if given; else the number
     that fits lists by stage in `durations`, if there are any; else 1 and 2.
 
-    ranks, micro_batches: numbers of pipeline ranks and micro-batches. durations: `Durations` whose fields have one
-    number, one per rank or one per stage; or a function from the number of stages to `Durations`. Raises UserError for
-    invalid or contradictory numbers.
+    ranks, micro_batches: numbers of pipeline ranks and micro-batches. durations: `Durations` whose fields are a number,
+    a list with one per rank or a list with one per stage; or a function from the number of stages to `Durations`.
+    Raises UserError for invalid or contradictory numbers.
     """
     for what, number in (
         ("ranks", ranks),
@@ -239,7 +239,7 @@ def _tabulate_durations(
 
 
 def _check_memory(ranks: int, memory: ArrayLike | None) -> tuple[float, ...]:
-    """Check the memory limits and return one for each rank, indexed by rank; infinite for memory=None. Limits are
+    """Check the memory limits and return the limit of each rank, indexed by rank; infinite for memory=None. Limits are
     counted in micro-batches: 1 is one micro-batch saved on all stages of the rank.
 
     memory: one limit for all ranks, or one per rank. Raises UserError for a limit below 1, because a rank holds all
@@ -359,8 +359,8 @@ def _try_greedy(problem: Problem, trials: int) -> list[TimedOrders]:
 
 def _try_patterns(problem: Problem, trials: int) -> list[TimedOrders]:
     """Build up to `trials` candidate schedules in which a fixed pattern of tasks repeats for each micro-batch, one
-    period (fixed time) after the one before; return (makespan, task orders of all ranks) of each that fits into memory.
-    A task is one pass on one stage.
+    period (fixed time) later than for the micro-batch before; return (makespan, task orders of all ranks) of each that
+    fits into memory. A task is one pass on one stage.
 
     problem: placement, task durations and memory limits. The period grows from the shortest possible one; later trials
     also delay tasks at random (fixed seed).

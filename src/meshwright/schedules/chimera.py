@@ -24,7 +24,7 @@ def chimera(ranks: int, micro_batches: int, forward_doubling: bool = False) -> P
     - bubble ratio: (D-2) / (2N+D-2) if a backward takes as long as a forward. If as long as two forwards:
       (D-2) / (3N/2+D-2) for N = D; with more units ranks wait at every unit boundary; (D-2) / (2N+D-2) with forward
       doubling
-    - peak activations: D/2 + 1 micro-batches on the outer ranks to D on the inner ones; with forward doubling 3D/2 + 1
+    - peak activations: D/2 + 1 micro-batches on the outer ranks to D on the inner ranks; with forward doubling 3D/2 + 1
       to 2D
     - weight copies: 2
     - transfers: as many as 1F1B"""

@@ -41,8 +41,8 @@ def with_components(program: PipelineProgram) -> PipelineProgram:
         forward     attention   dispatch   MLP        combine
         backward    combine     MLP        dispatch   attention
 
-    If a stage has several layers, one step stands for the component in all of them. Steps that are split already,
-    transfers and updates are unchanged.
+    If a stage has several layers, one step stands for the component in all layers of the stage. Steps that are split
+    already, transfers and updates are unchanged.
     """
     s = program.steps
     columns = (s.rank, s.group, s.kind, s.stage, s.replica, s.micro_batch, s.component)
@@ -58,8 +58,8 @@ def _split_group(group: list[_Step]) -> Iterator[tuple[_Step, ...]]:
     """Split the steps of one group (steps that a rank runs together) into their layer components (attention, dispatch,
     MLP, combine). Yield the groups of components that replace the group.
 
-    group: steps (kind, stage, replica, micro-batch, component), each a whole pass. The components of an overlapped
-    forward and backward are paired, one of each in a group."""
+    group: steps (kind, stage, replica, micro-batch, component), each a whole pass. Each component of an overlapped
+    forward is paired with one of the backward; each pair is a group."""
     whole = [step for step in group if step[0] in _PARTS and step[4] == Component.WHOLE]
     if len(whole) < len(group):
         yield tuple(step for step in group if step not in whole)
@@ -94,8 +94,8 @@ class ComponentDurations:
     @property
     def overlapped(self) -> float:
         """Time of an overlapped forward and backward (F&B), in the unit of all fields: the sum over four pairs of
-        components that run at the same time (attention with combine, dispatch with MLP ...), each as long as the longer
-        of the two."""
+        components that run at the same time (attention with combine, dispatch with MLP ...), each pair as long as the
+        longer of its two components."""
         forward, backward = self.tabulate()[:2]
         return float(np.maximum(forward, backward[::-1]).sum())
 

@@ -112,8 +112,8 @@ def split_into_rounds(ranks: int, micro_batches: int) -> list[range]:
 
 def order_depth_first(stages: tuple[int, ...], rounds: list[range]) -> tuple[Order, Order]:
     """Return (forwards, backwards) of one rank in depth-first order, each a list of (micro-batch, stage): the
-    micro-batches of a round pass through all stages of the rank before those of the next round start. Backwards take
-    the stages in descending order.
+    micro-batches of a round pass through all stages of the rank before the micro-batches of the next round start.
+    Backwards take the stages in descending order.
 
     stages: stages of the rank, ascending. rounds: consecutive micro-batches of each round.
     """

@@ -25,14 +25,14 @@ def generate(
     durations: Durations | StageDurations | None = None,
     memory: float | None = None,
 ) -> PipelineProgram:
-    """Return a pipeline schedule by its name, or from a file (`@FILE`). It has the compute steps of every rank; only a
-    file may also have sends and receives.
+    """Return a pipeline schedule by its name, or from a file (`@FILE`). The schedule has the compute steps of every
+    rank; only a schedule from a file may also have sends and receives.
 
     ranks, micro_batches: numbers of pipeline ranks and micro-batches. chunks: stages per rank and replica (None: the
     schedule's default). For a file `ranks`, `micro_batches` and `chunks` may be None; a number that is given must agree
     with the file. durations: times of the passes of one micro-batch; used by `auto` only. memory: maximum saved
-    activations of a rank, in micro-batches on all its stages; used by `auto` only. Raises UserError for unknown names,
-    and for numbers that the schedule does not accept; the message names valid ones."""
+    activations of a rank, in micro-batches on all stages of the rank; used by `auto` only. Raises UserError for unknown
+    names, and for numbers that the schedule does not accept; the message names valid numbers."""
     if name == "@":
         raise UserError("@: the file name of the schedule is missing")
     if name.startswith("@"):
@@ -47,7 +47,7 @@ def generate(
 def generate_for_layout(layout: Layout, durations: StageDurations | None = None) -> PipelineProgram:
     """Return the pipeline schedule of a parallel layout, for its schedule name and its numbers of pipeline ranks,
     micro-batches and chunks (stages per rank). With one pipeline rank, each micro-batch runs its forward and backward
-    before the next one.
+    before the next micro-batch starts.
 
     durations: function from a number of stages to the durations of the model's stages (None: all equal); used by the
     schedule `auto` only. For a model, use `spec.stage_times.program_for` instead. Raises UserError for numbers that the
@@ -104,9 +104,10 @@ def search_auto(
     candidates.
 
     ranks, micro_batches: numbers of pipeline ranks and micro-batches. chunks: stages per rank (None: 1 and 2 are
-    tried). durations: times of the passes of one micro-batch (each field: one number, one per rank, or one per stage),
-    or a function (number of stages) -> `Durations`; None: all equal. memory: maximum saved activations of a rank, in
-    micro-batches on all its stages (None: no limit). Raises UserError for invalid or missing numbers."""
+    tried). durations: times of the passes of one micro-batch (each field: one number, a list with one per rank, or a
+    list with one per stage), or a function (number of stages) -> `Durations`; None: all equal. memory: maximum saved
+    activations of a rank, in micro-batches on all stages of the rank (None: no limit). Raises UserError for invalid or
+    missing numbers."""
     ranks, micro_batches, _ = check_sizes("auto", ranks, micro_batches, chunks)
     return search_schedule(ranks, micro_batches, durations or Durations.per_rank((ranks, 1)), memory, chunks)
 

@@ -37,7 +37,7 @@ class PartialOrders:
         the input, plus the transfer time; infinite if that run is not scheduled yet.
 
         task: number of a task (one pass on one stage), kind x stages + stage, with kinds 0 forward, 1 input gradient, 2
-        weight gradient. Its next run is on the first micro-batch that it has not processed.
+        weight gradient. The next run of a task is on the first micro-batch that the task has not processed.
         """
         needed, k = self.ends[self.problem.predecessor[task]], len(self.ends[task])
         return needed[k] + self.problem.lag[task] if k < len(needed) else inf
@@ -93,7 +93,7 @@ class GreedyParameters:
     Attributes:
         cap: [ranks], maximum saved activations of each rank, in units of one stage and micro-batch.
         forward_first: True to prefer forwards to input gradients.
-        deep_first: True to prefer, among forwards, those of later stages.
+        deep_first: True to prefer forwards of later stages to forwards of earlier stages.
         hold: Fraction of a forward's duration. A rank does not start the forward if an input gradient will arrive
             within this time.
         patience: Fraction of a weight gradient's duration. The weight gradient starts only in an idle interval of at

@@ -46,8 +46,8 @@ def find_critical_blocks(problem: Problem, orders: list[Order], clock: TaskTimes
 
 
 def improve_orders(problem: Problem, orders: list[Order], runs: int) -> tuple[float, list[Order]]:
-    """Improve task orders by local search; return (makespan, improved orders), with a makespan no larger than that of
-    `orders`.
+    """Improve task orders by local search; return (makespan, improved orders), whose makespan is at most the makespan
+    of `orders`.
 
     problem: placement, task durations and memory limits. orders: for each rank, its task numbers in execution order (a
     task is one pass on one stage). runs: number of moves to try; the search ends early at the lower bound. The seed of
@@ -95,7 +95,7 @@ def improve_orders(problem: Problem, orders: list[Order], runs: int) -> tuple[fl
 def _draw_move(problem: Problem, orders: list[Order], blocks: list[Block], draw: Random) -> tuple[int, Order | None]:
     """Draw a random move of one task (a pass on one stage) on the critical path; return (rank, new feasible order of
     that rank). The order is None if ten draws in a row give no feasible one. The task moves by one position, or to the
-    start or end of its block, or a few positions beyond it.
+    start or end of its block, or a few positions beyond the block.
 
     problem: placement and memory limits. orders: for each rank, its task numbers in execution order. blocks: (rank,
     first position, last position) of consecutive tasks on the critical path. draw: random-number generator."""

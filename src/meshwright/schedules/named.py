@@ -68,8 +68,8 @@ def check_sizes(name: str, ranks: int | None, micro_batches: int | None, chunks:
 
 
 def _check_positive(name: str, what: str, preposition: str, number: int | None) -> int:
-    """Return `number` if it is at least 1. Raise UserError, such as "1f1b on 0 ranks", if it is smaller or missing
-    (None).
+    """Return `number` if it is at least 1. Raise UserError, such as "1f1b on 0 ranks", if the number is smaller or
+    missing (None).
 
     name: name of the schedule. what: the quantity, such as `ranks`. preposition: word of the message between name and
     number, such as `on`."""

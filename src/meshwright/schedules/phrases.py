@@ -85,7 +85,7 @@ def _parse_phrase(phrase: str) -> Integers:
     """Parse a text such as `F0 F0&B1` into a table of steps [steps, 3]. F is forward, B full backward, I input
     gradient, W weight gradient; the number after the letter is the number of a chunk (stage on this rank).
 
-    Columns: (1) kind; (2) chunk number, -1 for a `W` without number; (3) 1 if `&` joins the step to the one before,
+    Columns: (1) kind; (2) chunk number, -1 for a `W` without number; (3) 1 if `&` joins the step to the previous step,
     else 0."""
     steps = [
         (_KINDS[step[0]], int(step[1:]) if step[1:] else -1, place > 0)

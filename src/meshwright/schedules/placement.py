@@ -20,8 +20,8 @@ def format_placement(program: PipelineProgram, layers: int | None = None) -> str
     """Format the assignment of a pipeline schedule's stages to ranks as a text table: one line per rank, with one cell
     for each stage of the rank. A cell lists the stage's layers, embedding and head.
 
-    layers: number of layers of the model, divided evenly among the stages (None: one per stage). Raises UserError for
-    fewer layers than stages.
+    layers: number of layers of the model, divided evenly among the stages (None: one layer per stage). Raises UserError
+    for fewer layers than stages.
     """
     layers = program.stages if layers is None else layers
     if layers < program.stages:

@@ -125,8 +125,8 @@ def to_csv(program: PipelineProgram) -> str:
     receives, `compute_comms`.
 
     The second form also has the cells that PyTorch requires for sharded parameters: UNSHARD before a stage's first
-    step, REDUCE_GRAD and RESHARD after its last one. Raises UserError with the reason for programs that PyTorch cannot
-    express.
+    step, REDUCE_GRAD and RESHARD after the stage's last step. Raises UserError with the reason for programs that
+    PyTorch cannot express.
     """
     _check_expressible(program)
     out = io.StringIO()
@@ -137,8 +137,8 @@ def to_csv(program: PipelineProgram) -> str:
 
 
 def _format_row(program: PipelineProgram, rank: int) -> list[str]:
-    """Return the PyTorch CSV cells of one rank in execution order, one or more per group (steps that run together):
-    overlapped compute steps share a cell, each transfer has a cell."""
+    """Return the PyTorch CSV cells of one rank in execution order, one or more cells per group (steps that run
+    together). Overlapped compute steps share a cell; each transfer has a cell."""
     s = program.steps
     steps = s.of_rank(rank)
     computing = [step for step in steps if s.kind[step] in COMPUTING]

@@ -164,12 +164,12 @@ def schedule(
     micro-batches; None only for a file. chunks: stages per rank (None: the schedule's default). durations: times of one
     micro-batch, in any unit. In each field, one number or a list [ranks] is the time on all stages of a rank together,
     divided equally among them; a list [stages] has the time of each stage. memory: maximum saved activations of a rank,
-    in micro-batches on all its stages (None: no limit); used by `auto` only.
+    in micro-batches on all stages of the rank (None: no limit); used by `auto` only.
 
     parts: times of attention, dispatch, MLP and combine in a forward on all stages of a rank, used instead of
-    `durations`. The input gradient takes the same times, the weight gradient those of attention and MLP. Each step is
-    then split into these components, and simulated with two streams per rank. None: steps are not split. Raises
-    UserError for unknown names and invalid numbers, ProgramError for an incorrect program."""
+    `durations`. The input gradient takes the same four times, the weight gradient only the times of attention and MLP.
+    Each step is then split into these components, and simulated with two streams per rank. None: steps are not split.
+    Raises UserError for unknown names and invalid numbers, ProgramError for an incorrect program."""
     found, cut = None, None
     if name == "auto":
         # Durations of a rank's whole share: the search chooses the placement.
@@ -210,6 +210,6 @@ def _split_parts(parts: Sequence[float], chunks: int, transfer: ArrayLike) -> Co
 
 
 def _format_range(values: list[float]) -> str:
-    """Return the range of `values` as text: `1 to 4`, or `4` if all are equal."""
+    """Return the range of `values` as text: `1 to 4`, or `4` if all values are equal."""
     low, high = min(values), max(values)
     return f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"

@@ -12,8 +12,8 @@ from meshwright.schedules.orders import Order, Problem
 
 def compute_shortest_period(problem: Problem) -> float:
     """Return a lower bound of the period (time per micro-batch while the pipeline is full), in the unit of the step
-    durations. It is the larger of two maxima over ranks: the rank's work on one micro-batch; the memory-time product of
-    one micro-batch's activations on the rank, divided by the rank's memory limit.
+    durations. The bound is the larger of two maxima over ranks: the rank's work on one micro-batch; the memory-time
+    product of one micro-batch's activations on the rank, divided by the rank's memory limit.
 
     problem: placement of stages, task durations and memory limits."""
     s, t = problem.stages, problem.duration
@@ -24,16 +24,16 @@ def compute_shortest_period(problem: Problem) -> float:
 
 
 def build_periodic_orders(problem: Problem, every: float, delays: tuple[float, ...]) -> list[Order]:
-    """Build task orders in which the tasks of micro-batch k start k x `every` time units after those of micro-batch 0
-    (modulo scheduling); return for each rank its task numbers in execution order. A task is one pass on one stage.
+    """Build task orders in which the tasks of micro-batch k start k x `every` time units after the tasks of micro-batch
+    0 (modulo scheduling); return for each rank its task numbers in execution order. A task is one pass on one stage.
 
     problem: placement of stages, task durations and memory limits. every: period, in the unit of the durations. delays:
-    [2 x stages per rank], times added, to separate tasks that collide on a rank: first one before the forward of each
-    stage of a rank, then one before the input gradient of each stage.
+    [2 x stages per rank], times added, to separate tasks that collide on a rank: first a time before the forward of
+    each stage of a rank, then a time before the input gradient of each stage.
 
     Forwards and input gradients of micro-batch 0 start as soon as their input has arrived and the rank is free at that
-    point of the period; weight gradients fill the remaining gaps. A task that fits into no gap overlaps others; that is
-    allowed, as only the order is used.
+    point of the period; weight gradients fill the remaining gaps. A task that fits into no gap overlaps other tasks,
+    which is allowed because only the order is used.
     """
     s, ranks, hair = problem.stages, problem.ranks, 1e-9 * every
     taken: list[list[tuple[float, float]]] = [[] for _ in range(ranks)]  # [start, end) in the period, by rank

@@ -19,8 +19,8 @@ def zb_v(ranks: int, micro_batches: int) -> PipelineProgram:
     - weight copies: 1
     - transfers: twice as many as 1F1B, as every micro-batch runs from rank 0 to the last rank and back
 
-    With fewer than 2 x ranks - 1 micro-batches, the schedule is that for 2 x ranks - 1 micro-batches without the steps
-    of the missing ones.
+    With fewer than 2 x ranks - 1 micro-batches, the schedule for 2 x ranks - 1 micro-batches is used, without the steps
+    of the missing micro-batches.
     """
     program = Builder("zb-v", ranks, micro_batches, (place_in_v_shape(ranks),))
     all_micro_batches = range(micro_batches)
