@@ -26,7 +26,7 @@ class Verification:
         gradient_norm_error: Largest relative error of a gradient norm.
         layouts: One record per layout and model: layout, model, passed, worst, cases, seconds.
         mutations: Report on planted faults (deliberate bugs): number planted, detected ("caught") and without effect on
-            results ("neutral"), and list of those not detected ("missed"); None without `mutate`.
+            results ("neutral"), and list of faults that were not detected ("missed"); None without `mutate`.
         failure: First disagreement or missed fault in one line; None if all passed.
         seconds: Wall time.
         document: The JSON document of `meshwright verify --json`, which has all of these results and more.
@@ -65,13 +65,13 @@ def verify(
     Args:
         layout: Layout or its notation, a recipe or its file (its layout and its model), or None for a grid over every
             axis of parallelism.
-        model: Preset, Hugging Face directory, config.json, configuration or recipe; it is scaled down with all its
-            features. Default: representative models.
+        model: Preset, Hugging Face directory, config.json, configuration or recipe. The model is scaled down with all
+            its features. Default: representative models.
         dtype: `"float64"`, in which relative errors up to 1e-10 pass, or `"float32"`, up to 1e-5.
         mutate: Plant faults (deliberate bugs) at every collective call site and in local code, one at a time; each must
             be detected.
         thorough: Run the slow cases, too; without `model`, on three models.
-        log: Called with a line for each layout.
+        log: Function called with a line of text for each layout.
 
     Returns:
         The comparison, the same as the document of `meshwright verify --json`; `passed` is False if something

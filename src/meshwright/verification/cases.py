@@ -40,8 +40,8 @@ class CaseBuilder:
         dtype: Parameter dtype, "float64" or "float32".
         preference: Settings of the preference loss (DPO or IPO); None: next-token loss.
         teaching: Distillation, whose teacher is scaled down too; None: no teacher.
-        batch: Wanted global batch in sequences; if it is not a multiple of dp x micro-batches, the smallest multiple
-            that is at least 8 is used instead.
+        batch: Wanted global batch in sequences. If this is not a multiple of dp x micro-batches, the smallest such
+            multiple that is at least 8 is used instead.
         compiled: True if the recipe trains under torch.compile.
     """
 
@@ -95,9 +95,9 @@ class CaseBuilder:
         """Return a training problem of four optimizer steps with weight decay and gradient clipping. Step 1 (from 0) is
         non-finite and skipped; training is resumed from a checkpoint after two and after three steps.
 
-        In float64 the optimizer is AdamW with a dynamic loss scale. In float32 it is SGD, because AdamW's updates of
-        near-zero gradients depend on rounding. ranks: the batch is a multiple of this number. layers: minimum number of
-        layers.
+        In float64 the optimizer is AdamW with a dynamic loss scale. In float32 the optimizer is SGD, because AdamW's
+        updates for near-zero gradients depend on rounding. ranks: the batch is a multiple of this number. layers:
+        minimum number of layers.
         """
         training = ADAMW if self.dtype == "float64" else dataclasses.replace(SGD, clip=0.5)
         plain = self.make_sgd_problem(layers)
@@ -121,8 +121,8 @@ class CaseBuilder:
         return dataclasses.replace(problem, batch=self.layout.dp * self.layout.micro_batches)
 
     def make_dtype_problem(self) -> Problem:
-        """Return a training problem of two SGD steps with parameters of half the width of their master weights. It
-        detects parameters that were not set to the rounded master weights after an update."""
+        """Return a training problem of two SGD steps with parameters of half the width of their master weights. The
+        problem reveals parameters that were not set to the rounded master weights after an update."""
         narrow = {"float64": "float32", "float32": "bfloat16"}[self.dtype]
         plain = dataclasses.replace(self.make_sgd_problem(2), training=SGD, steps=2)
         return dataclasses.replace(plain, dtype=narrow, master_dtype=self.dtype)
@@ -179,8 +179,8 @@ class CaseBuilder:
         return scale_down_config(config or self.config, layout.tp, ulysses, layers, layout.ep, layout.etp)
 
     def _choose_batch(self) -> int:
-        """Return the global batch in sequences: the builder's `batch` if it is a multiple of dp x micro-batches, else
-        the smallest multiple that is at least 8."""
+        """Return the global batch in sequences: the builder's `batch` if this is a multiple of dp x micro-batches, else
+        the smallest such multiple that is at least 8."""
         share = self.layout.dp * self.layout.micro_batches
         return share * math.ceil(8 / share) if self.batch % share else self.batch
 

@@ -24,8 +24,8 @@ BF16_MIXTURE_TOLERANCE = 0.5  # rounding changes the routing of tokens between t
 
 
 def choose_tolerance(problem: Problem) -> float:
-    """Return the largest relative error at which a layout's results on a training problem count as correct. It depends
-    on the parameter dtype and, in bf16, on whether the model has experts."""
+    """Return the largest relative error at which a layout's results on a training problem count as correct. The
+    tolerance depends on the parameter dtype and, in bf16, on whether the model has experts."""
     mixture = problem.dtype == "bfloat16" and problem.config.experts > 0
     return BF16_MIXTURE_TOLERANCE if mixture else TOLERANCES[problem.dtype]
 
@@ -186,8 +186,8 @@ class _LayoutComparison:
             yield f"the validation loss after the last update is off by {loss:.1e}", None
 
     def _track_worst(self, errors: dict[str, float]) -> dict[str, float]:
-        """Update `worst` and `worst_name` if one of these errors exceeds the largest so far. errors: parameter ->
-        relative error; returned unchanged."""
+        """Update `worst` and `worst_name` if one of `errors` exceeds `worst`. errors: {parameter: relative error};
+        returned unchanged."""
         name, error = max(errors.items(), key=lambda item: item[1])
         if error > self.worst:
             self.worst_name, self.worst = name, error
@@ -195,7 +195,7 @@ class _LayoutComparison:
 
     def _find_first_wrong(self, errors: dict[str, float]) -> str | None:
         """Return the first parameter, in the order in which backward computes gradients, whose error exceeds the
-        tolerance; None if there is none. errors: parameter -> relative error."""
+        tolerance; None if no error does. errors: {parameter: relative error}."""
         if max(errors.values()) <= self.tolerance:
             return None
         return next(name for name in list_in_backward_order(self.reference) if errors.get(name, 0.0) > self.tolerance)
@@ -205,11 +205,11 @@ def compute_relative_errors(
     values: ParameterValues, truth: ParameterValues, rounding_norms: dict[str, float] | None = None
 ) -> dict[str, float]:
     """Return {parameter: relative error} of `values` against the expected values `truth`. The error of a tensor a with
-    the expected value b is ‖a-b‖ / max(‖b‖, floor); infinity if it is not finite.
+    the expected value b is ‖a-b‖ / max(‖b‖, floor); infinity if this is not finite.
 
-    floor: 1e-3 sqrt(elements of b) x root mean square of all elements in `truth`. It is needed for gradients that are
-    zero in exact arithmetic, such as that of a key bias. rounding_norms: {parameter: norm of the tolerated rounding
-    error}, subtracted from ‖a-b‖ (down to 0); None: nothing is subtracted.
+    floor: 1e-3 sqrt(elements of b) x root mean square of all elements in `truth`. The floor is needed for gradients
+    that are zero in exact arithmetic, such as the gradient of a key bias. rounding_norms: {parameter: norm of the
+    tolerated rounding error}, subtracted from ‖a-b‖ (down to 0); None: nothing is subtracted.
     """
     count = sum(b.numel() for b in truth.values())
     mean_square = sum(float(b.double().square().sum()) for b in truth.values()) / count
@@ -269,9 +269,9 @@ def _assemble_copies_of(
     copy, with NaN for elements that no rank holds.
 
     layout: layout of the run. slices: [rank][slice]. reference: gives the shapes. part: "dense", or "experts" (routed
-    experts under expert parallelism). A group of `list_copy_groups` may hold an element on several pp and tp ranks. It
-    therefore gives one copy for each pp rank (for dense parameters: for each pair of pp and tp rank), in which that
-    rank's elements take precedence.
+    experts under expert parallelism). A group of `list_copy_groups` may hold an element on several pp and tp ranks. The
+    group therefore gives one copy for each pp rank (for dense parameters: for each pair of pp and tp rank), in which
+    that rank's elements take precedence.
     """
     names = [entry.name for entry in reference.table.entries if entry.buffer_kind(layout) == part]
     if not names:

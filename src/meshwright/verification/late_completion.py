@@ -125,8 +125,8 @@ class LateCompletion:
         return original(operation, axis, site, *rest)
 
     def _use_original(self, name: str) -> Any:
-        """Return a context manager in which the function `name` of `transport` is the original one. It is used around a
-        call that makes other calls internally, so that these are not delayed a second time."""
+        """Return a context manager in which the function `name` of `transport` is the original one. Used around a call
+        that makes other calls internally, so that the other calls are not delayed a second time."""
         return mock.patch.object(transport, name, self._originals[name])
 
     # --- what a call in flight may not see
@@ -183,8 +183,8 @@ _REPLACED = (
 
 
 def _return_posted(posted: Posted) -> Posted:
-    """Return `posted`, the handles of a call that has already been started. With it, such a call can be passed to
-    `LateCompletion._post`, which expects a function that starts a call."""
+    """Return `posted`, the handles of a call that has already been started. Used to pass a call that has already been
+    started to `LateCompletion._post`, which expects a function that starts a call."""
     return posted
 
 

@@ -103,8 +103,8 @@ def _overwrite_gradient(
     counter: FaultCounter, original: FaultyFunction, gradient: UnshardedGradient, index: int
 ) -> Any:
     """Buggy stand-in for `UnshardedGradient.view` (`original`): each micro-batch overwrites the gradient instead of
-    accumulating into it. `original` returns (view of the gradient number `index`, overwrite): backward overwrites the
-    view if the flag `overwrite` is True, else adds to it. The stand-in always returns True. `counter` counts the flags
+    adding to it. `original` returns (view of the gradient number `index`, overwrite): backward overwrites the view if
+    the flag `overwrite` is True, else adds to the view. The stand-in always returns True. `counter` counts the flags
     that this changes."""
     view, stale = original(gradient, index)
     counter.record_if(not stale)
@@ -338,7 +338,7 @@ def _drop_key(counter: FaultCounter, original: FaultyFunction, span: Any, triang
 
 def _drop_kv_block(counter: FaultCounter, original: FaultyFunction, *arguments: Any) -> Any:
     """Buggy stand-in for `list_spans` (`original`), which lists the pairs (query chunk, key chunk) that a step of ring
-    attention computes. If the step is on another rank's KV block and has several pairs, the last one is left out.
+    attention computes. If the step is on another rank's KV block and has several pairs, the last pair is left out.
     `counter` counts the omitted pairs."""
     found = original(*arguments)
     return found[:-1] if counter.record_if(len(found) > 1 and arguments[0] != arguments[1]) else found

@@ -105,9 +105,9 @@ class _FaultRuns:
 
     def run_collective_faults(self, before: set[tuple[str, ...]]) -> Iterator[tuple[Fault, Comparison]]:
         """Train with each fault that can be planted in a collective call, one at a time. Each fault is first tried with
-        one training step; if the comparison does not reveal it, with all steps of the training problem. Yield (fault,
-        comparison with the single-device run) for every fault that altered a value on some rank. before: keys
-        (`_make_fault_key`) of faults to leave out."""
+        one training step; if the comparison does not reveal the fault, it is tried again with all steps of the training
+        problem. Yield (fault, comparison with the single-device run) for every fault that altered a value on some rank.
+        before: keys (`_make_fault_key`) of faults to leave out."""
         problem = self.maker.make_sgd_problem(layers=3)
         (healthy,) = self._run_with_faults(problem, [None])
         short = dataclasses.replace(problem, steps=1)
@@ -186,8 +186,8 @@ def _merge_calls(tables: Iterable[list[dict[str, Any]]]) -> dict[tuple[str, str]
 
 def list_possible_faults(layout: Layout, results: Sequence[RankResult]) -> list[Fault]:
     """Return all faults that can be planted in the collective calls of a layout: for each call site, operation and kind
-    of fault ("skip", "stale" ...: `KINDS`), one that affects every call and, if the first step has several such calls,
-    one that affects only the middle one. results: one per rank, of a run without fault."""
+    of fault ("skip", "stale" ...: `KINDS`), one fault that affects every call and, if the first step has several such
+    calls, one fault that affects only the middle call. results: results of each rank in a run without fault."""
     faults = []
     in_first_step = _merge_calls(result.calls_first_step for result in results)
     for (site, operation), call in _merge_calls(result.calls for result in results).items():

@@ -84,7 +84,7 @@ class Problem:
         preference: Settings of the preference loss; None: next-token loss.
         teaching: Distillation; None: no teacher.
         nan_step: Step (from 0) in which the last rank produces NaN activations; None: no such step.
-        resumed_at: Numbers of steps after which a checkpoint is saved and a new trainer resumes from it.
+        resumed_at: Numbers of steps after which a checkpoint is saved and a new trainer resumes from this checkpoint.
         fused_gradient_accumulation: True if weight-gradient kernels accumulate directly into the gradient buffer, as in
             large models.
         compile_backend: Backend of torch.compile for layers, final norm and loss, such as "inductor"; None: they run
@@ -122,7 +122,8 @@ class Problem:
 
     @property
     def train_sequences(self) -> int:
-        """Number of sequences in the training split. It is so small that the third step crosses the end of an epoch."""
+        """Number of sequences in the training split. The number is so small that the third step crosses the end of an
+        epoch."""
         return 2 * self.batch + 3
 
     def make_recipe(self, layout: Layout) -> Recipe:
@@ -242,8 +243,8 @@ def scale_down_config(
 
 
 def _scale_down_adapter(config: ModelConfig) -> AdapterConfig | None:
-    """Return the adapter of a scaled-down model: that of `config` at a rank of at most 3, with nonzero B, on the same
-    kinds of linear layers; None without adapter."""
+    """Return the adapter settings of a scaled-down model: the adapter of `config` with a rank of at most 3 and nonzero
+    B, on the same kinds of linear layers; None if `config` has no adapter."""
     if (adapter := config.adapter) is None:
         return None
     entries = parameter_table(dataclasses.replace(config, adapter=None)).entries

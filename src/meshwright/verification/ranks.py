@@ -70,8 +70,8 @@ class RankResult:
         optimizer, parameters, final_loss: Optimizer state, unsharded parameters and validation loss after the last
             step.
         counters: {number of steps done: checkpoint counters by name}.
-        not_restored: Lines on differences between the state saved in a checkpoint and that of the trainer resumed from
-            it.
+        not_restored: Lines on differences between the state saved in a checkpoint and the state of the trainer that
+            resumed from this checkpoint.
         calls_first_step, calls: Records of the collective calls of the first step and of all steps.
         affected_calls: Number of values that the planted fault changed.
         refused: Error message if the training itself detected the fault; else None.
@@ -181,8 +181,8 @@ def make_teacher(problem: Problem, mesh: Mesh) -> Teacher:
 
 
 class _VerificationRun:
-    """Training run of a `Problem` (model, data, optimizer settings) on one rank. It saves checkpoints and resumes from
-    them as the problem requires. layout: parallel layout. mesh: mesh of the ranks. directory: directory of the
+    """Training run of a `Problem` (model, data, optimizer settings) on one rank. The run saves checkpoints and resumes
+    from them as the problem requires. layout: parallel layout. mesh: mesh of the ranks. directory: directory of the
     checkpoints."""
 
     def __init__(self, problem: Problem, layout: Layout, mesh: Mesh, directory: Path | None) -> None:
@@ -261,7 +261,7 @@ class _VerificationRun:
 
     @cached_property
     def _checkpointer(self) -> Checkpointer:
-        """Checkpointer of the run's directory."""
+        """`Checkpointer` that saves and loads the run's checkpoints in its directory."""
         assert self.directory is not None, "a problem that is resumed needs a directory"
         return Checkpointer(self.directory, self.mesh, self.problem.config, SaveOptions(background=False))
 

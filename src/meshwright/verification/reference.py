@@ -34,8 +34,8 @@ class Reference:
         weights: Trained master weights by parameter, before each step and after the last.
         frozen: The frozen parameters of a model with an adapter.
         optimizer: Optimizer state after the last step by kind ("exp_avg" ...) and parameter.
-        scales, finite_steps: Loss scale and number of finite steps since it last changed, before each step and after
-            the last.
+        scales, finite_steps: Loss scale, and number of finite steps since the loss scale last changed, before each step
+            and after the last step.
         updates: Number of updates made (the step with NaN activations makes none).
         final_loss: Validation loss after the last step.
     """
@@ -214,9 +214,9 @@ class Reference:
         return {name: values.to(getattr(torch, self.problem.dtype)) for name, values in weights.items()}
 
     def _make_leaves(self, weights: ParameterValues) -> dict[str, torch.Tensor]:
-        """Return the values of all parameters, frozen ones included, as new float64 tensors by name, rounded to the
-        parameter dtype. Gradients can be computed for them (leaves of the autograd graph). weights: master weights of
-        the trained parameters."""
+        """Return the values of all parameters, including frozen parameters, as new float64 tensors by name, rounded to
+        the parameter dtype. Gradients can be computed for them (leaves of the autograd graph). weights: master weights
+        of the trained parameters."""
         return {
             name: values.double().clone() for name, values in self.round_to_parameters(self.frozen | weights).items()
         }
@@ -280,8 +280,8 @@ class Reference:
 
 
 def learning_rate(step: int, steps: int, training: TrainingSettings) -> float:
-    """Return the learning rate of step `step` (from 0) in a run of `steps` steps. After a linear warm-up it is
-    constant, or decays linearly or along a cosine to the minimum. training: rates and schedule."""
+    """Return the learning rate of step `step` (from 0) in a run of `steps` steps. After a linear warm-up the learning
+    rate is constant, or decays linearly or along a cosine to the minimum. training: rates and schedule."""
     peak, warmup = training.learning_rate, training.warmup
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)

@@ -203,8 +203,8 @@ class _Verifier:
         return plant_all_faults(maker, self.get_reference, ranks, self.log, self.collectives, planted)
 
     def compare(self, case: Case, layout: Layout) -> Comparison:
-        """Run one case on `layout` and compare it with the reference. If the case has a `resume_layout`, run its last
-        steps on that layout, from the checkpoint saved by `layout`."""
+        """Run one case on `layout` and compare the results with the reference. If the case has a `resume_layout`, run
+        its last steps on that layout, from the checkpoint saved by `layout`."""
         problem = case.problem
         reference = self.get_reference(problem)  # before the ranks: their server is still loading torch
         ranks = self.get_ranks(layout.world_size)

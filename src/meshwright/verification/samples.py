@@ -33,7 +33,7 @@ class Batch:
         reference: For preference training, the reference policy's log-probability of each response in nats, float64 [B,
             2 x MAX_PAIRS]; else None.
         undesirable: For single labelled responses (KTO), True where a response is undesirable, bool [B, 2 x MAX_PAIRS].
-        kl: KTO's estimate of the KL divergence in nats; None before it is computed.
+        kl: KTO's estimate of the KL divergence in nats; None until it has been computed.
         mismatched: Other random sequences, from which `kl` is computed. In real data these are prompts with responses
             to other prompts.
     """
@@ -98,10 +98,10 @@ def _make_sequence(problem: Problem, number: int) -> tuple[NDArray[Any], ...]:
 
 def _make_pairs(problem: Problem, number: int, mismatched: bool = False) -> tuple[NDArray[Any], ...]:
     """Generate sequence number `number` for preference training; return (tokens [S], targets [S], document numbers [S],
-    reference log-probabilities in nats [2 x MAX_PAIRS]). It has zero to two pairs of a preferred and a rejected
-    response (or twice as many single responses). Each response is a document that begins with a prompt. Prompt tokens,
-    the last token of a document and padding have target -100. mismatched: True for another random sequence with as many
-    responses (KTO)."""
+    reference log-probabilities in nats [2 x MAX_PAIRS]). The sequence has zero to two pairs of a preferred and a
+    rejected response (for KTO, zero to four single responses). Each response is a document that begins with a prompt.
+    Prompt tokens, the last token of a document and padding have target -100. mismatched: True for another random
+    sequence with as many responses, from which KTO estimates the KL divergence."""
     random = np.random.default_rng([problem.seed, number, *[1] * mismatched])
     sequence, pairs = problem.sequence, _count_pairs(number)
     tokens = random.integers(0, problem.config.vocabulary, sequence + 1)

@@ -36,8 +36,8 @@ class DistillationSettings:
         self, layout: Layout, student: ModelConfig, scale: Callable[[ModelConfig], ModelConfig]
     ) -> DistillationSettings:
         """Return these settings with a scaled-down teacher for `student`, a scaled-down model on `layout`. The
-        teacher's hidden size differs from the student's if its family allows that. scale: function that scales a
-        configuration down. Raises `UserError` if hidden states cannot be compared."""
+        teacher's hidden size differs from the student's if the teacher's model family allows that. scale: function that
+        scales a configuration down. Raises `UserError` if hidden states cannot be compared."""
         make_teacher_layout(layout, self.layout, self.teacher)
         teacher = dataclasses.replace(scale(self.teacher), vocabulary=student.vocabulary)
         try:
@@ -93,7 +93,7 @@ class ReferenceTeacher(NamedTuple):
 
 
 def make_distillation_settings(recipe: Recipe) -> DistillationSettings | None:
-    """Return the settings of the distillation that a recipe describes; None if it names no teacher."""
+    """Return the settings of the distillation that a recipe describes; None if the recipe names no teacher."""
     teacher = read_teacher_config(recipe)
     loss = make_distillation(recipe, layers=1 << 20 if recipe.distill.layer_map else 1)
     if teacher is None or loss is None:
