@@ -18,8 +18,8 @@ def emulate(ranks: int, *, initialized: bool = True) -> EmulatedRanks:
     the program alone. Use it as a context manager.
 
     Each rank has its own torch.distributed world, environment variables and random state. A rank runs until it waits
-    for another one; if all wait, `run` raises `EmulationFailed`, which reports the call in which each rank waits.
-    `torch.compile` returns its argument uncompiled, and only the CPU is visible.
+    for another rank; if all ranks wait, `run` raises `EmulationFailed`, which reports the call in which each rank
+    waits. `torch.compile` returns its argument uncompiled, and only the CPU is visible.
 
     Args:
         ranks: Number of ranks.

@@ -76,8 +76,9 @@ class CollectiveCall:
 class PostedMessage:
     """A send or receive that a rank has posted: one of the two ends of a message.
 
-    call: the rank's call, with the tensor to send or to fill. sender: index of the sending rank in the group; -1 for a
-    receive from any rank, until a send matches it. result: copy of the sent tensor; None until both ends are posted."""
+    call: the rank's call, with the tensor to send or to fill. sender: index of the sending rank in the group; -1 in a
+    receive from any rank, until a send matches the receive. result: copy of the sent tensor; None until both ends are
+    posted."""
 
     call: RankCall
     sender: int
@@ -112,8 +113,8 @@ class EmulatedWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return True if the call is complete, after writing its results to the output tensors. If it is not complete,
-        first let another rank run and check again, so that a program that polls makes progress."""
+        """Return True if the call is complete, after writing its results to the output tensors. If the call is not
+        complete, first let another rank run and check again, so that a program that polls makes progress."""
         if not self._ready():
             self._matcher.scheduler.poll(self._ready, self._describe)
         if self._ready():
@@ -243,7 +244,8 @@ class CallMatcher:
         return work
 
     def _post(self, message: PostedMessage, sends: bool, key: tuple[GroupKey, int, int]) -> None:
-        """Match a send or receive with its counterpart if that has been posted; otherwise store it until then.
+        """Match a send or receive with its counterpart if the counterpart has been posted; otherwise store the send or
+        receive until then.
 
         message: the send or receive. sends: True for a send. key: (group, index of the receiving rank, tag).
         """
@@ -271,8 +273,8 @@ class CallMatcher:
             sent.result = received.result = source.detach().clone()
 
     def _record(self, group: Any, operation: str, call: RankCall) -> None:
-        """Append the running rank's communication call to `events`, and count it. Before that, call `on_call`, which
-        may open the debugger.
+        """Call `on_call`, which may open the debugger; then count the running rank's communication call and append it
+        to `events`.
 
         group: an `EmulatedGroup`. operation: name of the call, such as "all_reduce". call: the rank's tensors; its
         fields `number` and `place` are set here.
@@ -297,7 +299,7 @@ class CallMatcher:
 
     def _check_match(self, collective: CollectiveCall, operation: str, group: Any, call: RankCall) -> None:
         """Raise EmulationFailed if this rank's call differs from the call that other ranks of the group have made to
-        the same collective. Operation and `call.form` (text of reduction, shape and root) must be equal.
+        the same collective. Operation and `call.form` (text of reduction, shape and root) must be equal on all ranks.
 
         collective: the calls of the other ranks. operation: name of this rank's collective. group: an `EmulatedGroup`.
         call: this rank's call."""

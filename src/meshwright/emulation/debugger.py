@@ -12,8 +12,8 @@ from meshwright.errors import UserError
 
 
 class RankDebugger(pdb.Pdb):
-    """pdb debugger of one emulated rank, whose prompt shows the rank. output: stream that the debugger prints to. It is
-    used instead of `sys.stdout`, which prefixes each line with the rank."""
+    """pdb debugger of one emulated rank, whose prompt shows the rank. output: stream that the debugger prints to,
+    instead of `sys.stdout`, which prefixes each line with the rank."""
 
     def __init__(self, rank: int, output: IO[str]) -> None:
         """Create the debugger without opening its prompt; arguments: see the class."""
@@ -68,8 +68,8 @@ def make_call_breakpoint(breakpoint: tuple[int, int], output: IO[str]) -> Callab
 
 
 def make_breakpoint_hook(current: Callable[[], int], output: IO[str]) -> Callable[..., Any]:
-    """Return a function for `sys.breakpointhook`, so that `breakpoint()` opens the debugger of the rank that calls it.
-    current: returns the running rank. output: stream for the debugger's prompt."""
+    """Return a function for `sys.breakpointhook`, so that `breakpoint()` opens the debugger of the calling rank.
+    current: function that returns the running rank. output: stream for the debugger's prompt."""
 
     def hook(*_: Any, **__: Any) -> None:
         """Open the debugger of the running rank at the line that follows the caller's `breakpoint()`; the arguments are

@@ -33,8 +33,8 @@ class RankCall:
         outputs: Tensors that receive the call's results.
         shown: Tensor whose dtype and shape are printed in reports, None if the call has no tensor.
         form: Text (root, reduction, shape) that must be equal on all ranks of a collective call.
-        sliced: True if the inputs are consecutive slices of one tensor. They are then reduced as one vector, as the
-            order of additions depends on an element's index in it.
+        sliced: True if the inputs are consecutive slices of one tensor. The slices are then reduced as one vector,
+            because the order of additions depends on an element's index in the vector.
         place: File and line of the call.
         number: Position among the rank's calls, from 1.
     """
@@ -55,10 +55,9 @@ unseen_by_modes = _disable_current_modes
 
 @unseen_by_modes()
 def copy_results(outputs: Tensors, results: Tensors) -> None:
-    """Copy the results of a call into its output tensors, one to each of `outputs`, without recording the copy in
-    autograd, as a real backend writes them. A result and its output may differ in shape, but must have equally many
-    elements (else ValueError).
-    """
+    """Copy results[i] of a call into its output tensor outputs[i], without recording the copies in autograd (a real
+    backend does not record them either). A result and its output may differ in shape, but must have equally many
+    elements (else ValueError)."""
     for output, result in zip(outputs, results, strict=True):
         if output.numel() != result.numel():
             raise ValueError(f"a result of shape {list(result.shape)} does not fit into {list(output.shape)}")
@@ -82,9 +81,9 @@ def _reduce(inputs: Sequence[Tensors], op: str) -> list[torch.Tensor]:
     """Return the elementwise reductions over the ranks of `inputs`, [rank][tensor], one for each tensor. op: name of
     the reduction, such as "SUM".
 
-    The order of the additions is that of gloo's ring (gloo/allreduce.cc), so that sums have the same bits: all tensors
-    of a rank are one vector, which is cut into n parts for n ranks; part p is summed over the ranks p - 1, p - 2, ...,
-    p (modulo n), in this order.
+    The additions have the order of gloo's ring all-reduce (gloo/allreduce.cc), so that sums have the same bits as with
+    gloo: all tensors of a rank are one vector, which is cut into n parts for n ranks; part p is summed over the ranks p
+    - 1, p - 2, ..., p (modulo n), in this order.
     """
     vectors = [torch.cat([tensor.reshape(-1) for tensor in tensors]) for tensors in inputs]
     ranks, itemsize = len(vectors), vectors[0].itemsize

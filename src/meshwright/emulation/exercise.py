@@ -46,7 +46,7 @@ class WrongTensor:
 @dataclass(frozen=True, slots=True)
 class ExerciseResult:
     """Result of `run --check`: comparison of the tensors that a script's function `distributed()` returns on all ranks
-    with those that its function `one_device()` returns.
+    with the tensors that its function `one_device()` returns.
 
     wrong: tensors that differ, in the order in which one_device() returns them. compared: number of tensors. worst:
     largest relative error ‖a-b‖ / ‖b‖ of any tensor on any rank.
@@ -76,9 +76,9 @@ def get_function(namespace: Mapping[str, Any], name: str, script: str) -> Callab
 
 
 def compare_ranks(truth: Mapping[str, torch.Tensor], ranks: Sequence[Mapping[str, Result]]) -> ExerciseResult:
-    """Compare the tensors that a script's `distributed()` returned on all ranks with those of its `one_device()`. A
-    tensor is wrong if its relative error ‖a-b‖ / ‖b‖ exceeds 1e-10 (`TOLERANCE`), or if no rank returns some of its
-    elements.
+    """Compare the tensors that a script's `distributed()` returned on all ranks with the tensors that its
+    `one_device()` returned. A tensor is wrong if its relative error ‖a-b‖ / ‖b‖ exceeds 1e-10 (`TOLERANCE`), or if no
+    rank returns some of its elements.
 
     truth: results of `one_device()`: {name: tensor}, in the order of computation. ranks: results of `distributed()` by
     rank: {name: full tensor, or (slice, index) for the elements `tensor[index]`}. Raises UserError for a name that is
@@ -114,8 +114,8 @@ def compare_ranks(truth: Mapping[str, torch.Tensor], ranks: Sequence[Mapping[str
 
 
 def _check_returned(prefix: str, returned: Any, truth: Mapping[str, torch.Tensor] | None) -> None:
-    """Check the result `returned` of a script's function `distributed()` or `one_device()`. Raise UserError unless it
-    is a dictionary {name: tensor}; for `distributed()` a value may also be a pair (slice of the tensor, index
+    """Check the result `returned` of a script's function `distributed()` or `one_device()`. Raise UserError unless the
+    result is a dictionary {name: tensor}; for `distributed()` a value may also be a pair (slice of the tensor, index
     expression of the slice).
 
     prefix: beginning of the error message. truth: if `returned` is the result of `distributed()`, the result of

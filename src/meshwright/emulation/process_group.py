@@ -20,8 +20,8 @@ _Store: Any = dist.Store  # type: ignore[attr-defined]
 
 class EmulatedGroup(_ProcessGroup):
     """Process group of one emulated rank, with the interface of a torch.distributed backend: methods take the arguments
-    that torch.distributed passes, and return handles. A collective call is complete when all ranks have made it, a send
-    when it is received. Reductions add in the order of gloo's ring all-reduce.
+    that torch.distributed passes, and return handles. A collective call is complete when all ranks have made the call,
+    a send when its message is received. Reductions add in the order of gloo's ring all-reduce.
 
     matcher: matches the calls of all ranks. key: (number of earlier `init_process_group` calls of the rank, name of the
     group), equal on all ranks of the group; the number is needed because names repeat after each such call. rank: index
@@ -55,8 +55,8 @@ class EmulatedGroup(_ProcessGroup):
         return [torch.device("cpu")]
 
     def getBackendName(self) -> str:
-        """Return the name of the emulated backend. It must not be one that torch knows, such as "gloo": torch would
-        look for a C++ backend object."""
+        """Return the name of the emulated backend. (With the name of a real backend, such as "gloo", torch would look
+        for a C++ backend object.)"""
         return "emulated"
 
     name = getBackendName
@@ -92,9 +92,8 @@ class EmulatedGroup(_ProcessGroup):
         return self.matcher.join(self, "reduce", RankCall(tensors, outputs, tensors[0], form), op, opts.rootRank)
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> EmulatedWork:
-        """Overwrite the tensors of every rank with those of the root (`opts.rootRank`; rank 0 if `opts` is None).
-        Returns the handle of the call.
-        """
+        """Overwrite the tensors of every rank with the tensors of the root (`opts.rootRank`; rank 0 if `opts` is None).
+        Returns the handle of the call."""
         root = 0 if opts is None else opts.rootRank
         form = f"{tensors[0].dtype} {tensors[0].numel()} from {self.ranks[root]}"
         return self.matcher.join(self, "broadcast", RankCall(tensors, tensors, tensors[0], form), root=root)
@@ -118,8 +117,8 @@ class EmulatedGroup(_ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], opts: Any = None
     ) -> EmulatedWork:
-        """Gather each of several `tensors` on all ranks into the tensor of `outputs` at the same index, concatenated in
-        rank order; return one handle for all. opts: ignored."""
+        """Gather each tensor tensors[k] of every rank on all ranks: outputs[k] receives the ranks' tensors,
+        concatenated in rank order. Returns one handle for all. opts: ignored."""
         return self._join_works([self.all_gather_single(*pair) for pair in zip(outputs, tensors, strict=True)])
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -161,8 +160,9 @@ class EmulatedGroup(_ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], opts: Any = None
     ) -> EmulatedWork:
-        """Reduce each of several `tensors` over the ranks (`opts.reduceOp`; None: sum) and scatter the result: rank i
-        receives the i-th of n equal slices in the tensor of `outputs` at the same index. Returns one handle for all."""
+        """Reduce each tensor tensors[k] over the ranks and scatter the result: outputs[k] on rank i receives the i-th
+        of n equal slices of the result. opts: torch.distributed's options, whose `reduceOp` is the reduction; None:
+        sum. Returns one handle for all reductions."""
         pairs = zip(outputs, tensors, strict=True)
         return self._join_works([self.reduce_scatter_single(output, tensor, opts) for output, tensor in pairs])
 
@@ -203,7 +203,7 @@ class EmulatedGroup(_ProcessGroup):
         return self.matcher.join(self, "barrier", RankCall((), (), None))
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait until all ranks of the group have called this. timeout, wait_all_ranks: ignored."""
+        """Wait until all ranks of the group have called this method. timeout, wait_all_ranks: ignored."""
         self.barrier().wait()
 
     # --- messages
@@ -233,8 +233,9 @@ class EmulatedGroup(_ProcessGroup):
         """Split the contiguous tensor `whole` into n equal slices, one per rank of the group; return flattened views of
         them.
 
-        part: number of elements that each slice must have, which is that of the call's other tensor. operation: name of
-        the collective for the error. Raises ValueError if `whole` does not have n times `part` elements.
+        part: number of elements that each slice must have (the number of elements of the call's other tensor).
+        operation: name of the collective for the error. Raises ValueError if `whole` does not have n times `part`
+        elements.
         """
         if whole.numel() != part * len(self.ranks):
             raise ValueError(f"{operation}: {whole.numel()} elements are not {len(self.ranks)} ranks x {part}")
@@ -283,19 +284,19 @@ class EmulatedStore(_Store):
         self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key; if it is missing, let other ranks run until one stores it."""
+        """Return the value of a key; if the key is missing, let other ranks run until one of them stores it."""
         self.wait([key])
         return self._values[key]
 
     def add(self, key: str, amount: int) -> int:
-        """Add `amount` to the integer stored under a key (0 if missing); return the sum."""
+        """Add `amount` to the integer stored under a key (0 if the key is missing); return the sum."""
         total = int(self._values.get(key, b"0")) + amount
         self._values[key] = str(total).encode()
         return total
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Set a key to `desired` if its value is `expected` (or if it is missing and `expected` is empty); return the
-        value that the key then has, b"" if it is missing."""
+        value that the key has afterwards, b"" if the key is missing."""
         current = self._values.get(key, b"")
         if current == (expected.encode() if isinstance(expected, str) else expected):
             self.set(key, desired)

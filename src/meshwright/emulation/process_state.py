@@ -32,7 +32,7 @@ PYTHON = tuple(
 
 class World:
     """Stand-in for torch.distributed's private class `_World`, which holds the process groups of a process: one object
-    per emulated rank, with the same fields."""
+    per emulated rank, with the fields of `_World`."""
 
     def __init__(self) -> None:
         """Start without process groups."""
@@ -80,7 +80,7 @@ class ProcessState:
     @classmethod
     def from_process(cls) -> ProcessState:
         """Capture the process-wide state of this process as it is now: process groups, environment variables,
-        `__main__` and `sys.argv`. Call it while no emulated rank runs."""
+        `__main__` and `sys.argv`. Call this method while no emulated rank runs."""
         return cls(c10d._world, _environment().__dict__["_data"], sys.modules["__main__"], sys.argv)
 
     @classmethod
@@ -120,7 +120,7 @@ class ProcessState:
         self.numpy_random = self.numpy_random.read_again()
 
     def load(self) -> None:
-        """Install this rank's state as that of the process, before the rank runs."""
+        """Install the rank's state in the process, before the rank runs."""
         c10d._world = self.world
         self._load_environment()
         sys.modules["__main__"], sys.argv = self.main, self.arguments

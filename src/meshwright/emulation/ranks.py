@@ -127,8 +127,8 @@ class EmulatedRanks:
         stack.callback(isolate, False)
 
     def _rendezvous(self, url: str, rank: int = -1, world_size: int = -1, **_: Any) -> Iterator[tuple[Any, int, int]]:
-        """Yield (store, rank, world size) of the running rank. Stand-in for torch.distributed's `rendezvous`, which
-        takes the same arguments; they are ignored."""
+        """Yield (store, rank, world size) of the running rank. Stand-in for torch.distributed's `rendezvous`; the
+        arguments are those of `rendezvous`, and are ignored."""
         yield self._store, self.scheduler.current().index, self.world_size
 
     def _make_group(
@@ -181,8 +181,8 @@ class EmulatedRanks:
         return wait_or_yield
 
     def _make_signal(self) -> Callable[[int, Any], Any]:
-        """Return a stand-in for `signal.signal`. It ignores handlers that a rank's thread sets, because Python allows
-        that in the main thread only."""
+        """Return a stand-in for `signal.signal`. The stand-in ignores handlers that a rank's thread sets, because
+        Python allows only the main thread to set handlers."""
         set_handler = signal.signal
 
         def set_or_ignore(number: int, handler: Any) -> Any:

@@ -25,8 +25,8 @@ class EmulationFailed(CheckFailed):
 
 
 class RankStopped(BaseException):
-    """Raised in waiting ranks after another rank has failed, to end them. It is a BaseException, so that programs do
-    not catch it."""
+    """Raised in waiting ranks after another rank has failed, to end them. A BaseException, so that `except Exception`
+    in programs does not catch it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ class WaitCondition:
 class Failure:
     """First error in one run of a function on emulated ranks.
 
-    rank: rank that raised it; None: no single rank (a deadlock). error: the exception. text: its traceback, without the
-    frames of the emulation.
+    rank: rank that raised the error; None: no single rank (a deadlock). error: the exception. text: traceback of the
+    error, without the frames of the emulation.
     """
 
     rank: int | None

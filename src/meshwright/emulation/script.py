@@ -50,7 +50,7 @@ class ScriptReport:
     Attributes:
         ranks: Number of ranks.
         failure: Text of the first error, empty if there is none.
-        failed_rank: Rank that raised it (None: no single rank).
+        failed_rank: Rank that raised the first error; None: no single rank.
         exit_code: Exit code of the command.
         events: Communication calls in order.
         holdings: Tensors that the ranks hold at the end, listed with `ScriptOptions.show`.
@@ -92,8 +92,9 @@ class ScriptReport:
 
 
 class RankOutput(io.TextIOBase):
-    """Replacement of `sys.stdout` that all ranks share. It writes each line to `output` with the rank that printed it
-    as prefix, such as "[rank 2] ". current: function that returns the running rank, None between runs."""
+    """Replacement of `sys.stdout` that all ranks share. Each line is written to `output` with a prefix that names the
+    rank that printed the line, such as "[rank 2] ". current: function that returns the running rank, None between runs.
+    """
 
     def __init__(self, output: IO[str], current: Callable[[], int | None]) -> None:
         """Store where to write. output: stream that receives the prefixed lines. current: returns the rank that runs,
@@ -236,8 +237,8 @@ def make_main_module(path: Path) -> ModuleType:
 
 
 def _execute(code: CodeType, module: ModuleType, name: str) -> None:
-    """Execute a script's code in `module`, with `__name__` set to `name`. Raises ScriptEnded if it calls `sys.exit`
-    with a non-zero exit code."""
+    """Execute a script's code in `module`, with `__name__` set to `name`. Raises ScriptEnded if the script calls
+    `sys.exit` with a non-zero exit code."""
     module.__dict__["__name__"] = name
     with _catch_exit():
         exec(code, module.__dict__)
