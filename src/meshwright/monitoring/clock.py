@@ -13,8 +13,8 @@ class StepClock:
     """Clock of the phases of a training step, such as "forward". The caller marks the end of each phase.
 
     device: device of this rank. On CUDA a mark records an event on the current stream, whose time is read one step
-    later, so that the host does not wait for the GPU: results are those of the previous step. waited: function that
-    returns the seconds that this process has spent waiting in collective calls since its start.
+    later, so that the host does not wait for the GPU. Results on CUDA are therefore of the previous step. waited:
+    function that returns the seconds that this process has spent waiting in collective calls since its start.
     """
 
     def __init__(self, device: torch.device, waited: Callable[[], float] = lambda: 0.0) -> None:
@@ -33,15 +33,15 @@ class StepClock:
         self.mark("")
 
     def mark(self, part: str) -> None:
-        """Record that the phase called `part`, such as "forward", ends now; it began at the previous mark. The seconds
-        of several phases with the same name are summed."""
+        """Record that the phase called `part`, such as "forward", ends now. The phase began at the previous mark. The
+        seconds of several phases with the same name are summed."""
         self._marks.append((part, self._take_time(), self._waited()))
         if self.listener is not None:
             self.listener(part)
 
     def seconds(self) -> dict[str, float]:
         """Return {phase: seconds}, in the order in which the phases first ended, for the time since `start()`. On CUDA
-        the result is that of the previous step."""
+        the times are of the previous step."""
         marks = (self._previous or self._marks) if self.cuda else self._marks
         if self.cuda:
             marks[-1][1].synchronize()  # type: ignore[union-attr]

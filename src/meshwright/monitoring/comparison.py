@@ -65,8 +65,8 @@ class Prediction:
 
     @property
     def peak_bytes(self) -> int:
-        """Predicted peak memory of this rank in bytes, 0 if unknown. On CPUs it is the peak of the process (RSS);
-        otherwise that of the tensor allocator."""
+        """Predicted peak memory of this rank in bytes, 0 if unknown. On CPUs this is the peak of the process (RSS); on
+        GPUs the peak of the tensor allocator."""
         if self.process is not None:
             return self.process.peak
         return 0 if self.memory is None else _compute_expected_peak(self.memory)
@@ -165,7 +165,7 @@ class StepTimes:
             self._steps.append(_StepTime(seconds, parts, waited))
 
     def find_median_step(self) -> _StepTime | None:
-        """Return the measured times of the step of median duration among the stored ones; None if no step is stored."""
+        """Return the measured times of the stored step that has the median duration; None if no step is stored."""
         return sorted(self._steps, key=lambda step: step.seconds)[(len(self._steps) - 1) // 2] if self._steps else None
 
     def to_json_dict(self, device: torch.device) -> dict[str, Any]:
@@ -197,8 +197,8 @@ def _sum_waiting_seconds(breakdown: Mapping[str, float]) -> float:
 
 def _split_waiting(seconds: float, waiting: float) -> dict[str, float]:
     """Split the duration of a step into {"working": seconds, "waiting": seconds}. Predicted and measured steps have
-    different phases, but can be compared by these two numbers. seconds: duration of the step. waiting: seconds of it in
-    which this rank waits for other ranks."""
+    different phases, but can be compared by these two numbers. seconds: duration of the step. waiting: seconds of the
+    step in which this rank waits for other ranks."""
     return {"working": max(0.0, seconds - waiting), "waiting": waiting}
 
 
@@ -208,9 +208,9 @@ def collect_measured_memory(
     """Return the measured memory of rank 0 in bytes, None for unknown values.
 
     Keys: each category of model states ("parameters" ...); "peak": growth from before the trainer's construction to the
-    peak of the first steps; "allocator_peak"; "process_peak" (RSS); "unexplained": measured minus predicted peak. On
-    CUDA "unexplained" compares the peaks of the allocator. On a CPU it compares those of the process; the correction
-    that the prediction learnt from earlier runs is removed first.
+    peak of the first steps; "allocator_peak"; "process_peak" (RSS); "unexplained": measured minus predicted peak.
+    "unexplained" compares the peaks of the allocator on CUDA, and the peaks of the process on a CPU, where the
+    correction that the prediction learnt from earlier runs is removed first.
 
     states: bytes by kind, from `Trainer.memory`. memory: meter of the peaks. prediction: entry `predicted` of the
     result document."""
@@ -243,8 +243,8 @@ def format_comparison(predicted: Mapping[str, Any], measured: Mapping[str, Any])
 
 
 def _format_peak(predicted: Mapping[str, Any] | None, measured: Mapping[str, Any] | None) -> list[str]:
-    """Format the peak memory of two ranks as one console text: the rank with the largest measured peak, and the rank
-    with the largest predicted peak. Return a list that contains this text, or an empty list if nothing was measured.
+    """Format the peak memory of two ranks as console text: the rank with the largest measured peak, and the rank with
+    the largest predicted peak. Return a list that contains this text, or an empty list if nothing was measured.
     predicted, measured: entries "fullest_rank" of the result document's figures."""
     if measured is None:
         return []

@@ -31,7 +31,7 @@ GIB = 2**30
 
 class Journal:
     """Reporter of one run: writes to the console, to `metrics.jsonl` and to trackers (TensorBoard, MLflow ...). Every
-    rank makes the same calls; only rank 0 prints and writes.
+    rank calls the methods in the same order; only rank 0 prints and writes.
 
     recipe: the run's recipe. mesh: mesh of its ranks. directory: run directory. show_progress: True to print progress
     on the console.
@@ -351,9 +351,9 @@ class Journal:
 
     def read_earlier_result(self, step: int, checkpointer: Checkpointer) -> dict[str, Any] | None:
         """Read the result document that an earlier start of the run stored, and replace its checkpoint paths by the
-        current paths; return the document. Return None on all ranks but 0, and if there is no such document or it
-        belongs to another number of steps. step: number of steps that the run has done. checkpointer: knows the newest
-        and best checkpoint."""
+        current paths; return the document. Return None on all ranks but 0, and also if there is no such document or if
+        it belongs to another number of steps. step: number of steps that the run has done. checkpointer: knows the
+        newest and best checkpoint."""
         result = self.directory.read_result() if self.leader else None
         if result is None or result.get("step") != step:
             return None

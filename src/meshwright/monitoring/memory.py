@@ -16,8 +16,8 @@ KERNELS_KEPT = 1024
 
 
 def keep_freed_memory() -> None:
-    """Configure glibc to keep freed memory instead of returning it to the kernel after every step, which would cost the
-    next step a page fault per page (some 3% of the step time at 30 M parameters). Does nothing without glibc."""
+    """Configure glibc to keep freed memory instead of returning it to the kernel. This saves page faults in the next
+    step (some 3% of the step time at 30 M parameters). Does nothing without glibc."""
     if sys.platform != "linux":
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -57,7 +57,7 @@ def read_peak_resident_bytes() -> int | None:
 
 
 def reset_peak_rss() -> bool:
-    """Reset the kernel's peak RSS counter (VmHWM) of this process; return True if it worked."""
+    """Reset the kernel's peak RSS counter (VmHWM) of this process; return True if this worked."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -66,7 +66,7 @@ def reset_peak_rss() -> bool:
 
 
 def _read_status_bytes(key: str) -> int | None:
-    """Return the value of a key of /proc/self/status, such as "VmRSS", converted from KiB to bytes; None if it is
+    """Return the value of a key of /proc/self/status, such as "VmRSS", converted from KiB to bytes; None if the key is
     missing."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()

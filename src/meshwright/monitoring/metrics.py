@@ -82,8 +82,8 @@ def _count_bytes_to_keep(content: bytes, resume_step: int) -> int:
 
 
 class SlowRankWatch:
-    """Detector of a rank whose own work takes longer than that of the other ranks, evaluated over windows of `window`
-    steps.
+    """Detector of a rank whose own work takes longer than the work of the other ranks, evaluated over windows of
+    `window` steps.
 
     The time of a rank is the median, over the window, of its seconds of work per step (without waiting). The slowest
     rank is reported if its time exceeds `factor` times the median time of the other ranks. ranks: number of ranks.

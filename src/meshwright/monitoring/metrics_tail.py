@@ -9,8 +9,8 @@ from meshwright.untrusted import parse_json
 
 
 class MetricsTail:
-    """Reader that returns the lines that were added to `metrics.jsonl` since it last read. path: the file; it may not
-    exist yet."""
+    """Reader that returns the lines added to `metrics.jsonl` since its last read. path: the file; it may not exist
+    yet."""
 
     def __init__(self, path: Path) -> None:
         """Start at the beginning of the file `path`."""
@@ -18,8 +18,8 @@ class MetricsTail:
 
     def read(self) -> list[dict[str, Any]]:
         """Return the lines added since the last read as dicts; an incomplete last line is left for the next read. If
-        the file has become shorter, because a resumed run removed the lines of steps after its checkpoint, read it from
-        the beginning."""
+        the file has become shorter, because a resumed run removed the lines of steps after its checkpoint, read the
+        file from the beginning."""
         try:
             with self._path.open("rb") as file:
                 if file.seek(0, 2) < self._offset:

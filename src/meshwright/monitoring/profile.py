@@ -186,8 +186,8 @@ class _ProfileRecording:
         return RankSteps(self._mesh.rank, self._zero + self._offset, self.spans, self.calls)
 
     def _annotate_operators(self, name: str) -> AbstractContextManager[Any]:
-        """Return a context manager that groups the operators run inside it under `name` in torch's trace; it does
-        nothing if operators are not recorded."""
+        """Return a context manager that groups the operators run inside its `with` block under `name` in torch's trace;
+        a context manager without effect if operators are not recorded."""
         return torch.profiler.record_function(name) if self.operators is not None else ExitStack()
 
     def _on_clock_mark(self, part: str) -> None:

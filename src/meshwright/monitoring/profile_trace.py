@@ -167,7 +167,8 @@ def build_rank_events(steps: RankSteps) -> Events:
 
 def _simulate_events(ranks: Sequence[RankSteps], program: PipelineProgram, pipeline_ranks: Mapping[int, int]) -> Events:
     """Simulate the pipeline schedule `program` with the median durations that `ranks` recorded; return the trace events
-    of the simulation, none if it is impossible with these durations. pipeline_ranks: global rank -> pipeline rank."""
+    of the simulation; no events if the simulation is impossible with these durations. pipeline_ranks: global rank ->
+    pipeline rank."""
     seen: dict[tuple[str, int, int], list[float]] = defaultdict(list)
     starts: list[float] = []
     for rank in ranks:

@@ -48,7 +48,7 @@ class RunFiles(NamedTuple):
 
 
 def read_run(run_directory: Path) -> RunFiles:
-    """Read the files of a run directory. `UserError` if it has no training step or a file is damaged."""
+    """Read the files of a run directory. `UserError` if the run has no training step or a file is damaged."""
     from meshwright.monitoring.report_inputs import read_recipe, read_result, read_steps
 
     metrics_path, recipe_path = run_directory / METRICS, run_directory / RECIPE
@@ -63,7 +63,7 @@ def read_run(run_directory: Path) -> RunFiles:
 
 
 def write_page(path: Path, format_page: Callable[[], str]) -> None:
-    """Write the HTML text that `format_page` returns to the file `path`. `UserError` if it cannot be written."""
+    """Write the HTML text that `format_page` returns to the file `path`. `UserError` if the file cannot be written."""
     try:
         path.write_text(format_page(), encoding="utf-8")
     except OSError as error:

@@ -102,7 +102,7 @@ class _Sample(_Document):
 
 
 def read_recipe(path: Path) -> str:
-    """Read the TOML text of a run's recipe, with U+FFFD for bytes that are not UTF-8. `UserError` if it cannot be
+    """Read the TOML text of a run's recipe, with U+FFFD for bytes that are not UTF-8. `UserError` if the file cannot be
     read."""
     try:
         return read_file(path, "recipe_bytes").decode(errors="replace")
@@ -153,8 +153,8 @@ def check_sample(document: Mapping[str, Any]) -> None:
 
 
 def _validate(kind: type[_Document], value: Any, where: str) -> dict[str, Any]:
-    """Validate the parsed JSON `value` against the pydantic schema `kind`; return it unchanged. where: name of the file
-    or document. Raises `UserError` that names `where` and the first invalid key."""
+    """Validate the parsed JSON `value` against the pydantic schema `kind`; return the value unchanged. where: name of
+    the file or document. Raises `UserError` that names `where` and the first invalid key."""
     try:
         kind.model_validate(value)
     except ValidationError as error:

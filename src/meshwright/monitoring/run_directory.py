@@ -28,7 +28,7 @@ class RunDirectory:
     """Directory of one run: paths and content of its files, and its lock. path: the directory, which need not exist
     yet.
 
-    Every process of a run creates one object; only one of them locks the directory (the launcher, or rank 0 if
+    Every process of a run creates one object; only one process locks the directory (the launcher, or rank 0 if
     torchrun, Kubernetes or SLURM started the ranks).
     """
 
@@ -54,7 +54,7 @@ class RunDirectory:
         return self.path / LOST
 
     def create(self) -> None:
-        """Create the directory. `UserError` if its path is a file or it cannot be written."""
+        """Create the directory. `UserError` if the path is a file, or if the directory cannot be written."""
         try:
             self._is_new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
@@ -167,8 +167,8 @@ class RunDirectory:
         return None
 
     def _replace_file(self, name: str, content: bytes) -> None:
-        """Replace the file `name` of the run directory atomically by one with the bytes `content`. `UserError` if it
-        cannot be written."""
+        """Replace the content of the file `name` of the run directory by the bytes `content`, atomically. `UserError`
+        if the file cannot be written."""
         try:
             replace_file(self.path / name, content, sync=False)
         except OSError as error:

@@ -16,10 +16,11 @@ STEPS = 3
 
 class StepMemory:
     """Meter of this process's memory: its peak so far, and its growth from the call of `start` to the peak of the first
-    training steps. It counts allocated bytes on CUDA and resident bytes on a CPU. device: device of this rank.
+    training steps. Memory is counted in allocated bytes on CUDA and in resident bytes on a CPU. device: device of this
+    rank.
 
-    On a CPU the kernel's peak counter is reset before the first step (Linux, proc(5)), to exclude loading; if it cannot
-    be reset, `growth_in_first_steps` stays None.
+    On a CPU the kernel's peak counter is reset before the first step (Linux, proc(5)), to exclude loading; if the
+    counter cannot be reset, `growth_in_first_steps` stays None.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -94,7 +95,7 @@ def _read_current_bytes(device: torch.device) -> int | None:
 
 
 def _reset_peak(device: torch.device) -> bool:
-    """Reset the peak counter of a CUDA `device`, or of this process on a CPU; return True if it worked."""
+    """Reset the peak counter of a CUDA `device`, or of this process on a CPU; return True if this worked."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True

@@ -83,7 +83,7 @@ class Tracking:
         """Report the run's end to the trackers, wait a limited time until they have received all lines, and log the
         number of lost lines.
 
-        status: "finished", "stopped" (it may be resumed) or "failed".
+        status: "finished", "stopped" (the run may be resumed) or "failed".
         """
         patience = PATIENCE_AFTER_FAILURE if status == FAILED else PATIENCE_SECONDS
         deadline = time.monotonic() + patience
@@ -164,7 +164,7 @@ class _TrackerThread:
     # --- in the thread
 
     def _send_all(self) -> None:
-        """Run the thread: start the tracker, send line after line, and report the run's end to it."""
+        """Main function of the thread: start the tracker, send all lines to it, and report the run's end to it."""
         if not self._retry(lambda: self.tracker.start(self.run, self.recipe)):
             return
         self._save_progress(self.run.step, now=True)
@@ -198,8 +198,8 @@ class _TrackerThread:
             return (self._missing or self._waiting).popleft()
 
     def _retry(self, call: Callable[[], None], tries: int | None = None) -> bool:
-        """Call `call` until it does not raise, with growing pauses between the calls; return True. Give up and return
-        False after `tries` failures (None: no limit), or at the first failure after the run has ended."""
+        """Call `call` until a call does not raise, with growing pauses between the calls; return True. Give up and
+        return False after `tries` failures (None: no limit), or at the first failure after the run has ended."""
         pause, tried = PAUSE, 0
         while True:
             try:
@@ -217,7 +217,7 @@ class _TrackerThread:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def _log_failure(self, reason: str) -> None:
-        """Store `reason` as the tracker's latest error; log it if it is the tracker's first error."""
+        """Store `reason` as the tracker's latest error; log only the tracker's first error."""
         if not self._last_error:
             self._log(f"tracker {self.name} failed: {reason}; training continues, and sending is retried")
         self._last_error = reason

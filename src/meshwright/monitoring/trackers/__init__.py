@@ -49,8 +49,8 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Interface of an experiment tracker. Rank 0 creates it before the first step, with its `track.options` as keyword
-    arguments.
+    """Interface of an experiment tracker. Rank 0 creates the tracker before the first step, with the tracker's
+    `track.options` as keyword arguments.
 
     All methods are called by one background thread: they may block, and may raise anything.
     """
@@ -64,7 +64,7 @@ class Tracker(Protocol):
         called again with the same values."""
 
     def finish(self, status: str) -> None:
-        """End the run in the tracker. status: "finished", "stopped" (it may be resumed) or "failed"."""
+        """End the run in the tracker. status: "finished", "stopped" (the run may be resumed) or "failed"."""
 
 
 def check_trackers(recipe: Recipe) -> None:
