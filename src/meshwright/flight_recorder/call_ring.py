@@ -45,8 +45,8 @@ _INTERNAL = tuple(os.path.join(_PACKAGE, name) + os.sep for name in ("comm", "fl
 
 
 def _compute_records_offset(groups: int) -> int:
-    """Return the byte offset of the call records in a ring buffer file, which follow the header and `groups` call
-    counters (one for each group of ranks that make the same calls)."""
+    """Return the byte offset of the call records in a ring buffer file. The records follow the header and the call
+    counters. groups: number of counters, one for each group of ranks that make the same calls."""
     return _COUNTS + 8 * groups
 
 
@@ -68,8 +68,8 @@ def create_memory_file(rank: int, ranks: int) -> int:
 
 
 def create_named_file(path: Path | str, rank: int, ranks: int) -> int:
-    """Create the ring buffer file of one rank at `path`, replacing an old one; return its open file descriptor. rank:
-    global rank. ranks: world size. Raises OSError if the disk is full."""
+    """Create the ring buffer file of one rank at `path`, replacing an old file; return the file descriptor of the open
+    file. rank: global rank. ranks: world size. Raises OSError if the disk is full."""
     with suppress(FileNotFoundError):
         os.unlink(path)  # instead of overwriting it: another process may have it mapped
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -132,7 +132,8 @@ class CallWriter:
 
     def _add_name(self, text: str) -> int:
         """Store a text (call site, group, code location or shape) in the area for texts at the end of the ring buffer
-        file. Return the number by which call records refer to it; 0, the empty text, if the area is full."""
+        file. Return the number by which call records refer to the text; 0, the number of the empty text, if the area is
+        full."""
         if (known := self._numbers.get(text)) is not None:
             return known
         data = text.encode()[:60_000]
@@ -148,7 +149,7 @@ class CallWriter:
 
     def _add_form(self, dtype: Any, shape: Any) -> int:
         """Store dtype and shape as one text, such as "float32[128, 64]", in the ring buffer file. Return the number by
-        which call records refer to it; 0 if the space for such texts is full."""
+        which call records refer to the text; 0 if the space for such texts is full."""
         text = f"form\t{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
         if self._form_bytes + len(text) + _NAME.size > FORM_BYTES:
             self._form_bytes = FORM_BYTES  # permanently: else shapes with shorter text would still be stored
@@ -158,8 +159,8 @@ class CallWriter:
         return number
 
     def register_group(self, ranks: Sequence[int], pair: tuple[int, int] | None = None) -> int:
-        """Register a group (ranks that make the same calls in the same order) at its first use; return the number by
-        which `post` refers to it.
+        """Register a group (ranks that make the same calls in the same order) at its first use; return the number of
+        the group, an argument of `post`.
 
         ranks: global ranks of the process group. pair: for point-to-point messages, (sender, receiver) as global ranks;
         None for collectives.
@@ -265,7 +266,7 @@ def _is_internal_file(file: str) -> bool:
 
 def read_calls(descriptor: int) -> RankCalls | None:
     """Read the calls recorded in a rank's ring buffer file. descriptor: the open file. Return None if the file is no
-    ring buffer or no process has recorded in it."""
+    ring buffer, or if no process has recorded calls in the file."""
     try:
         with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as memory:
             data = bytes(memory)

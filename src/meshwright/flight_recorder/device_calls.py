@@ -30,8 +30,8 @@ class DeviceCalls:
     runs for too long.
 
     calls: recorder to which the calls and their completion are written. make_event: function that makes a device event.
-    seconds: time limit of one call, from when the GPU begins it. overdue: function called at most once, in the thread
-    that runs `watch`, with the number of the first call that exceeds the limit."""
+    seconds: time limit of one call, counted from the time at which the GPU begins the call. overdue: function called at
+    most once, in the thread that runs `watch`, with the number of the first call that exceeds the limit."""
 
     def __init__(
         self, calls: CallWriter, make_event: Callable[[], Event], seconds: float, overdue: Callable[[int], object]

@@ -29,8 +29,8 @@ _Signature = tuple[str, ...]
 
 
 def diagnose(seen: Sequence[RankState], now: float) -> Verdict | None:
-    """Diagnose a hang: return which ranks caused it and why, or None if no cause is found. seen: state of each rank,
-    read at time `now` (seconds of the monotonic clock).
+    """Diagnose a hang: return which ranks caused the hang and why, or None if no cause is found. seen: state of each
+    rank, read at time `now` (seconds of the monotonic clock).
 
     Causes are searched in this order. (1) Ranks made different calls. (2) Ranks wait in a call. (3) A rank has made
     fewer calls than other ranks, while some process has died, timed out or been stopped. (4) A process is stopped
@@ -47,7 +47,7 @@ def diagnose(seen: Sequence[RankState], now: float) -> Verdict | None:
 
 def _find_mismatch(ranks: Mapping[int, RankState], now: float) -> Verdict | None:
     """Find the earliest call in which the ranks of a group differ by operation, site, dtype or shape; return the
-    verdict on it, or None if all calls agree. ranks: rank -> its state. now: seconds of the monotonic clock."""
+    verdict on this call, or None if all calls agree. ranks: rank -> its state. now: seconds of the monotonic clock."""
     found = [divergence for group in _list_groups(ranks) if (divergence := _find_divergence(ranks, group)) is not None]
     return min(found, key=lambda divergence: divergence.began).make_verdict(now) if found else None
 
@@ -136,8 +136,8 @@ class _Divergence:
         return min(call.posted for call in self.differing.values())
 
     def make_verdict(self, now: float) -> Verdict:
-        """Return the verdict that blames the ranks whose call differs from the expected one. If it cannot be determined
-        which call is the expected one, the verdict says that the ranks disagree. now: seconds of the monotonic
+        """Return the verdict that blames the ranks whose call differs from the expected one. If the expected call
+        cannot be determined, the verdict says that the ranks disagree. now: seconds of the monotonic
         clock."""
         expected = self._find_expected()
         of_group = f" of ranks {format_ranks(self.group.members)}"
@@ -236,7 +236,7 @@ class _Divergence:
         return False
 
     def _has_extra_call(self, rank: int, expected: _Signature) -> bool:
-        """Return True if `rank` made one call too many: its next call after the differing one has the `expected`
+        """Return True if `rank` made one call too many: the rank's call after the differing call has the `expected`
         signature (operation, site, dtype and shape)."""
         after = self.calls[rank].get(self.index + 1)
         return after is not None and _make_signature(after) == expected

@@ -20,8 +20,8 @@ CALLS_AROUND = 3  # calls printed before and after the one on which ranks differ
 
 
 def read_process_state(process: int) -> str:
-    """Return the state letter of a process from /proc, such as "S" (sleeping) or "T" (stopped); "X" if it has ended,
-    empty without /proc. process: process id."""
+    """Return the state letter of a process from /proc, such as "S" (sleeping) or "T" (stopped); "X" if the process has
+    ended; empty without /proc. process: process id."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

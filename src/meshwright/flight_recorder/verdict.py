@@ -43,7 +43,7 @@ class RankState:
 
     @property
     def gave_up(self) -> bool:
-        """True if the rank recorded, before it ended, that one of its calls timed out."""
+        """True if the rank has recorded that one of its calls timed out, which ends the rank's process."""
         return self.calls is not None and self.calls.gave_up
 
     @property
@@ -62,7 +62,7 @@ class RankState:
 
     @property
     def state_text(self) -> str:
-        """State of the process as text: `stopped (state T)`, `sleeping`, or how it ended."""
+        """State of the process as text: `stopped (state T)`, `sleeping`, or how the process ended."""
         return self.ended or ("timed out" if self.gave_up else "") or _STATES.get(self.state, "state unknown")
 
 
@@ -90,13 +90,13 @@ class Verdict:
 
     @property
     def is_call_mismatch(self) -> bool:
-        """True if ranks made different calls at the same index of a group, which is then the root cause."""
+        """True if ranks made different calls at the same index of a group; this is then the root cause of the hang."""
         return self.kind in ("skipped", "extra", "other", "shape", "disagree")
 
 
 def describe_position(seen: RankState) -> str:
-    """Describe where a rank is in its sequence of calls: `in call 57 (...)` if it waits in a call, else `after call 56
-    (...)`. Empty if it has made no call or its calls are unknown. seen: the rank's state."""
+    """Describe where a rank is in its sequence of calls: `in call 57 (...)` if the rank waits in a call, else `after
+    call 56 (...)`. Empty if the rank has made no call or its calls are unknown. seen: the rank's state."""
     calls = seen.calls
     if calls is None or calls.last is None:
         return ""

@@ -53,9 +53,9 @@ def find_awaited_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | 
 
 
 def _list_missing_ranks(ranks: Mapping[int, RankState], call: Call) -> list[int]:
-    """Return the ranks for which `call` waits: the ranks of its group that have not entered it. Ranks whose calls
-    cannot be read are returned only if all other ranks of the group have entered the call. ranks: {rank: its state},
-    without ranks whose calls cannot be read."""
+    """Return the ranks for which `call` waits: the ranks of the call's group that have not entered the call. Ranks
+    whose calls cannot be read are returned only if all other ranks of the group have entered the call. ranks: {rank:
+    its state}, without ranks whose calls cannot be read."""
 
     def entered(rank: int) -> bool:
         """Return True if rank `rank` is known to have entered `call`; False if it has not, or if its calls cannot be
@@ -136,8 +136,8 @@ def _blame_late_or_link(
     ranks: Mapping[int, RankState], stuck: list[int], waiting: Mapping[int, Call], now: float
 ) -> Verdict:
     """Return the verdict on a call that all ranks of its group have entered but that is not complete: one rank entered
-    it late, or the network carries no data. The last rank to enter is late if its delay after the first one exceeds the
-    fraction `LATE_SHARE` of the time since the first one entered.
+    the call late, or the network carries no data. The last rank to enter is late if its delay after the first rank
+    exceeds the fraction `LATE_SHARE` of the time since the first rank entered.
 
     ranks: rank -> its state. stuck: ranks that wait in the call. waiting: rank -> call in which it waits. now: seconds
     of the monotonic clock.
@@ -221,8 +221,8 @@ def _blame_lagging(
     slower: Mapping[int, Mapping[int, list[Group]]],
     now: float,
 ) -> Verdict:
-    """Return the verdict that blames ranks which have made fewer calls than other ranks. It names the earliest call
-    that the first blamed rank has not made.
+    """Return the verdict that blames ranks which have made fewer calls than other ranks. The verdict names the earliest
+    call that the first blamed rank has not made.
 
     ranks: rank -> its state. blamed: the ranks to blame. kind: why they are behind: "dead", "stopped" or "behind"
     (running other code). slower: {rank A: {rank B: groups in which B has made fewer calls than A}}. now: seconds of the
@@ -255,8 +255,8 @@ def _blame_lagging(
 def find_stopped_ranks(ranks: Mapping[int, RankState], now: float) -> Verdict | None:
     """Find the ranks whose process is suspended (SIGSTOP or debugger) outside a call, for example during a checkpoint
     save. Return the verdict that blames these ranks, or None if there are none. Called after `find_awaited_ranks`,
-    which handles suspended ranks for which others wait. ranks: rank -> its state. now: seconds of the monotonic clock.
-    """
+    which handles suspended ranks for which other ranks wait. ranks: rank -> its state. now: seconds of the monotonic
+    clock."""
     blamed = tuple(rank for rank, seen in ranks.items() if seen.stopped)
     if not blamed:
         return None
