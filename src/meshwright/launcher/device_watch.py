@@ -20,10 +20,10 @@ from meshwright.launcher.rank_process import end_as_lost
 @contextmanager
 def watch_device_calls(communicator: Communicator, host_calls: HostCalls | None) -> Iterator[None]:
     """Context manager that watches the communicator's collective calls on a GPU. Each call is recorded as complete once
-    the GPU has executed it. A call that exceeds the communicator's time limit ends this process with a `RankLost`
+    the GPU has executed the call. A call that exceeds the communicator's time limit ends this process with a `RankLost`
     error. No effect on CPUs.
 
-    host_calls: flight recorder of the host's ranks, which writes the hang report; None: the launcher writes it.
+    host_calls: flight recorder of the host's ranks, which writes the hang report; None: the launcher writes the report.
     """
     if communicator.device.type != "cuda":
         yield
@@ -44,7 +44,7 @@ def watch_device_calls(communicator: Communicator, host_calls: HostCalls | None)
 def _end_rank(communicator: Communicator, host_calls: HostCalls | None, number: int) -> None:
     """End this process because its GPU has not completed collective call `number` in time. communicator: communication
     state of the process, which has recorded the call. host_calls: flight recorder of the host's ranks, which first
-    writes the hang report; None: the launcher writes it."""
+    writes the hang report; None: the launcher writes the report."""
     seen = communicator.calls.read()
     call = next((f"{each.name} at {each.place}" for each in seen.calls if each.number == number), f"call {number}")
     error = RankLost(f"the GPU of rank {seen.rank} did not complete {call} within {communicator.timeout_seconds:g} s")

@@ -81,10 +81,10 @@ class HostCalls:
 
     def _claim_and_report(self, path: Path, when: str = "") -> Verdict | None:
         """Read and remove the recorder files in the directory `path`. If they show which rank is at fault, write the
-        hang report to the run directory, print its path, and return the verdict (rank and reason); else return None. Of
-        several ranks that call this at once, the first gets all files, and the others return None.
+        hang report to the run directory, print its path, and return the verdict (rank and reason); else return None. If
+        several ranks call this method at once, the first rank gets all files, and the other ranks return None.
 
-        when: text printed before the verdict, such as "in the start before this one: "; empty: the verdict is not
+        when: text to print before the verdict, such as "in the start before this one: "; empty: the verdict is not
         printed.
         """
         claimed = path.with_name(f"left-{path.name}")
@@ -107,8 +107,8 @@ class HostCalls:
         return verdict
 
     def close(self) -> None:
-        """End the recording of collective calls after a run without errors: remove this rank's recorder file, and the
-        directory of the host's recorder files once it is empty."""
+        """End the recording of collective calls after a run without errors: remove this rank's recorder file and, if it
+        was the last one, the directory of the host's recorder files."""
         with suppress(OSError):
             self._own_file.unlink()
             self._path.rmdir()  # succeeds for the last rank

@@ -21,7 +21,8 @@ class HostMemory:
     """Memory in bytes that processes of this machine, or of one of its GPUs, can use.
 
     Attributes:
-        total: Limit of the control group if it is lower, else the machine's memory without swap; on a GPU its memory.
+        total: The machine's memory without swap, or the limit of the control group if that is lower; for a GPU, the
+            memory of the GPU.
         available: Memory that can be allocated now without swapping or being killed.
         source: Origin of `total`: "control group", "machine" or `GPU`.
     """

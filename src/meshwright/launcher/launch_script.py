@@ -40,7 +40,8 @@ class Resources:
     """Hosts and limits of a job.
 
     Attributes:
-        nodes, devices_per_node: Numbers of hosts and of devices on each; None: as many as the layout's ranks need.
+        nodes, devices_per_node: Numbers of hosts and of devices on each; None: the numbers that the layout's ranks
+            need.
         cpus_per_device: CPU cores of each rank; None: SLURM's default, or under torchrun an equal share of the host's
             cores.
         restarts: Maximum number of restarts after a lost rank.
@@ -67,9 +68,9 @@ def build_launch_script(
     """Build a launch script for torchrun or SLURM that trains a recipe with one rank for each device.
 
     kind: "torchrun" or "slurm". recipe_path: recipe file. overrides: new values of the recipe's settings, such as
-    "train.steps=100". resources: hosts and limits of the job. trust: True to let the recipe run code that it names. The
-    script starts the ranks in the current directory and with this Python, which every host must have. `UserError` if
-    the recipe cannot run, or its layout does not fill the devices.
+    "train.steps=100". resources: hosts and limits of the job. trust: True to allow code that the recipe names to be
+    run. The script starts the ranks in the current directory and with this Python, which every host must have.
+    `UserError` if the recipe cannot run, or its layout does not fill the devices.
     """
     time, sbatch, cpus_per_device = resources.time, resources.sbatch, resources.cpus_per_device
     recipe = load_recipe(recipe_path, overrides, trust=trust)
@@ -151,14 +152,14 @@ def _make_shell_safe_name(name: str) -> str:
 
 
 def _check_time_limit(text: str) -> str:
-    """Return the SLURM time limit `text`, such as "24:00:00", unchanged; `UserError` if it is malformed."""
+    """Return the SLURM time limit `text`, such as "24:00:00", unchanged; `UserError` if the text is malformed."""
     if re.fullmatch("[0-9]+(-[0-9]+)?(:[0-9]+){0,2}", text):
         return text
     raise UserError(f'--time "{text}": should be minutes, such as 90, or a time such as 24:00:00 or 2-12:00:00')
 
 
 def _check_sbatch_option(text: str) -> str:
-    """Return the sbatch option `text`, such as "--partition=gpu", unchanged; `UserError` if it is malformed."""
+    """Return the sbatch option `text`, such as "--partition=gpu", unchanged; `UserError` if the text is malformed."""
     if re.fullmatch(r"-[^\r\n]+", text):
         return text
     raise UserError(f'--sbatch "{text}" is not an option of sbatch; should be such as --sbatch=--partition=gpu')

@@ -116,7 +116,8 @@ def _run_attempts(spec: LaunchSpec, directory: RunDirectory) -> dict[str, Any]:
 
 
 class _Attempt:
-    """One start of all ranks of a run, supervised until all have ended; after a lost rank another attempt may follow.
+    """One start of all ranks of a run, supervised until all ranks have ended. If a rank is lost, another attempt may
+    follow.
 
     spec: arguments of `launch`. directory: the locked run directory. signals: receiver of SIGTERM and SIGINT.
     """
@@ -215,7 +216,7 @@ class _Attempt:
 
     def _read_report(self, rank: StartedRank, selector: selectors.BaseSelector) -> None:
         """Read what a rank has written to its report pipe (result or error). At end of file, close the pipe and remove
-        it from `selector`, which watches it."""
+        it from `selector`, which watches the pipes."""
         if rank.pipe < 0:
             return
         data = os.read(rank.pipe, 65536)
@@ -255,8 +256,8 @@ class _Attempt:
         return rank.ended is not None and not rank.finished and rank.error != "Terminated"
 
     def _forward_signals(self) -> None:
-        """Forward to the ranks the SIGTERM and SIGINT that the launcher received: the first one as SIGTERM, a second
-        one as SIGKILL."""
+        """Forward to the ranks the SIGTERM and SIGINT that the launcher received: the first signal as SIGTERM, a second
+        signal as SIGKILL."""
         while self.signals_sent < len(self.signals.received):
             self.signals_sent += 1
             if self.signals_sent > 1 and STOPS_ONCE in os.environ:
@@ -332,7 +333,7 @@ class _Attempt:
 
     def _print_hang_report(self, line: str) -> None:
         """Write the hang report (the recorded calls of every rank) to the run directory and print its path; print the
-        report itself if it cannot be written. line: first line of the report."""
+        report itself if the file cannot be written. line: first line of the report."""
         if self.spec.trains and self.snapshot is not None and self.snapshot.has_calls:
             text = self.snapshot.format_report(line)
             kept = write_hang_report(self.directory.lost, text)
@@ -380,7 +381,7 @@ class _Attempt:
         return "before the first step" if step is None else f"after step {step}"
 
     def _describe_resume(self) -> str:
-        """Return text on the checkpoint from which the same command, run again, resumes."""
+        """Return text that names the checkpoint from which the same command, run again, resumes."""
         if not self.spec.trains:
             return self.spec.resume_note
         checkpoint = find_newest(self.directory.checkpoints)

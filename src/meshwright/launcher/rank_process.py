@@ -26,8 +26,8 @@ def run_rank(work: Callable[[dict[str, Any], RendezvousInfo], dict[str, Any]]) -
     """Run one rank: read its description (JSON: what the rank is to do) from standard input, call `work(description,
     info)`, and write the result or error as JSON to the report pipe.
 
-    info: rank, world size and rendezvous. The launcher keeps standard input open: when it dies, this process is
-    killed.
+    info: rank, world size and rendezvous. The launcher keeps standard input open. When the launcher dies, this process
+    is killed.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal also interrupts the launcher, which sends SIGTERM
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -69,7 +69,7 @@ _ending = threading.Lock()  # held until the end by the thread that reports
 
 def _describe_error(error: BaseException) -> str:
     """Return the report of the exception `error`, which is being handled, as JSON text from which the launcher can
-    raise it again."""
+    raise the exception again."""
     if isinstance(error, MeshwrightError):
         report: dict[str, Any] = {"error": type(error).__name__, "message": str(error), "exit_code": error.exit_code}
     else:
@@ -93,8 +93,8 @@ def _end_process(text: str, code: int) -> NoReturn:
 
 def _end_with_launcher(launcher: int | None) -> None:
     """Make the kernel kill this process when the launcher dies, so that it does not keep memory, ports and the run's
-    lock. launcher: process id of the launcher. If it is not the id of this process's parent, the launcher has died, and
-    this process exits at once."""
+    lock. launcher: process id of the launcher. If this is None or not the id of this process's parent, the launcher has
+    died, and this process exits at once."""
     die_with_parent()
 
     def watch() -> None:

@@ -60,8 +60,8 @@ def resolve_threads(recipe: Recipe, default: int, state: dict[str, Any] | None) 
 
 def format_thread_change(before: int | None, now: int | None) -> str | None:
     """Return a line for the user if the number of threads per rank changed, which can change the last bits of results;
-    None if it did not change. before: number in the checkpoint; now: present number. Either is None if it is unknown,
-    or on a GPU, where the number has no effect; the result is then None."""
+    None if the number did not change. before: number in the checkpoint; now: present number. If either is None
+    (unknown, or on a GPU, where the number has no effect), the result is None."""
     if before is None or now is None or before == now:
         return None
     return (

@@ -53,9 +53,9 @@ def check_adapter_from(recipe: Recipe) -> None:
 
 
 def check_teacher_tokenizer(recipe: Recipe, data: PreparedData) -> None:
-    """Raise `UserError` if the teacher of a recipe with distillation does not fit the data or the model. Its tokenizer
-    must equal that of the data, and its vocabulary size may differ from the model's only by padding. If the teacher's
-    directory lacks tokenizer.json, only the sizes are compared, and they must be equal."""
+    """Raise `UserError` if the teacher of a recipe with distillation does not fit the data or the model. The teacher's
+    tokenizer must equal the tokenizer of the data, and the teacher's vocabulary size may differ from the model's only
+    by padding. If the teacher's directory lacks tokenizer.json, only the sizes are compared, and they must be equal."""
     if recipe.distill.teacher is None:
         return
     student = config_from_recipe(recipe.model, recipe.data.sequence, data.vocabulary, recipe.adapter).vocabulary

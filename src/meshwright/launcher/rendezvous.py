@@ -174,7 +174,7 @@ def _make_slurm_url(environment: Mapping[str, str]) -> str:
 
 
 def _read_int(environment: Mapping[str, str], name: str) -> int:
-    """Return the environment variable `name` as an int; `UserError` if it is missing or no integer."""
+    """Return the environment variable `name` as an int; `UserError` if the variable is missing or no integer."""
     try:
         return int(environment[name])
     except KeyError:
@@ -184,15 +184,16 @@ def _read_int(environment: Mapping[str, str], name: str) -> int:
 
 
 def connect_to_store(info: RendezvousInfo, timeout_seconds: float) -> Store:
-    """Connect this rank to the torch.distributed store (key-value server or file) that all ranks share; return it.
-    info: this rank and its rendezvous. Raises `UserError` if the store cannot be reached within `timeout_seconds`."""
+    """Connect this rank to the torch.distributed store (key-value server or file) that all ranks share; return the
+    store. info: this rank and its rendezvous. Raises `UserError` if the store cannot be reached within
+    `timeout_seconds`."""
     with _convert_rendezvous_errors(info, timeout_seconds):
         return _connect_store(info, timedelta(seconds=timeout_seconds))
 
 
 def initialise_process_group(info: RendezvousInfo, store: Store, device: str, timeout_seconds: float) -> None:
-    """Initialise torch.distributed on this rank: NCCL (and gloo for host tensors) if the device is "cuda:N", gloo if it
-    is "cpu".
+    """Initialise torch.distributed on this rank: NCCL (and gloo for host tensors) if `device` is "cuda:N", gloo if
+    `device` is "cpu".
 
     info: rank and world size. store: key-value store at which the ranks meet. timeout_seconds: time limit of the
     rendezvous and of every collective call. Raises `UserError` if the rendezvous fails or exceeds this limit;
@@ -216,10 +217,9 @@ def initialise_process_group(info: RendezvousInfo, store: Store, device: str, ti
 
 @contextmanager
 def _convert_rendezvous_errors(info: RendezvousInfo, timeout_seconds: float) -> Iterator[None]:
-    """Context manager that turns every exception of torch's rendezvous into an exception with a message of one line. It
-    is `RankLost` if Meshwright's launcher made the rendezvous file, else `UserError`. info: this rank and its
-    rendezvous. timeout_seconds: limit of the rendezvous, for the message.
-    """
+    """Context manager that turns every exception of torch's rendezvous into an exception with a message of one line:
+    `RankLost` if Meshwright's launcher made the rendezvous file, else `UserError`. info: this rank and its rendezvous.
+    timeout_seconds: limit of the rendezvous, for the message."""
     import torch.distributed as dist
 
     try:
@@ -340,7 +340,7 @@ def _connect_store(info: RendezvousInfo, timeout: timedelta) -> Store:
 
 def _isolate_store_keys(store: Store, info: RendezvousInfo, timeout_seconds: float) -> Store:
     """Return a view of torchrun's key-value store with a random prefix on every key, equal on all ranks and new at each
-    start, so that restarted ranks do not read keys of killed ones. Collective: every rank calls it.
+    start, so that restarted ranks do not read keys of killed ranks. Collective: every rank calls it.
 
     info: this rank's number and the number of ranks. Rank 0 chooses the prefix and sends it to each other rank under a
     random key that the other rank has chosen. (torchrun's restart counter cannot be the prefix: the counters of hosts

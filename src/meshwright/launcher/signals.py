@@ -50,8 +50,8 @@ class StopSignals:
             self._write.send(b"!")
 
     def drain(self) -> None:
-        """Discard the pending bytes of the socket `wakeup`, one for each signal that has arrived, so that it is
-        readable again only after the next signal."""
+        """Discard the pending bytes of the socket `wakeup` (one byte for each signal that has arrived). The socket is
+        then readable again only after the next signal."""
         with suppress(BlockingIOError):
             while self.wakeup.recv(64):
                 pass

@@ -63,7 +63,7 @@ class StartedRank:
 
     @property
     def signal(self) -> int | None:
-        """Number of the signal that killed the rank, None if it exited by itself or still runs."""
+        """Number of the signal that killed the rank; None if the rank exited by itself or still runs."""
         code = self.process.returncode
         return -code if code is not None and code < 0 else None
 
