@@ -72,8 +72,8 @@ def time_collective(
 
 
 def choose_precision(mesh: Mesh) -> str:
-    """Choose the faster precision of matrix products, measured on rank 0 of `mesh`: return "bf16" if it is faster than
-    fp32, else "fp32". The result is equal on all ranks, which must all call this function."""
+    """Choose the faster precision of matrix products, measured on rank 0 of `mesh`: return "bf16" if bf16 is faster
+    than fp32, else "fp32". The result is equal on all ranks, which must all call this function."""
     faster = torch.tensor(float(mesh.rank == 0 and is_bf16_faster(mesh.device)), device=mesh.device)
     collectives.all_reduce(faster, mesh.world, "start.precision")
     return "bf16" if faster > 0 else "fp32"

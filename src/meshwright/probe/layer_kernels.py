@@ -123,7 +123,7 @@ def _make_call(made: Callable[[torch.device], ForwardCall], back: bool, device: 
 
 
 def _run_forward(forward: Callable[[], Any]) -> None:
-    """Call `forward` with autograd enabled, so that it saves activations for backward."""
+    """Call `forward` with autograd enabled, so that activations are saved for backward."""
     with torch.enable_grad():
         forward()
 

@@ -49,8 +49,8 @@ class MeasurementPoint:
     @property
     def bytes(self) -> float:
         """Bytes that one device kernel of the measured operation reads and writes. A memory pass (elementwise
-        operation) has one kernel; for an operation of a transformer layer it is the mean over its kernels. Not defined
-        for matrix products. The planner interpolates measured times by this number."""
+        operation) has one kernel; an operation of a transformer layer may have several, whose mean is returned. Not
+        defined for matrix products. The planner interpolates measured times by this number."""
         if self.make is not None:
             return self.kernel_bytes
         return float(PASSES[self.name] * self.sizes[0] * DTYPES[self.precision].itemsize)
@@ -92,8 +92,8 @@ class MeasurementPlan:
 
     @classmethod
     def default(cls, device: str) -> MeasurementPlan:
-        """Return the default plan of `meshwright probe`. device: "cpu", with the sizes of small models, or "cuda", with
-        those of large models."""
+        """Return the default plan of `meshwright probe`. device: "cpu" for a plan with the sizes of small models,
+        "cuda" for a plan with the sizes of large models."""
         if device == "cpu":
             return cls(
                 (*_combine_shapes((32, 256, 2048), _SMALL_SIDES), (512, 4096, 1024), (256, 8192, 256)),
@@ -150,7 +150,7 @@ class MeasurementPlan:
 
 class ReferenceKernel:
     """Small matrix product (256 x 512 by 512 x 512, float32) that is timed right after each measurement on a CPU, to
-    scale the measured time to the CPU's usual speed: other programs may slow it down by a third for seconds.
+    scale the measured time to the CPU's usual speed. (Other programs may slow the CPU down by a third for seconds.)
 
     device: device of the measurements; on a GPU nothing is timed or corrected.
     """
@@ -189,7 +189,8 @@ _PRODUCTS: dict[str, tuple[Any, str, str]] = {
 
 
 def make_call(point: MeasurementPoint, device: torch.device) -> Callable[[], Any]:
-    """Allocate the tensors of a measurement point on `device`; return a function that runs it once."""
+    """Allocate the tensors of a measurement point on `device`; return a function that runs the measured operation
+    once."""
     dtype = DTYPES[point.precision]
     if point.make is not None:
         return point.make(device)
@@ -235,8 +236,8 @@ def time_call(call: Callable[[], Any], device: torch.device, seconds: float, col
     a synchronization before and after each batch. seconds: approximate duration of the measurement. A call that takes
     longer than `seconds` is timed once, after one warm-up call.
 
-    cold: True to return the time of the warm-up call if it exceeds `LONG` times `seconds`, since the extra work of a
-    first call is then negligible."""
+    cold: True to return the time of the warm-up call if it exceeds `LONG` times `seconds`, since the extra work in a
+    first call is then negligible; False to time further calls."""
     first = _time_batch(call, device, 1)  # warm-up: chooses kernels and packs weights
     if cold and first > LONG * seconds:
         return first

@@ -216,8 +216,8 @@ def _time_comparison(mesh: Mesh, plan: MeasurementPlan) -> dict[str, list[list[f
 
 
 def _smooth_times(times: list[float]) -> list[float]:
-    """Return the running median over five consecutive times of the reference matrix product, in seconds. It removes
-    single outliers but keeps slowdowns by other load, which last for seconds."""
+    """Return the running median over five consecutive times of the reference matrix product, in seconds. The median
+    removes single outliers but keeps slowdowns by other load, which last for seconds."""
     return [statistics.median(times[max(0, at - 2) : at + 3]) for at in range(len(times))]
 
 

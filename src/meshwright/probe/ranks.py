@@ -54,7 +54,7 @@ def probe(
 
     short: None: measure everything. Otherwise make a short measurement on CPUs, for the prediction of one training run,
     with these keys: "precisions": list of the run's precisions such as "fp32"; "axes": list of its mesh axes such as
-    "tp"; "fastest": True to first find the faster of bf16 and fp32, and to measure it too.
+    "tp"; "fastest": True to first find out which of bf16 and fp32 is faster, and to measure the faster precision too.
 
     Keys of the result: "measured" (tables of speeds), "hosts" (host name by rank), "ratios" (slowdown by rank), "slow"
     (slow ranks), "device" (name and memory_bytes of rank 0's device) and "seconds" (duration of the measurement);
@@ -91,9 +91,9 @@ def probe(
 
 
 def probe_on_rank(device: str = "auto", directory: Path = Path()) -> dict[str, Any]:
-    """Measure the machine in a process that torchrun, Kubernetes or SLURM started as one of its ranks. Return the
-    result of `probe` on every rank; its entry "rank" is this rank's number. device: "auto", "cpu" or "cuda". directory:
-    directory on the disk to be measured."""
+    """Measure the machine in a process that torchrun, Kubernetes or SLURM started as one rank of a job. Every rank of
+    the job must call this function. Return the result of `probe`, in which the entry "rank" is this rank's number.
+    device: "auto", "cpu" or "cuda". directory: directory on the disk to be measured."""
     start = rendezvous.read_rendezvous_info()
     return _measure(start, {"device": device, "disk": str(directory.absolute()), "plan": {}}, started_by_others=True)
 

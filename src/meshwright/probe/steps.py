@@ -81,8 +81,8 @@ class _ReferenceRun:
         one). Return the seconds of each timed step on the slowest rank, [steps].
 
         Time in which ranks waited for a CPU core is subtracted if it exceeds the fraction `DISTURBED` of the step. The
-        rest is scaled to the CPU's usual speed, at which the reference matrix product `kernel` takes `usual_seconds`.
-        world: mesh of all ranks."""
+        remaining time is scaled to the CPU's usual speed, at which the reference matrix product `kernel` takes
+        `usual_seconds`. world: mesh of all ranks."""
         targets = count_targets((goals for _, goals, _ in self.batch), self.mesh)
         times, local = list[tuple[float, float]](), [kernel.measure_seconds()]
         for at in range(1 + steps):

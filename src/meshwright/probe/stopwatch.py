@@ -19,7 +19,7 @@ _THREADS = Path("/proc/self/task")
 def read_waiting_times(threads: int) -> dict[str, int]:
     """Return how long each thread of this process has waited for a CPU core while ready to run: thread id ->
     nanoseconds since the thread's start. {} if the kernel does not count the waits (Linux `schedstat` does). threads:
-    number of computing threads; if it is 1, only the calling thread is read."""
+    number of computing threads; if 1, only the calling thread is read."""
     names = [_THREADS / name for name in os.listdir(_THREADS)] if threads > 1 else [Path("/proc/thread-self")]
     found = {}
     for name in names:
@@ -29,9 +29,9 @@ def read_waiting_times(threads: int) -> dict[str, int]:
 
 
 class Stopwatch:
-    """Stopwatch that starts when it is created. It leaves out the time in which a computing thread waited for a CPU
-    core used by other programs (Linux only). With a single computing thread, waits caused by the process's own
-    communication threads are not left out, since they occur in training too.
+    """Stopwatch that starts when it is created. The stopwatch leaves out the time in which a computing thread waited
+    for a CPU core used by other programs (Linux only). With a single computing thread, waits caused by the process's
+    own communication threads are not left out, since they occur in training too.
 
     shared (class attribute): True to leave nothing out. Set if the process computes on a GPU, or if the host's ranks
     have more computing threads than cores."""
@@ -54,9 +54,9 @@ class Stopwatch:
         return passed, max(0.0, min(waited - (self._read_other_threads_seconds() - self._helped), 0.9 * passed))
 
     def _read_other_threads_seconds(self) -> float:
-        """Return the CPU seconds used so far by the process's threads other than the calling one, such as communication
-        threads; 0 if several threads compute. If a computing thread waits for a core that these threads use, the wait
-        is not counted as disturbance by other programs."""
+        """Return the CPU seconds used so far by the process's threads other than the calling thread, such as
+        communication threads; 0 if several threads compute. If a computing thread waits for a core that these threads
+        use, the wait is not counted as disturbance by other programs."""
         return time.process_time() - time.thread_time() if self._threads == 1 else 0.0
 
     def read_seconds(self) -> float:
