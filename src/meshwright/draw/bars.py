@@ -68,8 +68,8 @@ def draw_grouped_bars(names: Sequence[str], groups: Sequence[tuple[str, str, Seq
     """Return an SVG chart of vertical bars in clusters: one cluster for each name of `names` on the x axis, with one
     bar for each series of `groups`.
 
-    groups: one tuple for each series: (name shown on hover, style-sheet colour such as "blue", heights in data units of
-    its bars, one for each of `names`). title: title of the x axis.
+    groups: one tuple for each series: (name shown on hover, style-sheet colour such as "blue", heights of the bars in
+    data units, one for each of `names`). title: title of the x axis.
     """
     highest = max((value for _, _, values in groups for value in values), default=0) or 1
     ticks = [(place + 0.5, name) for place, name in enumerate(names)]

@@ -28,8 +28,8 @@ def draw_buffers(checked: CheckedCollective) -> Markup:
     """Return HTML with pictures of all ranks' buffers after each round of transfers of a collective program, and a
     legend.
 
-    checked: the verified program. Raises `UserError` if it has too many ranks, slots (buffers for one chunk) or rounds
-    to draw.
+    checked: the verified program. Raises `UserError` if the program has too many ranks, slots (buffers for one chunk)
+    or rounds to draw.
     """
     program, drawn = checked.program, build_frames(checked)
     longest = max(
@@ -71,7 +71,7 @@ def _format_cost(checked: CheckedCollective) -> str:
 def _make_legend(program: CollectiveProgram) -> list[Markup]:
     """Return the legend's entries as HTML. They explain the colours, frames and stripes of cells (a cell is a drawn
     slot), and the arrows. If the operation of `program` reduces, one entry says that a cell's colour is stronger the
-    more ranks have contributed to it."""
+    more ranks have contributed to the cell."""
     keys = [
         ("background:hsl(var(--part) / .35)", "a chunk"),
         ("background:hsl(var(--whole) / .42)", "final content"),
@@ -122,8 +122,8 @@ class _FramePicture:
     slot (buffer for one chunk of the vector).
 
     program: the program. frame: buffer contents after the round, and its sends. cell_width: width of a column's cell in
-    pixels. Arrows between neighbouring ranks are straight; longer ones run horizontally in a lane, a free strip above
-    the row of the slot that they start from.
+    pixels. Arrows between neighbouring ranks are straight; longer arrows run horizontally in a lane, a free strip above
+    the row of the slot from which the arrow starts.
     """
 
     program: CollectiveProgram

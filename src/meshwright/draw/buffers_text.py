@@ -16,7 +16,7 @@ def draw_buffers_text(checked: CheckedCollective) -> str:
     a table with a line for each rank and a column for each slot (buffer for one chunk of the vector). Slots written in
     the round are in brackets.
 
-    checked: the verified program. Raises `UserError` if it has too many ranks, slots or rounds to draw.
+    checked: the verified program. Raises `UserError` if the program has too many ranks, slots or rounds to draw.
     """
     program, frames = checked.program, build_frames(checked)
     lines = [f"{program.operation} {program.algorithm} on {program.ranks} ranks: {format_legend(program)}"]

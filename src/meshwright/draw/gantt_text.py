@@ -56,6 +56,6 @@ def draw_text(timeline: Timeline, width: int = 100) -> str:
 
 
 def _format_label(span: Span) -> str:
-    """Return the label of a step (`span`), such as `F3`; with an apostrophe (`F3'`) if it is of the second model
+    """Return the label of a step (`span`), such as `F3`; with an apostrophe (`F3'`) if the step is of the second model
     replica in a bidirectional schedule."""
     return span.label + ("'" if span.mirrored else "")

@@ -50,7 +50,7 @@ class Mark:
 @dataclass(frozen=True)
 class Band:
     """Named interval of a chart's x axis, drawn as a coloured box in a strip of boxes below the axis. Each band begins
-    where the previous one ends (the first at the beginning of the axis) and ends at x = `end`.
+    where the previous band ends (the first band at the beginning of the axis) and ends at x = `end`.
 
     Attributes:
         name: Text in the box.

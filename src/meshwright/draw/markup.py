@@ -14,7 +14,7 @@ _INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\
 
 
 class Markup(str):
-    """String that contains HTML or SVG. The function `element` inserts it unchanged, while it escapes all other
+    """String that contains HTML or SVG. The function `element` inserts a `Markup` unchanged, and escapes all other
     strings."""
 
     __slots__ = ()

@@ -37,7 +37,7 @@ def _wrap_picture(part: Content) -> Content:
 
 
 def table(head: Sequence[Content], rows: Iterable[Sequence[Content]]) -> Markup:
-    """Return an HTML table, which scrolls horizontally if it is too wide.
+    """Return an HTML table, which scrolls horizontally if the table is too wide.
 
     head: cells of the header line, empty for no header. rows: cells of each line; the first cell of a line is its
     header. Columns that hold only quantities (numbers with an optional unit) are aligned to the right, except the first
@@ -61,7 +61,8 @@ def _make_table_row(cells: Sequence[Content], kinds: Sequence[str | None], name:
 
 
 def _holds_quantities(column: Sequence[Content]) -> bool:
-    """Return True if every cell of a column is a number with an optional unit, or empty, and not all are empty."""
+    """Return True if every cell of a column is empty or a number with an optional unit, and at least one cell is not
+    empty."""
     texts = [cell for cell in column if isinstance(cell, str) and not isinstance(cell, Markup)]
     return len(texts) == len(column) and any(texts) and all(_QUANTITY.fullmatch(text) for text in texts)
 

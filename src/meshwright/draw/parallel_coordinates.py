@@ -31,7 +31,7 @@ def draw_parallel_coordinates(axes: Sequence[tuple[str, Axis]], items: Sequence[
     """Return a parallel-coordinates plot as SVG: parallel vertical axes, across which each of `items` is drawn as a
     line.
 
-    axes: (name above the axis, axis). items: lines, later ones drawn over earlier ones. label: description of the
+    axes: (name above the axis, axis). items: lines; later lines are drawn over earlier lines. label: description of the
     picture for screen readers.
     """
     picture = Picture()
