@@ -132,7 +132,7 @@ def _list_features(
 
 def _list_rows(weight: ModelParameter, second: ModelParameter, layout: Layout) -> Iterator[Rows]:
     """Yield one range of output features for each adapted matrix of a layer. The range holds the output features on
-    this rank that the matrix produces, such as those of the query part of a fused qkv.
+    this rank that the matrix produces, such as the query features of a fused qkv.
 
     weight: the layer's weight, which may fuse several matrices. second: the adapter's matrices B, stacked. layout:
     parallel layout."""
@@ -168,9 +168,8 @@ def make_initial_values(
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Context manager that disables the adapters of `model`, so that it computes its base model: the reference policy
-    of preference training.
-    """
+    """Context manager that disables the adapters of `model`, so that the model computes what its base model computes
+    (the reference policy in preference training)."""
     found = [module for module in model.modules() if isinstance(module, LowRank | ExpertLowRank)]
     for module in found:
         module.enabled = False

@@ -39,8 +39,8 @@ def sample_keys(seed: int, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def copy_keys(keys_N: torch.Tensor, experts_N: torch.Tensor) -> torch.Tensor:
-    """Return one random-number key per token copy (a token sent to one of its experts), int32 [N] for N copies. It is a
-    hash of token and expert, so that the experts of a token drop different elements.
+    """Return one random-number key per token copy (a token sent to one of its experts), int32 [N] for N copies. The key
+    is a hash of token and expert, so that the experts of a token drop different elements.
 
     keys_N: key of each copy's token. experts_N: global index of each copy's expert."""
     return _mix_64(keys_N.long() + experts_N.long() * _STEP).int()

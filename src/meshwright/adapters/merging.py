@@ -106,9 +106,9 @@ def find_base(directory: Path) -> Path:
 
 
 class MergedFiles(CheckpointFiles):
-    """Reader of the tensors of a base model with the adapter of a PEFT directory merged into them; a tensor is merged
-    when it is read, in the dtype of the base model's files. directory: PEFT directory; base: Hugging Face directory of
-    its base model."""
+    """Reader of the tensors of a base model with the adapter of a PEFT directory merged into them; each tensor is
+    merged at the time of reading, and returned in the dtype of the base model's files. directory: PEFT directory; base:
+    Hugging Face directory of its base model."""
 
     mapped = False
 
@@ -133,7 +133,7 @@ def open_weights(directory: Path) -> CheckpointFiles:
 @contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
     """Context manager that yields a hidden directory beside `target` and renames it to `target` at the end; after an
-    error it is removed. Raises `UserError` if `target` exists."""
+    error the hidden directory is removed. Raises `UserError` if `target` exists."""
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise UserError(f"{target}: exists already; name a directory that does not")
     partial = target.with_name(f".{target.name}.partial")

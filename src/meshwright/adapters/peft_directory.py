@@ -29,7 +29,8 @@ def open_adapter(directory: str | Path) -> tuple[CheckpointFiles, AdapterConfig]
 
 
 def check_adapter(files: CheckpointFiles, config: ModelConfig) -> None:
-    """Raise `UserError` unless the tensors in `files` are those of the adapter of `config`, in names and shapes."""
+    """Raise `UserError` unless the tensors in `files` have the names and shapes that the adapter of `config`
+    requires."""
     try:
         wanted = {entry.name: entry for entry in parameter_table(config).trained.entries if entry.exported}
     except UserError as error:
@@ -58,9 +59,8 @@ def read_peft_adapter(
     directory: str | Path, config: ModelConfig, seed: int
 ) -> Callable[[ParameterEntry], torch.Tensor]:
     """Return a function that maps a trained parameter entry to its tensor in a PEFT directory. Entries outside the
-    adapter (projections to a teacher's hidden states) are drawn from `seed` instead. Raises `UserError` if the
-    directory holds another adapter than that of the configuration `config`.
-    """
+    adapter (projections to a teacher's hidden states) are drawn from `seed` instead. Raises `UserError` if the adapter
+    in the directory is not the adapter of the configuration `config`."""
     files, adapter = open_adapter(directory)
     refuse_other_adapter(directory, config, adapter)
     check_adapter(files, config)
