@@ -54,7 +54,7 @@ class RanksDisagree(RankLost):
 
 
 class Terminated(MeshwrightError):
-    """Error: the process was stopped by SIGTERM, after it had saved its state. The exit code is 128 + 15, as in a
+    """Error: the process was stopped by SIGTERM, after its state had been saved. The exit code is 128 + 15, as in a
     shell."""
 
     exit_code = 143

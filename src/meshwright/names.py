@@ -133,7 +133,7 @@ LISTED = '"meshwright plan --list" prints them'
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the name in `known` that is most similar to the misspelt `word`, ignoring case; None if none is
+    """Return the name in `known` that is most similar to the misspelt `word`, ignoring case; None if no name is
     similar."""
     by_lower_case = {name.lower(): name for name in known}
     matches = difflib.get_close_matches(word.lower(), list(by_lower_case), n=1, cutoff=0.6)

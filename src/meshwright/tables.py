@@ -112,8 +112,9 @@ class Schema(Generic[Root]):
         return kind in _list_plain_types(self.keys[key].annotation)
 
     def check(self, tables: Mapping[str, Any], where: Callable[[str], str]) -> Root:
-        """Validate `tables`, the parsed TOML file, and return it as an instance of `root`. Raises `UserError` for the
-        first mistake. where: function that maps a dotted key to its location for the message, such as file and line."""
+        """Validate `tables`, the parsed TOML file, and return an instance of `root` with its values. Raises `UserError`
+        for the first mistake. where: function that maps a dotted key to its location for the message, such as file and
+        line."""
         try:
             return self.root.model_validate(dict(tables))
         except ValidationError as error:
@@ -202,11 +203,11 @@ class Schema(Generic[Root]):
         return f"unknown {what} (known here: {', '.join(self._list_names(key.rpartition('.')[0]))})"
 
     def _list_names(self, table: str) -> list[str]:
-        """List the names of the keys in the table with the dotted key `table`; of the root for ""."""
+        """List the names of the keys in a table. table: dotted key of the table; "" for the root table."""
         return [known.rpartition(".")[2] for known in self.keys if known.rpartition(".")[0] == table]
 
     def _suggest_key(self, key: str) -> str | None:
-        """Return the dotted key that was probably meant by the unknown dotted key `key`; None if none is similar."""
+        """Return the dotted key that was probably meant by the unknown dotted key `key`; None if no key is similar."""
         table, _, name = key.rpartition(".")
         anywhere = (known for known in self.keys if known.rpartition(".")[2] == name)
         if suggestion := self.elsewhere.get(name) or next(anywhere, None):  # its name in another program, or place

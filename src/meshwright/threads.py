@@ -109,9 +109,10 @@ def measure_busy_share(seconds: float = 0.2) -> float:
 
 
 def choose_threads(ranks: int, cores: int | None = None, layer_flops: float | None = None) -> int:
-    """Choose the number of OpenMP threads of each of `ranks` ranks on this machine. That is OMP_NUM_THREADS if the user
-    set it (to another value than torchrun's default of 1). Otherwise it is an equal share of `cores` (None: all cores
-    available to this process), but at most one thread for every `FLOPS_PER_THREAD` FLOPs of `layer_flops`.
+    """Choose the number of OpenMP threads of each of `ranks` ranks on this machine. The number is OMP_NUM_THREADS if
+    the user set this variable (to another value than torchrun's default of 1), otherwise an equal share of `cores`
+    (None: all cores available to this process), but at most one thread for every `FLOPS_PER_THREAD` FLOPs of
+    `layer_flops`.
 
     layer_flops: model FLOPs of the forward and backward pass of one layer, with its share of the LM head, for one
     micro-batch on one rank; None if unknown.

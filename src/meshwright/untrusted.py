@@ -51,7 +51,7 @@ def _read_at_most(file: IO[bytes], count: int) -> bytes:
 
 
 def parse_json(text: str | bytes | bytearray, object_pairs_hook: PairsHook | None = None) -> Any:
-    """Parse JSON text (bytes: UTF-8). Raises ValueError, and nothing else, if it is invalid or nested too deeply.
+    """Parse JSON text (bytes: UTF-8). Raises ValueError, and nothing else, if the text is invalid or nested too deeply.
 
     object_pairs_hook: as in `json.loads`; exceptions that the hook raises are passed on.
     """
