@@ -53,7 +53,7 @@ def _read_at_most(file: IO[bytes], count: int) -> bytes:
 def parse_json(text: str | bytes | bytearray, object_pairs_hook: PairsHook | None = None) -> Any:
     """Parse JSON text (bytes: UTF-8). Raises ValueError, and nothing else, if the text is invalid or nested too deeply.
 
-    object_pairs_hook: as in `json.loads`; exceptions that the hook raises are passed on.
+    object_pairs_hook: as in `json.loads` (None: objects become dicts); exceptions that the hook raises are passed on.
     """
     try:
         decoded = text if isinstance(text, str) else text.decode("utf-8-sig")
@@ -68,8 +68,8 @@ def parse_json(text: str | bytes | bytearray, object_pairs_hook: PairsHook | Non
 
 def read_json(path: str | Path, limit: str = "json_bytes", object_pairs_hook: PairsHook | None = None) -> Any:
     """Read and parse the JSON file `path`. limit: name in `limits.LIMITS` of the largest accepted size in bytes.
-    object_pairs_hook: as in `json.loads`. Raises OSError if the file cannot be read or is too large, ValueError if the
-    JSON is invalid or nested too deeply."""
+    object_pairs_hook: as in `json.loads` (None: objects become dicts). Raises OSError if the file cannot be read or is
+    too large, ValueError if the JSON is invalid or nested too deeply."""
     return parse_json(read_file(path, limit), object_pairs_hook)
 
 

@@ -38,8 +38,8 @@ def attach_adapters(
     size of a distillation teacher.
 
     table: parameter table of the model, which lists the adapted layers. layout: parallel layout of which `model` is one
-    rank's part; None: one device. tensor: communication of tensor parallelism, by which DoRA sums squared norms.
-    options: `device` and `dtype` of the added parameters."""
+    rank's part; None: one device. tensor: communication of tensor parallelism, by which DoRA sums squared norms; None:
+    no tensor parallelism. options: `device` and `dtype` of the added parameters."""
     config: Any = model.config
     adapter = config.adapter
     if adapter is not None:
@@ -61,8 +61,8 @@ def _attach_low_rank(
     """Add the matrices A and B of `adapter` to the linear layers of `model`, in place, and freeze all other parameters.
 
     table: parameter table of the model, which lists the adapted layers. layout: parallel layout of which `model` is one
-    rank's part. tensor: communication of tensor parallelism, by which DoRA sums squared norms. options: `device` and
-    `dtype` of the adapter's parameters.
+    rank's part. tensor: communication of tensor parallelism, by which DoRA sums squared norms; None: no tensor
+    parallelism. options: `device` and `dtype` of the adapter's parameters.
     """
     model.requires_grad_(False)
     transformer: Any = model

@@ -82,13 +82,13 @@ class ExpertWeightDecomposed(ExpertLowRank):
     5). Each output feature of the adapted layer is multiplied by a trained magnitude, and divided by the norm of the
     feature's row of W + s B A. The norm is a constant in backward.
 
-    Parameters: `a` and `b` as in `ExpertLowRank`; `magnitude` [experts x adapted output features], one expert after
-    another.
+    Parameters: `a` and `b`, the stacked matrices A and B of all experts; `magnitude` [experts x adapted output
+    features], the magnitudes of one expert after another.
 
     rows: range of an expert's output features for each of its M adapted matrices, in ascending order. experts: number
     of experts E. inputs: number of input features. rank: rank of A and B. scale: s. options: `device` and `dtype` of
     the parameters. sums: function that sums a tensor over the ranks that split the input features of the layer; None:
-    this rank holds all of them."""
+    this rank holds all input features."""
 
     def __init__(
         self, rows: Sequence[Rows], experts: int, inputs: int, rank: int, scale: float,

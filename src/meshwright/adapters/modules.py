@@ -22,7 +22,8 @@ from meshwright.spec.adapter_json import ADAPTER_FILE
 class AdaptedLinear(nn.Linear):
     """Linear layer y = x Wᵀ + b with a low-rank adapter: y + s x Aᵀ Bᵀ (Hu et al. 2021, arXiv:2106.09685, eq. 3), with
     DoRA's output features scaled to trained magnitudes (Liu et al. 2024, arXiv:2402.09353, eq. 5). `adapt_module` turns
-    an existing `nn.Linear` into an `AdaptedLinear`. Attribute `adapter`: settings of the adapter."""
+    an existing `nn.Linear` into an `AdaptedLinear`. Attributes: `adapter`: settings of the adapter; `lora_A`, `lora_B`:
+    {"weight": A or B}; `lora_magnitude_vector`: DoRA's magnitudes, None for LoRA."""
 
     adapter: AdapterConfig
     lora_A: nn.ParameterDict

@@ -204,8 +204,8 @@ class _Chart:
             )
 
     def draw_levels(self) -> None:
-        """Draw below each track's row a strip with a quantity over time, such as saved activations, on one scale for
-        all tracks, up to the highest value of any."""
+        """Draw below each track's row a strip with a quantity over time, such as saved activations. The scale is the
+        same for all tracks and ends at the highest value of any track."""
         levels = self.timeline.levels
         highest = max((value for points in levels.values() for _, value in points), default=0.0)
         for track, points in levels.items() if highest else ():

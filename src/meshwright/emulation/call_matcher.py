@@ -328,7 +328,7 @@ def find_caller() -> FrameType | None:
 
 
 def describe_place(frame: FrameType | None) -> str:
-    """Return the code location of a frame as text, such as "train.py:12"."""
+    """Return the code location of a stack frame as text, such as "train.py:12"; "?" for None."""
     if frame is None:
         return "?"
     file = frame.f_code.co_filename

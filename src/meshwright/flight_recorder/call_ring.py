@@ -208,8 +208,7 @@ class CallWriter:
     @contextmanager
     def post_together(self) -> Iterator[None]:
         """Context manager around sends and receives that are posted as one group (between `ncclGroupStart` and
-        `ncclGroupEnd`). All of them are recorded with the time at which the context was entered, since none starts
-        before the group ends."""
+        `ncclGroupEnd`). All these calls are recorded with the time at which the context was entered."""
         self._time_of_group = monotonic_ns()
         try:
             yield
@@ -281,8 +280,8 @@ def read_calls(descriptor: int) -> RankCalls | None:
 def _parse_ring(data: bytes, again: bytes | None = None) -> RankCalls:
     """Parse the calls in the bytes of a ring buffer file.
 
-    data: copy of the file. again: second copy, taken later; records that were overwritten between the two are dropped,
-    because their times may be wrong.
+    data: copy of the file. again: second copy, taken later. Records that were overwritten between the two copies are
+    dropped, because their times may be wrong. None: there is no second copy.
     """
     _, rank, ranks, capacity, groups, process = _HEADER.unpack_from(data)
     records = _compute_records_offset(groups)

@@ -50,8 +50,8 @@ class Snapshot:
     def take(cls, rings: Mapping[int, int], ended: Mapping[int, str] | None = None) -> Snapshot:
         """Read the state of all ranks and their processes now; return the snapshot.
 
-        rings: rank -> file descriptor of its ring buffer of calls. ended: for ranks known to have died, rank -> how its
-        process died, such as "was killed by signal 9 (SIGKILL)".
+        rings: {rank: file descriptor of its ring buffer of calls}. ended: {rank: how its process died}, for ranks known
+        to have died, such as {2: "was killed by signal 9 (SIGKILL)"}; None: no rank is known to have died.
         """
         seen = []
         for rank, descriptor in sorted(rings.items()):

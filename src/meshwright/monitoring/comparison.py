@@ -245,7 +245,7 @@ def format_comparison(predicted: Mapping[str, Any], measured: Mapping[str, Any])
 def _format_peak(predicted: Mapping[str, Any] | None, measured: Mapping[str, Any] | None) -> list[str]:
     """Format the peak memory of two ranks as console text: the rank with the largest measured peak, and the rank with
     the largest predicted peak. Return a list that contains this text, or an empty list if nothing was measured.
-    predicted, measured: entries "fullest_rank" of the result document's figures."""
+    predicted, measured: entries "fullest_rank" of the result document's figures; None if unknown."""
     if measured is None:
         return []
     found, expected = measured["memory_bytes"], (predicted or {}).get("memory_bytes")

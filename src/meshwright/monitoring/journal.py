@@ -380,6 +380,6 @@ def _set_threads(recipe: Recipe, threads: int | None) -> Recipe:
 
 def _get_checkpoint_paths(checkpointer: Checkpointer) -> dict[str, str | None]:
     """Return {"checkpoint": path of the newest checkpoint, "best_checkpoint": path of the checkpoint with the lowest
-    validation loss}; None for a missing checkpoint."""
+    validation loss}, both known to `checkpointer`; None for a missing checkpoint."""
     newest, best = checkpointer.find_newest(), checkpointer.find_best()
     return {"checkpoint": str(newest.path) if newest else None, "best_checkpoint": str(best.path) if best else None}

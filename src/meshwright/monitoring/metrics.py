@@ -62,7 +62,8 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return all complete lines of a metrics file as dicts. A last line left incomplete by a killed process is skipped.
+    """Return all complete lines of the metrics file `path` as dicts. A last line left incomplete by a killed process is
+    skipped.
 
     Raises OSError if the file cannot be read or has more than `limits.LIMITS["metrics_bytes"]` bytes.
     """

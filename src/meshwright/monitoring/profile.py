@@ -226,8 +226,9 @@ class _NamedCompute:
 
     def run(self, kind: Kind, key: Key, x: torch.Tensor | None) -> torch.Tensor | None:
         """Run one pass of the wrapped `Compute` inside its context manager. kind: forward, backward ...; key: (stage,
-        replica (model copy), micro-batch); x: activation or gradient received from another stage. Return the tensor to
-        send on."""
+        replica (model copy), micro-batch); x: activation or gradient received from another stage; None if the pass
+        needs none. Return the tensor to send to the next stage (in a backward, the previous stage); None if there is
+        nothing to send."""
         with self._around(kind, *key):
             return self._compute.run(kind, key, x)
 
@@ -288,5 +289,5 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 def _read_json(path: Path) -> Any:
-    """Read a gzipped JSON file."""
+    """Read the gzipped JSON file `path` and return its content."""
     return json.loads(gzip.decompress(path.read_bytes()))

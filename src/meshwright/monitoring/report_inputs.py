@@ -25,7 +25,8 @@ class _Document(BaseModel):
 
 class _StepLine(_Document):
     """Schema (pydantic) of a line of metrics.jsonl about a step, with the keys that the report reads. memory_gib: peak
-    memory so far in GiB. seconds_by_part: {phase: seconds}. loss, gradient_norm: None if not finite."""
+    memory so far in GiB. seconds_by_part: {phase: seconds}. A field is None if the line does not have the key, or has
+    null for a number that is not finite."""
 
     step: Annotated[int, Field(ge=0, le=2**53)]
     loss: _Number | None
@@ -40,7 +41,7 @@ class _StepLine(_Document):
 
 class _FullestRank(_Document):
     """Schema (pydantic) of the entry `fullest_rank` of a result document: the number of the rank with the largest peak
-    memory, and its bytes by category."""
+    memory, and {category: bytes} of this rank (None if unknown)."""
 
     rank: _Whole
     memory_bytes: dict[str, _Number | None] | None = None
@@ -51,10 +52,10 @@ class _Figures(_Document):
     reads.
 
     Attributes:
-        step_seconds_low, step_seconds_high: Bounds of the prediction.
+        step_seconds_low, step_seconds_high: Lower and upper bound of the predicted seconds of a step.
         seconds_by_part: {phase: seconds}.
-        seconds_by_kind: Seconds "working" and "waiting".
-        memory_bytes: Bytes by category.
+        seconds_by_kind: {"working", "waiting": seconds of a step}.
+        memory_bytes: {category: bytes}.
         fullest_rank: Rank with the largest peak memory.
         sent_bytes_by_axis: {mesh axis: bytes sent in a step}.
     """
@@ -70,8 +71,8 @@ class _Figures(_Document):
 
 
 class _Result(_Document):
-    """Schema (pydantic) of the result document of a run, with the keys that the report reads. parameters: parameter
-    count. mfu: model FLOP utilisation, 0 to 1. predicted, measured: figures of a step."""
+    """Schema (pydantic) of the result document of a run, with the keys that the report reads; None for missing keys.
+    parameters: parameter count. mfu: model FLOP utilisation, 0 to 1. predicted, measured: figures of a step."""
 
     parameters: _Whole | None = None
     layout: str | None = None
@@ -84,7 +85,8 @@ class _Result(_Document):
 
 
 class _Evaluation(_Document):
-    """Schema (pydantic) of the document returned by `evaluate`; loss in nats per token."""
+    """Schema (pydantic) of the document returned by `evaluate`: loss in nats per token, its exponential (perplexity),
+    bits per byte of text (None if unknown; `xz`: of the compressor xz), number of tokens."""
 
     loss: _Number
     perplexity: _Number
@@ -94,7 +96,8 @@ class _Evaluation(_Document):
 
 
 class _Sample(_Document):
-    """Schema (pydantic) of the document printed by `generate --json`."""
+    """Schema (pydantic) of the document printed by `generate --json`: prompt, generated text, and checkpoint directory
+    (None if not given)."""
 
     prompt: str
     text: str

@@ -78,7 +78,8 @@ class StepMemory:
         return self.read_peak() if self.device.type == "cuda" else None
 
     def peaks_to_json(self) -> dict[str, int | None]:
-        """Return {"allocator_peak", "process_peak"}, the two measured peaks of this rank in bytes."""
+        """Return {"allocator_peak": bytes, "process_peak": bytes}, the two measured peaks of this rank; None for an
+        unknown peak."""
         return {"allocator_peak": self.read_allocator_peak(), "process_peak": self.read_process_peak()}
 
     def read_process_peak(self) -> int | None:

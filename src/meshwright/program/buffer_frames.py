@@ -201,8 +201,8 @@ def format_slot_label(program: CollectiveProgram, chunk: int, origins: tuple[int
     contributions of the ranks `origins`.
 
     Ranks are letters: `a0` is rank 0's part of chunk 0, `a0+b0` a sum, `a…e0` a sum over consecutive ranks, `Σ0` the
-    sum over all ranks, and `8 parts of 0` a sum too long to write out. For a barrier, the ranks from which a signal has
-    come: `a+b`, `all`.
+    sum over all ranks, and `8 parts of 0` a sum of 8 ranks' parts that is too long to write out. For a barrier, the
+    ranks from which a signal has come: `a+b`, `all`.
     """
     if chunk < 0:
         return ""

@@ -167,7 +167,7 @@ def simulate_pipeline(program: PipelineProgram, durations: Durations) -> Pipelin
 
 @lru_cache(maxsize=32)
 def analyze_program(program: PipelineProgram) -> tuple[Dataflow, RemoteReads]:
-    """Return the data flow of a pipeline schedule and the values that its ranks read from other ranks; cached for
+    """Return (data flow of the pipeline schedule `program`, values that ranks read from other ranks); cached for
     repeated simulations."""
     flow = Dataflow(program)
     return flow, find_remote_reads(flow)

@@ -46,9 +46,9 @@ def write_dual_order(rank: RankBuilder, chunks: list[Chunk], half: int) -> None:
     the rank's steps.
 
     chunks: the rank's two stages with their micro-batches, the lower stage number first. The lower stage number is the
-    rank's distance from an end of the pipeline, which determines its order of steps. half: number of ranks from an end
-    to the middle of the pipeline: half of the ranks under DualPipe, all ranks under DualPipeV (whose last rank holds
-    the two middle stages)."""
+    rank's distance from an end of the pipeline, which determines the rank's order of steps. half: number of ranks from
+    an end to the middle of the pipeline: half of the ranks under DualPipe, all ranks under DualPipeV (whose last rank
+    holds the two middle stages)."""
     depth, to_the_middle = chunks[0].stage, half - chunks[0].stage - 1
     order = PhraseWriter(rank, chunks)
     # Numbers: steps of the schedule in DeepSeek's published code.

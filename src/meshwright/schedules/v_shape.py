@@ -71,9 +71,10 @@ def _repeat_block(name: str, block: Block, micro_batches: int, most_held: int) -
     """Build a V-shaped pipeline schedule by repeating the steps of one micro-batch (the building block). Micro-batch k
     starts six time slots after micro-batch k - 1. Then all steps move earlier into idle slots, as far as memory allows.
 
-    name: name of the schedule. block: [ranks], time slots in which micro-batch 0 runs its two forwards and its two
-    input gradients on each rank; its two weight gradients take the two free slots of the six. most_held: limit on the
-    saved activations of a rank, in activations of one micro-batch on one stage; `block` itself must respect the limit.
+    name: name of the schedule. micro_batches: number of micro-batches. block: [ranks], time slots in which micro-batch
+    0 runs its two forwards and its two input gradients on each rank; its two weight gradients take the two free slots
+    of the six. most_held: limit on the saved activations of a rank, in activations of one micro-batch on one stage;
+    `block` itself must respect the limit.
     """
     ranks = len(block)
     program = Builder(name, ranks, micro_batches, (place_in_v_shape(ranks),))

@@ -171,8 +171,8 @@ class CaseBuilder:
         return dataclasses.replace(problem, config=teaching.add_projections(problem.config), teaching=teaching)
 
     def _scale_down(self, layers: int, config: ModelConfig | None = None) -> ModelConfig:
-        """Return the builder's model, or `config`, scaled down for the layout. layers: minimum number of layers; with
-        pipeline parallelism the model has at least one layer more than there are stages."""
+        """Return the model `config` scaled down for the layout; None: the builder's model. layers: minimum number of
+        layers; with pipeline parallelism the model has at least one layer more than there are stages."""
         layout = self.layout
         layers = max(layers, generate_for_layout(layout).stages + (layout.pp > 1))  # uneven: one stage has a layer more
         ulysses = layout.cp if layout.cp_method == "ulysses" else 1

@@ -152,8 +152,8 @@ def _make_decay_fault(by: int) -> FaultyFunction:
 
 
 def _use_next_learning_rate(counter: FaultCounter, original: FaultyFunction, step: int, train: Any) -> float:
-    """Buggy stand-in for `learning_rate` (`original`): returns the learning rate of the next step. `counter` counts the
-    results that this changes."""
+    """Buggy stand-in for `learning_rate` (`original`): returns the learning rate of step `step` + 1. `train`: settings
+    of the learning rate. `counter` counts the results that this changes."""
     counter.record_if(original(step + 1, train) != original(step, train))
     return float(original(step + 1, train))
 

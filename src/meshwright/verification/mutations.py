@@ -56,9 +56,9 @@ def plant_all_faults(
     in a single call. Then every fault in local code (`LOCAL_FAULTS`) is planted.
 
     maker: builds the training problems. reference: returns the single-device results of a problem. ranks: processes
-    that train. log: called with a line for each fault. collectives: the recipe's choice of collective algorithms.
-    planted: keys of faults that were already planted on another model and are skipped; the keys of the new faults are
-    added.
+    that train. log: called with a line for each fault. collectives: the recipe's choice of collective algorithms; None:
+    the defaults. planted: keys of faults that were already planted on another model and are skipped; the keys of the
+    new faults are added to this set. None: no fault is skipped.
 
     Returns {"planted", "caught", "neutral": numbers of faults, "missed": list of descriptions, "faults": one record per
     fault}. Caught faults were detected. Neutral faults cannot change a result of training (`explain_neutral_fault`).
@@ -89,8 +89,8 @@ class _FaultRuns:
     """Runner that trains one model on one layout with deliberate bugs, one at a time.
 
     maker: builds the training problems. reference: function (problem) -> single-device results. ranks: processes that
-    run the layout's ranks. collectives: the recipe's choice of collective algorithms. Attribute `planted`: keys of the
-    bugs run so far that changed at least one value."""
+    run the layout's ranks. collectives: the recipe's choice of collective algorithms; None: the defaults. Attribute
+    `planted`: keys of the bugs run so far that changed at least one value."""
 
     def __init__(
         self,

@@ -122,9 +122,9 @@ def run_rank(
     """Train on this rank once for each of `faults`, all in one mesh; return one result for each.
 
     problem: model, data and optimizer. layout_text: layout notation. collectives: the recipe's choice of collective
-    algorithms. faults: deliberate bug to plant in each run; an entry None: no bug. directory: directory for
-    checkpoints; required if the problem is resumed in the middle, or `span` ends with a save or begins with a load.
-    span: training steps to run.
+    algorithms; None: the defaults. faults: deliberate bug to plant in each run; an entry None: no bug. directory:
+    directory for checkpoints; required if the problem is resumed in the middle, or `span` ends with a save or begins
+    with a load. span: training steps to run.
     """
     layout = Layout.parse(layout_text)
     programs = load_named_programs(collectives or CollectivesRecipe(), layout)
@@ -183,7 +183,7 @@ def make_teacher(problem: Problem, mesh: Mesh) -> Teacher:
 class _VerificationRun:
     """Training run of a `Problem` (model, data, optimizer settings) on one rank. The run saves checkpoints and resumes
     from them as the problem requires. layout: parallel layout. mesh: mesh of the ranks. directory: directory of the
-    checkpoints."""
+    checkpoints; None if the run neither saves nor loads any."""
 
     def __init__(self, problem: Problem, layout: Layout, mesh: Mesh, directory: Path | None) -> None:
         """Store the problem, its layout and mesh. directory: directory for checkpoints; None if none is saved."""
@@ -269,8 +269,8 @@ class _VerificationRun:
 @contextmanager
 def _require_compiled_graphs(backend: str, rank: int) -> Iterator[None]:
     """Context manager around a run under torch.compile. On entry it discards the compiled graphs of earlier runs.
-    Inside it, exceeding torch's recompile limit raises an error instead of falling back to eager execution. backend:
-    backend of torch.compile. rank: rank of this process."""
+    Inside the `with` block, exceeding torch's recompile limit raises an error instead of falling back to eager
+    execution. backend: backend of torch.compile. rank: rank of this process."""
     import torch._dynamo
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 

@@ -57,9 +57,9 @@ def run_verification(
     verify --json`.
 
     layout: layout, notation, recipe or its file; None: a grid of layouts. model: preset, path, configuration or recipe;
-    None: representative models. dtype: "float64" or "float32". mutate: also plant faults (deliberate bugs), each of
-    which must be detected. thorough: run the slow cases too. log: called with a line for each layout. Raises
-    `UserError` if a name is unknown or the layout cannot run.
+    None: representative models. dtype: "float64" or "float32". mutate: True to also plant faults (deliberate bugs),
+    each of which must be detected. thorough: True to run the slow cases too. log: called with a line of text for each
+    layout. Raises `UserError` if a name is unknown or the layout cannot run.
     """
     if dtype not in DTYPES:
         raise UserError(unknown("dtype", dtype, DTYPES))
@@ -101,6 +101,10 @@ def run_verification(
 class _Verifier:
     """Runner of verification cases on local rank processes. It keeps the processes for the next layout if the next
     layout has the same number of ranks, and caches the single-device references.
+
+    dtype: dtype of the parameters, "float64" or "float32". log: function that is called with a line for each layout.
+    recipe: sets collective algorithms, loss and `train.compile`; None: the defaults. thorough: True to run the slow
+    cases too.
 
     Attributes:
         many: True if a grid of layouts is verified; each layout then runs only its most relevant cases.

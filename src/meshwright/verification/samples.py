@@ -97,11 +97,11 @@ def _make_sequence(problem: Problem, number: int) -> tuple[NDArray[Any], ...]:
 
 
 def _make_pairs(problem: Problem, number: int, mismatched: bool = False) -> tuple[NDArray[Any], ...]:
-    """Generate sequence number `number` for preference training; return (tokens [S], targets [S], document numbers [S],
-    reference log-probabilities in nats [2 x MAX_PAIRS]). The sequence has zero to two pairs of a preferred and a
-    rejected response (for KTO, zero to four single responses). Each response is a document that begins with a prompt.
-    Prompt tokens, the last token of a document and padding have target -100. mismatched: True for another random
-    sequence with as many responses, from which KTO estimates the KL divergence."""
+    """Generate sequence number `number` of `problem` for preference training; return (tokens [S], targets [S], document
+    numbers [S], reference log-probabilities in nats [2 x MAX_PAIRS]). The sequence has zero to two pairs of a preferred
+    and a rejected response (for KTO, zero to four single responses). Each response is a document that begins with a
+    prompt. Prompt tokens, the last token of a document and padding have target -100. mismatched: True for another
+    random sequence with as many responses, from which KTO estimates the KL divergence."""
     random = np.random.default_rng([problem.seed, number, *[1] * mismatched])
     sequence, pairs = problem.sequence, _count_pairs(number)
     tokens = random.integers(0, problem.config.vocabulary, sequence + 1)
