@@ -97,7 +97,7 @@ def _parse_cell(cell: str, where: str) -> list[Step]:
 def _find_placement(computing: list[tuple[int, Step]], ranks: int, where: str) -> Placement:
     """Return the placement of the stages of a parsed schedule: the rank that computes each stage, indexed by replica
     (there is only replica 0), then by stage. Raises UserError unless each stage is on one rank and all ranks have
-    equally many.
+    equally many stages.
 
     computing: (rank, step) of all compute steps, where a step is (kind, stage, micro-batch). ranks: number of ranks.
     where: prefix of error messages.
