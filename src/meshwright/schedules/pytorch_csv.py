@@ -81,8 +81,8 @@ def _add_step(rank: RankBuilder, step: Step) -> None:
 
 
 def _parse_cell(cell: str, where: str) -> list[Step]:
-    """Parse a CSV cell such as `2F5` into steps (kind, stage, micro-batch): one, several that overlap, or none. where:
-    row and cell, as prefix of error messages."""
+    """Parse a CSV cell such as `2F5`; return a list of steps (kind, stage, micro-batch): one step, several steps that
+    overlap, or no step. where: row and cell, as prefix of error messages."""
     cell = cell.strip()
     if overlap := OVERLAP.fullmatch(cell):
         return [step for part in overlap[1].split(";") for step in _parse_cell(part, where)]
