@@ -69,11 +69,11 @@ def adapt_module(module: nn.Module, adapter: AdapterConfig) -> list[str]:
         selected |= found
     for name in (name for name in known if name in selected):
         _adapt(name, selected[name], adapter)
-    _call_adapted_layers(module)
+    _disable_fused_inference(module)
     return [name for name in known if name in selected]
 
 
-def _call_adapted_layers(module: nn.Module) -> None:
+def _disable_fused_inference(module: nn.Module) -> None:
     """Disable the fused inference path of torch's Transformer encoders in `module`, which reads weights directly and so
     would skip their adapters.
     """

@@ -23,8 +23,8 @@ def compute_lower_bound_seconds(operation: str, network: Network, total_bytes: f
     Latency bound: latency from a rank to the farthest rank that needs its data. Bandwidth bound: the largest time over
     all known cuts of the network into blocks (single ranks, nodes, halves of a torus ...). The time of a cut is the
     bytes that must leave or enter a block, divided by the bandwidth of the block's links, plus the lowest latency of a
-    message. For all-reduce on uniform links it is alpha + 2(n-1)/n S beta (n ranks, S bytes, alpha seconds per message,
-    beta seconds per byte).
+    message. For all-reduce on uniform links the bandwidth bound is alpha + 2(n-1)/n S beta (n ranks, S bytes, alpha
+    seconds per message, beta seconds per byte).
     """
     if network.ranks == 1:
         return 0.0

@@ -20,9 +20,8 @@ def all_reduce(ranks: int, ranks_per_node: int | None = None) -> CollectiveProgr
     node, all-reduce between the nodes' first ranks, broadcast inside each node.
 
     ranks_per_node: number g of ranks in each node; None: the largest divisor of n up to its square root. X. Jia et al.,
-    Highly
-    scalable deep learning training system with mixed-precision, arXiv 1807.11205. Binomial trees inside nodes, a ring
-    between nodes.
+    Highly scalable deep learning training system with mixed-precision, arXiv 1807.11205. Binomial trees inside nodes, a
+    ring between nodes.
 
     Costs for n ranks in k nodes of g ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta
     seconds (L = log2 g, rounded up): 2L + 2(k-1) rounds; time 2L (alpha + S beta) inside nodes + 2(k-1) alpha +
@@ -46,8 +45,7 @@ def all_reduce_scattered(ranks: int, ranks_per_node: int | None = None) -> Colle
     all-reduce between nodes among the ranks with the same local rank, all-gather inside each node.
 
     ranks_per_node: number g of ranks in each node; None: the largest divisor of n up to its square root. M. Cho, U.
-    Finkler, M.
-    Serrano, D. Kung, H. Hunter, BlueConnect, IBM Journal of R&D 63(6), 2019. All phases use rings.
+    Finkler, M. Serrano, D. Kung, H. Hunter, BlueConnect, IBM Journal of R&D 63(6), 2019. All phases use rings.
 
     Costs for n ranks in k nodes of g ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta
     seconds: 2(g-1) + 2(k-1) rounds; 2(n-1)/n S bytes sent per rank, of which 2(k-1)/n S leave the node; time 2(g-1)
@@ -91,8 +89,7 @@ def all_gather(ranks: int, ranks_per_node: int | None = None) -> CollectiveProgr
     node. The first phase runs among the ranks with the same local rank. Both phases use rings.
 
     ranks_per_node: number g of ranks in each node; None: the largest divisor of n up to its square root. Z. Zhang et
-    al., MiCS:
-    near-linear scaling for training gigantic model on public cloud, VLDB 2022.
+    al., MiCS: near-linear scaling for training gigantic model on public cloud, VLDB 2022.
 
     Costs for n ranks in k nodes of g ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta
     seconds: (k-1) + (g-1) rounds; (n-1)/n S bytes sent per rank, of which (k-1)/n S leave the node; time (k-1) alpha +
@@ -151,9 +148,8 @@ def all_to_all(ranks: int, ranks_per_node: int | None = None) -> CollectiveProgr
     nodes. The second phase runs among the ranks with the same local rank.
 
     ranks_per_node: number g of ranks in each node; None: the largest divisor of n up to its square root. Inside a node,
-    the rank
-    with local rank l collects all blocks for ranks with local rank l of any node; this rank then sends one message to
-    each other node. Copies between the two phases make each message contiguous. Source: the two-dimensional
+    the rank with local rank l collects all blocks for ranks with local rank l of any node; this rank then sends one
+    message to each other node. Copies between the two phases make each message contiguous. Source: the two-dimensional
     hierarchical all-to-all of C. Hwang et al., Tutel: adaptive mixture-of-experts at scale, MLSys 2023.
 
     Costs for n ranks in k nodes of g ranks and a vector of S bytes, where a message of b bytes takes alpha + b beta

@@ -33,9 +33,9 @@ def make_linear_axis(
 ) -> Axis:
     """Return a linear axis from `low` to `high` with ticks at round numbers.
 
-    title: text beside the axis. below, above: space added below `low` and above `high`, as a fraction of `high` -
-    `low`, or of max(1, |high|) if `low` equals `high`. If `low` equals `high` and `above` is 0, max(1, |high|) is added
-    above, so that the axis is never empty. most: maximum number of intervals between ticks.
+    title: text beside the axis. below, above: space added below `low` and above `high`, as a fraction of `high` - `low`
+    (of max(1, |high|) if `low` equals `high`). An axis that would be empty is extended upwards by max(1, |high|). most:
+    maximum number of intervals between ticks.
     """
     span = high - low or max(1.0, abs(high))
     low, high = low - below * span, (high if high > low or above else low + span) + above * span

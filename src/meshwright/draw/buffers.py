@@ -191,8 +191,8 @@ class _FramePicture:
 
     def _draw_arrow(self, picture: Picture, number: int, arrow: Arrow) -> None:
         """Draw one send into `picture`, as an arrow from slots (buffers for one chunk) of one rank to slots of another;
-        a local copy is an arrow on one rank. number: index of the arrow in `self.frame.arrows`, which selects its lane.
-        arrow: the send or copy."""
+        a local copy is an arrow on one rank. number: index of the arrow in `self.frame.arrows`, which selects the lane
+        (horizontal strip) of a long arrow. arrow: the send or copy."""
         right = arrow.target >= arrow.source
         side = 1 if right else -1
         within = arrow.source == arrow.target

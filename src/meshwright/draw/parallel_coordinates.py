@@ -18,8 +18,7 @@ PITCH = 150.0  # pixels between two axes
 class Item:
     """One line (one data point) of a parallel-coordinates plot. values: value on each axis; None: the point has no
     value on this axis, and the line skips the axis. colour: style-sheet colour. title: text on hover. kind: line style,
-    "thin" or
-    "thick"."""
+    "thin" or "thick"."""
 
     values: Sequence[float | None]
     colour: str

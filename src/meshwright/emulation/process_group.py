@@ -271,7 +271,7 @@ class EmulatedGroup(_ProcessGroup):
 
 class EmulatedStore(_Store):
     """Emulation of `torch.distributed.Store`: key-value store that all emulated ranks share. A rank that waits for a
-    key lets others run. matcher: its `store` holds the values, and its scheduler lets other ranks run.
+    key lets other ranks run. matcher: object whose `store` holds the values and whose scheduler lets other ranks run.
     """
 
     def __init__(self, matcher: CallMatcher) -> None:

@@ -168,8 +168,9 @@ class Scheduler:
         this method is not detected.
 
         describe: returns text on the call that the rank polls, for the deadlock report. polled: True if the program
-        asks repeatedly whether a communication call is complete. Until the next turn, the deadlock check of `poll` then
-        counts this rank as stuck, and the report says that it polls."""
+        polls a communication call (asks repeatedly whether the call is complete). While this rank then waits for its
+        turn, `poll` on another rank counts it as stuck when it looks for a deadlock, and the report says that the rank
+        polls."""
         turns = iter((False,))
         self.wait(lambda: next(turns, True), describe, polled)
 

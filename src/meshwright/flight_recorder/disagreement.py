@@ -137,8 +137,7 @@ class _Divergence:
 
     def make_verdict(self, now: float) -> Verdict:
         """Return the verdict that blames the ranks whose call differs from the expected one. If the expected call
-        cannot be determined, the verdict says that the ranks disagree. now: seconds of the monotonic
-        clock."""
+        cannot be determined, the verdict says that the ranks disagree. now: seconds of the monotonic clock."""
         expected = self._find_expected()
         of_group = f" of ranks {format_ranks(self.group.members)}"
         if expected is None:

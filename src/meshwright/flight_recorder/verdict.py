@@ -53,9 +53,9 @@ class RankState:
 
     @property
     def blame(self) -> str:
-        """Reason why other ranks wait for this one, as a `kind` of `Verdict`: "dead" (its process died), "stopped" (its
-        process is suspended) or "behind" (it runs other code, or its calls are unknown). Empty if the rank itself waits
-        in a call."""
+        """Reason why other ranks wait for this rank, as a `kind` of `Verdict`: "dead" (its process died), "stopped"
+        (its process is suspended) or "behind" (it runs other code, or its calls are unknown). Empty if the rank itself
+        waits in a call."""
         if self.dead or self.stopped:
             return "dead" if self.dead else "stopped"
         return "behind" if self.calls is None or self.calls.waiting is None else ""

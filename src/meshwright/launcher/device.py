@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 def choose_single_device(wanted: str) -> str:
-    """Choose the device of a program that uses one: return "cpu" or "cuda". CUDA_VISIBLE_DEVICES determines which GPU.
+    """Choose the device of a program that uses a single device: return "cpu" or "cuda". CUDA_VISIBLE_DEVICES determines
+    which GPU.
 
     wanted: "auto" (the GPU if there is one), "cpu" or "cuda". `UserError` for an unknown name or a missing device.
     """

@@ -34,8 +34,8 @@ def resolve_addresses(host: str) -> list[str]:
 
 
 def find_address_towards(host: str) -> str:
-    """Return this host's own IP address on the network route to `host` (name or address); if `host` is this host, its
-    resolved address. `UserError` if there is no route."""
+    """Return this host's own IP address on the network route to `host` (name or address); if `host` is this host, the
+    address to which `host` resolves. `UserError` if there is no route."""
     reasons = []
     for address in resolve_addresses(host):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET

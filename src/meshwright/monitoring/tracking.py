@@ -254,8 +254,8 @@ def flatten_line(line: Mapping[str, Any]) -> Line:
 
 
 def _read_lines(directory: RunDirectory, step: int) -> list[dict[str, Any]]:
-    """Read the lines of `metrics.jsonl` in a run directory (`directory`) up to step `step` (inclusive) as dicts; none
-    for a fresh run (step 0)."""
+    """Read the lines of `metrics.jsonl` in a run directory (`directory`) up to step `step` (inclusive) as dicts; no
+    lines for a fresh run (step 0)."""
     return [line for line in read_metrics(directory.metrics) if line.get("step", 0) <= step] if step else []
 
 

@@ -92,8 +92,8 @@ def build_initial_memory(program: CollectiveProgram) -> SymbolicMemory:
     """Return the symbolic contents (chunk number and contributing ranks) of all slots (buffers for one chunk) before
     the first step: the input that the program's operation assumes on each rank.
 
-    For a barrier, slot 0 of each rank collects the set of ranks from which signals have come, directly or through
-    others.
+    For a barrier, slot 0 of each rank collects the set of ranks from which signals have come, directly or through other
+    ranks.
     """
     ranks, chunks = program.ranks, program.chunks
     rank, chunk = np.arange(ranks)[:, None], np.arange(chunks)

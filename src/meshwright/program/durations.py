@@ -58,12 +58,9 @@ class Durations:
         rank's stages.
 
         shape: the program, or (ranks, stages per rank). forward, input_gradient, weight_gradient, update, overlapped:
-        as the fields of `Durations`, but per rank: one number for all ranks, or a list [ranks]. overlapped=None: the
-        sum of the times of forward and backward. Return the error for ranks that wait for each other in a cycle; its
-        message has `reason`, the step of each rank and the step that it waits for, from the lowest rank on. => Return
-        the error for ranks of `program` that wait for each other in a cycle. The message has `reason`, the step in
-        which each rank waits, and the step for which it waits, from the lowest rank on. A list [stages] has the
-        durations of stages and is not divided. transfer: message time between adjacent stages, not divided.
+        as the fields of `Durations`, but by rank: one number for all ranks, or a list [ranks]. overlapped=None: the sum
+        of the times of forward and backward. A list [stages] has the durations of stages and is not divided. transfer:
+        message time between adjacent stages, not divided.
         """
         return cls(forward, input_gradient, weight_gradient, transfer, update, overlapped).split(shape)
 

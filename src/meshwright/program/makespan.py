@@ -96,8 +96,8 @@ class _WaveOrder(NamedTuple):
 
     Attributes: order: [groups], group indices, wave by wave. All other arrays follow this order and refer to positions
     in it. bounds: End (exclusive) of each wave in `order`. before: [groups], position of the previous group on the same
-    rank; `len(order)` if there is none. needs: List of arrays [groups]. A group waits for several groups on other
-    ranks; the i-th array has the position of the i-th of these, `len(order)` if there are fewer. crossings: List of
+    rank; `len(order)` if there is none. needs: List of arrays [groups]. Entry g of the i-th array is the position of
+    the i-th group on another rank for which group g waits; `len(order)` if there is no i-th one. crossings: List of
     arrays [groups], parallel to `needs`: index in `RemoteReads` of the read that causes the wait; -1 if there is none.
     """
 

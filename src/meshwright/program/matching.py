@@ -62,8 +62,8 @@ def order_steps(program: StepProgram, sends: Integers, receives: Integers) -> Po
 
 
 def make_deadlock_error(program: StepProgram, reason: str, waits: list[tuple[int, int]]) -> ProgramError:
-    """Return the error for ranks that wait for each other in a cycle; its message has `reason`, the step of each rank
-    and the step that it waits for, from the lowest rank on.
+    """Return the error for ranks of `program` that wait for each other in a cycle. The message has `reason`, the step
+    in which each rank waits, and the step for which it waits, from the lowest rank on.
 
     waits: pairs of step indices (waiting step, awaited step) in the order of the cycle.
     """

@@ -62,8 +62,8 @@ def simulate_collective(
     """Simulate a collective program on a network with shared links; return start and end of every transfer.
 
     checked: program with matched sends and receives. total_bytes: size of the operation's full vector in bytes.
-    reduce_bytes_per_second: rate of local reductions (default: infinite, so that they take no time). They run at the
-    end of each group, which is the steps that a rank posts together.
+    reduce_bytes_per_second: rate of local reductions (default: infinite, so that they take no time). Local reductions
+    run at the end of each group (steps that a rank posts together).
     """
     return CollectiveSimulator(checked, network, reduce_bytes_per_second).run(total_bytes)
 
@@ -73,8 +73,8 @@ class CollectiveSimulator:
     the vector's size; `run` then simulates one size.
 
     checked: program with matched sends and receives. network: network with links that messages share.
-    reduce_bytes_per_second: rate of local reductions (default: infinite). They run at the end of each group, which is
-    the steps that a rank posts together.
+    reduce_bytes_per_second: rate of local reductions (default: infinite). Local reductions run at the end of each group
+    (steps that a rank posts together).
     """
 
     def __init__(self, checked: MatchedCollective, network: Network, reduce_bytes_per_second: float = np.inf) -> None:

@@ -109,8 +109,8 @@ class Problem:
 
     @cached_property
     def lag(self) -> tuple[float, ...]:
-        """Transfer time of each task's input (a task is one pass on one stage), [tasks]; 0 if the rank that produces
-        the input is the task's own."""
+        """Transfer time of each task's input (a task is one pass on one stage), [tasks]; 0 if the input is produced on
+        the task's rank."""
         return (0.0, *self.hop, *self.hop, 0.0, *[0.0] * self.stages)
 
     @cached_property

@@ -81,8 +81,8 @@ def _add_step(rank: RankBuilder, step: Step) -> None:
 
 
 def _parse_cell(cell: str, where: str) -> list[Step]:
-    """Parse a CSV cell such as `2F5` into steps (kind, stage, micro-batch): one, several that overlap, or none. where:
-    row and cell, as prefix of error messages."""
+    """Parse a CSV cell such as `2F5`; return a list of steps (kind, stage, micro-batch): one step, several steps that
+    overlap, or no step. where: row and cell, as prefix of error messages."""
     cell = cell.strip()
     if overlap := OVERLAP.fullmatch(cell):
         return [step for part in overlap[1].split(";") for step in _parse_cell(part, where)]
@@ -97,7 +97,7 @@ def _parse_cell(cell: str, where: str) -> list[Step]:
 def _find_placement(computing: list[tuple[int, Step]], ranks: int, where: str) -> Placement:
     """Return the placement of the stages of a parsed schedule: the rank that computes each stage, indexed by replica
     (there is only replica 0), then by stage. Raises UserError unless each stage is on one rank and all ranks have
-    equally many.
+    equally many stages.
 
     computing: (rank, step) of all compute steps, where a step is (kind, stage, micro-batch). ranks: number of ranks.
     where: prefix of error messages.

@@ -101,8 +101,8 @@ class _RankState:
     gradients of micro-batch 0 on this rank. ranks: number of ranks. micro_batches: number of micro-batches.
 
     Attributes:
-        pass_indices: Indices of these four steps in the sequence of all 4 x ranks forwards and input gradients of a
-            micro-batch (forwards from rank 0 to the last rank and back, then input gradients likewise).
+        pass_indices: Indices of the four steps of `planned_slots` in the sequence of all 4 x ranks forwards and input
+            gradients of a micro-batch (forwards from rank 0 to the last rank and back, then input gradients likewise).
         waiting: Steps not yet run, as (planned time slot, step, micro-batch), in planned order.
         left: Number of steps not yet run, for each of the six steps of a micro-batch.
         ready_weights: Weight gradients that can run, as (step, micro-batch).

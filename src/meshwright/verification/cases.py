@@ -143,7 +143,7 @@ class CaseBuilder:
     def make_compiled_case(self, backend: str) -> Case:
         """Return a verification case of one training step and a validation in which layers, final norm and loss run
         under torch.compile. backend: backend of torch.compile, "aot_eager" or "inductor". The model has two layers, or
-        with pipeline parallelism one more than there are stages."""
+        with pipeline parallelism one layer more than there are stages."""
         problem = dataclasses.replace(self.make_sgd_problem(2), training=SGD, steps=1, compile_backend=backend)
         return Case(f"compiled by {backend}", problem)
 

@@ -144,7 +144,8 @@ def _describe_slice(
     1 missing".
 
     values [n]: the rank's gradient. truth [n]: the correct gradient, the sum of `parts` [contributions, n]. labels:
-    (rank, micro-batch) of each contribution. before [n]: correct gradient of the previous step; None in the first."""
+    (rank, micro-batch) of each contribution. before [n]: correct gradient of the previous step; None in the first step.
+    """
     size = float(truth.norm())
     if not bool(values.isfinite().all()):
         return "not finite"

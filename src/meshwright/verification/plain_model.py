@@ -31,8 +31,8 @@ class BatchLoss(NamedTuple):
     Attributes:
         loss: Reported loss in nats.
         objective: Loss plus load-balancing loss, to be differentiated.
-        terms: Number of loss terms, by which both are to be divided.
-        excess_loads: router-bias name -> [E], each expert's number of tokens minus the mean.
+        terms: Number of loss terms, by which `loss` and `objective` are to be divided.
+        excess_loads: {router-bias name: [E], each expert's number of tokens minus the mean}.
     """
 
     loss: torch.Tensor
