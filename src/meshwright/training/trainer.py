@@ -10,7 +10,7 @@ import torch
 
 from meshwright.comm import collectives
 from meshwright.monitoring.clock import StepClock
-from meshwright.monitoring.records import StepOutcome, Validation
+from meshwright.monitoring.records import StepOutcome
 from meshwright.parallel.flat_buffers import TensorSlice
 from meshwright.parallel.step import TermCount
 from meshwright.spec.initial_values import INITIAL_VALUES_VERSION
@@ -84,10 +84,6 @@ class Trainer:
         self.steps_done += 1
         clock.mark("update")
         return outcome
-
-    def validate(self) -> Validation:
-        """Return loss and metrics on the task's validation data, without updating parameters. Collective."""
-        return self.task.validate()
 
     @property
     def threads(self) -> int | None:
