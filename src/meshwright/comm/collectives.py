@@ -81,19 +81,16 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str
     return _post_call(partial(transport.all_gather, output, source, over), call, output, async_op, turn)
 
 
-def broadcast(tensor: torch.Tensor, axis: Axis, site: str, source: int = 0, async_op: bool = False) -> Handle:
-    """Overwrite `tensor` on every rank with the `tensor` of the rank at index `source` of the axis; return a handle to
-    wait on.
-
-    site: label of the call in traces, byte counts and errors. async_op: return before completion.
-    """
+def broadcast(tensor: torch.Tensor, axis: Axis, site: str, source: int = 0) -> Handle:
+    """Overwrite `tensor` on every rank with the `tensor` of the rank at index `source` of the axis; return a complete
+    handle. site: label of the call in traces, byte counts and errors."""
     call = _record_call("broadcast", axis, site, tensor.nbytes, tensor.nbytes if axis.rank == source else 0)
     if call is None:
         return DONE
     lose = None if call.dropped_rank is None else tensor.zero_
     over, turned = call.redirect()
     begins = (source + 1) % axis.size if turned else source
-    return _post_call(lambda: transport.broadcast(tensor, begins, over), call, tensor, async_op, lose)
+    return _post_call(partial(transport.broadcast, tensor, begins, over), call, tensor, False, lose)
 
 
 def all_to_all(
