@@ -152,11 +152,10 @@ class Trainer:
         mesh = self.mesh
         scale = self.loss_scale.value
         metrics = len(shares) - 1
-        pinned = self.device.type == "cuda"
-        values = torch.zeros(4 + metrics + mesh.world_size, dtype=torch.float64, pin_memory=pinned)
-        values[2] = float(stop)
-        values[3] = float(save_failed)
-        values[4 + metrics + mesh.rank] = self.clock.compute_working_seconds()
+        rank_seconds = [0.0] * mesh.world_size
+        rank_seconds[mesh.rank] = self.clock.compute_working_seconds()
+        known = [0.0, 0.0, float(stop), float(save_failed), *[0.0] * metrics, *rank_seconds]
+        values = torch.tensor(known, dtype=torch.float64, pin_memory=self.device.type == "cuda")
         values = values.to(self.device, non_blocking=True)
         values[0] = shares[0] / scale
         values[1] = self.parallel.squared_norm_share() / scale**2
