@@ -102,7 +102,7 @@ def train(recipe: Recipe, precision: str, fault: str = "none") -> tuple[list[flo
         if fault in ROUNDED:
             ROUNDED[fault](trainer)
         losses = [trainer.step().loss for _ in range(recipe.train.steps)]
-        return losses, trainer.validate().loss
+        return losses, trainer.task.validate().loss
 
 
 def round_updates(trainer: Trainer) -> None:

@@ -436,8 +436,8 @@ def evaluated_elsewhere() -> tuple[float, float, set[str]]:
         seed_generators(derive_seed(SEED, "module"), torch.device("cpu"))
         alone = double(Straight)()
         whole = sum(norm(alone, (x[None],)).item() for x, _ in data) / len(data)
-        first = trainer.validate().metrics.values["norm"]
-        assert trainer.validate().metrics.values["norm"] == first
+        first = trainer.task.validate().metrics.values["norm"]
+        assert trainer.task.validate().metrics.values["norm"] == first
         return first, whole, trainer.passes.prefetcher.held
 
 

@@ -81,19 +81,16 @@ def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str
     return _post_call(partial(transport.all_gather, output, source, over), call, output, async_op, turn)
 
 
-def broadcast(tensor: torch.Tensor, axis: Axis, site: str, source: int = 0, async_op: bool = False) -> Handle:
-    """Overwrite `tensor` on every rank with the `tensor` of the rank at index `source` of the axis; return a handle to
-    wait on.
-
-    site: label of the call in traces, byte counts and errors. async_op: return before completion.
-    """
+def broadcast(tensor: torch.Tensor, axis: Axis, site: str, source: int = 0) -> Handle:
+    """Overwrite `tensor` on every rank with the `tensor` of the rank at index `source` of the axis; return a complete
+    handle. site: label of the call in traces, byte counts and errors."""
     call = _record_call("broadcast", axis, site, tensor.nbytes, tensor.nbytes if axis.rank == source else 0)
     if call is None:
         return DONE
     lose = None if call.dropped_rank is None else tensor.zero_
     over, turned = call.redirect()
     begins = (source + 1) % axis.size if turned else source
-    return _post_call(lambda: transport.broadcast(tensor, begins, over), call, tensor, async_op, lose)
+    return _post_call(partial(transport.broadcast, tensor, begins, over), call, tensor, False, lose)
 
 
 def all_to_all(
@@ -104,16 +101,12 @@ def all_to_all(
 
     site: label of the call in traces, byte counts and errors. sizes: numbers of rows of the parts (None: equal
     parts)."""
-    if axis.trivial:
-        _copy_unless_shared(output, source)
-        return DONE
     rows = source.shape[0]
     own = rows // axis.size if sizes is None else sizes.sent[axis.rank]
     sent = source.nbytes * (rows - own) // rows if rows else 0
     call = _record_call("all_to_all", axis, site, source.nbytes, sent)
     if call is None:
-        output.zero_()
-        return DONE
+        return _copy_or_zero(output, source, axis)
     over = axis
     source = _drop_source(call, source)
     if sizes is None:  # uneven parts fit no other ranks: the redirected call would fail by itself
@@ -156,13 +149,9 @@ def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, as
     On an axis of size 1 `output` is a copy of `source`. site: label of the call in traces, byte counts and errors.
     async_op: return before completion.
     """
-    if axis.trivial:
-        _copy_unless_shared(output, source)
-        return DONE
     call = _record_call("rotate", axis, site, source.nbytes, source.nbytes)
     if call is None:
-        output.zero_()
-        return DONE
+        return _copy_or_zero(output, source, axis)
     source = _drop_source(call, source)
     over, _ = call.redirect(ordered=False)  # a shifted ring is the same ring
     return _post_call(lambda: transport.rotate(output, source, over), call, output, async_op)
@@ -210,6 +199,16 @@ def barrier(axis: Axis, site: str) -> None:
     _post_call(lambda: transport.all_reduce(nothing, axis, "sum"), call, nothing, False)
     if (stream := backend.current_stream(nothing.device)) is not None:
         stream.synchronize()
+
+
+def _copy_or_zero(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Handle:
+    """Write to `output` the result of a call that is not made: on an axis of one rank `source`, under the injected
+    fault "skip" zeros. Return a complete handle."""
+    if axis.trivial:
+        _copy_unless_shared(output, source)
+    else:
+        output.zero_()
+    return DONE
 
 
 def _copy_unless_shared(output: torch.Tensor, source: torch.Tensor) -> None:

@@ -50,8 +50,6 @@ MAX_WAIT_SECONDS = 86400.0
 PRELOADED = ("torch", "torch.distributed", "torch.utils.checkpoint", "torch._dynamo")
 """Modules that the server imports once for all ranks (the last one for activation checkpointing)."""
 
-PRELOADED_TO_VERIFY = (*PRELOADED, "meshwright.verification.ranks")
-"""Modules preloaded for the ranks of `meshwright verify`."""
 PRELOADED_TO_SERVE = ("torch", "torch.distributed", "meshwright.serving.ranks")
 """Modules preloaded for the ranks of an inference server."""
 

@@ -51,11 +51,11 @@ class Attention(nn.Module):
         if config.query_key_norm:
             build = partial(RMSNorm, epsilon=config.norm_epsilon, centre=float(config.zero_centred_norms), **options)
             if config.projection_norm:
-                self.query_norm = build(self.heads * self.size, tensor=axes.tensor)
-                self.key_norm = build(self.kv_heads * self.size, tensor=axes.tensor)
+                self.query_norm = build(size=self.heads * self.size, tensor=axes.tensor)
+                self.key_norm = build(size=self.kv_heads * self.size, tensor=axes.tensor)
             else:
-                self.query_norm = build(self.size)
-                self.key_norm = build(self.size)
+                self.query_norm = build(size=self.size)
+                self.key_norm = build(size=self.size)
         self.rotated_norm = config.norm_epsilon if config.rotated_norm else None
         self.sinks = nn.Parameter(torch.empty(self.heads, **options)) if config.attention_sinks else None
         self.output = RowParallelLinear(

@@ -92,7 +92,7 @@ class Encoder(nn.Module):
         if config.head == "masked":
             self.transform = Linear(hidden, hidden, True, **options)
             self.transform_norm = make_norm(config, **options)
-            self.head = nn.Module()  # its weight is the embedding's
+            self.head: Any = nn.Module()  # its weight is the embedding's
             self.head.bias = nn.Parameter(torch.empty(config.vocabulary, **options))
         elif config.head == "classes":
             self.classifier = Linear(hidden, len(config.labels), True, **options)

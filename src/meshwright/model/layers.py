@@ -30,13 +30,14 @@ class Linear(nn.Module):
 
     weight_gradients: WeightGradients | None = None  # None: autograd computes them
     packed: QuantizedMatmul | None = None  # the product with a packed weight
-    adapter: Any = None  # `adapters.low_rank.LowRank`, which computes the product in place of `base_product`
+    adapter: Any  # `adapters.low_rank.LowRank`, which computes the product in place of `base_product`
     taps: Taps | None = None  # set during a compiled call
 
     def __init__(self, x: int, y: int, bias: bool, **options: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(y, x, **options))
         self.bias = nn.Parameter(torch.empty(y, **options)) if bias else None
+        self.adapter = None  # no class attribute: it would hide the submodule
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x Wᵀ + b, [..., Y], for `x` [..., X], where W is [Y, X]; with a LoRA adapter of matrices A, B and

@@ -6,9 +6,12 @@ the rank that holds its expert, another combines the results (GShard, Lepikhin e
 and no padding, experts multiply groups of tokens of any size (MegaBlocks, Gale et al. 2022, arXiv:2211.15841).
 Expert tensor parallelism: ranks of etp hold 1 / etp of each expert's width, gather what they received, and reduce-
 scatter the partial sums of their products.
+Mathematics: y_t = sum over the experts e of token t of w_te f_e(x_t). The copies of all tokens, sorted by expert, are a
+permutation of rows; dispatch moves them, combine is its inverse, and the gradient of either is the other.
 Communication: ranks first exchange how many copies go where, because message sizes differ in every step; a rank that
 receives none still takes part in every call. The host reads these numbers once a layer, in forward alone: recompute
 takes the routes of forward.
+Overlap: none, each call waits for the result of the one before.
 
 Shapes: N copies of this rank's tokens, sorted by expert; R copies that its experts get; H hidden; E experts, L = E / ep
 of them held here; P ranks of ep, G of etp.

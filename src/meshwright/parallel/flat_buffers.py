@@ -190,12 +190,16 @@ class FlatLayout:
         """Return the model's parameters as views of `buffer`, an unsharded flat buffer (1-D, `self.padded` elements),
         in the order of `self.tensors` and in their shapes on this rank.
         """
-        form = self.storage_format
         views = []
         for placed in self.tensors:
-            items = slice(form.count_items(placed.offset), form.count_items(placed.offset + placed.numel))
-            views.append(form.view(buffer[items], placed.shape))
+            items = self.locate_items(placed.offset, placed.offset + placed.numel)
+            views.append(self.storage_format.view(buffer[items], placed.shape))
         return views
+
+    def locate_items(self, start: int, stop: int) -> slice:
+        """Return the slice of a buffer's items in memory that store its elements [start, stop); an item of a quantized
+        format stores several elements."""
+        return slice(self.storage_format.count_items(start), self.storage_format.count_items(stop))
 
     def bind(self, model: nn.Module, buffer: torch.Tensor) -> list[nn.Parameter]:
         """Make the parameters of `model` in this layout views of `buffer`, an unsharded flat buffer (1-D, `self.padded`
@@ -230,8 +234,7 @@ class FlatLayout:
         for part, first, last in self.find_slices(start, start + form.count_elements(shard.numel())):
             shift = part.begin - part.offset
             values = read_slice(part.entry, first + shift, last + shift, part.columns)
-            items = slice(form.count_items(first - start), form.count_items(last - start))
-            shard[items].copy_(form.pack(values, first))
+            shard[self.locate_items(first - start, last - start)].copy_(form.pack(values, first))
 
     def fill_from_model(self, shard: torch.Tensor, start: int, model: nn.Module) -> None:
         """Copy the parameters of `model` into the 1-D `shard` of the flat buffer. Must be called before `bind`. start:

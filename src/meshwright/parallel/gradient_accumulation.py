@@ -45,7 +45,9 @@ class GradientAccumulator:
     def __init__(
         self, units: Mapping[str, FsdpUnit], parameters: Mapping[str, Sequence[nn.Parameter]], reducer: GradientReducer
     ) -> None:
-        self._units, self._parameters, self._reducer = units, parameters, reducer
+        self._units = units
+        self._parameters = parameters
+        self._reducer = reducer
         self._place = {
             parameter: (name, index) for name, bound in parameters.items() for index, parameter in enumerate(bound)
         }
@@ -118,9 +120,10 @@ class GradientAccumulator:
         must be called after them. Gradients that were stored before the pause are added to the buffer of their FSDP
         unit when the unit's next gradient arrives, so that few buffers exist at a time."""
         assert self._running is None and paused.held is not None
-        self._running, held, paused.held = paused, paused.held, None
-        for each in held:
+        self._running = paused
+        for each in paused.held:
             paused.early.setdefault(self._place[each[0]][0], []).append(each)
+        paused.held = None
 
     def end(self) -> None:
         """End the running backward pass. Parameters without a gradient count as complete, and the FSDP units that are

@@ -1,9 +1,14 @@
-"""Pipeline runtime: executes the steps of a pipeline program (each rank's order of forwards, backwards, sends and
-receives) on one rank and transfers activations and gradients between stages.
+"""Pipeline parallelism: ranks hold consecutive layers and work on different micro-batches (GPipe: Huang et al. 2018,
+arXiv:1811.06965; 1F1B: Narayanan et al. 2021, arXiv:2104.04473, section 2.2; zero bubble: Qi et al. 2024,
+arXiv:2401.10241).
 
-Transfers of a group are posted together; a receive is waited for when a step reads it. A sent tensor is kept until its
-receiver is known to have used it. Consecutive stages on one rank pass tensors without a copy. The computation of a step
-is supplied by a `Compute`.
+Idea: the order of forwards, backwards, sends and receives of each rank is data, a pipeline program; this runtime
+executes any checked program as it is written. What a step computes is supplied by a `Compute`.
+Mathematics: stage s computes x_(s+1) = f_s(x_s) of each micro-batch, and from the gradient of x_(s+1) those of x_s and
+of its weights; a split backward computes the two separately. Gradients of micro-batches are summed.
+Communication: x_s goes to the rank of stage s, its gradient returns; consecutive stages on one rank pass tensors
+without a copy. A sent tensor is kept until its receiver is known to have used it.
+Overlap: the transfers of a group are posted together, and a receive is waited for only when a step reads it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """Activation checkpointing: backward recomputes activations from fewer saved ones (Chen et al. 2016, arXiv:1604.06174).
 
-Full recomputation saves the input of each block. Selective recomputation saves the results of matrix products and of
-sums over ranks, and recomputes norms, activations and attention, which are large and cheap (Korthikanti et al. 2022,
+Idea: full recomputation saves the input of each block. Selective recomputation saves the results of matrix products and
+of sums over ranks, and recomputes norms, activations and attention, which are large and cheap (Korthikanti et al. 2022,
 arXiv:2205.05198, section 5).
+Mathematics: unchanged, as the same operators run again on the same inputs.
+Communication: results of reductions are saved, all-gathers and the all-to-alls of Ulysses are repeated in backward.
 """
 
 from __future__ import annotations

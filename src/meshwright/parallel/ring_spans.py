@@ -94,7 +94,8 @@ class TiledSpans(NamedTuple):
     @classmethod
     def rebuild(cls, tensors: list[Tensor], numbers: list[float]) -> TiledSpans:
         """Rebuild the kernel from the arguments of a custom operator: [`first_BC`] or [], and [scale, softcap]."""
-        return cls(tensors[0] if tensors else None, ScoreSettings(*numbers))
+        scale, softcap = numbers
+        return cls(tensors[0] if tensors else None, ScoreSettings(scale, softcap))
 
     def attend(self, q_BKGCD: Tensor, block: Tensor, span: Span) -> Iterator[Result]:
         """Compute the attention of `span`, a slice of queries over a slice of keys; yield partial results, which

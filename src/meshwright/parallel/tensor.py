@@ -3,11 +3,15 @@
 Idea: the first product of a layer is split by columns, the second by rows, with communication at two points: all ranks
 need the layer's input, and their partial results are summed. With sequence parallelism (Korthikanti et al. 2022,
 arXiv:2205.05198, section 4.2.2) each rank holds a slice of the tokens between those products.
+Mathematics: with A = [A_1 ... A_N] cut by columns and B = [B_1; ...; B_N] by rows, an elementwise f commutes with the
+cut, so that f(X A) B = sum over ranks i of f(X A_i) B_i; the same holds for attention, which is computed head by head.
 Communication: conjugate pairs of operators (comm/operators.py); what one does forward, the other does backward:
 
     enter: identity     | all-reduce         leave: all-reduce     | identity        (f and g of arXiv:1909.08053)
     enter: all-gather   | reduce-scatter     leave: reduce-scatter | all-gather      (g and its conjugate, with slices)
 
+Overlap: none inside a layer, where each product needs the call before it; the sums of partial gradients are in flight
+together.
 Gradients: tensors that several ranks replicate and use for their own tokens or heads alone get partial gradients:
 norms, learned positions and biases after a reduce-scatter (sequence parallelism), norms of queries and keys, key-value
 heads that ranks share. The parameter table lists them; `PartialGradients` sums them once a step, all units together.

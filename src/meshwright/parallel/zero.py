@@ -99,13 +99,7 @@ class FsdpUnit:
     """
 
     def __init__(
-        self,
-        flat: FlatLayout,
-        zero: int,
-        axes: ShardingAxes,
-        device: torch.device,
-        parameter_dtype: torch.dtype,
-        master_dtype: torch.dtype,
+        self, flat: FlatLayout, zero: int, axes: ShardingAxes, parameter_dtype: torch.dtype, master_dtype: torch.dtype
     ) -> None:
         self.flat = flat
         self.axes = axes
@@ -131,10 +125,10 @@ class FsdpUnit:
             for part, low, high in flat.find_slices(self.start, self.stop)
             if part.entry.balances
         )
-        zeros = partial(torch.zeros, device=device)
+        zeros = partial(torch.zeros, device=axes.shard.communicator.device)
         count_items = flat.storage_format.count_items
         self.parameters = zeros(count_items(flat.padded), dtype=parameter_dtype)
-        mine = self.parameters[count_items(self.start) : count_items(self.stop)]
+        mine = self.parameters[flat.locate_items(self.start, self.stop)]
         self.parameter_shard = zeros(count_items(length), dtype=parameter_dtype) if zero == 3 else mine
         self.master = self.parameter_shard if parameter_dtype == master_dtype else zeros(length, dtype=master_dtype)
         self.unsharded_gradient: torch.Tensor | None = None

@@ -127,7 +127,7 @@ class ZeroEngine:
         zero = mesh.layout.zero if not axes.shard.trivial else 0
         shards = axes.shard.size if zero else 1
         flat = make_flat_layout(self.table, name, shards, mesh.layout, mesh.layout.coordinates(mesh.rank), buffer)
-        return FsdpUnit(flat, zero, axes, mesh.device, self.parameter_dtype, self.master_dtype)
+        return FsdpUnit(flat, zero, axes, self.parameter_dtype, self.master_dtype)
 
     def _list_units(self, names: Iterable[str]) -> list[FsdpUnit]:
         """Return the FSDP units of the units of the model called `names`, one for each of their flat buffers."""

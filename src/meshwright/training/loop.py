@@ -132,7 +132,7 @@ class Run:
         # Every checkpoint needs its validation loss.
         if train.validate_every and (due or done % train.validate_every == 0):
             self.journal.memory.stop()
-            validation = trainer.validate()
+            validation = trainer.task.validate()
         # Before the save, so that every step is recorded.
         if self.journal.leader:
             self.journal.record_step(self._record_step(verdict, seconds, validation, profiled))

@@ -10,7 +10,7 @@ import torch
 
 from meshwright.comm import collectives
 from meshwright.monitoring.clock import StepClock
-from meshwright.monitoring.records import StepOutcome, Validation
+from meshwright.monitoring.records import StepOutcome
 from meshwright.parallel.flat_buffers import TensorSlice
 from meshwright.parallel.step import TermCount
 from meshwright.spec.initial_values import INITIAL_VALUES_VERSION
@@ -85,10 +85,6 @@ class Trainer:
         clock.mark("update")
         return outcome
 
-    def validate(self) -> Validation:
-        """Return loss and metrics on the task's validation data, without updating parameters. Collective."""
-        return self.task.validate()
-
     @property
     def threads(self) -> int | None:
         """Number of intra-op threads of torch on a CPU, None on another device. It affects the last bits of results."""
@@ -156,11 +152,10 @@ class Trainer:
         mesh = self.mesh
         scale = self.loss_scale.value
         metrics = len(shares) - 1
-        pinned = self.device.type == "cuda"
-        values = torch.zeros(4 + metrics + mesh.world_size, dtype=torch.float64, pin_memory=pinned)
-        values[2] = float(stop)
-        values[3] = float(save_failed)
-        values[4 + metrics + mesh.rank] = self.clock.compute_working_seconds()
+        rank_seconds = [0.0] * mesh.world_size
+        rank_seconds[mesh.rank] = self.clock.compute_working_seconds()
+        known = [0.0, 0.0, float(stop), float(save_failed), *[0.0] * metrics, *rank_seconds]
+        values = torch.tensor(known, dtype=torch.float64, pin_memory=self.device.type == "cuda")
         values = values.to(self.device, non_blocking=True)
         values[0] = shares[0] / scale
         values[1] = self.parallel.squared_norm_share() / scale**2

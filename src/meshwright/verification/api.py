@@ -86,9 +86,9 @@ def verify(
         >>> proof.passed, proof.worst["relative_error"] < 1e-10
         (True, True)
     """
-    from meshwright.comm.local import PRELOADED_TO_VERIFY, start_server
+    from meshwright.comm.local import PRELOADED, start_server
 
-    start_server(PRELOADED_TO_VERIFY)  # it loads torch in parallel with this process
+    start_server((*PRELOADED, "meshwright.verification.ranks"))  # it loads torch in parallel with this process
     from meshwright.verification import run
 
     document = run.run_verification(layout, model=model, dtype=dtype, mutate=mutate, thorough=thorough, log=log)

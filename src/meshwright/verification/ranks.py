@@ -214,7 +214,7 @@ class _VerificationRun:
         if span.stop is not None:
             self._save_checkpoint(trainer)
             return result
-        result.final_loss = trainer.validate().loss  # with parameters in the model's dtype
+        result.final_loss = trainer.task.validate().loss  # with parameters in the model's dtype
         result.calls = self.mesh.record.table()
         result.optimizer = [item for item in _clone_slices(trainer.slices(owned=False)) if item.kind != "master"]
         result.parameters = trainer.parallel.parameter_slices()

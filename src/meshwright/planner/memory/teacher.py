@@ -94,11 +94,11 @@ class TeacherMemory:
 
     def make_forward_snapshot(self) -> Snapshot:
         """Return the memory snapshot of the teacher's forward, which runs before the student's, in one of its
-        feed-forward layers: gate and up, the activation, their product, and four tensors of hidden states."""
+        feed-forward layers: gate and up, the activation, their product, and three tensors of hidden states."""
         config = self.teacher.config
         experts = config.experts_per_token * config.expert_intermediate if config.experts else 0
         columns = max(config.intermediate, experts)
-        numbers = (4 if config.gated else 2) * columns // self.layout.tp + 4 * config.hidden
+        numbers = (4 if config.gated else 2) * columns // self.layout.tp + 3 * config.hidden
         size = self.item * self.batch.all_tokens * numbers
         return Snapshot("teacher: forward", 0, (activation("teacher's layer being computed", size),))
 
