@@ -51,12 +51,6 @@ static long first_visible(const Op& op, long position) {
     return op.mode ? position / op.window * op.window : std::max(0L, position - op.window + 1);
 }
 
-// The spans of a tile: [first, last).
-static std::pair<long, long> spans_of(const Op& op, const Step& step, const QueryTile& tile) {
-    return {first_visible(op, step.positions[tile.first]) / SPAN_TOKENS,
-            step.positions[tile.first + tile.count - 1] / SPAN_TOKENS + 1};
-}
-
 // The query heads of key-value head `head` for the tokens of a tile, over one span: a result for each row at `sums`.
 // scores: [rows][SECTION_TOKENS], overwritten.
 template <class W>
@@ -104,18 +98,11 @@ static void attend_span(const Op& op, const Step& step, const QueryTile& tile, l
             for (long i = 0; i < count * BLOCK && panels; ++i) to[i] = transposed[i * columns + r];
             update_softmax(to, count, low(r / group), high(r / group), op.scale, op.softcap, sums + r * floats, floats);
         }
-        for (long b = 0; b < count; ++b) {
-            const auto from = [&](long t) { return std::max(low(t), b * BLOCK); };
-            const auto to = [&](long t) { return std::min(high(t), b * BLOCK + BLOCK); };
-            for (long t = 0, end; t < tile.count; t = end) {  // tokens that see the same part of the block
-                for (end = t + 1; end < tile.count && from(end) == from(t) && to(end) == to(t); ++end) {}
-                if (to(t) <= from(t)) continue;
-                for (long r = t * group; r < end * group; ++r) weight[r] = scores + r * SECTION_TOKENS + from(t);
-                for (size_t p = 0; p < panel.size(); ++p)
-                    panel[p] = values[at + b] + (from(t) - b * BLOCK) * width + p * LANES;
-                multiply(weight.data() + t * group, (end - t) * group, panel.data(), panel.size(), width,
-                         to(t) - from(t), sums + t * group * floats + 2 * LANES, floats);
-            }
+        for (long b = low(0) / BLOCK; b < count; ++b) {  // the weights of tokens that a query does not see are 0
+            for (long r = 0; r < rows; ++r) weight[r] = scores + r * SECTION_TOKENS + b * BLOCK;
+            for (size_t p = 0; p < panel.size(); ++p) panel[p] = values[at + b] + p * LANES;
+            multiply(weight.data(), rows, panel.data(), panel.size(), width,
+                     std::min(high(tile.count - 1) - b * BLOCK, BLOCK), sums + 2 * LANES, floats);
         }
     }
 }

@@ -102,9 +102,7 @@ static void activation(const Op& op, long t, long begin) {
 static void scale_row(const Op& op, long t, const float* in, float* out) {
     const Vec factor = op.weight ? sigmoid(broadcast(op.weight[t])) : broadcast(op.scale);
     for (long i = 0; i < op.size; i += LANES) {
-        Vec y = softcap(load(in + i, op.size - i) * factor, op.softcap);
-        if (op.accumulate) y = load(out + i, op.size - i) + y;
-        store(out + i, y, op.size - i);
+        store_or_add(out + i, softcap(load(in + i, op.size - i) * factor, op.softcap), op.size - i, op.accumulate);
     }
 }
 
@@ -163,8 +161,7 @@ static void combine(const Op& op, long t, float* out) {
         for (long a = t * r.top_k; a < (t + 1) * r.top_k; ++a)
             if (const float weight = op.mode ? 1.0f : r.weights[a]; is_held(r, a))
                 total = fma(broadcast(weight), load(op.in + a * op.in_stride + i, op.size - i), total);
-        if (op.accumulate) total = load(out + i, op.size - i) + total;
-        store(out + i, total, op.size - i);
+        store_or_add(out + i, total, op.size - i, op.accumulate);
     }
 }
 
@@ -172,11 +169,13 @@ static void combine(const Op& op, long t, float* out) {
 
 struct Run {
     const Op* ops; long count; const Step* step; long threads;
-    std::vector<QueryTile> tiles;
+    std::vector<float> partials;  // results of spans that several threads compute
+    std::vector<Pairs> rounded;  // the rows of the current product: [rows + 31][rounded_stride / 32][32]
+    std::vector<QueryTile> tiles{};
     long spans = 1, tile_tokens = 1;  // most of any tile
     long parts = 1, floats = 0;  // of the current attention: items of a tile and head; floats of a span's results
-    std::vector<float> partials;  // results of spans that several threads compute
-    std::vector<long> done, ends;  // parts of each tile and head; items up to the end of each matrix
+    std::vector<long> done{}, ends{};  // parts of each tile and head; items up to the end of each matrix
+    bool rounds = false;  // the current product's rows are being rounded
 };
 
 static void find_tiles(Run& run) {
@@ -193,6 +192,11 @@ static long count_rows(const Op& op, const Step& step) {
     return op.rows == OUTPUTS ? step.outputs : step.token_count * (op.rows == ASSIGNMENTS ? op.routing.top_k : 1);
 }
 
+// Whether the rows of a product are rounded once for all of its items; of few rows, each item rounds them itself.
+static bool shares_rounded_rows(const Op& op, const Step& step) {
+    return ROUNDS && op.kind == LINEAR && op.matrix.bf16 && op.matrix.count == 1 && count_rows(op, step) > 32;
+}
+
 // The work items of the product with matrix `index`.
 static Items items_of(const Op& op, const Run& run, long index) {
     if (op.kind == LINEAR) return {0, count_rows(op, *run.step), op.matrix.n, run.threads};
@@ -201,13 +205,15 @@ static Items items_of(const Op& op, const Run& run, long index) {
 
 static void multiply_matrix(const Op& op, const Run& run, long item) {
     const long index = std::upper_bound(run.ends.begin(), run.ends.end(), item) - run.ends.begin();
-    multiply_item(op, items_of(op, run, index), index ? item - run.ends[index - 1] : item, index);
+    multiply_item(op, items_of(op, run, index), index ? item - run.ends[index - 1] : item, index,
+                  shares_rounded_rows(op, *run.step) ? (const bfloat16*)run.rounded.data() : nullptr);
 }
 
 static void attend(const Op& op, Run& run, long item) {
     const long unit = item / run.parts, head = unit % op.cache.kv_heads;
     const QueryTile& tile = run.tiles[unit / op.cache.kv_heads];
-    const auto [first, last] = spans_of(op, *run.step, tile);
+    const int32_t* positions = run.step->positions + tile.first;
+    const long first = first_visible(op, positions[0]) / SPAN_TOKENS, last = positions[tile.count - 1] / SPAN_TOKENS + 1;
     const long scored = tile.count * op.heads / op.cache.kv_heads * SECTION_TOKENS;
     float* scores = take_scratch(scored + (run.parts > 1 ? 0 : (last - first) * run.floats));
     float* sums = run.parts > 1 ? run.partials.data() + unit * run.spans * run.floats : scores + scored;
@@ -220,6 +226,7 @@ static void attend(const Op& op, Run& run, long item) {
 
 static long count_items(const Op& op, Run& run) {
     const long rows = count_rows(op, *run.step), units = long(run.tiles.size()) * op.cache.kv_heads;
+    if (run.rounds) return run.rounded.resize((rows + 31) * rounded_stride(op.matrix.k) / AMX_K), (rows + 15) / 16;
     switch (op.kind) {
         case LINEAR: case GROUPED_LINEAR:
             run.ends.resize(op.matrix.count);
@@ -243,6 +250,9 @@ static void execute(const Op& op, Run& run, long item) {
     float* out = op.out + item * op.out_stride;
     const bool takes = op.kind == NORM && op.rows == OUTPUTS;  // reads the rows of the tokens whose logits are wanted
     const float* in = op.in + (takes ? run.step->output_rows[item] : item) * op.in_stride;
+    for (long r = item * 16; run.rounds && r < std::min(item * 16 + 16, rows); ++r)
+        round_row(op.in + r * op.in_stride, op.matrix.k, (bfloat16*)run.rounded.data() + r * rounded_stride(op.matrix.k));
+    if (run.rounds) return;
     switch (op.kind) {
         case EMBED: return embed(op, *run.step, item, out);
         case NORM: return normalise(in, out, op.weight, op.bias, op.size, op.epsilon, op.mode);
@@ -268,7 +278,7 @@ struct Pool {
     }
     ~Pool() { stop_ = true, publish(0); }
     void run(const Op* ops, long count, const Step* step) {
-        run_ = {ops, count, step, long(workers_.size()) + 1, {}, 1, 1, 1, 0, std::move(run_.partials), {}, {}};
+        run_ = {ops, count, step, long(workers_.size()) + 1, std::move(run_.partials), std::move(run_.rounded)};
         find_tiles(run_);
         current_ = -1;
         begin_next();
@@ -291,8 +301,9 @@ struct Pool {
     }
     void begin_next() {
         long items = 0;
-        while (!items && ++current_ < run_.count) {
+        while (!items && (run_.rounds || ++current_ < run_.count)) {
             const Op& op = run_.ops[current_];
+            run_.rounds = !run_.rounds && shares_rounded_rows(op, *run_.step);
             items = count_items(op, run_);
             // Nobody could help with a single item. Products need the AMX tiles, which this thread may not have loaded.
             if (items == 1 && op.kind != LINEAR && op.kind != GROUPED_LINEAR) execute(op, run_, 0), items = 0;

@@ -7,7 +7,7 @@
 #include "structures.h"
 #include "vectors.h"
 
-struct Pairs {  // 16 columns x 2 consecutive k, in bfloat16
+struct alignas(64) Pairs {  // 16 columns x 2 consecutive k, in bfloat16
     bfloat16 value[2 * LANES];
 };
 
@@ -15,12 +15,13 @@ struct Pairs {  // 16 columns x 2 consecutive k, in bfloat16
 // registers; AVX-512 leaves some for 8 broadcast inputs.
 template <class W> constexpr int ACCUMULATORS = PARTS == 1 ? 18 : std::is_same_v<W, Pairs> ? 5 : 6;
 template <class W> constexpr int TILE_ROWS = std::min(8, ACCUMULATORS<W>);
-constexpr long BLOCK_ROWS = 96, GROUP_PANELS = 8;  // of a work item with many rows: 128 columns
+constexpr long BLOCK_ROWS = 256, GROUP_PANELS = 8, SUMS = BLOCK_ROWS * GROUP_PANELS * LANES;  // of most work items
 #ifdef __AVX512BF16__
-constexpr long SECTION = 1024;  // its products take bfloat16 inputs, rounded section by section
+constexpr bool ROUNDS = true;  // products with bfloat16 weights take inputs rounded to bfloat16
 #else
-constexpr long SECTION = 256;
+constexpr bool ROUNDS = false;
 #endif
+constexpr long SECTION = ROUNDS ? 1024 : 256;
 constexpr long AMX_K = 32;  // k of one AMX tile; panels are padded to it
 
 template <class W> INLINE Vec load_k(const W* p, bool) { return load(p); }
@@ -86,98 +87,100 @@ static void multiply(const X* const* x, long rows, const W* const* w, long panel
     }
 }
 
-#ifdef __AVX512BF16__
 // For AMX: palette 1; bytes of a row and rows of the 8 tiles. Every thread loads it before it executes operations.
 alignas(64) [[maybe_unused]] static const uint64_t TILES[8] = {
     1, 0, 0x40004000400040, 0x40004000400040, 0, 0, 0x1010101010101010};
 
-// out[0 .. padded) = x[0 .. depth) rounded to bfloat16, then zeros. Both instructions that read it take denormal numbers
-// as zero, as this rounding does.
-static void round_row(const float* x, long depth, long padded, bfloat16* out) {
-    const auto half = [=](long k) { return _mm512_maskz_loadu_ps((1 << std::clamp(depth - k, 0L, LANES)) - 1, x + k); };
-    for (long k = 0; k < padded; k += AMX_K)
-        _mm512_storeu_si512(out + k, (__m512i)_mm512_cvtne2ps_pbh(half(k + LANES), half(k)));
+// Elements of a row that is rounded for a product: k padded for tiles, and not a multiple of a page, so that the rows of
+// a tile are in different sets of a cache.
+static long rounded_stride(long k) { return (k + AMX_K - 1) / AMX_K * AMX_K + AMX_K; }
+
+// out[0 .. depth) = x rounded to bfloat16, then zeros up to a multiple of AMX_K. Both instructions that read it take
+// denormal numbers as zero, as this rounding does.
+static void round_row([[maybe_unused]] const float* x, long depth, [[maybe_unused]] bfloat16* out) {
+    for (long k = 0; k < depth; k += AMX_K) {
+#ifdef __AVX512BF16__
+        const uint32_t kept = depth - k < AMX_K ? (1u << (depth - k)) - 1 : ~0u;
+        const auto high = _mm512_maskz_loadu_ps(kept >> LANES, x + k + LANES), low = _mm512_maskz_loadu_ps(kept, x + k);
+        _mm512_storeu_si512(out + k, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+#endif
+    }
 }
 
-// The same with x rounded to bfloat16 and zero-padded, in `work`: [rows, for AMX a multiple of 16][depth, a multiple of
-// AMX_K].
-static void multiply_rounded(const float* const* x, long rows, const Pairs* const* w, long panels, long depth,
-                             float* sums, bfloat16* work) {
-    const long padded = (depth + AMX_K - 1) / AMX_K * AMX_K;
-    for (long r = 0; r < rows; ++r) round_row(x[r], depth, padded, work + r * padded);
+// The same with x rounded to bfloat16, in rows of `x_stride`. `first`: sums are overwritten. For AMX, which adds all
+// sections of k in one chain, x and sums have memory for a multiple of 32 rows.
+static void multiply_rounded(const bfloat16* x, long x_stride, long rows, const Pairs* const* w, long panels,
+                             long depth, float* sums, bool first) {
+    const long columns = panels * LANES;
 #ifndef __AMX_BF16__
-    const bfloat16* rounded[BLOCK_ROWS];
-    for (long r = 0; r < rows; ++r) rounded[r] = work + r * padded;
-    multiply(rounded, rows, w, panels, 1, padded, sums, panels * LANES);
+    const bfloat16* row[BLOCK_ROWS];
+    for (long r = 0; r < rows; ++r) row[r] = x + r * x_stride;
+    if (first) std::fill_n(sums, rows * columns, 0.0f);
+    multiply(row, rows, w, panels, 1, (depth + AMX_K - 1) / AMX_K * AMX_K, sums, columns);
 #else  // two tiles of 16 rows times two panels; of an odd number of panels the last is multiplied twice
-    std::fill(work + rows * padded, work + (rows + 15) / 16 * 16 * padded, bfloat16(0));
+    const long bytes = columns * sizeof(float), x_bytes = x_stride * sizeof(bfloat16);
     asm volatile("" ::: "memory");  // GCC's tile loads do not say that they read memory
     for (long p = 0; p < panels; p += 2)
         for (long r = 0; r < rows; r += 32) {
             const Pairs *a = w[p], *b = w[std::min(p + 1, panels - 1)];
-            alignas(64) float out[4][16][LANES];
+            const bfloat16* in = x + r * x_stride;
+            float *top = sums + r * columns + p * LANES, *low = top + 16 * columns;
             _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
-            for (long k = 0; k < padded; k += AMX_K) {
-                _tile_loadd(6, a + k / 2, sizeof(Pairs)); _tile_loadd(7, b + k / 2, sizeof(Pairs));
-                _tile_loadd(4, work + r * padded + k, padded * sizeof(bfloat16));
-                _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7);
-                if (rows - r <= 16) continue;
-                _tile_loadd(5, work + (r + 16) * padded + k, padded * sizeof(bfloat16));
-                _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7);
+            if (!first) {
+                _tile_loadd(0, top, bytes); _tile_loadd(1, top + LANES, bytes);
+                _tile_loadd(2, low, bytes); _tile_loadd(3, low + LANES, bytes);
             }
-            _tile_stored(0, out[0], 64); _tile_stored(1, out[1], 64);
-            _tile_stored(2, out[2], 64); _tile_stored(3, out[3], 64);
-            for (long i = 0; i < std::min(32L, rows - r); ++i)
-                for (long column = p; column < std::min(p + 2, panels); ++column) {
-                    float* sum = sums + ((r + i) * panels + column) * LANES;
-                    store(sum, load(sum) + load(out[i / 16 * 2 + column - p][i % 16]));
-                }
+            for (long k = 0; k < depth; k += AMX_K) {
+                _tile_loadd(6, a + k / 2, sizeof(Pairs)); _tile_loadd(4, in + k, x_bytes);
+                _tile_loadd(7, b + k / 2, sizeof(Pairs)); _tile_loadd(5, in + 16 * x_stride + k, x_bytes);
+                _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7); _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7);
+            }
+            _tile_stored(0, top, bytes); _tile_stored(2, low, bytes);
+            if (p + 1 < panels) { _tile_stored(1, top + LANES, bytes); _tile_stored(3, low + LANES, bytes); }
         }
 #endif
 }
-#endif
 
 // Memory of one thread, kept from item to item.
 static float* take_scratch(long count) {
-    thread_local std::vector<float> memory;
-    if (long(memory.size()) < count + 16) memory.resize(count + 16);
-    return (float*)((uintptr_t(memory.data()) + 63) / 64 * 64);
+    thread_local std::vector<Pairs> memory;
+    if (long(memory.size() * LANES) < count) memory.resize(count / LANES + 1);
+    return (float*)memory.data();
 }
 
 static const char* panel_at(const Matrix& w, long index, long panel) {
     return (const char*)w.data + index * w.stride + panel * (w.stride / ((w.n + LANES - 1) / LANES));
 }
 
-// sums[rows][16 panels] = x times the `panels` panels of matrix `index` from `panel` on.
+// sums[rows][16 panels] = x times the `panels` panels of matrix `index` from `panel` on. `rounded`: the rows that
+// `round_row` made of x, for products that take those.
 template <class W>
-static void multiply_panels(const float* const* x, long rows, const Matrix& w, long index, long panel, long panels,
-                            float* sums) {
-    constexpr bool pairs = std::is_same_v<W, Pairs>;
-    constexpr long stride = pairs ? 1 : LANES;
+static void multiply_panels(const float* const* x, const bfloat16* rounded, long rows, const Matrix& w, long index,
+                            long panel, long panels, float* sums) {
+    constexpr long pairs = std::is_same_v<W, Pairs>, stride = pairs ? 1 : LANES;
     const W* at[GROUP_PANELS]; const float* row[BLOCK_ROWS];
-    std::fill_n(sums, rows * panels * LANES, 0.0f);
     for (long begin = 0; begin < w.k; begin += SECTION) {
         const long depth = std::min(SECTION, w.k - begin);
-        for (long r = 0; r < rows; ++r) row[r] = x[r] + begin;
         for (long p = 0; p < panels; ++p)
             at[p] = (const W*)panel_at(w, index, panel + p) + begin / (1 + pairs) * stride;
-#ifdef __AVX512BF16__
-        if constexpr (pairs) {
-            multiply_rounded(row, rows, at, panels, depth, sums, (bfloat16*)(sums + BLOCK_ROWS * GROUP_PANELS * LANES));
+        if constexpr (ROUNDS && pairs) {
+            multiply_rounded(rounded + begin, rounded_stride(w.k), rows, at, panels, depth, sums, !begin);
             continue;
         }
-#endif
-        multiply(row, rows, at, panels, stride, depth, sums, panels * LANES);
+        if (!begin) std::fill_n(sums, rows * panels * LANES, 0.0f);
+        for (long r = 0; r < rows; ++r) row[r] = x[r] + begin;
+        const long together = rows > TILE_ROWS<W> ? 2 : panels;  // panels that stay in the first cache
+        for (long p = 0; p < panels; p += together)
+            multiply(row, rows, at + p, std::min(together, panels - p), stride, depth, sums + p * LANES, panels * LANES);
     }
 }
 
 // Work items of a product: row blocks x groups of panels. Smaller groups where there are few.
 struct Items {
-    long begin, rows, panels, block_rows, group, row_blocks, groups;
+    long begin, rows, panels, group, row_blocks, groups;
     Items(long begin, long end, long n, long threads)
         : begin(begin), rows(end - begin), panels((n + LANES - 1) / LANES) {
         row_blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-        block_rows = row_blocks ? (rows + row_blocks - 1) / row_blocks : 0;
         for (group = GROUP_PANELS; group > 1 && row_blocks * (panels / group) < 2 * threads; group /= 2) {}
         groups = (panels + group - 1) / group;
     }
@@ -186,24 +189,27 @@ struct Items {
 
 // One item of the product with matrix `index`: out[row] (+)= x[row] Wᵀ + bias. Rows of experts are assignments, which
 // `order` sorts; the input of the first product (`mode`) is that of their token.
-static void multiply_item(const Op& op, const Items& items, long item, long index) {
-    const long first = item % items.row_blocks * items.block_rows, panel = item / items.row_blocks * items.group;
-    const long rows = std::min(items.block_rows, items.rows - first);
+static void multiply_item(const Op& op, const Items& items, long item, long index, const bfloat16* rounded) {
+    const long first = item % items.row_blocks * BLOCK_ROWS, panel = item / items.row_blocks * items.group;
+    const long rows = std::min(BLOCK_ROWS, items.rows - first), stride = rounded_stride(op.matrix.k);
     const long panels = std::min(items.group, items.panels - panel), columns = panels * LANES;
     const float* x[BLOCK_ROWS]; float* out[BLOCK_ROWS];
+    const bool rounds = ROUNDS && op.matrix.bf16 && !rounded;
+    float* sums = take_scratch(SUMS + (rounds ? (rows + 31) * stride / 2 : 0));
+    bfloat16* work = (bfloat16*)(sums + SUMS);
     for (long r = 0; r < rows; ++r) {
         const long place = op.kind == LINEAR ? first + r : op.routing.order[items.begin + first + r];
         x[r] = op.in + (op.mode ? place / op.routing.top_k : place) * op.in_stride + index * op.in_step;
         out[r] = op.out + place * op.out_stride + index * op.out_step;
+        if (rounds) round_row(x[r], op.matrix.k, work + r * stride);
     }
-    float* sums = take_scratch(BLOCK_ROWS * GROUP_PANELS * LANES + BLOCK_ROWS * SECTION / 2);
-    (op.matrix.bf16 ? multiply_panels<Pairs> : multiply_panels<float>)(x, rows, op.matrix, index, panel, panels, sums);
+    (op.matrix.bf16 ? multiply_panels<Pairs> : multiply_panels<float>)(
+        x, rounded ? rounded + first * stride : work, rows, op.matrix, index, panel, panels, sums);
     for (long r = 0; r < rows; ++r)
         for (long c = 0; c < columns; c += LANES) {
             const long column = panel * LANES + c, count = op.matrix.n - column;
             Vec y = load(sums + r * columns + c);
             if (op.bias) y = y + load(op.bias + index * op.matrix.n + column, count);
-            if (op.accumulate) y = load(out[r] + column, count) + y;
-            store(out[r] + column, y, count);
+            store_or_add(out[r] + column, y, count, op.accumulate);
         }
 }

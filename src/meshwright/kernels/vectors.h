@@ -74,6 +74,7 @@ INLINE void store(float* p, const Vec& v, long count) {
     store(lanes, v);
     for (long i = 0; i < count; ++i) p[i] = lanes[i];
 }
+INLINE void store_or_add(float* p, const Vec& v, long count, bool add) { store(p, add ? load(p, count) + v : v, count); }
 
 // The lanes combined pairwise.
 template <class F>
