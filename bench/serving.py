@@ -6,8 +6,9 @@ within each round; contenders without a turn are stopped. Meshwright, vLLM and l
 others and Meshwright's engine alone (`engine`) run in a process of their own. Also measured: decode's share of the
 memory's read stream, the cost of HTTP, seconds until ready with a pool of 4 GiB, whether an answer is the same alone
 and among others. The read stream is measured before and after each decode of a single request, over as many bytes as
-the weights and with as many threads; a share above 1 is an invalid measurement, which is repeated. A contender that
-fails is recorded with the end of its output, and the race goes on.
+the weights and with as many threads; a share above 1 is an invalid measurement, which is repeated. So is a turn, with
+other prompts, during which other processes took more than `MOST_OTHERS` of the processors' time; that share of each
+turn is recorded. A contender that fails is recorded with the end of its output, and the race goes on.
 
     python bench/serving_peers.py                     # installs the peers, once
     python bench/serving.py --minutes 20              # writes bench/results/serving.json
@@ -31,6 +32,7 @@ from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).parent))
 from common import machine, paired_ratio, write_result
+from processor_load import OtherLoad
 from serving_client import Wave
 from serving_models import CACHE, SHAPES, model_directory, random_prompts, weights_read_per_token
 from serving_peers import STARTS, THREADS, Contender, ContenderFailed, Server, installed_version, start_meshwright
@@ -44,6 +46,9 @@ STREAM_SECONDS = 0.3
 """Seconds of a measurement of the read stream, at least; three reads at least."""
 MOST_ATTEMPTS = 4
 """Measurements of a decode whose share of the read stream is above 1."""
+MOST_OTHERS, MOST_DISTURBED, IDLE_WAIT = 0.05, 8, 20.0
+"""Largest share of the processors' time that other processes may take during a turn; attempts at a turn, of which the
+least disturbed counts; most seconds that an attempt waits for an idle machine."""
 
 
 class ReadStream:
@@ -107,12 +112,29 @@ class Race:
         self.about: dict[str, dict[str, Any]] = {}
         self._alive: dict[str, Contender] = {}
 
-    def turn(self, name: str, use: Callable[[Contender], Any]) -> Any:
-        """Return the result of `use` on a running contender; None if it failed, which is recorded."""
+    def turn(self, name: str, use: Callable[[Contender, int], Any], attempts: int = 1) -> Any:
+        """Return the result of `use(contender, attempt)` on a running contender; None if it failed, which is recorded.
+        Of several attempts that other processes disturb, the least disturbed counts; the result, a `Wave` or a tuple
+        with one, records their share of the processors."""
+        best, least = None, 2.0
         try:
             contender = self._alive.get(name) or self._start(name)
-            with contender.turn():
-                return use(contender)
+            load = OtherLoad(contender.process.pid)
+            for attempt in range(attempts):
+                if attempts > 1:
+                    load.wait_until_idle(MOST_OTHERS, IDLE_WAIT)
+                with contender.turn():
+                    load.begin()
+                    found = use(contender, attempt)
+                    share = load.end()
+                if share < least:
+                    best, least = found, share
+                if share <= MOST_OTHERS:
+                    break
+            for wave in best if isinstance(best, tuple) else (best,):
+                if isinstance(wave, Wave):
+                    wave.others = round(least, 3)
+            return best
         except ContenderFailed as failure:
             print(f"  {name} failed: {str(failure)[:300]}", flush=True)
             self.failures.setdefault(name, []).append(str(failure))
@@ -160,12 +182,13 @@ def measure_decode(
     while decode seems to read faster than that. Return (wave, None) where the contender does not report each token."""
     attempts: list[float] = []
     while True:
-        prompts = random_prompts(1, TOKENS, seed=seed + 1_000_000 * len(attempts))
+        of_share = seed + 1_000_000 * len(attempts)
 
-        def measure(contender: Contender, prompts: list[list[int]] = prompts) -> tuple[float, Wave, float]:
+        def measure(contender: Contender, attempt: int, seed: int = of_share) -> tuple[float, Wave, float]:
+            prompts = random_prompts(1, TOKENS, seed=seed + 100_000 * attempt)
             return stream.measure(), contender.generate(prompts, TOKENS, WAVE_SECONDS), stream.measure()
 
-        found = race.turn(name, measure)
+        found = race.turn(name, measure, MOST_DISTURBED)
         if found is None:
             return None, None
         before, wave, after = found
@@ -194,7 +217,11 @@ def run_rounds(
     waves: Waves = {count: {name: [] for name in race.names} for count in concurrency}
     for turn in range(rounds):
         for count in concurrency:
-            prompts = random_prompts(count, TOKENS, seed=100 * turn + count)
+
+            def generate(contender: Contender, attempt: int, count: int = count, seed: int = 100 * turn) -> Wave:
+                prompts = random_prompts(count, TOKENS, seed=seed + count + 100_000 * attempt)
+                return contender.generate(prompts, TOKENS, WAVE_SECONDS)
+
             for name in race.names[turn % len(race.names) :] + race.names[: turn % len(race.names)]:
                 if time.monotonic() > deadline:
                     return waves, shares
@@ -204,7 +231,7 @@ def run_rounds(
                     wave, share = measure_decode(race, name, stream, bytes_per_token, seed=100 * turn + count)
                     shares[name] += [share] if share is not None else []
                 else:
-                    wave = race.turn(name, lambda each, prompts=prompts: each.generate(prompts, TOKENS, WAVE_SECONDS))
+                    wave = race.turn(name, generate, MOST_DISTURBED)
                 if wave is not None:
                     waves[count][name].append(wave)
                     print(f"  round {turn}, {count} requests, {name}: {wave.figures()}", flush=True)
@@ -248,7 +275,7 @@ def same_answers(race: Race, prompts: int = 4) -> dict[str, str]:
     found = {}
     for name in list(race.names):
 
-        def count_equal(contender: Contender) -> int:
+        def count_equal(contender: Contender, _: int) -> int:
             among = contender.generate(others, 64, WAVE_SECONDS).texts
             alone = [contender.generate([prompt], 64, WAVE_SECONDS).texts[0] for prompt in others[:prompts]]
             return sum(one == other for one, other in zip(alone, among, strict=False))
@@ -259,7 +286,7 @@ def same_answers(race: Race, prompts: int = 4) -> dict[str, str]:
     return found
 
 
-def outside_kernels(contender: Contender) -> float | None:
+def outside_kernels(contender: Contender, _: int = 0) -> float | None:
     """Share of all steps' time that the server spent outside kernels; None if it does not report them."""
     page = (
         urllib.request.urlopen(f"http://127.0.0.1:{cast(Server, contender).port}/metrics", timeout=30).read().decode()

@@ -220,6 +220,8 @@ class Wave:
     """Answers: text or token IDs."""
     client_seconds: float = 0.0
     """Processor time of the client."""
+    others: float = 0.0
+    """Share of the processors' time that other processes took."""
 
     def figures(self) -> dict[str, Any]:
         """Output tokens/s of all requests; where the contender reports each token, TTFT and ITL in seconds and tokens/s
@@ -229,6 +231,7 @@ class Wave:
             "seconds": round(self.seconds, 4),
             "tokens_per_second": round(self.tokens / self.seconds, 2),
             "client_us_per_token": round(self.client_seconds / self.tokens * 1e6, 1),
+            "others": self.others,
         }
         if len(self.gaps) > 1:
             decode = [(per_request - 1) / (end - first) for first, end in zip(self.first, self.ended, strict=True)]

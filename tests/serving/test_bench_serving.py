@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,7 +69,7 @@ def test_decode_that_reads_faster_than_the_read_stream_is_measured_again(bench: 
         seen.append(repr(prompts[0][:8]))
         return SimpleNamespace(figures=lambda: {"decode_tokens_per_second": next(speeds)})
 
-    race = SimpleNamespace(turn=lambda name, use: use(SimpleNamespace(generate=generate)))
+    race = SimpleNamespace(turn=lambda name, use, _: use(SimpleNamespace(generate=generate), 0))
     wave, share = serving.measure_decode(race, "m", stream, 9, seed=1)
     assert wave is not None and share.attempts == [1.3, 1.2, 0.9] and share.valid
     assert seen[::3] == seen[2::3] == ["stream"] * 3 and len(set(seen[1::3])) == 3  # no prompt twice
@@ -73,3 +78,39 @@ def test_decode_that_reads_faster_than_the_read_stream_is_measured_again(bench: 
     assert serving.summarise_shares([share, never])["median"] == 0.9
     assert serving.summarise_shares([never])["median"] is None
     assert [each["valid"] for each in serving.summarise_shares([share, never])["rounds"]] == [True, False]
+
+
+def test_a_turn_that_other_processes_disturb_is_repeated_and_the_least_disturbed_counts(
+    bench: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    serving, _ = bench
+    shares = iter([0.5, 0.2, 0.01, 0.3, 0.1, 0.4])
+    meter = SimpleNamespace(begin=lambda: None, end=lambda: next(shares), wait_until_idle=lambda *_: None)
+    monkeypatch.setattr(serving, "OtherLoad", lambda session: meter)
+    monkeypatch.setattr(serving, "CACHE", tmp_path)
+    race = serving.Race("m", "bf16", ["engine"], restart=False)
+    race._alive["engine"] = SimpleNamespace(process=SimpleNamespace(pid=1), turn=nullcontext)
+
+    def generate(contender: Any, attempt: int) -> Any:
+        return serving.Wave(float(attempt), 1, [0.0], [1.0])
+
+    quiet, disturbed = (race.turn("engine", generate, attempts) for attempts in (8, 3))
+    assert (quiet.seconds, quiet.others) == (2.0, 0.01)  # the first that is not disturbed
+    assert (disturbed.seconds, disturbed.others, disturbed.figures()["others"]) == (1.0, 0.1, 0.1)
+
+
+def test_load_of_other_processes_leaves_out_the_own_one(bench: tuple[Any, Any]):
+    load = importlib.import_module("processor_load")
+    other = subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True)
+    try:
+        found = []
+        for session in (other.pid, 0):
+            meter = load.OtherLoad(session)
+            meter.begin()
+            time.sleep(0.5)
+            found.append(meter.end() * os.cpu_count())
+    finally:
+        other.kill()
+        other.wait()
+    assert found[1] > 0.4  # the loop is not this process's
+    assert found[1] - found[0] > 0.3 or found[0] > 0.5  # and left out where it is of the session, unless others run
