@@ -14,12 +14,13 @@ import uvloop
 from meshwright.data.records.template_sources import _load_own_source
 from meshwright.data.tokenizers.tokenizer import load_tokenizer, write_tokenizer
 from meshwright.errors import MeshwrightError
-from meshwright.serving.engine_client import Refusal, State, Ticket
 from meshwright.serving.http import HttpApp
 from meshwright.serving.http_server import make_server, open_socket
 from meshwright.serving.prompts import Prompts
+from meshwright.serving.replicas import State
 from meshwright.serving.request import FinishReason, Output, Request
 from meshwright.serving.sampling import TokenResult
+from meshwright.serving.waiting_line import Refusal, Ticket
 
 SAMPLE = "The quick brown fox jumps over the lazy dog. naïve façade, 日本語, emoji 👩🏽‍🚀 and plain words.\n"
 MAX_LENGTH = 512
@@ -45,7 +46,7 @@ def logprob(token: int) -> float:
 
 
 class FakeEngine:
-    """Implements `EngineClient`. Every choice generates `text` and its end token, repeatedly if that does not end it.
+    """Stands in for `Replicas`. Every choice generates `text` and its end token, repeatedly if that does not end it.
 
     Attributes:
         step_seconds: Time of a token; None: none ever comes.

@@ -18,12 +18,12 @@ from transformers import PreTrainedTokenizerFast
 
 from meshwright.data.records.examples import ExampleEncoder
 from meshwright.errors import RankLost
-from meshwright.serving.engine_client import Refusal
 from meshwright.serving.gate import HttpSettings
 from meshwright.serving.http import HttpApp
 from meshwright.serving.prompts import Prompts
 from meshwright.serving.protocol.bodies import Body, CompletionBody, DetokenizeBody
 from meshwright.serving.request import Output, Request
+from meshwright.serving.waiting_line import Refusal
 from tests.serving.fake_engine import FakeEngine, ServedApp, make_prompts, wait_until
 
 KEY = "a-key-for-tests"

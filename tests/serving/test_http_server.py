@@ -23,10 +23,10 @@ import pytest
 from meshwright.errors import UserError
 from meshwright.launcher.signals import StopSignals
 from meshwright.serving import gate, http_server
-from meshwright.serving.engine_client import Refusal
 from meshwright.serving.gate import HttpSettings
 from meshwright.serving.http import HttpApp
 from meshwright.serving.http_server import open_socket
+from meshwright.serving.waiting_line import Refusal
 from tests.serving.fake_engine import FakeEngine, ServedApp, make_prompts, wait_until
 
 PROGRAM = """

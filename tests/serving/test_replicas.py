@@ -18,14 +18,13 @@ from meshwright.comm.local import PRELOADED_TO_SERVE, start_server
 from meshwright.errors import MeshwrightError, RankLost, UserError
 from meshwright.serving import messages
 from meshwright.serving import replicas as replicas_module
-from meshwright.serving.engine_client import Ticket
 from meshwright.serving.rank_starter import LocalStarter, RankPlan
 from meshwright.serving.replica import Replica, Stream
 from meshwright.serving.replicas import Replicas
 from meshwright.serving.request import Output, Request
 from meshwright.serving.sampling import Sampling
 from meshwright.serving.step_limits import StepLimits
-from meshwright.serving.waiting_line import QueueLimits
+from meshwright.serving.waiting_line import QueueLimits, Ticket
 from tests.serving import fake_ranks
 from tests.serving.fake_ranks import HANG, KILL, KILL_ALWAYS, answer
 

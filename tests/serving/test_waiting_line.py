@@ -12,8 +12,7 @@ from itertools import repeat
 import pytest
 
 from meshwright.serving import waiting_line
-from meshwright.serving.engine_client import Refusal, Ticket
-from meshwright.serving.waiting_line import QueueForecast, QueueLimits, WaitingLine
+from meshwright.serving.waiting_line import QueueForecast, QueueLimits, Refusal, Ticket, WaitingLine
 
 LIMIT, PLACES, ANSWER, ADMITTED = 64, 64, 32, 8
 """Requests of the queue, sequences that run, tokens of an answer, sequences that a step admits."""

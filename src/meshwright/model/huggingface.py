@@ -85,7 +85,7 @@ def _read_encoder_config(directory: str | Path, head: Head | None, labels: Seque
     if head is not None and family is not None:
         if head not in family.heads.values():
             raise UserError(unknown("head", head, family.heads.values()))
-        (data["architectures"],) = ([name] for name, other in family.heads.items() if other == head)
+        data["architectures"] = [name for name, other in family.heads.items() if other == head]
         if labels:
             data["id2label"] = {str(number): label for number, label in enumerate(labels)}
     return config_from_huggingface(data, str(directory))
@@ -152,7 +152,8 @@ def match_entries(
                 f"{name} of {files.file(parts[0]).name} is {found}, by config.json {list(entry.disk_shape)}"
             )
     known = set(chain.from_iterable(files.stored_names(name) for name in names.values()))
-    known |= {written.get("lm_head.weight", "")} if config.tied else set()
+    if config.tied:
+        known.add(written.get("lm_head.weight", ""))
     others = OTHER_HEADS.get(config.family, ())
     if config.family in FURTHER_LAYERS:
         others += tuple(f"layers.{config.layers + further}." for further in range(8))

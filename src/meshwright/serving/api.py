@@ -148,8 +148,11 @@ class Model:
         (request, answer) for each; the answer object collects the outputs of its request. options: those of `generate`.
         Raises UserError for an invalid prompt or option."""
         chosen: dict[str, Any] = dict(options)
-        chat, ignore_eos = chosen.pop("chat", False), chosen.pop("ignore_eos", False)
-        wanted, n, stop = chosen.pop("max_tokens", 256), chosen.pop("n", 1), StopRule.parse(chosen.pop("stop", ()))
+        chat = chosen.pop("chat", False)
+        ignore_eos = chosen.pop("ignore_eos", False)
+        wanted = chosen.pop("max_tokens", 256)
+        n = chosen.pop("n", 1)
+        stop = StopRule.parse(chosen.pop("stop", ()))
         for name, count in (("max_tokens", wanted), ("n", n)):
             if not isinstance(count, int) or count < 1:
                 raise UserError(f"{name} {count}: should be 1 or more")
@@ -163,7 +166,9 @@ class Model:
                 f"the prompt has {len(tokens)} tokens with its start token, and the model {self._positions} positions: "
                 "none is left for a new token; shorten the prompt"
             )
-        ends = frozenset() if ignore_eos else self._prompts.chat_ends if chat else self._prompts.ends
+        ends = self._prompts.chat_ends if chat else self._prompts.ends
+        if ignore_eos:
+            ends = frozenset()
         try:
             sampling = Sampling(
                 **chosen,
@@ -191,11 +196,9 @@ class Model:
                 f"{self.directory}: its tokenizer has no chat template: give a text to be continued (without --chat)"
             )
         if isinstance(prompt, str):
-            return (
-                self._prompts.encode_chat(Conversation([Message("user", prompt)]))
-                if chat
-                else self._prompts.encode(prompt)
-            )
+            if chat:
+                return self._prompts.encode_chat(Conversation([Message("user", prompt)]))
+            return self._prompts.encode(prompt)
         if isinstance(prompt, Sequence) and all(type(token) is int for token in prompt):
             return self._prompts.check(prompt)
         raise UserError(f"prompt: takes a text or a list of token IDs, not {type(prompt).__name__}")

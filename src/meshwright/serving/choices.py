@@ -114,7 +114,9 @@ class Choice:
         if output.prompt_results is not None:
             self.prompt_results = output.prompt_results
         if self._unsent_echo is not None:
-            text, tokens, self._unsent_echo = self._unsent_echo + text, self._place_prompt() + tokens, None
+            text = self._unsent_echo + text
+            tokens = self._place_prompt() + tokens
+            self._unsent_echo = None
         return Piece(text, tokens, self.finish_reason)
 
     def _convert_output(self, output: Output) -> tuple[str, list[PlacedToken]]:

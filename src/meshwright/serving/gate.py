@@ -14,8 +14,8 @@ from pathlib import Path
 from starlette.requests import Request
 
 from meshwright.errors import UserError
-from meshwright.serving.engine_client import Ticket
 from meshwright.serving.protocol.errors import ApiError, make_retry_headers
+from meshwright.serving.waiting_line import Ticket
 from meshwright.untrusted import read_file
 
 OPEN_PATHS = ("/health", "/ready", "/metrics")  # need no API key: probes and scrapers have none

@@ -131,6 +131,10 @@ class Answer:
             if choice.last_token > choice.first_token:
                 generation.tokens_per_second = (choice.completion_tokens - 1) / (choice.last_token - choice.first_token)
         if piece.finish_reason is not None:
-            unfinished = "context" if self._cut else "length"
-            generation.stopped = "stop" if by_string else "end" if by_token else unfinished
+            if by_string:
+                generation.stopped = "stop"
+            elif by_token:
+                generation.stopped = "end"
+            else:
+                generation.stopped = "context" if self._cut else "length"
         return piece.text

@@ -21,7 +21,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from meshwright import __version__
 from meshwright.data.tokenizers.library import convert_panics
 from meshwright.errors import UserError
-from meshwright.serving.engine_client import EngineClient, Refusal, Ticket
 from meshwright.serving.gate import ApiKeys, BodyReader, HttpSettings
 from meshwright.serving.metrics import ServingMetrics
 from meshwright.serving.openapi import describe_api
@@ -30,7 +29,9 @@ from meshwright.serving.protocol import bodies
 from meshwright.serving.protocol.bodies import Body, make_option_error, parse_body
 from meshwright.serving.protocol.errors import ApiError, make_refusal_error, to_api_error
 from meshwright.serving.protocol.jobs import GENERATION, build_job
+from meshwright.serving.replicas import Replicas
 from meshwright.serving.streaming import ClientLeft, EventStream, JobRunner
+from meshwright.serving.waiting_line import Refusal, Ticket
 
 LARGE_BODY = 8192  # bytes; larger ones are parsed and tokenized in a thread
 CLIENT_CLOSED_REQUEST = 499  # nginx's status of a request whose client has disconnected
@@ -57,7 +58,7 @@ class HttpApp:
         metrics: Metrics of the page `/metrics`.
     """
 
-    def __init__(self, client: EngineClient, prompts: Prompts, settings: HttpSettings) -> None:
+    def __init__(self, client: Replicas, prompts: Prompts, settings: HttpSettings) -> None:
         """Build the table of endpoints; arguments: see the class."""
         self.settings, self.metrics = settings, ServingMetrics(client, settings.model)
         self._client, self._prompts, self._keys = client, prompts, ApiKeys(settings.api_keys)

@@ -18,9 +18,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from meshwright.errors import RankLost, UserError
 from meshwright.launcher.signals import StopSignals
-from meshwright.serving.engine_client import EngineClient
 from meshwright.serving.gate import OPEN_PATHS
 from meshwright.serving.http import HttpApp
+from meshwright.serving.replicas import Replicas
 from meshwright.serving.streaming import ABORT
 
 HEADER_BYTES = 64 << 10  # limit on path and headers of a request, and on received bytes that are not parsed yet
@@ -362,7 +362,7 @@ async def wait_for_signals(signals: StopSignals, count: int = 1) -> None:
 
 
 async def serve_http(
-    app: HttpApp, listener: socket.socket, client: EngineClient, signals: StopSignals, drain_seconds: float = 60.0
+    app: HttpApp, listener: socket.socket, client: Replicas, signals: StopSignals, drain_seconds: float = 60.0
 ) -> int:
     """Serve `app` over HTTP until SIGTERM or SIGINT; return the number of HTTP requests that were not finished.
 

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from meshwright.serving.choices import Choice, Piece
-from meshwright.serving.engine_client import EngineClient
+from meshwright.serving.replicas import Replicas
 
 PREFIX = "meshwright:"
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
@@ -17,7 +17,7 @@ _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3,
 _WHOLE = (0.03, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920)
 _TOKENS = tuple(2**power for power in range(0, 21, 2))
 
-# (kind, name, key of EngineClient.stats, description)
+# (kind, name, key of Replicas.stats, description)
 _ENGINE: tuple[tuple[Any, str, str, str], ...] = (
     (GaugeMetricFamily, "num_requests_running", "running", "Sequences that are computed in steps."),
     (GaugeMetricFamily, "num_requests_waiting", "waiting", "Sequences that wait for admission."),
@@ -55,7 +55,7 @@ class ServingMetrics:
     """Prometheus metrics of a server: counters and histograms of requests, and figures of the engine `client`, read
     when the page is requested. model: value of the label `model_name`."""
 
-    def __init__(self, client: EngineClient, model: str) -> None:
+    def __init__(self, client: Replicas, model: str) -> None:
         """Register all metrics in a registry of their own; arguments: see the class."""
         self._registry, self._model = CollectorRegistry(), model
         self._registry.register(_EngineCollector(client, model))
@@ -118,12 +118,12 @@ class _EngineCollector:
     """Prometheus collector of the figures of the engine `client`, one time series per replica (label `engine`). model:
     value of the label `model_name`."""
 
-    def __init__(self, client: EngineClient, model: str) -> None:
+    def __init__(self, client: Replicas, model: str) -> None:
         """Store the engine client and the label value."""
         self._client, self._model = client, model
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the engine's metrics with their present values, read from `EngineClient.stats`."""
+        """Yield the engine's metrics with their present values, read from `Replicas.stats`."""
         labels, replicas = ["model_name", "engine"], []
         for number, stats in enumerate(self._client.stats()):
             usage = stats.get("held", 0) / max(sum(stats.get(state, 0) for state in _BLOCK_STATES), 1)

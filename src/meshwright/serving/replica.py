@@ -171,8 +171,15 @@ class Replica:
             self.step_times.observe(seconds, tokens, keys)
 
     def stats(self) -> dict[str, float]:
-        """Return the replica's figures by name, for `EngineClient.stats`: numbers of sequences and KV blocks by state
-        now, and totals since the server's start."""
+        """Return the replica's figures by name; a missing key counts as 0.
+
+        Numbers of sequences now: `running`, `waiting`, `paused` (it keeps its KV blocks and waits for more). Numbers of
+        KV blocks now: `free`, `cached`, `held`. Totals since the server's start:
+        - `steps`; `step_seconds`: their measured time, from one schedule to the next; `kernel_seconds`: the part of it
+          in the runner's forward passes; `predicted_seconds`: predicted time of the same steps
+        - `pauses` of sequences; `restarts` after a lost rank
+        - `prefix_queries` and `prefix_hits`: prompt tokens looked up and found in the prefix cache
+        """
         now = {name: self.report.get(name, 0) for name in ("running", "waiting", "paused", "free", "cached", "held")}
         since = {name: self.totals[name] + self.report.get(name, 0) for name in COUNTERS}
         return {**self.totals, **now, **since}

@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
@@ -20,13 +20,14 @@ from meshwright.errors import MeshwrightError, RankLost, UserError
 from meshwright.layout import Layout
 from meshwright.serving import messages
 from meshwright.serving.blocks import HashChain
-from meshwright.serving.engine_client import Refusal, State, Ticket
 from meshwright.serving.messages import Message
 from meshwright.serving.rank_starter import JoinedStarter, LocalStarter, RankPlan
 from meshwright.serving.replica import Replica, Stream
 from meshwright.serving.request import FinishReason, Output, Request
-from meshwright.serving.waiting_line import QueueForecast, QueueLimits, WaitingLine
+from meshwright.serving.waiting_line import QueueForecast, QueueLimits, Refusal, Ticket, WaitingLine
 from meshwright.spec.block_tables import BLOCK_TOKENS
+
+State = Literal["starting", "ready", "recovering", "draining", "failed"]
 
 LOSSES_OF_REQUEST = 3
 """Losses of a rank, without a new token in between, after which a running request fails, as it may be the cause."""
@@ -45,13 +46,12 @@ LOOK_SECONDS = 0.5
 
 
 class Replicas:
-    """All replicas (data-parallel copies of the model) of a server, in the front (the HTTP server's process):
-    implements `EngineClient`, starts the rank processes, and restarts lost ones.
+    """All replicas (data-parallel copies of the model) of a server, in the front (the HTTP server's process): runs its
+    requests, starts the rank processes, and restarts lost ones. Methods are called on the event loop's thread.
 
     plan: settings of the ranks. starter: starts the ranks of a replica. limits: limits on the queue. host: address to
     listen on for ranks of other nodes; used if the plan has no socket directory. log: called with one line for each
-    loss and restart.
-    """
+    loss and restart."""
 
     def __init__(
         self, plan: RankPlan, starter: LocalStarter | JoinedStarter, *, limits: QueueLimits | None = None,
@@ -74,7 +74,7 @@ class Replicas:
         self._state: State = "starting"
         self._changed = asyncio.Event()
 
-    # --- EngineClient
+    # --- for the HTTP server
 
     @property
     def state(self) -> State:
@@ -107,8 +107,8 @@ class Replicas:
 
     def admit(self, requests: Sequence[Request], ticket: Ticket) -> Refusal | None:
         """Return None if the queue has room for all of `requests`, else the refusal with the time to retry. Queues
-        nothing. ticket: identity of the HTTP request, by which its retry is recognized. Without `requests`: find out
-        whether even the shortest request would be refused."""
+        nothing: the caller must `submit` before its next await. ticket: identity of the HTTP request, by which its
+        retry is recognized. Without `requests`: find out whether even the shortest request would be refused."""
         if self._state in ("starting", "draining", "failed"):
             return Refusal(self._state, 1.0)
         ready = [replica for replica in self._replicas if replica.ready]
@@ -164,7 +164,7 @@ class Replicas:
 
     def stats(self) -> list[Mapping[str, float]]:
         """Return one mapping of figures per replica: numbers of sequences and KV blocks by state now, and totals since
-        the start; the first also has figures of the waiting line. `EngineClient.stats` lists the keys."""
+        the start (`Replica.stats` lists them); the first also has figures of the waiting line."""
         line = {name: getattr(self._line, name) for name in ("outstanding", "admitted", "expired")}
         return [replica.stats() | (line if replica.index == 0 else {}) for replica in self._replicas]
 
@@ -264,9 +264,8 @@ class Replicas:
             stream.losses += 1
             if stream.losses >= LOSSES_OF_REQUEST:
                 self._remove_request(stream)
-                stream.fail(
-                    RankLost(f"the request was running {stream.losses} times when a rank was lost, without progress")
-                )
+                reason = f"the request was running {stream.losses} times when a rank was lost, without progress"
+                stream.fail(RankLost(reason))
             else:
                 self._dispatch(stream)
 
@@ -313,12 +312,11 @@ class Replicas:
         if any(hello[name] != first[name] for name in SAME_ON_ALL_RANKS):
             mine, others = (" ".join(str(each[name]) for name in SAME_ON_ALL_RANKS) for each in (hello, first))
             who, whom = (f"rank {each['rank']} of replica {each['replica']}" for each in (hello, first))
-            self._mark_failed(
-                UserError(
-                    f"{who} computes with {mine}, {whom} with {others}: answers would depend on the replica; run all "
-                    "ranks on the same kind of processor with the same version"
-                )
+            error = UserError(
+                f"{who} computes with {mine}, {whom} with {others}: answers would depend on the replica; run all ranks "
+                "on the same kind of processor with the same version"
             )
+            self._mark_failed(error)
             return
         self.hellos[replica.index, hello["rank"]] = hello
         replica.peers[hello["rank"]] = writer
@@ -330,7 +328,9 @@ class Replicas:
 
     def _make_ready(self, replica: Replica, report: dict[str, Any]) -> None:
         """Mark a replica as ready, and send it the requests that waited for one. report: figures of its idle engine."""
-        replica.ready, replica.ready_since, replica.report = True, time.monotonic(), report
+        replica.ready = True
+        replica.ready_since = time.monotonic()
+        replica.report = report
         if replica.starts:
             self._log(f"replica {replica.index} is ready again, {replica.ready_since - replica.lost_since:.2f} s later")
         parked, self._parked = self._parked, []

@@ -49,8 +49,7 @@ class StepBatch:
             positions each) in table w. Entries past the context or before the window are 0, not to be read.
         output_rows: Ascending indices (0 to T - 1) of the tokens whose logits are wanted [R]; may be empty.
         sequences: The scheduler's state of each sequence [S].
-        group: Index of the pipeline group to which all of them belong; 0 without a pipeline.
-    """
+        group: Index of the pipeline group to which all of them belong; 0 without a pipeline."""
 
     tokens: Integers
     positions: Integers
@@ -82,8 +81,7 @@ class Scheduler:
 
     Attributes:
         pool: Pool of KV blocks.
-        windows: Sliding window of each block table in tokens; None: no window.
-    """
+        windows: Sliding window of each block table in tokens; None: no window."""
 
     def __init__(self, limits: StepLimits, windows: SequenceOf[int | None] = (None,), groups: int = 1) -> None:
         """Create a scheduler without requests and an empty pool of KV blocks; arguments: see the class."""
@@ -264,7 +262,9 @@ class Scheduler:
     def _admit_sequence(self, sequence: Sequence, group: int, count: int, found: list[list[int]]) -> None:
         """Admit a waiting sequence to a pipeline group. count: number of KV blocks of its cached prefix. found: for
         each block table, the indices of the prefix's blocks inside the sliding window."""
-        sequence.age, sequence.group, sequence.row = self._ages, group, self._rows.pop()
+        sequence.age = self._ages
+        sequence.group = group
+        sequence.row = self._rows.pop()
         sequence.admitted = time.perf_counter()
         sequence.place = len(self._admitted)
         self._ages += 1

@@ -13,12 +13,12 @@ from starlette.types import Receive, Scope, Send
 from meshwright.data.tokenizers.library import convert_panics
 from meshwright.errors import RankLost
 from meshwright.serving.choices import Choice, Piece
-from meshwright.serving.engine_client import EngineClient
 from meshwright.serving.gate import HttpSettings
 from meshwright.serving.metrics import ServingMetrics
 from meshwright.serving.protocol.answers import END_OF_STREAM
 from meshwright.serving.protocol.errors import FAILED_ENDS, ApiError, make_refusal_error, to_api_error
 from meshwright.serving.protocol.jobs import Job
+from meshwright.serving.replicas import Replicas
 from meshwright.serving.request import Output
 
 ABORT = "meshwright.abort"  # key of the ASGI scope: function that drops the connection
@@ -37,7 +37,7 @@ class JobRunner:
     """Runner of jobs on the engine `client`; it records their metrics. A job is a parsed HTTP request that generates
     text. settings: settings of the HTTP API."""
 
-    def __init__(self, client: EngineClient, metrics: ServingMetrics, settings: HttpSettings) -> None:
+    def __init__(self, client: Replicas, metrics: ServingMetrics, settings: HttpSettings) -> None:
         """Store engine client, metrics and settings."""
         self.settings = settings
         self._client, self._metrics = client, metrics

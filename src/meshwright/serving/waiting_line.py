@@ -17,8 +17,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from meshwright.serving.engine_client import Refusal, Ticket
-
 MAX_PLACES = 4096
 """Maximum number of places. Beyond it a new client replaces the one that is late the longest; if none is late, it gets
 no place."""
@@ -35,6 +33,38 @@ LEARNING = 1 / 32
 """Weight of one client in the moving average of the share that returns."""
 GUARD = 4
 """1 / `GUARD` of the queue is reserved for clients with a place, if there are that many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Refusal of a request because the engine's queue is full or the engine is not ready, with the time after which to
+    retry.
+
+    Attributes:
+        reason: Label for the metrics. If a limit is reached: `"requests"` or `"tokens"` (waiting requests, their prompt
+            tokens), `"seconds"` (predicted wait) or `"connections"`. If no request is accepted, the state of the
+            engine: `"starting"`, `"recovering"`, `"draining"` or `"failed"`.
+        retry_after_seconds: Predicted time until a request of this size would be queued."""
+
+    reason: str
+    retry_after_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Identity of an HTTP request, by which its retry after a refusal (429) is recognised and keeps its place in the
+    waiting line (`WaitingLine`).
+
+    Attributes:
+        key: Keyed digest of the API key, the path and the body; empty: no place is kept.
+        tokens: Estimated number of tokens of the prompts.
+        first_attempt: True if the client marks this as its first attempt. An identical request that already waits in
+            the line is then assumed to be another client's.
+    """
+
+    key: bytes = b""
+    tokens: int = 1
+    first_attempt: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
 """JSON bodies of the endpoints: the fields that are read, with ranges and defaults, and those that are refused.
 
-Names and meanings are those of OpenAI's API, vLLM and llama.cpp. Free of torch.
-"""
+Names and meanings are those of OpenAI's API, vLLM and llama.cpp. Free of torch."""
 
 from __future__ import annotations
 
@@ -261,8 +260,10 @@ class PromptBody(GenerationBody):
             else:
                 whole = prompts.check(given)
             tokens = self.truncate(whole, prompts)
-            text = given if isinstance(given, str) and tokens == whole else None
-            inputs.append((tokens, (prompts.decode(tokens) if text is None else text) if self.echo else None))
+            echoed = None
+            if self.echo:
+                echoed = given if isinstance(given, str) and tokens == whole else prompts.decode(tokens)
+            inputs.append((tokens, echoed))
         return inputs
 
 
@@ -285,15 +286,13 @@ class LlamaBody(PromptBody):
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral(cls, values: Any) -> Any:
-        """Return the JSON object `values` without fields whose value means the default: `seed` or `n_predict` of -1,
-        `n_probs` of 0."""
+        """Return the JSON object `values` without fields whose value means the default (`neutral`)."""
         neutral = {"seed": -1, "n_predict": -1, "n_probs": 0}
         return {name: value for name, value in values.items() if name not in neutral or value != neutral[name]}
 
 
 class OpenAIBody(GenerationBody):
-    """Base class of the bodies of `/v1/completions` and `/v1/chat/completions`: the fields that both have, as in
-    OpenAI's API and vLLM."""
+    """Base class of the bodies of OpenAI's `/v1/completions` and `/v1/chat/completions`: the fields of both."""
 
     best_of: int | None = Field(None, ge=1, le=128, description="must equal n")
     stream_options: StreamOptions = Field(default_factory=lambda: StreamOptions.model_validate({}))
@@ -377,8 +376,10 @@ def _make_field_error(error: ValidationError) -> ApiError:
         for part in (*each["loc"], *([each["ctx"]["field"]] if "field" in each.get("ctx", {}) else [])):
             if isinstance(part, str) and (part == "str" or not part.isidentifier() or place[0] == "logit_bias"):
                 inner = 1  # a type of a union, or a key: the rest of the path is inside the value
+            elif isinstance(part, int):
+                place[inner] += f"[{part}]"
             else:
-                place[inner] += f"[{part}]" if isinstance(part, int) else f".{part}" if place[inner] else part
+                place[inner] += f".{part}" if place[inner] else part
         first = first or place[0]
         if place[0] == first:
             # The value is not of this type of the union, or it is and something in it is wrong.
@@ -390,8 +391,7 @@ def _make_field_error(error: ValidationError) -> ApiError:
 
 
 def make_option_error(error: UserError, model: type[Body]) -> ApiError:
-    """Convert an error raised after the body was parsed to an ApiError (400). If its message begins with the name of a
-    field of `model`, that becomes the error's `param`."""
+    """Convert an error of a parsed body to an ApiError (400); a field of `model` that begins its message is `param`."""
     message = str(error)
     if isinstance(error, PromptTooLong):
         param = next((name for name in ("prompt", "messages") if name in model.model_fields), None)

@@ -11,7 +11,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from meshwright.errors import RankLost, UserError
-from meshwright.serving.engine_client import Refusal
+from meshwright.serving.waiting_line import Refusal
 
 _log = logging.getLogger("meshwright.serving")
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}

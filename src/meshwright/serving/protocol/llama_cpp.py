@@ -54,6 +54,7 @@ class LlamaFormatter(AnswerFormatter):
         first = choice.first_token or now
         computed = len(request.tokens) - choice.cached_tokens
         word = choice.stop_reason if isinstance(choice.stop_reason, str) else ""
+        ended = "limit" if choice.finish_reason == "length" else "eos"
         return {
             **self._describe(choice, piece),
             "id_slot": -1, "stop": True, "truncated": False, "model": self._names["model"],
@@ -61,7 +62,7 @@ class LlamaFormatter(AnswerFormatter):
             | {"seed": self._names["seed"], "n_predict": request.sampling.max_tokens},
             "prompt": body.prompt if isinstance(body.prompt, str) else self._prompts.decode(body.prompt),
             "has_new_line": "\n" in piece.text, "stopping_word": word, "tokens_cached": choice.cached_tokens,
-            "stop_type": "word" if word else "limit" if choice.finish_reason == "length" else "eos",
+            "stop_type": "word" if word else ended,
             "timings": {
                 "cache_n": choice.cached_tokens, **_describe_rate("prompt", computed, first - choice.created),
                 **_describe_rate("predicted", choice.completion_tokens, now - first),
