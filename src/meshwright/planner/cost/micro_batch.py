@@ -124,7 +124,7 @@ class MicroBatch:
         starts: For each sequence, the token positions at which documents begin; None if unknown.
         responses: Most responses with preferences (DPO, KTO) in a sequence; 0 for next-token training.
         routed: Token copies by index of the layer with experts; layers that are missing have equal load on all ranks.
-        operators: Cache of the operators' lists, filled by `blocks`.
+        operators: Cache of the operators' lists and of properties, filled by `blocks` and `dimensions`.
     """
 
     config: ModelConfig
@@ -145,7 +145,7 @@ class MicroBatch:
     starts: Starts | None = None
     responses: int = 0
     routed: Mapping[int, Routed] = field(default_factory=dict, hash=False)
-    operators: dict[Any, tuple[Any, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    operators: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -212,6 +212,11 @@ class MicroBatch:
     def qkv_width(self) -> Number:
         """Output features of the fused query, key and value projection on this rank."""
         return (self.heads + 2 * self.kv_heads) * self.config.head_dim
+
+    @property
+    def stream_bytes(self) -> Number:
+        """Bytes of the residual stream on this rank, and of a message to another pipeline stage."""
+        return self.rows * self.slice * self.config.hidden * self.itemsize
 
     @property
     def ring(self) -> bool:

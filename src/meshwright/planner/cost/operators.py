@@ -7,9 +7,8 @@ wire and parameter counts are read from these lists: `operations`, `communicatio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from meshwright.planner.cost.engines import Fusion
 from meshwright.planner.cost.micro_batch import MicroBatch, Number
@@ -95,22 +94,6 @@ class CollectiveCall(NamedTuple):
         return sum(size for _, size in self.sites)
 
 
-def forward_and_backward(
-    part: str, axis: str, operation: Collective, site: str, sizes: tuple[Number, Number], again: bool
-) -> list[CollectiveCall]:
-    """Return [a collective of the forward, its counterpart in the backward], such as all-gather and reduce-scatter.
-
-    part, axis, operation, site: as of the forward's `CollectiveCall`; sizes: bytes of the full vector in (forward,
-    backward); again: True if activation checkpointing repeats the forward's.
-    """
-    opposites: dict[Collective, Collective] = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather"}
-    opposite = opposites.get(operation, operation)
-    return [
-        CollectiveCall(part, axis, operation, ((site, sizes[0]),), "forward", 1, again),
-        CollectiveCall(part, axis, opposite, ((f"{site}.backward", sizes[1]),), "input"),
-    ]
-
-
 class Operator(NamedTuple):
     """An operator of a transformer on one rank, with everything that it costs.
 
@@ -131,29 +114,6 @@ class Operator(NamedTuple):
     collectives: tuple[CollectiveCall, ...] = ()
     parameters: Number = 0
     expert_parameters: Number = 0
-
-
-def x_tensor(name: str, *shape: Number) -> SavedTensor:
-    """Return a saved tensor of the model's type. name: such as "mlp.up.input"; shape: on this rank."""
-    return SavedTensor(name, shape, "x")
-
-
-def wide_tensor(name: str, *shape: Number) -> SavedTensor:
-    """Return a saved tensor in at least float32. name: such as "mlp_norm.scale"; shape: on this rank."""
-    return SavedTensor(name, shape, "wide")
-
-
-def index_tensor(name: str, *shape: Number) -> SavedTensor:
-    """Return a saved tensor of int64. name: such as "mlp.experts.order"; shape: on this rank."""
-    return SavedTensor(name, shape, "index")
-
-
-def make_operator(
-    name: str, operations: Iterable[Operation] = (), *, saved: Iterable[SavedTensor] = (),
-    kept: Iterable[SavedTensor] = (), collectives: Iterable[CollectiveCall] = (), **parameters: Number,
-) -> Operator:  # fmt: skip
-    """Return an operator. parameters: `parameters` or `expert_parameters`; other arguments: fields of `Operator`."""
-    return Operator(name, tuple(operations), tuple(saved), tuple(kept), tuple(collectives), **parameters)
 
 
 def in_eight_bits(name: str) -> bool:
@@ -210,12 +170,6 @@ def linear_kernels(batch: MicroBatch, name: str, shape: LinearShape) -> tuple[Op
     return tuple(found)
 
 
-def linear_operator(batch: MicroBatch, name: str, shape: LinearShape, **more: Any) -> Operator:
-    """Return the operator of a linear layer. name: such as "mlp.up"; shape: sizes of the layer; more: further arguments
-    of `make_operator`, such as saved."""
-    return make_operator(name, linear_kernels(batch, name, shape), **({"parameters": shape.parameters} | more))
-
-
 class MemoryAccess(NamedTuple):
     """Memory accesses of an elementwise operation per element. kernels: number of kernels; narrow: reads and writes of
     values in the model's type; wide: reads and writes of float32 values."""
@@ -261,21 +215,3 @@ def elementwise_kernels(
     forward, backward = elementwise_traffic(work, fusion or batch.engine.fusion)
     phases: tuple[tuple[Phase, MemoryAccess], ...] = (("forward", forward), ("input", backward))
     return tuple(each.kernel(batch, name, phase, elements) for phase, each in phases if each.bytes(batch.itemsize))
-
-
-def elementwise_operator(
-    batch: MicroBatch, name: str, elements: Number, work: str, fusion: Fusion | None = None, **more: Any
-) -> Operator:
-    """Return the operator of an elementwise operation. more: further arguments of `make_operator`, such as saved; other
-    arguments: as of `elementwise_kernels`."""
-    return make_operator(name, elementwise_kernels(batch, name, elements, work, fusion), **more)
-
-
-def rms_norm_saved(name: str, shape: tuple[Number, ...], centred: bool) -> Iterator[SavedTensor]:
-    """Yield the tensors that an RMS norm saves in addition to its input: a scale for each vector and the scaled
-    vectors; also its factors 1 + weight if it is `centred`. name: prefix, such as "mlp_norm"; shape: shape of the
-    norm's input."""
-    if centred:
-        yield wide_tensor(f"{name}.factors", shape[-1])
-    yield wide_tensor(f"{name}.scale", *shape[:-1], 1)
-    yield wide_tensor(f"{name}.scaled", *shape)

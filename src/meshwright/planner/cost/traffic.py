@@ -17,7 +17,6 @@ from meshwright.planner.cost.data_calls import DataCalls, Work, sum_by_axis, sum
 from meshwright.planner.cost.micro_batch import MicroBatch, layer_kind
 from meshwright.planner.cost.operators import CollectiveCall
 from meshwright.planner.cost.teacher import TeacherWork
-from meshwright.planner.cost.tensor_parallel import hidden_bytes
 from meshwright.program.pipeline import COMPUTING, Kind
 from meshwright.schedules.transfers import with_transfers
 from meshwright.spec.adapter_config import BLOCK, RECORD_BYTES
@@ -190,7 +189,7 @@ class _StepTraffic(DataCalls):
 
     def count_pipeline(self) -> None:
         """Count the bytes of activations and gradients that this rank sends to other pipeline stages."""
-        size = hidden_bytes(self.micro_batch) // (self.layout.tp if self.layout.tensor_sequence_parallel else 1)
+        size = self.micro_batch.stream_bytes
         kinds = Counter(kind for kind, *_ in self.list_steps())
         self.sent["pipeline.activations", "pp"] += kinds[Kind.SEND_FORWARD] * size
         self.sent["pipeline.gradients", "pp"] += kinds[Kind.SEND_BACKWARD] * size

@@ -70,7 +70,7 @@ class StageSnapshots:
         self._saved_of, self._whole_of = self._by_unit(saved), self._by_unit(unrecomputed)
         self._of_loss = [each for each in saved if _is_saved_by_loss(each)]
         self.saved_bytes = sum(each.bytes for each in saved)
-        self.stream = batch.rows * batch.slice * batch.config.hidden * batch.itemsize
+        self.stream = batch.stream_bytes
         self.queue = sum(map(self._queue_of, self._layer)) if queues else 0
         self._backwards: dict[tuple[object, ...], list[NamedSnapshot]] = {}
 

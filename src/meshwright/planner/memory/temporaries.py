@@ -8,21 +8,22 @@ sources.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
 from meshwright.planner.cost.adapters import PACKED
 from meshwright.planner.cost.blocks import layer_operators
+from meshwright.planner.cost.dimensions import Dimensions, list_properties
 from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Number, layer_kind
+from meshwright.planner.cost.tables import Item, parse_item, select
 from meshwright.planner.memory.attention_tiles import TiledAttention, backward_bytes, choose_tiles
-from meshwright.planner.memory.dimensions import list_dimensions, list_properties
 from meshwright.planner.memory.snapshot import NamedSnapshot, Saved, Temporary, activation, message, workspace
-from meshwright.planner.memory.tables import Item, compute_size, holds, load_table, parse_items, select_items
 from meshwright.spec.adapter_config import BLOCK
 from meshwright.spec.chunks import split_loss_chunks
 from meshwright.spec.policy import SLICE_LOGITS, UNPACKED_AT_ONCE
+from meshwright.toml import read_packaged_toml
 
 
 class _Row(NamedTuple):
@@ -38,15 +39,13 @@ class _Row(NamedTuple):
 @cache
 def _rows(section: str, properties: frozenset[str]) -> list[_Row]:
     """Return the snapshots of a pass in `tensors.toml` that exist. section: such as "attention"."""
-    table, found = load_table("tensors.toml"), []
-    for row in table[section]:
-        if holds((row["if"],) if "if" in row else (), properties):
-            tensors, freed, held = (
-                select_items(parse_items(row.get(key, ()), table["groups"]), properties)
-                for key in ("tensors", "freed", "held")
-            )
-            found.append(_Row(row["name"], tensors, *(tuple(item.name for item in items) for items in (freed, held))))
-    return found
+    table = read_packaged_toml("planner/memory/tensors.toml")
+    return [
+        _Row(
+            row["name"], tuple(map(parse_item, row["tensors"])), *(tuple(row.get(key, ())) for key in ("freed", "held"))
+        )
+        for row in select(table[section], properties, table["groups"])
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ class Pass:
         prefix: Beginning of their names that the rows leave out, such as "layers.3.".
     """
 
-    dimensions: Mapping[str, Number]
+    dimensions: Dimensions
     properties: frozenset[str]
     saved: Sequence[Saved] = ()
     prefix: str = ""
@@ -73,8 +72,7 @@ class Pass:
         kind, computed = layer_kind(batch.config, layer), batch.load(layer).computed
         copies = max(computed, batch.copies)
         return cls(
-            list_dimensions(batch, kind)
-            | {"split": int(split), "computed": computed, "most_copies": copies} | dimensions,
+            Dimensions(batch, kind, {"split": int(split), "computed": computed, "most_copies": copies} | dimensions),
             list_properties(batch, kind) | ({"split"} if split else set()), saved, f"layers.{layer}.",
         )  # fmt: skip
 
@@ -88,7 +86,7 @@ class Pass:
                 found.append(activation("freed", -size))
             for item in row.tensors:
                 category, _, name = item.name.rpartition(": ")
-                found.append(Temporary(category or "activations", name, int(compute_size(item.value, self.dimensions))))
+                found.append(Temporary(category or "activations", name, int(self.dimensions[item.value])))
             yield row.name, found
 
 
@@ -231,7 +229,7 @@ def adapter_backward(layer: Pass, batch: MicroBatch, number: int) -> Iterator[Na
     for name, extras in layer.snapshots("adapted_mlp"):
         product = name.removeprefix(".")
         yield f"{name}.dropout", [*extras, *adapter_masks(batch, number, product)]
-        result = compute_size("rows tokens width x" if product == "mlp.down" else "stream x", layer.dimensions)
+        result = layer.dimensions["rows tokens width x" if product == "mlp.down" else "stream x"]
         yield f"{name}.unpack", [*extras, *unpacked_weight(batch, number, product, result)]
 
 
@@ -251,16 +249,15 @@ def loss_pass(batch: MicroBatch, saved: Sequence[Saved], compiled: bool, again: 
         "keeps_hidden": "head.hidden.gradient" in kept, "keeps_weight": "head.weight.gradient" in kept,
         "computes_weight": (again and config.adapter is None) or "head.weight.gradient" in kept,
     }  # fmt: skip
-    found = Pass.of_layer(batch, 0, saved)
-    sizes = {
+    sizes: dict[str, Number] = {
         "longest": longest, "head_width": width, "kept_weight": kept.get("head.weight.gradient", 0),
         "sliced": longest if batch.device != "cpu" else min(longest, max(1, SLICE_LOGITS // width)),
         "weight_bytes": batch.wide if several else x,
         "summed_bytes": batch.wide if len(chunks) > 2 else x,  # the sum of all but the last chunk
         "chunk_bytes": several * x * (2 if batch.narrow else 1),
     }  # fmt: skip
-    true = found.properties | {name for name, value in every.items() if value}
-    return replace(found, dimensions={**found.dimensions, **sizes}, properties=true, prefix="")
+    found = Pass.of_layer(batch, 0, saved, **sizes)
+    return replace(found, properties=found.properties | {name for name, value in every.items() if value}, prefix="")
 
 
 def embedding_pass(batch: MicroBatch, unit: str) -> Pass:
