@@ -109,11 +109,9 @@ def test_layer_times_match_publication(shared_data: Path):
             batch = MicroBatch.of(config, layout, 4, 2048, engine=megatron, kernel=megatron.attention)
             for one in list_operations(batch, stage):
                 seconds += rates.seconds(one) * ((one.phase == "forward") == forward)
-            for exchange, phase, count in timed_calls(layer_operators(batch, stage.layers[0])):
-                taken = collectives.cost(exchange.operation, group_of(layout, exchange.axis, cluster)).seconds_at(
-                    exchange.size
-                )
-                seconds += count * taken * ((phase == "forward") == forward and exchange.overlaps is None)
+            for call in timed_calls(layer_operators(batch, stage.layers[0])):
+                taken = collectives.cost(call.operation, group_of(layout, call.axis, cluster)).seconds_at(call.size)
+                seconds += call.count * taken * ((call.phase == "forward") == forward and call.overlaps is None)
             assert seconds * 1e3 == pytest.approx(float(row["value"]), rel=0.12), row
             seen += 1
     assert seen == 10

@@ -16,7 +16,7 @@ from meshwright.planner.cost.blocks import embedding_operators, head_operators, 
 from meshwright.planner.cost.cached import cached_method
 from meshwright.planner.cost.measured_rates import CostByLayout
 from meshwright.planner.cost.micro_batch import MicroBatch, Number, layer_examples
-from meshwright.planner.cost.operators import Collective, CollectiveCall, Operator, Phase
+from meshwright.planner.cost.operators import Collective, CollectiveCall, Operator
 from meshwright.planner.cost.rates import Collectives, Cost, Group
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.program.durations import Floats
@@ -26,24 +26,49 @@ from meshwright.spec.stages import Stage
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-class PhaseCalls(NamedTuple):
-    """Equal calls of one collective in one phase of a micro-batch. collective: the collective; phase: "forward",
-    "recompute" or "input" (input gradients); count: number of calls."""
-
-    collective: CollectiveCall
-    phase: Phase
-    count: Number
-
-
-def timed_calls(operators: Iterable[Operator]) -> Iterator[PhaseCalls]:
+def timed_calls(operators: Iterable[Operator]) -> Iterator[CollectiveCall]:
     """Yield the collective calls of operators that the time model includes; calls repeated by activation checkpointing
     are yielded a second time, with phase "recompute"."""
     for operator in operators:
         for one in operator.collectives:
             if one.timed:
-                yield PhaseCalls(one, one.phase, one.count)
+                yield one
                 if one.again:
-                    yield PhaseCalls(one, "recompute", one.count)
+                    yield one._replace(phase="recompute")
+
+
+class ZeroCall(NamedTuple):
+    """A collective of data parallelism, for each kind of parameters (dense, expert-parallel).
+
+    Attributes:
+        site: Call site in `parallel/`.
+        operation: Such as "reduce-scatter".
+        group: Index of its process group in `AXES_OF`: all data-parallel ranks, a sharding group, or replicas of one.
+        stages: ZeRO stages under which it is made.
+        repeats: True if once a micro-batch, False if once a step.
+        of_parameters: True if parameters are sent, False if gradients are.
+        of_shard: True if the vector is the rank's shard.
+    """
+
+    site: str
+    operation: Collective
+    group: int
+    stages: tuple[int, ...]
+    repeats: bool = False
+    of_parameters: bool = False
+    of_shard: bool = False
+
+
+ZERO_CALLS = (
+    ZeroCall("data.gradients", "all-reduce", 0, (0,)),
+    ZeroCall("data.gradients", "reduce-scatter", 1, (1,)),
+    ZeroCall("data.gradients", "reduce-scatter", 1, (2, 3), repeats=True),
+    ZeroCall("data.gradients.replicas", "all-reduce", 2, (1, 2, 3), of_shard=True),
+    ZeroCall("data.parameters", "all-gather", 1, (1, 2), of_parameters=True),
+    ZeroCall("data.parameters", "all-gather", 1, (3,), repeats=True, of_parameters=True),
+)
+"""Collectives of data parallelism under each ZeRO stage; under stage 3 a micro-batch gathers parameters for its forward
+and for its backward."""
 
 
 def group_of(layout: Layout, axis: str, cluster: Cluster) -> Group:

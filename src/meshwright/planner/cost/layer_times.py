@@ -13,7 +13,6 @@ from meshwright.planner.cost.blocks import embedding_operators, head_operators, 
 from meshwright.planner.cost.communication import (
     Array,
     ParameterCounts,
-    PhaseCalls,
     ProcessGroups,
     count_parameters,
     timed_calls,
@@ -207,14 +206,13 @@ class LayerTimes:
             )
         operators = embedding_operators(batch)
         self.first[..., indices] = price.seconds(list_kernels(operators), timed_calls(operators))
+        predicted = layer_operators(batch, batch.config.layers) if batch.config.prediction_layers else ()
         for kept in (False, True):
             operators = head_operators(batch, kept or self.problem.engine.name != "meshwright")
             self.last[int(kept)][..., indices] = price.seconds(list_kernels(operators), timed_calls(operators))
-            if batch.config.prediction_layers:
-                again = [*operators, *layer_operators(batch, batch.config.layers)]
-                self.last[int(kept)][..., indices] += price.seconds(
-                    prediction_operations(batch, kept), timed_calls(again)
-                )
+            if predicted:
+                calls = timed_calls([*operators, *predicted])
+                self.last[int(kept)][..., indices] += price.seconds(prediction_operations(batch, kept), calls)
         counts = count_parameters(batch)
         for number, each in enumerate((*counts.layer, *counts.mixture, counts.first, counts.last)):
             self.parameters[number, indices] = each
@@ -228,7 +226,7 @@ class _TimeModel(NamedTuple):
     rates: Rates
     groups: ProcessGroups
 
-    def seconds(self, operations: Iterable[Operation], calls: Iterable[PhaseCalls], host: float = 0.0) -> Floats:
+    def seconds(self, operations: Iterable[Operation], calls: Iterable[CollectiveCall], host: float = 0.0) -> Floats:
         """Return the seconds of compute kernels, and of the communication that they do not hide, as an array
         [phases, parts, candidates].
 
@@ -250,17 +248,18 @@ class _TimeModel(NamedTuple):
         hidden: dict[tuple[str, str], Any] = defaultdict(float)
         sliced: dict[tuple[str, str], Any] = defaultdict(float)
         beside: dict[int, Any] = defaultdict(float)  # seconds of dispatch and combine in each phase
-        for collective, phase, count in calls:
-            taken = count * self.groups.seconds(collective.operation, collective.axis, self.sent(collective))
-            issued[_PHASE[phase]] += count
-            if collective.axis == "ep" and self.batch.engine.overlap_processors is not None:
-                beside[_PHASE[phase]] = beside[_PHASE[phase]] + taken
-            elif collective.overlaps is None:
-                found[_PHASE[phase], _PART[collective.part]] += taken
-            elif collective.overlaps == "product":
-                sliced[phase, collective.part] = sliced[phase, collective.part] + taken
+        for call in calls:
+            taken = call.count * self.groups.seconds(call.operation, call.axis, self.sent(call))
+            number, part = _PHASE[call.phase], call.part
+            issued[number] += call.count
+            if call.axis == "ep" and self.batch.engine.overlap_processors is not None:
+                beside[number] = beside[number] + taken
+            elif call.overlaps is None:
+                found[number, _PART[part]] += taken
+            elif call.overlaps == "product":
+                sliced[call.phase, part] = sliced[call.phase, part] + taken
             else:
-                key = "weight" if collective.overlaps == "weight" else phase, collective.part
+                key = "weight" if call.overlaps == "weight" else call.phase, part
                 hidden[key] = hidden[key] + taken
         for (name, part), taken in sliced.items():
             # In as many slices as ranks: the first that is gathered, or the last that is reduced, is exposed.

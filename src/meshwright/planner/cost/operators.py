@@ -70,7 +70,7 @@ class CollectiveCall(NamedTuple):
         axis: Axis of the layout whose ranks take part; "ring": two neighbours in cp.
         operation: Collective such as "all-reduce", or "send".
         sites: (call site in `comm/`, bytes of the full vector); several sites that share one message are summed.
-        phase: "forward" or "input" (input gradients).
+        phase: "forward", "input" (input gradients), or "recompute" where `timed_calls` repeats the call.
         count: Number of calls.
         again: True if activation checkpointing repeats the calls.
         overlaps: Computation that overlaps the calls: "attention" of the same layer, "weight" gradients, or, in slices,
@@ -82,7 +82,7 @@ class CollectiveCall(NamedTuple):
     axis: str
     operation: Collective
     sites: tuple[tuple[str, Number], ...]
-    phase: Literal["forward", "input"] = "forward"
+    phase: Phase = "forward"
     count: Number = 1
     again: bool = False
     overlaps: Literal["attention", "weight", "product"] | None = None
