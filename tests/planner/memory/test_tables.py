@@ -20,7 +20,6 @@ from meshwright.planner.cost.micro_batch import MicroBatch, layer_examples
 from meshwright.planner.cost.tables import (
     CONDITIONS,
     compute_size,
-    compute_tensor,
     holds,
     parse_item,
     parse_tensor,
@@ -49,7 +48,7 @@ def test_size_is_sum_of_products() -> None:
     assert compute_size("1.5 hidden width + hidden", dimensions).tolist() == [22.0, 34.0]
     parsed, sizes = parse_tensor(parse_item("t = wide 2 tokens 2*width")), {"tokens": 10, "width": 3}
     alone = {size: compute_size(size, sizes) for size in parsed.shape}
-    assert compute_tensor(parsed, alone) == ("t", (2, 10, 6), "wide")
+    assert parsed.compute(alone) == ("t", (2, 10, 6), "wide")
     with pytest.raises(KeyError, match="height"):
         compute_size("tokens height", dimensions)
 

@@ -4,30 +4,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from functools import cache
 from typing import Any
 
 from meshwright.planner.cost.adapters import adapt_operators
 from meshwright.planner.cost.dimensions import Dimensions, list_properties
-from meshwright.planner.cost.micro_batch import MicroBatch, Number, layer_kind
-from meshwright.planner.cost.operators import (
-    CollectiveCall,
-    LinearShape,
-    Operation,
-    Operator,
-    SavedTensor,
-    elementwise_kernels,
-    linear_kernels,
-)
-from meshwright.planner.cost.tables import compute_tensor, parse_item, parse_tensor, select
+from meshwright.planner.cost.micro_batch import MicroBatch, layer_kind
+from meshwright.planner.cost.operators import Operator, Row, SavedTensor
+from meshwright.planner.cost.tables import parse_item, parse_tensor, select
 from meshwright.toml import read_packaged_toml
-
-PARTS = {"tp": "tensor", "cp": "context", "ring": "context", "ep": "expert", "etp": "expert"}
-"""Part of the step time to which a collective over an axis counts, unless its row names another."""
-
-_KERNEL_SIZES = ("flops", "0.0"), ("bytes", "0.0"), ("count", "1")
-"""Sizes of a kernel's row, with those of a row that lacks them."""
 
 
 def layer_operators(batch: MicroBatch, layer: int, input_gradient: bool = False) -> tuple[Operator, ...]:
@@ -84,12 +70,11 @@ def read_operators(batch: MicroBatch, section: str, flags: Collection[str] = (),
     kind = layer_kind(batch.config, layer)
     dimensions = Dimensions(batch, kind, batch.load(layer)._asdict() if kind.mixed else {})
     for row in _list_rows(section, list_properties(batch, kind).union(flags), "", ()):
-        yield _make_operator(batch, row, dimensions)
+        yield Operator(row, batch, dimensions)
 
 
 # --- rows of the table
 
-Row = Mapping[str, Any]
 Let = tuple[tuple[str, str], ...]
 """(dimension, size that takes its place)."""
 
@@ -154,47 +139,3 @@ def _list_words(section: str) -> frozenset[str]:
     words = set(re.findall(r"\w+", str(table[section])))
     others = [table[kind][name] for kind in ("groups", "calls", "kernels") for name in words & table[kind].keys()]
     return frozenset(words.union(re.findall(r"\w+", str(others))))
-
-
-# --- an operator
-
-
-def _make_operator(batch: MicroBatch, row: Row, dimensions: Dimensions) -> Operator:
-    """Return the operator of a row."""
-    kernels: list[Operation] = []
-    parameters: Number = sum(dimensions[size] for size in row.get("parameters", ()))
-    if "linear" in row:
-        sizes = [dimensions[size] for size in row["linear"]]
-        shape = LinearShape(*sizes)._replace(bias=row.get("bias", False))
-        kernels += linear_kernels(batch, row["called"], shape)
-        parameters = parameters if "parameters" in row else shape.parameters
-    if "work" in row:
-        fusion = batch.engine.activation_fusion if row.get("fusion") == "activation" else row.get("fusion")
-        found = elementwise_kernels(batch, row["called"], dimensions[row["elements"]], row["work"], fusion)
-        kernels += (
-            [one._replace(count=one.count * dimensions[row["count"]]) for one in found] if "count" in row else found
-        )
-    for each in row["kernels"]:
-        flops, moved, count = (dimensions[each.get(key, usual)] for key, usual in _KERNEL_SIZES)
-        shape = tuple(dimensions[axis] for axis in each["shape"]) or None
-        kernels.append(Operation(each["name"], each["kind"], each["phase"], flops, moved, shape, count))
-    if row.get("repeat"):
-        kernels.append(kernels[0]._replace(phase="recompute"))
-    saved, kept = (tuple([compute_tensor(each, dimensions) for each in row[key]]) for key in ("saved", "kept"))
-    calls = tuple(call for each in row["calls"] for call in _make_calls(each, dimensions))
-    found = Operator(row["name"], tuple(kernels), saved, kept, calls)
-    return found._replace(**{row.get("owner", "parameters"): parameters})
-
-
-def _make_calls(row: Row, dimensions: Dimensions) -> Iterator[CollectiveCall]:
-    """Yield the collective call of a row, and its counterpart in the backward if it has one."""
-    call = CollectiveCall(
-        row.get("part", PARTS[row["axis"]]), row["axis"], row["operation"],
-        tuple((name, dimensions[size]) for name, size in row["sites"]), row.get("phase", "forward"),
-        dimensions[row.get("count", "1")], row.get("again", False), row.get("overlaps"), row.get("timed", True),
-    )  # fmt: skip
-    yield call
-    if "back" in row:
-        (name, size), other = call.sites[0], row.get("back_bytes")
-        back = ((f"{name}.backward", size if other is None else dimensions[other]),)
-        yield CollectiveCall(call.part, call.axis, row["back"], back, "input")

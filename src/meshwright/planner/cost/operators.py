@@ -7,8 +7,10 @@ wire and parameter counts are read from these lists: `operations`, `communicatio
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
+from copy import copy
+from functools import cache, cached_property
+from typing import Any, Literal, NamedTuple
 
 from meshwright.planner.cost.engines import Fusion
 from meshwright.planner.cost.micro_batch import MicroBatch, Number
@@ -61,6 +63,10 @@ class SavedTensor(NamedTuple):
     shape: tuple[Number, ...]
     kind: str
 
+    def compute(self, dimensions: Mapping[str, Number]) -> SavedTensor:
+        """Return a tensor of a table, whose shape is a tuple of sizes as text, with their values."""
+        return SavedTensor(self.name, tuple([dimensions[axis] for axis in self.shape]), self.kind)
+
 
 class CollectiveCall(NamedTuple):
     """Equal collective calls of an operator in one phase.
@@ -92,28 +98,6 @@ class CollectiveCall(NamedTuple):
     def size(self) -> Number:
         """Bytes of the full vector of one call, summed over its sites."""
         return sum(size for _, size in self.sites)
-
-
-class Operator(NamedTuple):
-    """An operator of a transformer on one rank, with everything that it costs.
-
-    Attributes:
-        name: Such as "attention.qkv".
-        operations: Kernels in forward and backward, without recomputation.
-        saved: Tensors that the forward saves for the backward if nothing is recomputed.
-        kept: Tensors that the forward saves under selective recompute.
-        collectives: Collective calls.
-        parameters: Number of dense parameters on this rank.
-        expert_parameters: Number of expert-parallel parameters on this rank.
-    """
-
-    name: str
-    operations: tuple[Operation, ...] = ()
-    saved: tuple[SavedTensor, ...] = ()
-    kept: tuple[SavedTensor, ...] = ()
-    collectives: tuple[CollectiveCall, ...] = ()
-    parameters: Number = 0
-    expert_parameters: Number = 0
 
 
 def in_eight_bits(name: str) -> bool:
@@ -215,3 +199,106 @@ def elementwise_kernels(
     forward, backward = elementwise_traffic(work, fusion or batch.engine.fusion)
     phases: tuple[tuple[Phase, MemoryAccess], ...] = (("forward", forward), ("input", backward))
     return tuple(each.kernel(batch, name, phase, elements) for phase, each in phases if each.bytes(batch.itemsize))
+
+
+PARTS = {"tp": "tensor", "cp": "context", "ring": "context", "ep": "expert", "etp": "expert"}
+"""Part of the step time to which a collective over an axis counts, unless its row names another."""
+
+Row = Mapping[str, Any]
+
+
+class Operator:
+    """An operator of a transformer on one rank, with everything that it costs: a row of `operators.toml`, of which each
+    attribute is computed on first use. batch, dimensions: sizes of the micro-batch and of the layer.
+
+    Attributes:
+        name: Such as "attention.qkv".
+        operations: Kernels in forward and backward, without recomputation.
+        saved: Tensors that the forward saves for the backward if nothing is recomputed.
+        kept: Tensors that the forward saves under selective recompute.
+        collectives: Collective calls.
+        parameters: Number of dense parameters on this rank.
+        expert_parameters: Number of expert-parallel parameters on this rank.
+    """
+
+    def __init__(self, row: Row, batch: MicroBatch, dimensions: Mapping[str, Number]) -> None:
+        self.name: str = row["name"]
+        self._row, self._batch, self._dimensions = row, batch, dimensions
+
+    def replace(self, **attributes: Any) -> Operator:
+        """Return a copy with other values of attributes."""
+        found = copy(self)
+        found.__dict__.update(attributes)
+        return found
+
+    @cached_property
+    def operations(self) -> tuple[Operation, ...]:
+        """Kernels in forward and backward, without recomputation."""
+        row, batch, sizes = self._row, self._batch, self._dimensions
+        found: list[Operation] = []
+        if self._linear is not None:
+            found += linear_kernels(batch, row["called"], self._linear)
+        if "work" in row:
+            fusion = batch.engine.activation_fusion if row.get("fusion") == "activation" else row.get("fusion")
+            for one in elementwise_kernels(batch, row["called"], sizes[row["elements"]], row["work"], fusion):
+                found.append(one._replace(count=one.count * sizes[row["count"]]) if "count" in row else one)
+        for each in row["kernels"]:
+            shape = tuple(sizes[axis] for axis in each["shape"]) or None
+            flops, moved, count = sizes[each.get("flops", "0.0")], sizes[each["bytes"]], sizes[each.get("count", "1")]
+            found.append(Operation(each["name"], each["kind"], each["phase"], flops, moved, shape, count))
+        if row.get("repeat"):
+            found.append(found[0]._replace(phase="recompute"))
+        return tuple(found)
+
+    @cached_property
+    def saved(self) -> tuple[SavedTensor, ...]:
+        """Tensors that the forward saves for the backward if nothing is recomputed."""
+        return tuple([each.compute(self._dimensions) for each in self._row["saved"]])
+
+    @cached_property
+    def kept(self) -> tuple[SavedTensor, ...]:
+        """Tensors that the forward saves under selective recompute."""
+        return tuple([each.compute(self._dimensions) for each in self._row["kept"]])
+
+    @cached_property
+    def collectives(self) -> tuple[CollectiveCall, ...]:
+        """Collective calls."""
+        found, sizes = [], self._dimensions
+        for row in self._row["calls"]:
+            call = CollectiveCall(
+                row.get("part", PARTS[row["axis"]]), row["axis"], row["operation"],
+                tuple((name, sizes[size]) for name, size in row["sites"]), row.get("phase", "forward"),
+                sizes[row.get("count", "1")], row.get("again", False), row.get("overlaps"), row.get("timed", True),
+            )  # fmt: skip
+            found.append(call)
+            if "back" in row:
+                (name, size), other = call.sites[0], row.get("back_bytes")
+                back = ((f"{name}.backward", size if other is None else sizes[other]),)
+                found.append(CollectiveCall(call.part, call.axis, row["back"], back, "input"))
+        return tuple(found)
+
+    @cached_property
+    def parameters(self) -> Number:
+        """Number of dense parameters on this rank."""
+        return 0 if "owner" in self._row else self._numel
+
+    @cached_property
+    def expert_parameters(self) -> Number:
+        """Number of expert-parallel parameters on this rank."""
+        return self._numel if "owner" in self._row else 0
+
+    @property
+    def _linear(self) -> LinearShape | None:
+        """Shape of a linear layer; None for another operator."""
+        if "linear" not in self._row:
+            return None
+        sizes = [self._dimensions[size] for size in self._row["linear"]]
+        return LinearShape(*sizes)._replace(bias=self._row.get("bias", False))
+
+    @property
+    def _numel(self) -> Number:
+        """Number of parameters on this rank."""
+        linear = self._linear
+        if "parameters" in self._row or linear is None:
+            return sum(self._dimensions[size] for size in self._row.get("parameters", ()))
+        return linear.parameters

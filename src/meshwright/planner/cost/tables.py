@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ class Item(NamedTuple):
     value: str
 
 
-def select(value: Any, true: Collection[str], groups: Mapping[str, Any]) -> Any:
+def select(value: Any, true: Set[str], groups: Mapping[str, Any]) -> Any:
     """Return what exists of a value of a table (text, list or table), without conditions; None if it does not. true:
     properties that are true; groups: lists for which "@NAME" stands."""
     if isinstance(value, str):
@@ -49,7 +49,7 @@ def select(value: Any, true: Collection[str], groups: Mapping[str, Any]) -> Any:
     return value
 
 
-def select_items(texts: Iterable[str], true: Collection[str], groups: Mapping[str, Any]) -> tuple[Item, ...]:
+def select_items(texts: Iterable[str], true: Set[str], groups: Mapping[str, Any]) -> tuple[Item, ...]:
     """Return the items "NAME = VALUE" of a list that exist. true, groups: as of `select`."""
     return tuple(map(parse_item, select(list(texts), true, groups)))
 
@@ -61,18 +61,20 @@ def parse_item(text: str) -> Item:
 
 
 @cache
-def _parse_condition(condition: str) -> tuple[tuple[tuple[str, bool], ...], ...]:
-    """Return the alternatives of a condition, of which one must hold; each is a list of (property, required value)."""
-    return tuple(
-        tuple((word.strip().lstrip("!"), "!" not in word) for word in every.split("&"))
-        for every in condition.split("|")
-    )
+def _parse_condition(condition: str) -> tuple[tuple[frozenset[str], frozenset[str]], ...]:
+    """Return the alternatives of a condition, of which one must hold, as (properties that must be true, properties that
+    must not)."""
+    found = []
+    for every in condition.split("|"):
+        words = [word.strip() for word in every.split("&")]
+        needed = frozenset(word for word in words if word and word[0] != "!")
+        found.append((needed, frozenset(word[1:] for word in words if word[:1] == "!")))
+    return tuple(found)
 
 
-def holds(condition: str, true: Collection[str]) -> bool:
+def holds(condition: str, true: Set[str]) -> bool:
     """Return True if a condition holds; the empty one always does. true: properties that are true."""
-    alternatives = _parse_condition(condition) if condition else ((),)
-    return any(all((name in true) == wanted for name, wanted in every) for every in alternatives)
+    return any(needed <= true and not refused & true for needed, refused in _parse_condition(condition))
 
 
 @cache
@@ -97,8 +99,3 @@ def parse_tensor(item: Item) -> SavedTensor:
     is returned as sizes to be computed."""
     kind, *axes = item.value.split()
     return SavedTensor(item.name, tuple(axis.replace("*", " ") for axis in axes), kind)
-
-
-def compute_tensor(tensor: SavedTensor, dimensions: Mapping[str, Number]) -> SavedTensor:
-    """Return a tensor that `parse_tensor` returns with the values of its shape."""
-    return SavedTensor(tensor.name, tuple([dimensions[axis] for axis in tensor.shape]), tensor.kind)

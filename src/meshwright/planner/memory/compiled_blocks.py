@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from meshwright.planner.cost.dimensions import Dimensions, element_bytes, list_properties
 from meshwright.planner.cost.micro_batch import MicroBatch, layer_kind
 from meshwright.planner.cost.operators import SavedTensor
-from meshwright.planner.cost.tables import Item, compute_tensor, holds, parse_tensor, select, select_items
+from meshwright.planner.cost.tables import Item, holds, parse_tensor, select, select_items
 from meshwright.planner.memory.inductor import Buffer, Kernel, find_peak
 from meshwright.planner.memory.snapshot import Temporary
 from meshwright.planner.memory.temporaries import ring_backward, tiled_backward
@@ -134,7 +134,7 @@ class CompiledBlock:
     def entry(self, name: str) -> SavedTensor:
         """Return the buffer called `name` with its shape and element type."""
         if name not in self._entries:
-            found = compute_tensor(parse_tensor(Item(name, self.tables["shapes"][name])), self.dimensions)
+            found = parse_tensor(Item(name, self.tables["shapes"][name])).compute(self.dimensions)
             self._entries[name] = found._replace(kind=self._types.get(found.kind, found.kind))
         return self._entries[name]
 

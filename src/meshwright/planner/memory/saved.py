@@ -18,7 +18,7 @@ from meshwright.planner.cost.dimensions import Dimensions, element_types, list_p
 from meshwright.planner.cost.micro_batch import ITEM_BYTES, MicroBatch, at_least, at_most, layer_kind
 from meshwright.planner.cost.operations import keeps_gradient
 from meshwright.planner.cost.operators import SavedTensor
-from meshwright.planner.cost.tables import Item, compute_tensor, parse_tensor, select_items
+from meshwright.planner.cost.tables import Item, parse_tensor, select_items
 from meshwright.planner.memory import compiled_blocks, compiled_peaks
 from meshwright.planner.memory.snapshot import Saved
 from meshwright.spec.chunks import split_loss_chunks
@@ -135,7 +135,7 @@ def _select(section: str, properties: frozenset[str]) -> tuple[Item, ...]:
 def _listed(section: str, dimensions: Dimensions, properties: frozenset[str]) -> Iterator[SavedTensor]:
     """Yield the tensors of a list in `tensors.toml` that exist. section: such as "loss"; dimensions, properties: of the
     layer or of the loss."""
-    return (compute_tensor(parse_tensor(item), dimensions) for item in _select(section, properties))
+    return (parse_tensor(item).compute(dimensions) for item in _select(section, properties))
 
 
 def _shared_by_layers(batch: MicroBatch, stage: Stage) -> Iterator[SavedTensor]:
