@@ -180,12 +180,12 @@ def test_closed_form_parameters_match_parameter_table(name: str, layout: str):
     table = parameter_table(config)
     for part, mine in zip(
         ("dense", "experts"),
-        count_parameters(MicroBatch.of(config, parsed, 1, 64)).of_stage(config, whole_model(config)),
+        count_parameters(MicroBatch.of(config, parsed, 1, 64), whole_model(config)),
         strict=True,
     ):
         assert mine == sum(table.unit_numel(unit, parsed, part) for unit in table.units)  # type: ignore[arg-type]
     stages = cut_into_stages(config, 2, 64)
-    parts = [count_parameters(MicroBatch.of(config, parsed, 1, 64)).of_stage(config, stage)[0] for stage in stages]
+    parts = [count_parameters(MicroBatch.of(config, parsed, 1, 64), stage)[0] for stage in stages]
     again = table.unit_numel("embedding", parsed) if config.tied else 0
     assert sum(parts) == sum(table.unit_numel(unit, parsed) for unit in table.units) + again
 

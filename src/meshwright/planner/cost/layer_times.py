@@ -12,9 +12,9 @@ import numpy as np
 from meshwright.planner.cost.blocks import embedding_operators, head_operators, layer_operators
 from meshwright.planner.cost.communication import (
     Array,
-    ParameterCounts,
     ProcessGroups,
-    count_parameters,
+    list_shared_operators,
+    sum_parameters,
     timed_calls,
 )
 from meshwright.planner.cost.engines import Engine
@@ -83,7 +83,8 @@ class LayerTimes:
         first: Seconds of the embedding [phases, parts, candidates].
         last: Seconds of final norm, head and loss [2, phases, parts, candidates]; first dimension: the head's gradients
             are computed in the backward (0) or already in the forward (1).
-        parameters: Numbers of parameters of a rank [6, candidates], read by `parameter_counts`.
+        parameters: Numbers of a rank's dense and expert-parallel parameters before ZeRO's sharding: in a layer of each
+            kind, in the embedding, in the head, and in both of these [kinds + 3, 2, candidates].
     """
 
     def __init__(
@@ -102,8 +103,7 @@ class LayerTimes:
         shape = len(PHASES), len(MICRO_BATCH_PARTS), len(self.candidates)
         self.layer = np.zeros((len(self.kinds), *shape))
         self.first, self.last = np.zeros(shape), np.zeros((2, *shape))
-        # Of a dense layer and of a mixture, each (dense, experts); of the embedding; of the head.
-        self.parameters = np.zeros((6, len(self.candidates)))
+        self.parameters = np.zeros((len(self.kinds) + 3, 2, len(self.candidates)))
         self._index()
         for which in group_by_structure(problem.config, self.candidates):
             self._price(which)
@@ -166,11 +166,6 @@ class LayerTimes:
         start, stop = np.array([(stage.layers.start, stage.layers.stop) for stage in stages]).T
         return np.asarray(self._kinds_before[stop] - self._kinds_before[start])
 
-    def parameter_counts(self, index: Array) -> ParameterCounts:
-        """Return the numbers of parameters on a rank under the candidates with the indices `index` (array)."""
-        found = self.parameters[:, index]
-        return ParameterCounts((found[0], found[1]), (found[2], found[3]), found[4], found[5])
-
     def keeps_gradient(self, index: Array, layers: int, at_once: bool) -> Array:
         """Return an array of bool, one for each candidate in `index` (array of indices): True if the forward of the
         last stage computes and saves the head's gradients. layers: number of layers in that stage; at_once: its
@@ -213,9 +208,11 @@ class LayerTimes:
             if predicted:
                 calls = timed_calls([*operators, *predicted])
                 self.last[int(kept)][..., indices] += price.seconds(prediction_operations(batch, kept), calls)
-        counts = count_parameters(batch)
-        for number, each in enumerate((*counts.layer, *counts.mixture, counts.first, counts.last)):
-            self.parameters[number, indices] = each
+        listed = [layer_operators(batch, layer) for layer in self.examples.values()]
+        listed += [embedding_operators(batch), head_operators(batch, True), list_shared_operators(batch)]
+        for number, each in enumerate(listed):
+            for part, numel in enumerate(sum_parameters(each)):
+                self.parameters[number, part, indices] = numel
 
 
 class _TimeModel(NamedTuple):

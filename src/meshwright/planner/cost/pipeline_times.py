@@ -99,7 +99,6 @@ class PipelineTimes:
     ) -> None:  # fmt: skip
         """Prepare the predictions. stages: all stages of the pipeline; places: stage indices of each pipeline rank;
         other arguments: attributes of the object."""
-        config = layer_times.problem.config
         self.layer_times, self.index, self.count, self.ranks = layer_times, index, len(stages), len(places)
         self.micro, self.transfer = micro, transfer
         self.replicas = sum(map(len, places)) // len(stages)
@@ -125,11 +124,8 @@ class PipelineTimes:
         self.of_kind = layer_times.layer_counts(self.examples).astype(np.float64)
         self.layers = self.of_kind.sum(axis=1)
         self.first, self.last = (np.array([getattr(one, end) for one in self.examples]) for end in ("first", "last"))
-        counts = layer_times.parameter_counts(index)
-        sizes = [counts.of_stage(config, stage) for stage in self.examples]
-        self.dense, self.expert = (
-            np.stack([np.broadcast_to(each[part], len(index)) for each in sizes]) for part in (0, 1)
-        )
+        held = np.column_stack([self.of_kind, self.first, self.last, -1.0 * (self.first & self.last)])
+        self.dense, self.expert = np.moveaxis(np.tensordot(held, layer_times.parameters[..., index], 1), 1, 0)
         self.rank_dense, self.rank_expert = self.of_rank @ self.dense, self.of_rank @ self.expert
 
     def stage_seconds(self, at_once: bool, zero: int, groups: ProcessGroups) -> Floats:
