@@ -67,6 +67,20 @@ def _list_key_calls(batch: MicroBatch) -> list[CollectiveCall]:
     ]
 
 
+def _list_norm_calls(batch: MicroBatch, layer: str) -> list[CollectiveCall]:
+    """Return the all-reduce of the weight norms of a row-parallel layer with DoRA; [] for other layers. layer: name of
+    its operator."""
+    size, axis = batch.config.hidden * batch.wide, "etp" if batch.expert_parallel else "tp"
+    sizes = dict.fromkeys(("attention.output", "mlp.down", "mlp.shared.down"), ("tp", size))
+    sizes["mlp.experts.down"] = axis, size * (batch.config.experts // batch.ep)
+    again = batch.layout.recompute == "full"
+    return [
+        CollectiveCall("tensor", axis, "all-reduce", (("adapter.norms", size),), again=again, timed=False)
+        for name, (axis, size) in sizes.items()
+        if name == layer
+    ]
+
+
 def _select_saved_by_combine(batch: MicroBatch, saved: tuple[SavedTensor, ...]) -> tuple[SavedTensor, ...]:
     """Return the tensors that the combination of the experts' outputs saves if neither the router nor the experts'
     input has a gradient. saved: those that it saves if both have."""
@@ -147,7 +161,7 @@ def _add_adapter(
     saved, parameters = [SavedTensor(f"{name}.low", (rows, matrices * rank), "x")], matrices * rank * inputs
     parameters = (parameters + rank * written) * count
     kept = saved[:1]
-    copies, held = rows, 1
+    copies, held, calls = rows, 1, list[CollectiveCall]()
     if routed:  # of the copies that this rank's experts compute
         copies, held = operator.kept[0].shape[0], count
         kept = saved = [SavedTensor(f"{name}.low", (copies, matrices * rank), "x")]
@@ -173,9 +187,11 @@ def _add_adapter(
             shape = held, outputs * share, rank
             parts += [SavedTensor(f"{name}.norms.{number}.{of}", shape, "x") for of in ("wa", "baa")]
         parameters = parameters + written * held
+        calls = _list_norm_calls(batch, operator.name)
     owned = "expert_parameters" if routed and batch.expert_parallel else "parameters"
     return operator.replace(
         operations=(*operator.operations, *found), saved=(*operator.saved, *saved),
+        collectives=(*operator.collectives, *calls),
         kept=(*operator.kept, *kept, *(parts if dora else ())),
     ).replace(**{owned: parameters})  # fmt: skip
 

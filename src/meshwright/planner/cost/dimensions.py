@@ -103,11 +103,6 @@ def _tiles(batch: MicroBatch, kind: LayerKind) -> Number:
     return at_least(scores // ACCELERATOR_TILE[1], -(-batch.tokens // min(ACCELERATOR_TILE[0], _attended(batch))))
 
 
-def _experts_over(batch: MicroBatch) -> Number:
-    """Return the number of ranks over which every expert is sharded."""
-    return batch.etp if batch.expert_parallel else batch.tp
-
-
 def _count_outputs(batch: MicroBatch, product: str) -> int:
     """Return the number of outputs of a matrix product of latent attention on this rank. product: such as "qkv"."""
     config = batch.config
@@ -117,7 +112,7 @@ def _count_outputs(batch: MicroBatch, product: str) -> int:
 
 _BATCH = (
     "rows", "tokens", "slice", "sequence", "all_tokens", "predictions", "responses", "heads", "kv_heads", "copies",
-    "expert_width", "vocabulary", "wide", "tp", "cp", "ep", "etp",
+    "arriving", "expert_width", "vocabulary", "wide", "tp", "cp", "ep", "etp",
 )  # fmt: skip
 _MODEL = "hidden", "experts", "token_types"
 
@@ -175,9 +170,7 @@ FORMULAS: dict[str, Callable[[MicroBatch, LayerKind], Any]] = {
     "routed": lambda batch, kind: batch.routed_tokens,
     "chosen": lambda batch, kind: batch.config.experts_per_token,
     "experts_here": lambda batch, kind: batch.config.experts // batch.ep,
-    "arriving": lambda batch, kind: batch.copies * (batch.etp if batch.expert_parallel else 1),
-    "per_expert": lambda batch, kind: batch.copies * (batch.etp if batch.expert_parallel else 1)
-    / (batch.config.experts // batch.ep),
+    "per_expert": lambda batch, kind: batch.arriving / (batch.config.experts // batch.ep),
     "expert_up": lambda batch, kind: 2 * batch.expert_width,
     "expert_bias": lambda batch, kind: batch.config.hidden // (batch.etp if batch.expert_parallel else batch.tp),
     # Both ends.

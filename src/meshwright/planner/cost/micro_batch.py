@@ -244,6 +244,11 @@ class MicroBatch:
         return self.routed_tokens * self.config.experts_per_token
 
     @cached_property
+    def arriving(self) -> Number:
+        """Number of token copies that this rank's experts compute under equal load."""
+        return self.copies * (self.etp if self.expert_parallel else 1)
+
+    @cached_property
     def expert_width(self) -> Number:
         """Number of hidden features of an expert's MLP on this rank."""
         return self.config.expert_intermediate // (self.etp if self.expert_parallel else self.tp)
@@ -269,7 +274,7 @@ class MicroBatch:
         index `layer`: known ones (`routed`), else those under equal load."""
         if layer in self.routed:
             return self.routed[layer]
-        return Routed(self.copies, self.copies * (self.etp if self.expert_parallel else 1))
+        return Routed(self.copies, self.arriving)
 
     @property
     def key_value_copies(self) -> Number:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from meshwright.layout import Layout
 from meshwright.planner.cost.blocks import embedding_operators, head_operators, layer_operators
 from meshwright.planner.cost.data_calls import DataCalls, Work, sum_by_axis, sum_by_site
-from meshwright.planner.cost.micro_batch import MicroBatch, layer_kind
+from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.cost.operators import CollectiveCall
 from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.program.pipeline import COMPUTING, Kind
@@ -137,7 +137,6 @@ class _StepTraffic(DataCalls):
             for one in operator.collectives:
                 for site, size in one.sites:
                     self.count_collective(one, site, size, count * one.count * (1 + one.again))
-        self.count_adapter_norms(stage, count)
         if stage.last and self.work.teacher is not None:
             self.count_distillation(self.work.teacher, count)
         if self.config.router_loss and not self.work.responses and any(map(self.config.has_experts, stage.layers)):
@@ -158,21 +157,6 @@ class _StepTraffic(DataCalls):
         """Return the numbers of tokens of the chunks in which the loss is computed."""
         widest = min(self.micro_batch.vocabulary, self.config.vocabulary)
         return split_loss_chunks(self.tokens, widest, self.work.device)
-
-    def count_adapter_norms(self, stage: Stage, count: int) -> None:
-        """Count the bytes that this rank sends for DoRA's weight norms in `count` micro-batches of a stage: an
-        all-reduce over tp (etp for experts) for each adapted row-parallel layer."""
-        adapter = self.config.adapter
-        if adapter is None or adapter.kind != "dora":
-            return
-        layout, size = self.layout, self.config.hidden * self.micro_batch.wide
-        axis = "etp" if layout.expert_parallel else "tp"
-        row_parallel = {"mlp.experts.down": (axis, size * self.config.experts // layout.ep)}
-        row_parallel |= dict.fromkeys(("attention.output", "mlp.down", "mlp.shared.down"), ("tp", size))
-        calls = Counter(one.layer for layer in stage.layers for one in layer_kind(self.config, layer).adapted)
-        for layer, (axis, size) in row_parallel.items():
-            times = count * calls[layer] * (1 + (layout.recompute == "full"))
-            self.count_call("adapter.norms", axis, "all-reduce", getattr(layout, axis), size, times)
 
     def count_collective(self, call: CollectiveCall, site: str, size: int, times: int) -> None:
         """Count the bytes that this rank sends in `times` calls of an operator's collective. site: call site; size:

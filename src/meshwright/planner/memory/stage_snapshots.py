@@ -43,8 +43,7 @@ def queued_bytes(batch: MicroBatch, unrecomputed: Sequence[Saved], layer: int, a
             found = found + each.bytes
     gradients = tokens * (config.hidden + batch.qkv_width) if attention else 0
     if config.has_experts(layer):
-        computed = batch.copies * (batch.etp if batch.expert_parallel else 1)
-        gradients = gradients + computed * (config.hidden + 2 * batch.expert_width)
+        gradients = gradients + batch.arriving * (config.hidden + 2 * batch.expert_width)
         if config.shared_intermediate:
             gradients = gradients + tokens * (config.hidden + 2 * config.shared_intermediate // batch.tp)
     else:
