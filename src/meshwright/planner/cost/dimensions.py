@@ -31,7 +31,7 @@ class Dimensions(dict[str, Number]):
         return found
 
 
-def _core_heads(batch: MicroBatch) -> tuple[Number, Number]:
+def core_heads(batch: MicroBatch) -> tuple[Number, Number]:
     """Return the numbers of (query heads, key-value heads) of the attention kernel: under Ulysses, those after the
     all-to-all."""
     if not batch.ulysses:
@@ -45,6 +45,16 @@ def _lines(batch: MicroBatch, kind: LayerKind) -> Number:
     length = batch.sequence if batch.ulysses else batch.tokens
     cuda = batch.device == "cuda" and not batch.ring
     return -(-length // 32) * 32 if cuda and (batch.dense_mask(kind.window) or not batch.narrow) else length
+
+
+def count_flash_lines(batch: MicroBatch, heads: Number, length: Number, documents: int) -> Number:
+    """Return the number of queries of all heads for which flash attention's backward allocates workspaces: rounded up
+    to 128 (flash_attn/flash_api.cpp, `mha_bwd`); with variable lengths (`mha_varlen_bwd`) 128 more for each document.
+
+    heads: number on this rank; length: tokens of a sequence in the call; documents: number of documents in a
+    variable-length call, 0 for a call of fixed length.
+    """
+    return heads * (batch.rows * length + 128 * documents if documents else batch.rows * (-(-length // 128) * 128))
 
 
 def _mask_rows(batch: MicroBatch) -> Number:
@@ -137,13 +147,17 @@ FORMULAS: dict[str, Callable[[MicroBatch, LayerKind], Any]] = {
     "value": lambda batch, kind: batch.config.value_dim,
     "inner": lambda batch, kind: batch.heads * batch.config.head_dim,
     "kv_copies": lambda batch, kind: batch.key_value_copies,
-    "core_heads": lambda batch, kind: _core_heads(batch)[0],
-    "core_keys": lambda batch, kind: _core_heads(batch)[not batch.repeats(kind.window)],
-    "core_all": lambda batch, kind: _core_heads(batch)[0] + 2 * _core_heads(batch)[1],
+    "core_heads": lambda batch, kind: core_heads(batch)[0],
+    "core_keys": lambda batch, kind: core_heads(batch)[not batch.repeats(kind.window)],
+    "core_all": lambda batch, kind: core_heads(batch)[0] + 2 * core_heads(batch)[1],
     "core_tokens": lambda batch, kind: batch.sequence if batch.ulysses else batch.tokens,
     "core_head": lambda batch, kind: max(batch.config.head_dim, batch.config.value_dim),
     "core_value": _core_value,
     "lines": _lines,
+    "flash_head": lambda batch, kind: -(-batch.config.head_dim // 32) * 32,
+    "flash_lines": lambda batch, kind: count_flash_lines(
+        batch, core_heads(batch)[0], batch.sequence, batch.varlen_documents if batch.varlen(kind.window) else 0
+    ),
     "mask_rows": lambda batch, kind: _mask_rows(batch),
     "visible_rows": _visible_rows,
     "random_state": lambda batch, kind: RANDOM_STATE,
@@ -220,10 +234,13 @@ def find_properties(batch: MicroBatch, kind: LayerKind) -> dict[str, bool]:
         "rotated": kind.rotates or config.query_key_norm, "query_key_norm": config.query_key_norm,
         "projection_norm": config.projection_norm, "rotated_norm": config.rotated_norm, "tempered": kind.tempered,
         "qkv_bias": config.qkv_bias, "output_bias": config.output_bias, "sinks": config.attention_sinks,
-        "repeated": batch.repeats(window), "dense_mask": cuda and not batch.ring and batch.dense_mask(window),
+        "grouped": batch.grouped, "repeated": batch.repeats(window),
+        "dense_mask": cuda and not batch.ring and batch.dense_mask(window),
         {"scores": "unfused", "tiled": "tiled"}.get(batch.kernel, "fused"): True,
         "gated": config.gated, "relu": config.activation == "relu", "mlp_bias": config.mlp_bias,
-        "adapter": config.adapter is not None, "mixed": kind.mixed, "shared": config.shared_intermediate > 0,
+        "adapter": config.adapter is not None, "packed": bool(config.adapter and config.adapter.packed),
+        "masked_adapter": bool(config.adapter and config.adapter.dropout), "mixed": kind.mixed,
+        "shared": config.shared_intermediate > 0,
         "shared_gate": config.shared_gate, "normalised": config.normalise_choice,
         "router_loss": bool(config.router_loss),
         "router_bias": config.router_bias, "wide_router": config.router == "sigmoid" and batch.narrow,

@@ -201,5 +201,4 @@ class CompiledBlock:
         if verb == "ring":
             yield from ring_backward(self.batch)
         elif verb == "tiles" and "cuda_attention" not in self.true:
-            heads = self.dimensions["core_heads"]
-            yield from tiled_backward(self.batch, heads, (self.dimensions["core_all"] - heads) // 2, self.kind)
+            yield from tiled_backward(self.batch, self.kind)

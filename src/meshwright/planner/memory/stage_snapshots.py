@@ -124,16 +124,16 @@ class StageSnapshots:
         elif self._compiled(unit) and not self._expert_parallel(unit):
             yield from compiled_peaks.forward_extras(at, self._layer[unit])
         else:
-            most = max(map(_count_bytes, (self._whole_of[unit], self._saved_of[unit])))
-            yield activation(f"{unit} being computed", most)
-            yield workspace(f"{unit} product and sums", 2 * self.stream)
-            for one in temporaries.unpacked_weight(at, self._layer[unit]):  # what follows it is not saved yet
-                saved = sum(each.bytes for each in self._whole_of[unit] if ".mlp." in each.name)
-                yield one._replace(bytes=max(0, one.bytes - saved))
-            yield from temporaries.adapter_masks(at, self._layer[unit])
-            if at.config.has_experts(self._layer[unit]):  # what is sent, what comes back, and that times weights
-                copies = (2 + at.expert_parallel) * at.copies * at.config.hidden * at.itemsize
-                yield activation(f"{unit} copies of tokens", copies)
+            layer = self._layer[unit]
+            # While a weight is unpacked, what follows it is not saved yet.
+            following = sum(each.bytes for each in self._whole_of[unit] if ".mlp." in each.name)
+            sizes = {
+                "being_computed": max(map(_count_bytes, (self._whole_of[unit], self._saved_of[unit]))),
+                "unpacked": max(0, temporaries.count_unpacked_bytes(at, layer) - following),
+                "masks": temporaries.count_mask_bytes(at, layer),
+            }
+            for _, extras in temporaries.Pass.of_layer(at, layer, **sizes).snapshots("layer_forward"):
+                yield from extras
 
     def backward(self, split: bool = False, state: BackwardState = FIRST_AND_LAST) -> Iterator[Snapshot]:
         """Yield the memory snapshots of one micro-batch's backward in order. split: True if it computes only input
@@ -236,7 +236,8 @@ class StageSnapshots:
         layer = temporaries.Pass.of_layer(at, number, saved, split=split)
         yield from layer.snapshots("mixture" if kind.mixed else "mlp")
         if config.adapter and (config.adapter.dropout or config.adapter.packed) and not kind.mixed:
-            yield from temporaries.adapter_backward(layer, at, number)
+            sizes = temporaries.adapter_sizes(at, number, layer.dimensions)
+            yield from temporaries.Pass.of_layer(at, number, saved, split=split, **sizes).snapshots("adapted_mlp")
         yield from layer.snapshots("mlp_norm")
         around: list[Temporary] = []  # the MLP's tensors are freed by now, except operands of queued weight gradients
         if split:
