@@ -122,6 +122,8 @@ def record_names(monkeypatch: pytest.MonkeyPatch) -> tuple[Names, Names]:
 def test_rows_name_dimensions_and_properties_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong name in a condition, in the table or in the code, would only leave a tensor out."""
     dimensions, properties = record_names(monkeypatch)
+    for names in properties.values():
+        names |= list_property_names()
     table = read_packaged_toml("planner/memory/tensors.toml")
     types, words = {"x", "wide", "index", "int32", "bool"}, re.compile(r"[a-z_]\w*")
     for section, items in table["saved"].items():
@@ -163,14 +165,21 @@ def test_published_activations_name_properties_that_exist(monkeypatch: pytest.Mo
             assert set(words.findall(condition)) <= properties, item
 
 
+def list_property_names() -> set[str]:
+    """Return the names of all properties of layers."""
+    found = set[str]()
+    for config, text in product(map(preset, PRESETS), ("dp1", "dp1 ac:full", "dp1 ac:selective")):
+        for kernel in ("flash-2", "scores", "tiled"):
+            batch = MicroBatch.of(config, Layout.parse(text), 1, 64, kernel=kernel)
+            found.update(*(find_properties(batch, kind) for kind in layer_examples(config)))
+    return found
+
+
 def test_operators_name_dimensions_and_properties_that_exist() -> None:
     """A wrong name in a condition would only leave an operator, a tensor or a collective out."""
     table, words = read_packaged_toml("planner/cost/operators.toml"), re.compile(r"[a-z_]\w*")
     properties, sizes, kinds = {"keeps_gradient"}, {*FORMULAS, "arrived", "computed", "logits"}, set[str]()
-    for config, text in product(map(preset, PRESETS), ("dp1", "dp1 ac:full", "dp1 ac:selective")):
-        for kernel in ("flash-2", "scores", "tiled"):
-            batch = MicroBatch.of(config, Layout.parse(text), 1, 64, kernel=kernel)
-            properties.update(*(find_properties(batch, kind) for kind in layer_examples(config)))
+    properties |= list_property_names()
     rows = [row for name, section in table.items() if isinstance(section, list) for row in section]
     properties.update(flag.partition(" ")[0] for row in rows for flag in row.get("flags", ()))
     rows += [row for name in ("calls", "kernels") for section in table[name].values() for row in section]
