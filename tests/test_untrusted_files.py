@@ -123,7 +123,6 @@ DIRECT_READS = {
             "draw.picture",
             "spec.presets",
             "toml",
-            "planner.memory.tables",
             "launcher.launch_script",
         ),
         "files of the package",

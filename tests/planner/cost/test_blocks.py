@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -15,23 +15,30 @@ from meshwright.planner.cost.data_calls import Work
 from meshwright.planner.cost.layer_times import LayerTimes
 from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.cost.operations import list_operations
-from meshwright.planner.cost.operators import CollectiveCall, LinearShape, Operator, SavedTensor, linear_operator
 from meshwright.planner.cost.step_time import StepPredictor
 from meshwright.planner.cost.traffic import predicted_traffic
 from meshwright.planner.hardware.cluster import cluster
 from meshwright.planner.memory.ledger import ledger
+from meshwright.planner.memory.rank_memory import fullest_rank, memory_of
 from meshwright.planner.memory.saved import saved_activations
 from meshwright.planner.problem import Problem, StageCandidate
 from meshwright.planner.show.explain import explain
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
-from meshwright.spec.stages import whole_model
+from meshwright.spec.stages import Stage, whole_model
+from meshwright.toml import read_packaged_toml
 from tests.planner.cost.operation_sums import total_flops
 
 CONFIG = dataclasses.replace(preset("llama-3-8b"), layers=2, vocabulary=1024)
 LAYOUT = Layout.parse("tp2 bf16")
 SEQUENCE = 2048
 PROBLEM = Problem(CONFIG, cluster("2xh100-sxm"), SEQUENCE, 1)
+
+
+def forget_rows() -> None:
+    """Empty the caches of the table and of what is computed from it."""
+    for cached in (blocks._read_rows, blocks._list_words, memory_of, fullest_rank):
+        cached.cache_clear()
 
 
 def figures() -> dict[str, float]:
@@ -44,7 +51,7 @@ def figures() -> dict[str, float]:
         "flops": total_flops(list_operations(batch, whole)),
         "saved": sum(each.bytes for each in saved_activations(batch, whole)),
         "peak": ledger(CONFIG, LAYOUT, batch=1, sequence=SEQUENCE, device="cuda").peak_bytes,
-        "parameters": count_parameters(batch).layer[0],
+        "parameters": count_parameters(batch, Stage(1, range(1), first=False, last=False))[0],
         "sent": sum(sent.values()),
         "compute": step["compute"],
         "tensor": step["tensor"],
@@ -53,20 +60,21 @@ def figures() -> dict[str, float]:
 
 
 def test_operator_added_to_a_layer_is_in_every_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gate of one number a head and token, computed by each rank of tp for its heads and all-gathered."""
-    before, mlp = figures(), blocks.mlp_operators
-
-    def gated(batch: MicroBatch) -> Iterator[Operator]:
-        yield from mlp(batch)
-        gate = SavedTensor("mlp.head_gate.output", (batch.rows, batch.tokens, batch.heads), "x")
-        size = batch.all_tokens * batch.config.heads * batch.itemsize
-        yield linear_operator(
-            batch, "mlp.head_gate", LinearShape(batch.all_tokens, batch.heads, batch.config.hidden), saved=(gate,),
-            collectives=(CollectiveCall("tensor", "tp", "all-gather", (("mlp.head_gate", size),)),),
-        )  # fmt: skip
-
-    monkeypatch.setattr(blocks, "mlp_operators", gated)
+    """A gate of one number a head and token, computed by each rank of tp for its heads and all-gathered: one row of the
+    table."""
+    before, table = figures(), copy.deepcopy(read_packaged_toml("planner/cost/operators.toml"))
+    table["mlp"].append(
+        {
+            "name": ".head_gate", "linear": "all_tokens heads hidden",
+            "saved": [".head_gate.output = x rows tokens heads"], "calls": ["head_gate"],
+        }
+    )  # fmt: skip
+    size = "heads tp all_tokens x"
+    table["calls"]["head_gate"] = [{"axis": "tp", "operation": "all-gather", "sites": [f"mlp.head_gate = {size}"]}]
+    monkeypatch.setattr(blocks, "read_packaged_toml", lambda name: table)
+    forget_rows()
     after = figures()
+    forget_rows()
     heads, layers = CONFIG.heads // 2, CONFIG.layers
     grown = {name: after[name] - before[name] for name in before}
     assert grown["flops"] == grown["explained"] == 3 * layers * 2 * SEQUENCE * heads * CONFIG.hidden
@@ -79,8 +87,8 @@ def test_operator_added_to_a_layer_is_in_every_figure(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("name", ["llama-tiny", "gpt2-tiny", "qwen3-tiny", "mixtral-tiny", "qwen2-moe-tiny"])
 def test_parameters_of_operators_are_those_of_the_parameter_table(name: str) -> None:
     config = preset(name)
-    counts = count_parameters(MicroBatch.of(config, Layout(), 1, 64))
-    assert sum(counts.of_stage(config, whole_model(config))) == parameter_table(config).numel
+    counts = count_parameters(MicroBatch.of(config, Layout(), 1, 64), whole_model(config))
+    assert sum(counts) == parameter_table(config).numel
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "gemma-2-9b", "mixtral-8x7b-v0.1", "qwen1.5-moe-a2.7b"])
@@ -95,7 +103,7 @@ def test_layouts_priced_together_equal_layouts_priced_alone(name: str) -> None:
         alone = LayerTimes(problem, [one])
         for part in ("layer", "first", "last"):
             np.testing.assert_allclose(getattr(alone, part)[..., 0], getattr(together, part)[..., number], rtol=1e-12)
-        np.testing.assert_array_equal(alone.parameters[:, 0], together.parameters[:, number])
+        np.testing.assert_array_equal(alone.parameters[..., 0], together.parameters[..., number])
 
 
 def test_multipliers_of_granite_are_passes_over_the_hidden_states() -> None:

@@ -19,8 +19,8 @@ from meshwright.model.documents import Documents
 from meshwright.model.tiled_attention import Span, cut_span
 from meshwright.model.transformer import Transformer
 from meshwright.names import FAMILIES
-from meshwright.planner.cost.attention import keys_per_tile
 from meshwright.planner.cost.blocks import layer_operators
+from meshwright.planner.cost.dimensions import keys_per_tile
 from meshwright.planner.cost.engines import ENGINES, Engine, engine
 from meshwright.planner.cost.flops import forward_flops_per_token, training_flops_per_token
 from meshwright.planner.cost.micro_batch import MicroBatch

@@ -109,11 +109,9 @@ def test_layer_times_match_publication(shared_data: Path):
             batch = MicroBatch.of(config, layout, 4, 2048, engine=megatron, kernel=megatron.attention)
             for one in list_operations(batch, stage):
                 seconds += rates.seconds(one) * ((one.phase == "forward") == forward)
-            for exchange, phase, count in timed_calls(layer_operators(batch, stage.layers[0])):
-                taken = collectives.cost(exchange.operation, group_of(layout, exchange.axis, cluster)).seconds_at(
-                    exchange.size
-                )
-                seconds += count * taken * ((phase == "forward") == forward and exchange.overlaps is None)
+            for call in timed_calls(layer_operators(batch, stage.layers[0])):
+                taken = collectives.cost(call.operation, group_of(layout, call.axis, cluster)).seconds_at(call.size)
+                seconds += call.count * taken * ((call.phase == "forward") == forward and call.overlaps is None)
             assert seconds * 1e3 == pytest.approx(float(row["value"]), rel=0.12), row
             seen += 1
     assert seen == 10
@@ -182,12 +180,12 @@ def test_closed_form_parameters_match_parameter_table(name: str, layout: str):
     table = parameter_table(config)
     for part, mine in zip(
         ("dense", "experts"),
-        count_parameters(MicroBatch.of(config, parsed, 1, 64)).of_stage(config, whole_model(config)),
+        count_parameters(MicroBatch.of(config, parsed, 1, 64), whole_model(config)),
         strict=True,
     ):
         assert mine == sum(table.unit_numel(unit, parsed, part) for unit in table.units)  # type: ignore[arg-type]
     stages = cut_into_stages(config, 2, 64)
-    parts = [count_parameters(MicroBatch.of(config, parsed, 1, 64)).of_stage(config, stage)[0] for stage in stages]
+    parts = [count_parameters(MicroBatch.of(config, parsed, 1, 64), stage)[0] for stage in stages]
     again = table.unit_numel("embedding", parsed) if config.tied else 0
     assert sum(parts) == sum(table.unit_numel(unit, parsed) for unit in table.units) + again
 

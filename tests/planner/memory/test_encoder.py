@@ -107,7 +107,7 @@ def test_operations_add_up_to_closed_forms(head: str) -> None:
 
 @pytest.mark.parametrize("config", [*map(small, HEADS), preset("bert-large-cased")], ids=lambda config: config.head)
 def test_closed_form_parameters_match_parameter_table(config: ModelConfig) -> None:
-    dense, spread = count_parameters(MicroBatch.of(config, Layout(), 1, 64)).of_stage(config, whole_model(config))
+    dense, spread = count_parameters(MicroBatch.of(config, Layout(), 1, 64), whole_model(config))
     assert (dense, spread) == (parameter_table(config).numel, 0.0)
 
 

@@ -14,22 +14,31 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
+from meshwright.planner.cost.dimensions import FORMULAS, Dimensions, find_properties
 from meshwright.planner.cost.engines import ENGINES
-from meshwright.planner.cost.micro_batch import MicroBatch
+from meshwright.planner.cost.micro_batch import MicroBatch, layer_examples
+from meshwright.planner.cost.tables import (
+    CONDITIONS,
+    compute_size,
+    holds,
+    parse_item,
+    parse_tensor,
+    select,
+)
 from meshwright.planner.memory import published, saved, temporaries
 from meshwright.planner.memory.ledger import ledger
-from meshwright.planner.memory.tables import compute_size, holds, load_table, make_tensor, parse_items
 from meshwright.spec.adapter_config import AdapterConfig
-from meshwright.spec.presets import preset
+from meshwright.spec.presets import PRESETS, preset
+from meshwright.toml import read_packaged_toml
 
 
 @pytest.mark.parametrize(
-    ("conditions", "true"),
-    [((), True), (("a",), True), (("!a",), False), (("a & c",), False), (("a & !c",), True), (("c | b",), True),
-     (("c & a | !c & b",), True), (("a", "c"), False), (("a", "b"), True)],
+    ("condition", "true"),
+    [("", True), ("a", True), ("!a", False), ("a & c", False), ("a & !c", True), ("c | b", True),
+     ("c & a | !c & b", True)],
 )  # fmt: skip
-def test_condition_holds_as_written(conditions: tuple[str, ...], true: bool) -> None:
-    assert holds(conditions, {"a", "b"}) is true
+def test_condition_holds_as_written(condition: str, true: bool) -> None:
+    assert holds(condition, {"a", "b"}) is true
 
 
 def test_size_is_sum_of_products() -> None:
@@ -37,15 +46,35 @@ def test_size_is_sum_of_products() -> None:
     assert compute_size("tokens", dimensions) == 10
     assert compute_size("2 tokens hidden + -1 tokens + 7", dimensions) == 2 * 10 * 4 - 10 + 7
     assert compute_size("1.5 hidden width + hidden", dimensions).tolist() == [22.0, 34.0]
-    assert make_tensor("t", "wide 2 tokens width", {"tokens": 10, "width": 3}) == ("t", (2, 10, 3), "wide")
+    parsed, sizes = parse_tensor(parse_item("t = wide 2 tokens 2*width")), {"tokens": 10, "width": 3}
+    alone = {size: compute_size(size, sizes) for size in parsed.shape}
+    assert parsed.compute(alone) == ("t", (2, 10, 6), "wide")
     with pytest.raises(KeyError, match="height"):
         compute_size("tokens height", dimensions)
 
 
 def test_group_joins_conditions_of_its_items() -> None:
     groups = {"outer": ["@inner ? a", "last"], "inner": ["first = 2 x ? b", ""]}
-    found = [tuple(item) for item in parse_items(["@outer ? c", "own"], groups)]
-    assert found == [("first", "2 x", ("c", "a", "b")), ("last", "", ("c",)), ("own", "", ())]
+    for true, found in (("abc", ["first = 2 x", "last", "own"]), ("ac", ["last", "own"]), ("ab", ["own"])):
+        assert select(["@outer ? c", "own"], set(true), groups) == found
+
+
+def test_table_keeps_what_exists_and_turns_conditions_into_truth() -> None:
+    row = {"if": "a", "size": "2 x ? b", "other": "3 x ? c", "bias": "c", "list": ["one ? !a", "two"]}
+    assert select(row, {"a", "b"}, {}) == {"size": "2 x", "bias": False, "list": ["two"]}
+    assert select(row, {"b"}, {}) is None
+
+
+def list_items(texts: list[str], groups: dict[str, list[str]], outer: str = "") -> list[tuple[str, str, str]]:
+    """Return (name, value, conditions) of all items of a list, those of groups included."""
+    found = []
+    for text in texts:
+        item, _, condition = text.partition("?")
+        if item.startswith("@"):
+            found += list_items(groups[item[1:].strip()], groups, f"{outer} {condition}")
+        else:
+            found.append((*parse_item(item), f"{outer} {condition}"))
+    return found
 
 
 Names = dict[str, set[str]]
@@ -57,13 +86,13 @@ def record_names(monkeypatch: pytest.MonkeyPatch) -> tuple[Names, Names]:
     dimensions, properties = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
     list_saved, list_temporaries = saved._listed, temporaries.Pass.snapshots
 
-    def record_saved(section: str, sizes: dict[str, Any], true: frozenset[str]) -> Any:
-        dimensions[section].update(sizes)
+    def record_saved(section: str, sizes: Dimensions, true: frozenset[str]) -> Any:
+        dimensions[section].update(sizes, FORMULAS)
         properties[section].update(true)
         return list_saved(section, sizes, true)
 
     def record_temporaries(each: temporaries.Pass, section: str) -> Any:
-        dimensions[section].update(each.dimensions)
+        dimensions[section].update(each.dimensions, FORMULAS)
         properties[section].update(each.properties)
         return list_temporaries(each, section)
 
@@ -93,42 +122,78 @@ def record_names(monkeypatch: pytest.MonkeyPatch) -> tuple[Names, Names]:
 def test_rows_name_dimensions_and_properties_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong name in a condition, in the table or in the code, would only leave a tensor out."""
     dimensions, properties = record_names(monkeypatch)
-    table = load_table("tensors.toml")
+    for names in properties.values():
+        names |= list_property_names()
+    table = read_packaged_toml("planner/memory/tensors.toml")
     types, words = {"x", "wide", "index", "int32", "bool"}, re.compile(r"[a-z_]\w*")
     for section, items in table["saved"].items():
-        for item in parse_items(items, {}):
-            assert item.value.split()[0] in types, item
-            assert set(words.findall(item.value.partition(" ")[2])) <= dimensions[section], (section, item)
-            assert {word for each in item.conditions for word in words.findall(each)} <= properties[section], item
+        for _, value, condition in list_items(items, {}):
+            assert value.split()[0] in types, value
+            assert set(words.findall(value.partition(" ")[2])) <= dimensions[section], (section, value)
+            assert set(words.findall(condition)) <= properties[section], (section, condition)
     sections = table.keys() - {"saved", "groups"}
     assert sum(len(table[section]) for section in sections) > 15
     for section in sections:
         for row in table[section]:
             assert set(row) <= {"name", "if", "tensors", "freed", "held"}
-            conditions = [row.get("if", "")]
+            conditions = row.get("if", "")
             for key in ("tensors", "freed", "held"):
-                for item in parse_items(row.get(key, ()), table["groups"]):
-                    conditions += item.conditions
-                    assert set(words.findall(item.value)) <= dimensions[section], (section, item)
-                    assert bool(item.value) == (key == "tensors"), item
-            assert {word for each in conditions for word in words.findall(each)} <= properties[section], (section, row)
+                for _, value, condition in list_items(row.get(key, ()), table["groups"]):
+                    conditions += f" {condition}"
+                    assert set(words.findall(value)) <= dimensions[section], (section, value)
+                    assert bool(value) == (key == "tensors"), value
+            assert set(words.findall(conditions)) <= properties[section], (section, row)
 
 
 def test_published_activations_name_properties_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    properties = set[str]()
+    properties, choose = set[str](), published.select_items
 
-    def record(conditions: tuple[str, ...], true: set[str]) -> bool:
+    def record(texts: list[str], true: set[str], groups: dict[str, list[str]]) -> Any:
         properties.update(true)
-        return holds(conditions, true)
+        return choose(texts, true, groups)
 
-    monkeypatch.setattr(published, "holds", record)
+    monkeypatch.setattr(published, "select_items", record)
     models = ("llama-tiny", "gpt2-tiny", "qwen3-tiny", "mixtral-tiny")
     for engine, name, text in product(ENGINES.values(), models, ("dp1", "dp1 ac:full", "dp1 ac:selective")):
         batch = MicroBatch.of(preset(name), Layout.parse(text), 2, 64, engine=engine, dtype="bfloat16", device="cuda")
         for kernel in ("flash-2", "scores"):
             found = published.published_layer(dataclasses.replace(batch, kernel=kernel), batch.config.experts > 0)
             assert min(found.values()) > 0
-    table, words = load_table("published.toml"), re.compile(r"[a-z_]\w*")
+    table, words = read_packaged_toml("planner/memory/published.toml"), re.compile(r"[a-z_]\w*")
     for name in table.keys() - {"groups"}:
-        for item in parse_items(table[name], table["groups"]):
-            assert {word for each in item.conditions for word in words.findall(each)} <= properties, item
+        for item, _, condition in list_items(table[name], table["groups"]):
+            assert set(words.findall(condition)) <= properties, item
+
+
+def list_property_names() -> set[str]:
+    """Return the names of all properties of layers."""
+    found = set[str]()
+    for config, text in product(map(preset, PRESETS), ("dp1", "dp1 ac:full", "dp1 ac:selective")):
+        for kernel in ("flash-2", "scores", "tiled"):
+            batch = MicroBatch.of(config, Layout.parse(text), 1, 64, kernel=kernel)
+            found.update(*(find_properties(batch, kind) for kind in layer_examples(config)))
+    return found
+
+
+def test_operators_name_dimensions_and_properties_that_exist() -> None:
+    """A wrong name in a condition would only leave an operator, a tensor or a collective out."""
+    table, words = read_packaged_toml("planner/cost/operators.toml"), re.compile(r"[a-z_]\w*")
+    properties, sizes, kinds = {"keeps_gradient"}, {*FORMULAS, "arrived", "computed", "logits"}, set[str]()
+    properties |= list_property_names()
+    rows = [row for name, section in table.items() if isinstance(section, list) for row in section]
+    properties.update(flag.partition(" ")[0] for row in rows for flag in row.get("flags", ()))
+    rows += [row for name in ("calls", "kernels") for section in table[name].values() for row in section]
+    assert len(rows) > 100
+    for row in [*rows, table["groups"]]:
+        for key, value in row.items():
+            for text in value if isinstance(value, list) else [value]:
+                text, _, condition = str(text).partition("?")
+                condition = text if key in ("if", *CONDITIONS) else condition
+                assert set(words.findall(condition)) <= properties, (row, condition)
+                if key in ("linear", "elements", "count", "flops", "bytes", "shape", "parameters", "back_bytes"):
+                    assert set(words.findall(text)) <= sizes, (row, text)
+                elif " = " in text:
+                    value_of = parse_item(text).value
+                    assert set(words.findall(value_of)) - {"index", "int32", "bool"} <= sizes, (row, text)
+            kinds.add(key)
+    assert {"linear", "saved", "kept", "calls", "sites", "flops"} <= kinds

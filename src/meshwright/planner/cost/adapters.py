@@ -42,14 +42,14 @@ def adapt_operators(
         beside = arrives if operator.name == "mlp.router" else beside
         found = _freeze_operator(batch, operator, adapted, beside if shared else arrives)
         if operator.name == "mlp.combine" and arrives and not beside:
-            found = found._replace(saved=_select_saved_by_combine(batch, found.saved))
+            found = found.replace(saved=_select_saved_by_combine(batch, found.saved))
         if operator.name == "mlp.router" and kind and any(one.layer == "mlp.shared.up" for one in kind.adapted):
             # The input that the shared expert's adapter reads.
             read = tuple(one for one in operator.saved if one.name == "mlp.input")
-            found = found._replace(saved=(*read, *found.saved))
+            found = found.replace(saved=(*read, *found.saved))
         if operator.name == "mlp.exchange" and kind and any(".experts." in one.layer for one in kind.adapted):
-            found = found._replace(collectives=(*found.collectives, *_list_key_calls(batch)))
-        yield found if differentiable else found._replace(kept=())
+            found = found.replace(collectives=(*found.collectives, *_list_key_calls(batch)))
+        yield found if differentiable else found.replace(kept=())
         beside = beside or (shared and adapted is not None)
         arrives = arrives or adapted is not None
 
@@ -64,6 +64,20 @@ def _list_key_calls(batch: MicroBatch) -> list[CollectiveCall]:
     return [
         CollectiveCall("expert", "ep", "all-to-all", sites, again=again, timed=False),
         CollectiveCall("expert", "etp", "all-gather", gathered, again=again, timed=False),
+    ]
+
+
+def _list_norm_calls(batch: MicroBatch, layer: str) -> list[CollectiveCall]:
+    """Return the all-reduce of the weight norms of a row-parallel layer with DoRA; [] for other layers. layer: name of
+    its operator."""
+    size, axis = batch.config.hidden * batch.wide, "etp" if batch.expert_parallel else "tp"
+    sizes = dict.fromkeys(("attention.output", "mlp.down", "mlp.shared.down"), ("tp", size))
+    sizes["mlp.experts.down"] = axis, size * (batch.config.experts // batch.ep)
+    again = batch.layout.recompute == "full"
+    return [
+        CollectiveCall("tensor", axis, "all-reduce", (("adapter.norms", size),), again=again, timed=False)
+        for name, (axis, size) in sizes.items()
+        if name == layer
     ]
 
 
@@ -95,13 +109,13 @@ def _freeze_operator(batch: MicroBatch, operator: Operator, adapted: Adapted | N
         for one in operator.collectives
         if one.phase == "forward" or (input_gradient if "input" in one.sites[0][0] else leaves)
     ]
-    found = operator._replace(
+    found = operator.replace(
         operations=tuple(operations), saved=tuple(saved), collectives=tuple(calls), parameters=0, expert_parameters=0
     )
     if product is None or product.shape is None:
         return found
     if batch.config.adapter and batch.config.adapter.packed and name.startswith(PACKED):
-        found = found._replace(operations=(*_unpack_kernels(batch, product, input_gradient), *found.operations))
+        found = found.replace(operations=(*_unpack_kernels(batch, product, input_gradient), *found.operations))
     return found if adapted is None else _add_adapter(batch, found, product, adapted, input_gradient)
 
 
@@ -147,7 +161,7 @@ def _add_adapter(
     saved, parameters = [SavedTensor(f"{name}.low", (rows, matrices * rank), "x")], matrices * rank * inputs
     parameters = (parameters + rank * written) * count
     kept = saved[:1]
-    copies, held = rows, 1
+    copies, held, calls = rows, 1, list[CollectiveCall]()
     if routed:  # of the copies that this rank's experts compute
         copies, held = operator.kept[0].shape[0], count
         kept = saved = [SavedTensor(f"{name}.low", (copies, matrices * rank), "x")]
@@ -173,11 +187,13 @@ def _add_adapter(
             shape = held, outputs * share, rank
             parts += [SavedTensor(f"{name}.norms.{number}.{of}", shape, "x") for of in ("wa", "baa")]
         parameters = parameters + written * held
+        calls = _list_norm_calls(batch, operator.name)
     owned = "expert_parameters" if routed and batch.expert_parallel else "parameters"
-    return operator._replace(
+    return operator.replace(
         operations=(*operator.operations, *found), saved=(*operator.saved, *saved),
+        collectives=(*operator.collectives, *calls),
         kept=(*operator.kept, *kept, *(parts if dora else ())),
-    )._replace(**{owned: parameters})  # fmt: skip
+    ).replace(**{owned: parameters})  # fmt: skip
 
 
 @lru_cache(maxsize=64)

@@ -1,31 +1,19 @@
-"""The operators of a transformer in order: of a layer, the embedding, and the head with its loss."""
+"""The operators of a transformer in order: of a layer, the embedding, and the head with its loss; read from the table
+`operators.toml`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Collection, Iterator
+from functools import cache
 from typing import Any
 
 from meshwright.planner.cost.adapters import adapt_operators
-from meshwright.planner.cost.attention import attention_operators
-from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Number, layer_kind
-from meshwright.planner.cost.mlp import mixture_operators, mlp_operators
-from meshwright.planner.cost.operators import (
-    WIDE,
-    CollectiveCall,
-    LinearShape,
-    Operation,
-    Operator,
-    SavedTensor,
-    elementwise_kernels,
-    elementwise_operator,
-    index_tensor,
-    linear_operator,
-    make_operator,
-    rms_norm_saved,
-    wide_tensor,
-    x_tensor,
-)
-from meshwright.planner.cost.tensor_parallel import column_parallel_calls, row_parallel_calls
+from meshwright.planner.cost.dimensions import Dimensions, list_properties
+from meshwright.planner.cost.micro_batch import MicroBatch, layer_kind
+from meshwright.planner.cost.operators import Operator, Row, SavedTensor
+from meshwright.planner.cost.tables import parse_item, parse_tensor, select
+from meshwright.toml import read_packaged_toml
 
 
 def layer_operators(batch: MicroBatch, layer: int, input_gradient: bool = False) -> tuple[Operator, ...]:
@@ -37,197 +25,117 @@ def layer_operators(batch: MicroBatch, layer: int, input_gradient: bool = False)
     """
     kind = layer_kind(batch.config, layer)
     key = "layer", layer if layer in batch.routed else kind, input_gradient
-    return _cached(
-        batch, key, lambda: _unadapted_layer(batch, layer, kind), kind=kind, arrives=input_gradient or not kind.begins
-    )
+    return _cached(batch, key, layer=layer, kind=kind, arrives=input_gradient or not kind.begins)
+
+
+def embedding_operators(batch: MicroBatch) -> tuple[Operator, ...]:
+    """Return the operators of the embedding: lookups of tokens, positions and token types, and the norm after them if
+    the model has one."""
+    return _cached(batch, ("embedding",), arrives=False)
+
+
+def head_operators(batch: MicroBatch, keeps_gradient: bool) -> tuple[Operator, ...]:
+    """Return the operators of the final norm, the language-model head (product with the vocabulary matrix) and
+    the loss; for an encoder, those of its head.
+
+    keeps_gradient: True if the forward already computes the gradients of the head's input and weight and saves them;
+    else the backward computes the logits a second time.
+    """
+    flags = frozenset({"keeps_gradient"} if keeps_gradient else ())
+    return _cached(batch, ("encoder_head" if batch.config.encoder else "head", flags), flags)
+
+
+def prediction_input_operators(batch: MicroBatch) -> list[Operator]:
+    """Return the operators that compute the input of the multi-token-prediction layer."""
+    return list(read_operators(batch, "prediction"))
 
 
 def _cached(
-    batch: MicroBatch, key: tuple[object, ...], unadapted: Callable[[], Iterable[Operator]], **adapted: Any
+    batch: MicroBatch, key: tuple[Any, ...], flags: Collection[str] = (), layer: int = 0, **adapted: Any
 ) -> tuple[Operator, ...]:
-    """Return the operators with the key `key` of a micro-batch, computed on the first call. unadapted: returns them as
-    they are without adapter; adapted: further arguments of `adapt_operators`."""
+    """Return the operators of a section, with those of the adapter if the model has one; computed on the first call.
+    key: key of the micro-batch's cache, which begins with the section; flags, layer: as of `read_operators`; adapted:
+    further arguments of `adapt_operators`."""
     if key not in batch.operators:
-        found = unadapted()
+        found = read_operators(batch, key[0], flags, layer)
         batch.operators[key] = tuple(
             found if batch.config.adapter is None else adapt_operators(batch, found, **adapted)
         )
     return batch.operators[key]
 
 
-def _unadapted_layer(batch: MicroBatch, layer: int, kind: LayerKind) -> Iterator[Operator]:
-    """Yield the operators of a layer as they are without adapter. kind: kind of the layer.
-
-    Decoders normalise before attention and MLP (`pre_norms`), after them (`post_norms`), or both; encoders normalise
-    only after the residual addition.
-    """
-    config = batch.config
-    before, after = config.pre_norms and not config.encoder, config.post_norms
-    inner = list(mixture_operators(batch, layer)) if kind.mixed else list(mlp_operators(batch))
-    for name, operators in (("attention", list(attention_operators(batch, kind))), ("mlp", inner)):
-        if before:
-            yield norm_operator(batch, f"{name}_norm")
-        yield from operators
-        if after:
-            yield norm_operator(batch, f"{name}_post_norm")
-        yield from residual_operators(batch)
-        if config.encoder:
-            yield norm_operator(batch, f"{name}_norm")
+def read_operators(batch: MicroBatch, section: str, flags: Collection[str] = (), layer: int = 0) -> Iterator[Operator]:
+    """Yield the operators of a section of `operators.toml` as they are without adapter. flags: further properties that
+    are true; layer: index of the layer."""
+    kind = layer_kind(batch.config, layer)
+    dimensions = Dimensions(batch, kind, batch.load(layer)._asdict() if kind.mixed else {})
+    for row in _list_rows(section, list_properties(batch, kind).union(flags), "", ()):
+        yield Operator(row, batch, dimensions)
 
 
-# --- norms and the residual stream
+# --- rows of the table
+
+Let = tuple[tuple[str, str], ...]
+"""(dimension, size that takes its place)."""
 
 
-def norm_operator(batch: MicroBatch, name: str, rows: Number | None = None) -> Operator:
-    """Return the operator of a norm over the hidden dimension. name: such as "mlp_norm"; rows: number of normalised
-    vectors; None: all tokens of this rank's residual stream."""
-    config = batch.config
-    shape = (batch.rows, batch.slice, config.hidden) if rows is None else (rows, config.hidden)
-    elements = (batch.rows * batch.slice if rows is None else rows) * config.hidden
-    kernels = elementwise_kernels(batch, "norm", elements, config.norm)
-    parameters = config.hidden * (1 + config.norm_bias)
-    return make_operator(name, kernels, saved=_norm_saved(batch, name, shape), parameters=parameters)
+def _list_rows(section: str, true: frozenset[str], prefix: str, let: Let) -> Iterator[Row]:
+    """Yield the rows of a section and of those that it uses. true: properties that are true; prefix: continued by names
+    that begin with "."; let: dimensions that others replace."""
+    for row in _read_rows(section, true & _list_words(section), prefix, let):
+        if "use" in row:
+            yield from _list_rows(row["use"], true.union(row.get("flags", ())), row["name"], row["let"])
+        else:
+            yield row
 
 
-def _norm_saved(batch: MicroBatch, name: str, shape: tuple[Number, ...]) -> Iterator[SavedTensor]:
-    """Yield the tensors that a norm saves for the backward. name: prefix of their names; shape: shape of the norm's
-    input."""
-    if batch.config.norm == "layernorm":
-        yield x_tensor(f"{name}.input", *shape)
-        for what in ("mean", "deviation"):  # PyTorch keeps them in the input's type on a CPU
-            yield SavedTensor(f"{name}.{what}", (*shape[:-1], 1), "x" if batch.device == "cpu" else "wide")
-    else:
-        yield wide_tensor(f"{name}.input", *shape)
-        yield from rms_norm_saved(name, shape, batch.config.zero_centred_norms)
+@cache
+def _read_rows(section: str, true: frozenset[str], prefix: str, let: Let) -> list[Row]:
+    """Return the rows of a section alone, with full names, parsed tensors and their collectives and kernels. Arguments:
+    as of `_list_rows`."""
+    table, found = read_packaged_toml("planner/cost/operators.toml"), []
+
+    def name(text: str) -> str:
+        """Return a name in full."""
+        return prefix + text if text.startswith(".") or not text else text
+
+    def tensor(text: str) -> SavedTensor:
+        """Return a tensor whose shape is not computed yet."""
+        found = parse_tensor(parse_item(text))
+        return SavedTensor(name(found.name), tuple(map(size, found.shape)), found.kind)
+
+    def size(text: str) -> str:
+        """Return a size with replaced dimensions."""
+        return re.sub(r"\w+", lambda word: own.get(word[0], word[0]), text)
+
+    for row in select(table[section], true, table["groups"]):
+        within, own = true.union(row.get("flags", ())), dict(let) | row.get("let", {})
+        row |= {"name": name(row.get("name", "")), "let": tuple(own.items())}
+        row |= {key: size(row[key]) for key in ("elements", "count") if key in row}
+        row |= {key: tuple(map(tensor, row.get(key, ()))) for key in ("saved", "kept")}
+        row |= {key: tuple(map(size, row[key])) for key in ("parameters",) if key in row}
+        row["called"] = name(row.get("called", [row["name"]])[0])
+        if "linear" in row:
+            row["linear"] = tuple(size(each.replace("*", " ")) for each in row["linear"].split())
+        kernels = select(table["kernels"][row["kernels"]], within, {}) if "kernels" in row else []
+        row["kernels"] = [
+            each | {key: size(each[key]) for key in ("flops", "bytes") if key in each}
+            | {"name": name(each.get("name", row["called"])), "shape": tuple(each.get("shape", "").split())}
+            for each in kernels
+        ]  # fmt: skip
+        row["calls"] = [
+            each | {"sites": [(at.format(name(site)), size(sent)) for at, sent in map(parse_item, each["sites"])]}
+            for kind, _, site in (text.partition(" ") for text in row.get("calls", ()))
+            for each in select(table["calls"][kind], within, {})
+        ]  # fmt: skip
+        found.append(row)
+    return found
 
 
-def residual_operators(batch: MicroBatch) -> Iterator[Operator]:
-    """Yield the operators of a residual addition x + f(x): before it, where the model has them, the scaling of f(x) by
-    a constant (Granite) and dropout."""
-    elements = batch.rows * batch.slice * batch.config.hidden
-    if batch.config.residual_scale != 1:
-        yield elementwise_operator(batch, "residual.scale", elements, "scaled_residual")
-    yield elementwise_operator(batch, "residual", elements, "residual")
-    if batch.engine.dropout:
-        yield elementwise_operator(batch, "dropout", elements, "residual_dropout")
-
-
-# --- both ends
-
-
-def embedding_operators(batch: MicroBatch) -> tuple[Operator, ...]:
-    """Return the operators of the embedding: lookups of tokens, positions and token types, and the norm after them if
-    the model has one."""
-    return _cached(batch, ("embedding",), lambda: _unadapted_embedding(batch), arrives=False)
-
-
-def _unadapted_embedding(batch: MicroBatch) -> Iterator[Operator]:
-    """Yield the operators of the embedding as they are without adapter."""
-    config, size, hidden = batch.config, batch.itemsize, batch.config.hidden
-    looked_up, table = batch.all_tokens * hidden, batch.vocabulary * hidden
-    # The gradient of the rows is accumulated into a zeroed float32 table.
-    back = looked_up * (size + 3 * WIDE) + table * (2 * WIDE + size)
-    saved = []
-    if batch.layout.tp > 1:
-        saved.append(index_tensor("embedding.places", batch.rows, batch.tokens))
-        saved.append(SavedTensor("embedding.elsewhere", (batch.rows, batch.tokens), "bool"))
-    lookups = (
-        Operation("embedding", "lookup", "forward", 0.0, 2.0 * size * looked_up),
-        Operation("embedding", "lookup", "input", 0.0, 1.0 * back),
-    )
-    calls = row_parallel_calls(batch, "embedding", in_block=False)
-    yield make_operator("embedding", lookups, saved=saved, collectives=calls, parameters=table)
-    stream = batch.rows * batch.slice * hidden
-    if config.embedding_factor != 1:
-        yield elementwise_operator(batch, "embedding.scale", stream, "scaled")
-    if config.embedding_norm:
-        yield norm_operator(batch, "embedding_norm")
-    shape, learned = (batch.rows if batch.masked else 1, batch.tokens), config.positions == "learned"
-    for name, entries, indexed in (
-        ("positions", config.max_positions if learned else 0, batch.masked or batch.layout.cp == 1),
-        ("token types", config.token_types, learned),
-    ):
-        if entries:
-            index = [index_tensor(f"{name.replace(' ', '_')}.places", *shape)] * indexed
-            yield elementwise_operator(
-                batch, name, stream, "residual", "eager", saved=index, parameters=entries * hidden
-            )
-
-
-def head_operators(batch: MicroBatch, keeps_gradient: bool) -> tuple[Operator, ...]:
-    """Return the operators of the final norm, the language-model head (product with the vocabulary matrix) and
-    the loss.
-
-    keeps_gradient: True if the forward already computes the gradients of the head's input and weight and saves them;
-    else the backward computes the logits a second time.
-    """
-    return _cached(batch, ("head", keeps_gradient), lambda: _unadapted_head(batch, keeps_gradient))
-
-
-def _unadapted_head(batch: MicroBatch, keeps_gradient: bool) -> Iterator[Operator]:
-    """Yield the operators of `head_operators` as they are without adapter. keeps_gradient: the forward computes and
-    saves the head's gradients."""
-    if batch.config.encoder:
-        yield from encoder_head_operators(batch)
-        return
-    yield norm_operator(batch, "final_norm")
-    if batch.config.logit_divisor != 1:  # the head's input is divided, not the logits
-        stream = batch.rows * batch.slice * batch.config.hidden
-        yield elementwise_operator(batch, "head.scale", stream, "scaled")
-    shape = LinearShape(batch.all_tokens, batch.vocabulary, batch.config.hidden)
-    calls = column_parallel_calls(batch, "head.input", in_block=False)
-    product = linear_operator(batch, "head", shape, collectives=calls)
-    if not keeps_gradient:
-        product = product._replace(operations=(*product.operations, product.operations[0]._replace(phase="recompute")))
-    yield product
-    if batch.config.logit_softcap:
-        capped = elementwise_kernels(batch, "head.softcap", batch.all_tokens * batch.vocabulary, "capped_logits")
-        again = () if keeps_gradient else (capped[0]._replace(phase="recompute"),)
-        yield make_operator("head.softcap", (*capped, *again))
-    yield _loss_operator(batch, batch.all_tokens * batch.vocabulary, _loss_collectives(batch))
-
-
-def prediction_input_operators(batch: MicroBatch) -> Iterator[Operator]:
-    """Yield the operators that compute the input of the multi-token-prediction layer (DeepSeek-V3, arXiv:2412.19437,
-    eq. 21): norms of the hidden states and of the next tokens' embeddings, and the linear layer that reads both
-    concatenated."""
-    yield from (norm_operator(batch, name) for name in ("prediction_hidden_norm", "prediction_embedding_norm"))
-    shape = LinearShape(batch.rows * batch.slice, batch.config.hidden, 2 * batch.config.hidden)
-    yield linear_operator(batch, "prediction_projection", shape)
-
-
-def _loss_operator(batch: MicroBatch, logits: Number, calls: Iterable[CollectiveCall] = ()) -> Operator:
-    """Return the operator of the cross-entropy loss. logits: their number on this rank; calls: its collectives."""
-    forward = Operation("loss", "loss", "forward", 0.0, logits * batch.engine.loss_bytes / 2)
-    return make_operator("loss", (forward, forward._replace(phase="input")), collectives=calls)
-
-
-def _loss_collectives(batch: MicroBatch) -> Iterator[CollectiveCall]:
-    """Yield the all-reduces of the loss: over tp, for each token the maximum logit, the sum of exponentials and the
-    target's logit (vocabulary-parallel cross-entropy); over cp, the sums of log-probabilities of responses in
-    preference training."""
-    if batch.layout.tp > 1:
-        for site in ("loss.target_logit", "loss.maximum", "loss.sum"):
-            yield CollectiveCall("tensor", "tp", "all-reduce", ((site, batch.all_tokens * batch.wide),))
-    if batch.responses and batch.layout.cp > 1:
-        size = 8 * batch.rows * batch.responses
-        yield CollectiveCall("context", "cp", "all-reduce", (("loss.responses", size),), timed=False)
-
-
-def encoder_head_operators(batch: MicroBatch) -> Iterator[Operator]:
-    """Yield the operators of an encoder's head: for masked-language models a linear transform, norm, vocabulary product
-    and loss of the masked tokens; for classifiers a pooler and a linear classifier."""
-    config, hidden = batch.config, batch.config.hidden
-    masked = config.head == "masked"
-    places = batch.predictions
-    dense, out = ("transform", "head") if masked else ("pooler", "classifier")
-    outputs = config.vocabulary if masked else len(config.labels)
-    yield linear_operator(batch, dense, LinearShape(places, hidden, hidden, bias=True))
-    yield elementwise_operator(batch, f"{dense}.activation", places * hidden, "activation")
-    if masked:
-        yield norm_operator(batch, "transform_norm", places)
-    if outputs:
-        # The matrix over the vocabulary is the embedding's.
-        parameters = outputs if masked else outputs * (hidden + 1)
-        yield linear_operator(batch, out, LinearShape(places, outputs, hidden, bias=True), parameters=parameters)
-        yield _loss_operator(batch, places * outputs)
+@cache
+def _list_words(section: str) -> frozenset[str]:
+    """Return all words of a section and of what it refers to, and so all properties on which its rows depend."""
+    table = read_packaged_toml("planner/cost/operators.toml")
+    words = set(re.findall(r"\w+", str(table[section])))
+    others = [table[kind][name] for kind in ("groups", "calls", "kernels") for name in words & table[kind].keys()]
+    return frozenset(words.union(re.findall(r"\w+", str(others))))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
@@ -15,35 +14,59 @@ from meshwright.layout import Layout
 from meshwright.planner.cost.blocks import embedding_operators, head_operators, layer_operators
 from meshwright.planner.cost.cached import cached_method
 from meshwright.planner.cost.measured_rates import CostByLayout
-from meshwright.planner.cost.micro_batch import MicroBatch, Number, layer_examples
-from meshwright.planner.cost.operators import Collective, CollectiveCall, Operator, Phase
+from meshwright.planner.cost.micro_batch import MicroBatch, Number
+from meshwright.planner.cost.operators import Collective, CollectiveCall, Operator
 from meshwright.planner.cost.rates import Collectives, Cost, Group
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.program.durations import Floats
-from meshwright.spec.config import ModelConfig
 from meshwright.spec.stages import Stage
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-class PhaseCalls(NamedTuple):
-    """Equal calls of one collective in one phase of a micro-batch. collective: the collective; phase: "forward",
-    "recompute" or "input" (input gradients); count: number of calls."""
-
-    collective: CollectiveCall
-    phase: Phase
-    count: Number
-
-
-def timed_calls(operators: Iterable[Operator]) -> Iterator[PhaseCalls]:
+def timed_calls(operators: Iterable[Operator]) -> Iterator[CollectiveCall]:
     """Yield the collective calls of operators that the time model includes; calls repeated by activation checkpointing
     are yielded a second time, with phase "recompute"."""
     for operator in operators:
         for one in operator.collectives:
             if one.timed:
-                yield PhaseCalls(one, one.phase, one.count)
+                yield one
                 if one.again:
-                    yield PhaseCalls(one, "recompute", one.count)
+                    yield one._replace(phase="recompute")
+
+
+class ZeroCall(NamedTuple):
+    """A collective of data parallelism, for each kind of parameters (dense, expert-parallel).
+
+    Attributes:
+        site: Call site in `parallel/`.
+        operation: Such as "reduce-scatter".
+        group: Index of its process group in `AXES_OF`: all data-parallel ranks, a sharding group, or replicas of one.
+        stages: ZeRO stages under which it is made.
+        repeats: True if once a micro-batch, False if once a step.
+        of_parameters: True if parameters are sent, False if gradients are.
+        of_shard: True if the vector is the rank's shard.
+    """
+
+    site: str
+    operation: Collective
+    group: int
+    stages: tuple[int, ...]
+    repeats: bool = False
+    of_parameters: bool = False
+    of_shard: bool = False
+
+
+ZERO_CALLS = (
+    ZeroCall("data.gradients", "all-reduce", 0, (0,)),
+    ZeroCall("data.gradients", "reduce-scatter", 1, (1,)),
+    ZeroCall("data.gradients", "reduce-scatter", 1, (2, 3), repeats=True),
+    ZeroCall("data.gradients.replicas", "all-reduce", 2, (1, 2, 3), of_shard=True),
+    ZeroCall("data.parameters", "all-gather", 1, (1, 2), of_parameters=True),
+    ZeroCall("data.parameters", "all-gather", 1, (3,), repeats=True, of_parameters=True),
+)
+"""Collectives of data parallelism under each ZeRO stage; under stage 3 a micro-batch gathers parameters for its forward
+and for its backward."""
 
 
 def group_of(layout: Layout, axis: str, cluster: Cluster) -> Group:
@@ -77,49 +100,23 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(sorted({*small, *(number // each for each in small)}))
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterCounts:
-    """Number of parameters that one rank holds, before ZeRO's sharding, by part of the model.
-
-    Pairs are (dense, expert-parallel): experts sharded by ep or etp are counted apart, as their gradients are reduced
-    over other ranks.
-
-    Attributes:
-        layer: Pair of numbers for a dense layer.
-        mixture: Pair of numbers for a mixture-of-experts layer.
-        first: Number of dense parameters that only the first stage has: the embeddings.
-        last: Number of dense parameters that only the last stage has: final norm and head.
-    """
-
-    layer: tuple[Number, Number]
-    mixture: tuple[Number, Number]
-    first: Number
-    last: Number
-
-    def of_stage(self, config: ModelConfig, stage: Stage) -> tuple[Number, Number]:
-        """Return the number of (dense, expert-parallel) parameters that a rank of this pipeline stage holds."""
-        mixtures = sum(map(config.has_experts, stage.layers)) if config.experts else 0
-        plain = len(stage.layers) - mixtures
-        ends = self.first * stage.first + self.last * stage.last
-        if config.tied_head and not config.encoder and stage.first and stage.last:  # one matrix
-            ends = ends - (self.last - config.hidden * (1 + config.norm_bias))
-        return ends + plain * self.layer[0] + mixtures * self.mixture[0], mixtures * self.mixture[1]
+def count_parameters(batch: MicroBatch, stage: Stage) -> tuple[Number, Number]:
+    """Return the numbers of (dense, expert-parallel) parameters that a rank of a pipeline stage holds, before ZeRO's
+    sharding. Experts sharded by ep or etp are counted apart, as their gradients are reduced over other ranks."""
+    operators = [operator for layer in stage.layers for operator in layer_operators(batch, layer)]
+    operators += embedding_operators(batch) if stage.first else ()
+    operators += head_operators(batch, True) if stage.last else ()
+    shared = list_shared_operators(batch) if stage.first and stage.last else ()
+    return sum_parameters(one for one in operators if one not in shared)
 
 
-def count_parameters(batch: MicroBatch) -> ParameterCounts:
-    """Return the number of parameters on this rank, before ZeRO's sharding, of a dense layer, a mixture-of-experts
-    layer, the embedding and the head."""
-    layers = {kind.mixed: layer for kind, layer in layer_examples(batch.config).items()}
-    plain, mixed = (
-        _sum_parameters(layer_operators(batch, layers[kind])) if kind in layers else (0.0, 0.0)
-        for kind in (False, True)
-    )
-    return ParameterCounts(
-        plain, mixed, _sum_parameters(embedding_operators(batch))[0], _sum_parameters(head_operators(batch, True))[0]
-    )
+def list_shared_operators(batch: MicroBatch) -> list[Operator]:
+    """Return the operators of the head whose parameters are the embedding's, which a rank with both has once."""
+    tied = batch.config.tied_head and not batch.config.encoder
+    return [one for one in head_operators(batch, True) if tied and one.name == "head"]
 
 
-def _sum_parameters(operators: Iterable[Operator]) -> tuple[Number, Number]:
+def sum_parameters(operators: Iterable[Operator]) -> tuple[Number, Number]:
     """Return the numbers of (dense, expert-parallel) parameters of operators on this rank."""
     of = [(one.parameters, one.expert_parameters) for one in operators]
     return sum(each for each, _ in of), sum(each for _, each in of)

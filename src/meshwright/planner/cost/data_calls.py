@@ -11,6 +11,7 @@ from typing import NamedTuple
 from meshwright.collectives.cutting import compute_sent_bytes
 from meshwright.collectives.named import NamedProgram
 from meshwright.layout import Layout
+from meshwright.planner.cost.communication import ZERO_CALLS
 from meshwright.planner.cost.teacher import TeacherWork
 from meshwright.spec.foreign import REST, ModulePartition
 from meshwright.spec.parameter_entries import AXES_OF, TRAINED_BUFFERS, BufferKind, compute_padded_numel
@@ -117,19 +118,16 @@ class DataCalls:
         for part in self.table.unit_buffers(unit, self.layout):
             if part not in TRAINED_BUFFERS:
                 continue
-            data, shard, replica = AXES_OF[part]
             numel, size, zero = self.buffer_numel(unit, part), self.work.master_bytes, self.zero_stage(part)
-            if zero == 0:
-                self.count_data_call("data.gradients", data, "all-reduce", numel, size)
-                held = self.table.unit_numel(unit, self.layout, part)
-            else:
-                times = passes if zero >= 2 else 1
-                self.count_data_call("data.gradients", shard, "reduce-scatter", numel, size, times)
-                held = numel // self.group_position(shard)[0]
-                self.count_data_call("data.gradients.replicas", replica, "all-reduce", held, size)
+            shards = self.group_position(AXES_OF[part][1])[0]
+            held = numel // shards if zero else self.table.unit_numel(unit, self.layout, part)
             self.count_call("pipeline.gradients.shared", "pp", "all-reduce", len(holders), held * size)
-            if zero in (1, 2):
-                self.count_data_call("data.parameters", shard, "all-gather", numel, self.work.parameter_bytes)
+            for call in ZERO_CALLS:
+                if zero in call.stages and not (call.of_parameters and call.repeats):  # those: `count_gathers`
+                    self.count_data_call(
+                        call.site, AXES_OF[part][call.group], call.operation, held if call.of_shard else numel,
+                        self.work.parameter_bytes if call.of_parameters else size, passes if call.repeats else 1,
+                    )  # fmt: skip
 
 
 class BufferChanges(NamedTuple):

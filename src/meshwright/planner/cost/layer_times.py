@@ -12,10 +12,9 @@ import numpy as np
 from meshwright.planner.cost.blocks import embedding_operators, head_operators, layer_operators
 from meshwright.planner.cost.communication import (
     Array,
-    ParameterCounts,
-    PhaseCalls,
     ProcessGroups,
-    count_parameters,
+    list_shared_operators,
+    sum_parameters,
     timed_calls,
 )
 from meshwright.planner.cost.engines import Engine
@@ -84,7 +83,8 @@ class LayerTimes:
         first: Seconds of the embedding [phases, parts, candidates].
         last: Seconds of final norm, head and loss [2, phases, parts, candidates]; first dimension: the head's gradients
             are computed in the backward (0) or already in the forward (1).
-        parameters: Numbers of parameters of a rank [6, candidates], read by `parameter_counts`.
+        parameters: Numbers of a rank's dense and expert-parallel parameters before ZeRO's sharding: in a layer of each
+            kind, in the embedding, in the head, and in both of these [kinds + 3, 2, candidates].
     """
 
     def __init__(
@@ -103,8 +103,7 @@ class LayerTimes:
         shape = len(PHASES), len(MICRO_BATCH_PARTS), len(self.candidates)
         self.layer = np.zeros((len(self.kinds), *shape))
         self.first, self.last = np.zeros(shape), np.zeros((2, *shape))
-        # Of a dense layer and of a mixture, each (dense, experts); of the embedding; of the head.
-        self.parameters = np.zeros((6, len(self.candidates)))
+        self.parameters = np.zeros((len(self.kinds) + 3, 2, len(self.candidates)))
         self._index()
         for which in group_by_structure(problem.config, self.candidates):
             self._price(which)
@@ -167,11 +166,6 @@ class LayerTimes:
         start, stop = np.array([(stage.layers.start, stage.layers.stop) for stage in stages]).T
         return np.asarray(self._kinds_before[stop] - self._kinds_before[start])
 
-    def parameter_counts(self, index: Array) -> ParameterCounts:
-        """Return the numbers of parameters on a rank under the candidates with the indices `index` (array)."""
-        found = self.parameters[:, index]
-        return ParameterCounts((found[0], found[1]), (found[2], found[3]), found[4], found[5])
-
     def keeps_gradient(self, index: Array, layers: int, at_once: bool) -> Array:
         """Return an array of bool, one for each candidate in `index` (array of indices): True if the forward of the
         last stage computes and saves the head's gradients. layers: number of layers in that stage; at_once: its
@@ -207,17 +201,18 @@ class LayerTimes:
             )
         operators = embedding_operators(batch)
         self.first[..., indices] = price.seconds(list_kernels(operators), timed_calls(operators))
+        predicted = layer_operators(batch, batch.config.layers) if batch.config.prediction_layers else ()
         for kept in (False, True):
             operators = head_operators(batch, kept or self.problem.engine.name != "meshwright")
             self.last[int(kept)][..., indices] = price.seconds(list_kernels(operators), timed_calls(operators))
-            if batch.config.prediction_layers:
-                again = [*operators, *layer_operators(batch, batch.config.layers)]
-                self.last[int(kept)][..., indices] += price.seconds(
-                    prediction_operations(batch, kept), timed_calls(again)
-                )
-        counts = count_parameters(batch)
-        for number, each in enumerate((*counts.layer, *counts.mixture, counts.first, counts.last)):
-            self.parameters[number, indices] = each
+            if predicted:
+                calls = timed_calls([*operators, *predicted])
+                self.last[int(kept)][..., indices] += price.seconds(prediction_operations(batch, kept), calls)
+        listed = [layer_operators(batch, layer) for layer in self.examples.values()]
+        listed += [embedding_operators(batch), head_operators(batch, True), list_shared_operators(batch)]
+        for number, each in enumerate(listed):
+            for part, numel in enumerate(sum_parameters(each)):
+                self.parameters[number, part, indices] = numel
 
 
 class _TimeModel(NamedTuple):
@@ -228,7 +223,7 @@ class _TimeModel(NamedTuple):
     rates: Rates
     groups: ProcessGroups
 
-    def seconds(self, operations: Iterable[Operation], calls: Iterable[PhaseCalls], host: float = 0.0) -> Floats:
+    def seconds(self, operations: Iterable[Operation], calls: Iterable[CollectiveCall], host: float = 0.0) -> Floats:
         """Return the seconds of compute kernels, and of the communication that they do not hide, as an array
         [phases, parts, candidates].
 
@@ -250,17 +245,18 @@ class _TimeModel(NamedTuple):
         hidden: dict[tuple[str, str], Any] = defaultdict(float)
         sliced: dict[tuple[str, str], Any] = defaultdict(float)
         beside: dict[int, Any] = defaultdict(float)  # seconds of dispatch and combine in each phase
-        for collective, phase, count in calls:
-            taken = count * self.groups.seconds(collective.operation, collective.axis, self.sent(collective))
-            issued[_PHASE[phase]] += count
-            if collective.axis == "ep" and self.batch.engine.overlap_processors is not None:
-                beside[_PHASE[phase]] = beside[_PHASE[phase]] + taken
-            elif collective.overlaps is None:
-                found[_PHASE[phase], _PART[collective.part]] += taken
-            elif collective.overlaps == "product":
-                sliced[phase, collective.part] = sliced[phase, collective.part] + taken
+        for call in calls:
+            taken = call.count * self.groups.seconds(call.operation, call.axis, self.sent(call))
+            number, part = _PHASE[call.phase], call.part
+            issued[number] += call.count
+            if call.axis == "ep" and self.batch.engine.overlap_processors is not None:
+                beside[number] = beside[number] + taken
+            elif call.overlaps is None:
+                found[number, _PART[part]] += taken
+            elif call.overlaps == "product":
+                sliced[call.phase, part] = sliced[call.phase, part] + taken
             else:
-                key = "weight" if collective.overlaps == "weight" else phase, collective.part
+                key = "weight" if call.overlaps == "weight" else call.phase, part
                 hidden[key] = hidden[key] + taken
         for (name, part), taken in sliced.items():
             # In as many slices as ranks: the first that is gathered, or the last that is reduced, is exposed.

@@ -124,7 +124,7 @@ class MicroBatch:
         starts: For each sequence, the token positions at which documents begin; None if unknown.
         responses: Most responses with preferences (DPO, KTO) in a sequence; 0 for next-token training.
         routed: Token copies by index of the layer with experts; layers that are missing have equal load on all ranks.
-        operators: Cache of the operators' lists, filled by `blocks`.
+        operators: Cache of the operators' lists and of properties, filled by `blocks` and `dimensions`.
     """
 
     config: ModelConfig
@@ -145,7 +145,7 @@ class MicroBatch:
     starts: Starts | None = None
     responses: int = 0
     routed: Mapping[int, Routed] = field(default_factory=dict, hash=False)
-    operators: dict[Any, tuple[Any, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    operators: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -214,6 +214,11 @@ class MicroBatch:
         return (self.heads + 2 * self.kv_heads) * self.config.head_dim
 
     @property
+    def stream_bytes(self) -> Number:
+        """Bytes of the residual stream on this rank, and of a message to another pipeline stage."""
+        return self.rows * self.slice * self.config.hidden * self.itemsize
+
+    @property
     def ring(self) -> bool:
         """True under ring attention (context parallelism by KV blocks sent around a ring)."""
         return self.layout.cp > 1 and self.layout.cp_method == "ring"
@@ -237,6 +242,11 @@ class MicroBatch:
     def copies(self) -> Number:
         """Number of (token, expert) pairs that this rank routes."""
         return self.routed_tokens * self.config.experts_per_token
+
+    @cached_property
+    def arriving(self) -> Number:
+        """Number of token copies that this rank's experts compute under equal load."""
+        return self.copies * (self.etp if self.expert_parallel else 1)
 
     @cached_property
     def expert_width(self) -> Number:
@@ -264,7 +274,7 @@ class MicroBatch:
         index `layer`: known ones (`routed`), else those under equal load."""
         if layer in self.routed:
             return self.routed[layer]
-        return Routed(self.copies, self.copies * (self.etp if self.expert_parallel else 1))
+        return Routed(self.copies, self.arriving)
 
     @property
     def key_value_copies(self) -> Number:

@@ -7,8 +7,9 @@ wire and parameter counts are read from these lists: `operations`, `communicatio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from functools import cache
+from collections.abc import Mapping
+from copy import copy
+from functools import cache, cached_property
 from typing import Any, Literal, NamedTuple
 
 from meshwright.planner.cost.engines import Fusion
@@ -62,6 +63,10 @@ class SavedTensor(NamedTuple):
     shape: tuple[Number, ...]
     kind: str
 
+    def compute(self, dimensions: Mapping[str, Number]) -> SavedTensor:
+        """Return a tensor of a table, whose shape is a tuple of sizes as text, with their values."""
+        return SavedTensor(self.name, tuple([dimensions[axis] for axis in self.shape]), self.kind)
+
 
 class CollectiveCall(NamedTuple):
     """Equal collective calls of an operator in one phase.
@@ -71,7 +76,7 @@ class CollectiveCall(NamedTuple):
         axis: Axis of the layout whose ranks take part; "ring": two neighbours in cp.
         operation: Collective such as "all-reduce", or "send".
         sites: (call site in `comm/`, bytes of the full vector); several sites that share one message are summed.
-        phase: "forward" or "input" (input gradients).
+        phase: "forward", "input" (input gradients), or "recompute" where `timed_calls` repeats the call.
         count: Number of calls.
         again: True if activation checkpointing repeats the calls.
         overlaps: Computation that overlaps the calls: "attention" of the same layer, "weight" gradients, or, in slices,
@@ -83,7 +88,7 @@ class CollectiveCall(NamedTuple):
     axis: str
     operation: Collective
     sites: tuple[tuple[str, Number], ...]
-    phase: Literal["forward", "input"] = "forward"
+    phase: Phase = "forward"
     count: Number = 1
     again: bool = False
     overlaps: Literal["attention", "weight", "product"] | None = None
@@ -93,67 +98,6 @@ class CollectiveCall(NamedTuple):
     def size(self) -> Number:
         """Bytes of the full vector of one call, summed over its sites."""
         return sum(size for _, size in self.sites)
-
-
-def forward_and_backward(
-    part: str, axis: str, operation: Collective, site: str, sizes: tuple[Number, Number], again: bool
-) -> list[CollectiveCall]:
-    """Return [a collective of the forward, its counterpart in the backward], such as all-gather and reduce-scatter.
-
-    part, axis, operation, site: as of the forward's `CollectiveCall`; sizes: bytes of the full vector in (forward,
-    backward); again: True if activation checkpointing repeats the forward's.
-    """
-    opposites: dict[Collective, Collective] = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather"}
-    opposite = opposites.get(operation, operation)
-    return [
-        CollectiveCall(part, axis, operation, ((site, sizes[0]),), "forward", 1, again),
-        CollectiveCall(part, axis, opposite, ((f"{site}.backward", sizes[1]),), "input"),
-    ]
-
-
-class Operator(NamedTuple):
-    """An operator of a transformer on one rank, with everything that it costs.
-
-    Attributes:
-        name: Such as "attention.qkv".
-        operations: Kernels in forward and backward, without recomputation.
-        saved: Tensors that the forward saves for the backward if nothing is recomputed.
-        kept: Tensors that the forward saves under selective recompute.
-        collectives: Collective calls.
-        parameters: Number of dense parameters on this rank.
-        expert_parameters: Number of expert-parallel parameters on this rank.
-    """
-
-    name: str
-    operations: tuple[Operation, ...] = ()
-    saved: tuple[SavedTensor, ...] = ()
-    kept: tuple[SavedTensor, ...] = ()
-    collectives: tuple[CollectiveCall, ...] = ()
-    parameters: Number = 0
-    expert_parameters: Number = 0
-
-
-def x_tensor(name: str, *shape: Number) -> SavedTensor:
-    """Return a saved tensor of the model's type. name: such as "mlp.up.input"; shape: on this rank."""
-    return SavedTensor(name, shape, "x")
-
-
-def wide_tensor(name: str, *shape: Number) -> SavedTensor:
-    """Return a saved tensor in at least float32. name: such as "mlp_norm.scale"; shape: on this rank."""
-    return SavedTensor(name, shape, "wide")
-
-
-def index_tensor(name: str, *shape: Number) -> SavedTensor:
-    """Return a saved tensor of int64. name: such as "mlp.experts.order"; shape: on this rank."""
-    return SavedTensor(name, shape, "index")
-
-
-def make_operator(
-    name: str, operations: Iterable[Operation] = (), *, saved: Iterable[SavedTensor] = (),
-    kept: Iterable[SavedTensor] = (), collectives: Iterable[CollectiveCall] = (), **parameters: Number,
-) -> Operator:  # fmt: skip
-    """Return an operator. parameters: `parameters` or `expert_parameters`; other arguments: fields of `Operator`."""
-    return Operator(name, tuple(operations), tuple(saved), tuple(kept), tuple(collectives), **parameters)
 
 
 def in_eight_bits(name: str) -> bool:
@@ -210,12 +154,6 @@ def linear_kernels(batch: MicroBatch, name: str, shape: LinearShape) -> tuple[Op
     return tuple(found)
 
 
-def linear_operator(batch: MicroBatch, name: str, shape: LinearShape, **more: Any) -> Operator:
-    """Return the operator of a linear layer. name: such as "mlp.up"; shape: sizes of the layer; more: further arguments
-    of `make_operator`, such as saved."""
-    return make_operator(name, linear_kernels(batch, name, shape), **({"parameters": shape.parameters} | more))
-
-
 class MemoryAccess(NamedTuple):
     """Memory accesses of an elementwise operation per element. kernels: number of kernels; narrow: reads and writes of
     values in the model's type; wide: reads and writes of float32 values."""
@@ -263,19 +201,104 @@ def elementwise_kernels(
     return tuple(each.kernel(batch, name, phase, elements) for phase, each in phases if each.bytes(batch.itemsize))
 
 
-def elementwise_operator(
-    batch: MicroBatch, name: str, elements: Number, work: str, fusion: Fusion | None = None, **more: Any
-) -> Operator:
-    """Return the operator of an elementwise operation. more: further arguments of `make_operator`, such as saved; other
-    arguments: as of `elementwise_kernels`."""
-    return make_operator(name, elementwise_kernels(batch, name, elements, work, fusion), **more)
+PARTS = {"tp": "tensor", "cp": "context", "ring": "context", "ep": "expert", "etp": "expert"}
+"""Part of the step time to which a collective over an axis counts, unless its row names another."""
+
+Row = Mapping[str, Any]
 
 
-def rms_norm_saved(name: str, shape: tuple[Number, ...], centred: bool) -> Iterator[SavedTensor]:
-    """Yield the tensors that an RMS norm saves in addition to its input: a scale for each vector and the scaled
-    vectors; also its factors 1 + weight if it is `centred`. name: prefix, such as "mlp_norm"; shape: shape of the
-    norm's input."""
-    if centred:
-        yield wide_tensor(f"{name}.factors", shape[-1])
-    yield wide_tensor(f"{name}.scale", *shape[:-1], 1)
-    yield wide_tensor(f"{name}.scaled", *shape)
+class Operator:
+    """An operator of a transformer on one rank, with everything that it costs: a row of `operators.toml`, of which each
+    attribute is computed on first use. batch, dimensions: sizes of the micro-batch and of the layer.
+
+    Attributes:
+        name: Such as "attention.qkv".
+        operations: Kernels in forward and backward, without recomputation.
+        saved: Tensors that the forward saves for the backward if nothing is recomputed.
+        kept: Tensors that the forward saves under selective recompute.
+        collectives: Collective calls.
+        parameters: Number of dense parameters on this rank.
+        expert_parameters: Number of expert-parallel parameters on this rank.
+    """
+
+    def __init__(self, row: Row, batch: MicroBatch, dimensions: Mapping[str, Number]) -> None:
+        self.name: str = row["name"]
+        self._row, self._batch, self._dimensions = row, batch, dimensions
+
+    def replace(self, **attributes: Any) -> Operator:
+        """Return a copy with other values of attributes."""
+        found = copy(self)
+        found.__dict__.update(attributes)
+        return found
+
+    @cached_property
+    def operations(self) -> tuple[Operation, ...]:
+        """Kernels in forward and backward, without recomputation."""
+        row, batch, sizes = self._row, self._batch, self._dimensions
+        found: list[Operation] = []
+        if self._linear is not None:
+            found += linear_kernels(batch, row["called"], self._linear)
+        if "work" in row:
+            fusion = batch.engine.activation_fusion if row.get("fusion") == "activation" else row.get("fusion")
+            for one in elementwise_kernels(batch, row["called"], sizes[row["elements"]], row["work"], fusion):
+                found.append(one._replace(count=one.count * sizes[row["count"]]) if "count" in row else one)
+        for each in row["kernels"]:
+            shape = tuple(sizes[axis] for axis in each["shape"]) or None
+            flops, moved, count = sizes[each.get("flops", "0.0")], sizes[each["bytes"]], sizes[each.get("count", "1")]
+            found.append(Operation(each["name"], each["kind"], each["phase"], flops, moved, shape, count))
+        if row.get("repeat"):
+            found.append(found[0]._replace(phase="recompute"))
+        return tuple(found)
+
+    @cached_property
+    def saved(self) -> tuple[SavedTensor, ...]:
+        """Tensors that the forward saves for the backward if nothing is recomputed."""
+        return tuple([each.compute(self._dimensions) for each in self._row["saved"]])
+
+    @cached_property
+    def kept(self) -> tuple[SavedTensor, ...]:
+        """Tensors that the forward saves under selective recompute."""
+        return tuple([each.compute(self._dimensions) for each in self._row["kept"]])
+
+    @cached_property
+    def collectives(self) -> tuple[CollectiveCall, ...]:
+        """Collective calls."""
+        found, sizes = [], self._dimensions
+        for row in self._row["calls"]:
+            call = CollectiveCall(
+                row.get("part", PARTS[row["axis"]]), row["axis"], row["operation"],
+                tuple((name, sizes[size]) for name, size in row["sites"]), row.get("phase", "forward"),
+                sizes[row.get("count", "1")], row.get("again", False), row.get("overlaps"), row.get("timed", True),
+            )  # fmt: skip
+            found.append(call)
+            if "back" in row:
+                (name, size), other = call.sites[0], row.get("back_bytes")
+                back = ((f"{name}.backward", size if other is None else sizes[other]),)
+                found.append(CollectiveCall(call.part, call.axis, row["back"], back, "input"))
+        return tuple(found)
+
+    @cached_property
+    def parameters(self) -> Number:
+        """Number of dense parameters on this rank."""
+        return 0 if "owner" in self._row else self._numel
+
+    @cached_property
+    def expert_parameters(self) -> Number:
+        """Number of expert-parallel parameters on this rank."""
+        return self._numel if "owner" in self._row else 0
+
+    @property
+    def _linear(self) -> LinearShape | None:
+        """Shape of a linear layer; None for another operator."""
+        if "linear" not in self._row:
+            return None
+        sizes = [self._dimensions[size] for size in self._row["linear"]]
+        return LinearShape(*sizes)._replace(bias=self._row.get("bias", False))
+
+    @property
+    def _numel(self) -> Number:
+        """Number of parameters on this rank."""
+        linear = self._linear
+        if "parameters" in self._row or linear is None:
+            return sum(self._dimensions[size] for size in self._row.get("parameters", ()))
+        return linear.parameters

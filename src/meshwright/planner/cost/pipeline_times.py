@@ -11,7 +11,7 @@ import numpy as np
 from meshwright.planner.cost.adapters import frozen_bytes_per_trained
 from meshwright.planner.cost.bubbles import BusiestRank, closed_makespan, find_busiest_rank
 from meshwright.planner.cost.cached import cached_method
-from meshwright.planner.cost.communication import Array, ProcessGroups
+from meshwright.planner.cost.communication import ZERO_CALLS, Array, ProcessGroups
 from meshwright.planner.cost.engines import Engine
 from meshwright.planner.cost.layer_times import LayerTimes
 from meshwright.planner.cost.operators import Collective
@@ -99,7 +99,6 @@ class PipelineTimes:
     ) -> None:  # fmt: skip
         """Prepare the predictions. stages: all stages of the pipeline; places: stage indices of each pipeline rank;
         other arguments: attributes of the object."""
-        config = layer_times.problem.config
         self.layer_times, self.index, self.count, self.ranks = layer_times, index, len(stages), len(places)
         self.micro, self.transfer = micro, transfer
         self.replicas = sum(map(len, places)) // len(stages)
@@ -125,11 +124,8 @@ class PipelineTimes:
         self.of_kind = layer_times.layer_counts(self.examples).astype(np.float64)
         self.layers = self.of_kind.sum(axis=1)
         self.first, self.last = (np.array([getattr(one, end) for one in self.examples]) for end in ("first", "last"))
-        counts = layer_times.parameter_counts(index)
-        sizes = [counts.of_stage(config, stage) for stage in self.examples]
-        self.dense, self.expert = (
-            np.stack([np.broadcast_to(each[part], len(index)) for each in sizes]) for part in (0, 1)
-        )
+        held = np.column_stack([self.of_kind, self.first, self.last, -1.0 * (self.first & self.last)])
+        self.dense, self.expert = np.moveaxis(np.tensordot(held, layer_times.parameters[..., index], 1), 1, 0)
         self.rank_dense, self.rank_expert = self.of_rank @ self.dense, self.of_rank @ self.expert
 
     def stage_seconds(self, at_once: bool, zero: int, groups: ProcessGroups) -> Floats:
@@ -171,16 +167,15 @@ class PipelineTimes:
     def zero_calls(self, zero: int, groups: ProcessGroups, dense: Floats, expert: Floats) -> tuple[Floats, Floats]:
         """Return the seconds of the (all-gathers, reduce-scatters) of a micro-batch under ZeRO-2 and 3. zero: ZeRO
         stage; groups: process groups; dense, expert: numbers of dense and of expert-parallel parameters [..., n]."""
-        gather, scatter = np.zeros(dense.shape), np.zeros(dense.shape)
-        for numel, (_, axis, _) in zip((dense, expert), SHARES, strict=True):
-            if numel.any():
-                scatter = scatter + groups.seconds("reduce-scatter", axis, numel * self.layer_times.gradient_bytes)
-                if zero == 3:
-                    size = self.layer_times.itemsize + frozen_bytes_per_trained(
-                        self.layer_times.problem.config, self.layer_times.dtype
-                    )
-                    gather = gather + groups.seconds("all-gather", axis, numel * size)
-        return gather, scatter
+        times = self.layer_times
+        taken = {True: np.zeros(dense.shape), False: np.zeros(dense.shape)}
+        gathered = times.itemsize + frozen_bytes_per_trained(times.problem.config, times.dtype)
+        for numel, axes in zip((dense, expert), SHARES, strict=True):
+            for call in ZERO_CALLS if numel.any() else ():
+                if call.repeats and zero in call.stages:
+                    size = numel * (gathered if call.of_parameters else times.gradient_bytes)
+                    taken[call.of_parameters] += groups.seconds(call.operation, axes[call.group], size)
+        return taken[True], taken[False]
 
     def rank_seconds(self, at_once: bool, zero: int, groups: ProcessGroups) -> tuple[Floats, BusiestRank]:
         """Return the seconds of a micro-batch (on each distinct rank, summed over its stages [r, phases, p, n]; on the
@@ -234,7 +229,7 @@ class PipelineTimes:
         rank [r, n], overlapped or not. zero: ZeRO stage; groups: process groups."""
         layer_times, engine = self.layer_times, self.layer_times.problem.engine
         layers = (self.of_rank @ self.layers)[:, None]
-        sums = gathers = np.zeros((1, 1))
+        taken = {True: np.zeros((1, 1)), False: np.zeros((1, 1))}
         numbers = (self.rank_dense, groups.shards[0]), (self.rank_expert, groups.shards[1])
 
         def spend(operation: Collective, axis: str, size: Floats) -> Floats:
@@ -243,19 +238,13 @@ class PipelineTimes:
             buckets: Floats = np.maximum(1.0, np.asarray(least, dtype=np.float64))
             return buckets * groups.seconds(operation, axis, size / buckets)
 
-        for (numel, shards), (whole, axis, replicas) in zip(numbers, SHARES, strict=True):
-            if not numel.any():
-                continue
-            size = numel * layer_times.gradient_bytes
-            if zero == 0:
-                sums = sums + spend("all-reduce", whole, size)
-            elif zero == 1:
-                sums = sums + spend("reduce-scatter", axis, size)
-            if zero:
-                sums = sums + spend("all-reduce", replicas, size / shards)
-            if zero in (1, 2):
-                gathers = gathers + spend("all-gather", axis, numel * layer_times.itemsize)
-        return sums, gathers
+        for (numel, shards), axes in zip(numbers, SHARES, strict=True):
+            for call in ZERO_CALLS if numel.any() else ():
+                if not call.repeats and zero in call.stages:
+                    size = numel * (layer_times.itemsize if call.of_parameters else layer_times.gradient_bytes)
+                    seconds = spend(call.operation, axes[call.group], size / shards if call.of_shard else size)
+                    taken[call.of_parameters] = taken[call.of_parameters] + seconds
+        return taken[False], taken[True]
 
     def optimizer_seconds(self, zero: int, groups: ProcessGroups) -> Floats:
         """Return the seconds of the optimizer step on the rank that updates most parameters: [n]. zero: ZeRO stage;

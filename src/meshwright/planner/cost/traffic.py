@@ -14,10 +14,9 @@ from dataclasses import replace
 from meshwright.layout import Layout
 from meshwright.planner.cost.blocks import embedding_operators, head_operators, layer_operators
 from meshwright.planner.cost.data_calls import DataCalls, Work, sum_by_axis, sum_by_site
-from meshwright.planner.cost.micro_batch import MicroBatch, layer_kind
+from meshwright.planner.cost.micro_batch import MicroBatch
 from meshwright.planner.cost.operators import CollectiveCall
 from meshwright.planner.cost.teacher import TeacherWork
-from meshwright.planner.cost.tensor_parallel import hidden_bytes
 from meshwright.program.pipeline import COMPUTING, Kind
 from meshwright.schedules.transfers import with_transfers
 from meshwright.spec.adapter_config import BLOCK, RECORD_BYTES
@@ -138,7 +137,6 @@ class _StepTraffic(DataCalls):
             for one in operator.collectives:
                 for site, size in one.sites:
                     self.count_collective(one, site, size, count * one.count * (1 + one.again))
-        self.count_adapter_norms(stage, count)
         if stage.last and self.work.teacher is not None:
             self.count_distillation(self.work.teacher, count)
         if self.config.router_loss and not self.work.responses and any(map(self.config.has_experts, stage.layers)):
@@ -160,21 +158,6 @@ class _StepTraffic(DataCalls):
         widest = min(self.micro_batch.vocabulary, self.config.vocabulary)
         return split_loss_chunks(self.tokens, widest, self.work.device)
 
-    def count_adapter_norms(self, stage: Stage, count: int) -> None:
-        """Count the bytes that this rank sends for DoRA's weight norms in `count` micro-batches of a stage: an
-        all-reduce over tp (etp for experts) for each adapted row-parallel layer."""
-        adapter = self.config.adapter
-        if adapter is None or adapter.kind != "dora":
-            return
-        layout, size = self.layout, self.config.hidden * self.micro_batch.wide
-        axis = "etp" if layout.expert_parallel else "tp"
-        row_parallel = {"mlp.experts.down": (axis, size * self.config.experts // layout.ep)}
-        row_parallel |= dict.fromkeys(("attention.output", "mlp.down", "mlp.shared.down"), ("tp", size))
-        calls = Counter(one.layer for layer in stage.layers for one in layer_kind(self.config, layer).adapted)
-        for layer, (axis, size) in row_parallel.items():
-            times = count * calls[layer] * (1 + (layout.recompute == "full"))
-            self.count_call("adapter.norms", axis, "all-reduce", getattr(layout, axis), size, times)
-
     def count_collective(self, call: CollectiveCall, site: str, size: int, times: int) -> None:
         """Count the bytes that this rank sends in `times` calls of an operator's collective. site: call site; size:
         bytes of the full vector."""
@@ -190,7 +173,7 @@ class _StepTraffic(DataCalls):
 
     def count_pipeline(self) -> None:
         """Count the bytes of activations and gradients that this rank sends to other pipeline stages."""
-        size = hidden_bytes(self.micro_batch) // (self.layout.tp if self.layout.tensor_sequence_parallel else 1)
+        size = self.micro_batch.stream_bytes
         kinds = Counter(kind for kind, *_ in self.list_steps())
         self.sent["pipeline.activations", "pp"] += kinds[Kind.SEND_FORWARD] * size
         self.sent["pipeline.gradients", "pp"] += kinds[Kind.SEND_BACKWARD] * size

@@ -9,15 +9,16 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import cache, cached_property, lru_cache
 from importlib import metadata, resources
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from meshwright.planner.cost.dimensions import Dimensions, element_bytes, list_properties
 from meshwright.planner.cost.micro_batch import MicroBatch, layer_kind
 from meshwright.planner.cost.operators import SavedTensor
-from meshwright.planner.memory.dimensions import element_bytes, list_dimensions, list_properties
+from meshwright.planner.cost.tables import Item, holds, parse_tensor, select, select_items
 from meshwright.planner.memory.inductor import Buffer, Kernel, find_peak
 from meshwright.planner.memory.snapshot import Temporary
-from meshwright.planner.memory.tables import Item, holds, load_table, make_tensor, parse_items, select_items
 from meshwright.planner.memory.temporaries import ring_backward, tiled_backward
+from meshwright.toml import read_packaged_toml
 
 GRADIENT, INPUT, INPUT_GRADIENT = "gradient of the output", "input", "gradient of the input"
 
@@ -36,63 +37,27 @@ def can_predict_compiled(batch: MicroBatch) -> bool:
 
 
 class _TableLine(NamedTuple):
-    """A kernel in the tables. conditions: conditions under which it runs; verb: "" (a kernel of inductor), "call",
-    "tiles" or "ring" (an operator that inductor does not fuse); reads, writes: buffers; the value of a written one is
-    the name of the buffer whose memory it overwrites."""
+    """A kernel in the tables. verb: "" (a kernel of inductor), "call", "tiles" or "ring" (an operator that inductor
+    does not fuse); reads: names of buffers; writes: buffers; the value of one is the name of the buffer whose memory it
+    overwrites."""
 
-    conditions: tuple[str, ...]
     verb: str
-    reads: tuple[Item, ...]
+    reads: tuple[str, ...]
     writes: tuple[Item, ...]
 
 
-class _Tables(NamedTuple):
-    """Content of a file compiled_blocks.torch-*.toml.
-
-    Attributes:
-        version: Version of torch, such as "2.13".
-        conditions: Named conditions on a layer.
-        saved: Activations that the forward saves, for "encoder" and "decoder".
-        kernels: Lists of kernels, by name such as "dense_backward".
-        shapes: Element type and dimensions of each buffer, such as "x rows tokens hidden".
-    """
-
-    version: str
-    conditions: Mapping[str, str]
-    saved: Mapping[str, tuple[Item, ...]]
-    kernels: Mapping[str, tuple[_TableLine, ...]]
-    shapes: Mapping[str, str]
-
-
 @cache
-def _tables() -> _Tables:
-    """Return the tables for the installed version of torch: the latest that is not newer, else the oldest."""
+def _read_tables() -> Mapping[str, Any]:
+    """Return the tables for the installed version of torch: the latest that is not newer, else the oldest. `shapes` is
+    {buffer: element type and shape, such as "x rows tokens hidden"}, `groups` {group: its buffers}."""
     folder = resources.files("meshwright.planner.memory")
     versions = {(int(found[1]), int(found[2])): each.name for each in folder.iterdir()
                 if (found := _FILE.match(each.name))}  # fmt: skip
     older = [version for version in versions if version <= (installed_torch() or version)]
-    file = load_table(versions[max(older, default=min(versions))])
+    file = read_packaged_toml(f"planner/memory/{versions[max(older, default=min(versions))]}")
     groups = {name: text.split(",") for name, text in file["groups"].items()}
-
-    def read_kernels(name: str, outer: tuple[str, ...] = ()) -> Iterator[_TableLine]:
-        """Yield the kernels of a list, `[condition:] [verb] reads -> writes` or `[condition:] use list`."""
-        for text in file["kernels"][name]:
-            *condition, kernel = re.split(r":\s*", text, maxsplit=1)
-            conditions = (*outer, *condition)
-            found = re.match(r"(use|call|tiles|ring) (.*)", kernel, re.DOTALL)
-            verb, rest = (found[1], found[2]) if found else ("", kernel)
-            if verb == "use":
-                yield from read_kernels(rest, conditions)
-            else:
-                reads, writes = (tuple(parse_items(part.split(","), groups)) for part in rest.split("->"))
-                yield _TableLine(conditions, verb, reads, writes)
-
-    return _Tables(
-        file["torch"], file["conditions"],
-        {kind: tuple(parse_items(names, groups)) for kind, names in file["saved"].items()},
-        {name: tuple(read_kernels(name)) for name in file["kernels"]},
-        {name: shape for shape, names in file["shapes"].items() for name in names},
-    )  # fmt: skip
+    shapes = {name: shape for shape, names in file["shapes"].items() for name in names}
+    return {**file, "groups": groups, "shapes": shapes}
 
 
 def installed_torch() -> tuple[int, int] | None:
@@ -107,7 +72,7 @@ def installed_torch() -> tuple[int, int] | None:
 def version_warning() -> str | None:
     """Return a warning if the tables of compiled kernels are of another version of torch than the installed one; else
     None."""
-    here, version = installed_torch(), _tables().version
+    here, version = installed_torch(), _read_tables()["torch"]
     if here is None or version == "{}.{}".format(*here):
         return None
     return f"compiled blocks: kernels are those of torch {version}, not of the installed {here[0]}.{here[1]}"
@@ -116,15 +81,23 @@ def version_warning() -> str | None:
 @lru_cache(maxsize=256)
 def _select_kernels(name: str, true: frozenset[str]) -> list[_TableLine]:
     """Return the kernels of a list in the tables that apply, with the buffers that they read and write then. name: of
-    the list; true: names that are true in conditions."""
-    tables = _tables()
-    for each, condition in tables.conditions.items():  # in order: conditions may contain earlier ones
-        if holds((condition,), true):
+    the list; true: properties that are true."""
+    tables = _read_tables()
+    for each, condition in tables["conditions"].items():  # in order: conditions may contain earlier ones
+        if holds(condition, true):
             true |= {each}
-    lines = (line for line in tables.kernels[name] if holds(line.conditions, true))
-    return [
-        line._replace(reads=select_items(line.reads, true), writes=select_items(line.writes, true)) for line in lines
-    ]
+    found = []
+    for text in tables["kernels"][name]:  # "[condition:] [verb] reads -> writes" or "[condition:] use list"
+        *condition, kernel = re.split(r":\s*", text, maxsplit=1)
+        if not holds("".join(condition), true):
+            continue
+        verb, rest = re.fullmatch(r"(?:(use|call|tiles|ring) )?(.*)", kernel, re.DOTALL).groups()
+        if verb == "use":
+            found += _select_kernels(rest, true)
+            continue
+        reads, writes = (select_items(part.split(","), true, tables["groups"]) for part in rest.split("->"))
+        found.append(_TableLine(verb or "", tuple(item.name for item in reads), writes))
+    return found
 
 
 # --- a block
@@ -145,12 +118,12 @@ class CompiledBlock:
     """
 
     def __init__(self, batch: MicroBatch, layer: int) -> None:
-        self.batch, self.kind, self.tables = batch, layer_kind(batch.config, layer), _tables()
+        self.batch, self.kind, self.tables = batch, layer_kind(batch.config, layer), _read_tables()
         self.recompute = batch.layout.recompute
-        self.dimensions, properties = list_dimensions(batch, self.kind), list_properties(batch, self.kind)
+        self.dimensions, properties = Dimensions(batch, self.kind), list_properties(batch, self.kind)
         self.name = next(name for name in ("encoder", "front", "mixture", "dense") if name in properties)
-        listed = self.tables.saved["encoder" if self.name == "encoder" else "decoder"]
-        self.saved = [item.name for item in select_items(listed, properties)]
+        listed = self.tables["saved"]["encoder" if self.name == "encoder" else "decoder"]
+        self.saved: list[str] = select(listed, properties, self.tables["groups"])
         self.true = properties | set(self.saved)
         self._entries: dict[str, SavedTensor] = {}
         wide_router = "wide_router" in properties
@@ -161,7 +134,7 @@ class CompiledBlock:
     def entry(self, name: str) -> SavedTensor:
         """Return the buffer called `name` with its shape and element type."""
         if name not in self._entries:
-            found = make_tensor(name, self.tables.shapes[name], self.dimensions)
+            found = parse_tensor(Item(name, self.tables["shapes"][name])).compute(self.dimensions)
             self._entries[name] = found._replace(kind=self._types.get(found.kind, found.kind))
         return self._entries[name]
 
@@ -209,10 +182,9 @@ class CompiledBlock:
         found = []
         for line in _select_kernels(name, self.true | {order}):
             made = tuple(self._buffer(item.name, line.verb in ("call", "tiles")) for item in line.writes)
-            reads = tuple(item.name for item in line.reads)
-            label = "attention" if line.verb == "ring" else made[0].name if made else ", ".join(reads)
+            label = "attention" if line.verb == "ring" else made[0].name if made else ", ".join(line.reads)
             over = {item.name: item.value for item in line.writes if item.value}
-            found.append(Kernel(label, reads, made, over, tuple(self._inside(line.verb))))
+            found.append(Kernel(label, line.reads, made, over, tuple(self._inside(line.verb))))
         return found
 
     def _buffer(self, name: str, operator: bool) -> Buffer:
@@ -229,5 +201,4 @@ class CompiledBlock:
         if verb == "ring":
             yield from ring_backward(self.batch)
         elif verb == "tiles" and "cuda_attention" not in self.true:
-            heads = self.dimensions["core_heads"]
-            yield from tiled_backward(self.batch, heads, (self.dimensions["core_all"] - heads) // 2, self.kind)
+            yield from tiled_backward(self.batch, self.kind)

@@ -265,7 +265,7 @@ class _StepReplay:
         answers = find_consumed_sends(self.program, rank)
         left = dict(self.passes)
         at_once = self._followed_at_once()
-        stream = self.batch.rows * self.batch.slice * self.config.hidden * self.batch.itemsize
+        stream = self.batch.stream_bytes
         leaving: dict[Value, int] = {}
         now = 0
 

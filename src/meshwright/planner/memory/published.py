@@ -17,7 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.planner.cost.micro_batch import MicroBatch, Number
-from meshwright.planner.memory.tables import compute_size, holds, load_table, parse_items
+from meshwright.planner.cost.tables import compute_size, select_items
+from meshwright.toml import read_packaged_toml
 
 
 def published_layer(batch: MicroBatch, mixture: bool = False) -> dict[str, Number]:
@@ -46,10 +47,10 @@ def published_layer(batch: MicroBatch, mixture: bool = False) -> dict[str, Numbe
         "dropout": engine.dropout, "stores_scores": batch.kernel == "scores" and layout.recompute == "none",
         "compiled": engine.fusion == "compiled", "query_key_norm": config.query_key_norm,
     }  # fmt: skip
-    table = load_table("published.toml")
-    found = parse_items(table[_CONVENTIONS.get(engine.name, "megatron")], table["groups"])
+    table = read_packaged_toml("planner/memory/published.toml")
     true = {name for name, value in every.items() if value}
-    return {item.name: compute_size(item.value, dimensions) for item in found if holds(item.conditions, true)}
+    found = select_items(table[_CONVENTIONS.get(engine.name, "megatron")], true, table["groups"])
+    return {item.name: compute_size(item.value, dimensions) for item in found}
 
 
 _CONVENTIONS = {"torchtitan": "eager", "llm-foundry": "eager", "nanotron": "eager", "hai-llm": "eight_bit"}

@@ -15,9 +15,10 @@ from functools import lru_cache
 from meshwright.collectives.quantities import GIB
 from meshwright.layout import Layout
 from meshwright.names import BIDIRECTIONAL_SCHEDULES, SCHEDULE_CHUNKS
+from meshwright.planner.cost.blocks import layer_operators
 from meshwright.planner.cost.bubbles import in_flight, stages_by_rank
-from meshwright.planner.cost.communication import count_parameters, group_of
-from meshwright.planner.cost.micro_batch import DTYPES, MicroBatch
+from meshwright.planner.cost.communication import count_parameters, group_of, sum_parameters
+from meshwright.planner.cost.micro_batch import DTYPES, MicroBatch, layer_examples
 from meshwright.planner.cost.pipeline_times import communicated_zero_stage
 from meshwright.planner.cost.rates import attention_kernel
 from meshwright.planner.hardware.cluster import Cluster
@@ -174,8 +175,8 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Item]
         config, layout, rows, problem.sequence, dtype=DTYPES[problem.precision], engine=engine,
         kernel=attention_kernel(engine, problem.cluster, config),
     )  # fmt: skip
-    x, sizes = batch.itemsize, count_parameters(batch)
-    dense, experts = (sum(part) for part in zip(*(sizes.of_stage(config, stage) for stage in place), strict=True))
+    x = batch.itemsize
+    dense, experts = (sum(part) for part in zip(*(count_parameters(batch, stage) for stage in place), strict=True))
     each = state_bytes_per_parameter(problem)
     for kind, numel, axis in (("dense", dense, "shard"), ("experts", experts, "expert_shard")):
         ranks = group_of(layout, axis, problem.cluster).ranks
@@ -208,7 +209,7 @@ def _published(problem: Problem, layout: Layout, pp_rank: int) -> Iterator[Item]
             yield Item("communication", "gathered parameters", bytes=round((dense + experts) * x))
         yield Item("gradients", "unsharded gradients", bytes=round((dense + experts) * each.gradients))
     elif layout.zero == 3:
-        layer = max(sum(sizes.layer), sum(sizes.mixture))
+        layer = max(sum(sum_parameters(layer_operators(batch, each))) for each in layer_examples(config).values())
         yield Item("communication", "gathered layers", bytes=round(2 * layer * x))
 
 

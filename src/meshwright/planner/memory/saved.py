@@ -8,22 +8,23 @@ the tables of positions, which stay from step to step (`position_tables`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 
 import numpy as np
 
-from meshwright.planner.cost.blocks import embedding_operators, layer_operators, norm_operator
-from meshwright.planner.cost.micro_batch import ITEM_BYTES, MicroBatch, Number, at_least, at_most, layer_kind
+from meshwright.planner.cost.blocks import embedding_operators, head_operators, layer_operators
+from meshwright.planner.cost.dimensions import Dimensions, element_types, list_properties
+from meshwright.planner.cost.micro_batch import ITEM_BYTES, MicroBatch, at_least, at_most, layer_kind
 from meshwright.planner.cost.operations import keeps_gradient
 from meshwright.planner.cost.operators import SavedTensor
+from meshwright.planner.cost.tables import Item, parse_tensor, select_items
 from meshwright.planner.memory import compiled_blocks, compiled_peaks
-from meshwright.planner.memory.dimensions import element_types, list_dimensions, list_properties
 from meshwright.planner.memory.snapshot import Saved
-from meshwright.planner.memory.tables import Item, load_table, make_tensor, parse_items, select_items
 from meshwright.spec.chunks import split_loss_chunks
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.stages import Stage
+from meshwright.toml import read_packaged_toml
 
 
 def saved_activations(
@@ -80,7 +81,7 @@ def _tensors(batch: MicroBatch, stage: Stage, at_once: bool, tp_rank: int, compi
             if each.name != shared:
                 yield SavedTensor(f"layers.{layer}.{each.name}", each.shape, each.kind)
     if stage.last and not config.encoder:
-        for each in norm_operator(batch, "final_norm").saved:
+        for each in head_operators(batch, True)[0].saved:
             if not ((compiled or config.adapter) and each.name == "final_norm.scaled"):
                 plain = compiled and config.norm == "rmsnorm" and each.name == "final_norm.input"
                 yield each._replace(kind="x") if plain else each
@@ -128,13 +129,13 @@ def _mixtures(batch: MicroBatch, stage: Stage) -> bool:
 @cache
 def _select(section: str, properties: frozenset[str]) -> tuple[Item, ...]:
     """Return the tensors of a list in `tensors.toml` that exist. section: such as "loss"."""
-    return select_items(parse_items(load_table("tensors.toml")["saved"][section], {}), properties)
+    return select_items(read_packaged_toml("planner/memory/tensors.toml")["saved"][section], properties, {})
 
 
-def _listed(section: str, dimensions: Mapping[str, Number], properties: frozenset[str]) -> Iterator[SavedTensor]:
+def _listed(section: str, dimensions: Dimensions, properties: frozenset[str]) -> Iterator[SavedTensor]:
     """Yield the tensors of a list in `tensors.toml` that exist. section: such as "loss"; dimensions, properties: of the
     layer or of the loss."""
-    return (make_tensor(item.name, item.value, dimensions) for item in _select(section, properties))
+    return (parse_tensor(item).compute(dimensions) for item in _select(section, properties))
 
 
 def _shared_by_layers(batch: MicroBatch, stage: Stage) -> Iterator[SavedTensor]:
@@ -155,12 +156,12 @@ def _shared_by_layers(batch: MicroBatch, stage: Stage) -> Iterator[SavedTensor]:
     # The host reads the bounds of attention in tiles; an encoder's mask is one for all layers.
     for window in sorted(windows) if not (batch.capped or config.encoder) else ():
         kind = windows[window]
-        for each in _listed("window", list_dimensions(batch, kind) | bounds, list_properties(batch, kind)):
+        for each in _listed("window", Dimensions(batch, kind, bounds), list_properties(batch, kind)):
             yield each._replace(name=f"{each.name}.{window or 'all'}")
     true = {"tempered"} if any(kind.tempered for kind in kinds) else set()
     true |= {"mixtures"} if any(kind.mixed for kind in kinds) else set()
     example = layer_kind(config, 0)._replace(tempered=False)
-    yield from _listed("shared", list_dimensions(batch, example), list_properties(batch, example) | true)
+    yield from _listed("shared", Dimensions(batch, example), list_properties(batch, example) | true)
 
 
 def _head(batch: MicroBatch, stage: Stage, at_once: bool, tp_rank: int) -> Iterator[SavedTensor]:
@@ -179,4 +180,4 @@ def _head(batch: MicroBatch, stage: Stage, at_once: bool, tp_rank: int) -> Itera
     flags = {"several_chunks": several, "keeps_gradient": keeps}
     true = list_properties(batch, kind) | {name for name, value in flags.items() if value}
     section = "encoder_head" if config.encoder else "loss"
-    yield from _listed(section, list_dimensions(batch, kind) | {"head_rows": rows}, true)
+    yield from _listed(section, Dimensions(batch, kind, {"head_rows": rows}), true)

@@ -43,8 +43,7 @@ def queued_bytes(batch: MicroBatch, unrecomputed: Sequence[Saved], layer: int, a
             found = found + each.bytes
     gradients = tokens * (config.hidden + batch.qkv_width) if attention else 0
     if config.has_experts(layer):
-        computed = batch.copies * (batch.etp if batch.expert_parallel else 1)
-        gradients = gradients + computed * (config.hidden + 2 * batch.expert_width)
+        gradients = gradients + batch.arriving * (config.hidden + 2 * batch.expert_width)
         if config.shared_intermediate:
             gradients = gradients + tokens * (config.hidden + 2 * config.shared_intermediate // batch.tp)
     else:
@@ -70,7 +69,7 @@ class StageSnapshots:
         self._saved_of, self._whole_of = self._by_unit(saved), self._by_unit(unrecomputed)
         self._of_loss = [each for each in saved if _is_saved_by_loss(each)]
         self.saved_bytes = sum(each.bytes for each in saved)
-        self.stream = batch.rows * batch.slice * batch.config.hidden * batch.itemsize
+        self.stream = batch.stream_bytes
         self.queue = sum(map(self._queue_of, self._layer)) if queues else 0
         self._backwards: dict[tuple[object, ...], list[NamedSnapshot]] = {}
 
@@ -125,16 +124,16 @@ class StageSnapshots:
         elif self._compiled(unit) and not self._expert_parallel(unit):
             yield from compiled_peaks.forward_extras(at, self._layer[unit])
         else:
-            most = max(map(_count_bytes, (self._whole_of[unit], self._saved_of[unit])))
-            yield activation(f"{unit} being computed", most)
-            yield workspace(f"{unit} product and sums", 2 * self.stream)
-            for one in temporaries.unpacked_weight(at, self._layer[unit]):  # what follows it is not saved yet
-                saved = sum(each.bytes for each in self._whole_of[unit] if ".mlp." in each.name)
-                yield one._replace(bytes=max(0, one.bytes - saved))
-            yield from temporaries.adapter_masks(at, self._layer[unit])
-            if at.config.has_experts(self._layer[unit]):  # what is sent, what comes back, and that times weights
-                copies = (2 + at.expert_parallel) * at.copies * at.config.hidden * at.itemsize
-                yield activation(f"{unit} copies of tokens", copies)
+            layer = self._layer[unit]
+            # While a weight is unpacked, what follows it is not saved yet.
+            following = sum(each.bytes for each in self._whole_of[unit] if ".mlp." in each.name)
+            sizes = {
+                "being_computed": max(map(_count_bytes, (self._whole_of[unit], self._saved_of[unit]))),
+                "unpacked": max(0, temporaries.count_unpacked_bytes(at, layer) - following),
+                "masks": temporaries.count_mask_bytes(at, layer),
+            }
+            for _, extras in temporaries.Pass.of_layer(at, layer, **sizes).snapshots("layer_forward"):
+                yield from extras
 
     def backward(self, split: bool = False, state: BackwardState = FIRST_AND_LAST) -> Iterator[Snapshot]:
         """Yield the memory snapshots of one micro-batch's backward in order. split: True if it computes only input
@@ -237,7 +236,8 @@ class StageSnapshots:
         layer = temporaries.Pass.of_layer(at, number, saved, split=split)
         yield from layer.snapshots("mixture" if kind.mixed else "mlp")
         if config.adapter and (config.adapter.dropout or config.adapter.packed) and not kind.mixed:
-            yield from temporaries.adapter_backward(layer, at, number)
+            sizes = temporaries.adapter_sizes(at, number, layer.dimensions)
+            yield from temporaries.Pass.of_layer(at, number, saved, split=split, **sizes).snapshots("adapted_mlp")
         yield from layer.snapshots("mlp_norm")
         around: list[Temporary] = []  # the MLP's tensors are freed by now, except operands of queued weight gradients
         if split:

@@ -8,21 +8,22 @@ sources.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
 from meshwright.planner.cost.adapters import PACKED
 from meshwright.planner.cost.blocks import layer_operators
+from meshwright.planner.cost.dimensions import Dimensions, core_heads, count_flash_lines, list_properties
 from meshwright.planner.cost.micro_batch import LayerKind, MicroBatch, Number, layer_kind
+from meshwright.planner.cost.tables import Item, parse_item, select
 from meshwright.planner.memory.attention_tiles import TiledAttention, backward_bytes, choose_tiles
-from meshwright.planner.memory.dimensions import list_dimensions, list_properties
 from meshwright.planner.memory.snapshot import NamedSnapshot, Saved, Temporary, activation, message, workspace
-from meshwright.planner.memory.tables import Item, compute_size, holds, load_table, parse_items, select_items
 from meshwright.spec.adapter_config import BLOCK
 from meshwright.spec.chunks import split_loss_chunks
 from meshwright.spec.policy import SLICE_LOGITS, UNPACKED_AT_ONCE
+from meshwright.toml import read_packaged_toml
 
 
 class _Row(NamedTuple):
@@ -38,15 +39,13 @@ class _Row(NamedTuple):
 @cache
 def _rows(section: str, properties: frozenset[str]) -> list[_Row]:
     """Return the snapshots of a pass in `tensors.toml` that exist. section: such as "attention"."""
-    table, found = load_table("tensors.toml"), []
-    for row in table[section]:
-        if holds((row["if"],) if "if" in row else (), properties):
-            tensors, freed, held = (
-                select_items(parse_items(row.get(key, ()), table["groups"]), properties)
-                for key in ("tensors", "freed", "held")
-            )
-            found.append(_Row(row["name"], tensors, *(tuple(item.name for item in items) for items in (freed, held))))
-    return found
+    table = read_packaged_toml("planner/memory/tensors.toml")
+    return [
+        _Row(
+            row["name"], tuple(map(parse_item, row["tensors"])), *(tuple(row.get(key, ())) for key in ("freed", "held"))
+        )
+        for row in select(table[section], properties, table["groups"])
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ class Pass:
         prefix: Beginning of their names that the rows leave out, such as "layers.3.".
     """
 
-    dimensions: Mapping[str, Number]
+    dimensions: Dimensions
     properties: frozenset[str]
     saved: Sequence[Saved] = ()
     prefix: str = ""
@@ -73,8 +72,7 @@ class Pass:
         kind, computed = layer_kind(batch.config, layer), batch.load(layer).computed
         copies = max(computed, batch.copies)
         return cls(
-            list_dimensions(batch, kind)
-            | {"split": int(split), "computed": computed, "most_copies": copies} | dimensions,
+            Dimensions(batch, kind, {"split": int(split), "computed": computed, "most_copies": copies} | dimensions),
             list_properties(batch, kind) | ({"split"} if split else set()), saved, f"layers.{layer}.",
         )  # fmt: skip
 
@@ -87,8 +85,8 @@ class Pass:
             if size := sum(each.bytes for each in self.saved if freed and each.name.startswith(freed)):
                 found.append(activation("freed", -size))
             for item in row.tensors:
-                category, _, name = item.name.rpartition(": ")
-                found.append(Temporary(category or "activations", name, int(compute_size(item.value, self.dimensions))))
+                category, _, name = item.name.format(self.prefix[:-1]).rpartition(": ")
+                found.append(Temporary(category or "activations", name, int(self.dimensions[item.value])))
             yield row.name, found
 
 
@@ -96,58 +94,18 @@ class Pass:
 
 
 def attention_workspaces(batch: MicroBatch, kind: LayerKind) -> Iterator[Temporary]:
-    """Yield the temporaries inside the backward of attention's kernel. kind: kind of the layer."""
+    """Yield the temporaries inside the backward of attention in plain torch: of tiles, or of a ring. kind: kind of the
+    layer."""
     if batch.ring:
         yield from ring_backward(batch)
-        return
-    heads, kv_heads = batch.heads, batch.kv_heads
-    if batch.ulysses:
-        heads, kv_heads = heads // batch.cp, kv_heads * batch.key_value_copies // batch.cp
-    if batch.repeats(kind.window):
-        kv_heads = heads
-    if batch.device == "cuda" and not batch.capped:
-        yield from fused_backward(batch, heads, kv_heads, kind.window)
-    elif not batch.config.encoder or batch.capped:  # an encoder's kernel is PyTorch's own
-        yield from tiled_backward(batch, heads, kv_heads, kind)
+    elif batch.capped or (batch.device == "cpu" and not batch.config.encoder):  # an encoder's kernel is PyTorch's own
+        yield from tiled_backward(batch, kind)
 
 
-def fused_backward(batch: MicroBatch, heads: int, kv_heads: int, window: int | None) -> Iterator[Temporary]:
-    """Yield the workspaces of PyTorch's CUDA attention backward (aten/src/ATen/native/transformers/cuda).
-
-    heads, kv_heads: numbers on this rank; window: most tokens that a query attends to, None for all. Flash attention
-    (flash_attn/flash_api.cpp, `mha_bwd`) rounds up to 128 queries and 32 elements of a head; with variable lengths
-    (`mha_varlen_bwd`) it has 128 queries more for each document; the memory-efficient kernel is in
-    attention_backward.cu.
-    """
-    length = batch.sequence
-    if batch.narrow and not batch.dense_mask(window):
-        documents = batch.varlen_documents if batch.varlen(window) else 0
-        for name, size in flash_backward(batch, heads, kv_heads, length, documents).items():
-            yield workspace(name, size)
-        return
-    yield workspace("result times its gradient", batch.rows * heads * (-(-length // 32) * 32) * 4)
-    wide = "upcast gradient of queries" if batch.narrow else "elements of result times its gradient"
-    yield workspace(wide, batch.rows * heads * length * batch.config.head_dim * 4)
-
-
-def flash_backward(batch: MicroBatch, heads: int, kv_heads: int, length: int, documents: int) -> dict[str, int]:
-    """Return {name: bytes} of the workspaces of flash attention's backward in a 16-bit type.
-
-    heads, kv_heads: numbers on this rank; length: tokens of a sequence in the call; documents: number of documents in a
-    variable-length call, 0 for a call of fixed length.
-    """
-    size = batch.config.head_dim
-    lines = heads * (batch.rows * length + 128 * documents if documents else batch.rows * (-(-length // 128) * 128))
-    found = {"result times its gradient": lines * 4, "upcast gradient of queries": lines * (-(-size // 32) * 32) * 4}
-    if kv_heads < heads:
-        found["gradients of keys and values of every query head"] = 4 * batch.rows * length * heads * size
-    return found
-
-
-def tiled_backward(batch: MicroBatch, heads: int, kv_heads: int, kind: LayerKind) -> Iterator[Temporary]:
-    """Yield the temporaries of tiled attention's backward: masks, tiles, gradient sums of keys and values. heads,
-    kv_heads: numbers on this rank; kind: kind of the layer."""
-    config, apart = batch.config, batch.layout.cp > 1
+def tiled_backward(batch: MicroBatch, kind: LayerKind) -> Iterator[Temporary]:
+    """Yield the temporaries of tiled attention's backward: masks, tiles, gradient sums of keys and values. kind: kind
+    of the layer."""
+    config, apart, (heads, kv_heads) = batch.config, batch.layout.cp > 1, core_heads(batch)
     found = backward_bytes(
         TiledAttention(
             choose_tiles(batch, heads, kv_heads, batch.sequence), batch.rows, kv_heads, config.head_dim, batch.itemsize,
@@ -173,9 +131,10 @@ def ring_backward(batch: MicroBatch) -> Iterator[Temporary]:
     results = (heads + 2 * kv_heads) * of_head * x  # after the last ring step
     if batch.flash:  # a call with half of the tokens, and with documents copies of what is concatenated
         copied = batch.masked and batch.rows > 1
-        inside = flash_backward(batch, heads, kv_heads, half, batch.ring_documents if batch.masked else 0)
+        lines = count_flash_lines(batch, heads, half, batch.ring_documents if batch.masked else 0)
+        inside = 4 * lines * (1 + -(-size // 32) * 32) + (2 * heads * of_head if kv_heads < heads else 0)
         log_sums = batch.rows * heads * half * wide
-        work = results // 2 + sum(inside.values()) + log_sums + copied * (3 * heads + 2 * kv_heads) * of_head // 2 * x
+        work = results // 2 + inside + log_sums + copied * (3 * heads + 2 * kv_heads) * of_head // 2 * x
     else:
         cut = choose_tiles(batch, heads, kv_heads, half)
         tile = 2 * wide if x == wide else 3 * wide + x  # a narrow product and its copy in the wide type
@@ -194,45 +153,40 @@ def ring_backward(batch: MicroBatch) -> Iterator[Temporary]:
 # --- adapters
 
 
-def unpacked_weight(batch: MicroBatch, layer: int, name: str = "", result: int = 0) -> list[Temporary]:
-    """Return the temporary of a layer's largest weight that is dequantized for its matrix product, with the buffer of
-    the dequantization or the product's result, whichever is larger; an empty list if weights are not quantized.
+def count_unpacked_bytes(batch: MicroBatch, layer: int, name: str = "", result: int = 0) -> int:
+    """Return the bytes of a layer's largest weight that is dequantized for its matrix product, with the buffer of the
+    dequantization or the product's result, whichever is larger; 0 if weights are not quantized.
 
     name: only weights whose operator's name begins so; result: bytes of the product's result.
     """
     if batch.config.adapter is None or batch.config.adapter.packed is None:
-        return []
+        return 0
     found = (one for one in layer_operators(batch, layer) if one.name.startswith(PACKED) and one.name.startswith(name))
-    sizes = [one.shape[1] * one.shape[2] for each in found for one in each.operations[:3] if one.shape]
-    most = max(sizes, default=0)
+    most = max((one.shape[1] * one.shape[2] for each in found for one in each.operations[:3] if one.shape), default=0)
     once = min(most, UNPACKED_AT_ONCE[batch.device] * BLOCK)
-    return [workspace("unpacked weight", int(most * batch.itemsize + max(result, 6 * once)))]
+    return int(most * batch.itemsize + max(result, 6 * once))
 
 
 MASK_BYTES = 12
 """Bytes of each element while the mask of an adapter's dropout is computed: three int32 numbers."""
 
 
-def adapter_masks(batch: MicroBatch, layer: int, name: str = "") -> list[Temporary]:
-    """Return the temporaries of the largest dropout mask of a layer's adapters; nothing without dropout. name:
-    beginning of the names of the adapted products."""
-    if batch.config.adapter is None or not batch.config.adapter.dropout:
-        return []
-    found = (
-        one for each in layer_operators(batch, layer) for one in each.operations if one.name.endswith(".adapter.a")
-    )
-    sizes = [one.shape[0] * one.shape[2] * one.count for one in found if one.shape and one.name.startswith(name)]
-    return [workspace("dropout masks of adapters", int(MASK_BYTES * max(sizes, default=0)))]
+def count_mask_bytes(batch: MicroBatch, layer: int, name: str = "") -> int:
+    """Return the bytes of the largest dropout mask of a layer's adapters while it is computed. name: beginning of the
+    names of the adapted products."""
+    found = (one for each in layer_operators(batch, layer) for one in each.operations)
+    adapted = (one for one in found if one.name.startswith(name) and one.name.endswith(".adapter.a"))
+    sizes = (one.shape[0] * one.shape[2] * one.count for one in adapted if one.shape)
+    return int(MASK_BYTES * max(sizes, default=0))
 
 
-def adapter_backward(layer: Pass, batch: MicroBatch, number: int) -> Iterator[NamedSnapshot]:
-    """Yield (snapshot name, temporaries) for the backward of a dense MLP with dropout masks of adapters or dequantized
-    weights. layer: its pass; number: index of the layer."""
-    for name, extras in layer.snapshots("adapted_mlp"):
-        product = name.removeprefix(".")
-        yield f"{name}.dropout", [*extras, *adapter_masks(batch, number, product)]
-        result = compute_size("rows tokens width x" if product == "mlp.down" else "stream x", layer.dimensions)
-        yield f"{name}.unpack", [*extras, *unpacked_weight(batch, number, product, result)]
+def adapter_sizes(batch: MicroBatch, layer: int, dimensions: Dimensions) -> dict[str, Number]:
+    """Return the dimensions of the backward of a dense MLP with dropout masks of adapters or dequantized weights.
+    dimensions: those of the layer without them."""
+    results = {"down": dimensions["rows tokens width x"], "up": dimensions["stream x"]}
+    found = {f"{name}_masks": count_mask_bytes(batch, layer, f"mlp.{name}") for name in results}
+    unpacked = {name: count_unpacked_bytes(batch, layer, f"mlp.{name}", result) for name, result in results.items()}
+    return found | {f"{name}_unpacked": size for name, size in unpacked.items()}
 
 
 # --- both ends of the model
@@ -251,16 +205,15 @@ def loss_pass(batch: MicroBatch, saved: Sequence[Saved], compiled: bool, again: 
         "keeps_hidden": "head.hidden.gradient" in kept, "keeps_weight": "head.weight.gradient" in kept,
         "computes_weight": (again and config.adapter is None) or "head.weight.gradient" in kept,
     }  # fmt: skip
-    found = Pass.of_layer(batch, 0, saved)
-    sizes = {
+    sizes: dict[str, Number] = {
         "longest": longest, "head_width": width, "kept_weight": kept.get("head.weight.gradient", 0),
         "sliced": longest if batch.device != "cpu" else min(longest, max(1, SLICE_LOGITS // width)),
         "weight_bytes": batch.wide if several else x,
         "summed_bytes": batch.wide if len(chunks) > 2 else x,  # the sum of all but the last chunk
         "chunk_bytes": several * x * (2 if batch.narrow else 1),
     }  # fmt: skip
-    true = found.properties | {name for name, value in every.items() if value}
-    return replace(found, dimensions={**found.dimensions, **sizes}, properties=true, prefix="")
+    found = Pass.of_layer(batch, 0, saved, **sizes)
+    return replace(found, properties=found.properties | {name for name, value in every.items() if value}, prefix="")
 
 
 def embedding_pass(batch: MicroBatch, unit: str) -> Pass:

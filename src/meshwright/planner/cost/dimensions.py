@@ -1,0 +1,267 @@
+"""Dimensions and properties of a layer on one rank, from which sizes and conditions in the planner's tables are made
+(`tables.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from meshwright.planner.cost.micro_batch import ITEM_BYTES, LayerKind, MicroBatch, Number, at_least
+from meshwright.planner.cost.tables import compute_size
+from meshwright.spec.policy import ACCELERATOR_TILE
+from meshwright.spec.work import keys_per_token
+
+RANDOM_STATE = 632
+"""Numbers of eight bytes in the state of a CPU's random numbers."""
+
+
+class Dimensions(dict[str, Number]):
+    """{name: value} of the dimensions of a layer of one kind on a rank, and of sizes made of them, such as "2 tokens
+    width": each is computed on first use. more: further dimensions, such as `computed` and `arrived`, the token copies
+    of a mixture (`Routed`)."""
+
+    def __init__(self, batch: MicroBatch, kind: LayerKind, more: Mapping[str, Number] | None = None) -> None:
+        super().__init__(more or {})
+        self.batch, self.kind = batch, kind
+
+    def __missing__(self, name: str) -> Number:
+        """Compute a dimension by `FORMULAS`, or a size. Raises `KeyError` for an unknown one."""
+        found = FORMULAS[name](self.batch, self.kind) if name.isidentifier() else compute_size(name, self)
+        self[name] = found
+        return found
+
+
+def core_heads(batch: MicroBatch) -> tuple[Number, Number]:
+    """Return the numbers of (query heads, key-value heads) of the attention kernel: under Ulysses, those after the
+    all-to-all."""
+    if not batch.ulysses:
+        return batch.heads, batch.kv_heads
+    return batch.heads // batch.cp, batch.kv_heads * batch.key_value_copies // batch.cp
+
+
+def _lines(batch: MicroBatch, kind: LayerKind) -> Number:
+    """Return the number of queries for which the attention kernel saves a log-sum-exp: PyTorch's memory-efficient one
+    (for masks and float32) rounds it up to a multiple of 32 (aten/src/ATen/native/transformers/cuda)."""
+    length = batch.sequence if batch.ulysses else batch.tokens
+    cuda = batch.device == "cuda" and not batch.ring
+    return -(-length // 32) * 32 if cuda and (batch.dense_mask(kind.window) or not batch.narrow) else length
+
+
+def count_flash_lines(batch: MicroBatch, heads: Number, length: Number, documents: int) -> Number:
+    """Return the number of queries of all heads for which flash attention's backward allocates workspaces: rounded up
+    to 128 (flash_attn/flash_api.cpp, `mha_bwd`); with variable lengths (`mha_varlen_bwd`) 128 more for each document.
+
+    heads: number on this rank; length: tokens of a sequence in the call; documents: number of documents in a
+    variable-length call, 0 for a call of fixed length.
+    """
+    return heads * (batch.rows * length + 128 * documents if documents else batch.rows * (-(-length // 128) * 128))
+
+
+def _mask_rows(batch: MicroBatch) -> Number:
+    """Return the number of sequences with a mask each; 1 if all have the same."""
+    return batch.rows if batch.masked else 1
+
+
+def _visible_rows(batch: MicroBatch, kind: LayerKind) -> Number:
+    """Return the number of sequences for which a CPU saves each query's first visible key."""
+    windowed = kind.window is not None and kind.window < batch.sequence
+    return batch.rows if windowed and batch.config.window_chunks else _mask_rows(batch)
+
+
+def _attended(batch: MicroBatch) -> int:
+    """Return the tokens of a document, on average."""
+    return max(1, round(batch.sequence / batch.documents))
+
+
+def _seen(batch: MicroBatch, kind: LayerKind) -> float:
+    """Return the mean number of keys to which a query attends. A decoder's kernel skips masked keys, an encoder's
+    computes all keys with a mask."""
+    config = batch.config
+    length = batch.sequence if config.encoder else _attended(batch)
+    return keys_per_token(length, kind.window, not config.encoder, config.window_chunks)
+
+
+def _core_value(batch: MicroBatch, kind: LayerKind) -> int:
+    """Return the number of features of a value vector in the attention kernel. The engine `meshwright` pads the values
+    of latent attention to the size of queries, except on a CPU without context parallelism."""
+    if batch.engine.name == "meshwright" and (batch.device == "cuda" or batch.ring or batch.ulysses):
+        return max(batch.config.head_dim, batch.config.value_dim)
+    return batch.config.value_dim
+
+
+def keys_per_tile(sequence: int, tile: int, window: int | None) -> float:
+    """Return the mean number of keys for which tiled attention computes the scores of a query: the keys to which any
+    query of the same tile attends. sequence: tokens; tile: queries of a tile; window: most tokens that a query attends
+    to, None for all."""
+    total = 0
+    for start in range(0, sequence, tile):
+        stop = min(sequence, start + tile)
+        oldest = 0 if window is None else max(0, start - window + 1)
+        total += (stop - start) * (stop - oldest)
+    return total / sequence
+
+
+def _tile_keys(batch: MicroBatch, kind: LayerKind) -> float:
+    """Return the mean number of keys of a tile of attention in plain torch on an accelerator."""
+    seen = _attended(batch)
+    return keys_per_tile(seen, min(ACCELERATOR_TILE[0], seen), kind.window)
+
+
+def _tiles(batch: MicroBatch, kind: LayerKind) -> Number:
+    """Return the number of tiles of attention in plain torch on an accelerator."""
+    scores = batch.all_tokens * batch.heads * _tile_keys(batch, kind)
+    return at_least(scores // ACCELERATOR_TILE[1], -(-batch.tokens // min(ACCELERATOR_TILE[0], _attended(batch))))
+
+
+def _count_outputs(batch: MicroBatch, product: str) -> int:
+    """Return the number of outputs of a matrix product of latent attention on this rank. product: such as "qkv"."""
+    config = batch.config
+    assert config.latent is not None
+    return config.latent.products(config.hidden, batch.heads, config.head_dim)[product][0]
+
+
+_BATCH = (
+    "rows", "tokens", "slice", "sequence", "all_tokens", "predictions", "responses", "heads", "kv_heads", "copies",
+    "arriving", "expert_width", "vocabulary", "wide", "tp", "cp", "ep", "etp",
+)  # fmt: skip
+_MODEL = "hidden", "experts", "token_types"
+
+FORMULAS: dict[str, Callable[[MicroBatch, LayerKind], Any]] = {
+    **{name: lambda batch, kind, name=name: getattr(batch, name) for name in _BATCH},
+    **{name: lambda batch, kind, name=name: getattr(batch.config, name) for name in _MODEL},
+    # Bytes of an element of activations (`wide`: of sums) and of what is sent to experts; of the loss for a logit.
+    "x": lambda batch, kind: batch.itemsize,
+    "sent": lambda batch, kind: 1 if batch.eight_bit and batch.engine.eight_bit_activations else batch.itemsize,
+    "loss_bytes": lambda batch, kind: batch.engine.loss_bytes,
+    # Numbers of the residual stream; 1 with tp, else 0; float32 numbers of a vector that a norm saves, those that an
+    # encoder's norm saves in the type of activations; vectors of its parameters.
+    "stream": lambda batch, kind: batch.rows * batch.slice * batch.config.hidden,
+    "summed": lambda batch, kind: int(batch.layout.tp > 1),
+    "statistics": lambda batch, kind: 2 if batch.config.norm == "layernorm" else 1,
+    "saved_statistics": lambda batch, kind: 2 if batch.narrow else 1,
+    "norm_vectors": lambda batch, kind: 1 + batch.config.norm_bias,
+    # Attention: features of a head; `core_*`: sizes of its kernel, under Ulysses those after the all-to-all, with
+    # `core_keys` key-value heads after their repetition and `core_all` heads of queries, keys and values.
+    "qkv": lambda batch, kind: batch.qkv_width,
+    "head": lambda batch, kind: batch.config.head_dim,
+    "value": lambda batch, kind: batch.config.value_dim,
+    "inner": lambda batch, kind: batch.heads * batch.config.head_dim,
+    "kv_copies": lambda batch, kind: batch.key_value_copies,
+    "core_heads": lambda batch, kind: core_heads(batch)[0],
+    "core_keys": lambda batch, kind: core_heads(batch)[not batch.repeats(kind.window)],
+    "core_all": lambda batch, kind: core_heads(batch)[0] + 2 * core_heads(batch)[1],
+    "core_tokens": lambda batch, kind: batch.sequence if batch.ulysses else batch.tokens,
+    "core_head": lambda batch, kind: max(batch.config.head_dim, batch.config.value_dim),
+    "core_value": _core_value,
+    "lines": _lines,
+    "flash_head": lambda batch, kind: -(-batch.config.head_dim // 32) * 32,
+    "flash_lines": lambda batch, kind: count_flash_lines(
+        batch, core_heads(batch)[0], batch.sequence, batch.varlen_documents if batch.varlen(kind.window) else 0
+    ),
+    "mask_rows": lambda batch, kind: _mask_rows(batch),
+    "visible_rows": _visible_rows,
+    "random_state": lambda batch, kind: RANDOM_STATE,
+    "seen": _seen,
+    "piece": lambda batch, kind: batch.sequence / (2 * batch.cp) if batch.ring else batch.sequence,
+    "tile_keys": _tile_keys,
+    "tiles": _tiles,
+    "tile_lines": lambda batch, kind: batch.all_tokens * batch.heads / _tiles(batch, kind),
+    "tile_operands": lambda batch, kind: batch.all_tokens * (batch.heads + batch.kv_heads) * batch.config.head_dim
+    / _tiles(batch, kind),
+    "query_rank": lambda batch, kind: batch.config.latent.query_rank,
+    "latent_rank": lambda batch, kind: batch.config.latent.rank,
+    "latent_qkv": lambda batch, kind: _count_outputs(batch, "qkv"),
+    "latent_up": lambda batch, kind: _count_outputs(batch, "latent_up"),
+    # A dense MLP and a shared expert: hidden features, and outputs of the up projection with its gate.
+    "gates": lambda batch, kind: 2 if batch.config.gated else 1,
+    "width": lambda batch, kind: batch.config.intermediate // batch.tp,
+    "up": lambda batch, kind: batch.config.intermediate // batch.tp * (2 if batch.config.gated else 1),
+    "shared_width": lambda batch, kind: batch.config.shared_intermediate // batch.tp,
+    "shared_up": lambda batch, kind: 2 * (batch.config.shared_intermediate // batch.tp),
+    # A mixture of experts: tokens that the rank routes (of a sequence, of all); copies that arrive under equal load, at
+    # an expert; its up projection; its slice of the second bias.
+    "mixture_tokens": lambda batch, kind: batch.slice if batch.expert_parallel else batch.tokens,
+    "routed": lambda batch, kind: batch.routed_tokens,
+    "chosen": lambda batch, kind: batch.config.experts_per_token,
+    "experts_here": lambda batch, kind: batch.config.experts // batch.ep,
+    "per_expert": lambda batch, kind: batch.arriving / (batch.config.experts // batch.ep),
+    "expert_up": lambda batch, kind: 2 * batch.expert_width,
+    "expert_bias": lambda batch, kind: batch.config.hidden // (batch.etp if batch.expert_parallel else batch.tp),
+    # Both ends.
+    "words": lambda batch, kind: batch.config.vocabulary,
+    "labels": lambda batch, kind: len(batch.config.labels),
+    "positions": lambda batch, kind: batch.config.max_positions,
+}  # fmt: skip
+"""{dimension: its value for a micro-batch and a kind of layer}; those without a comment are fields of both or of the
+model."""
+
+
+def list_properties(batch: MicroBatch, kind: LayerKind) -> frozenset[str]:
+    """Return the names of the properties (`find_properties`) that are true of a layer of one kind, computed on the
+    first call."""
+    key = "properties", kind
+    if key not in batch.operators:
+        batch.operators[key] = frozenset(name for name, value in find_properties(batch, kind).items() if value)
+    found: frozenset[str] = batch.operators[key]
+    return found
+
+
+def find_properties(batch: MicroBatch, kind: LayerKind) -> dict[str, bool]:
+    """Return {property: True if a layer of one kind has it}: of its architecture, such as "gated", its layout, such as
+    "ring" or the kind of recompute, the device, and the engine.
+
+    Kind of layer: "encoder", "dense", "mixture", or "front" for one whose mixture is expert-parallel, so that only the
+    part before the mixture is compiled. With tp, outputs are "summed" over ranks; with sequence parallelism a rank
+    "gathers" inputs. "cuda_attention": PyTorch's CUDA kernels compute attention; "repeated": keys and values are
+    repeated for every query head; "rotated": queries and keys are copies, made by rotary positions or norms.
+    """
+    config, layout, window, engine = batch.config, batch.layout, kind.window, batch.engine
+    cuda = batch.device == "cuda"
+    mixture = ("front" if batch.expert_parallel else "mixture") if kind.mixed else "dense"
+    return {
+        "encoder" if config.encoder else mixture: True, layout.recompute: True, config.router: True, config.norm: True,
+        f"{config.head}_head": True, "summed": layout.tp > 1,
+        "gathers": layout.tp > 1 and layout.tensor_sequence_parallel, "ring": batch.ring, "ulysses": batch.ulysses,
+        "split_sequence": layout.cp > 1, "expert_parallel": batch.expert_parallel, "several_ep": layout.ep > 1,
+        "several_etp": layout.etp > 1, "cuda": cuda, "cuda_attention": cuda and not batch.ring,
+        "narrow": batch.narrow, "masked": batch.masked, "capped": batch.capped, "flash": batch.flash,
+        "varlen": batch.varlen(window), "limited": batch.limited(window),
+        "windowed": window is not None and window < batch.sequence,
+        "pre_norms": config.pre_norms, "post_norms": config.post_norms, "zero_centred": config.zero_centred_norms,
+        "scaled_residual": config.residual_scale != 1, "latent": config.latent is not None,
+        "latent_queries": config.latent is not None and config.latent.query_rank is not None,
+        "padded_values": config.value_dim < config.head_dim, "rotates": kind.rotates,
+        "rotated": kind.rotates or config.query_key_norm, "query_key_norm": config.query_key_norm,
+        "projection_norm": config.projection_norm, "rotated_norm": config.rotated_norm, "tempered": kind.tempered,
+        "qkv_bias": config.qkv_bias, "output_bias": config.output_bias, "sinks": config.attention_sinks,
+        "grouped": batch.grouped, "repeated": batch.repeats(window),
+        "dense_mask": cuda and not batch.ring and batch.dense_mask(window),
+        {"scores": "unfused", "tiled": "tiled"}.get(batch.kernel, "fused"): True,
+        "gated": config.gated, "relu": config.activation == "relu", "mlp_bias": config.mlp_bias,
+        "adapter": config.adapter is not None, "packed": bool(config.adapter and config.adapter.packed),
+        "masked_adapter": bool(config.adapter and config.adapter.dropout), "mixed": kind.mixed,
+        "shared": config.shared_intermediate > 0,
+        "shared_gate": config.shared_gate, "normalised": config.normalise_choice,
+        "router_loss": bool(config.router_loss),
+        "router_bias": config.router_bias, "wide_router": config.router == "sigmoid" and batch.narrow,
+        "routed_input": config.routed_input, "clamped": config.swiglu_limit is not None, "tied": config.tied,
+        "labelled": bool(config.labels), "scaled_embedding": config.embedding_factor != 1,
+        "embedding_norm": config.embedding_norm, "token_types": config.token_types > 0,
+        "learned_positions": config.positions == "learned" and config.max_positions > 0,
+        "divided_logits": config.logit_divisor != 1, "capped_logits": bool(config.logit_softcap),
+        "pairs": batch.responses > 0, "dropout": engine.dropout, "stops_early": engine.stops_early,
+        "core_selective": engine.selective == "core", "overlaps_tensor": engine.overlaps_tensor is not None,
+        "overlaps_products": engine.overlaps_tensor == "products",
+    }  # fmt: skip
+
+
+def element_types(dtype: str) -> dict[str, str]:
+    """Return {element type of `SavedTensor`, such as "wide": torch's type name}. dtype: torch's type name of
+    activations and parameters."""
+    wide = dtype if dtype == "float64" else "float32"
+    return {"x": dtype, "wide": wide, "index": "int64", "int32": "int32", "bool": "bool"}
+
+
+def element_bytes(dtype: str, kind: str) -> int:
+    """Return the bytes of an element. dtype: torch's type name of activations; kind: element type of `SavedTensor`."""
+    return ITEM_BYTES[element_types(dtype)[kind]]

@@ -1,0 +1,101 @@
+"""Reader of the planner's tables of operators and tensors (TOML files).
+
+A condition consists of properties of a layer: "a & !b | c" (not before and before or). A size is a sum of products of
+numbers and dimensions: "2 tokens width + tokens hidden". A text "VALUE ? CONDITION" exists where the condition holds, a
+table where that of its key `if` does; "@NAME" in a list stands for the items of a group.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Set
+from functools import cache
+from typing import Any, NamedTuple
+
+from meshwright.planner.cost.micro_batch import Number
+from meshwright.planner.cost.operators import SavedTensor
+
+CONDITIONS = ("again", "bias", "repeat")
+"""Keys whose values are conditions, and True or False once they are selected."""
+
+
+class Item(NamedTuple):
+    """An item of a list in a table. name: its name; value: text after "=", "" without."""
+
+    name: str
+    value: str
+
+
+def select(value: Any, true: Set[str], groups: Mapping[str, Any]) -> Any:
+    """Return what exists of a value of a table (text, list or table), without conditions; None if it does not. true:
+    properties that are true; groups: lists for which "@NAME" stands."""
+    if isinstance(value, str):
+        text, _, condition = value.partition("?")
+        return text.strip() if holds(condition, true) else None
+    if isinstance(value, list):
+        chosen = [one for each in value if (one := select(each, true, groups)) not in (None, "")]
+        named = (select(groups[one[1:]], true, groups) if str(one).startswith("@") else [one] for one in chosen)
+        return [one for each in named for one in each]
+    if isinstance(value, Mapping):
+        if not holds(value.get("if", ""), true):
+            return None
+        row = {
+            key: holds(each, true) if key in CONDITIONS else select(each, true, groups)
+            for key, each in value.items()
+            if key != "if"
+        }
+        return {key: each for key, each in row.items() if each is not None}
+    return value
+
+
+def select_items(texts: Iterable[str], true: Set[str], groups: Mapping[str, Any]) -> tuple[Item, ...]:
+    """Return the items "NAME = VALUE" of a list that exist. true, groups: as of `select`."""
+    return tuple(map(parse_item, select(list(texts), true, groups)))
+
+
+def parse_item(text: str) -> Item:
+    """Return the item "NAME = VALUE" of a list."""
+    name, _, value = (part.strip() for part in text.partition(" = "))
+    return Item(name, value)
+
+
+@cache
+def _parse_condition(condition: str) -> tuple[tuple[frozenset[str], frozenset[str]], ...]:
+    """Return the alternatives of a condition, of which one must hold, as (properties that must be true, properties that
+    must not)."""
+    found = []
+    for every in condition.split("|"):
+        words = [word.strip() for word in every.split("&")]
+        needed = frozenset(word for word in words if word and word[0] != "!")
+        found.append((needed, frozenset(word[1:] for word in words if word[:1] == "!")))
+    return tuple(found)
+
+
+def holds(condition: str, true: Set[str]) -> bool:
+    """Return True if a condition holds; the empty one always does. true: properties that are true."""
+    return any(needed <= true and not refused & true for needed, refused in _parse_condition(condition))
+
+
+@cache
+def _parse_size(size: str) -> tuple[tuple[str | float, ...], ...]:
+    """Return the terms of a size, each a list of factors: numbers and names of dimensions."""
+    number = re.compile(r"-?\d+(\.\d+)?")
+    return tuple(
+        tuple(float(each) if "." in each else int(each) if number.fullmatch(each) else each for each in term.split())
+        for term in size.split(" + ")
+    )
+
+
+def compute_size(size: str, dimensions: Mapping[str, Number]) -> Number:
+    """Return the value of a size, such as "2 tokens width + tokens hidden"."""
+    return sum(
+        math.prod(dimensions[each] if isinstance(each, str) else each for each in term) for term in _parse_size(size)
+    )
+
+
+def parse_tensor(item: Item) -> SavedTensor:
+    """Return the tensor of an item whose value is such as "x rows tokens 2*width": element type, then its shape, which
+    is returned as sizes to be computed."""
+    kind, *axes = item.value.split()
+    return SavedTensor(item.name, tuple(axis.replace("*", " ") for axis in axes), kind)
