@@ -26,8 +26,11 @@ PUBLISHED = Path(__file__).parent / "data" / "published_runs.csv"
 DEVICES = {
     "A100-40GB": "a100-40",
     "A100-80GB": "a100-80",
+    "A800-80GB": "a800",
     "H100-80GB": "h100-sxm",
     "H100-96GB-500W": "h100-96",
+    "H800-80GB": "h800",
+    "GH200-96GB": "gh200",
     "H200-141GB": "h200",
     "B200": "b200",
     "B300": "b300",
@@ -54,6 +57,13 @@ ARCHITECTURES = {
     "Llama-1.34B": {"family": "llama", "activation": "silu", "tied": True},
     "Llama-3.57B": {"family": "llama", "activation": "silu", "tied": True},
     "Llama-8": {"family": "llama", "activation": "silu"},
+    "Yi-34B": {"family": "llama", "activation": "silu"},
+    "Baichuan2": {"family": "llama", "activation": "silu"},
+    "InternLM": {"family": "llama", "activation": "silu", "qkv_bias": True, "output_bias": True},
+    "ChatGLM3": {"family": "qwen2", "activation": "silu"},
+    "Qwen-7B": {"family": "qwen2", "activation": "silu"},
+    "OLMo": {"family": "olmo2", "activation": "silu"},
+    "BLOOM": {"family": "bloom", "activation": "gelu_tanh", "tied": True},
     "GPT-NeoX": {"family": "gpt2", "activation": "gelu_tanh"},
     "": {"family": "gpt2", "activation": "gelu_tanh", "tied": True},
 }
@@ -102,6 +112,8 @@ def run(row: dict[str, str], engine: Engine) -> Run:
     config = config_of(row)
     if row["flash_attention"] == "no":
         engine = replace(engine, attention="scores", hopper_attention=None)
+    elif row["flash_attention"] == "yes" and engine.attention == "scores":
+        engine = replace(engine, attention="flash-2")
     for mode, size in (("DEFAULT", 4), ("PURE", 2)):  # bytes per element of reduced gradients
         if mode in row["precision"]:
             engine = replace(engine, gradient_bytes=size)
@@ -143,6 +155,8 @@ def cluster_of(row: dict[str, str]) -> Cluster:
     """With the links that the table says, in nodes of 8 or racks."""
     device, gpus = DEVICES[row["gpu_type"]], int(row["gpus"])
     table: dict[str, object] = {"device": device, "devices": gpus, "devices_per_node": 8}
+    if device == "gh200":
+        table["devices_per_node"] = 4
     if device.startswith("gb"):
         table["devices_per_node"] = min(gpus, RACK)
     for which, column in (("inside", "intra_node_bw"), ("across", "inter_node_bw")):
@@ -169,11 +183,11 @@ def layouts(row: dict[str, str], batch: int) -> Iterator[Layout]:
     parts = [f"dp{dp}"]
     if "FULL_SHARD" in row["zero_or_fsdp"] or "HSDP" in row["zero_or_fsdp"]:
         parts += ["zero3", *(f"hs{size}" for size in re.findall(r"HSDP_(\d+)", row["zero_or_fsdp"]))]
-    elif row["zero_or_fsdp"] in ("zero1", "zero2"):
-        parts.append(row["zero_or_fsdp"])
+    elif row["zero_or_fsdp"].startswith("zero"):
+        parts += row["zero_or_fsdp"].split()
     if tp > 1:
         parts.append(f"tp{tp}" + ("" if row["sp"] == "yes" else ":nosp"))
-    if int(row["cp"] or 1) > 1:
+    if row["cp"] not in ("", "1"):
         parts.append(f"cp{row['cp']}")
     if int(row["ep"] or 1) > 1:
         parts.append(f"ep{row['ep']}" + (f":etp{tp}" if tp > 1 and row["model"].startswith("Grok") else ""))
