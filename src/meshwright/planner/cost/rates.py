@@ -111,7 +111,8 @@ class Rates:
             rate = share / ring * self.wide_peak
         else:
             rate = math.inf
-        taken = np.hypot(operation.flops / rate, operation.bytes / self.memory)
+        computing, moving = operation.flops / rate, operation.bytes / self.memory
+        taken = computing + moving if operation.kind == "attention" else np.hypot(computing, moving)
         return operation.count * (launch_seconds(operation) + taken)
 
 
