@@ -1,7 +1,9 @@
 """Tables of published training runs, one metric of a run per row, with the inputs of the planner.
 
 `bench/data/published_runs.csv` has the columns of the table that `bench/plan_accuracy.py` takes, and two more: the
-engine whose kernels are priced, and whether its blocks were compiled.
+engine whose kernels are priced, and whether its blocks were compiled. `bench/data/unseen_runs.csv` has one more: the
+half of its sources, "development" or "test", which was drawn before any of its runs was priced. Its engines are those
+that their names suggest, also where an engine of another kind is nearer to what the authors describe.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from meshwright.spec.config import ModelConfig
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.presets import PRESETS, preset
 
-PUBLISHED = Path(__file__).parent / "data" / "published_runs.csv"
+PUBLISHED, UNSEEN = (Path(__file__).parent / "data" / f"{name}_runs.csv" for name in ("published", "unseen"))
 
 DEVICES = {
     "A100-40GB": "a100-40",
@@ -92,14 +94,14 @@ class Run:
         return flops / self.seconds / self.cluster.devices
 
 
-def runs(path: Path, metrics: Iterable[str] = TIMES) -> Iterator[Run | tuple[str, str]]:
-    """Every run of the file with one of these metrics; of one that cannot be told to the planner its source and the
-    reason."""
+def runs(path: Path, metrics: Iterable[str] = TIMES, half: str | None = None) -> Iterator[Run | tuple[str, str]]:
+    """Every run of the file, or of one half of its sources, with one of these metrics; of one that cannot be told to
+    the planner its source and the reason."""
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
             named = next((engine for prefix, engine in SOURCES if prefix in row["source"]), None)
             engine = row.get("engine") or named
-            if row["metric"] not in metrics or engine is None:
+            if row["metric"] not in metrics or engine is None or row.get("half") != half:
                 continue
             try:
                 yield run(row, ENGINES[engine])
