@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.published_runs import Run
+from meshwright.planner.api import plan
 from meshwright.planner.cost.bounds import LIMITS, BoundsTable, StepProperties, parse_bounds_table
 from meshwright.planner.cost.step_time import StepTime, problem_for
+from meshwright.recipe import Recipe
+from meshwright.spec.config_from_recipe import config_from_recipe
 
 Pair = tuple[Run, StepTime]
 BOUNDS = Path(__file__).parents[1] / "src" / "meshwright" / "planner" / "cost" / "bounds.toml"
@@ -38,6 +41,11 @@ ORGANISATIONS = {
 """How the names of the sources of an organisation begin, which has several."""
 MEASURED = Path(__file__).parent / "results" / "gpu_plan.json"
 """This repository's own steps on one H100, written by bench/gpu/plan_on_gpu.py."""
+MEASURED_MODEL = {
+    "family": "llama", "tied": True, "layers": 24, "hidden": 1024, "heads": 16, "kv_heads": 8, "intermediate": 2816,
+    "vocabulary": 32000,
+}  # fmt: skip
+"""What they train, on batches of 8 sequences of 2,048 tokens: `SHAPE` of bench/gpu/plan_on_gpu.py."""
 
 
 def project(one: Run) -> str:
@@ -103,10 +111,27 @@ def content(pairs: list[Pair]) -> dict[str, Any]:
     return constants | {"engines": engines, "own": own(), "kinds": list(kinds(pairs))}
 
 
+def own_ratios() -> dict[str, float]:
+    """Return measured over predicted seconds of every own step, as the planner predicts it now without a probe."""
+    recipe = Recipe.from_tables(
+        {
+            "layout": "dp1",
+            "model": MEASURED_MODEL,
+            "data": {"source": "stdlib", "tokenizer": "bytes", "sequence": 2048},
+            "train": {"steps": 1, "batch": 8, "learning_rate": 1e-3},
+        }
+    )
+    config = config_from_recipe(recipe.model, 2048, 32000)
+    found = {}
+    for name, run in json.loads(MEASURED.read_text(encoding="utf-8"))["runs"].items():
+        asked = plan(config, "1xh100-sxm", run["layout"], sequence=2048, batch=8, compile=run["compiled"])
+        found[name] = run["seconds"] / asked.best.time.seconds
+    return found
+
+
 def own() -> dict[str, dict[str, Any]]:
     """Return the least and the most measured over predicted seconds of the engine `meshwright`."""
-    runs = json.loads(MEASURED.read_text(encoding="utf-8"))["runs"].values()
-    ratios = [one["seconds"] / one["seconds_by_catalogue"] for one in runs]
+    ratios = own_ratios().values()
     low, high = math.floor(min(ratios) * 1000) / 1000, math.ceil(max(ratios) * 1000) / 1000
     return {"meshwright": {"low": low, "high": high, "runs": len(ratios)}}
 

@@ -126,6 +126,8 @@ class Bounds:
         widened: True if the factors are wider for that; False also if the engine's further runs span the wider factors.
         engine_published: True if any published run used the step's engine.
         engine_runs: Number of further runs of the engine, measured in this project, whose ratios the factors include.
+        distance: Doublings beyond the largest values of these runs (halvings of the shortest step), added up, plus 1 if
+            the runs are of several architectures for want of enough of the device's.
     """
 
     low: float
@@ -135,6 +137,7 @@ class Bounds:
     widened: bool = False
     engine_published: bool = False
     engine_runs: int = 0
+    distance: float = 0.0
 
     def document(self) -> dict[str, Any]:
         """Return {"bounds": table} for `plan --json`; an empty dict if `kind` is None."""
@@ -142,7 +145,7 @@ class Bounds:
             return {}
         known = {"kind": self.kind.name, "runs": self.kind.runs, "projects": self.kind.projects}
         engine = {"engine_published": self.engine_published, "engine_runs": self.engine_runs}
-        return {"bounds": known | engine | {"outside": list(self.outside)}}
+        return {"bounds": known | engine | {"outside": list(self.outside), "distance": round(self.distance, 3)}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,23 +178,25 @@ class BoundsTable:
         its runs."""
         kind = next(kind for kind in self.kinds if kind.has(step))
         outside: list[str] = []
-        wider = 1.0
+        distance = 0.0
         if kind.architecture is None:
-            wider += self.widen
+            distance += 1
             precision = "fp8" if step.eight_bit else "16 or 32 bits"
             what = "mixtures" if step.experts else "dense models"
             outside.append(f"too few published runs of {what} on {step.architecture or 'this device'} in {precision}")
         for name, sign in LIMITS.items():
             value, limit = getattr(step, name), kind.limits[name]
             if sign * value > sign * limit:
-                wider += self.widen * abs(math.log2(value / limit))
+                distance += abs(math.log2(value / limit))
                 what = _OUTSIDE[name].format(_number(value), _number(limit))
                 outside.append(f"no published run ({kind.name}) {what}")
         own, spread = self.own.get(step.engine, RunKind(1.0, 1.0, 0)), self.spread(step)
         known, (low, high) = (
-            (min(kind.low**power, own.low), max(kind.high**power, own.high)) for power in (spread, spread * wider)
+            (min(kind.low**power, own.low), max(kind.high**power, own.high))
+            for power in (spread, spread * (1 + self.widen * distance))
         )
-        return Bounds(low, high, kind, tuple(outside), (low, high) != known, step.engine in self.engines, own.runs)
+        published = step.engine in self.engines
+        return Bounds(low, high, kind, tuple(outside), (low, high) != known, published, own.runs, distance)
 
 
 def _number(value: float) -> str:
