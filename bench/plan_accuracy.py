@@ -3,11 +3,11 @@ against the null model (every run gets its source's median rate), rank correlati
 
     python bench/plan_accuracy.py [--bounds] [-v] shared/data/measured/training_runs.csv
 
-Beside the table that is named, `bench/data/published_runs.csv` is priced. What the planner's constants are fitted
-to, `planner/cost/rates.toml` says; `HELD_BACK` are sources that no constant was fitted to or chosen by. The bounds of a
-source are tested by those that the runs of all other projects give (`held_out`), also by kind of run. `--bounds` first
-writes the planner's bounds from all runs. Peaks of memory that the tables have are compared with what the planner says
-the allocator holds.
+Beside the table that is named, `bench/data/published_runs.csv` and `unseen_runs.csv` are priced. What the planner's
+constants are fitted to, `planner/cost/rates.toml` says; `HELD_BACK` are sources that no constant was fitted to or
+chosen by. The bounds of a source are tested by those that the runs of all other projects give (`held_out`), also by
+kind of run. `--bounds` first writes the planner's bounds from all runs but those of the test half of `unseen_runs.csv`,
+which decide nothing. Peaks of memory that the tables have are compared with what the planner says the allocator holds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from bench import plan_bounds
 from bench.plan_bounds import project, request
-from bench.published_runs import MEMORY, PUBLISHED, Run, runs
+from bench.published_runs import MEMORY, PUBLISHED, UNSEEN, Run, runs
 from meshwright.collectives.quantities import GIB
 from meshwright.errors import UserError
 from meshwright.layout import Layout
@@ -31,6 +31,7 @@ from meshwright.planner.cost.step_time import StepTime, default_precision, step_
 from meshwright.planner.memory.rank_memory import fullest_rank, slack_fraction
 from meshwright.planner.problem import Problem
 from meshwright.spec.refuse import refuse
+from meshwright.toml import read_packaged_toml
 
 Predictions = list[tuple[Run, StepTime]]
 LEAST_OF_A_SWEEP = 3
@@ -91,29 +92,37 @@ def report(found: Predictions) -> dict[str, Any]:
 
 def measure(path: Path, verbose: bool = False, bounds: bool = False) -> dict[str, Any]:
     """The figures of all sources of a table, of all its runs together, and the same of the published ones."""
-    tables = [priced(each, verbose) for each in (path, PUBLISHED)]
+    tables = [priced(path, verbose), priced(PUBLISHED, verbose), priced(UNSEEN, verbose, "development")]
+    test, test_refused = priced(UNSEEN, verbose, "test")
     everything = {source: pairs for found, _ in tables for source, pairs in found.items()}
     if bounds:
         plan_bounds.write([pair for pairs in everything.values() for pair in pairs])
+        read_packaged_toml.cache_clear()
         read_bounds_table.cache_clear()
         return measure(path)
-    left_out = held_out(everything)
-    given, new = (figures(found, refused, left_out) for found, refused in tables)
-    back = {source: pairs for source, pairs in everything.items() if source.startswith(HELD_BACK)}
+    left_out, tested = held_out(everything), held_out(everything, test)
+    given, new, development = (figures(found, refused, left_out) for found, refused in tables)
+    known = {source: pairs for found, _ in tables[:2] for source, pairs in found.items()}
+    back = {source: pairs for source, pairs in known.items() if source.startswith(HELD_BACK)}
     return given | {
         "published": new | {"memory": memory(PUBLISHED)},
-        "together": summary(everything, left_out),
+        "together": summary(known, left_out),
         "held_back": summary(back, left_out),
         "kinds": by_kind(everything, left_out),
-        "sweeps": sweeps(everything),
+        "sweeps": sweeps(known),
+        "unseen": {
+            "development": development,
+            "test": figures(test, test_refused, tested) | {"memory": memory(UNSEEN, "test")},
+            "test_kinds": by_kind(test, tested),
+        },
     }
 
 
-def priced(path: Path, verbose: bool) -> tuple[dict[str, Predictions], list[str]]:
-    """The runs of each source with their predictions, and those that are refused."""
+def priced(path: Path, verbose: bool, half: str | None = None) -> tuple[dict[str, Predictions], list[str]]:
+    """The runs of each source, or of those of one half, with their predictions, and those that are refused."""
     by_source: dict[str, Predictions] = defaultdict(list)
     refused: list[str] = []
-    for one in runs(path):
+    for one in runs(path, half=half):
         if isinstance(one, tuple):
             refused.append(", ".join(one))
             continue
@@ -158,11 +167,12 @@ def summary(found: dict[str, Predictions], left_out: Bounded) -> dict[str, Any]:
     } | coverage(pairs, [each for source in found for each in left_out[source]])
 
 
-def held_out(everything: dict[str, Predictions]) -> Bounded:
-    """Return, by source, the bounds of its runs computed from the runs of other projects alone."""
+def held_out(everything: dict[str, Predictions], judged: dict[str, Predictions] | None = None) -> Bounded:
+    """Return, by source, the bounds of its runs computed from the runs of other projects alone. judged: sources whose
+    bounds are returned, `everything` by default."""
     found: Bounded = {}
     tables: dict[str, plan_bounds.Table] = {}
-    for source, pairs in everything.items():
+    for source, pairs in (everything if judged is None else judged).items():
         whose = project(pairs[0][0])
         if whose not in tables:
             others = [pair for each in everything.values() for pair in each if project(pair[0]) != whose]
@@ -242,10 +252,10 @@ def _predicted(pair: tuple[Run, StepTime]) -> float:
     return pair[1].seconds
 
 
-def memory(path: Path) -> dict[str, Any]:
+def memory(path: Path, half: str | None = None) -> dict[str, Any]:
     """Return, by source, mean error and bias of the predicted allocator peak (peak and slack)."""
     errors: dict[str, list[float]] = defaultdict(list)
-    for one in runs(path, (MEMORY,)):
+    for one in runs(path, (MEMORY,), half):
         if isinstance(one, tuple):
             continue
         layout = one.layouts[0].with_(precision=one.layouts[0].precision or default_precision(one.cluster))

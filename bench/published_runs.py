@@ -1,7 +1,9 @@
 """Tables of published training runs, one metric of a run per row, with the inputs of the planner.
 
 `bench/data/published_runs.csv` has the columns of the table that `bench/plan_accuracy.py` takes, and two more: the
-engine whose kernels are priced, and whether its blocks were compiled.
+engine whose kernels are priced, and whether its blocks were compiled. `bench/data/unseen_runs.csv` has one more: the
+half of its sources, "development" or "test", which was drawn before any of its runs was priced. Its engines are those
+that their names suggest, also where an engine of another kind is nearer to what the authors describe.
 """
 
 from __future__ import annotations
@@ -21,13 +23,16 @@ from meshwright.spec.config import ModelConfig
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.presets import PRESETS, preset
 
-PUBLISHED = Path(__file__).parent / "data" / "published_runs.csv"
+PUBLISHED, UNSEEN = (Path(__file__).parent / "data" / f"{name}_runs.csv" for name in ("published", "unseen"))
 
 DEVICES = {
     "A100-40GB": "a100-40",
     "A100-80GB": "a100-80",
+    "A800-80GB": "a800",
     "H100-80GB": "h100-sxm",
     "H100-96GB-500W": "h100-96",
+    "H800-80GB": "h800",
+    "GH200-96GB": "gh200",
     "H200-141GB": "h200",
     "B200": "b200",
     "B300": "b300",
@@ -54,6 +59,13 @@ ARCHITECTURES = {
     "Llama-1.34B": {"family": "llama", "activation": "silu", "tied": True},
     "Llama-3.57B": {"family": "llama", "activation": "silu", "tied": True},
     "Llama-8": {"family": "llama", "activation": "silu"},
+    "Yi-34B": {"family": "llama", "activation": "silu"},
+    "Baichuan2": {"family": "llama", "activation": "silu"},
+    "InternLM": {"family": "llama", "activation": "silu", "qkv_bias": True, "output_bias": True},
+    "ChatGLM3": {"family": "qwen2", "activation": "silu"},
+    "Qwen-7B": {"family": "qwen2", "activation": "silu"},
+    "OLMo": {"family": "olmo2", "activation": "silu"},
+    "BLOOM": {"family": "bloom", "activation": "gelu_tanh", "tied": True},
     "GPT-NeoX": {"family": "gpt2", "activation": "gelu_tanh"},
     "": {"family": "gpt2", "activation": "gelu_tanh", "tied": True},
 }
@@ -82,14 +94,14 @@ class Run:
         return flops / self.seconds / self.cluster.devices
 
 
-def runs(path: Path, metrics: Iterable[str] = TIMES) -> Iterator[Run | tuple[str, str]]:
-    """Every run of the file with one of these metrics; of one that cannot be told to the planner its source and the
-    reason."""
+def runs(path: Path, metrics: Iterable[str] = TIMES, half: str | None = None) -> Iterator[Run | tuple[str, str]]:
+    """Every run of the file, or of one half of its sources, with one of these metrics; of one that cannot be told to
+    the planner its source and the reason."""
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
             named = next((engine for prefix, engine in SOURCES if prefix in row["source"]), None)
             engine = row.get("engine") or named
-            if row["metric"] not in metrics or engine is None:
+            if row["metric"] not in metrics or engine is None or row.get("half") != half:
                 continue
             try:
                 yield run(row, ENGINES[engine])
@@ -102,6 +114,8 @@ def run(row: dict[str, str], engine: Engine) -> Run:
     config = config_of(row)
     if row["flash_attention"] == "no":
         engine = replace(engine, attention="scores", hopper_attention=None)
+    elif row["flash_attention"] == "yes" and engine.attention == "scores":
+        engine = replace(engine, attention="flash-2")
     for mode, size in (("DEFAULT", 4), ("PURE", 2)):  # bytes per element of reduced gradients
         if mode in row["precision"]:
             engine = replace(engine, gradient_bytes=size)
@@ -143,6 +157,8 @@ def cluster_of(row: dict[str, str]) -> Cluster:
     """With the links that the table says, in nodes of 8 or racks."""
     device, gpus = DEVICES[row["gpu_type"]], int(row["gpus"])
     table: dict[str, object] = {"device": device, "devices": gpus, "devices_per_node": 8}
+    if device == "gh200":
+        table["devices_per_node"] = 4
     if device.startswith("gb"):
         table["devices_per_node"] = min(gpus, RACK)
     for which, column in (("inside", "intra_node_bw"), ("across", "inter_node_bw")):
@@ -169,11 +185,11 @@ def layouts(row: dict[str, str], batch: int) -> Iterator[Layout]:
     parts = [f"dp{dp}"]
     if "FULL_SHARD" in row["zero_or_fsdp"] or "HSDP" in row["zero_or_fsdp"]:
         parts += ["zero3", *(f"hs{size}" for size in re.findall(r"HSDP_(\d+)", row["zero_or_fsdp"]))]
-    elif row["zero_or_fsdp"] in ("zero1", "zero2"):
-        parts.append(row["zero_or_fsdp"])
+    elif row["zero_or_fsdp"].startswith("zero"):
+        parts += row["zero_or_fsdp"].split()
     if tp > 1:
         parts.append(f"tp{tp}" + ("" if row["sp"] == "yes" else ":nosp"))
-    if int(row["cp"] or 1) > 1:
+    if row["cp"] not in ("", "1"):
         parts.append(f"cp{row['cp']}")
     if int(row["ep"] or 1) > 1:
         parts.append(f"ep{row['ep']}" + (f":etp{tp}" if tp > 1 and row["model"].startswith("Grok") else ""))

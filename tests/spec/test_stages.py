@@ -9,7 +9,14 @@ import pytest
 
 from meshwright.spec.parameters import parameter_table
 from meshwright.spec.presets import preset
-from meshwright.spec.stages import Stage, cut_into_even_stages, cut_into_stages, list_stage_units, whole_model
+from meshwright.spec.stages import (
+    Stage,
+    cut_into_even_stages,
+    cut_into_stages,
+    cut_past_shares,
+    list_stage_units,
+    whole_model,
+)
 from meshwright.spec.work import head_flops, layer_flops
 
 MODELS = ("gpt2", "llama-3-8b", "gemma-2-2b", "mixtral-8x7b-v0.1")
@@ -41,6 +48,30 @@ def test_even_stages_leave_ends_with_fewer_layers(layers: int, count: int, sizes
     assert [len(stage.layers) for stage in found] == sizes
     assert [layer for stage in found for layer in stage.layers] == list(range(layers))
     assert [(stage.first, stage.last) for stage in found] == [(at == 0, at == count - 1) for at in range(count)]
+
+
+@pytest.mark.parametrize(("count", "sizes"), [(2, [18, 14]), (8, [5, 4, 4, 5, 4, 4, 4, 2]), (1, [32]), (32, [1] * 32)])
+def test_stages_past_their_shares_begin_with_more_layers(count: int, sizes: list[int]):
+    """Llama-3-8B, whose head has the weights of 2.16 layers of which keys and values are not grouped."""
+    config = preset("llama-3-8b")
+    found = cut_past_shares(config, count)
+    assert [len(stage.layers) for stage in found] == sizes
+    assert [layer for stage in found for layer in stage.layers] == list(range(config.layers))
+    assert [(stage.first, stage.last) for stage in found] == [(at == 0, at == count - 1) for at in range(count)]
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 8, 13, 16])
+def test_stages_past_their_shares_end_with_the_block_that_passes_a_threshold(count: int):
+    """Block by block, as nanotron's `build_model` deals them out, as long as the last rank gets a layer."""
+    config = preset("llama-3-8b")
+    layer, head = 4 * config.hidden**2 + 3 * config.hidden * config.intermediate, config.hidden * config.vocabulary
+    total, sizes, rank = config.layers * layer + head, [0] * count, 0
+    for index in range(config.layers):
+        sizes[rank] += 1
+        rank += (index + 1) * layer > total * (rank + 1) / count
+    found = [len(stage.layers) for stage in cut_past_shares(config, count)]
+    assert found[:-2] == sizes[:-2] and sum(found) == sum(sizes)
+    assert found == sizes or sizes[-1] == 0
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -69,6 +69,25 @@ def cut_into_even_stages(config: ModelConfig, count: int) -> tuple[Stage, ...]:
     )
 
 
+def cut_past_shares(config: ModelConfig, count: int) -> tuple[Stage, ...]:
+    """Cut the model with configuration `config` into `count` pipeline stages, each of which ends with the layer by
+    which it and the stages before it have more than their share of the multiplied weights, as in nanotron
+    (`build_model`); return them in forward order. Early stages get more layers than late ones.
+
+    Keys and values count as without grouping, the head as one layer; each stage has at least one layer.
+    """
+    assert 1 <= count <= config.layers, (count, config.layers)
+    layer = 4 * config.hidden**2 + 3 * config.hidden * config.intermediate
+    total = config.layers * layer + config.hidden * config.vocabulary
+    ends = [
+        min(total * (index + 1) // (count * layer) + 1, config.layers - (count - 1 - index)) for index in range(count)
+    ]
+    return tuple(
+        Stage(index, range(start, end), first=index == 0, last=index == count - 1)
+        for index, (start, end) in enumerate(pairwise([0, *ends]))
+    )
+
+
 def list_stage_units(table: ParameterTable, stage: Stage) -> tuple[str, ...]:
     """Return the names of the FSDP units of `stage` (parameters that ZeRO-3 all-gathers together), in forward order.
     table: the model's parameter table.

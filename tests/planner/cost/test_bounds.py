@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import random
 from pathlib import Path
@@ -14,7 +13,7 @@ from bench import plan_bounds
 from bench.published_runs import PUBLISHED, Run, runs
 from meshwright.layout import Layout
 from meshwright.planner.api import plan
-from meshwright.planner.cost.bounds import LIMITS, StepProperties, bound_seconds, read_bounds_table
+from meshwright.planner.cost.bounds import LIMITS, RunKind, StepProperties, bound_seconds, read_bounds_table
 from meshwright.planner.cost.rates import constants
 from meshwright.planner.cost.step_time import step_time
 from meshwright.planner.hardware.calibration import Calibration
@@ -75,7 +74,7 @@ def test_bounds_widen_with_distance_from_published_runs(name: str):
         value = limit * 2 ** (LIMITS[name] * doublings)
         found = table.bounds(DENSE._replace(**{name: value}))
         assert found.high == pytest.approx(inside.high**wider) and found.low == pytest.approx(inside.low**wider)
-        assert len(found.outside) == (doublings > 0)
+        assert len(found.outside) == (doublings > 0) and found.distance == pytest.approx(doublings)
 
 
 def test_kind_without_published_runs_is_named():
@@ -83,7 +82,11 @@ def test_kind_without_published_runs_is_named():
     (line,) = found.outside
     assert line == "too few published runs of dense models on Volta in 16 or 32 bits"
     together = next(kind for kind in read_bounds_table().kinds if kind.has(DENSE._replace(architecture="Volta")))
-    assert found.kind == together and found.high == pytest.approx(together.high ** (1 + read_bounds_table().widen))
+    assert (
+        found.distance == 1
+        and found.kind == together
+        and found.high == pytest.approx(together.high ** (1 + read_bounds_table().widen))
+    )
 
 
 def test_plan_says_what_its_bounds_are_from():
@@ -96,42 +99,73 @@ def test_plan_says_what_its_bounds_are_from():
     ).best.document()
     (outside,) = far["bounds"]["outside"]
     assert outside == "no published run (dense, Hopper, 16 or 32 bits) has as many devices as 65,536 (most: 16,384)"
-    assert far["bounds"]["engine_published"]
+    assert far["bounds"]["engine_published"] and far["bounds"]["distance"] == 2 and entry["bounds"]["distance"] == 0
     assert f"{outside}, so the range of the step time is wider" in far["warnings"]
     near = plan("llama-3-8b", "8xh100-sxm", "dp8 zero3", **case, engine="megatron-core").best.document()
     assert far["step_seconds_high"] / far["step_seconds_low"] > near["step_seconds_high"] / near["step_seconds_low"]
 
 
-def test_plan_warns_of_a_short_step_only_if_its_bounds_are_wider():
-    """The measured steps of the default engine span more than the published ones, so a step slightly shorter than all
-    published ones has the same factors as a longer one."""
-    longer, shorter = (
-        plan("llama-3-8b", "8xh100-sxm", layout, sequence=8192, batch=1).best.document()
-        for layout in ("tp8:nosp", "tp8")
-    )
-    assert shorter["bounds"]["outside"] and not longer["bounds"]["outside"]
-    for bound in ("step_seconds_low", "step_seconds_high"):
-        assert shorter[bound] / shorter["step_seconds"] == pytest.approx(longer[bound] / longer["step_seconds"])
-    assert "warnings" not in shorter and "warnings" not in longer
+def test_short_step_has_wider_bounds_only_beyond_the_engines_own_runs():
+    """Where the measured steps of an engine span more than the published ones, a step slightly shorter than all of
+    these has the same factors as a longer one, and a plan does not warn of it."""
+    table = dataclasses.replace(read_bounds_table(), own={"meshwright": RunKind(0.8, 1.3, 7)})
+    asked = DENSE._replace(engine="meshwright")
+    shortest = next(kind for kind in table.kinds if kind.has(asked)).limits["seconds"]
+    longer, shorter, far = (table.bounds(asked._replace(seconds=each * shortest)) for each in (1.01, 0.99, 0.1))
+    assert shorter.outside and not longer.outside
+    assert (shorter.low, shorter.high) == (longer.low, longer.high) == (0.8, 1.3) and not shorter.widened
+    assert far.low < 0.8 and far.high > 1.3 and far.widened
+
+
+def test_plan_warns_of_a_short_step():
     far = plan("gpt2", "8xa100-40", "dp8", sequence=1024, batch=64).best
-    assert far.time.low / far.time.seconds < 0.869 and "has a step as short as 0.0743 s" in far.warnings[0]
+    assert far.time.low / far.time.seconds < read_bounds_table().own["meshwright"].low and far.time.bounds.widened
+    assert f"has a step as short as {far.time.seconds:.3g} s" in far.warnings[0]
+
+
+@pytest.mark.parametrize("case", [DENSE, DENSE._replace(experts=True), DENSE._replace(sequence=2**24)])
+def test_bounds_are_narrower_for_steps_that_hardly_wait(case: StepProperties):
+    """Their logarithm grows with the share of waiting, from `narrow` of the kind's to all of it."""
+    table = read_bounds_table()
+    widest = table.bounds(case)
+    for share, part in ((0.0, 0.0), (0.25, 0.25), (0.5, 0.5), (1.0, 1.0), (7.0, 1.0)):
+        found = table.bounds(case._replace(waiting=share * table.waiting))
+        spread = table.narrow + part * (1 - table.narrow)
+        assert (found.low, found.high) == (pytest.approx(widest.low**spread), pytest.approx(widest.high**spread))
+    assert table.bounds(case._replace(waiting=-1e-9)).high == pytest.approx(widest.high**table.narrow)
+
+
+def test_bounds_of_a_plan_are_by_its_share_of_waiting():
+    """Pipelines wait more than data parallelism that overlaps; sequences that devices share have the whole bounds."""
+    case = {"sequence": 8192, "engine": "megatron-core"}
+    table = read_bounds_table()
+    for layout, batch in (("dp8 zero1 mb64", 512), ("pp8 mb8 ac:full", 8), ("cp8", 1)):
+        found = plan("llama-3-8b", "8xh100-sxm", layout, batch=batch, **case).best.time
+        waiting = 1 - found.breakdown["compute"] / found.seconds
+        spread = 1.0 if layout == "cp8" else min(1.0, table.narrow + (1 - table.narrow) * waiting / table.waiting)
+        assert found.bounds.kind is not None and not found.bounds.outside
+        assert found.high / found.seconds == pytest.approx(found.bounds.kind.high**spread)
+        assert (spread < 1) == (layout == "dp8 zero1 mb64"), (layout, waiting)
 
 
 def test_bounds_grow_steadily_with_distance():
     """No jump where a request first goes beyond what was published, none wider between two doublings."""
-    table, ampere = read_bounds_table(), DENSE._replace(architecture="Ampere", sequence=65536)
-    lengths = (65536, 65537, 80000, 131071, 131072)
-    widths = [table.bounds(ampere._replace(sequence=each)).high for each in lengths]
+    table, asked = read_bounds_table(), DENSE._replace(sequence=131072)
+    lengths = (131072, 131073, 160000, 262143, 262144)
+    widths = [table.bounds(asked._replace(sequence=each)).high for each in lengths]
     assert widths == sorted(widths) and len(set(widths)) == len(lengths)
     assert widths[1] == pytest.approx(widths[0], rel=1e-5) and widths[3] == pytest.approx(widths[4], rel=1e-5)
 
 
 def test_bounds_of_the_default_engine_span_its_own_measurements():
-    """No published run has it; this repository's steps took up to 1.42 times what was predicted, and 0.87 times."""
-    own = read_bounds_table().bounds(DENSE._replace(engine="meshwright"))
-    runs = json.loads(plan_bounds.MEASURED.read_text(encoding="utf-8"))["runs"].values()
-    ratios = [run["seconds"] / run["seconds_by_catalogue"] for run in runs]
-    assert own.low <= min(ratios) < 0.9 and own.high >= max(ratios) > 1.4
+    """No published run has it; this repository's steps took up to 1.21 times what the planner predicts, and 0.81 times:
+    the table is written again (`bench/plan_accuracy.py --bounds`) where predictions change."""
+    own = read_bounds_table().bounds(DENSE._replace(engine="meshwright", waiting=0.0))
+    ratios = plan_bounds.own_ratios().values()
+    assert own.low == pytest.approx(min(ratios), abs=0.001) and own.low <= min(ratios)
+    assert own.high >= max(ratios) > 1.1 and plan_bounds.own() == {
+        name: {"low": each.low, "high": each.high, "runs": each.runs} for name, each in read_bounds_table().own.items()
+    }
     assert not own.engine_published and own.engine_runs == len(ratios)
     assert read_bounds_table().bounds(DENSE).engine_runs == 0
 

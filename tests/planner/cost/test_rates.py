@@ -100,6 +100,29 @@ def test_small_product_is_launch_bound_and_thin_one_memory_bound():
     assert rates.seconds(thin) == pytest.approx(thin.bytes / rates.memory, rel=0.05)
 
 
+def test_attention_takes_its_compute_and_its_memory_time():
+    """A product overlaps them: its time is less than their sum."""
+    rates = Rates.of(of("a100-80"), "bf16")
+    flops, moved = 1e12, 1e9
+    alone = [
+        rates.seconds(Operation("x", "attention", "forward", *sizes), "flash-2")
+        for sizes in ((flops, moved), (flops, 0.0), (0.0, moved), (0.0, 0.0))
+    ]
+    assert alone[0] + alone[3] == pytest.approx(alone[1] + alone[2]) and alone[0] > max(alone[1:3])
+    both = product(512, 512, 512)
+    computing, moving = both.flops / rates.product, both.bytes / rates.memory
+    assert rates.seconds(both) - constants()["products"]["launch_seconds"] < 0.9 * (computing + moving)
+
+
+def test_small_all_to_alls_across_nodes_are_near_their_bandwidth():
+    """Their messages do not wait for one another as those of rings, which need larger ones."""
+    shares = []
+    for name, size in (("all-to-all", 2**24), ("all-gather", 2**27)):
+        found = Collectives(of("h100-sxm", 64, across=50e9)).cost(name, Group(64, 8))
+        shares.append(size * found.byte / found.seconds_at(size))
+    assert shares[0] > 0.65 and shares[1] < 0.4, shares
+
+
 def test_link_tier_determines_collective_time():
     inside, across, spread = Group(8, 8), Group(8, 4), Group(8, 1)
     cluster = of("a100-80", 16)

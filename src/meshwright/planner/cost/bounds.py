@@ -3,8 +3,9 @@ runs.
 
 Published runs are grouped into kinds: dense or mixture of experts, device architecture, fp8 or wider. For each kind
 `bounds.toml` has quantiles of measured / predicted seconds (every source has equal weight) and the extremes of the
-runs' properties, beyond which the bounds widen. `bench/plan_accuracy.py` writes the file, and tests it by predicting
-the runs of every project from the runs of the others.
+runs' properties, beyond which the bounds widen. Steps that hardly wait for communication are predicted better, so their
+bounds are narrower. `bench/plan_accuracy.py` writes the file, and tests it by predicting the runs of every project from
+the runs of the others.
 
 The quantiles guarantee no coverage, as those of a conformal predictor would: the rates were fitted to most of these
 runs, and the quantile level was chosen by the coverage that resulted. No published run used the engine `meshwright`:
@@ -48,6 +49,8 @@ class StepProperties(NamedTuple):
         sequence: Tokens of a sequence.
         context: Devices that share a sequence (cp).
         seconds: Predicted seconds of the step, without calibration.
+        waiting: Share of them in which devices do not compute: exposed communication, bubble, optimizer; 1 if devices
+            share a sequence, whose attention is predicted less well.
     """
 
     experts: bool
@@ -58,15 +61,16 @@ class StepProperties(NamedTuple):
     sequence: int
     context: int
     seconds: float
+    waiting: float = 1.0
 
     @classmethod
-    def of(cls, problem: Problem, layout: Layout, seconds: float) -> StepProperties:
+    def of(cls, problem: Problem, layout: Layout, seconds: float, waiting: float = 1.0) -> StepProperties:
         """Return the properties of a step under a layout for a planning problem. seconds: predicted seconds of the step
-        without calibration."""
+        without calibration; waiting: share of them in which devices do not compute, 1 if unknown."""
         return cls(
             bool(problem.config.experts), architecture_family(problem.cluster.device.architecture),
             problem.precision == "fp8", problem.engine.name, problem.cluster.devices, problem.sequence, layout.cp,
-            seconds,
+            seconds, waiting if layout.cp == 1 else 1.0,
         )  # fmt: skip
 
 
@@ -79,7 +83,8 @@ class RunKind:
     own runs of one engine.
 
     Attributes:
-        low, high: Quantiles of measured / predicted step seconds over the runs (of own runs: smallest and largest).
+        low, high: Quantiles of measured / predicted step seconds over the runs, each raised to the power of 1 / spread
+            of `BoundsTable.spread` (of own runs: smallest and largest).
         runs, projects: Number of runs, and of projects (an organisation with one engine) that published them.
         limits: Largest (for "seconds": smallest) value in the runs of each property in `LIMITS`.
         experts, architecture, eight_bit: Properties that the runs share, as in `StepProperties`; None if they differ.
@@ -121,6 +126,8 @@ class Bounds:
         widened: True if the factors are wider for that; False also if the engine's further runs span the wider factors.
         engine_published: True if any published run used the step's engine.
         engine_runs: Number of further runs of the engine, measured in this project, whose ratios the factors include.
+        distance: Doublings beyond the largest values of these runs (halvings of the shortest step), added up, plus 1 if
+            the runs are of several architectures for want of enough of the device's.
     """
 
     low: float
@@ -130,6 +137,7 @@ class Bounds:
     widened: bool = False
     engine_published: bool = False
     engine_runs: int = 0
+    distance: float = 0.0
 
     def document(self) -> dict[str, Any]:
         """Return {"bounds": table} for `plan --json`; an empty dict if `kind` is None."""
@@ -137,7 +145,7 @@ class Bounds:
             return {}
         known = {"kind": self.kind.name, "runs": self.kind.runs, "projects": self.kind.projects}
         engine = {"engine_published": self.engine_published, "engine_runs": self.engine_runs}
-        return {"bounds": known | engine | {"outside": list(self.outside)}}
+        return {"bounds": known | engine | {"outside": list(self.outside), "distance": round(self.distance, 3)}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,36 +157,46 @@ class BoundsTable:
         engines: Names of all engines that published runs used.
         widen: Added to the exponent of both bounds (which is 1) for each doubling beyond a limit of the kind, and for a
             kind that spans architectures.
+        narrow: Factor of the exponent for steps that wait for nothing.
+        waiting: Share of waiting from which the factor is 1.
         own: Runs measured in this project, by engine name.
     """
 
     kinds: tuple[RunKind, ...]
     engines: frozenset[str]
     widen: float
+    narrow: float
+    waiting: float
     own: Mapping[str, RunKind] = field(default_factory=dict)
+
+    def spread(self, step: StepProperties) -> float:
+        """Return the exponent of a step's bounds inside known ground, between `narrow` and 1."""
+        return self.narrow + (1 - self.narrow) * min(1.0, max(0.0, step.waiting) / self.waiting)
 
     def bounds(self, step: StepProperties) -> Bounds:
         """Return the bounds of a predicted step from the first kind that it belongs to, widened for properties outside
         its runs."""
         kind = next(kind for kind in self.kinds if kind.has(step))
         outside: list[str] = []
-        wider = 1.0
+        distance = 0.0
         if kind.architecture is None:
-            wider += self.widen
+            distance += 1
             precision = "fp8" if step.eight_bit else "16 or 32 bits"
             what = "mixtures" if step.experts else "dense models"
             outside.append(f"too few published runs of {what} on {step.architecture or 'this device'} in {precision}")
         for name, sign in LIMITS.items():
             value, limit = getattr(step, name), kind.limits[name]
             if sign * value > sign * limit:
-                wider += self.widen * abs(math.log2(value / limit))
+                distance += abs(math.log2(value / limit))
                 what = _OUTSIDE[name].format(_number(value), _number(limit))
                 outside.append(f"no published run ({kind.name}) {what}")
-        own = self.own.get(step.engine, RunKind(1.0, 1.0, 0))
-        known = (min(kind.low, own.low), max(kind.high, own.high))
-        low, high = min(kind.low**wider, own.low), max(kind.high**wider, own.high)
-        widened = (low, high) != known
-        return Bounds(low, high, kind, tuple(outside), widened, step.engine in self.engines, own.runs)
+        own, spread = self.own.get(step.engine, RunKind(1.0, 1.0, 0)), self.spread(step)
+        known, (low, high) = (
+            (min(kind.low**power, own.low), max(kind.high**power, own.high))
+            for power in (spread, spread * (1 + self.widen * distance))
+        )
+        published = step.engine in self.engines
+        return Bounds(low, high, kind, tuple(outside), (low, high) != known, published, own.runs, distance)
 
 
 def _number(value: float) -> str:
@@ -196,7 +214,8 @@ def parse_bounds_table(table: Mapping[str, Any]) -> BoundsTable:
     """Build a `BoundsTable` from the tables of bounds.toml."""
     kinds = [RunKind(**each) for each in table["kinds"]]
     own = {name: RunKind(**each) for name, each in table.get("own", {}).items()}
-    return BoundsTable(tuple(kinds), frozenset(table["engines"]), table["widen"], own)
+    numbers = (table[name] for name in ("widen", "narrow", "waiting"))
+    return BoundsTable(tuple(kinds), frozenset(table["engines"]), *numbers, own)
 
 
 def bound_seconds(cluster: Cluster, step: StepProperties) -> tuple[float, float, float, Bounds]:

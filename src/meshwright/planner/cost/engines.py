@@ -10,7 +10,7 @@ from typing import Any, Literal
 from meshwright.errors import UserError
 from meshwright.names import unknown
 from meshwright.spec.config import ModelConfig
-from meshwright.spec.stages import Stage, cut_into_even_stages, cut_into_stages
+from meshwright.spec.stages import Stage, cut_into_even_stages, cut_into_stages, cut_past_shares
 from meshwright.toml import read_packaged_toml
 
 Fusion = Literal["eager", "kernels", "compiled"]
@@ -55,8 +55,8 @@ class Engine:
         overlaps_gathers: True if ZeRO-1's all-gathers of updated parameters overlap the first forward.
         holds_in_pipelines: True if, under a pipeline, ZeRO-2 and ZeRO-3 all-gather parameters and reduce gradients once
             a step, not once a micro-batch.
-        even_stages: True if pipeline stages have equal numbers of layers, regardless of embedding and head; False if
-            their FLOPs are balanced.
+        cuts: How the engine cuts a model into pipeline stages: "balanced" in FLOPs; "even": equal numbers of layers,
+            regardless of embedding and head; "past shares": each ends where its share of the weights is passed.
         bucket_bytes: Largest message of gradient reductions and of ZeRO-1's all-gathers; None: one message per layer.
         host_seconds: Seconds in which the CPU launches one operation: a lower bound on the time of a micro-batch.
         dispatches_by_node: True if a token is sent once to each node (with a single node, to each rank) that holds
@@ -93,7 +93,7 @@ class Engine:
     overlaps_data: bool = True
     overlaps_gathers: bool = False
     holds_in_pipelines: bool = False
-    even_stages: bool = False
+    cuts: Literal["balanced", "even", "past shares"] = "balanced"
     bucket_bytes: float | None = None
     host_seconds: float = 35e-6
     dispatches_by_node: bool = False
@@ -108,7 +108,9 @@ class Engine:
     def stages(self, config: ModelConfig, count: int, sequence: int) -> tuple[Stage, ...]:
         """Return the `count` pipeline stages into which the engine splits a model. sequence: tokens of a sequence, on
         which the FLOPs of layers depend."""
-        return cut_into_even_stages(config, count) if self.even_stages else cut_into_stages(config, count, sequence)
+        if self.cuts == "balanced":
+            return cut_into_stages(config, count, sequence)
+        return cut_into_even_stages(config, count) if self.cuts == "even" else cut_past_shares(config, count)
 
     @property
     def activation_fusion(self) -> Fusion:

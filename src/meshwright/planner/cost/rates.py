@@ -111,7 +111,8 @@ class Rates:
             rate = share / ring * self.wide_peak
         else:
             rate = math.inf
-        taken = np.hypot(operation.flops / rate, operation.bytes / self.memory)
+        computing, moving = operation.flops / rate, operation.bytes / self.memory
+        taken = computing + moving if operation.kind == "attention" else np.hypot(computing, moving)
         return operation.count * (launch_seconds(operation) + taken)
 
 
@@ -245,7 +246,7 @@ def _published_cost(cluster: Cluster, operation: Collective, group: Group) -> Co
     if operation == "all-to-all" and group.nodes > 1:
         away, near = (ranks - group.in_node) / ranks, (group.in_node - 1) / ranks
         inside = _ramped_cost(start, near, _inside_bandwidth(cluster, operation, group.in_node), "inside")
-        return replace(_ramped_cost(start, away, _across_bandwidth(cluster.across, 1), "across"), beside=inside)
+        return replace(_ramped_cost(start, away, _across_bandwidth(cluster.across, 1), "pairs"), beside=inside)
     if group.nodes == 1:
         return _ramped_cost(start, share, _inside_bandwidth(cluster, operation, ranks), "inside")
     rings = 2 if operation == "all-reduce" else 1
