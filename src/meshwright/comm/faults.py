@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from meshwright.comm.mesh import Axis
 
 KINDS = ("skip", "double", "drop", "wrong group", "stale")
 """skip: the call does not happen; double: its result is twice too large; drop: one rank's contribution is missing;
@@ -42,18 +45,7 @@ class Fault:
         return f"{self.site} ({self.operation}): {self.kind}{which}"
 
 
-class NamedAxis(Protocol):
-    """Interface of a mesh axis for fault injection, which reads only the axis's name."""
-
-    @property
-    def name(self) -> str:
-        """Name of the mesh axis, such as "dp"."""
-
-
-AxisType = TypeVar("AxisType", bound=NamedAxis)
-
-
-class Faults(Generic[AxisType]):
+class Faults:
     """Fault injection of one process: holds the active fault, if any, and applies it to collective calls. All ranks of
     a group inject the same fault, so that no call hangs.
 
@@ -62,11 +54,11 @@ class Faults(Generic[AxisType]):
     def __init__(self) -> None:
         self.active: Fault | None = None
         self.affected_calls = 0  # calls with an injected fault
-        self.other: AxisType | None = None
+        self.other: Axis | None = None
         self._calls = 0
         self._before: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
-    def inject(self, fault: Fault | None, other: AxisType | None = None) -> None:
+    def inject(self, fault: Fault | None, other: Axis | None = None) -> None:
         """Activate a fault in this process in place of the previous one; None: deactivate it. other: for the kind
         "wrong group", this rank's axis over the wrong ranks (made by `Mesh.inject`); None: the ranks' data are shifted
         cyclically by one rank instead. Raises ValueError for an unknown kind."""
@@ -91,7 +83,7 @@ class Faults(Generic[AxisType]):
             return fault
         return dataclasses.replace(fault, kind=_REMEMBER) if fault.kind == "stale" else None
 
-    def redirect(self, fault: Fault | None, axis: AxisType, ordered: bool = True) -> tuple[AxisType, bool]:
+    def redirect(self, fault: Fault | None, axis: Axis, ordered: bool = True) -> tuple[Axis, bool]:
         """Apply a fault of the kind "wrong group" to a collective call over `axis`. Return (axis over which to make the
         call, shift); if shift is True, the caller must shift the ranks' data cyclically by one rank.
 
