@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from meshwright.model.axis_operations import SINGLE_DEVICE, TensorOperations
-from meshwright.model.precision import at_least_float32
+from meshwright.model.precision import adds_in_float32, at_least_float32
 from meshwright.spec.chunks import split_loss_chunks
 from meshwright.spec.policy import SLICE_LOGITS
 
@@ -155,8 +155,8 @@ class _Gradients:
         self._inputs, self._of_weight = (hidden_TH, head.weight_VH), of_weight
         self.hidden_TH = torch.empty_like(hidden_TH) if of_hidden else None
         self.weight_VH: torch.Tensor | None = None
-        wide = at_least_float32(hidden_TH.dtype)
-        self.bias_V = torch.zeros_like(head.bias_V, dtype=wide) if of_bias and head.bias_V is not None else None
+        self._wide = at_least_float32(hidden_TH.dtype)
+        self.bias_V = torch.zeros_like(head.bias_V, dtype=self._wide) if of_bias and head.bias_V is not None else None
 
     def collect(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Return the accumulated gradients of hidden states, weight and bias; None where not required."""
@@ -170,9 +170,12 @@ class _Gradients:
         if self.hidden_TH is not None:
             torch.mm(d_logits_CV, weight_VH, out=self.hidden_TH[chunk.tokens])
         if self._of_weight:
-            product_VH, sum_VH = d_logits_CV.T @ hidden_TH[chunk.tokens], self.weight_VH
-            wide = at_least_float32(hidden_TH.dtype)
-            self.weight_VH = product_VH if sum_VH is None else sum_VH.to(wide).add_(product_VH)
+            d_VC, x_CH, sum_VH = d_logits_CV.T, hidden_TH[chunk.tokens], self.weight_VH
+            if adds_in_float32(x_CH) and len(x_CH) < len(hidden_TH):
+                beta, sum_VH = (0, torch.empty_like(weight_VH, dtype=self._wide)) if sum_VH is None else (1, sum_VH)
+                self.weight_VH = torch.addmm(sum_VH, d_VC, x_CH, beta=beta, out=sum_VH, out_dtype=self._wide)
+            else:
+                self.weight_VH = d_VC @ x_CH if sum_VH is None else sum_VH.to(self._wide).add_(d_VC @ x_CH)
         if self.bias_V is not None:
             for part in chunk._token_slices():  # a sum in a wider type makes a copy on a CPU
                 self.bias_V += d_logits_CV[part].sum(dim=0, dtype=self.bias_V.dtype)
