@@ -7,7 +7,9 @@ called, since importing its optimizer classes loads the compiler, which takes ov
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -40,12 +42,9 @@ class Shard(Protocol):
 class _ShardSlice(NamedTuple):
     """Slice of a shard of a flat buffer whose elements have the same weight decay and learning rate.
 
-    weight_decay: coefficient. rate_factor: factor on the learning rate. master, gradient: views of the shard's master
-    weights and gradient. state: optimizer state, {kind such as "exp_avg": view}. updates: scalar tensor, number of
-    updates done, for AdamW's bias correction."""
+    master, gradient: views of the shard's master weights and gradient. state: optimizer state, {kind such as "exp_avg":
+    view}. updates: scalar tensor, number of updates done, for AdamW's bias correction."""
 
-    weight_decay: float
-    rate_factor: float
     master: torch.Tensor
     gradient: torch.Tensor
     state: dict[str, torch.Tensor]
@@ -76,7 +75,8 @@ class Optimizer:
         self._betas, self._epsilon, self._momentum = train.betas, train.epsilon, train.momentum
         kinds = STATE_KINDS[self.name] if self.name == "adamw" or train.momentum else ()
         self._state = {kind: [torch.zeros_like(shard.master) for shard in self.shards] for kind in kinds}
-        self._parts: list[_ShardSlice] = []
+        self._groups: defaultdict[tuple[float, float], list[_ShardSlice]] = defaultdict(list)
+        """Slices by their (weight decay, factor on the learning rate)."""
         for index, shard in enumerate(self.shards):
             cut, end = shard.decay_numel, shard.master.numel()
             # The product of rate and weight decay does not depend on the width (arXiv:2203.03466, appendix B.3).
@@ -86,9 +86,8 @@ class Optimizer:
                 if part.start < part.stop:  # in a small model a rank's shard may be empty
                     state = {kind: tensors[index][part] for kind, tensors in self._state.items()}
                     updates = torch.zeros((), device=shard.master.device)
-                    self._parts.append(
-                        _ShardSlice(decay, rate, shard.master[part], shard.gradient[part], state, updates)
-                    )
+                    found = _ShardSlice(shard.master[part], shard.gradient[part], state, updates)
+                    self._groups[decay, rate].append(found)
 
     @torch.no_grad()
     def step(self, learning_rate: float, gradient_scale: float | GpuScale = 1.0) -> None:
@@ -112,13 +111,12 @@ class Optimizer:
                     sign *= 1 - gradient_scale.skip
                 shard.master[low:high].sub_(sign, alpha=self.router_bias_rate)
                 load.zero_()
-        gradients, scale = [part.gradient for part in self._parts], dict[str, Any]()
+        scale = dict[str, Any]()
         if isinstance(gradient_scale, GpuScale):
             scale = {"grad_scale": gradient_scale.divisor, "found_inf": gradient_scale.skip}
-        elif gradient_scale != 1.0 and gradients:
-            torch._foreach_mul_(gradients, gradient_scale)
-        for decay, rate in dict.fromkeys((part.weight_decay, part.rate_factor) for part in self._parts):
-            parts = [part for part in self._parts if (part.weight_decay, part.rate_factor) == (decay, rate)]
+        elif gradient_scale != 1.0 and self._groups:
+            torch._foreach_mul_([part.gradient for part in chain(*self._groups.values())], gradient_scale)
+        for (decay, rate), parts in self._groups.items():
             self._update(parts, learning_rate * rate, decay, scale)
 
     def _update(self, parts: list[_ShardSlice], learning_rate: float, decay: float, scale: dict[str, Any]) -> None:
@@ -149,5 +147,5 @@ class Optimizer:
         """Set the number of updates done, on which AdamW's bias correction depends, to `step_count`. Called after a
         checkpoint's values were loaded into the tensors of `state_tensors`."""
         self.step_count = step_count
-        for part in self._parts:
+        for part in chain(*self._groups.values()):
             part.updates.fill_(float(step_count))
