@@ -205,6 +205,14 @@ def _list_visible_devices() -> list[str]:
     return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
 
 
+def get_pci_address(device: str) -> str:
+    """Return the address on the PCI bus of a GPU "cuda:N", such as "0000:1b:00.0", as Linux' /sys names it."""
+    import torch
+
+    found = torch.cuda.get_device_properties(device)
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+
+
 def _format_devices(count: int) -> str:
     """Format `count` CUDA devices as text, such as "2 CUDA devices"."""
     return f"{count} CUDA device{'s' if count != 1 else ''}" if count else "no CUDA device"
