@@ -17,6 +17,7 @@ import itertools
 import sys
 import tempfile
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
 from cases import Cases, step_seconds
 
+from meshwright.comm.backend import get_group_backends
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
 from meshwright.data import TokenBatch
@@ -193,6 +195,9 @@ def place(device: str) -> str:
     return "cuda:0"
 
 
+SPLIT: list[bool] = []
+"""Whether the process of one NCCL rank could split a group off its world."""
+
 Case = tuple[dict[str, Any], str, bool]  # model, layout, compiled
 Checked = list[Answer] | str
 """The answers of a case by rank, or what went wrong."""
@@ -200,9 +205,11 @@ Checked = list[Answer] | str
 
 def one_rank(rank: int, directory: str, device: str, cases: list[Case]) -> None:
     """One process whose group of one rank makes every call that groups of several make (NCCL; gloo on the CPU)."""
-    place(device)
+    bound: dict[str, Any] = {} if device == "cpu" else {"device_id": torch.device(place(device))}
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, init_method=f"file://{directory}/store", rank=0, world_size=1)
+    dist.init_process_group(backend, init_method=f"file://{directory}/store", rank=0, world_size=1, **bound)
+    if device != "cpu":
+        torch.save(sum_over_split_group(), f"{directory}/split.pt")
     found: list[Checked] = []
     for model, layout, compiled in cases:
         try:
@@ -213,6 +220,20 @@ def one_rank(rank: int, directory: str, device: str, cases: list[Case]) -> None:
     dist.destroy_process_group()
 
 
+def sum_over_split_group() -> bool:
+    """Whether a group that is split off the world, as those of axes are, has NCCL alone and sums over its ranks."""
+    try:
+        group: Any = dist.split_group(None, [[0]], timedelta(seconds=60), backend="nccl")
+    except (TypeError, RuntimeError, ValueError) as failure:  # before torch 2.13 it takes no backend
+        print(failure, file=sys.stderr)
+        return False
+    one = torch.ones(4, device="cuda")
+    dist.all_reduce(one, group=group)
+    held = get_group_backends(group) == {"cuda": "nccl"} and bool((one == 1).all())
+    dist.destroy_process_group(group)
+    return held
+
+
 def by_one_rank(device: str, cases: list[Case]) -> list[Checked]:
     """The answers of one rank, case by case; where the process itself ended, of the cases before."""
     with tempfile.TemporaryDirectory() as directory:
@@ -221,6 +242,8 @@ def by_one_rank(device: str, cases: list[Case]) -> list[Checked]:
         except Exception as failure:
             print(failure, file=sys.stderr)
         found: list[Checked] = torch.load(f"{directory}/answers.pt")
+        split = Path(directory, "split.pt")
+        SPLIT.extend([torch.load(split)] if split.exists() else [])
     return [*found, *["the process ended"] * (len(cases) - len(found))]
 
 
@@ -266,6 +289,8 @@ def main() -> int:
         if options.only in layout
     ]
     answers = by_one_rank(options.device, [(models[name], layout, compiled) for name, layout, compiled in single])
+    if cuda:
+        cases.run("one rank makes every call", "a group is split off the world", lambda: SPLIT == [True], bool)
     for each, answer in zip(single, answers, strict=True):
         judge("one rank makes every call", *each, partial(_identity, answer))
     chosen = [(name, layout, False) for name, layouts in CHECKED.items() for layout in layouts]

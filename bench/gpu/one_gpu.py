@@ -5,12 +5,13 @@
 Measured first, in bf16: tokens per second, model FLOP utilisation and peak memory of a 1 B Llama shape at sequence 4096
 and of eight layers as wide as Llama-3 8B's at sequence 8192, also with eight packed documents in a sequence, by
 variable-length attention and by a mask of all pairs of tokens; where the host waits for the GPU in such a step; the
-attention kernels alone; how long a background save holds up training. Then checked: loss and gradients of each family
-in float32 against float64 on the CPU, documents packed and not; those of variable-length attention in bf16 against the
-mask's; ring attention of documents and windows, its ranks one after the other, by flash kernels against float64 and
-against tiles; recompute and torch.compile against plain; a run of steps with `deterministic` resumed from a checkpoint,
-bit for bit, documents packed and not; greedy generation with the cache against full recomputation. Each case fails
-alone.
+attention kernels alone; weight gradients added in float32, batches loaded in advance, the gradient norm, expandable
+segments and pinned snapshots (`step_paths.py`); how long a background save holds up training. Then checked: loss and
+gradients of each family in float32 against float64 on the CPU, documents packed and not; those of variable-length
+attention in bf16 against the mask's; ring attention of documents and windows, its ranks one after the other, by flash
+kernels against float64 and against tiles; recompute and torch.compile against plain; a run of steps with
+`deterministic` resumed from a checkpoint, bit for bit, documents packed and not; greedy generation with the cache
+against full recomputation. Each case fails alone.
 `--small` shrinks the measured model, so that the script itself can be tried on a CPU. Writes
 `bench/results/gpu_one_gpu.json`; exit code 1 when a check does not hold.
 """
@@ -41,9 +42,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 from cases import Cases, step_seconds
 from ring import ring_errors, ring_seconds
+from step_paths import step_cases
 
 from meshwright.checkpoint import Checkpointer, SaveOptions
 from meshwright.comm.mesh import Mesh
+from meshwright.launcher.gpu_process import prepare_gpu_process
 from meshwright.layout import Layout
 from meshwright.model import attention_inputs
 from meshwright.model.axis_operations import AxisOperations
@@ -304,6 +307,8 @@ def main() -> int:
     parser.add_argument("--only", help="regular expression of the cases to run; the results of others stay")
     options = parser.parse_args()
     device, cuda = options.device, options.device.startswith("cuda")
+    if cuda:
+        prepare_gpu_process(1)  # as a rank of training does, before CUDA starts
     torch.set_float32_matmul_precision("highest")
     header = {"device": torch.cuda.get_device_name() if cuda else "cpu", "flops_convention": FLOPS_CONVENTION}
     cases = Cases("gpu_one_gpu" if cuda and not options.small else None, header, only=options.only)
@@ -318,6 +323,8 @@ def main() -> int:
             cases.run("training", f"{name} bf16, packed, masks", partial(measure_dense, device, shape, "bf16"))
             cases.run("attention", name, partial(attention_kernels, device, shape))
             cases.run("host waits", name, partial(host_waits, device, {**shape, "layers": 2}))
+    if cuda:
+        step_cases(cases, device, shapes)
     cases.run("saving", "0.2B", partial(save_stall, device, SMALL if options.small else {**LLAMA_1B, "layers": 3}))
     for compiled in (False, True):
         title = f"resume bit for bit{', compiled' * compiled}"

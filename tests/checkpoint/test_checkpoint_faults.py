@@ -193,6 +193,38 @@ def test_state_may_change_during_background_save(tmp_path):
     assert all(weights.any() for weights in load_file(tmp_path / "step-000001/model.safetensors").values())
 
 
+@pytest.mark.parametrize("refused", [False, True])
+def test_snapshot_of_gpu_state_pins_the_bytes_that_it_needs_until_it_needs_more(
+    monkeypatch: pytest.MonkeyPatch, refused: bool
+):
+    """Memory that is freed while it is registered, or unregistered while it is in use, would be an error in CUDA."""
+    registered: dict[int, int] = {}
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            assert address not in registered and flags == 1
+            registered.update({} if refused else {address: size})
+            return int(refused)
+
+        def cudaHostUnregister(self, address: int) -> int:
+            del registered[address]
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    buffers = SnapshotBuffers()
+    for numel in (100_001, 70_000, 200_003):
+        state = torch.arange(float(numel))
+        snapshot = buffers.take([TensorSlice("master", "weights", 0, numel, state)])
+        held = snapshot.buffers[0].data_ptr()
+        largest = 100_001 if numel < 200_003 else numel
+        assert registered == ({} if refused else {held: 4 * largest})
+        assert torch.equal(snapshot.slices[0].tensor, state)
+        del snapshot
+    del buffers
+    assert not registered
+
+
 def test_snapshot_reuses_allocated_memory():
     """The snapshot blocks training (`bench/save_stall.py` measures for how long): no fresh memory, and adjacent slices
     in one copy."""

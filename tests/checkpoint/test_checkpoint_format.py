@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from meshwright.checkpoint import Checkpointer, SaveOptions, verify_checkpoint
+from meshwright.checkpoint import Checkpointer, SaveOptions, loading, verify_checkpoint
 from meshwright.checkpoint.manifest import BLOCK_BYTES, distribute_hashing, hash_blocks, hash_file
 from meshwright.checkpoint.model_files import plan_model_files, split_disk_runs
 from meshwright.comm.mesh import Mesh
@@ -89,6 +90,27 @@ def test_training_slices_are_plain_safetensors(tmp_path):
     entry = parameter_table(config).entry("transformer.h.1.mlp.c_fc.weight")
     with safe_open(path / "training/rank-00000-of-00001.safetensors", "pt") as file:
         assert torch.equal(file.get_tensor(f"exp_avg:{entry.name}[0:{entry.numel}]"), entry_values("exp_avg", entry))
+
+
+def test_threads_that_load_into_a_gpu_select_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A new thread uses the first GPU, on which its first CUDA call would open a context."""
+    config = tiny("llama")
+    path, selected, copying = save(tmp_path, config), set[int](), set[int]()
+    copy = loading.copy_intersection
+
+    def watch(*arguments: object) -> None:
+        copying.add(threading.get_ident())
+        copy(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: selected.add(threading.get_ident()))
+    monkeypatch.setattr(loading, "copy_intersection", watch)
+    wanted = state_pieces(config, 0, 1)
+    loading.load_slices(path, wanted, 0, 1)
+    assert not selected and copying
+    copying.clear()
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    loading.load_slices(path, wanted, 0, 1)
+    assert copying <= selected and threading.get_ident() not in selected
 
 
 def test_transposed_entry_ranges_map_to_disk_runs():

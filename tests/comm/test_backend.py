@@ -30,18 +30,63 @@ def test_backend_timeout_is_longer_than_device_watch():
     assert compute_backend_timeout(torch.device("cuda", 1), 30.0).total_seconds() == 60
 
 
-@pytest.mark.parametrize("config, device, backend", [("cpu:gloo,cuda:nccl", "cuda", "nccl"), ("cpu:gloo", "cpu", None)])
-def test_axis_groups_have_only_the_backend_of_their_device(
-    monkeypatch: pytest.MonkeyPatch, config: str, device: str, backend: str | None
-):
-    new_group = mock.Mock()
+def make_mesh_of_512(
+    monkeypatch: pytest.MonkeyPatch, layout: Layout, config: str, device: str
+) -> tuple[Mesh, Any, Any]:
+    """Return rank 9's mesh on a backend that is not there, and the mocks of `new_group` and `split_group`."""
+    new_group, split_group = mock.Mock(), mock.create_autospec(dist.split_group, side_effect=lambda *_, **__: object())
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
     monkeypatch.setattr(dist, "get_world_size", lambda: 512)
     monkeypatch.setattr(dist, "get_rank", lambda: 9)
     monkeypatch.setattr(dist, "new_group", new_group)
-    mesh = Mesh.create(Layout(dp=64, tp=8), device)
-    assert new_group.call_count == 64 + 8 and {call.args[2] for call in new_group.call_args_list} == {backend}
+    monkeypatch.setattr(dist, "split_group", split_group)
+    return Mesh.create(layout, device), new_group, split_group
+
+
+def test_gloo_groups_are_made_one_by_one(monkeypatch: pytest.MonkeyPatch):
+    mesh, new_group, split_group = make_mesh_of_512(monkeypatch, Layout(dp=64, tp=8), "cpu:gloo", "cpu")
+    assert new_group.call_count == 64 + 8 and not split_group.called
     assert mesh.tp.ranks == tuple(range(8, 16)) and mesh.dp.ranks == tuple(range(1, 512, 8))
+
+
+LAYOUTS_OF_512 = {  # layout: axes whose groups are made, each by one call of all ranks
+    "dp64 zero1 tp8": ["tp", "dp"],
+    "dp512 zero3": [],
+    "dp8 zero1 tp8 pp8:zb-v mb16": ["tp", "dp", "pp"],
+    "dp512 zero1 hs8 ep8": ["ep", "shard", "replica"],
+    "cp8 dp64 zero2": ["cp", "dp"],
+}
+
+
+@pytest.mark.parametrize("text", LAYOUTS_OF_512)
+def test_nccl_groups_of_an_axis_are_split_off_the_world_in_one_call(monkeypatch: pytest.MonkeyPatch, text: str):
+    layout = Layout.parse(text)
+    _, new_group, split_group = make_mesh_of_512(monkeypatch, layout, "cpu:gloo,cuda:nccl", "cuda")
+    calls = split_group.call_args_list
+    assert not new_group.called and all(call.kwargs["backend"] == "nccl" for call in calls)
+    made = [{tuple(ranks) for ranks in call.args[1]} for call in calls]
+    assert made == [set(layout.groups(name)) for name in LAYOUTS_OF_512[text]]
+    assert all(sorted(rank for ranks in groups for rank in ranks) == list(range(512)) for groups in made)
+
+
+@pytest.mark.parametrize("text, apart", [("cp8 zero1", "cp"), ("dp8 zero2 ep8", "ep"), ("dp4 zero3 ep2:etp2", None)])
+def test_layers_do_not_share_the_communicator_of_gradients(
+    monkeypatch: pytest.MonkeyPatch, text: str, apart: str | None
+):
+    """A ring step or a dispatch on it would wait for the reductions and all-gathers that it should overlap with."""
+    layout = Layout.parse(text)
+    for config, device in (("cpu:gloo,cuda:nccl", "cuda"), ("cpu:gloo", "cpu")):
+        with monkeypatch.context() as patch:
+            patch.setattr(dist, "get_world_size", lambda: layout.world_size)
+            patch.setattr(dist, "get_rank", lambda: 1)
+            patch.setattr(dist, "get_backend_config", lambda group, config=config: config)
+            for name in ("new_group", "split_group"):
+                patch.setattr(dist, name, lambda *_, **__: object())
+            mesh = Mesh.create(layout, device)
+        states = [axis.group for axis in (mesh.data, mesh.shard, mesh.expert_shard) if axis.size > 1]
+        for axis in (mesh.cp, mesh.ep, mesh.etp):
+            alike = [group for group in states if group is axis.group and axis.size > 1]
+            assert bool(alike) == (axis.name == apart and device == "cpu"), axis.name
 
 
 def test_threads_use_the_device_of_the_thread_that_starts_them(monkeypatch: pytest.MonkeyPatch):

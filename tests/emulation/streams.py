@@ -13,6 +13,7 @@ import contextlib
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial, reduce
 from itertools import islice
 from typing import Any, NamedTuple
@@ -257,6 +258,7 @@ class StreamRanks(EmulatedRanks):
             return target
 
         for where, name, value in (
+            (dist, "split_group", _split_world),
             (dist, "batch_isend_irecv", self.matcher.post_together),
             (backend, "current_stream", lambda device: self.matcher.stream),
             (torch.Tensor, "copy_", copy_late),
@@ -268,6 +270,13 @@ class StreamRanks(EmulatedRanks):
             (call_matcher, "compute_results", _compute_results_own_first),
         ):
             stack.enter_context(mock.patch.object(where, name, value))
+
+
+def _split_world(parent: None, split_ranks: list[list[int]], timeout: timedelta, backend: str) -> Any:
+    """Make the disjoint groups `split_ranks` of global ranks; return this rank's (None: in none). Stand-in for
+    `torch.distributed.split_group`, whose other arguments it ignores."""
+    made = [dist.new_group(ranks) for ranks in split_ranks]
+    return next((group for group, ranks in zip(made, split_ranks, strict=True) if dist.get_rank() in ranks), None)
 
 
 @unseen_by_modes()

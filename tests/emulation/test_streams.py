@@ -23,6 +23,7 @@ from meshwright.flight_recorder.call_log import RankCalls
 from meshwright.flight_recorder.call_ring import get_process_writer
 from meshwright.layout import Layout
 from meshwright.parallel import context, pipeline, zero
+from meshwright.parallel import step as parallel_step
 from meshwright.parallel.flat_buffers import TensorSlice
 from meshwright.parallel.step import TARGET_SITE
 from meshwright.spec.presets import preset
@@ -252,3 +253,60 @@ def test_target_count_is_waited_for_after_the_all_gathers_of_parameters():
             gathers = [call for call in each.calls if call.site == zero.PARAMETER_SITE and call.number < second.number]
             assert [call for call in gathers if call.number > first.number], "no all-gather between the two steps"
             assert all(call.waited < second.waited for call in gathers)
+
+
+def test_all_gathers_of_parameters_overlap_the_next_forward():
+    """As the planner prices them: when a layer's forward begins, only those that its parameters need are complete."""
+    in_flight: dict[int, list[int]] = {}
+    enter = zero.ParameterPrefetcher.enter
+
+    def watch(prefetcher: zero.ParameterPrefetcher, name: str, x: Any) -> Any:
+        entered = enter(prefetcher, name, x)
+        gathers = {id(unit) for needed in prefetcher._needs.values() for unit in needed if unit.pending_all_gather}
+        in_flight.setdefault(id(prefetcher), []).append(len(gathers))
+        return entered
+
+    with StreamRanks(2) as ranks, mock.patch.object(zero.ParameterPrefetcher, "enter", watch):
+        train(ranks, Layout.parse("dp2 zero1"))
+    assert len(in_flight) == 2
+    for counts in in_flight.values():
+        units = counts[0] + 1
+        assert units >= 4 and len(counts) >= 2 * units
+        assert counts[: 2 * units] == 2 * [*reversed(range(units))]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["tp2", "dp2 zero3 tp2 ac:selective", *exhaustive("dp2 zero1 tp2 mb2 ac:full", "dp2 ep2", "dp2 tp2 ep2")],
+)
+def test_weight_gradients_are_computed_while_calls_of_backward_are_in_flight(text: str):
+    layout, plain, beside = Layout.parse(text), train_plain(text), list[str]()
+    post, find_on_gpu = collectives._post_call, parallel_step.find_overlapped_weights
+
+    def find(model: Any, mesh: Mesh) -> Any:
+        with mock.patch.object(mesh, "device", torch.device("cuda")):
+            return find_on_gpu(model, mesh)
+
+    def watch(posted: Any, call: Any, *rest: Any, **options: Any) -> Any:
+        run = call.axis.communicator.meanwhile
+
+        def meanwhile() -> None:
+            waiting = run.__self__._waiting
+            beside.extend([] if waiting is None else [call.site])
+            run()
+
+        if run is None:
+            return post(posted, call, *rest, **options)
+        with mock.patch.object(call.axis.communicator, "meanwhile", meanwhile):
+            return post(posted, call, *rest, **options)
+
+    with (
+        StreamRanks(layout.world_size) as ranks,
+        mock.patch.object(parallel_step, "find_overlapped_weights", find),
+        mock.patch.object(collectives, "_post_call", watch),
+    ):
+        assert find_difference(plain, train(ranks, layout)) is None
+        assert find_circular_wait(read_calls(ranks)) is None
+    problem = make_problem(layout)
+    assert len(beside) >= layout.world_size * problem.steps * problem.config.layers * layout.micro_batches
+    assert all(site.endswith(".backward") for site in beside)

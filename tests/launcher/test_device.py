@@ -45,3 +45,10 @@ def test_gpu_query_program_runs(monkeypatch: pytest.MonkeyPatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(device, "_has_driver", lambda: True)
     assert len(device.choose_rank_devices("auto", torch.cuda.device_count())) == torch.cuda.device_count()
+
+
+def test_pci_address_of_a_gpu_has_the_form_of_linux(monkeypatch: pytest.MonkeyPatch):
+    torch = pytest.importorskip("torch")
+    found = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    assert device.get_pci_address("cuda:1") == "0000:1b:03.0"

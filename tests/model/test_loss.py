@@ -157,3 +157,29 @@ def test_head_gradients_are_saved_when_smaller_than_saved_activations() -> None:
     assert not keeps_head_gradient(512, 128_256, 4, "none", at_once=False)
     assert not keeps_head_gradient(8192, 128_256, 4, "full", at_once=False)
     assert keeps_head_gradient(1, 128_256, 1, "full", at_once=True)
+
+
+def test_head_gradient_on_a_gpu_is_summed_in_float32_by_the_products(monkeypatch: pytest.MonkeyPatch):
+    """Over several chunks of 16-bit logits: no product is rounded or stored before it is added."""
+    monkeypatch.setattr(chunks, "MIN_CHUNK_TOKENS", 1)
+    monkeypatch.setitem(chunks.CHUNK_LOGITS, "cpu", 16 * VOCABULARY)
+    hidden, weight, targets = (tensor.detach() for tensor in problem(torch.bfloat16))
+    betas, exact = list[int](), torch.zeros(VOCABULARY, HIDDEN, dtype=torch.float64)
+    multiply_add = torch.addmm
+
+    def add_wide_product(
+        total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: int, out: torch.Tensor, out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        assert out is total and total.dtype == out_dtype == torch.float32 and a.dtype == b.dtype == torch.bfloat16
+        betas.append(beta)
+        exact.add_(a.double() @ b.double())
+        before = torch.zeros_like(total) if beta == 0 else total.clone()  # which a factor of 0 does not read
+        return multiply_add(before, a.float(), b.float(), beta=beta, out=out)
+
+    monkeypatch.setattr(torch, "addmm", add_wide_product)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    sums = losses._Gradients(hidden, OutputHead(weight, TENSOR), False, True, False)
+    for each in losses._iterate_logit_chunks(hidden, targets, OutputHead(weight, TENSOR)):
+        sums.add(each)
+    assert betas == [0, 1, 1, 1] and sums.weight_VH is not None and sums.weight_VH.dtype == torch.float32
+    torch.testing.assert_close(sums.weight_VH.double(), exact, rtol=1e-5, atol=1e-6)

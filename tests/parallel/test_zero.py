@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.comm.local import LocalRanks
 from meshwright.comm.mesh import Mesh
@@ -314,6 +315,27 @@ def test_single_device_makes_no_call_and_copies_no_parameter(truth):
     assert parallel.memory()["masters"] == 0
     norm = torch.linalg.vector_norm(torch.cat([gradient.reshape(-1) for gradient in truth.values()]))
     assert parallel.squared_norm_share().sqrt().item() == pytest.approx(norm.item(), rel=1e-12)
+
+
+def test_gradient_norm_on_a_gpu_takes_few_kernels_for_all_units(monkeypatch: pytest.MonkeyPatch):
+    mesh, calls = Mesh.single(), list[str]()
+    parallel = ZeroEngine(Transformer(LLAMA), TABLE, mesh, seed=None, parameter_dtype=torch.float32)
+    for number, shard in enumerate(parallel.shards):
+        shard.gradient.normal_(generator=torch.Generator().manual_seed(number))
+    one_by_one = parallel.squared_norm_share()
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(mesh, "device", torch.device("cuda"))
+    with Operators():
+        together = parallel.squared_norm_share()
+    assert len(calls) < 8 < len(parallel.shards) * 3, calls
+    assert together.dtype == torch.float64 and together.item() == pytest.approx(one_by_one.item(), rel=1e-7)
+    parallel.shards[1].gradient[3] = float("inf")
+    assert not parallel.squared_norm_share().isfinite()
 
 
 def test_without_a_seed_model_values_are_kept():

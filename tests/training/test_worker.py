@@ -7,10 +7,13 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
+from meshwright.comm.mesh import Mesh
 from meshwright.errors import UserError
 from meshwright.launcher import rendezvous
 from meshwright.launcher.rendezvous import RendezvousInfo
+from meshwright.monitoring.run_directory import RunDirectory
 from meshwright.recipe import load_recipe
 from meshwright.training import worker
 from meshwright.verification.ranks import _require_compiled_graphs
@@ -57,3 +60,35 @@ def test_verified_ranks_compile_into_separate_caches_unless_named(monkeypatch: p
 
     assert len({default_cache_dir(), place(0, default_cache_dir()), place(1, default_cache_dir())}) == 3
     assert place(3, "/shared") == "/shared"
+
+
+@pytest.mark.parametrize(
+    ("start", "host_ranks"),
+    [
+        (RendezvousInfo(0, 1, 0, "env://", rendezvous.LAUNCHER), 1),
+        (RendezvousInfo(0, 1, 0, "env://", "RANK=0 WORLD_SIZE=1", host_ranks=4), 4),
+        (RendezvousInfo(0, 1, 0, "env://", "RANK=0 WORLD_SIZE=1"), 8),
+    ],
+    ids=["launcher", "torchrun", "unknown"],
+)
+def test_gpu_process_is_set_up_before_cuda_starts_and_bound_once_threads_are_chosen(
+    tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch, start: RendezvousInfo, host_ranks: int
+):
+    class Passed(Exception):
+        pass
+
+    def stop(*_: object) -> None:
+        raise Passed
+
+    done: list[object] = []
+    monkeypatch.setattr(worker, "choose_device", lambda wanted, local_rank: "cuda:0")
+    monkeypatch.setattr(worker, "prepare_gpu_process", lambda ranks: done.append(ranks))
+    monkeypatch.setattr(worker, "_set_threads", lambda *_, **__: done.append("threads"))
+    monkeypatch.setattr(worker, "get_pci_address", lambda device: f"address of {device}")
+    monkeypatch.setattr(worker, "bind_to_gpu_cores", done.append)
+    monkeypatch.setattr(torch.cuda, "set_device", done.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(Mesh, "create", stop)
+    with pytest.raises(Passed):
+        worker._run_as_rank(load_recipe(tiny_recipe), start, RunDirectory(Path("unused")), None, {})
+    assert done == [host_ranks, "cuda:0", "threads", "address of cuda:0"]

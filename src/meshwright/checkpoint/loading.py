@@ -12,6 +12,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -96,7 +97,10 @@ def load_slices(path: Path, slices: Sequence[TensorSlice], rank: int, ranks: int
             source = torch.from_numpy(data[inside : inside + count * dtype.itemsize]).view(dtype)
             copy_intersection(source, read.subrange(first, count), slices[read.destination].tensor, read.wanted)
 
-    with torch.no_grad(), ThreadPoolExecutor(min(_THREADS, torch.get_num_threads())) as pool:
+    gpu = next((item.tensor.device for item in slices if item.tensor.is_cuda), None)
+    threads = min(_THREADS, torch.get_num_threads())
+    select = None if gpu is None else partial(torch.cuda.set_device, gpu)  # a new thread uses the first GPU
+    with torch.no_grad(), ThreadPoolExecutor(threads, initializer=select) as pool:
         for _ in pool.map(run, tasks):
             pass
 

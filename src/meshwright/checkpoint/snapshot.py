@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -9,6 +10,8 @@ import torch
 
 from meshwright.comm import backend
 from meshwright.parallel.flat_buffers import TensorSlice
+
+PORTABLE = 1  # cudaHostRegisterPortable: pinned for all CUDA contexts
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +75,20 @@ class SnapshotBuffers:
         buffer = self._buffers.get((dtype, pinned))
         if buffer is None or buffer.numel() < size:
             self._buffers.pop((dtype, pinned), None)  # freed before the new one is allocated
-            buffer = torch.empty(size, dtype=dtype, pin_memory=pinned)
-            self._buffers[dtype, pinned] = buffer
+            buffer = None
+            buffer = self._buffers[dtype, pinned] = torch.empty(size, dtype=dtype)
+            if pinned:
+                pin_in_place(buffer)
         return buffer
+
+
+def pin_in_place(buffer: torch.Tensor) -> None:
+    """Pin the pages of a CPU tensor until the tensor object is freed, so that GPUs copy to it asynchronously. PyTorch's
+    allocator of pinned memory would round the size up to a power of two: 12 GiB of state would take 16 GiB a rank. If
+    the system refuses, the buffer stays as it is: copies to it then block."""
+    runtime = torch.cuda.cudart()
+    if int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, PORTABLE)) == 0:
+        weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr())
 
 
 def _group_by_dtype(slices: Sequence[TensorSlice]) -> dict[torch.dtype, list[TensorSlice]]:

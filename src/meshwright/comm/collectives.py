@@ -157,38 +157,6 @@ def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, as
     return _post_call(lambda: transport.rotate(output, source, over), call, output, async_op)
 
 
-def all_gather_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> None:
-    """Write the `source` of the ranks of `axis`, concatenated along dim 0, to `output`; rank i has sizes[i] rows.
-
-    site: label of the call in traces, byte counts and errors. Returns when `output` is complete."""
-    mine = output.split(sizes)[axis.rank]
-    if axis.trivial:
-        _copy_unless_shared(mine, source)
-        return
-    call = _record_call("all_gather", axis, site, output.nbytes, source.nbytes * (axis.size - 1))
-    if call is None:
-        output.zero_()
-        _copy_unless_shared(mine, source)
-        return
-    post = partial(transport.all_gather_rows, output, _drop_source(call, source), axis, sizes)
-    _post_call(post, call, output, False, uneven=True)
-
-
-def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> None:
-    """Write to `output` this rank's rows (dim 0) of the sum of `source` over the ranks of `axis`; rank i gets sizes[i]
-    rows.
-
-    The ranks' contributions are added in rank order. site: label of the call in traces, byte counts and errors. Returns
-    when `output` is complete."""
-    mine = source.split(sizes)[axis.rank]
-    call = _record_call("reduce_scatter", axis, site, source.nbytes, source.nbytes - mine.nbytes)
-    if call is None:
-        _copy_unless_shared(output, mine)
-        return
-    post = partial(transport.reduce_scatter_rows, output, _drop_source(call, source), axis, sizes)
-    _post_call(post, call, output, False, uneven=True)
-
-
 def barrier(axis: Axis, site: str) -> None:
     """Block until every rank of the axis has made this call; on CUDA the host also waits for its current stream. site:
     label of the call in traces, byte counts and errors."""
@@ -378,5 +346,7 @@ def _post_call(
     if async_op:
         calls_in_flight[handle] = communicator
     else:
+        if communicator.meanwhile is not None and call.site.endswith(".backward"):
+            communicator.meanwhile()
         handle.wait()
     return handle

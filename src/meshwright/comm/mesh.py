@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +25,10 @@ from meshwright.layout import Layout
 AXIS_NAMES = ("tp", "cp", "dp", "pp", "ep", "etp", "data", "shard", "replica", "world")
 EXPERT_AXES = {"expert_data": "data", "expert_shard": "shard", "expert_replica": "replica"}
 """Axes of experts -> the axes that they equal without expert parallelism."""
+LAYER_AXES, STATE_AXES = ("tp", "cp", "pp", "ep", "etp"), ("data", "shard", "replica")
+"""Axes over which layers communicate while they compute, and those of parameters and gradients, which overlap."""
+
+MakeGroup = Callable[[Sequence[tuple[int, ...]], bool], dist.ProcessGroup | None]
 
 
 class CallInFlight(Protocol):
@@ -70,27 +74,25 @@ class Communicator:
         """If True, calls over one rank are made too, to test a backend in one process (NCCL on one GPU)."""
         self.around: Callable[[str], AbstractContextManager[Any]] = nullcontext
         """Returns the context manager in which a site's calls are posted; a profile labels their kernels with it."""
+        self.meanwhile: Callable[[], None] | None = None
+        """Called while a call of backward is in flight for which backward waits: queues other work on the device."""
 
     @contextmanager
-    def record_joint_call(
-        self, ranks: tuple[int, ...], site: str, operation: str, axis: str, dtype: str, shape: Any
-    ) -> Iterator[None]:
-        """Context manager around an operation that all `ranks` make together, such as the creation of a process group;
-        records the operation as one call in the flight recorder.
-
-        site, operation, axis, dtype, shape: values to record: label of the call, name of the operation, name of the
-        mesh axis, dtype and shape of the tensor, if there is one. A RuntimeError inside the context becomes RankLost.
+    def record_new_groups(self, everybody: tuple[int, ...], first: tuple[int, ...]) -> Iterator[None]:
+        """Context manager in which the ranks `everybody` create process groups together; records that as one call in
+        the flight recorder. first: ranks of the first of the groups. A RuntimeError inside the context becomes
+        RankLost.
         """
-        number = self.calls.post(self.calls.register_group(ranks), site, operation, axis, 0, dtype, shape)
+        group = self.calls.register_group(everybody)
+        number = self.calls.post(group, "mesh.groups", "new_group", "world", 0, "ranks", first)
         self.calls.wait(number)
         try:
             yield
         except RuntimeError as error:
             self.calls.give_up()
             reason = " ".join(str(error).split())[:300]
-            raise RankLost(
-                f"rank {dist.get_rank()} had no answer in {site} ({operation} over {axis}): {reason}"
-            ) from error
+            who = f"rank {dist.get_rank()} had no answer in mesh.groups (new_group over world)"
+            raise RankLost(f"{who}: {reason}") from error
         self.calls.done(number)
 
 
@@ -168,8 +170,9 @@ class Mesh:
     `world`: all ranks.
 
     Built by `Mesh.create` or `Mesh.single`. rank: global rank. device: device of the rank's tensors. communicator:
-    communication state of the process. group_of: function that returns the process group of the given global ranks
-    (None if this rank is not in it, or for a single rank); every rank calls it for every group, in the same order."""
+    communication state of the process. make_group: function (groups, in_layers) that returns this rank's process group
+    among `groups`, disjoint tuples of global ranks (None if it is in none, or alone in its own). in_layers: True for an
+    axis of `LAYER_AXES`. Every rank calls it for the same axes, in the same order."""
 
     tp: Axis
     cp: Axis
@@ -191,7 +194,7 @@ class Mesh:
         rank: int,
         device: torch.device,
         communicator: Communicator,
-        group_of: Callable[[tuple[int, ...]], dist.ProcessGroup | None],
+        make_group: MakeGroup,
     ) -> None:
         self.layout = layout
         self.rank = rank
@@ -199,7 +202,7 @@ class Mesh:
         self.device = device
         self.communicator = communicator
         self._made: list[dist.ProcessGroup] = []
-        self._group_of = group_of
+        self._make_group = make_group
         for name in (*AXIS_NAMES, *(EXPERT_AXES if layout.expert_parallel else ())):
             axis = self._make_axis(name, layout.groups(name))
             assert axis is not None, f"axis {name} without rank {rank}"
@@ -229,7 +232,7 @@ class Mesh:
         layout = Layout() if layout is None else layout
         if layout.world_size != 1:
             raise UserError(f'layout "{layout}" needs {layout.world_size} processes, this is one')
-        return cls(layout, 0, torch.device(device), Communicator(device), lambda ranks: None)
+        return cls(layout, 0, torch.device(device), Communicator(device), lambda *_: None)
 
     @classmethod
     def create(
@@ -249,28 +252,34 @@ class Mesh:
         world_size = dist.get_world_size()
         if layout.world_size != world_size:
             raise UserError(f'layout "{layout}" needs {layout.world_size} processes, there are {world_size}')
-        everybody = tuple(range(world_size))
-        # Axes over the same ranks share one group: each connects all pairs of its ranks, and all ranks must create it.
-        groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {everybody: dist.group.WORLD}
+        rank, everybody = dist.get_rank(), tuple(range(world_size))
+        timeout = compute_backend_timeout(device, timeout_seconds)
+        nccl = get_group_backends(None).get(torch.device(device).type) == "nccl"
+        split = partial(dist.split_group, None, timeout=timeout, backend="nccl")
+        # Axes over the same ranks share one group. A communicator of NCCL runs its calls one after the other: a layer's
+        # own calls do not share the group of gradients and parameters, for which they would otherwise wait.
+        groups: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup | None] = {(everybody, False): dist.group.WORLD}
+        of_states = {ranks for name in STATE_AXES for ranks in layout.groups(name) if nccl and len(ranks) > 1}
         made: list[dist.ProcessGroup] = []
-        # With NCCL only the world has gloo too, for host tensors: each gloo group opens TCP connections.
-        backend = "nccl" if get_group_backends(None).get(torch.device(device).type) == "nccl" else None
 
-        def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-            """Return the process group of the global ranks `ranks`, which is created on the first call and cached; None
-            if this rank is not in it, or for a single rank."""
-            if len(ranks) == 1:
-                return groups.get(ranks)  # the group of a world of one rank
-            if ranks not in groups:
-                with communicator.record_joint_call(everybody, "mesh.groups", "new_group", "world", "ranks", ranks):
-                    group = dist.new_group(list(ranks), compute_backend_timeout(device, timeout_seconds), backend)
-                groups[ranks] = None if group is dist.GroupMember.NON_GROUP_MEMBER else group
-                if groups[ranks] is not None:
-                    made.append(group)
-            return groups[ranks]
+        def make_group(partition: Sequence[tuple[int, ...]], in_layers: bool) -> dist.ProcessGroup | None:
+            """Return this rank's process group among those of `partition`; groups that exist already are reused. See
+            `Mesh` for arguments and result."""
+            keys = [(ranks, in_layers and ranks in of_states) for ranks in partition]
+            missing = [key for key in keys if len(key[0]) > 1 and key not in groups]
+            # Of NCCL all groups of an axis are made in one call, which splits the world's communicator. Only the world
+            # has gloo too, for host tensors: each gloo group connects all pairs of its ranks.
+            for together in [missing] if nccl and missing else [[key] for key in missing]:
+                first, *_ = ranks = [list(each) for each, _ in together]
+                with communicator.record_new_groups(everybody, tuple(first)):
+                    new = split(ranks) if nccl else dist.new_group(first, timeout)
+                for key in together:
+                    groups[key] = new if rank in key[0] else None
+                made.extend(group for group in map(groups.get, together) if group is not None)
+            return next((groups.get(key) for key in keys if rank in key[0]), None)
 
         communicator = Communicator(device, timeout_seconds, programs)
-        mesh = cls(layout, dist.get_rank(), torch.device(device), communicator, group_of)
+        mesh = cls(layout, rank, torch.device(device), communicator, make_group)
         mesh._made = made
         return mesh
 
@@ -294,12 +303,9 @@ class Mesh:
     def _make_axis(self, name: str, groups: Iterable[tuple[int, ...]]) -> Axis | None:
         """Create a process group for each of `groups` (tuples of global ranks). Return an axis called `name` over the
         group that contains this rank; None if no group does. Collective over all ranks, with the same arguments."""
-        found = None
-        for ranks in groups:
-            group = self._group_of(ranks)
-            if self.rank in ranks:
-                found = Axis(name, ranks, ranks.index(self.rank), group, self.communicator)
-        return found
+        groups = list(groups)
+        group, ranks = self._make_group(groups, name in LAYER_AXES), next((g for g in groups if self.rank in g), None)
+        return None if ranks is None else Axis(name, ranks, ranks.index(self.rank), group, self.communicator)
 
     def inject(self, fault: Fault | None) -> None:
         """Inject `fault` into the collective calls of this process in place of the previous one (None: remove it).

@@ -167,18 +167,18 @@ def _forward_all_to_all_rows(
 
 def _forward_gather_rows(x: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> torch.Tensor:
     """Return the `x` of the ranks of `axis` concatenated along dim 0, where rank i has sizes[i] rows (forward of
-    `gather_rows`). site: label of the call in traces."""
-    whole = _empty_rows(x, sum(sizes))
-    collectives.all_gather_rows(whole, x.contiguous(), axis, site, sizes)
-    return whole
+    `gather_rows`): an all-to-all in which each rank sends all its rows to every rank. site: label of the call in
+    traces."""
+    copies = x.repeat(axis.size, *(1 for _ in x.shape[1:]))
+    return _forward_all_to_all_rows(copies, axis, site, [len(x)] * axis.size, sizes)
 
 
 def _forward_reduce_scatter_rows(x: torch.Tensor, axis: Axis, site: str, sizes: list[int]) -> torch.Tensor:
     """Return this rank's rows (dim 0) of the sum of `x` over the ranks of `axis`, where rank i gets sizes[i] rows
-    (forward of `reduce_scatter_rows`). site: label of the call in traces."""
-    mine = _empty_rows(x, sizes[axis.rank])
-    collectives.reduce_scatter_rows(mine, x.contiguous(), axis, site, sizes)
-    return mine
+    (forward of `reduce_scatter_rows`): an all-to-all, then the sum of what arrived, in rank order. site: label of the
+    call in traces."""
+    arrived = _forward_all_to_all_rows(x, axis, site, sizes, [sizes[axis.rank]] * axis.size)
+    return arrived.unflatten(0, (axis.size, -1 if len(arrived) else 0)).sum(dim=0)
 
 
 # --- shapes of results

@@ -193,30 +193,6 @@ def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
     return works if works is sent else works + sent, finish
 
 
-def all_gather_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, sizes: list[int]) -> Posted:
-    """Post an uneven all-gather along dim 0 over the ranks of `axis`, implemented as an all-to-all. `output` receives
-    the ranks' `source`, sizes[i] rows from rank i. Returns (work handles, None); None: there is no completion callback.
-    """
-    copies = source.repeat(axis.size, *(1 for _ in source.shape[1:]))
-    return all_to_all(output, copies, axis, RowCounts(sizes, [source.shape[0]] * axis.size))
-
-
-def reduce_scatter_rows(output: torch.Tensor, source: torch.Tensor, axis: Axis, sizes: list[int]) -> Posted:
-    """Post an uneven reduce-scatter of `source` along dim 0 over the ranks of `axis`: `output` receives this rank's
-    rows of the sum over ranks, where rank i has sizes[i] rows. The ranks' contributions are added in rank order.
-
-    Returns (work handles, completion callback); the callback adds up the received parts.
-    """
-    arrived = source.new_empty((axis.size * output.shape[0], *output.shape[1:]))
-    works, _ = all_to_all(arrived, source, axis, RowCounts([output.shape[0]] * axis.size, sizes))
-
-    def finish() -> None:
-        """Add up the received parts in rank order into `output`."""
-        torch.sum(arrived.unflatten(0, (axis.size, output.shape[0])), dim=0, out=output)
-
-    return works, finish
-
-
 def _post_exchange(outgoing: list[torch.Tensor], incoming: list[torch.Tensor], axis: Axis) -> list[Any]:
     """Post the sends of outgoing[i] to rank i of `axis` and the receives of incoming[i] from rank i, for all other
     ranks; return the work handles.

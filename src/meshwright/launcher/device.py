@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError
 from meshwright.launcher.host_memory import GPU, HostMemory
@@ -204,6 +204,14 @@ def _list_visible_devices() -> list[str]:
     if not torch.cuda.is_available():
         return []
     return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+
+
+def get_pci_address(device: str) -> str:
+    """Return the address on the PCI bus of a GPU "cuda:N", such as "0000:1b:00.0", as Linux' /sys names it."""
+    import torch
+
+    found: Any = torch.cuda.get_device_properties(device)  # torch's type stubs lack these fields
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
 
 def _format_devices(count: int) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from meshwright.model.axis_operations import TensorOperations
-from meshwright.model.precision import at_least_float32
+from meshwright.model.precision import adds_in_float32, at_least_float32
 from meshwright.spec.chunks import split_loss_chunks
 from meshwright.spec.policy import SLICE_LOGITS
 
@@ -156,8 +156,8 @@ class _Gradients:
         self._of_weight = of_weight
         self.hidden_TH = torch.empty_like(hidden_TH) if of_hidden else None
         self.weight_VH: Tensor | None = None
-        wide = at_least_float32(hidden_TH.dtype)
-        self.bias_V = torch.zeros_like(head.bias_V, dtype=wide) if of_bias and head.bias_V is not None else None
+        self._wide = at_least_float32(hidden_TH.dtype)
+        self.bias_V = torch.zeros_like(head.bias_V, dtype=self._wide) if of_bias and head.bias_V is not None else None
 
     def collect(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the accumulated gradients of hidden states, weight and bias; None where not required."""
@@ -171,13 +171,24 @@ class _Gradients:
         if self.hidden_TH is not None:
             torch.mm(d_logits_CV, weight_VH, out=self.hidden_TH[chunk.tokens])
         if self._of_weight:
-            d_weight_VH = d_logits_CV.T @ hidden_TH[chunk.tokens]
-            if self.weight_VH is not None:
-                d_weight_VH = self.weight_VH.to(at_least_float32(hidden_TH.dtype)).add_(d_weight_VH)
-            self.weight_VH = d_weight_VH
+            self._add_weight_gradient(d_logits_CV.T, hidden_TH[chunk.tokens])
         if self.bias_V is not None:
             for part in chunk._token_slices():  # a sum in a wider type makes a copy on a CPU
                 self.bias_V += d_logits_CV[part].sum(dim=0, dtype=self.bias_V.dtype)
+
+    def _add_weight_gradient(self, d_logits_VC: Tensor, x_CH: Tensor) -> None:
+        """Add the weight gradient of a chunk of tokens, the product of the logits' gradients and the hidden states. The
+        sum over several chunks is at least float32; on CUDA the products add to it without rounding."""
+        total = self.weight_VH
+        if adds_in_float32(x_CH) and len(x_CH) < len(self._inputs[0]):
+            beta = 0 if total is None else 1
+            if total is None:
+                total = self.weight_VH = torch.empty_like(self._inputs[1], dtype=self._wide)
+            torch.addmm(total, d_logits_VC, x_CH, beta=beta, out=total, out_dtype=self._wide)
+        elif total is None:
+            self.weight_VH = d_logits_VC @ x_CH
+        else:
+            self.weight_VH = total.to(self._wide).add_(d_logits_VC @ x_CH)
 
 
 def _recompute_gradients(

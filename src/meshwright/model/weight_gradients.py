@@ -14,7 +14,7 @@ Shapes: N tokens, X and Y input and output size, E experts.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -57,6 +57,9 @@ class WeightGradients:
         self._sums = sums
         self._queues: dict[Hashable, deque[_DeferredGradient]] = {}
         self._collects: deque[_DeferredGradient] | None = None
+        self._waiting: _DeferredGradient | None = None
+        self.overlapped: Collection[nn.Parameter] = ()
+        """Parameters whose computations, outside of `collecting`, wait for the next of these or for `run_waiting`."""
 
     @contextmanager
     def collecting(self, key: Hashable) -> Iterator[None]:
@@ -77,10 +80,21 @@ class WeightGradients:
         elements; None: the gradient is dyᵀ x, with the operands dy [..., output] and x [..., input].
         """
         product = _DeferredGradient(parameter, multiply, operands)
-        if self._collects is None:
-            self._accumulate(product)
-        else:
+        if self._collects is not None:
             self._collects.append(product)
+        elif parameter in self.overlapped:
+            self.run_waiting()
+            self._waiting = product
+        else:
+            self._accumulate(product)
+
+    def run_waiting(self) -> None:
+        """Execute the computation that waits, if there is one: while a collective call is in flight, or at the end of a
+        backward pass."""
+        product, self._waiting = self._waiting, None
+        if product is not None:
+            with torch.no_grad():
+                self._accumulate(product)
 
     def _accumulate(self, product: _DeferredGradient) -> None:
         """Execute one deferred computation, `product`, and add its gradient to the accumulation buffers."""

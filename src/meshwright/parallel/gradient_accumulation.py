@@ -15,6 +15,7 @@ from weakref import WeakMethod
 import torch
 from torch import nn
 
+from meshwright.model.precision import adds_in_float32
 from meshwright.parallel.zero import FsdpUnit, GradientReducer
 
 
@@ -159,17 +160,19 @@ class GradientAccumulator:
 
     def accumulate_product(self, parameter: nn.Parameter, dy_NY: torch.Tensor, x_NX: torch.Tensor) -> None:
         """Add the gradient dyᵀ x of the weight `parameter` [Y, X] to the buffer of its FSDP unit. `dy_NY`, `x_NX`:
-        output gradient and input of N tokens. Where dtypes agree, the matrix product itself accumulates into the
-        buffer. While a split pass computes its input gradients, the gradient is stored, and added later.
+        output gradient and input of N tokens. The matrix product itself accumulates into the buffer where dtypes agree,
+        and on CUDA from 16 bits into float32, without rounding in between. While a split pass computes its input
+        gradients, the gradient is stored, and added later.
         """
         running = self._running
         assert running is not None, "a gradient outside of a backward pass"
-        unit = self._units[self._place[parameter][0]]
-        if running.held is not None or unit.gradient.dtype != x_NX.dtype:
+        total = self._units[self._place[parameter][0]].gradient.dtype
+        wide: dict[str, Any] = {"out_dtype": total} if adds_in_float32(x_NX) and total == torch.float32 else {}
+        if running.held is not None or not (wide or total == x_NX.dtype):
             self.accumulate(parameter, dy_NY.T @ x_NX)
             return
         view, stale = self._gradient_view(running, parameter)
-        torch.addmm(view, dy_NY.T, x_NX, beta=0 if stale else 1, out=view)
+        torch.addmm(view, dy_NY.T, x_NX, beta=0 if stale else 1, out=view, **wide)
         self._mark_accumulated(running, parameter)
 
     def _take_from_autograd(self, parameter: Any) -> None:

@@ -93,21 +93,21 @@ class StageCompute:
             out = self._forward(key, stage, x)
             self.mark("forward")
             return out
-        d_x = None
+        d_x, queue = None, self._queue
+        assert queue is not None
         if kind == Kind.BACKWARD:
             self.engine.start_pass(stage)
             d_x = self._differentiate(key, x)
+            queue.run_waiting()
             self.engine.end_pass(stage)
         elif kind == Kind.INPUT_GRADIENT:
-            assert self._queue is not None
             self._paused[key] = self.engine.start_pass(stage, split=True)
-            with self._queue.collecting(key):
+            with queue.collecting(key):
                 d_x = self._differentiate(key, x)
-            self.engine.pause_pass(stage, self._queue.parameters(key))
+            self.engine.pause_pass(stage, queue.parameters(key))
         else:
-            assert self._queue is not None
             self.engine.gradients.resume(self._paused.pop(key))
-            self._queue.run(key)
+            queue.run(key)
             self.engine.end_pass(stage)
         self.mark("backward")
         return d_x

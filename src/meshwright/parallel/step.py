@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
 import torch
+from torch import nn
 
 from meshwright.comm.collectives import all_reduce
 from meshwright.comm.mesh import Mesh
@@ -56,7 +57,8 @@ class ForwardBackward:
         """Wrapper of the compute steps of a training step while a profile is taken."""
         self._pipeline = Pipeline(program, engine.mesh.pp)
         self._passes, at_once, split = _analyse_compute_steps(program, engine.mesh.pp.rank)
-        queue = WeightGradients(engine.gradients)
+        self._queue = queue = WeightGradients(engine.gradients)
+        queue.overlapped = find_overlapped_weights(model, engine.mesh)
         self._order = BackwardOrder(at_once, queue)
         if split:
             defer_weight_gradients(model, queue)
@@ -73,7 +75,9 @@ class ForwardBackward:
         self.engine.begin_step(self._passes)
         objective = self._make_objective(micro_batches)
         compute = StageCompute(self.model, self.engine, micro_batches, divisor, self._order, self.mark, objective)
+        self.engine.mesh.communicator.meanwhile = self._queue.run_waiting
         self._pipeline.run(compute if self.watched is None else self.watched(compute))
+        self.engine.mesh.communicator.meanwhile = None
         self.engine.finish()
         self.mark("reduce")
         return compute.loss
@@ -133,6 +137,14 @@ class ForwardBackward:
             return found.loss
 
         return compute_loss
+
+
+def find_overlapped_weights(model: Transformer, mesh: Mesh) -> set[nn.Parameter]:
+    """Return the weights whose gradients are computed while the next collective call of backward is in flight: on GPUs
+    those of the layers whose input gradients are communicated next, over tp or ep."""
+    names = (".qkv", ".up") if not mesh.tp.trivial else (".experts.up",) if not mesh.ep.trivial else ()
+    on_gpu = mesh.device.type == "cuda"
+    return {module.weight for name, module in model.named_modules() if on_gpu and name.endswith(names)}
 
 
 def count_targets(targets: Iterable[torch.Tensor], mesh: Mesh) -> TermCount:

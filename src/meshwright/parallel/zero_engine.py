@@ -96,6 +96,13 @@ class ZeroEngine:
             self.prefetchers[stage.index] = self.prefetcher_class(names, needs)
         self.shards = list(self._trained.values())
         """The trained FSDP units, of whose shards the optimizer updates the master weights."""
+        ranges = [(unit, *each) for unit in self.shards for each in unit.flat.split_by_copies(unit.start, unit.stop)]
+        self._summed = [unit.gradient[low - unit.start : high - unit.start] for unit, low, high, _ in ranges]
+        """Slices of gradients whose elements count in gradient norms."""
+        self._copies = torch.tensor(
+            [copies * unit.replicas for unit, _, _, copies in ranges], dtype=torch.float64, device=mesh.device
+        )
+        """Number of ranks that hold each of these slices."""
         self.frozen = [unit for unit in self._units.values() if not unit.trainable]
         self._partial = PartialGradients(self.shards, table, mesh)
         sharded = [[unit for unit in units if unit.trainable and unit.zero >= 2] for units in self._units_of.values()]
@@ -193,10 +200,12 @@ class ZeroEngine:
         ranks (`mesh.world`) sum to it. An element that n ranks hold counts 1 / n on each. The result is infinite or NaN
         if any gradient is.
         """
+        if self._summed and self.mesh.device.type == "cuda":  # few kernels for all slices
+            norms = torch.stack(torch._foreach_norm(self._summed, 2, torch.float64))
+            return (norms.square() / self._copies).sum()
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        for unit in self.shards:
-            for low, high, copies in unit.flat.split_by_copies(unit.start, unit.stop):
-                total += _sum_squares(unit.gradient[low - unit.start : high - unit.start]) / (copies * unit.replicas)
+        for gradient, copies in zip(self._summed, self._copies, strict=True):
+            total += _sum_squares(gradient) / copies
         return total
 
     def initialise(self, seed: int) -> None:

@@ -38,6 +38,7 @@ from meshwright.recipe import Recipe
 from meshwright.spec.config import ModelConfig
 from meshwright.spec.config_json import config_to_huggingface
 from meshwright.spec.parameters import parameter_table
+from meshwright.training.batch_prefetch import BatchPrefetcher
 from meshwright.training.distillation import Distillation
 from meshwright.training.distillation_loss import make_distillation
 from meshwright.training.objective import NextToken, Objective
@@ -97,12 +98,23 @@ class LanguageModelTask:
             fused_accumulation_min_numel=arithmetic.fused_accumulation_min_numel,
             preference=self.objective.pair_loss,
         )
+        self._batches = BatchPrefetcher(self._load_step, torch.device(mesh.device))
 
     # --- a step
 
     def load_step(self, step: int) -> list[MicroBatch]:
-        """Load this rank's micro-batches (tokens, targets, document boundaries) of the step with index `step` (from
-        0)."""
+        """Return this rank's micro-batches (tokens, targets, document boundaries) of the step with index `step` (from
+        0): those of `prefetch_step`, or loaded now."""
+        return self._batches.take(step)
+
+    def prefetch_step(self, step: int) -> None:
+        """Load the micro-batches of the step with index `step` in advance, if there is such a step and they do not
+        depend on the parameters (next-token training)."""
+        if step < self.recipe.train.steps and isinstance(self.objective, NextToken):
+            self._batches.prefetch(step)
+
+    def _load_step(self, step: int) -> list[MicroBatch]:
+        """Load this rank's micro-batches of the step with index `step`."""
         rows = np.split(self.samples_of_step(step), self.layout.micro_batches)
         self.objective.begin(self, "train", [rows])
         if self.recipe.objective == "kto":  # it has run the forward passes of the mismatched responses

@@ -56,7 +56,11 @@ class Task(Protocol):
     # --- a step
 
     def load_step(self, step: int) -> Sequence[Any]:
-        """Load this rank's micro-batches of the step with index `step` (from 0)."""
+        """Return this rank's micro-batches of the step with index `step` (from 0)."""
+
+    def prefetch_step(self, step: int) -> None:
+        """Load the micro-batches of the coming step, `step`, in advance, if they do not depend on the present one. The
+        trainer calls it on a GPU once it has queued the present step's work."""
 
     def count_terms(self, micro_batches: Any) -> TermCount:
         """Start to count the loss terms (target tokens, pairs or items) of a step: summed over this rank's

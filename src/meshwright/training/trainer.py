@@ -71,6 +71,7 @@ class Trainer:
         clock.mark("agree")
         if self.updates_early:
             self._update(self._gpu_scale(values))
+            task.prefetch_step(self.steps_done + 1)  # while the GPU computes this one
         outcome = self._read_outcome(values)
         if not outcome.finite:
             self._discard_step()

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from meshwright.emulation.scheduler import is_emulated_rank
 from meshwright.errors import RankLost, UserError
 from meshwright.launcher import rendezvous
-from meshwright.launcher.device import agree_on_device, choose_device
+from meshwright.launcher.device import agree_on_device, choose_device, get_pci_address
+from meshwright.launcher.gpu_process import bind_to_gpu_cores, prepare_gpu_process
 from meshwright.launcher.host_calls import HostCalls
 from meshwright.launcher.host_memory import read_machine_memory
 from meshwright.launcher.hosts import agree_on_interface
@@ -138,6 +139,8 @@ def _run_as_rank(
         device = choose_device(recipe.run.device, start.local_rank or 0)
     joined = is_emulated_rank() and dist.is_initialized()  # by `mw.emulate`, or by the script before
     if device.startswith("cuda"):
+        launched = start.started_by == rendezvous.LAUNCHER  # which starts all ranks on its host
+        prepare_gpu_process(start.ranks if launched else start.host_ranks or torch.cuda.device_count())
         torch.cuda.set_device(device)
     elif start.ranks > 1:
         separate_compile_caches(start.rank if start.local_rank is None else start.local_rank)
@@ -145,6 +148,8 @@ def _run_as_rank(
         store = store or rendezvous.connect_to_store(start, timeout)
         rendezvous.initialise_process_group(start, store, device, timeout)
     _set_threads(recipe, start, store if lock else None, threads, note=not device.startswith("cuda"))
+    if device.startswith("cuda"):
+        bind_to_gpu_cores(get_pci_address(device))  # after the number of threads was chosen from all cores
     calls = None
     try:
         if lock:

@@ -78,14 +78,6 @@ class LateCompletion:
         post = partial(self._originals["reduce_scatter"], copy, sent, axis)
         return self._post(post, [(output, copy)], others, overwritten=others)
 
-    def reduce_scatter_rows(self, output: torch.Tensor, source: torch.Tensor, axis: Axis, sizes: list[int]) -> Posted:
-        """Start an uneven reduce-scatter of `source` (`sizes`: rows for each rank) over the mesh axis `axis` on copies;
-        `output` holds NaN until the call is waited for."""
-        copy, sent = torch.empty_like(output), source.clone()
-        post = partial(self._originals["reduce_scatter_rows"], copy, sent, axis, sizes)
-        with self._use_original("all_to_all"):
-            return self._post(post, [(output, copy)], [source])
-
     def rotate(self, output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
         """Start a ring shift over the mesh axis `axis` (each rank sends `source` to the next) on copies; `output` holds
         NaN until the call is waited for."""
@@ -176,8 +168,7 @@ class LateCompletion:
 
 
 _REPLACED = (
-    "all_reduce", "broadcast", "all_gather", "reduce_scatter", "reduce_scatter_rows", "all_to_all", "transfer",
-    "rotate",
+    "all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "transfer", "rotate",
 )  # fmt: skip
 
 

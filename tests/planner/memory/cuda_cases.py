@@ -491,7 +491,7 @@ if __name__ == "__main__":
         routed = Routed(copies, copies * (layout.etp if spread else 1))
 
         def mesh_of(layout: Layout, *_: Any) -> Mesh:
-            return Mesh(layout, case.rank, device, Communicator(device), lambda ranks: None)
+            return Mesh(layout, case.rank, device, Communicator(device), lambda *_: None)
 
         with FakeTensorMode(), allocator, cuda_of(allocator, mesh_of, case, routed):
             mesh = mesh_of(layout)

@@ -143,7 +143,7 @@ def _backward(batch: MicroBatch, layer: int, state: Backward) -> list[tuple[str,
     left = [each for each in recomputed if each.name in returned]
     if GRADIENT in state.arrived or GRADIENT in returned:
         left += gradients[:1]
-    if state.at_once and batch.narrow:  # of wide types the products add their weight gradients to the sums themselves
+    if state.at_once and batch.narrow and batch.device != "cuda":  # else products add to the sums themselves
         left.append(workspace("weight gradient", _weight_gradients(block)))
     found.append((COLLECTED, KernelMemory(COLLECTED, made, gone + given.get(INPUT, 0), tuple(left))))
     return found

@@ -64,7 +64,7 @@ class StageSnapshots:
     ) -> None:  # fmt: skip
         self.batch, self.stage, self.saved, self.whole, self.buffers = batch, stage, saved, unrecomputed, buffers
         self.compiled, self.queues, self.units = compiled, queues, buffers.units
-        self.fused = batch.itemsize == batch.wide  # products add their weight gradients to the sums themselves
+        self.fused = not batch.narrow or batch.device == "cuda"  # products add their weight gradients to the sums
         self._layer = {unit: int(unit.split(".")[1]) for unit in self.units if unit.startswith("layers.")}
         self._saved_of, self._whole_of = self._by_unit(saved), self._by_unit(unrecomputed)
         self._of_loss = [each for each in saved if _is_saved_by_loss(each)]

@@ -199,6 +199,7 @@ def loss_pass(batch: MicroBatch, saved: Sequence[Saved], compiled: bool, again: 
     width = min(batch.vocabulary, config.vocabulary)
     chunks = split_loss_chunks(batch.predictions, width, batch.device) if config.head in ("next", "masked") else []
     longest, several = max(chunks, default=0), len(chunks) > 1
+    adds = batch.narrow and batch.device == "cuda"  # products add to the float32 sum themselves
     kept = {each.name: each.bytes for each in saved}
     every = {
         "again": again, "several_chunks": several, "compiled_loss": compiled,
@@ -209,8 +210,8 @@ def loss_pass(batch: MicroBatch, saved: Sequence[Saved], compiled: bool, again: 
         "longest": longest, "head_width": width, "kept_weight": kept.get("head.weight.gradient", 0),
         "sliced": longest if batch.device != "cpu" else min(longest, max(1, SLICE_LOGITS // width)),
         "weight_bytes": batch.wide if several else x,
-        "summed_bytes": batch.wide if len(chunks) > 2 else x,  # the sum of all but the last chunk
-        "chunk_bytes": several * x * (2 if batch.narrow else 1),
+        "summed_bytes": batch.wide if len(chunks) > 2 or adds else x,  # the sum of all but the last chunk
+        "chunk_bytes": 0 if adds else several * x * (2 if batch.narrow else 1),
     }  # fmt: skip
     found = Pass.of_layer(batch, 0, saved, **sizes)
     return replace(found, properties=found.properties | {name for name, value in every.items() if value}, prefix="")

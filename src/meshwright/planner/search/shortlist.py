@@ -20,7 +20,7 @@ from meshwright.planner.search.screen import ScreenedLayouts
 from meshwright.program.makespan import MakespanCache
 from meshwright.spec.refuse import refuse
 
-MOST_PRICED = 120
+MOST_PRICED = 128
 """Maximum number of layouts that a search predicts exactly."""
 
 DOUBT_ABOVE, DOUBT_BELOW = 1.15, 1 / 0.9

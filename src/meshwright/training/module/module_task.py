@@ -90,6 +90,10 @@ class ModuleTask:
         self.values.begin_step()
         return [self._make_batch(number, samples, content) for number, samples, content in self.samples.load_step(step)]
 
+    def prefetch_step(self, step: int) -> None:
+        """Do nothing: the data loader's workers read ahead, and `load_step` copies buffers that a step changes. step:
+        ignored."""
+
     def count_terms(self, micro_batches: Sequence[Batch]) -> TermCount:
         """Start to count the items over which the loss averages in a step: summed over this rank's `micro_batches` and
         over all ranks, at least 1. Return a function that returns this number, by which the summed loss is divided.

@@ -1,0 +1,136 @@
+"""Parts of a training step that only GPUs have: weight gradients added in float32, batches loaded a step in advance,
+the gradient norm in few kernels, expandable memory segments, pinned snapshots. Cases of `one_gpu.py`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from cases import step_seconds
+
+from meshwright.checkpoint.snapshot import SnapshotBuffers
+from meshwright.comm.mesh import Mesh
+from meshwright.layout import Layout
+from meshwright.parallel.zero_engine import _sum_squares
+from meshwright.training.language_model import LanguageModelTask
+from synthetic import synthetic_trainer
+
+
+def wide_gradients(device: str, shape: dict[str, int]) -> dict[str, float]:
+    """The gradient of an MLP's weight over two micro-batches of bf16, added in float32: its relative error against
+    float64, and seconds, by products that add to the sum themselves and by products that are rounded and then added."""
+    rows, width, hidden = shape["batch"] * shape["sequence"], shape["intermediate"], shape["hidden"]
+    make = torch.Generator(device).manual_seed(0)
+    pairs = [
+        tuple(torch.randn(rows, size, device=device, generator=make).bfloat16() for size in (width, hidden))
+        for _ in range(2)
+    ]
+    sums = {name: torch.full((width, hidden), torch.nan, device=device) for name in ("inside", "after")}
+
+    def inside() -> None:
+        """Two micro-batches by products that accumulate."""
+        for beta, (dy, x) in enumerate(pairs):
+            torch.addmm(sums["inside"], dy.T, x, beta=beta, out=sums["inside"], out_dtype=torch.float32)
+
+    def after() -> None:
+        """The same, each product in bf16 first."""
+        for number, (dy, x) in enumerate(pairs):
+            product = dy.T @ x
+            sums["after"].add_(product) if number else sums["after"].copy_(product)
+
+    found = {f"{name}_seconds": step_seconds(run, 3, 10, True) for name, run in (("inside", inside), ("after", after))}
+    exact = torch.stack([dy.double().T[:256] @ x.double() for dy, x in pairs]).sum(dim=0)
+    for name, total in sums.items():
+        found[f"{name}_error"] = float((total[:256].double() - exact).norm() / exact.norm())
+    return found
+
+
+def prefetch_seconds(device: str, shape: dict[str, int]) -> dict[str, float]:
+    """Median seconds of a step, with the next batch loaded during the step and without."""
+    found: dict[str, float] = {}
+    for name in ("prefetched", "loaded"):
+        trainer: Any = synthetic_trainer(
+            shape, "bf16", compile_blocks=False, mesh=Mesh.single(Layout.parse("bf16"), device)
+        )
+        skip = mock.patch.object(LanguageModelTask, "prefetch_step", lambda task, step: None)
+        if name == "loaded":
+            with skip:
+                found[name] = step_seconds(trainer.step, 3, 12, True)
+        else:
+            found[name] = step_seconds(trainer.step, 3, 12, True)
+        found[f"{name}_data_seconds"] = trainer.clock.seconds()["data"]
+        del trainer
+    return found
+
+
+def norm_error(device: str, shape: dict[str, int]) -> dict[str, float]:
+    """Relative error of the squared gradient norm in few kernels against one slice after the other, and the seconds of
+    both."""
+    trainer: Any = synthetic_trainer(
+        shape, "bf16", compile_blocks=False, mesh=Mesh.single(Layout.parse("bf16"), device)
+    )
+    engine = trainer.parallel
+    for shard in engine.shards:
+        shard.gradient.normal_()
+
+    def one_by_one() -> torch.Tensor:
+        """Several kernels for each slice."""
+        parts = zip(engine._summed, engine._copies.tolist(), strict=True)
+        return torch.stack([_sum_squares(part) / copies for part, copies in parts]).sum()
+
+    together, exact = engine.squared_norm_share(), one_by_one()
+    return {
+        "error": abs(float(together / exact) - 1),
+        "seconds": step_seconds(engine.squared_norm_share, 2, 10, True),
+        "one_by_one_seconds": step_seconds(one_by_one, 2, 10, True),
+    }
+
+
+def segments_expand() -> bool:
+    """Whether all memory of the process is in expandable segments."""
+    held = torch.empty(1 << 20, device="cuda")
+    cuda: Any = torch.cuda
+    segments = cuda.memory_snapshot()
+    del held
+    return bool(segments) and all(segment["is_expandable"] for segment in segments)
+
+
+def snapshot_is_pinned(device: str, shape: dict[str, int]) -> dict[str, float]:
+    """Whether a snapshot's buffers are pinned, their bytes, and those of the state."""
+    trainer: Any = synthetic_trainer(
+        shape, "bf16", compile_blocks=False, mesh=Mesh.single(Layout.parse("bf16"), device)
+    )
+    slices, buffers = trainer.slices(owned=True), SnapshotBuffers()
+    snapshot = buffers.take(slices)
+    snapshot.wait()
+    return {
+        "pinned": all(buffer.is_pinned() for buffer in snapshot.buffers),
+        "equal": all(
+            torch.equal(copy.tensor, source.tensor.cpu())
+            for copy, source in zip(
+                snapshot.slices, sorted(slices, key=lambda item: -item.tensor.element_size()), strict=True
+            )
+        ),
+        "bytes": sum(buffer.untyped_storage().nbytes() for buffer in snapshot.buffers),
+        "state_bytes": sum(item.tensor.nbytes for item in slices),
+    }
+
+
+def step_cases(cases: Any, device: str, shapes: dict[str, dict[str, int]]) -> None:
+    """Run all of these on a GPU. shapes: by name."""
+    cases.run("checks", "all memory is in expandable segments", segments_expand, bool)
+    for name, shape in shapes.items():
+        wide = partial(wide_gradients, device, shape)
+        cases.run("weight gradients", name, wide, lambda found: found["inside_error"] < 1e-5 < found["after_error"])
+        less = {**shape, "layers": 2}
+        norm = partial(norm_error, device, less)
+        cases.run("gradient norm", f"{name}, 2 layers", norm, lambda found: found["error"] < 1e-6)
+    first, shape = next(iter(shapes.items()))
+    cases.run("input", first, partial(prefetch_seconds, device, shape))
+    pinned = partial(snapshot_is_pinned, device, {**shape, "layers": 1})
+    cases.run(
+        "snapshot", f"{first}, 1 layer", pinned,
+        lambda found: found["pinned"] and found["equal"] and found["bytes"] == found["state_bytes"],
+    )  # fmt: skip
