@@ -4,10 +4,11 @@ against the null model (every run gets its source's median rate), rank correlati
     python bench/plan_accuracy.py [--bounds] [-v] shared/data/measured/training_runs.csv
 
 Beside the table that is named, `bench/data/published_runs.csv` and `unseen_runs.csv` are priced. What the planner's
-constants are fitted to, `planner/cost/rates.toml` says; `HELD_BACK` are sources that no constant was fitted to or
-chosen by. The bounds of a source are tested by those that the runs of all other projects give (`held_out`), also by
-kind of run. `--bounds` first writes the planner's bounds from all runs but those of the test half of `unseen_runs.csv`,
-which decide nothing. Peaks of memory that the tables have are compared with what the planner says the allocator holds.
+constants are fitted to, `planner/cost/rates.toml` says; `HELD_BACK` are sources that no constant was fitted to, though
+four were chosen with them in sight (sum of attention's times, its flash-2 rates, overlap tax across, ramp of pairs).
+The bounds of a source are tested by those that the runs of all other projects give (`held_out`), also by kind of run.
+`--bounds` first writes the planner's bounds from all runs but those of the test half of `unseen_runs.csv`, which decide
+nothing. Peaks of memory that the tables have are compared with what the planner says the allocator holds.
 """
 
 from __future__ import annotations
