@@ -122,8 +122,9 @@ def record_names(monkeypatch: pytest.MonkeyPatch) -> tuple[Names, Names]:
 def test_rows_name_dimensions_and_properties_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong name in a condition, in the table or in the code, would only leave a tensor out."""
     dimensions, properties = record_names(monkeypatch)
+    every = list_property_names()
     for names in properties.values():
-        names |= list_property_names()
+        names |= every
     table = read_packaged_toml("planner/memory/tensors.toml")
     types, words = {"x", "wide", "index", "int32", "bool"}, re.compile(r"[a-z_]\w*")
     for section, items in table["saved"].items():
