@@ -14,6 +14,7 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.layout import Layout
+from meshwright.planner.cost.blocks import layer_operators
 from meshwright.planner.cost.dimensions import FORMULAS, Dimensions, find_properties
 from meshwright.planner.cost.engines import ENGINES
 from meshwright.planner.cost.micro_batch import MicroBatch, layer_examples
@@ -122,8 +123,9 @@ def record_names(monkeypatch: pytest.MonkeyPatch) -> tuple[Names, Names]:
 def test_rows_name_dimensions_and_properties_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong name in a condition, in the table or in the code, would only leave a tensor out."""
     dimensions, properties = record_names(monkeypatch)
+    every = list_property_names()
     for names in properties.values():
-        names |= list_property_names()
+        names |= every
     table = read_packaged_toml("planner/memory/tensors.toml")
     types, words = {"x", "wide", "index", "int32", "bool"}, re.compile(r"[a-z_]\w*")
     for section, items in table["saved"].items():
@@ -180,6 +182,11 @@ def test_operators_name_dimensions_and_properties_that_exist() -> None:
     table, words = read_packaged_toml("planner/cost/operators.toml"), re.compile(r"[a-z_]\w*")
     properties, sizes, kinds = {"keeps_gradient"}, {*FORMULAS, "arrived", "computed", "logits"}, set[str]()
     properties |= list_property_names()
+    adapted = {
+        operator.name for layer in ("llama-tiny", "qwen2-moe-tiny")
+        for operator in layer_operators(MicroBatch.of(preset(layer), Layout(), 1, 64), 0)
+    }  # fmt: skip
+    properties |= {f"adapted_{name.replace('.', '_')}" for name in adapted}
     rows = [row for name, section in table.items() if isinstance(section, list) for row in section]
     properties.update(flag.partition(" ")[0] for row in rows for flag in row.get("flags", ()))
     rows += [row for name in ("calls", "kernels") for section in table[name].values() for row in section]

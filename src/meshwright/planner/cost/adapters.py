@@ -9,7 +9,6 @@ from functools import lru_cache
 
 from meshwright.planner.cost.micro_batch import ITEM_BYTES, Adapted, LayerKind, MicroBatch, Number
 from meshwright.planner.cost.operators import (
-    CollectiveCall,
     LinearShape,
     Operation,
     Operator,
@@ -47,38 +46,9 @@ def adapt_operators(
             # The input that the shared expert's adapter reads.
             read = tuple(one for one in operator.saved if one.name == "mlp.input")
             found = found.replace(saved=(*read, *found.saved))
-        if operator.name == "mlp.exchange" and kind and any(".experts." in one.layer for one in kind.adapted):
-            found = found.replace(collectives=(*found.collectives, *_list_key_calls(batch)))
         yield found if differentiable else found.replace(kept=())
         beside = beside or (shared and adapted is not None)
         arrives = arrives or adapted is not None
-
-
-def _list_key_calls(batch: MicroBatch) -> list[CollectiveCall]:
-    """Return the calls that send the random keys of token copies, of 4 bytes, to the ranks of their experts, whose
-    adapters draw dropout masks from them; [] without dropout."""
-    if batch.config.adapter is None or not batch.config.adapter.dropout:
-        return []
-    sites, again = (("experts.keys", 4 * batch.copies),), batch.layout.recompute == "full"
-    gathered = (("experts.keys", 4 * batch.copies * batch.etp),)
-    return [
-        CollectiveCall("expert", "ep", "all-to-all", sites, again=again, timed=False),
-        CollectiveCall("expert", "etp", "all-gather", gathered, again=again, timed=False),
-    ]
-
-
-def _list_norm_calls(batch: MicroBatch, layer: str) -> list[CollectiveCall]:
-    """Return the all-reduce of the weight norms of a row-parallel layer with DoRA; [] for other layers. layer: name of
-    its operator."""
-    size, axis = batch.config.hidden * batch.wide, "etp" if batch.expert_parallel else "tp"
-    sizes = dict.fromkeys(("attention.output", "mlp.down", "mlp.shared.down"), ("tp", size))
-    sizes["mlp.experts.down"] = axis, size * (batch.config.experts // batch.ep)
-    again = batch.layout.recompute == "full"
-    return [
-        CollectiveCall("tensor", axis, "all-reduce", (("adapter.norms", size),), again=again, timed=False)
-        for name, (axis, size) in sizes.items()
-        if name == layer
-    ]
 
 
 def _select_saved_by_combine(batch: MicroBatch, saved: tuple[SavedTensor, ...]) -> tuple[SavedTensor, ...]:
@@ -161,7 +131,7 @@ def _add_adapter(
     saved, parameters = [SavedTensor(f"{name}.low", (rows, matrices * rank), "x")], matrices * rank * inputs
     parameters = (parameters + rank * written) * count
     kept = saved[:1]
-    copies, held, calls = rows, 1, list[CollectiveCall]()
+    copies, held = rows, 1
     if routed:  # of the copies that this rank's experts compute
         copies, held = operator.kept[0].shape[0], count
         kept = saved = [SavedTensor(f"{name}.low", (copies, matrices * rank), "x")]
@@ -187,11 +157,9 @@ def _add_adapter(
             shape = held, outputs * share, rank
             parts += [SavedTensor(f"{name}.norms.{number}.{of}", shape, "x") for of in ("wa", "baa")]
         parameters = parameters + written * held
-        calls = _list_norm_calls(batch, operator.name)
     owned = "expert_parameters" if routed and batch.expert_parallel else "parameters"
     return operator.replace(
         operations=(*operator.operations, *found), saved=(*operator.saved, *saved),
-        collectives=(*operator.collectives, *calls),
         kept=(*operator.kept, *kept, *(parts if dora else ())),
     ).replace(**{owned: parameters})  # fmt: skip
 

@@ -4,7 +4,8 @@ and the head with its loss, whose sum gives the time of any stage."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,14 +105,6 @@ class LayerTimes:
         self.layer = np.zeros((len(self.kinds), *shape))
         self.first, self.last = np.zeros(shape), np.zeros((2, *shape))
         self.parameters = np.zeros((len(self.kinds) + 3, 2, len(self.candidates)))
-        self._index()
-        for which in group_by_structure(problem.config, self.candidates):
-            self._price(which)
-        for each in (self.layer, self.first, self.last):
-            each *= step_factors[:, None]
-
-    def _index(self) -> None:
-        """Store the sizes of the candidates' axes as arrays [candidates]."""
         layouts = [one.layout for one in self.candidates]
         self.rows = np.array([one.rows for one in self.candidates])
         self.tp, self.cp = (np.array([getattr(layout, axis) for layout in layouts]) for axis in ("tp", "cp"))
@@ -125,26 +118,17 @@ class LayerTimes:
         self.mesh = np.array([numbers.setdefault(each, len(numbers)) for each in sizes])
         """Index into `meshes`: layouts with different sizes of tp, cp, ep, etp."""
         self.meshes = [layouts[sizes.index(each)] for each in numbers]
-
-    def _with(self, times: Callable[[Array], Array], **changes: Any) -> LayerTimes:
-        """Return a copy with times(layer), times(first) and times(last). changes: further attributes of the copy."""
-        found = object.__new__(LayerTimes)
-        arrays = {name: times(getattr(self, name)) for name in ("layer", "first", "last")}
-        found.__dict__.update(self.__dict__ | arrays | changes)
-        return found
-
-    def select(self, index: int) -> LayerTimes:
-        """Return the times of the candidate with index `index` alone."""
-        at = slice(index, index + 1)
-        found = self._with(
-            lambda each: each[..., at], candidates=self.candidates[at], parameters=self.parameters[..., at]
-        )
-        found._index()
-        return found
+        for which in group_by_structure(problem.config, self.candidates):
+            self._price(which)
+        for each in (self.layer, self.first, self.last):
+            each *= step_factors[:, None]
 
     def sum_parts(self) -> LayerTimes:
         """Return a copy in which the parts (compute and communication) are summed: their dimension has length 1."""
-        return self._with(lambda each: each.sum(axis=-2, keepdims=True))
+        found = copy(self)
+        for name in ("layer", "first", "last"):
+            setattr(found, name, getattr(self, name).sum(axis=-2, keepdims=True))
+        return found
 
     @property
     def itemsize(self) -> int:

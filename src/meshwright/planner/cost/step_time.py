@@ -85,8 +85,8 @@ class StepPredictor:
     """Predictor of the seconds of one training step under one layout.
 
     step_factors: factor [parts of a micro-batch] by which each part takes longer than its operations timed alone;
-    layer_times: predicted times of layers, embedding and head, if they are known already; makespans: cache of simulated
-    pipeline times.
+    layer_times: predicted times of layers, embedding and head, if they are known already, with the layout's `index` in
+    them; makespans: cache of simulated pipeline times.
     """
 
     def __init__(
@@ -96,6 +96,7 @@ class StepPredictor:
         step_factors: Floats = UNCORRECTED,
         *,
         layer_times: LayerTimes | None = None,
+        index: int = 0,
         makespans: MakespanCache | None = None,
     ) -> None:
         share = layout.dp * layout.micro_batches
@@ -108,6 +109,7 @@ class StepPredictor:
         self.layer_times = layer_times or LayerTimes(
             problem, [StageCandidate(layout, problem.batch // share)], step_factors
         )
+        self.index = np.array([index])
         self.groups = ProcessGroups(self.layer_times.collectives, [layout])
         self.makespans = makespans or MakespanCache()
 
@@ -121,7 +123,7 @@ class StepPredictor:
             count, places = program.stages, program.stages_by_rank
         stages = problem.engine.stages(problem.config, count, problem.sequence)
         micro, transfer = np.array([float(layout.micro_batches)]), np.array([self.transfer])
-        return PipelineTimes(self.layer_times, np.zeros(1, dtype=np.int64), micro, transfer, stages, places)
+        return PipelineTimes(self.layer_times, self.index, micro, transfer, stages, places)
 
     def price(self, simulate: bool = True, parts: bool = True) -> StepTime:
         """Return the predicted seconds of the step. simulate: True for the pipeline simulator, False for the closed
@@ -162,7 +164,7 @@ class StepPredictor:
     @cached_property
     def transfer(self) -> float:
         """Seconds of one message between pipeline stages (activations of a micro-batch)."""
-        return float(self.groups.seconds("send", "pp", self.layer_times.message_bytes(np.zeros(1, dtype=np.int64)))[0])
+        return float(self.groups.seconds("send", "pp", self.layer_times.message_bytes(self.index))[0])
 
     def durations(self, pipeline: PipelineTimes, factor: float = 1.0) -> Durations:
         """Return the seconds, multiplied by `factor`, of forward, input-gradient and weight-gradient passes in each

@@ -159,8 +159,10 @@ class Shortlist:
     def _step(self, index: int, layout: Layout) -> StepPredictor:
         """Return the step-time predictor of a candidate layout; it reuses results of earlier candidates. index: index
         of the candidate. layout: its layout."""
-        layer_times = self.every.layer_times.select(int(self.every.candidate[index]))
-        return StepPredictor(self.problem, layout, layer_times=layer_times, makespans=self.makespans)
+        return StepPredictor(
+            self.problem, layout, layer_times=self.every.layer_times, index=int(self.every.candidate[index]),
+            makespans=self.makespans,
+        )  # fmt: skip
 
     def undecided(self, best: list[Estimate], top: int) -> int:
         """Return the number of candidates without exact prediction that may be faster than the last of `best`. best:
