@@ -110,10 +110,10 @@ def count_parameters(batch: MicroBatch, stage: Stage) -> tuple[Number, Number]:
     return sum_parameters(one for one in operators if one not in shared)
 
 
-def list_shared_operators(batch: MicroBatch) -> list[Operator]:
+def list_shared_operators(batch: MicroBatch) -> tuple[Operator, ...]:
     """Return the operators of the head whose parameters are the embedding's, which a rank with both has once."""
     tied = batch.config.tied_head and not batch.config.encoder
-    return [one for one in head_operators(batch, True) if tied and one.name == "head"]
+    return tuple(one for one in head_operators(batch, True) if tied and one.name == "head")
 
 
 def sum_parameters(operators: Iterable[Operator]) -> tuple[Number, Number]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from meshwright.planner.cost.micro_batch import ITEM_BYTES, LayerKind, MicroBatch, Number, at_least
 from meshwright.planner.cost.tables import compute_size
+from meshwright.spec.latent_attention import LatentAttention
 from meshwright.spec.policy import ACCELERATOR_TILE
 from meshwright.spec.work import keys_per_token
 
@@ -25,7 +26,7 @@ class Dimensions(dict[str, Number]):
         self.batch, self.kind = batch, kind
 
     def __missing__(self, name: str) -> Number:
-        """Compute a dimension by `FORMULAS`, or a size. Raises `KeyError` for an unknown one."""
+        """Return a dimension by `FORMULAS`, or a size. Raises `KeyError` for an unknown one."""
         found = FORMULAS[name](self.batch, self.kind) if name.isidentifier() else compute_size(name, self)
         self[name] = found
         return found
@@ -113,11 +114,15 @@ def _tiles(batch: MicroBatch, kind: LayerKind) -> Number:
     return at_least(scores // ACCELERATOR_TILE[1], -(-batch.tokens // min(ACCELERATOR_TILE[0], _attended(batch))))
 
 
+def _latent(batch: MicroBatch) -> LatentAttention:
+    """Return the sizes of latent attention, which the model has."""
+    assert batch.config.latent is not None
+    return batch.config.latent
+
+
 def _count_outputs(batch: MicroBatch, product: str) -> int:
     """Return the number of outputs of a matrix product of latent attention on this rank. product: such as "qkv"."""
-    config = batch.config
-    assert config.latent is not None
-    return config.latent.products(config.hidden, batch.heads, config.head_dim)[product][0]
+    return _latent(batch).products(batch.config.hidden, batch.heads, batch.config.head_dim)[product][0]
 
 
 _BATCH = (
@@ -148,7 +153,7 @@ FORMULAS: dict[str, Callable[[MicroBatch, LayerKind], Any]] = {
     "inner": lambda batch, kind: batch.heads * batch.config.head_dim,
     "kv_copies": lambda batch, kind: batch.key_value_copies,
     "core_heads": lambda batch, kind: core_heads(batch)[0],
-    "core_keys": lambda batch, kind: core_heads(batch)[not batch.repeats(kind.window)],
+    "core_keys": lambda batch, kind: core_heads(batch)[0 if batch.repeats(kind.window) else 1],
     "core_all": lambda batch, kind: core_heads(batch)[0] + 2 * core_heads(batch)[1],
     "core_tokens": lambda batch, kind: batch.sequence if batch.ulysses else batch.tokens,
     "core_head": lambda batch, kind: max(batch.config.head_dim, batch.config.value_dim),
@@ -168,8 +173,8 @@ FORMULAS: dict[str, Callable[[MicroBatch, LayerKind], Any]] = {
     "tile_lines": lambda batch, kind: batch.all_tokens * batch.heads / _tiles(batch, kind),
     "tile_operands": lambda batch, kind: batch.all_tokens * (batch.heads + batch.kv_heads) * batch.config.head_dim
     / _tiles(batch, kind),
-    "query_rank": lambda batch, kind: batch.config.latent.query_rank,
-    "latent_rank": lambda batch, kind: batch.config.latent.rank,
+    "query_rank": lambda batch, kind: _latent(batch).query_rank,
+    "latent_rank": lambda batch, kind: _latent(batch).rank,
     "latent_qkv": lambda batch, kind: _count_outputs(batch, "qkv"),
     "latent_up": lambda batch, kind: _count_outputs(batch, "latent_up"),
     # A dense MLP and a shared expert: hidden features, and outputs of the up projection with its gate.

@@ -1,8 +1,8 @@
 """Operators of a transformer: what each computes, moves, sends, saves for the backward and holds as parameters.
 
-`blocks` lists the operators of a layer, of the embedding and of the head, each once. FLOPs, times, memory, bytes on the
-wire and parameter counts are read from these lists: `operations`, `communication`, `traffic`, `memory/saved`,
-`parameter_counts`.
+They are rows of `operators.toml`, from which `blocks` lists those of a layer, of the embedding and of the head. FLOPs,
+times, memory, bytes on the wire and numbers of parameters are read from these lists: `operations`, `communication`,
+`traffic`, `memory/saved`.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ class Operator:
             for one in elementwise_kernels(batch, row["called"], sizes[row["elements"]], row["work"], fusion):
                 found.append(one._replace(count=one.count * sizes[row["count"]]) if "count" in row else one)
         for each in row["kernels"]:
-            shape = tuple(sizes[axis] for axis in each["shape"]) or None
+            shape: Any = tuple(sizes[axis] for axis in each["shape"]) or None
             flops, moved, count = sizes[each.get("flops", "0.0")], sizes[each["bytes"]], sizes[each.get("count", "1")]
             found.append(Operation(each["name"], each["kind"], each["phase"], flops, moved, shape, count))
         if row.get("repeat"):

@@ -22,6 +22,7 @@ from meshwright.toml import read_packaged_toml
 
 GRADIENT, INPUT, INPUT_GRADIENT = "gradient of the output", "input", "gradient of the input"
 
+_VERBS = ("use", "call", "tiles", "ring")
 _FILE = re.compile(r"compiled_blocks\.torch-(\d+)\.(\d+)\.toml")
 
 
@@ -91,12 +92,13 @@ def _select_kernels(name: str, true: frozenset[str]) -> list[_TableLine]:
         *condition, kernel = re.split(r":\s*", text, maxsplit=1)
         if not holds("".join(condition), true):
             continue
-        verb, rest = re.fullmatch(r"(?:(use|call|tiles|ring) )?(.*)", kernel, re.DOTALL).groups()
+        first, _, rest = kernel.partition(" ")
+        verb, rest = (first, rest) if first in _VERBS else ("", kernel)
         if verb == "use":
             found += _select_kernels(rest, true)
             continue
         reads, writes = (select_items(part.split(","), true, tables["groups"]) for part in rest.split("->"))
-        found.append(_TableLine(verb or "", tuple(item.name for item in reads), writes))
+        found.append(_TableLine(verb, tuple(item.name for item in reads), writes))
     return found
 
 

@@ -127,7 +127,7 @@ class StageSnapshots:
             layer = self._layer[unit]
             # While a weight is unpacked, what follows it is not saved yet.
             following = sum(each.bytes for each in self._whole_of[unit] if ".mlp." in each.name)
-            sizes = {
+            sizes: dict[str, Number] = {
                 "being_computed": max(map(_count_bytes, (self._whole_of[unit], self._saved_of[unit]))),
                 "unpacked": max(0, temporaries.count_unpacked_bytes(at, layer) - following),
                 "masks": temporaries.count_mask_bytes(at, layer),
