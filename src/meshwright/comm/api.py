@@ -21,8 +21,8 @@ class CollectiveOptions(TypedDict, total=False):
         groups: Number of ranks per node, for hierarchical algorithms.
         dims: Sides of the grid, for tori and meshes, such as `(4, 4)`.
         reduction: `"sum"`, `"mean"`, `"minimum"` or `"maximum"`; default sum.
-        latency: Latency in seconds of a link for which the topology gives none; default 5e-6.
-        bandwidth: Bytes per second of such a link, in each direction; default 25e9.
+        latency: Latency in seconds of links for which the topology gives no latency; default 5e-6.
+        bandwidth: Bytes per second, each direction, of links for which the topology gives no bandwidth; default 25e9.
         reduce_bytes_per_second: Rate in bytes per second at which a rank reduces received data; default infinite.
         crossovers: With `"auto"` on few ranks: also find the vector sizes at which the fastest algorithm changes;
             default True.
@@ -66,7 +66,7 @@ def collective(
     Raises:
         UserError: A name is unknown, or a number is out of range.
         ProgramError: The program of a file is wrong: rank, step and reason.
-        CheckFailed: The results of a run differ from those of torch.distributed.
+        CheckFailed: The results of a run differ from torch.distributed's.
 
     Examples:
         >>> import meshwright as mw

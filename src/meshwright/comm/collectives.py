@@ -46,9 +46,9 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis, site:
     """Write to `output` this rank's slice of the sum of `source` over the ranks of `axis`; return a handle to wait on.
 
     The slice of rank r is source[r * n : (r + 1) * n], n = output.numel(). The caller must not modify `source` until
-    the handle has been waited for; the call itself may overwrite it, except this rank's slice. On an axis of size 1
-    `output` is a copy of `source`. site: label of the call in traces, byte counts and errors. async_op: return before
-    completion."""
+    the handle has been waited for; the call itself may overwrite `source`, except this rank's slice of it. On an axis
+    of size 1 `output` is a copy of `source`. site: label of the call in traces, byte counts and errors. async_op:
+    return before completion."""
     n = output.numel()
     assert source.numel() == n * axis.size, (site, source.numel(), n, axis.size)
     sent = source.nbytes * (axis.size - 1) // axis.size
@@ -97,10 +97,10 @@ def all_to_all(
     output: torch.Tensor, source: torch.Tensor, axis: Axis, site: str, sizes: RowCounts | None = None
 ) -> Handle:
     """Send part i of `source` to rank i of the axis, and receive the part from rank i as part i of `output`; parts are
-    consecutive rows (dim 0). Return a complete handle.
+    consecutive rows (dim 0). Return a handle that is already complete.
 
-    site: label of the call in traces, byte counts and errors. sizes: numbers of rows of the parts (None: equal
-    parts)."""
+    site: label of the call in traces, byte counts and errors. sizes: numbers of rows of the parts (None: equal parts).
+    """
     rows = source.shape[0]
     own = rows // axis.size if sizes is None else sizes.sent[axis.rank]
     sent = source.nbytes * (rows - own) // rows if rows else 0
@@ -187,21 +187,22 @@ def _copy_unless_shared(output: torch.Tensor, source: torch.Tensor) -> None:
 
 def _shift_by_one_rank(parts: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Return a copy of `parts` with its slices (one of equal size for each rank of `axis`) shifted cyclically by one
-    rank. It imitates a call over other ranks, for the injected fault "wrong group".
+    rank. The shift imitates a call over other ranks, for the injected fault "wrong group".
     """
     return parts.reshape(axis.size, -1).roll(1, 0).view(parts.shape)
 
 
 def _choose_host_timeout(axis: Axis, tensor: torch.Tensor) -> timedelta | None:
     """Return the timeout of the host's wait for a call on `tensor` over `axis`; None (no limit) for a CUDA tensor,
-    whose hanging calls `launcher.device_watch` detects.
+    because `launcher.device_watch` detects hanging calls there.
     """
     return None if tensor.is_cuda else timedelta(seconds=axis.communicator.timeout_seconds)
 
 
 def _record_message(message: Message, axis: Axis) -> tuple[int, Callable[[], tuple[str, str]], Fault | None]:
-    """Count a point-to-point message in `Mesh.record` and in the flight recorder. Return (its number there, function
-    that describes it for an error message, fault to inject into it)."""
+    """Count a point-to-point message over `axis` in `Mesh.record` and in the flight recorder. Return (the message's
+    number in the flight recorder, function that describes the message for an error, fault to inject into it or None).
+    """
     calls = axis.communicator.calls
     tensor = message.tensor
     site = message.site
@@ -219,7 +220,7 @@ def _name_message(message: Message, axis: Axis, index: int) -> tuple[str, str]:
     """Describe a point-to-point message that was not delivered, for an error message: return ("rank A had nothing from
     rank B", "SITE (NAME over axis AXIS, message INDEX between the two)").
 
-    index: number of the message among those between these two ranks.
+    index: number of the message, counted over all messages between these two ranks.
     """
     peer = axis.ranks[message.peer]
     waits = "had nothing from" if message.is_receive else "had no reader for what it sends to"
@@ -235,8 +236,8 @@ class _RecordedCall:
     description of the call for an error message.
 
     operation: such as "all_reduce". axis: mesh axis of the call. site: label of the call. payload: bytes of the whole
-    vector. fault: fault to inject into this call (None: none). index: number of this call among those of its process
-    group, set when it is posted.
+    vector. fault: fault to inject into this call (None: none). index: number of this call, counted over all calls of
+    its process group, set when it is posted.
     """
 
     operation: str
@@ -283,8 +284,8 @@ def _record_call(
     operation: str, axis: Axis, site: str, payload: int, sent: int, vector: torch.Tensor | None = None
 ) -> _RecordedCall | None:
     """Count a collective call and its bytes in `Mesh.record`, and look up the fault to inject into it. Return the
-    recorded call, or None if nothing is to be communicated. That is so on an axis of one rank, where the call is not
-    counted, and under the injected fault "skip".
+    recorded call. Return None if nothing is to be communicated: on an axis of one rank (the call is then not counted),
+    and under the injected fault "skip".
 
     operation: such as "all_reduce". axis: mesh axis of the call. site: label of the call. payload: bytes of the whole
     vector. sent: bytes that this rank sends in the backend's algorithm. vector: the whole vector, if a collective
@@ -310,9 +311,9 @@ def _drop_source(call: _RecordedCall, source: torch.Tensor) -> torch.Tensor:
 
 
 def _redirect_source(call: _RecordedCall, source: torch.Tensor) -> tuple[Axis, torch.Tensor]:
-    """Apply the injected fault "wrong group", if `call` has it; otherwise return the call's own axis and `source`.
-    Return (axis of the call, tensor that this rank contributes). The fault replaces the axis by one over other ranks.
-    If there is no such axis, it shifts the slices of `source` by one rank instead.
+    """Apply the injected fault "wrong group" to `call`; return (axis over which to make the call, tensor that this rank
+    contributes). The fault replaces the axis by an axis over other ranks or, if there is none, shifts the slices of
+    `source` by one rank. Without this fault, return the call's own axis and `source`.
     """
     over, turned = call.redirect()
     return over, _shift_by_one_rank(source, call.axis) if turned else source
@@ -326,7 +327,8 @@ def _post_call(
 
     post: function that posts the transfers. call: record of the call. output: result tensor, which an injected fault
     corrupts at completion. then: callback at completion, called before an injected fault corrupts `output` (None: no
-    callback). async_op: True: return before completion. uneven: True if dim 0 of `output` differs between ranks.
+    callback). async_op: True: return before completion. uneven: True if ranks have different numbers of rows (dim 0) in
+    `output`.
     """
     axis = call.axis
     communicator = axis.communicator

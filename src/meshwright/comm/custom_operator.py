@@ -32,8 +32,8 @@ def custom_operator(name: str, schema: str | None = None) -> Callable[[Callable[
 
 def _without_compiler(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls `kernel`, the decorated implementation of a custom operator, without loading torch's
-    compiler. The decorator that torch.library adds loads the compiler in its first call, so it is bypassed until
-    something else has loaded the compiler."""
+    compiler. (The decorator that torch.library adds would load the compiler in its first call. The returned function
+    bypasses the decorator unless torch's compiler is already loaded.)"""
     plain = getattr(kernel, "__wrapped__", kernel)
 
     @functools.wraps(kernel)

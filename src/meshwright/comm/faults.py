@@ -21,12 +21,12 @@ class Fault:
     """Deliberate error in collective calls, injected to test that it is detected.
 
     kind: "skip": the call is not made; "drop": one rank's contribution is missing; "double": the result is multiplied
-    by 2; "stale": the result is that of the previous call; "wrong group": the call is made over other ranks.
+    by 2; "stale": the result of the previous call is returned; "wrong group": the call is made over other ranks.
 
     site: label of the calls. operation: such as "all_reduce". position: index in the group of the rank that "drop"
     leaves out. call: number of the only call to corrupt, counted from 1 since injection; None: every call. axis: name
-    of the mesh axis of the calls. groups: rank groups for "wrong group"; empty: the right ranks, shifted cyclically by
-    one.
+    of the mesh axis of the calls. groups: rank groups for "wrong group"; empty: the group keeps its ranks, but their
+    data are shifted cyclically by one rank.
     """
 
     site: str
@@ -56,9 +56,9 @@ class Faults:
         self._before: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
     def inject(self, fault: Fault | None, other: Any = None) -> None:
-        """Activate a fault in this process in place of the previous one; None: deactivate it. other: for the kind
-        "wrong group", this rank's axis over the wrong ranks (made by `Mesh.inject`); None: the ranks' data are shifted
-        cyclically by one rank instead. Raises ValueError for an unknown kind."""
+        """Activate a fault in this process in place of the previous fault; None: deactivate the previous fault. other:
+        for the kind "wrong group", this rank's axis over the wrong ranks (made by `Mesh.inject`); None: the ranks' data
+        are shifted cyclically by one rank instead. Raises ValueError for an unknown kind."""
         if fault is not None and fault.kind not in KINDS:
             raise ValueError(f'unknown fault "{fault.kind}" (known: {", ".join(KINDS)})')
         self.active = fault
@@ -68,10 +68,11 @@ class Faults:
         self._before.clear()
 
     def match_call(self, site: str, operation: str) -> Fault | None:
-        """Return the fault to apply to the collective call that is about to be made, or None. Call it exactly once per
-        call, because a fault may apply only to the n-th call with its site and operation.
+        """Return the fault to apply to the collective call that is about to be made; None if no fault applies. Call
+        this method exactly once per collective call, because a fault may apply only to the n-th call with its site and
+        operation.
 
-        site: label of the call. operation: such as "all_reduce".
+        site: label of the collective call. operation: such as "all_reduce".
         """
         fault = self.active
         if fault is None or fault.site != site or fault.operation != operation:

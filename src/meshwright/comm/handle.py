@@ -15,8 +15,8 @@ from meshwright.flight_recorder.call_ring import get_process_writer
 
 
 class Handle:
-    """Handle of a collective call in flight, like torch.distributed's Work. `wait` returns when the result is valid; it
-    may be called again, and raises the same error again if the call has failed.
+    """Handle of a collective call in flight, like torch.distributed's Work. `wait` returns when the result is valid;
+    `wait` may be called again, and if the call has failed, raises its error each time.
 
     works: torch.distributed work handles of the call's transfers. describe: function that returns two texts for an
     error message: which rank waits for which, and in which call. timeout: limit of one wait (None: the backend's).
@@ -83,8 +83,7 @@ class Handle:
 
     def settle(self, seconds: float) -> None:
         """Wait for the transfers of a call whose result is no longer needed; ignore errors and run no callbacks.
-        seconds: limit of the wait for each transfer. On CUDA, where the handle has no timeout, the backend's limit
-        applies instead."""
+        seconds: limit of the wait for each transfer. On CUDA the backend's limit applies instead."""
         works, _ = self._take()
         with suppress(RuntimeError, RankLost):
             for work in works:
@@ -100,8 +99,8 @@ DONE = Handle()
 def make_rank_lost_error(describe: Callable[[], tuple[str, str]] | None, error: Exception) -> RankLost:
     """Build the RankLost error for a collective call that failed.
 
-    describe: function that returns two texts for the message: which rank waits for which, and in which call. error: the
-    backend's error."""
+    describe: function that returns two texts for the message: which rank waits for which, and in which call; None: the
+    message names neither. error: the backend's error."""
     get_process_writer().give_up()
     who, where = describe() if describe else ("a collective call had no answer", "its site")
     if isinstance(error, RankLost):  # from a collective program, which names the waiting ranks

@@ -55,15 +55,15 @@ PRELOADED_TO_SERVE = ("torch", "torch.distributed", "meshwright.serving.ranks")
 
 
 def find_socket_parent() -> str:
-    """Return the directory in which to create private directories for Unix sockets. That is the temporary directory,
-    unless its path is so long that socket paths would exceed the limit of 108 bytes (unix(7)); else /tmp."""
+    """Return the directory in which to create private directories for Unix sockets. The result is the temporary
+    directory, unless its path is so long that socket paths would exceed the limit of 108 bytes (unix(7)); else /tmp."""
     parent = tempfile.gettempdir()
     return parent if len(os.fsencode(parent)) <= 48 else "/tmp"
 
 
 class RemoteTraceback(Exception):
-    """Exception with the traceback `text` of an exception that rank `rank` of a pool has raised. The parent process
-    raises the same exception, with this one as its `__cause__`."""
+    """Exception that carries the traceback `text` of an exception on rank `rank` of a pool. `LocalRanks.run` raises the
+    rank's exception in the parent process, with a RemoteTraceback as its `__cause__`."""
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(f"on rank {rank}:\n{text}")
@@ -100,10 +100,10 @@ class LocalRanks:
     def run(self, function: str | Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
         """Call `function(*args)` on every rank and return the list of results, by rank.
 
-        function: "package.module:function", or a function of an importable module. timeout: limit in seconds (None:
-        that of the pool). An exception on a rank is raised here, with the rank's traceback as its cause. RankLost is
+        function: "package.module:function", or a function of an importable module. timeout: limit in seconds (None: the
+        pool's `timeout`). An exception on a rank is raised here, with the rank's traceback as its cause. RankLost is
         raised if a rank ends or does not answer in time; its message names the rank and the collective call at which
-        ranks diverged. After either error the rank processes are ended, and the next `run` starts new ones."""
+        ranks diverged. After either error the rank processes are ended, and the next `run` starts new processes."""
         if not self._connections:
             self._start_ranks()
         if not isinstance(function, str):
@@ -193,7 +193,7 @@ class LocalRanks:
         self._connections = [connections[rank] for rank in range(self.world_size)]
 
     def close(self) -> None:
-        """End the pool's rank processes; the next `run` starts new ones."""
+        """End the pool's rank processes; the next `run` starts new processes."""
         for connection in self._connections:
             connection.close()
         for pid in self._pids:
@@ -238,16 +238,18 @@ def start_server(preloaded: Sequence[str] = PRELOADED) -> None:
 
 
 class _Server:
-    """Server process that has loaded torch and forks rank processes on request, so that they start fast. Each process
-    has at most one server, started on first use. preloaded: names of modules that the server imports."""
+    """Server process that has loaded torch and forks rank processes on request, so that they start fast. A process that
+    uses local ranks has at most one server, started on first use. preloaded: names of modules that the server imports.
+    """
 
     _instance: _Server | None = None
 
     @classmethod
     def running(cls, preloaded: Sequence[str] | None = None) -> _Server:
-        """Return this process's server of local ranks; start it if it does not run.
+        """Return this process's server of local ranks; start a server if none runs.
 
-        preloaded: names of modules that a new server imports (None: those of the last server, or the default)."""
+        preloaded: names of modules that a new server imports. None: the modules of the last server, or the default
+        list."""
         last = cls._instance
         if last is not None and last.process.poll() is None and last.owner == os.getpid():
             return last

@@ -22,10 +22,10 @@ class Message(NamedTuple):
     """Point-to-point message between this rank and another, which carries adjacent slots (a slot is the buffer of one
     chunk of the vector).
 
-    number: index among the rank's messages. peer: the other rank. slot: first slot sent or received. size: number of
-    slots, 0 for a signal without data. staging: first slot of the staging buffer that receives the message, if its data
-    are to be reduced into the slots; -1 if the message goes directly to or from the slots. step: index of the first
-    program step that the message carries out.
+    number: index among the rank's messages. peer: index of the other rank. slot: first slot sent or received. size:
+    number of slots, 0 for a signal without data. staging: first slot of the staging buffer that receives the message,
+    if its data are to be reduced into the slots; -1 if the message goes directly to or from the slots. step: index of
+    the first step of the program that is executed by the message.
     """
 
     number: int
@@ -63,7 +63,8 @@ class LocalCopy(NamedTuple):
     """Entry of a rank's schedule: copy `size` slots (buffers of one chunk each), from slot `source` on, to the slots
     from `slot` on.
 
-    combine: True to reduce them into those slots instead (by the program's reduction: sum, minimum or maximum)."""
+    combine: True to reduce the source slots into the destination slots (by the program's reduction: sum, minimum or
+    maximum) instead of overwriting the destination."""
 
     slot: int
     size: int
@@ -159,9 +160,9 @@ def _group_into_messages(checked: CheckedCollective, rank: int, merge: bool) -> 
     """Group the transfers from and to `rank` in the verified program `checked` into messages; yield each message as the
     list of its transfers.
 
-    Transfers share a message if they are consecutive, in one group of steps, and adjacent in memory on both ranks;
-    hence sender and receiver form the same messages. Messages from one rank to another are yielded in sending order.
-    merge: False: one message for every slot (buffer of one chunk).
+    Transfers share a message if they are consecutive, in one group of steps, and adjacent in memory on both ranks; so
+    sender and receiver form the same messages. Messages from one rank to another are yielded in sending order. merge:
+    False: one message for every slot (buffer of one chunk).
     """
     program, s = checked.program, checked.program.steps
     here = (s.rank[checked.sends] == rank) | (s.rank[checked.receives] == rank)

@@ -42,8 +42,8 @@ def measure(
     call, and return the measured times.
 
     checked: the program (each rank's sends, receives and reductions). total_bytes: size of the operation's float32
-    vector. It is rounded up to whole elements, and to equal slices if each rank owns a slice. repeats: number of timed
-    runs. world: local ranks to run on, as many as the program has; None: start new ones, with one thread each.
+    vector. The size is rounded up to whole elements, and to equal slices if each rank owns a slice. repeats: number of
+    timed runs. world: local ranks to run on, as many as the program has; None: start new ranks, with one thread each.
 
     Returns a dict with these keys. exact: always True: in a test run on integers the results were equal.
     measured_seconds, native_seconds: time of the program and of torch.distributed's call, the median over runs of the
@@ -122,9 +122,9 @@ def measure_rank(checked: CheckedCollective, numel: int, repeats: int, device: s
     torch.distributed's own call.
 
     numel: number of elements of the float32 vector. repeats: number of timed runs. device: device of the vector.
-    Returns a dict with these keys. exact: True if both gave the same result on integers. ours, theirs: lists with the
-    seconds of each run of the program and of torch.distributed's call. bytes_sent: by this rank. backend: name of the
-    backend. native: name of torch.distributed's call.
+    Returns a dict with these keys. exact: True if the program and the call gave equal results on integers. ours,
+    theirs: lists with the seconds of each run of the program and of torch.distributed's call. bytes_sent: by this rank.
+    backend: name of the backend. native: name of torch.distributed's call.
     """
     executable, operation = (
         Executable(checked, timeout_seconds=TIMEOUT_SECONDS, device=device),

@@ -100,8 +100,8 @@ class Communicator:
 class Axis:
     """One axis of the device mesh as seen by one rank: the ranks of this rank's group along the axis.
 
-    name: such as "dp". ranks: their global ranks, in order. rank: index of this rank in `ranks`. group: their process
-    group (usually None if the axis has one rank). communicator: communication state of the process.
+    name: such as "dp". ranks: global ranks of this group, in order. rank: index of this rank in `ranks`. group: process
+    group of these ranks (usually None if the axis has one rank). communicator: communication state of the process.
     """
 
     name: str
@@ -117,8 +117,8 @@ class Axis:
 
     @property
     def trivial(self) -> bool:
-        """True if the axis has one rank, so that collective calls over it communicate nothing. A test may force calls
-        over one rank; the value is then False.
+        """True if the axis has one rank, so that collective calls over it communicate nothing. False also if a test
+        forces calls over one rank.
         """
         return len(self.ranks) == 1 and not self.communicator.trivial_calls
 
@@ -144,8 +144,8 @@ class Axis:
 
     @property
     def key(self) -> str:
-        """String that identifies this axis within the process. Custom operators, which accept no Python objects, get it
-        as an argument and call `find_axis`."""
+        """String that identifies this axis within the process. Custom operators, which accept no Python objects, get
+        the key as an argument and call `find_axis` with it."""
         return f"{self.name}{self.ranks}"
 
 
@@ -227,7 +227,7 @@ class Mesh:
         """Build the mesh of one device without process groups: every axis has size 1, and collective calls return their
         input.
 
-        Raises UserError for a layout of more than one rank.
+        layout: layout of one rank; None: the default layout. Raises UserError for a layout of more than one rank.
         """
         layout = Layout() if layout is None else layout
         if layout.world_size != 1:
@@ -245,8 +245,8 @@ class Mesh:
         """Build the mesh over the running `torch.distributed` world. Every rank calls it, with the same arguments.
 
         device: device of this rank's tensors. timeout_seconds: limit of one wait for a call. programs: {(axis name,
-        operation): collective program} that replace the backend's calls, as `collectives.named.load_named_programs`
-        returns them. Raises UserError if the layout needs another world size."""
+        operation): collective program}, from `collectives.named.load_named_programs`, which replace the backend's calls
+        (None: no programs). Raises UserError if the layout needs another world size."""
         if layout.world_size == 1 and not dist.is_initialized():
             return cls.single(layout, device)
         world_size = dist.get_world_size()
@@ -308,7 +308,8 @@ class Mesh:
         return None if ranks is None else Axis(name, ranks, ranks.index(self.rank), group, self.communicator)
 
     def inject(self, fault: Fault | None) -> None:
-        """Inject `fault` into the collective calls of this process in place of the previous one (None: remove it).
+        """Inject `fault` into the collective calls of this process in place of the previous fault (None: remove the
+        previous fault).
 
         Every rank must call this with the same fault, because a fault "wrong group" creates process groups."""
         other = None

@@ -21,7 +21,7 @@ from meshwright.comm.transport import RowCounts
 def copy_to(x: torch.Tensor, axis: Axis, site: str) -> torch.Tensor:
     """Enter a tensor-parallel region: forward returns `x`, backward all-reduces the gradient over `axis`.
 
-    Megatron-LM's f: arXiv 1909.08053, section 3. site: label of the calls in traces.
+    This is f in Megatron-LM (arXiv 1909.08053, section 3). site: label of the calls in traces.
     """
     return _call_operator("copy_to", x, axis, site)
 
@@ -30,7 +30,7 @@ def reduce_from(x: torch.Tensor, axis: Axis, site: str) -> torch.Tensor:
     """Leave a tensor-parallel region: forward all-reduces (sums) `x` over `axis`, backward returns the gradient
     unchanged.
 
-    Megatron-LM's g: arXiv 1909.08053, section 3. site: label of the calls in traces.
+    This is g in Megatron-LM (arXiv 1909.08053, section 3). site: label of the calls in traces.
     """
     return _call_operator("reduce_from", x, axis, site)
 
@@ -38,15 +38,16 @@ def reduce_from(x: torch.Tensor, axis: Axis, site: str) -> torch.Tensor:
 def gather_from(x: torch.Tensor, axis: Axis, site: str, dim: int = 1) -> torch.Tensor:
     """All-gather `x` along `dim` over the ranks of `axis` in forward, reduce-scatter the gradient in backward.
 
-    Leaves a sequence-parallel region: arXiv 2205.05198, section 4.2.2, g. site: label of the calls in traces."""
+    Used where a sequence-parallel region ends (arXiv 2205.05198, section 4.2.2, g). site: label of the calls in traces.
+    """
     return _call_operator("gather_from", x, axis, site, dim)
 
 
 def reduce_scatter_to(x: torch.Tensor, axis: Axis, site: str, dim: int = 1) -> torch.Tensor:
     """Reduce-scatter `x` along `dim` over the ranks of `axis` in forward, all-gather the gradient in backward.
 
-    Enters a sequence-parallel region: arXiv 2205.05198, section 4.2.2, conjugate of g. site: label of the calls in
-    traces."""
+    Used where a sequence-parallel region begins (arXiv 2205.05198, section 4.2.2, conjugate of g). site: label of the
+    calls in traces."""
     return _call_operator("reduce_scatter_to", x, axis, site, dim)
 
 
@@ -71,7 +72,7 @@ def join_from(x: torch.Tensor, axis: Axis, site: str, dim: int = 1) -> torch.Ten
     """All-gather `x` along `dim` over the ranks of `axis` in forward. Backward returns this rank's slice of the
     gradient, which must be equal on all ranks.
 
-    Conjugate of `split_to`. site: label of the calls in traces."""
+    Forward and backward are those of `split_to`, exchanged. site: label of the calls in traces."""
     return _call_operator("join_from", x, axis, site, dim)
 
 
@@ -202,10 +203,10 @@ def _empty_split(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
 class Operator(NamedTuple):
     """Definition of a differentiable collective operator, from which `_register` registers it with torch.
 
-    conjugate: name of the operator that computes the gradient; it takes the further arguments in reverse order.
-    forward: implementation, a function of x, axis, site and the further arguments. result: function of x, axis and the
-    further arguments that allocates an uninitialised result, for torch.compile. arguments: schema of the further
-    arguments, such as "int dim".
+    conjugate: name of the operator that computes the gradient; that operator takes the further arguments in reverse
+    order. forward: implementation, a function of x, axis, site and the further arguments. result: function of x, axis
+    and the further arguments that allocates an uninitialised result, for torch.compile. arguments: schema of the
+    further arguments, such as "int dim".
     """
 
     conjugate: str

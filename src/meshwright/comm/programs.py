@@ -37,12 +37,11 @@ Memory = Callable[[int, int], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """Range of a vector on which the collective program runs once. The segments of a vector are independent, so that
-    their runs can overlap.
+    """Range of a vector on which the collective program runs once. Segments are independent; their runs can overlap.
 
     plan: schedule of this rank. n: number of elements of a slot (buffer of one chunk of the segment). data: function
-    (first slot, number of slots) -> memory of these slots in the vector. output: the same for a separate output; None:
-    the operation works in place. finish: callback after the run; None: no callback.
+    (first slot, number of slots) -> memory of these slots in the vector. output: such a function for a separate output;
+    None: the operation works in place. finish: callback after the run; None: no callback.
     """
 
     plan: RankProgram
@@ -60,7 +59,7 @@ class ScratchBuffers:
 
     def take(self, name: str, lane: int, numel: int, like: torch.Tensor) -> torch.Tensor:
         """Return the 1-D scratch buffer of one purpose and lane, with `numel` elements and the dtype and device of
-        `like`; its contents are undefined. It is allocated on first use.
+        `like`; its contents are undefined. The buffer is allocated on first use.
 
         name: purpose, such as "staging". lane: number of a lane (segments of a vector that run one after another);
         concurrent lanes get different buffers."""
@@ -76,7 +75,7 @@ class Executable:
 
     checked: verified program. group: process group with as many ranks as the program (None: the world).
     timeout_seconds: limit of one wait for CPU tensors, after which RankLost names the waiting ranks and the step.
-    buffers: scratch memory to share with programs that never run concurrently; None: its own. device: device of the
+    buffers: scratch memory to share with programs that never run concurrently; None: new buffers. device: device of the
     vectors. Attribute `batched`: True for NCCL, where each group of messages is one call on the current CUDA stream."""
 
     def __init__(
@@ -172,8 +171,8 @@ class Executable:
     def _run_lane(self, lane: int, segments: Sequence[_Segment]) -> Iterator[bool]:
         """Run the program on several segments of the vector, one after the other. This generator yields True after it
         has posted a group of messages, so that the caller can advance other lanes in the meantime. lane: number of this
-        list of segments among the lists (lanes) that run concurrently; each lane has its own message tag and scratch
-        buffers. segments: segments of this lane, in order.
+        list of segments among the lists (lanes) that run concurrently; each lane has a separate message tag and
+        separate scratch buffers. segments: segments of this lane, in order.
         """
         tag = TAG + lane
         for segment in segments:
@@ -220,9 +219,9 @@ class Executable:
             segment.finish()
 
     def _get_message_memory(self, message: Message, memory: Memory, staging: Memory) -> torch.Tensor:
-        """Return the memory from which a message is sent or into which it is received. memory: function (first slot,
-        number of slots) -> 1-D tensor with these slots (buffers of one chunk) of the vector. staging: the same for the
-        staging buffer, which receives messages that are then reduced into the vector.
+        """Return the memory from which `message` is sent or into which it is received. memory, staging: functions
+        (first slot, number of slots) -> 1-D tensor with these slots (chunk buffers) of the vector, or of the staging
+        buffer, which receives messages that are then reduced into the vector.
         """
         if message.size == 0:
             return self._buffers.take("signal", 0, 1, memory(0, 1))
@@ -233,7 +232,7 @@ class Executable:
     ) -> None:
         """Post a message with `call`, the send or recv of the process group. Raises RankLost.
 
-        works: list of work handles, in which the new handle is stored at the message's number. tensor: memory of the
+        works: list of work handles, in which the new handle is stored at index `message.number`. tensor: memory of the
         message. tag: message tag."""
         try:
             works[message.number] = call([tensor], message.peer, tag)
@@ -261,9 +260,9 @@ class Executable:
         )
 
     def _apply_locally(self, event: Reduce | LocalCopy, memory: Memory, staging: Memory) -> None:
-        """Execute `event`, a local copy or reduction in the rank's schedule. memory: function (first slot, number of
-        slots) -> 1-D tensor with these slots (buffers of one chunk) of the vector. staging: the same for the staging
-        buffer, which holds received data that are not yet reduced.
+        """Execute `event`, a local copy or reduction in the rank's schedule. memory, staging: functions (first slot,
+        number of slots) -> 1-D tensor with these slots (chunk buffers) of the vector, or of the staging buffer, which
+        holds received data that are not yet reduced.
         """
         target = memory(event.slot, event.size)
         source = staging(event.staging, event.size) if isinstance(event, Reduce) else memory(event.source, event.size)
@@ -284,7 +283,7 @@ class Executable:
     # --- memory
 
     def _make_segment(self, vector: torch.Tensor, start: int, n: int) -> _Segment:
-        """Return the segment of `vector` that begins at element `start` and has chunks of `n` elements. It is for
+        """Return the segment of `vector` that begins at element `start` and has chunks of `n` elements. Used for
         operations in which ranks own no slice of the vector, such as a broadcast. A segment beyond the end of the
         vector uses a padded copy, which is copied back after the run.
         """
@@ -308,7 +307,7 @@ class Executable:
     def _split_rank_slices(self, vector: torch.Tensor, output: torch.Tensor | None) -> list[_Segment]:
         """Split a vector in which each rank owns a slice into independent segments, which can run concurrently. Each
         segment takes the same range of elements from every chunk, and so a part of every rank's slice. output: result
-        of an all-to-all, split in the same way; None: the operation works in place.
+        of an all-to-all, split like the vector; None: the operation works in place.
         """
         chunks = self.program.chunks
         n = vector.numel() // chunks
@@ -335,7 +334,7 @@ class Executable:
         """Run the program on a copy of `vector` in which every rank's slice is padded to whole chunks, and copy the
         result back.
 
-        output: receives the result of an all-to-all; None: in place."""
+        output: receives the result of an all-to-all; None: the operation works in place."""
         n, ranks = cutting.compute_chunk_length(self.program, vector.numel()), self.program.ranks
         padded = self._buffers.take("padded", 0, n * self.program.chunks, vector).zero_()
         result = padded if output is None else self._buffers.take("padded output", 0, padded.numel(), vector)
@@ -383,14 +382,15 @@ class Executable:
 
 
 def _view_slots(tensor: torch.Tensor, n: int) -> Memory:
-    """Return a function (first slot, number of slots) -> 1-D view of those slots of `n` elements each in `tensor`."""
+    """Return a function (first slot, number of slots) -> 1-D view of these slots in `tensor`; a slot has `n`
+    elements."""
     return lambda slot, count: tensor[slot * n : (slot + count) * n]
 
 
 def _view_strided_slots(tensor: torch.Tensor, n: int, start: int, length: int) -> Memory:
     """Return a function (slot, number of slots = 1) -> view of one slot in `tensor`, which consists of chunks of `n`
-    elements: slot i is the elements [start, start + length) of chunk i. Such slots are not adjacent in memory, so each
-    is accessed alone.
+    elements: slot i is the elements [start, start + length) of chunk i. The slots are not adjacent in memory, so each
+    call returns a single slot.
     """
     pieces = tensor.view(-1, n)[:, start : start + length].unbind()
     return lambda slot, count: pieces[slot]

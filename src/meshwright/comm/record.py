@@ -66,9 +66,9 @@ class Record:
         return dict(+sent)
 
     def table(self) -> list[dict[str, str | int]]:
-        """Return the totals as JSON-able dicts, one per call site and operation, in the order of their first calls;
+        """Return the totals as JSON-able dicts, one per call site and operation, in the order of their first calls. The
         keys are the fields of `SiteRecord`. If a site calls over several axes, its totals are summed, and "axis" is the
-        first of them.
+        axis of its first call.
         """
         lines: dict[tuple[str, str], SiteRecord] = {}
         for entry in self.sites.values():

@@ -17,8 +17,8 @@ class TimedCall:
     """Times of one collective call, in nanoseconds since 1970 on this host's clock.
 
     site: label of the call. operation: such as "all_reduce". axis: name of the mesh axis. payload_bytes: bytes of the
-    whole vector. posted: when the call was made. waited: when the process began to wait for it. done: when it was found
-    complete. waited, done: None if that has not happened yet."""
+    whole vector. posted: when the call was made. waited: when the process began to wait for it; None if it has not
+    waited. done: when the call was found complete; None if it has not been found complete."""
 
     site: str
     operation: str
@@ -73,7 +73,7 @@ def time_calls(communicator: Communicator) -> Iterator[list[TimedCall]]:
     """Context manager that yields a list, to which each collective call of the communicator is appended with its times
     while the context is active.
 
-    On exit it waits for calls in flight, unless an error occurred."""
+    On exit, the context manager waits for calls in flight, unless an error occurred."""
     calls = communicator.calls
     timer = CallTimer(calls)
     communicator.calls = timer  # type: ignore[assignment]

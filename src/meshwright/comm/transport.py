@@ -43,8 +43,8 @@ class Message:
 
 
 class RowCounts(NamedTuple):
-    """Numbers of rows (dim 0) in an uneven all-to-all: those received from and those sent to each rank of the
-    axis."""
+    """Numbers of rows (dim 0) in an uneven all-to-all: rows received from each rank of the axis, and rows sent to each
+    rank."""
 
     received: list[int]
     sent: list[int]
@@ -66,7 +66,7 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Po
     """Post a reduce-scatter: output[:] = sum over ranks of source[rank * n : (rank + 1) * n], n = output.numel().
 
     If the axis runs a collective program in place of the backend's call, `source` is overwritten. Returns (work
-    handles, completion callback); the callback must be called when the work is complete, and may be None.
+    handles, completion callback or None); the callback must be called when the work is complete.
     """
     program = axis.program("reduce_scatter", source.nbytes)
     if program is not None:
@@ -99,8 +99,8 @@ def reduce_scatter(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Po
 
 def all_gather(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
     """Post an all-gather over the mesh axis: `output` becomes the concatenation of the ranks' `source`. A rank's
-    `source` may be a view of its slice of `output`. Returns (work handles, completion callback); the callback must be
-    called when the work is complete, and may be None.
+    `source` may be a view of its slice of `output`. Returns (work handles, completion callback or None); the callback
+    must be called when the work is complete.
     """
     program = axis.program("all_gather", output.nbytes)
     if program is None and uses_native_calls(axis, source):
@@ -117,7 +117,7 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, op: str) -> Posted:
     """Post an all-reduce of `tensor` over the mesh axis `axis`, in place; op: "sum" or "max". Collective programs are
     used for sums only.
 
-    Returns (work handles, completion callback); the callback must be called when the work is complete, and may be None.
+    Returns (work handles, completion callback or None); the callback must be called when the work is complete.
     """
     program = axis.program("all_reduce", tensor.nbytes) if op == "sum" else None
     if program is not None:
@@ -129,7 +129,7 @@ def all_reduce(tensor: torch.Tensor, axis: Axis, op: str) -> Posted:
 def broadcast(tensor: torch.Tensor, source: int, axis: Axis) -> Posted:
     """Post a broadcast of `tensor` in place, from the rank at index `source` of the axis.
 
-    Returns (work handles, completion callback); the callback must be called when the work is complete, and may be None.
+    Returns (work handles, completion callback or None); the callback must be called when the work is complete.
     """
     return [dist.broadcast(tensor, group=axis.group, group_src=source, async_op=True)], None
 
@@ -138,7 +138,7 @@ def all_to_all(output: torch.Tensor, source: torch.Tensor, axis: Axis, sizes: Ro
     """Post an all-to-all over the mesh axis `axis` along dim 0: part i of `source` goes to rank i, and the part from
     rank i becomes part i of `output`.
 
-    sizes: numbers of rows of the parts (None: equal parts). Returns (work handles, None); None: there is no completion
+    sizes: numbers of rows of the parts (None: equal parts). Returns (work handles, None), without a completion
     callback.
     """
     received, sent = sizes or (None, None)
@@ -148,8 +148,8 @@ def all_to_all(output: torch.Tensor, source: torch.Tensor, axis: Axis, sizes: Ro
 def transfer(messages: Sequence[Message], axis: Axis) -> list[Posted]:
     """Post point-to-point messages between ranks of the mesh axis `axis` together; their tensors must be contiguous.
 
-    Returns for each message (work handles, completion callback); the callback must be called when the work is complete,
-    and may be None.
+    Returns for each message (work handles, completion callback or None); the callback must be called when the work is
+    complete.
     """
     if messages and axis.backends[messages[0].tensor.device.type] != "gloo":
         works = dist.batch_isend_irecv(
@@ -182,7 +182,7 @@ def rotate(output: torch.Tensor, source: torch.Tensor, axis: Axis) -> Posted:
     """Post a ring shift: send `source` to the next rank of the axis, and receive into `output` the `source` of the
     previous rank.
 
-    Returns (work handles, completion callback); the callback must be called when the work is complete, and may be None.
+    Returns (work handles, completion callback or None); the callback must be called when the work is complete.
     """
     if axis.size == 1 and axis.backends[source.device.type] == "gloo":  # which has no connection of a rank to itself
         output.copy_(source)
@@ -197,8 +197,8 @@ def _post_exchange(outgoing: list[torch.Tensor], incoming: list[torch.Tensor], a
     """Post the sends of outgoing[i] to rank i of `axis` and the receives of incoming[i] from rank i, for all other
     ranks; return the work handles.
 
-    Each rank sends first to its right neighbour. The group's own methods are called, because `dist.isend` and
-    `dist.irecv` look up the group at each call.
+    Each rank sends first to its right neighbour. Methods of the process group are called directly, because `dist.isend`
+    and `dist.irecv` look up the group at each call.
     """
     group = axis.group
     assert group is not None

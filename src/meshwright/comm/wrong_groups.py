@@ -23,15 +23,17 @@ def list_axis_groups(layout: Layout, name: str) -> list[tuple[int, ...]]:
 
 
 def make_wrong_groups(layout: Layout, name: str, equal: bool, alike: Sequence[Hashable]) -> list[tuple[int, ...]]:
-    """Return process groups to use in place of the right groups of the mesh axis `name`, for the injected fault "wrong
-    group". Each is a tuple of global ranks, as many as the axis's right groups have but not the same ones. Ranks that
-    cannot be regrouped are in none; the list may be empty.
+    """Return process groups to use in place of the right groups of the mesh axis `name` of `layout`, for the injected
+    fault "wrong group". Each wrong group is a tuple of global ranks. Ranks that cannot be regrouped are in none; the
+    list may be empty.
 
-    equal: True: wrong groups always have the size of the right ones; False: a single right group of more than two ranks
-    is cut into halves. alike: [ranks], a value that describes the calls that each rank makes. Only ranks with equal
-    values are grouped, since others would wait for calls that are never made; unless the axis spans pipeline stages,
-    they must also be of one stage. Wrong groups consist of consecutive ranks. If these are the right groups, they
-    consist of ranks with the same index in their right groups instead.
+    Ranks are regrouped among ranks with equal values in `alike` and, unless the axis spans pipeline stages, of one
+    stage. Wrong groups are as large as the right groups and consist of consecutive ranks. If the right groups
+    themselves consist of consecutive ranks, a wrong group takes the ranks with one index in their right groups instead.
+
+    equal: False: where there is a single right group of more than two ranks, cut it into halves; True: leave it out.
+    alike: [ranks], a value that describes the calls that each rank makes. Ranks with different calls in one group would
+    wait for calls that are never made.
     """
     across = name == "world" or name.startswith("pp")
     classes: dict[Hashable, list[tuple[int, ...]]] = {}

@@ -42,8 +42,8 @@ FLAGS = (
 
 
 class KernelsUnavailable(Exception):
-    """Error: compiled kernels cannot be built or run on this machine. The message is the reason, as a clause without a
-    capital or a full stop."""
+    """Error: compiled kernels cannot be built or run on this machine. The message states the reason, in lower case and
+    without a full stop."""
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def _convert_errors() -> Iterator[None]:
 
 
 def find_compiler() -> str:
-    """Return the path of the C++ compiler: the one that the environment variable CXX names, else g++. Raises
+    """Return the path of the C++ compiler: the compiler that the environment variable CXX names, else g++. Raises
     KernelsUnavailable if it is not installed."""
     name = os.environ.get("CXX") or "g++"
     if (found := shutil.which(name)) is None:
@@ -149,11 +149,11 @@ def _get_library_path(version: str) -> Path:
 
 @contextmanager
 def _lock(path: Path, log: Callable[[str], None]) -> Iterator[None]:
-    """Context manager that holds an exclusive lock on the file `path`. The end of the process also releases it. log:
-    called with one line before waiting.
+    """Context manager that holds an exclusive lock on the file `path`. The lock is also released when the process ends.
+    log: called with one line before waiting.
 
     On a file system without locks nothing is locked, and several processes may compile at a time. This is safe, because
-    each renames only complete files into place."""
+    each process renames only complete files into place."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

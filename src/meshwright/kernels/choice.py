@@ -34,11 +34,11 @@ _PROCESSOR_FIELDS = ("vendor_id", "cpu family", "model", "model name", "stepping
 
 
 def load_kernels(instruction_set: str | None = None) -> Kernels | None:
-    """Load the compiled library for an instruction set as `open_kernels` does; return None if it cannot be used (no
-    compiler, no supported instruction set, or a failed build).
+    """Load the compiled library for an instruction set; build it first if necessary. Return None if the library cannot
+    be used (no compiler, no supported instruction set, or a failed build).
 
-    instruction_set: "amx", "avx512_bf16", "avx512" or "avx2"; None: the one named by the environment variable
-    `INSTRUCTION_SET_VARIABLE`, or else the fastest on this processor."""
+    instruction_set: "amx", "avx512_bf16", "avx512" or "avx2"; None: the instruction set in the environment variable
+    `INSTRUCTION_SET_VARIABLE` or, if it is not set, the fastest on this processor."""
     try:
         return open_kernels(instruction_set)
     except KernelsUnavailable:
@@ -132,8 +132,8 @@ def describe_processor() -> dict[str, str]:
 
 
 def find_fastest(seconds: Mapping[str, Mapping[str, float]]) -> str:
-    """Return the fastest instruction set of a benchmark: the one with the smallest geometric mean of seconds over all
-    cases. seconds: {instruction set: {case: seconds}}.
+    """Return the fastest instruction set of a benchmark: the instruction set with the smallest geometric mean of
+    seconds over all cases. seconds: {instruction set: {case: seconds}}.
     """
     return min(seconds, key=lambda name: float(np.prod(list(seconds[name].values()))))
 
@@ -156,8 +156,8 @@ def measure_kernels(candidates: Mapping[str, Kernels]) -> dict[str, dict[str, fl
 
 
 def _make_cases(kernels: Kernels) -> dict[str, Callable[[], None]]:
-    """Return the benchmark cases by which the instruction set is chosen, {name: function that runs the case once}: one
-    matrix product and one attention for each of T = 1, 8 and 128 tokens (decode to prefill).
+    """Return the benchmark cases by which the instruction set is chosen, as {name: function that runs the case once}.
+    There are a matrix product and an attention for each of T = 1, 8 and 128 tokens (decode to prefill).
 
     Case "product T" multiplies T rows by a [1536, 1536] weight. Case "attention T" computes attention of the last T
     tokens of a sequence of 1,024 tokens, with 8 query heads of size 64 and 2 key-value heads. kernels: the compiled
@@ -184,7 +184,7 @@ def _make_cases(kernels: Kernels) -> dict[str, Callable[[], None]]:
 
 class _LastTokens:
     """Batch for benchmarks with one sequence of `context` tokens. Its last `tokens` tokens are computed; keys and
-    values of the earlier ones are in the cache. Has the arrays of `StepArrays`; token IDs are arbitrary."""
+    values of the earlier tokens are in the cache. Has the arrays of `StepArrays`; token IDs are arbitrary."""
 
     def __init__(self, tokens: int, context: int) -> None:
         self.positions = np.arange(context - tokens, context, dtype=np.int32)

@@ -36,9 +36,9 @@ class Kernels:
         self.set_threads(1)
 
     def set_threads(self, count: int) -> None:
-        """Set the number of threads that execute operations, the calling one included (initially 1). The thread pool is
-        not inherited by forked processes, which have to call this again. Raises ValueError if `count` is less than
-        1."""
+        """Set the number of threads that execute operations, the calling thread included (initially 1). The thread pool
+        is not inherited by forked processes, which have to call this method again. Raises ValueError if `count` is less
+        than 1."""
         if count < 1:
             raise ValueError(f"threads must be at least 1, not {count}")
         if self._pool is not None:
@@ -124,8 +124,8 @@ class Kernels:
     def execute(self, ops: ctypes.Array[structures.Op], begin: int, end: int, step: structures.Step) -> None:
         """Execute operations on the batch of a forward step; return when they are done. Called by `OpList.run`.
 
-        ops: ctypes array of operations. begin, end: those with the indices `begin` to `end` (exclusive) are executed.
-        step: ctypes struct with the addresses and sizes of the batch's arrays."""
+        ops: ctypes array of operations. begin, end: the operations with the indices `begin` to `end` (exclusive) are
+        executed. step: ctypes struct with the addresses and sizes of the batch's arrays."""
         first = ctypes.byref(ops, begin * ctypes.sizeof(structures.Op))
         self._library.kernels_run(self._handle, first, end - begin, ctypes.byref(step))
 

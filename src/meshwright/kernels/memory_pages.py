@@ -36,7 +36,7 @@ def reserve_pool(caches: Sequence[npt.NDArray[Any]]) -> Iterator[None]:
     memory. caches: arrays [blocks, ...].
 
     Two background threads touch the pages while the body runs; leaving the context waits for them, or stops them early
-    after an error. On Linux before 5.14, leaving the context writes to each page instead."""
+    after an error. On Linux before 5.14, the pages are written to when the context is left."""
     memory = [each.reshape(-1).view(np.uint8) for each in caches]
     # A list's iterator gives each piece to one thread. While a piece is populated no other thread can map memory.
     pieces = [each[at : at + _PIECE] for each in memory for at in range(0, len(each), _PIECE)]
@@ -62,7 +62,7 @@ def _populate_pages(memory: npt.NDArray[Any]) -> bool:
 
 def release_pages(address: int, size: int) -> None:
     """Release the physical memory of a memory-mapped file, for the pages that lie entirely in an address range; a later
-    access reads them from the file again. address: first address of the range. size: its bytes."""
+    access reads them from the file again. address: first address of the range. size: number of bytes in the range."""
     begin, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
     if end > begin:
         _MADVISE(begin, end - begin, mmap.MADV_DONTNEED)

@@ -46,9 +46,9 @@ _HEADS_TOGETHER = 16  # most heads of latent attention that one thread computes 
 
 
 class OpList:
-    """List of the operations of a forward step, which the compiled library executes in order, each on all threads; one
-    begins when the one before it is complete. An operation takes one or more entries (structs `structures.Op`); `len()`
-    is the number of entries.
+    """List of the operations of a forward step. The compiled library executes the operations in order, each on all
+    threads; an operation begins when the previous one is complete. An operation takes one or more entries (structs
+    `structures.Op`); `len()` is the number of entries.
 
     execute: function (entries, begin, end, step) that executes the entries from `begin` to `end` (exclusive) on a
     batch, such as `Kernels.execute`."""
@@ -72,7 +72,7 @@ class OpList:
     def append(self, op: AnyOp) -> int:
         """Append the operation `op`, such as a `Linear`; return the index of its first entry, for use as `begin` or
         `end` of `run`. A mixture-of-experts layer, latent attention and a gate take several entries, every other
-        operation one. Raises `ValueError` if the shapes of the operation's arrays are inconsistent."""
+        operation takes one. Raises `ValueError` if the shapes of the operation's arrays are inconsistent."""
         begin = len(self._ops)
         self._ops += list(_LOWER[type(op)](op))  # all or, after an error, none
         self._held.append(op)
@@ -100,7 +100,7 @@ def make_matrix_struct(weight: PackedMatrix) -> structures.Matrix:
 
 def _make_cache_struct(cache: LayerCache) -> structures.Cache:
     """Convert a layer's KV cache to its ctypes struct. Raises `ValueError` if keys and values have different numbers of
-    blocks or heads, or other shapes than `LayerCache.compute_shapes` has for these numbers."""
+    blocks or heads, or if their shapes are not those of `LayerCache.compute_shapes`."""
     blocks, kv_heads = cache.keys.shape[:2]
     latent = not cache.keys.size
     if (cache.keys.shape, cache.values.shape) != LayerCache.compute_shapes(blocks, kv_heads, cache.head_dim, latent):
@@ -121,7 +121,8 @@ def _make_cache_struct(cache: LayerCache) -> structures.Cache:
 def _make_op(
     kind: str, out: Float32, x: Float32 | None, *, width: int, in_width: int | None = None, **fields: Any
 ) -> structures.Op:
-    """Create the ctypes struct of one operation. Raises `ValueError` if the rows of `out` or `x` have another width.
+    """Create the ctypes struct of one operation. Raises `ValueError` if the rows of `out` or `x` do not have the given
+    widths.
 
     kind: operation, a key of `KIND` such as "linear". out: buffer to write, with rows of `width` elements. x: buffer to
     read, with rows of `in_width` elements (None: `width`). fields: further fields of `structures.Op`.
@@ -200,8 +201,8 @@ def _lower_attention(op: Attention) -> Iterator[structures.Op]:
 
 def _lower_latent_attention(op: LatentAttention) -> Iterator[structures.Op]:
     """Yield the ctypes structs of the latent attention `op`, one per operation, in this order: (1) projection of the
-    input; (2) norm of the latent vector; (3) norm and projection of the queries' latent vector, if there is one; (4)
-    rotation and cache write; (5) product of the queries with the key projection; (6) attention; (7) product of its
+    input; (2) norm of the latent vector; (3) norm and projection of the queries' latent vector, if the model has one;
+    (4) rotation and cache write; (5) product of the queries with the key projection; (6) attention; (7) product of its
     output with the value projection."""
     heads, rank, plain, cached = op.key_up.count, op.key_up.n, op.key_up.k, op.cache.head_dim
     begin = heads * cached
@@ -287,7 +288,7 @@ def _lower_experts(op: Experts) -> Iterator[structures.Op]:
 
 def _lower_gate(op: Gate) -> Iterator[structures.Op]:
     """Yield the ctypes structs of the `Gate` operation `op`: first the product of input and gate weight, then the
-    scaling by its sigmoid."""
+    scaling of `out` by the sigmoid of this product."""
     yield from _lower_linear(Linear(op.scores, op.x, op.weight))
     factors = get_address(op.scores, np.float32)
     yield _make_op("scale", op.out, op.out, width=op.out.shape[1], weight=factors)

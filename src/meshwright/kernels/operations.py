@@ -29,9 +29,10 @@ class StepArrays(Protocol):
     tables, one for each sliding-window size among the model's layers; for W = 1 the dimension W may be left out.
 
     tokens, positions: [T], token IDs and positions in their sequences. starts: [S + 1]; sequence s has the tokens with
-    the indices starts[s] to starts[s + 1] (exclusive). slots: [W, T], for each table the place of each token's key and
-    value in the KV cache: block * 16 + offset in the block. block_tables: [W, S, blocks], KV blocks of each sequence.
-    output_rows: [R], indices of the tokens whose logits are wanted. `serving.scheduler.StepBatch` is such a batch."""
+    the indices starts[s] to starts[s + 1] (exclusive). slots: [W, T], for each block table and token, the KV-cache slot
+    of the token's key and value: block * 16 + offset in the block. block_tables: [W, S, blocks], KV blocks of each
+    sequence. output_rows: [R], indices of the tokens whose logits are needed. `serving.scheduler.StepBatch` is such a
+    batch."""
 
     tokens: Int32  # [T]
     positions: Int32  # [T]
@@ -45,9 +46,9 @@ class StepArrays(Protocol):
 class LayerCache:
     """KV cache of one layer of the model, in B blocks of 16 tokens. The layer has K key-value heads of size D.
 
-    keys: [B, K, D, 16]. values: [B, K, 16, D rounded up to a multiple of 16]. Both are float32, or uint16 that holds
-    the bits of bfloat16; they start as zeros. For latent attention, `values` holds latent vectors with rotary keys as a
-    single head, and `keys` is empty. head_dim: D. table: number of the block table that lists the blocks of each
+    keys: [B, K, D, 16]. values: [B, K, 16, D rounded up to a multiple of 16]. Both arrays are float32, or uint16 that
+    holds the bits of bfloat16, and start as zeros. For latent attention, `values` holds latent vectors with rotary keys
+    as a single head, and `keys` is empty. head_dim: D. table: number of the block table that lists the blocks of each
     sequence in this layer: index into the first dimension of `StepArrays.block_tables`. Layers with different block
     tables may share the two arrays."""
 
@@ -61,7 +62,8 @@ class LayerCache:
         blocks: int, kv_heads: int, head_dim: int, latent: bool = False
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return (shape of keys, shape of values) of a layer's KV cache. blocks: number of KV blocks of 16 tokens.
-        kv_heads: key-value heads of size `head_dim`. latent: True for latent attention, whose keys are the values."""
+        kv_heads: key-value heads of size `head_dim`. latent: True for latent attention, where `values` also serves as
+        keys, and `keys` is empty."""
         padded = -(-head_dim // 16) * 16
         keys = (blocks, kv_heads, 0 if latent else head_dim, BLOCK_TOKENS)
         return keys, (blocks, kv_heads, BLOCK_TOKENS, padded)
@@ -89,8 +91,8 @@ class Norm:
 
     out, x: [rows, H], may be the same array. weight, bias: [H] (bias None: 0). kind: "rms" (RMSNorm) or "layer"
     (LayerNorm). epsilon: added to the mean square or variance. rows: "tokens" if the buffers have a row per token of
-    the step; "outputs": `out` has a row per token whose logits are wanted, which is read from that token's row of
-    `x`."""
+    the step; "outputs": `out` has only a row per token whose logits are needed, computed from that token's row of `x`.
+    """
 
     out: Float32
     x: Float32
@@ -106,11 +108,11 @@ class Linear:
     """Linear layer: out = x Wᵀ + bias, from input size X to output size Y.
 
     out, x: [rows, Y] and [rows, X]. weight: packed W [Y, X], or [count, Y, X] with `steps`. bias: [Y], or [count Y] in
-    the order of the matrices (None: 0). accumulate: if True, add to the
-    present values of `out` (a residual connection). rows: "tokens" if `x` and `out` have a row per token of the step,
-    "outputs" if a row per token whose logits are wanted. steps: column strides (of `out`, of `x`) between matrices, if
-    `weight` has several (one per head). Matrix i reads X columns of `x` from column i * steps[1] on, and writes Y
-    columns of `out` from column i * steps[0] on."""
+    the order of the matrices (None: 0). accumulate: if True, the result is added to the present values of `out` (a
+    residual connection). rows: "tokens" if `x` and `out` have a row per token of the step, "outputs" if a row per token
+    whose logits are wanted. steps: column strides (of `out`, of `x`) between matrices, if `weight` has several (one per
+    head). Matrix i reads X columns of `x` from column i * steps[1] on, and writes Y columns of `out` from column i *
+    steps[0] on."""
 
     out: Float32
     x: Float32
@@ -168,17 +170,17 @@ class Attention:
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
     """Multi-head latent attention (DeepSeek-V2: arXiv:2405.04434, section 2.1) over cached latent vectors, up to the
-    input of the output projection. The projections to keys and values are absorbed into those of the queries and of the
-    attention's output (section 2.1.2). T tokens; N heads, whose queries have size D = P + E with E rotated features and
-    whose values have size V; latent vectors of size R, cached with the rotary key as C = R + E elements.
+    input of the output projection. The projections to keys and values are absorbed into the projections of the queries
+    and of the attention's output (section 2.1.2). T tokens; N heads, whose queries have size D = P + E with E rotated
+    features and whose values have size V; latent vectors of size R, cached with the rotary key as C = R + E elements.
 
     out: [T, N V]. x: [T, H]. down: packed [C + Q, H], which projects to the latent vector, the rotary key and the
     queries' latent vector of size Q, or without `query_up` the queries themselves, Q = N D. latent_norm, query_norm:
-    weights of the RMSNorms on both latent vectors, [R] and [Q] (None: no norm), with epsilon. query_up: packed
-    [N D, Q]. key_up: packed, a matrix [R, P] for each head. value_up: packed, a matrix [V, R] for each head. wide:
-    temporary buffer [T, N C + C + Q]. queries: temporary buffer [T, N D], unused without `query_up`. attended:
-    temporary buffer [T, N C]. cache: the layer's KV cache, of latent vectors. cosine, sine: [positions, E/2]. scale:
-    factor of the scores."""
+    weights of the RMSNorms on both latent vectors, [R] and [Q] (None: no norm), with epsilon. query_up: packed [N D,
+    Q]. key_up: packed, a matrix [R, P] for each head. value_up: packed, a matrix [V, R] for each head. wide: temporary
+    buffer [T, N C + C + Q]. queries: temporary buffer [T, N D], unused without `query_up`. attended: temporary buffer
+    [T, N C]. cache: the layer's KV cache, of latent vectors. cosine, sine: [positions, E/2]. scale: factor of the
+    scores."""
 
     out: Float32
     x: Float32
@@ -202,8 +204,8 @@ class LatentAttention:
 class Activation:
     """Activation of an MLP with intermediate size F, for T rows.
 
-    gated: if True, out = activation(gate) * up, where x [T, 2F] holds the columns of gate, then those of up; if False,
-    out = activation(x), with x [T, F]. out: [T, F]. kind: "relu2" is relu squared, "gelu_tanh" GELU's tanh
+    gated: if True, out = activation(gate) * up, where x [T, 2F] holds the columns of gate, then the columns of up; if
+    False, out = activation(x), with x [T, F]. out: [T, F]. kind: "relu2" is relu squared, "gelu_tanh" GELU's tanh
     approximation. limit: if not 0, gate is capped at `limit`, up is clamped to [-limit, limit], and 1 is then added to
     up (gpt-oss). alpha: "silu" is x sigmoid(alpha x)."""
 
@@ -239,15 +241,15 @@ class Experts:
     that this rank does not hold add nothing. T tokens, H hidden size, F intermediate size, E experts.
 
     out, x: [T, H]. router: packed [E, H], float32. up, down: packed [held, 2F, H] (gate first) and [held, H, F] of the
-    experts that this rank holds, from number `first` on. workspace: temporary buffers. top_k: experts per token.
-    activation: (kind, limit, alpha) of the `Activation`. router_kind: function that turns router logits into scores;
-    "logits": the choice is by logits, the weights are their sigmoids. biases: of router [E], up [held, 2F] and down
-    [held, H] (None: 0). choice_bias: [E], added to the scores for the top-k choice, not for the weights. normalise: if
-    True, the top-k weights of a token are divided by their sum. scale: factor on the weights. groups: (G, K):
-    group-limited routing: the experts form G groups, and a token's experts are chosen from its K best groups. The score
-    of a group is that of its best expert; with router_kind "sigmoid", the sum of its two best. on_input: if True, the
-    weights are factors of the experts' inputs, not of their outputs. accumulate: if True, add the result to the present
-    out[t]."""
+    experts that this rank holds, which are those from index `first` on. workspace: temporary buffers. top_k: experts
+    per token. activation: (kind, limit, alpha) of the `Activation`. router_kind: function that turns router logits into
+    scores; "logits": the choice is by logits, the weights are their sigmoids. biases: of router [E], up [held, 2F] and
+    down [held, H] (None: 0). choice_bias: [E], added to the scores for the top-k choice, not for the weights.
+    normalise: if True, the top-k weights of a token are divided by their sum. scale: factor on the weights. groups: (G,
+    K): group-limited routing: the experts form G groups, and a token's experts are chosen from its K best groups. The
+    score of a group is the highest score of its experts or, with router_kind "sigmoid", the sum of the two highest.
+    on_input: if True, the weights are factors of the experts' inputs, not of their outputs. accumulate: if True, add
+    the result to the present out[t]."""
 
     out: Float32
     x: Float32
@@ -281,10 +283,11 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Rows times a number: out = factor * x, then with a softcap c > 0 out = c tanh(out / c).
+    """Product of rows and a number: out = factor * x, then with a softcap c > 0 out = c tanh(out / c).
 
-    out, x: [rows, X], may be the same array. accumulate: if True, add to the present values of `out`. rows: "tokens" if
-    the buffers have a row per token of the step, "outputs" if a row per token whose logits are wanted."""
+    out, x: [rows, X], may be the same array. accumulate: if True, the result is added to the present values of `out`.
+    rows: "tokens" if the buffers have a row per token of the step, "outputs" if a row per token whose logits are
+    wanted."""
 
     out: Float32
     x: Float32

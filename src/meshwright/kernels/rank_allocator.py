@@ -36,13 +36,13 @@ class RankAllocator:
         return packed
 
     def copy(self, values: Array) -> Array:
-        """Return a copy of a weight array, and count its bytes as `weights`."""
+        """Return a copy of the weight array `values`, and count its bytes as `weights`."""
         self.nbytes["weights"] += values.nbytes
         return values.copy()
 
     def get_buffer(self, name: str, width: int, rows: int | None = None) -> Float32:
-        """Return the activation buffer called `name`, float32 [rows, width]. It is allocated at the first call and
-        shared by all layers. width: elements of a row. rows: number of rows; None: the token budget of a step."""
+        """Return the activation buffer called `name`, float32 [rows, width]. The buffer is allocated at the first call
+        and shared by all layers. width: elements of a row. rows: number of rows; None: the token budget of a step."""
         key = name, width
         if key not in self._buffers:
             self._buffers[key] = self._kernels.allocate((self._tokens if rows is None else rows, width), np.float32)
@@ -51,8 +51,8 @@ class RankAllocator:
         return self._buffers[key]
 
     def get_experts_workspace(self, config: ModelConfig, width: int) -> ExpertsWorkspace:
-        """Return the buffers of mixture-of-experts layers, allocated once and shared by all layers. width: experts'
-        intermediate size on this rank."""
+        """Return the buffers of mixture-of-experts layers, allocated once and shared by all layers. config:
+        configuration of the model. width: experts' intermediate size on this rank."""
         if self._experts is None:
             sizes = config.experts, config.experts_per_token, config.hidden, width
             self._experts = ExpertsWorkspace(self._tokens, *sizes)
@@ -60,8 +60,9 @@ class RankAllocator:
         return self._experts
 
     def allocate_cache(self, config: ModelConfig, blocks: int, kv_heads: int) -> tuple[Array, Array]:
-        """Allocate the KV cache of one layer; return (keys, values) in the shapes of `LayerCache`. blocks: number of KV
-        blocks. kv_heads: key-value heads of the layer on this rank; 1 for latent attention."""
+        """Allocate the KV cache of one layer; return (keys, values) in the shapes of `LayerCache`. config:
+        configuration of the model. blocks: number of KV blocks. kv_heads: key-value heads of the layer on this rank; 1
+        for latent attention."""
         latent, dtype = config.latent, np.float32 if self._dtype == "float32" else np.uint16
         sizes = (kv_heads, config.head_dim) if latent is None else (1, latent.cached_dim)
         shapes = LayerCache.compute_shapes(blocks, *sizes, latent is not None)

@@ -23,8 +23,8 @@ def order_rows(
     """Return the rows of a weight in the order that the kernels need. Most weights are returned unchanged.
 
     name: name of the model parameter. values: rows of the parameter on this rank. features: permutation of a head's D
-    features, so that the kernels rotate features i and i + D/2 as a pair; None: the model has this order already.
-    kv_heads: key-value heads on this rank; the rows of their values are not permuted."""
+    features after which each rotated pair is (i, i + D/2), as the kernels expect; None: the pairs have this order
+    already. kv_heads: key-value heads on this rank; the rows of their values are not permuted."""
     if config.latent is not None:
         return _order_latent_rows(config, name, values)
     if features is None or not any(part in name for part in (".qkv.", ".query_norm.", ".key_norm.")):
@@ -58,8 +58,8 @@ def spread_bias(values: Array, experts: int, hidden: int, first: int) -> Array:
 
 def _order_latent_rows(config: ModelConfig, name: str, values: Array) -> Array:
     """Return the rows of a weight of latent attention in the order that `operations.LatentAttention` needs. Rows of the
-    latent vector and of the rotary key come before those of the queries. Of E rotated features, pair i becomes rows i
-    and i + E/2.
+    latent vector and of the rotary key come before the rows of the queries. A head has E rotated features; the two rows
+    of the i-th rotated pair are moved to i and i + E/2.
 
     name: name of the parameter. values: its rows."""
     latent = config.latent

@@ -16,8 +16,8 @@ BFLOAT16 = np.dtype(np.uint16)  # numpy has no bfloat16: its bits
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """Weight matrices [n, k] (output x input size), `count` of them, in the memory layout that the kernels read: the n
-    outputs are divided into panels of 16.
+    """`count` weight matrices [n, k] (output x input size) in the memory layout that the kernels read: the n outputs
+    are divided into panels of 16.
 
     buffer: the bytes of all matrices. bfloat16: True if the elements are bfloat16, else float32.
     """
@@ -41,8 +41,8 @@ def _make_typed_fields(kind: Any, names: str) -> list[tuple[str, Any]]:
 class Matrix(ctypes.Structure):
     """ctypes struct `Matrix` of structures.h: `count` weight matrices of one shape [n, k].
 
-    packed: True if stored in panels of 16 rows of n (see `PackedMatrix`), else row-major. stride: bytes from one matrix
-    to the next. bfloat16: True if the elements are bfloat16, else float32.
+    packed: True if the rows are stored in panels of 16 rows, False if row-major. stride: bytes from one matrix to the
+    next. bfloat16: True if the elements are bfloat16, else float32.
     """
 
     _fields_ = [
@@ -122,10 +122,10 @@ class Step(ctypes.Structure):
 
 
 def get_address(array: Array | None, dtype: npt.DTypeLike, size: int | None = None) -> int | None:
-    """Return the memory address of a C-contiguous array, None (a null pointer) for None.
+    """Return the memory address of a C-contiguous array; None (a null pointer) if `array` is None.
 
-    dtype, size: required element type and number of elements (None: any). Raises `ValueError` for an array of another
-    type, size or memory layout.
+    dtype, size: required element type and number of elements (size None: any number). Raises `ValueError` for an array
+    of another type, size or memory layout.
     """
     if array is None:
         return None

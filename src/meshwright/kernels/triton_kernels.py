@@ -318,10 +318,10 @@ def swiglu(up, out, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def reduce_sections(logits, draws, sections, size, stride, BLOCK: tl.constexpr):
-    """Reduce one section (BLOCK consecutive logits of one row) to four numbers, first step of sampling. They are
-    written to `sections`, float64 [rows, sections of a row, 4]: 0: the highest logit (NaN if any is NaN); 1: its token
-    ID (the lowest among equals); 2: sum of exp(logit - highest); 3: sum of exp((logit - highest) / temperature), or 0
-    if the temperature is 0.
+    """Reduce one section (BLOCK consecutive logits of one row) to four numbers, as the first step of sampling. The
+    numbers are written to `sections`, float64 [rows, sections of a row, 4]: 0: the highest logit (NaN if any is NaN);
+    1: its token ID (the lowest among equals); 2: sum of exp(logit - highest); 3: sum of exp((logit - highest) /
+    temperature), or 0 if the temperature is 0.
 
     Grid: (rows, sections of a row). logits: float32, rows of `size` (the vocabulary), `stride` elements apart. draws:
     float64 [3, rows], of which draws[0] is the temperature of each row.

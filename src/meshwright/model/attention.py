@@ -25,8 +25,8 @@ class Attention(nn.Module):
     this rank (Ainslie et al. 2023, arXiv:2305.13245).
 
     N, K: query and key-value heads on this rank; D: head size; H: hidden size. Query, key and value projections are
-    fused: `qkv.weight` is [(N + 2K) D, H], the rows of the queries first, then those of keys and values. Queries and
-    keys may be normalised before the rotary embedding: each head (QK norm: Henry et al. 2020, arXiv:2010.04245; Qwen3),
+    fused: `qkv.weight` is [(N + 2K) D, H], the rows of queries, then of keys, then of values. Queries and keys may be
+    normalised before the rotary embedding, each head separately (QK norm: Henry et al. 2020, arXiv:2010.04245; Qwen3)
     or all heads together (OLMo 2: arXiv:2501.00656, section 3). `sinks` [N]: attention-sink score of each query head
     (gpt-oss); None: the model has no sinks.
 
@@ -63,9 +63,9 @@ class Attention(nn.Module):
         )
 
     def forward(self, x_BSH: Tensor, inputs: AttentionInputs) -> Tensor:
-        """Return the attention output [B, S, H] for the hidden states `x_BSH`. With sequence parallelism, both hold
-        only this rank's tokens. `inputs`: positions, mask and KV cache; the mask of a decoder is from
-        `make_attention_mask`, that of an encoder from `make_bidirectional_mask`."""
+        """Return the attention output [B, S, H] for the hidden states `x_BSH`. With sequence parallelism, `x_BSH` and
+        the output have only this rank's tokens. `inputs`: positions, mask and KV cache. The mask is from
+        `make_attention_mask` in a decoder, from `make_bidirectional_mask` in an encoder."""
         x_BSH = self.tensor.enter(x_BSH, "attention.input")
         heads_BSND = self.qkv(x_BSH).unflatten(-1, (-1, self.size))
         q, k, v = heads_BSND.split([self.heads, self.kv_heads, self.kv_heads], dim=2)

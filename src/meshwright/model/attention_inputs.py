@@ -29,7 +29,7 @@ class AttentionCache(Protocol):
     attention of new tokens to the cached tokens and to themselves.
 
     length: number of cached tokens of each sequence. Position IDs of new tokens start at `length`, unless the caller
-    passes others."""
+    passes other position IDs."""
 
     length: int
 
@@ -75,11 +75,11 @@ class AttentionInputs(NamedTuple):
 
 
 class AttentionInputBuilder:
-    """Builder of the attention inputs of a decoder's layers; it keeps the tables of rotary angles.
+    """Builder of the attention inputs of a decoder's layers, with the tables of rotary angles.
 
     `config`: model configuration; `context`: communication of context parallelism, which makes the masks; `dtype`:
     dtype of the model. Attribute `served_length`: tokens of the longest sequence of a server, by which LongRoPE chooses
-    its factors; None: each document by its own length."""
+    its factors; None: LongRoPE chooses them for each document by the document's length."""
 
     def __init__(self, config: ModelConfig, context: ContextOperations, dtype: torch.dtype) -> None:
         self._config = config
@@ -116,8 +116,8 @@ class AttentionInputBuilder:
         return inputs
 
     def _make_mask(self, window: int | None, tokens_BS: Tensor, documents: Documents) -> AttentionMask:
-        """Return the attention mask of the layers with the sliding window `window` (None: none), in the form that
-        their kernel reads. In models with chunked attention the window is the size of the chunks.
+        """Return the attention mask of the layers with the sliding window `window` (tokens; None: none), in the format
+        that their attention kernel reads. In models with chunked attention `window` is the size of the chunks.
 
         `tokens_BS`: token IDs; `documents`: document boundaries."""
         config, context, device = self._config, self._context, tokens_BS.device

@@ -20,12 +20,12 @@ def register_attention(
     """Register an attention kernel as the differentiable custom operator meshwright::`name`.
 
     `forward`: function whose arguments are queries, keys and values [B, N or K, S, D] for N query heads and K key-value
-    heads, further arguments such as the mask, and the heads' sinks [N] or None. It returns the output, or a tuple of
-    the output and of other tensors that `backward` needs. `backward`: function of the output's gradient, the list of
-    saved tensors, the further arguments and the sinks. The saved tensors are queries, keys and values, followed by the
-    results of `forward` if it returns a tuple. It returns the gradients of queries, keys, values and sinks (an empty
-    tensor without sinks). `result`: function of the arguments of `forward` that returns uninitialised tensors of the
-    shapes of its result, for torch.compile.
+    heads, further arguments such as the mask, and the heads' sinks [N] or None. `forward` returns the output, or a
+    tuple of the output and of other tensors that `backward` needs. `backward`: function of the output's gradient, the
+    list of saved tensors, the further arguments and the sinks. The saved tensors are queries, keys and values, followed
+    by the results of `forward` if it returns a tuple. `backward` returns the gradients of queries, keys, values and
+    sinks (an empty tensor without sinks). `result`: function of the arguments of `forward` that returns uninitialised
+    tensors of the shapes of its result, for torch.compile.
     """
     registered = custom_operator(f"meshwright::{name}")(forward)
     of_gradients = custom_operator(f"meshwright::{name}_backward")(backward)
@@ -53,8 +53,8 @@ def register_attention(
 
 
 def _holds_tensors(argument: Any) -> bool:
-    """Return True if `argument`, an argument of a custom operator, is a list of tensors. Autograd then expects a list
-    of gradients for it.
+    """Return True if `argument`, an argument of a custom operator, is a list of tensors. For such an argument autograd
+    expects a list of gradients.
     """
     return isinstance(argument, list) and all(isinstance(each, Tensor) for each in argument)
 
@@ -100,8 +100,8 @@ def group_by_kv_head(x_BNSD: Tensor, k_BKSD: Tensor) -> Tensor:
 
 
 def empty_bsnd(x_BNSD: Tensor, values: Tensor | None = None) -> Tensor:
-    """Return an uninitialised tensor [B, N, S, D] of the dtype and the first three dims of `x_BNSD`. It is stored in
-    memory as [B, S, N, D], the order in which the projections before and after attention use it. `values`: tensor whose
-    last dim replaces D; None: D as in `x_BNSD`."""
+    """Return an uninitialised tensor [B, N, S, D] of the dtype and the first three dims of `x_BNSD`. The tensor is
+    stored in memory as [B, S, N, D], the order in which the projections before and after attention use it. `values`:
+    tensor whose last dim replaces D; None: D as in `x_BNSD`."""
     rows, heads, sequence, _ = x_BNSD.shape
     return x_BNSD.new_empty(rows, sequence, heads, (x_BNSD if values is None else values).shape[-1]).transpose(1, 2)

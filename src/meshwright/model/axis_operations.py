@@ -39,8 +39,8 @@ class TokenAxis:
 
 class TensorOperations(TokenAxis):
     """Communication of tensor parallelism: `enter` precedes a column-parallel linear layer, `leave` follows a
-    row-parallel one. This base class is for one device, where every method returns its input. Argument `site` of all
-    methods: label of the call in traces."""
+    row-parallel linear layer. This base class is for one device, where every method returns its input. Argument `site`
+    of all methods: label of the call in traces."""
 
     name = "tp"
     rank = 0
@@ -50,20 +50,20 @@ class TensorOperations(TokenAxis):
     """Between `leave` and `enter` each rank holds S / size tokens of a sequence."""
 
     def enter(self, x_BSH: Tensor, site: str) -> Tensor:
-        """Return the input [B, S, H] of a column-parallel linear layer, complete on every tp rank. Without sequence
-        parallelism and on one device, that is `x_BSH` itself; with it, the all-gather of the ranks' token slices
-        `x_BSH`. `site`: label of the call in traces."""
+        """Return the input [B, S, H] of a column-parallel linear layer, complete on every tp rank. With sequence
+        parallelism, it is the all-gather of the ranks' token slices `x_BSH`; without it and on one device, it is
+        `x_BSH` itself. `site`: label of the call in traces."""
         return x_BSH
 
     def leave(self, x_BSH: Tensor, site: str) -> Tensor:
         """Return the sum over tp ranks of `x_BSH`, each rank's partial result of a row-parallel linear layer (on one
-        device `x_BSH` itself). The result is [B, S, H]; with sequence parallelism, only this rank's tokens of it.
-        `site`: label of the call in traces."""
+        device `x_BSH` itself). The result is [B, S, H] or, with sequence parallelism, this rank's token slice [B, S /
+        tp, H]. `site`: label of the call in traces."""
         return x_BSH
 
     def average(self, x: Tensor, site: str) -> Tensor:
-        """Return the mean of `x` (any shape) over the tp ranks; backward returns the mean of their gradients (on one
-        device `x` itself). `site`: label of the calls in traces."""
+        """Return the mean of `x` (any shape) over the tp ranks; backward returns the mean of the ranks' gradients (on
+        one device: `x` itself and its gradient). `site`: label of the calls in traces."""
         return x
 
     def gather(self, x: Tensor, site: str, dim: int) -> Tensor:
@@ -88,7 +88,7 @@ class TensorOperations(TokenAxis):
 
 class ContextOperations(TokenAxis):
     """Attention under context parallelism, which splits the tokens of each sequence over ranks. This base class
-    computes it on one device, which holds all tokens."""
+    computes attention on one device, which holds all tokens."""
 
     name = "cp"
 
@@ -140,8 +140,8 @@ class TokenDispatcher(Protocol):
         """
 
     def dispatch_keys(self, keys_N: Tensor, routes: Any) -> Tensor:
-        """Send one random-number key of each token copy to the rank of the copy's expert, in the order of an earlier
-        dispatch. Adapters derive their dropout masks from these keys.
+        """Send one random-number key of each token copy to the rank of the copy's expert, along the same routes as an
+        earlier `dispatch`. Adapters derive their dropout masks from these keys.
 
         keys_N: int64, key of each of the N copies that were dispatched. routes: third result of that `dispatch`. Return
         the keys of the R copies that this rank received, [R].
@@ -151,8 +151,9 @@ class TokenDispatcher(Protocol):
         """Send expert outputs back to the ranks of their tokens. Return the outputs of the N token copies that this
         rank dispatched, [N, H], in the order of `x_NH`.
 
-        y_RH: expert outputs of the R token copies that this rank received. If `width_ranks` > 1 ranks split each
-        expert's width, these are partial sums, which `combine` also adds up. routes: third result of `dispatch`.
+        y_RH: expert outputs of the R token copies that this rank received. If several ranks split each expert's width
+        (`width_ranks` > 1), the outputs are partial sums, which `combine` also adds up. routes: third result of
+        `dispatch`.
         """
 
 
@@ -180,21 +181,21 @@ class Recompute:
 class Units:
     """Hooks that the model calls before and after each FSDP unit, to all-gather the unit's parameters before use and
     reshard them after use. The model continues with the tensor that a hook returns, so that a subclass can wrap it in
-    an autograd function whose backward calls hooks, too. The hooks of this base class do nothing; it serves models with
+    an autograd function whose backward calls hooks, too. The hooks of this base class do nothing, for models with
     unsharded parameters."""
 
     def enter(self, unit: str, x: X) -> X:
         """Hook called before the first use of the parameters of the FSDP unit named `unit`.
 
-        `x`: the unit's input (None before the embedding). Return `x`; a subclass may return `x` as the output of an
-        autograd identity function, whose backward runs after the unit's backward."""
+        `x`: the unit's input (None before the embedding). Return `x`. A subclass may wrap `x` in an autograd identity
+        function, whose backward runs after the unit's backward."""
         return x
 
     def leave(self, unit: str, x: Tensor) -> Tensor:
         """Hook called after the last use of the parameters of the FSDP unit named `unit` in forward.
 
-        `x`: the unit's output. Return `x`; a subclass may return `x` as the output of an autograd identity function,
-        whose backward runs before the unit's backward."""
+        `x`: the unit's output. Return `x`. A subclass may wrap `x` in an autograd identity function, whose backward
+        runs before the unit's backward."""
         return x
 
 
@@ -203,8 +204,8 @@ NO_UNITS = Units()
 
 @dataclass(frozen=True)
 class AxisOperations:
-    """Parallel operations that a model is built with: communication and activation checkpointing. The defaults are
-    those of one device.
+    """Parallel operations that a model is built with: communication and activation checkpointing. By default there is
+    one device and no checkpointing.
 
     `tensor`, `context`: communication of tensor and context parallelism. `dispatcher`: token dispatcher of expert
     parallelism; None: tp ranks split the width of each expert instead. `recompute`: activation checkpointing.

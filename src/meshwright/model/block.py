@@ -53,8 +53,8 @@ class Block(nn.Module):
 
     def add(self, x_BSH: Tensor, y_BSH: Tensor, norm: nn.Module | None) -> Tensor:
         """Return the residual sum x + s norm(y). x: hidden states `x_BSH`; y: output `y_BSH` of a sublayer (attention
-        or MLP); s: the model's residual multiplier (1 in most families). `norm`: norm of the sublayer's output; None:
-        none.
+        or MLP); s: the model's residual multiplier (1 in most families). `norm`: norm of the sublayer's output; None: y
+        is added without a norm.
         """
         y_BSH = y_BSH if norm is None else norm(y_BSH)
         return x_BSH + (y_BSH if self.residual_scale == 1 else y_BSH * self.residual_scale)
@@ -68,8 +68,8 @@ class Block(nn.Module):
         return x_BSH, x_BSH if self.mlp_norm is None else self.mlp_norm(x_BSH)
 
     def linear_layers(self) -> list[Linear]:
-        """Return the linear layers through which every token passes: those of attention and of a dense MLP, not those
-        of experts."""
+        """Return the linear layers through which every token passes: the linear layers of attention and of a dense MLP,
+        without experts."""
         of_mlp = [self.mlp.up, self.mlp.down] if isinstance(self.mlp, FeedForward) else []
         return [*self.attention.linear_layers(), *of_mlp]
 
@@ -79,9 +79,9 @@ def compile_around_dispatch(
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """Return a function with the arguments and result of `Block.forward` that runs a block in compiled parts.
 
-    A block without experts runs as a whole in `run_dense`, compiled. A block with experts runs attention and norms in
-    `attend`, compiled, then the experts in `mixture`, not compiled: torch.compile cannot trace token dispatch, and a
-    graph break inside activation checkpointing would leave the whole block uncompiled.
+    For a block without experts the function calls `run_dense` (compiled). For a block with experts it calls `attend`
+    (compiled; attention and norms), then `mixture` (not compiled; the experts): torch.compile cannot trace token
+    dispatch, and a graph break inside activation checkpointing would leave the whole block uncompiled.
     """
 
     def run(

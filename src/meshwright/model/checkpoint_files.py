@@ -33,8 +33,8 @@ INDEX_FILE = "model.safetensors.index.json"
 class CheckpointFiles:
     """Reader of the safetensors files of a Hugging Face directory (`directory`), either one file or sharded files with
     an index. Each tensor is read by name when it is requested. Packed (quantized) weights are two tensors, values and
-    scales. `single`: name of the file of a directory without an index. Attribute `mapped`: True if the tensors returned
-    are views of memory-mapped files.
+    scales. `single`: name of the safetensors file in a directory without an index. Attribute `mapped`: True if the
+    tensors returned are views of memory-mapped files.
 
     Raises UserError, naming the file and the tensor, when a file is missing, truncated, or does not match the index.
     """
@@ -66,14 +66,14 @@ class CheckpointFiles:
 
     def describe_missing(self, name: str, shape: tuple[int, ...]) -> str:
         """Return, for an error message, the name and expected `shape` of the weights `name` that the files do not have.
-        If the files have one of the two tensors of packed (quantized) weights, return the name of the other one
-        instead.
+        If `name` is a packed (quantized) weight with one of its two tensors in the files, return the name of the other
+        tensor.
         """
         lacking = [part for part in (name + BLOCKS, name + SCALES) if part not in self.names]
         return lacking[0] if len(lacking) == 1 else f"{name} {list(shape)}"
 
     def weights_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the weights `name`; for quantized ones the shape after dequantization."""
+        """Return the shape of the weights `name`; if they are quantized, their shape after dequantization."""
         return self.shape(name) if name in self.names else mxfp4.compute_dequantized_shape(self.shape(name + BLOCKS))
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -96,10 +96,10 @@ class CheckpointFiles:
             return query(self._open(self._place[name]))
 
     def read_weights(self, name: str, expert: int | None = None) -> Tensor:
-        """Read the weights `name` in their dtype on disk; quantized ones are dequantized to float32.
+        """Read the weights `name` in their dtype on disk; quantized weights are dequantized to float32.
 
-        `expert`: index along the first dim of weights that are stacked by expert, to read only that expert's; None:
-        read all. Raises UserError for another dtype and for NaN or infinite values."""
+        `expert`: index of one expert in weights that are stacked by expert along the first dim, to read only this
+        expert's weights; None: read all. Raises UserError for an unsupported dtype and for NaN or infinite values."""
         self.check_weights(name)
         stored = map(self.read, self.stored_names(name))
         value, *scales = stored if expert is None else (tensor[expert] for tensor in stored)
@@ -142,7 +142,7 @@ class CheckpointFiles:
 
     def _check_mxfp4(self, name: str) -> None:
         """Raise UserError unless the weights `name` are stored in MXFP4 with scales of the right shape. ``config.json``
-        must name this format, too."""
+        must also name this format."""
         values = name + BLOCKS
         scales = name + SCALES
         self._require_format(values, MxFp4)
@@ -158,12 +158,12 @@ class CheckpointFiles:
 
     @cached_property
     def _config_format(self) -> WeightFormat | None:
-        """Quantization format that the directory's ``config.json`` describes; None if it describes none."""
+        """Quantization format that the directory's ``config.json`` describes; None if the weights are not quantized."""
         return read_weight_format(read_config(self.directory), str(self.directory / "config.json"))
 
     def _require_format(self, name: str, wanted: type[WeightFormat]) -> WeightFormat:
-        """Return the quantization format that ``config.json`` describes. Raises UserError unless it is an instance of
-        `wanted`, the class of the format in which the tensor `name` is stored."""
+        """Return the quantization format that ``config.json`` describes. Raises UserError unless this format is an
+        instance of `wanted`, the class of the format in which the tensor `name` is stored."""
         if not isinstance(self._config_format, wanted):
             raise UserError(
                 f"{self.file(name)}: tensor {name} is {self.dtype(name)}, but config.json has no "
@@ -177,7 +177,7 @@ class CheckpointFiles:
 
     def _locate_tensors(self) -> dict[str, Path]:
         """Return {tensor name: file}, from the index or the single safetensors file of the directory. Raises UserError
-        if it has neither."""
+        if the directory has neither."""
         index = self.directory / INDEX_FILE
         single = self.directory / self._single
         if self._single == SINGLE_FILE and index.is_file():

@@ -39,7 +39,7 @@ class Documents:
     @classmethod
     def from_ids(cls, ids_BS: Tensor | np.ndarray) -> Documents:
         """Build the document boundaries of packed sequences from `ids_BS`, a document number for each token: a new
-        document begins wherever the number differs from that of the previous token."""
+        document begins wherever the number differs from the previous token's."""
         ids = torch.as_tensor(ids_BS)
         changes = ids[:, 1:] != ids[:, :-1]
         if not bool(changes.any()):
@@ -48,7 +48,8 @@ class Documents:
         return cls(torch.cummax(torch.cat([torch.zeros_like(begins[:, :1]), begins], dim=1), dim=1).values)
 
     def on_host(self) -> Documents:
-        """Return a copy in CPU memory that has only the document boundaries of the unsharded sequences."""
+        """Return a copy in CPU memory with the field `starts_BS` only (document boundaries in unsharded sequences); all
+        other fields are None."""
         starts_BS = self.starts_BS if self.host_starts_BS is None else self.host_starts_BS
         return Documents(None if starts_BS is None else starts_BS.cpu())
 
@@ -108,8 +109,8 @@ class Documents:
         return replace(self, starts_BS=cut_BS, host_starts_BS=host_BS)
 
     def first_visible_BS(self, sequence: int, window: int | None, device: torch.device) -> Tensor | None:
-        """Return the index in the sequence of the first token that each token may attend to, [B or 1, S]; None if that
-        is 0 for all tokens.
+        """Return, for each token, the index in the sequence of the first token that it may attend to, [B or 1, S]; None
+        if this index is 0 for all tokens.
 
         `window`: sliding window; a token attends to itself and the `window` - 1 tokens before it; None: no sliding
         window. `sequence`: number of tokens of an unsharded sequence. `device`: device of the result.
@@ -127,8 +128,8 @@ ONE_DOCUMENT = Documents()
 class MicroBatch(NamedTuple):
     """Sequences of one forward pass of training: B sequences of S tokens on this rank.
 
-    `tokens_BS`: token IDs; `targets_BS`: target token IDs, -100 where there is none; `documents`: document boundaries,
-    preference pairs and targets of a teacher."""
+    `tokens_BS`: token IDs; `targets_BS`: target token IDs, -100 for positions without a target; `documents`: document
+    boundaries, preference pairs and targets of a teacher."""
 
     tokens_BS: Tensor
     targets_BS: Tensor
@@ -136,6 +137,6 @@ class MicroBatch(NamedTuple):
 
 
 def move(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Return `tensor` on `device`. To a GPU it is copied from pinned memory without a wait of the host."""
+    """Return `tensor` on `device`. A copy to a GPU is made from pinned memory, and the host does not wait for it."""
     on_gpu = torch.device(device).type == "cuda"
     return (tensor.pin_memory() if on_gpu and not tensor.is_cuda else tensor).to(device, non_blocking=on_gpu)

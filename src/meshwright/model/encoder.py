@@ -46,14 +46,14 @@ class EncoderBlock(nn.Module):
         """Return the block's output [B, S, H] for the hidden states `x_BSH`.
 
         `added`: additive attention mask [B or 1, 1, S or 1, S] (0 or a large negative number) from
-        `make_bidirectional_mask`; None: every token attends to every other."""
+        `make_bidirectional_mask`; None: every token attends to all tokens."""
         x_BSH = self.attention_norm(x_BSH + self.attention(x_BSH, AttentionInputs(None, added)))
         return self.mlp_norm(x_BSH + self.mlp(x_BSH))
 
 
 class EncoderInputs(TypedDict, total=False):
-    """Optional inputs of an encoder. attention_mask_BS: 0 at padding, to which no token attends, else 1 (default 1).
-    token_types_BS: segment ID of each token (default 0)."""
+    """Optional inputs of an encoder. attention_mask_BS: 0 at padding, to which no token attends, else 1 (default None:
+    1 everywhere). token_types_BS: segment ID of each token (default None: 0 everywhere)."""
 
     attention_mask_BS: Tensor | None
     token_types_BS: Tensor | None
@@ -66,7 +66,7 @@ class Encoder(nn.Module):
 
     Parameters are uninitialised: `initialise`, `load_encoder` or an engine fills them. `device`, `dtype`: of the
     parameters (None: torch's defaults); `recompute`: activation checkpointing of the blocks; by default none. Raises
-    UserError if `config` is that of a decoder."""
+    UserError if `config` describes a decoder."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Encoder(nn.Module):
         self._loss_backend: Any = None
 
     def compile_blocks(self, **options: Any) -> None:
-        """Compile the blocks, and from then on the elementwise part of the loss, with torch.compile. `options`: keyword
+        """Compile the blocks and the elementwise operations of the loss with torch.compile. `options`: keyword
         arguments of torch.compile (`dynamic` is False by default)."""
         weight_gradients.exclude_from_compiled_graphs()
         options = {"dynamic": False, **options}
@@ -121,7 +121,8 @@ class Encoder(nn.Module):
         `tokens_BS`: token IDs. `targets`: with head "masked" the true token ID at each masked position, [B, S],
         elsewhere -100; only masked positions go through the head. With head "classes" the class of each sequence, [B],
         or of each of D packed documents, [D]. `units`: hooks around FSDP units; `documents`: document boundaries in
-        packed sequences; `inputs`: attention mask (0 at padding) and segment IDs (fields of `EncoderInputs`).
+        packed sequences (None: each sequence is one document); `inputs`: attention mask (0 at padding) and segment IDs
+        (fields of `EncoderInputs`).
 
         Raises UserError for head "none" and for sequences longer than the model's positions.
         """
@@ -152,9 +153,10 @@ class Encoder(nn.Module):
     ) -> Tensor:
         """Return the last block's output, [B, S, H], for the token IDs `tokens_BS`.
 
-        `units`: hooks around FSDP units; `attention_mask_BS`: 0 at padding, to which no token attends;
-        `token_types_BS`: segment ID of each token (default 0); `documents`: document boundaries in packed sequences.
-        Raises UserError if a sequence is longer than the model's positions."""
+        `units`: hooks around FSDP units; `attention_mask_BS`: 0 at padding, to which no token attends, else 1 (None: no
+        padding); `token_types_BS`: segment ID of each token (None: 0); `documents`: document boundaries in packed
+        sequences (None: each sequence is one document). Raises UserError if a sequence is longer than the model's
+        positions."""
         sequence = tokens_BS.shape[1]
         if sequence > (most := self.config.max_positions):
             raise UserError(f"sequences of {sequence} tokens are longer than the model's {most} positions")
@@ -197,8 +199,8 @@ class Encoder(nn.Module):
         """Return the logits of the head, in the model's dtype, for the token IDs `tokens_BS`: [B, S, V] over the
         vocabulary for "masked", [B, C] over the C classes for "classes" (with D packed documents [D, C]).
 
-        `documents`: document boundaries in packed sequences; `inputs`: attention mask and segment IDs (fields of
-        `EncoderInputs`). Raises UserError for head "none"."""
+        `documents`: document boundaries in packed sequences (None: each sequence is one document); `inputs`: attention
+        mask and segment IDs (fields of `EncoderInputs`). Raises UserError for head "none"."""
         hidden_BSH = self.hidden(tokens_BS, documents, **inputs)
         if self.config.head == "masked":
             return F.linear(self._transform_for_head(hidden_BSH), self.embedding.weight, self.head.bias)

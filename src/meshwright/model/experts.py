@@ -62,9 +62,9 @@ class Mixture(nn.Module):
         return self.tensor.leave(y_BSH, "mlp.output"), loss
 
     def _forward_expert_parallel(self, x_BSH: Tensor, counted_B: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Run the layer on hidden states `x_BSH` with expert parallelism: routed experts on ep ranks, the shared expert
-        split over tp. Return the output [B, S, H] and the load-balancing loss (None without `counted_B`). `counted_B`:
-        number of target tokens of each sequence."""
+        """Run the layer on hidden states `x_BSH` with expert parallelism: the routed experts are distributed over ep
+        ranks, the shared expert is split over tp. Return the output [B, S, H] and the load-balancing loss (None without
+        `counted_B`). `counted_B`: number of target tokens of each sequence."""
         slices = self.tensor.sequence_parallel
         own_BSH = x_BSH if slices else self.tensor.split_tokens(x_BSH, "experts.input")
         y_BSH, loss = self._forward_routed(own_BSH, counted_B)
@@ -91,7 +91,7 @@ class Mixture(nn.Module):
 
     def _forward_shared(self, x_BSH: Tensor) -> Tensor:
         """Return the output [B, S, H] of the shared expert for `x_BSH`, times its sigmoid gate if it has one. With
-        tensor parallelism it is this rank's partial sum."""
+        tensor parallelism the result is this rank's partial sum."""
         assert self.shared is not None
         y_BSH = self.shared(x_BSH)
         return y_BSH if self.shared_gate is None else F.sigmoid(self.shared_gate(x_BSH)) * y_BSH
@@ -163,11 +163,11 @@ class Router(nn.Module):
         tokens of a sequence, over which expert loads are all-reduced.
 
         The loss of a sequence is E times the sum over experts of (assignments of the expert / S) x (mean score of the
-        expert): Fedus et al. 2021 (arXiv:2101.03961, eq. 4 to 6), scaled as in transformers. It is averaged over layers
-        and weighted by the sequence's number of target tokens. The caller divides the summed loss by the target tokens
-        of the whole step, so that the split into micro-batches and ranks does not change the result. For a router with
-        a bias that balances the load, a further term of value 0 sets the bias's gradient: the expert's load minus the
-        mean load, whose sign the optimizer follows.
+        expert): Fedus et al. 2021 (arXiv:2101.03961, eq. 4 to 6), scaled as in transformers. This loss is averaged over
+        layers and weighted by the sequence's number of target tokens. The caller divides the summed loss by the target
+        tokens of the whole step, so that the split into micro-batches and ranks does not change the result. For a
+        router with a bias that balances the load, a further term of value 0 sets the bias's gradient: the expert's load
+        minus the mean load, whose sign the optimizer follows.
         """
         config = self.config
         rows = len(counted_B)
@@ -192,8 +192,8 @@ class Router(nn.Module):
 
 class Experts(nn.Module):
     """MLPs of the routed experts on this rank, stacked. E: number of experts on this rank; F: their intermediate size
-    on this rank; H: hidden size. `up.weight` is [E x 2F, H]: for each expert the rows of the gate projection, then
-    those of the up projection (in some families alternating). `down.weight` is [E x H, F]. If several ranks split an
+    on this rank; H: hidden size. `up.weight` is [E x 2F, H]: for each expert the rows of the gate projection, then the
+    rows of the up projection (in some families alternating). `down.weight` is [E x H, F]. If several ranks split an
     expert's width, each rank holds and adds one slice of the bias of the down projection, [E x H / ranks].
 
     `config`: model configuration; `axes`: communication of the mesh axes; `options`: `device` and `dtype` of the
@@ -219,8 +219,8 @@ class Experts(nn.Module):
     def forward(self, x_TH: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> Tensor:
         """Return for each of T tokens the weighted sum of the outputs of its K experts, [T, H].
 
-        `x_TH`: hidden states; `weights_TK`: factors on the experts' outputs, or on their inputs if the model is so
-        configured; `chosen_TK`: indices of the experts."""
+        `x_TH`: hidden states; `weights_TK`: factors on the experts' outputs or, with `config.routed_input`, on the
+        experts' inputs; `chosen_TK`: indices of the experts."""
         tokens, chosen = chosen_TK.shape
         order_N, _, ends_E = sort_copies(chosen_TK, self.experts)
         inverse_N = invert_permutation(order_N)
@@ -245,8 +245,9 @@ class Experts(nn.Module):
         return grouped_linear(self.activate(grouped_linear(x_NH, self.up, ends_E)), self.down, ends_E, self.first)
 
     def activate(self, up_NX: Tensor) -> Tensor:
-        """Return the activations [N, F] of N token copies, the input of the down projection: activation(gate) * up, or
-        its clamped variant (gpt-oss), for their gate and up projections `up_NX` [N, 2F]."""
+        """Return the activations [N, F] of N token copies (one for each of a token's experts), the input of the down
+        projection: activation(gate) * up, or its clamped variant (gpt-oss). `up_NX`: gate and up projections of the
+        copies, [N, 2F]."""
         config = self.config
         if config.swiglu_limit is not None:
             return ClampedSwiGLU.apply(up_NX, config.swiglu_limit, config.swiglu_alpha, config.experts_interleaved)
@@ -255,9 +256,9 @@ class Experts(nn.Module):
 
 
 def sort_copies(chosen_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort the N = T x K token copies, one for each entry of `chosen_TK` (the K experts of each of T tokens), by
-    expert. Return three tensors: the permutation [N]; the expert of each sorted copy [N]; the exclusive end index of
-    each expert's copies, int32 [`experts`].
+    """Sort N = T x K token copies (one for each of a token's experts) by expert. `chosen_TK`: indices of the K experts
+    of each of T tokens; `experts`: number of experts. Return three tensors: the permutation [N]; the expert of each
+    sorted copy [N]; the exclusive end index of each expert's copies, int32 [experts].
     """
     expert_N, order_N = chosen_TK.flatten().sort(stable=True)
     experts_E = torch.arange(experts, device=chosen_TK.device)
@@ -276,14 +277,15 @@ def split_gate(up_NX: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 class ClampedSwiGLU(torch.autograd.Function):
     """Autograd function of gpt-oss's activation (arXiv:2508.10925, section 2.2): gate * sigmoid(alpha * gate) * (up +
-    1), where gate is first clamped to at most `limit`, and up to [-limit, limit]. It saves only its input."""
+    1), where gate is first clamped to at most `limit`, and up to [-limit, limit]. Only the input is saved for backward.
+    """
 
     @staticmethod
     def forward(context: Any, up_NX: Tensor, limit: float, alpha: float, interleaved: bool) -> Tensor:
         """Return the activation [N, F] for the concatenated gate and up projections `up_NX` [N, 2F].
 
-        `limit`, `alpha`: constants of the function; `interleaved`: True if the columns of gate and up alternate, False
-        if gate's come first."""
+        `limit`: limit of the clamps; `alpha`: factor in the sigmoid; `interleaved`: True if the columns of gate and up
+        alternate, False if gate's come first. context: autograd context."""
         context.save_for_backward(up_NX)
         context.numbers = limit, alpha, interleaved
         gate_NF, up_NF = split_gate(up_NX, interleaved)
@@ -292,7 +294,8 @@ class ClampedSwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, d_NF: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of the input [N, 2F], given the output gradient `d_NF`; None for the other arguments."""
+        """Return the gradient of the input [N, 2F], given the output gradient `d_NF`, and None for the three arguments
+        that need no gradient. context: autograd context."""
         (up_NX,) = context.saved_tensors
         limit, alpha, interleaved = context.numbers
         gate_NF, up_NF = split_gate(up_NX, interleaved)

@@ -25,8 +25,8 @@ def grouped_product(
     x_NX: Tensor, weight_EYX: Tensor, ends_E: Tensor, bias_EZ: Tensor | None = None,
     first: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Return x Wᵀ + b, [N, Y], for N token copies `x_NX` sorted by expert, where W and b are those of each copy's
-    expert; differentiable. (A token has one copy for each of its experts.)
+    """Return x Wᵀ + b, [N, Y], for N token copies `x_NX` sorted by expert; differentiable. (A token has one copy for
+    each of its experts.) Each copy is multiplied by the W, and gets the b, of its expert.
 
     `weight_EYX`: W [Y, X] of each of E experts; `ends_E`: exclusive end index of each expert's copies, int32.
     `bias_EZ`: b of each expert, added to the Z outputs that start at index `first`; None: no bias.
@@ -38,8 +38,9 @@ def grouped_product(
 def _compute_grouped_product(
     x_NX: Tensor, weight_EYX: Tensor, ends_E: Tensor, bias_EZ: Tensor | None, first: int
 ) -> Tensor:
-    """Compute x Wᵀ + b for N token copies sorted by expert, without autograd. `x_NX`, `weight_EYX`, `ends_E`,
-    `bias_EZ`, `first` and the result are those of `grouped_product`."""
+    """Compute x Wᵀ + b, [N, Y], without autograd, for N token copies `x_NX` (one for each of a token's experts) sorted
+    by expert. `weight_EYX`: W of each of E experts; `ends_E`: exclusive end index of each expert's copies; `bias_EZ`: b
+    of each expert, added from output `first` on; None: no bias."""
     if _supports_grouped_mm(x_NX, weight_EYX):
         y_NY = F.grouped_mm(x_NX, weight_EYX.mT, offs=ends_E)
     else:
@@ -55,7 +56,8 @@ def _compute_grouped_product(
 
 @custom_operator("meshwright::grouped_product_input")
 def _compute_input_gradient(dy_NY: Tensor, weight_EYX: Tensor, ends_E: Tensor) -> Tensor:
-    """Return dy W, [N, X], the gradient of the grouped product's input, with the matrix W of each token copy's expert.
+    """Return dy W, [N, X], the gradient of the grouped product's input, where W is the matrix of each token copy's
+    expert.
 
     `dy_NY`: gradient of the output for N token copies sorted by expert; `weight_EYX`: W of each of E experts; `ends_E`:
     exclusive end index of each expert's copies."""
@@ -69,8 +71,8 @@ def _compute_input_gradient(dy_NY: Tensor, weight_EYX: Tensor, ends_E: Tensor) -
 
 @custom_operator("meshwright::grouped_product_weight")
 def _compute_weight_gradient(dy_NY: Tensor, x_NX: Tensor, ends_E: Tensor) -> Tensor:
-    """Return the gradient [E, Y, X] of the grouped product's weights: for each expert dyᵀ x over its token copies, 0
-    without copies.
+    """Return the gradient [E, Y, X] of the grouped product's weights: for each expert dyᵀ x over its token copies; 0
+    for an expert without token copies.
 
     `dy_NY`, `x_NX`: output gradient and input of N token copies sorted by expert; `ends_E`: exclusive end index of each
     expert's copies."""
@@ -87,8 +89,8 @@ def _compute_weight_gradient(dy_NY: Tensor, x_NX: Tensor, ends_E: Tensor) -> Ten
 
 
 def sum_bias_gradients(dy_NZ: Tensor, ends_E: Tensor) -> Tensor:
-    """Return the gradient [E, Z] of the biases of E experts: for each the sum of the output gradients `dy_NZ` of its
-    copies. `ends_E`: exclusive end index of each expert's copies."""
+    """Return the gradient [E, Z] of the biases of E experts: for each expert the sum of the output gradients `dy_NZ`
+    over its token copies. `ends_E`: exclusive end index of each expert's copies."""
     ones_N8 = dy_NZ.new_ones(len(dy_NZ), ALIGNMENT // 2)  # as many columns as grouped_mm needs in bf16
     if _supports_grouped_mm(dy_NZ, ones_N8):  # a product with ones: no host synchronisation
         return _compute_weight_gradient(dy_NZ.contiguous(), ones_N8, ends_E)[..., 0]
@@ -107,8 +109,8 @@ def _supports_grouped_mm(a: Tensor, b: Tensor) -> bool:
 
 
 def _iterate_expert_slices(ends_E: Tensor) -> Iterator[tuple[int, slice]]:
-    """Yield (expert index, slice of its token copies) for each expert that has any. `ends_E`: exclusive end index of
-    each expert's copies.
+    """Yield (expert index, slice of its token copies) for each expert that has token copies. `ends_E`: exclusive end
+    index of each expert's copies.
     """
     start = 0
     for expert, stop in enumerate(ends_E.tolist()):
@@ -132,9 +134,9 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 
 
 def _backward_formula(ctx: Any, dy_NY: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the grouped product's inputs, in their order, given the output gradient `dy_NY`: those of
-    token copies, weight and bias, and None for inputs that need none. This is the `backward` function of
-    torch.library.register_autograd."""
+    """Return the gradients of the grouped product's inputs, in their order, given the output gradient `dy_NY`:
+    gradients of token copies, weight and bias, and None for each input that needs no gradient. This is the `backward`
+    function of torch.library.register_autograd."""
     x_NX, weight_EYX, ends_E = ctx.saved_tensors
     return (
         None if weight_EYX is None else torch.ops.meshwright.grouped_product_input(dy_NY, weight_EYX, ends_E),

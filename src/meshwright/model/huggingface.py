@@ -62,10 +62,10 @@ def load_encoder(
     """Load the encoder in the Hugging Face directory `directory` onto `device`, its parameters cast to `dtype`; return
     the model and its configuration.
 
-    `head`: head to use instead of the one that `config.json` names ("masked", "classes", "none"); "classes" needs
-    `labels`, the class names. Head parameters that the files lack are initialised from `seed`. Raises UserError when a
-    file or the configuration is missing or damaged, when the model is no encoder or has no such head, and when tensors
-    are missing, unexpected or misshapen."""
+    `head`: "masked", "classes" or "none", to replace the head in `config.json`; "classes" needs `labels`, the class
+    names. None: the head in `config.json`. Head parameters that the files lack are initialised from `seed`. Raises
+    UserError when a file or the configuration is missing or damaged, when the model is no encoder or its family lacks
+    this head, and when tensors are missing, unexpected or misshapen."""
     files = CheckpointFiles(directory)
     config = _read_encoder_config(directory, head, labels)
     build = partial(Encoder, device=device, dtype=dtype)
@@ -74,8 +74,8 @@ def load_encoder(
 
 def _read_encoder_config(directory: str | Path, head: Head | None, labels: Sequence[str]) -> ModelConfig:
     """Return the configuration of the encoder in a Hugging Face directory. `head` and `labels` (class names) replace
-    those of the configuration if given. Raises UserError if the model is not an encoder, or its family has no such
-    head."""
+    the head and the labels of the configuration unless they are None and empty. Raises UserError if the model is not an
+    encoder, or its family has no such head."""
     data = read_config(directory)
     family = FAMILIES.get(str(data.get("model_type")))
     if family is not None and not family.encoder:
@@ -179,7 +179,7 @@ def _list_some(found: Sequence[str]) -> str:
 
 def _map_current_names(files: CheckpointFiles, config: ModelConfig) -> dict[str, str]:
     """Return {current Hugging Face name of a tensor: its name in the files} for a model of configuration `config`. The
-    names differ if an older version of transformers wrote the files."""
+    two names differ if an older version of transformers wrote the files."""
     nested = NESTED_PREFIXES.get(config.family, {})
     found = {}
     for name in files.names:
@@ -193,10 +193,10 @@ def _map_current_names(files: CheckpointFiles, config: ModelConfig) -> dict[str,
 
 
 def read_entry(files: CheckpointFiles, entry: ParameterEntry, names: Mapping[str, str] | None = None) -> Tensor:
-    """Read the unsharded value of a parameter entry (checkpoint tensor) from `files`, in its layout on disk, without
-    the model's transposition.
+    """Read the unsharded value of a parameter entry (checkpoint tensor) from `files`, in its shape on disk, which may
+    be the transpose of the model's.
 
-    `names`: {entry name: tensor name}, result of `match_entries`; None: the tensor has the entry's own name. Raises
+    `names`: {entry name: tensor name}, result of `match_entries`; None: the tensor has the entry's name. Raises
     UserError if the tensor is missing.
     """
     name = entry.disk_name if names is None else names[entry.name]

@@ -33,9 +33,8 @@ class LatentAttention(nn.Module):
     """Multi-head latent attention layer of a transformer block (DeepSeek-V2: arXiv:2405.04434, section 2.1).
 
     R: size of the latent vector of keys and values; E: size of the rotary key. The projections of the hidden state are
-    fused: the rows of `qkv.weight` are those of the queries (or of their latent vector), then R rows for the latent
-    vector of keys and values, then E rows for the rotary key. Every tp rank computes the latent vectors; heads are
-    split over tp.
+    fused. `qkv.weight` has the rows of the queries (or of their latent vector), then R rows for the latent vector of
+    keys and values, then E rows for the rotary key. Every tp rank computes the latent vectors; heads are split over tp.
 
     `config`: model configuration; `axes`: communication of the mesh axes; `options`: `device` and `dtype` of the
     parameters.
@@ -65,9 +64,9 @@ class LatentAttention(nn.Module):
         self.interleaved = config.rotary_interleaved
 
     def forward(self, x_BSH: Tensor, inputs: AttentionInputs) -> Tensor:
-        """Return the attention output [B, S, H] for the hidden states `x_BSH`. With sequence parallelism, both hold
-        only this rank's tokens. `inputs`: positions, mask and KV cache; the cache stores latent vectors and rotary
-        keys."""
+        """Return the attention output [B, S, H] for the hidden states `x_BSH`. With sequence parallelism, `x_BSH` and
+        the output have only this rank's tokens. `inputs`: positions, mask and KV cache; the cache stores latent vectors
+        and rotary keys."""
         assert inputs.rotation is not None
         cosine, sine = inputs.rotation
         assert sine is not None
@@ -105,9 +104,8 @@ class LatentAttention(nn.Module):
 
     def _attend(self, q_BNSD: Tensor, k_BNSD: Tensor, v_BNSV: Tensor, visible: AttentionMask) -> Tensor:
         """Return the causal attention output [B, N, S, V] of queries `q_BNSD`, keys `k_BNSD` and values `v_BNSV`. The
-        head size V of the values may differ from D. Most attention kernels take one head size, so that the smaller one
-        is padded with zeros; tiled attention, used on a single CPU, needs no padding. `visible`: attention mask; None:
-        plain causal.
+        head size V of the values may differ from D. Where the attention kernel needs equal sizes, the smaller one is
+        padded with zeros. `visible`: attention mask; None: plain causal.
         """
         if self.context.size == 1 and q_BNSD.device.type == "cpu":
             return self.context.attend(q_BNSD, k_BNSD, v_BNSV.contiguous(), visible, self.scores)
@@ -122,9 +120,9 @@ class LatentAttention(nn.Module):
         [B, N, S, V] of the new tokens over all cached latent vectors.
 
         `q_BNSP`, `q_BNSE`: features of the queries without and with rotary position; `new_B1SC`: for each new token its
-        latent vector (R elements) and its rotary key (E elements), concatenated: C = R + E. Keys W_k c and values W_v c
-        of a latent vector c are never formed. Instead the projections are applied to queries and output: q (W_k c)ᵀ =
-        (q W_k) cᵀ, and the sum over tokens of p W_v c is W_v times the sum of p c, with the probabilities p.
+        latent vector (R elements) and its rotary key (E elements), concatenated: C = R + E. Keys and values are never
+        computed from the latent vectors: the key projection is applied to the queries instead, the value projection to
+        the attention output.
         """
         up_NOR = self.latent_up.weight.unflatten(0, (self.heads, -1))
         key_NPR, value_NVR = up_NOR.split([self.plain, self.latent.value_dim], dim=1)

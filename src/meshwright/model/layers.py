@@ -24,8 +24,8 @@ class Linear(nn.Module):
 
     Attributes: `weight_gradients`: queue to which backward defers the computation of the weight gradient; None:
     autograd computes it. `packed`: function that multiplies by a quantized weight; None: the weight is not quantized.
-    `adapter`: LoRA adapter; None: none. `taps`: two dummy inputs, set only during a call of a compiled graph. Their
-    gradients carry dy and x from the compiled backward to the queue.
+    `adapter`: LoRA adapter; None: the layer has no adapter. `taps`: two dummy inputs, set only during a call of a
+    compiled graph. Their gradients carry dy and x from the compiled backward to the queue.
     """
 
     weight_gradients: WeightGradients | None = None  # None: autograd computes them
@@ -76,7 +76,7 @@ class RowParallelLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x Wᵀ + b, [..., Y], with x Wᵀ summed over the tp ranks. `x`: this rank's slice [..., X] of the input
-        features. With sequence parallelism, return this rank's token slice of the result.
+        features. With sequence parallelism, only this rank's token slice of the sum is returned.
         """
         if self.tensor.trivial:
             return super().forward(x)
@@ -166,8 +166,8 @@ class FeedForward(nn.Module):
         self.down = RowParallelLinear(width, config.hidden, config.mlp_bias, axes.tensor, "mlp.output", **options)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        """Return the MLP output [B, S, H] for the hidden states `x_BSH` (with sequence parallelism both are this rank's
-        token slices)."""
+        """Return the MLP output [B, S, H] for the hidden states `x_BSH` (with sequence parallelism, input and output
+        are this rank's token slices)."""
         up = self.up(self.tensor.enter(x_BSH, "mlp.input"))
         if not self.gated:
             return self.down(activate(up, self.activation))
@@ -216,8 +216,8 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient_BSH: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient [V, H] of the embedding table, given the gradient `gradient_BSH` of the looked-up rows;
-        None for the IDs."""
+        """Return the gradient [V, H] of the embedding table, given the gradient `gradient_BSH` of the looked-up rows,
+        and None for the IDs."""
         (ids_BS,) = context.saved_tensors
         wide_BSH = gradient_BSH.to(at_least_float32(context.dtype))
         wide_VH = torch.ops.aten.embedding_dense_backward(wide_BSH, ids_BS, context.rows, -1, False)

@@ -33,7 +33,7 @@ def linear_cross_entropy(hidden_TH: Tensor, targets_T: Tensor, head: OutputHead,
     weight and bias of the output head.
 
     `keep`: True: compute the gradients in the forward pass and save them, which takes memory of the weight's size;
-    False: backward recomputes the logits. Both give bitwise equal gradients. In both cases, tensor parallelism
+    False: backward recomputes the logits. Both values give bitwise equal gradients. In both cases, tensor parallelism
     communicates only in the forward pass.
     """
     gradients: Literal["save", "recompute"] = "save" if keep else "recompute"
@@ -58,8 +58,8 @@ class OutputHead(NamedTuple):
 
     `weight_VH`, `bias_V`: weight and bias of the V token IDs that start at `first_token`. `tensor`: communication over
     tp. `widest`: largest V of any tp rank (default: this rank's V). `compile_backend`: torch.compile backend that fuses
-    the elementwise operations of the loss; None: they run eagerly. `softcap`: cap c that turns logits x into c tanh(x /
-    c) (Gemma 2); 0: none. `teacher`: for distillation, the teacher's targets
+    the elementwise operations of the loss; None: these operations run eagerly. `softcap`: cap c that turns logits x
+    into c tanh(x / c) (Gemma 2); 0: none. `teacher`: for distillation, the teacher's targets
     (`training.teacher_targets.TeacherTargets`), whose method `make_chunk` builds the chunks of the loss; None: the loss
     is the cross-entropy."""
 
@@ -77,8 +77,7 @@ class _Mode(NamedTuple):
     """Options of a cross-entropy computation.
 
     gradients: "save": forward computes the gradients and saves them; "recompute": backward recomputes the logits;
-    "none": there will be no backward. ("none" must be stated, because autograd's `needs_input_grad` is True under
-    torch.no_grad, too.) of_tokens: True: return the loss of each token, [T]; False: return their sum.
+    "none": there will be no backward. of_tokens: True: return the loss of each token, [T]; False: return their sum.
     """
 
     gradients: Literal["none", "save", "recompute"]
@@ -99,7 +98,8 @@ class _CrossEntropy(torch.autograd.Function):
         head: OutputHead,
         mode: _Mode,
     ) -> Tensor:
-        """Return the cross-entropy (nats): the sum, a scalar, or the loss of each token, [T].
+        """Return the cross-entropy (nats): the sum over tokens, a scalar, or with `mode.of_tokens` the loss of each
+        token, [T].
 
         `hidden_TH`: input of the output head; `weight_VH`, `bias_V`: weight and bias of `head`, passed as separate
         inputs so that autograd sees them; `targets_T`: token IDs, -100 for ignored tokens; `head`: vocabulary slice and
@@ -149,7 +149,7 @@ class _CrossEntropy(torch.autograd.Function):
 class _Gradients:
     """Accumulator of the gradients of the loss with respect to hidden states, head weight and head bias, over chunks of
     tokens. `hidden_TH`: hidden states of all T tokens; `head`: weight and bias of the output head. `of_hidden`,
-    `of_weight`, `of_bias`: True if that gradient is required; otherwise it stays None."""
+    `of_weight`, `of_bias`: True to compute the gradient of this tensor; False: its gradient stays None."""
 
     def __init__(self, hidden_TH: Tensor, head: OutputHead, of_hidden: bool, of_weight: bool, of_bias: bool) -> None:
         self._inputs = hidden_TH, head.weight_VH
@@ -251,7 +251,7 @@ class Chunk:
 
     def differentiate(self, factors_C: Tensor | None = None) -> Tensor:
         """Overwrite the chunk's logits with their gradients, (softmax - one-hot) times the factor on the token's loss,
-        and return them, [C, V]. `factors_C`: those factors; None: 1. Ignored tokens get 0."""
+        and return them, [C, V]. `factors_C`: factor on each token's loss; None: 1. Ignored tokens get 0."""
         counted_C = self._counted_C if factors_C is None else self._counted_C * factors_C
         for part in self._token_slices():
             self._to_gradient_(self._logits_CV[part], self.log_sum_C[part], counted_C[part], self._softcap)
@@ -293,8 +293,8 @@ def _to_gradient_(logits_CV: Tensor, log_sum_C: Tensor, counted_C: Tensor, softc
 
 @functools.cache
 def _get_elementwise_functions(backend: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the functions (`_statistics`, `_to_gradient_`), compiled with the torch.compile backend `backend`; None:
-    not compiled."""
+    """Return the functions (`_statistics`, `_to_gradient_`), compiled with the torch.compile backend `backend` (None:
+    not compiled)."""
     if backend is None:
         return _statistics, _to_gradient_
     options = {"dynamic": False, "backend": backend}
@@ -316,7 +316,7 @@ def _iterate_logit_chunks(
     All chunks share one logit buffer, so a chunk must be used before the next one is requested. Chunks have nearly
     equal numbers of tokens. All tp ranks cut the tokens into the same chunks, because they communicate in every chunk.
     `targets_T`: target token IDs. `known_2T`: log-sum-exp and target logit of each token from the forward pass; None:
-    compute them.
+    each chunk computes them.
     """
     chunks = split_loss_chunks(len(hidden_TH), head.widest or len(head.weight_VH), hidden_TH.device.type)
     buffer = hidden_TH.new_empty(max(chunks, default=0), len(head.weight_VH))

@@ -20,8 +20,8 @@ RESPONSES_SITE = "loss.responses"
 @dataclass(frozen=True, slots=True)
 class Pairs:
     """Responses of a batch of B sequences, for preference training: at most P pairs and D = 2 P responses in each
-    sequence. Documents 2k and 2k + 1 of a sequence are a pair: the same prompt with its chosen and with its rejected
-    response. For KTO, single labelled responses take the place of pairs, and D = P.
+    sequence. Documents 2k and 2k + 1 of a sequence are a pair: a prompt with its chosen response, and the prompt again
+    with its rejected response. For KTO, single labelled responses take the place of pairs, and D = P.
 
     `response_BC`: document number of each of the C tokens on this rank; D for tokens outside any pair. `counted_BP`:
     True for a pair, False for padding in sequences with fewer than P pairs. `reference_BD`: log-probabilities of the
@@ -29,7 +29,7 @@ class Pairs:
     tokens of each response (float64); zeros until they are counted.
 
     Only for KTO: `undesirable_BD`: True for a response labelled undesirable; `kl_B`: estimate of the KL divergence
-    between policy and reference (nats, float64), the same number for all sequences."""
+    between policy and reference (nats, float64), equal for all sequences."""
 
     response_BC: Tensor
     counted_BP: Tensor
@@ -73,7 +73,7 @@ class Pairs:
 
     def log_probabilities(self, losses_T: Tensor) -> Tensor:
         """Return the log-probability of each of the D responses of each of B sequences, [B, D] (nats, float64): the sum
-        over its tokens of log p(token | prefix), 0 for a missing response.
+        over the response's tokens of log p(token | prefix), 0 for a missing response.
 
         `losses_T`: cross-entropy of each token of this rank, all sequences concatenated. With context parallelism the
         sum covers only this rank's tokens."""
@@ -88,9 +88,8 @@ class PreferenceLoss(NamedTuple):
 
     `metric_sums`: float64 [5], detached. Elements 0 and 1: sums of the rewards of the chosen and of the rejected
     responses. Element 2: number of pairs whose chosen response has the higher reward. Elements 3 and 4: numbers of
-    chosen and of rejected responses. For KTO, desirable responses take the place of chosen ones, and undesirable ones
-    that of rejected ones. Element 2 then counts desirable responses with a score above the KL estimate and undesirable
-    ones below it.
+    chosen and of rejected responses. For KTO, "chosen" means desirable and "rejected" undesirable; element 2 counts
+    desirable responses with a score above the KL estimate and undesirable responses with a score below it.
     """
 
     loss: Tensor

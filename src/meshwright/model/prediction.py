@@ -21,7 +21,7 @@ from meshwright.spec.config import ModelConfig
 
 class PredictionModule(nn.Module):
     """Multi-token prediction module of DeepSeek-V3 (arXiv:2412.19437, eqs. 21 to 23): a projection and a transformer
-    block. The projection joins a token's normalised hidden state and the embedding of the next token. It shares
+    block. The projection joins a token's normalised hidden state and the embedding of the next token. The module shares
     embedding and output head with the model.
 
     `config`: model configuration; `axes`: communication of the mesh axes; `options`: `device` and `dtype` of the

@@ -21,8 +21,8 @@ def compute_inverse_frequencies(rotation: Rotation, dtype: torch.dtype, length: 
     each pair of features, in radians.
 
     `rotation`: the layer's rotary settings; `length`: tokens of the longest sequence, by which LongRoPE chooses its
-    factors. The order of operations is that of transformers, so that float32 tables agree to the last bit at any
-    position.
+    factors. Operations are in the order of the transformers library, so that float32 tables agree to the last bit at
+    any position.
     """
     exponents = torch.arange(0, rotation.size, 2, dtype=dtype) / rotation.size
     wave = rotation.theta**exponents
@@ -46,8 +46,8 @@ def _choose_longrope_factors(scaling: RopeScaling, length: int) -> tuple[float, 
 
 
 def _scale_llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Return the rotary `frequencies` [R/2] scaled as in Llama 3.1: low ones (long wavelengths) are divided by the
-    scaling factor, high ones stay unchanged, with a ramp between. `scaling`: factor and limits."""
+    """Return the rotary `frequencies` [R/2] scaled as in Llama 3.1: low frequencies (long wavelengths) are divided by
+    the scaling factor, high frequencies stay unchanged, with a ramp between. `scaling`: factor and limits."""
     assert scaling.original_max_positions and scaling.low_frequency_factor and scaling.high_frequency_factor
     low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
     between = max(high - low, 1e-30)  # they are equal in Llama 4: no ramp
@@ -58,8 +58,8 @@ def _scale_llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _scale_yarn(wave: Tensor, scaling: RopeScaling, rotation: Rotation) -> Tensor:
-    """Return the rotary frequencies [R/2] of YaRN (arXiv:2309.00071, section 3.2): high frequencies unchanged, low ones
-    divided by the scaling factor, with a ramp between.
+    """Return the rotary frequencies [R/2] of YaRN (arXiv:2309.00071, section 3.2): high frequencies unchanged, low
+    frequencies divided by the scaling factor, with a ramp between.
 
     `wave`: inverse of the unscaled frequencies, base ** (2i / R) for pair i of R rotated features; `scaling`,
     `rotation`: settings of YaRN and of the layer's rotary embedding.
@@ -89,7 +89,7 @@ class RotaryTable:
     `rotation`. It grows when larger positions are requested, and is not saved with the model.
 
     `dtype`: dtype of the model. `length`: tokens of the longest sequence, by which LongRoPE chooses its factors; None:
-    each document chooses by its own length.
+    LongRoPE chooses them for each document by the document's length.
 
     Angles are computed in float32 (float64 for a float64 model): bfloat16 cannot tell positions beyond 256 apart."""
 
@@ -165,8 +165,9 @@ def make_table(kind: Rotation | Temperature, dtype: torch.dtype, length: int | N
     """Build the table of position-dependent factors that a layer applies to its queries and keys: rotary cosines and
     sines (RoPE), or temperatures of the queries (Llama 4).
 
-    `kind`: the layer's settings of either; `dtype`: dtype of the model; `length`: number of tokens of the longest
-    sequence, by which LongRoPE chooses its factors; None: each document by its own length."""
+    `kind`: the layer's rotary or temperature settings, which select the table; `dtype`: dtype of the model; `length`:
+    number of tokens of the longest sequence, by which LongRoPE chooses its factors; None: LongRoPE chooses them for
+    each document by the document's length."""
     return TemperatureTable(kind, dtype) if isinstance(kind, Temperature) else RotaryTable(kind, dtype, length)
 
 

@@ -69,7 +69,7 @@ def attend(
     scores: ScoreSettings | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the attention output softmax(q kᵀ / √D) v, [B, N, S, D]. `k_BKCD`, `v_BKCD`: keys and values of C tokens;
-    `q_BNSD`: queries of the last S of them.
+    `q_BNSD`: queries of the last S of these tokens.
 
     `visible`: attention mask from `make_attention_mask` or a KV cache; None: causal if S = C, all keys visible if S <
     C. `scores`: scale (in place of 1 / √D), softcap and sinks of the scores; None: the defaults.
@@ -96,8 +96,9 @@ def attend(
 def supports_grouped_query(dtype: torch.dtype, masked: bool) -> bool:
     """Return True if a fused CUDA kernel of PyTorch supports grouped-query attention in `dtype`.
 
-    `masked`: True if there is an attention mask. Flash attention supports it in 16-bit dtypes without a mask; other
-    kernels would materialise all scores (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)."""
+    `masked`: True if there is an attention mask. Only flash attention supports grouped queries: in 16-bit dtypes,
+    without a mask. Other kernels would materialise all scores (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+    """
     return dtype in (torch.bfloat16, torch.float16) and not masked
 
 

@@ -31,7 +31,8 @@ HIDDEN = -1e30
 class Span(NamedTuple):
     """Attention of a range of queries to an equally long range of keys, on one device. `queries`, `keys`: slices of
     both ranges along the token dim of the tensors. `query_start`, `key_start`: index in the unsharded sequence of the
-    first query and of the first key. Either the two are equal (causal mask), or all keys precede all queries (no mask).
+    first query and of the first key. Equal indices mean a causal mask; otherwise all keys precede all queries, without
+    a mask.
     """
 
     queries: slice
@@ -41,9 +42,9 @@ class Span(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Tile of attention scores that is computed at once: those of the queries in the slice `queries` and the keys in
-    the slice `keys` of the token dim. mask: additive mask [..., queries, m] for the last m of these keys; earlier keys
-    are visible to all queries. None: all keys are visible."""
+    """Tile of attention scores that is computed at once: the scores of the queries in the slice `queries` and the keys
+    in the slice `keys` of the token dim. mask: additive mask [..., queries, m] for the last m of these keys; earlier
+    keys are visible to all queries. None: all keys are visible."""
 
     queries: slice
     keys: slice
@@ -87,8 +88,8 @@ def _compute_attention(
     """Compute the causal attention softmax(scores) v, [B, N, S, V], of queries `q_BNSD` to keys `k_BKSD` and values
     `v_BKSV`, without autograd.
 
-    `first_BS`: first visible key index of each query (None: 0). `scale`, `softcap`, `sinks`: fields of
-    `ScoreSettings`."""
+    `first_BS`: first visible key index of each query (None: 0). `scale`, `softcap`, `sinks`: factor of the scores,
+    softcap (0: none) and attention-sink scores (None: none)."""
     settings = ScoreSettings(scale, softcap, sinks)
     q = group_by_kv_head(q_BNSD, k_BKSD)
     out = empty_bsnd(q_BNSD, v_BKSV)
@@ -110,10 +111,11 @@ def _compute_gradients(
     d_out_BNSV: Tensor, saved: list[Tensor], first_BS: Tensor | None, scale: float, softcap: float,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of queries, keys and values (`saved`), in their shapes, and of the sinks.
+    """Return the gradients of queries, keys and values, in their shapes, and of the sinks. `saved`: queries, keys and
+    values.
 
     `d_out_BNSV`: gradient of the attention output. `first_BS`: first visible key index of each query; None: 0. `scale`,
-    `softcap`, `sinks`: fields of `ScoreSettings`."""
+    `softcap`, `sinks`: factor of the scores, softcap (0: none) and attention-sink scores (None: none)."""
     q_BNSD, k_BKSD, v_BKSV = saved
     q, d_out = (group_by_kv_head(x, k_BKSD) for x in (q_BNSD, d_out_BNSV))
     dq, dk, dv = (empty_bsnd(x) for x in saved)
@@ -155,7 +157,7 @@ def _compute_probabilities(
     of the sinks [sequences, KV heads, G, queries] (None without sinks).
 
     G: query heads per KV head; P: sequences x KV heads; X: G x queries; S: keys, of which the tile has L; D: head size.
-    `wide_k_PSD`: keys in the accumulation dtype (at least float32), which is also that of the scores. `shape`:
+    `wide_k_PSD`: keys in the accumulation dtype (at least float32), which is also the dtype of the scores. `shape`:
     (sequences, KV heads, G, queries, D); `settings`: scale, softcap and sinks.
     """
     scores_PXL, slope_PXL = compute_scores(q_PXD, wide_k_PSD, tile, shape, settings)
@@ -169,8 +171,8 @@ def _compute_probabilities(
 
 
 def log_sum_exp(scores_PXL: Tensor, p_PXL: Tensor) -> Tensor:
-    """Return the log-sum-exp [P, X] of the scores `scores_PXL` over the last dim. It is computed from their softmax
-    `p_PXL` without another exp: the greatest score minus the logarithm of the greatest probability.
+    """Return the log-sum-exp [P, X] of the scores `scores_PXL` over the last dim. The result is computed from the
+    scores' softmax `p_PXL` without another exp: the greatest score minus the logarithm of the greatest probability.
     """
     return scores_PXL.amax(dim=-1) - p_PXL.amax(dim=-1).log()
 
@@ -187,7 +189,7 @@ def compute_scores(
     tile's mask added, [P, X, L]; and the derivative of the softcap at each score (None without softcap).
 
     G: query heads per KV head; P: sequences x KV heads; X: G x queries; S: keys, of which the tile has L; D: head size.
-    `wide_k_PSD`: keys in the accumulation dtype (at least float32), which is also that of the scores. `shape`:
+    `wide_k_PSD`: keys in the accumulation dtype (at least float32), which is also the dtype of the scores. `shape`:
     (sequences, KV heads, G, queries, D), the shape of the queries before `flatten_heads`. `settings`: scale and
     softcap. `subtract_PX1`: value that is subtracted from each query's scores, such as its log-sum-exp; None: 0.
     """

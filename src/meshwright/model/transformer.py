@@ -33,9 +33,9 @@ from meshwright.spec.stages import Stage, whole_model
 class StageOutput(NamedTuple):
     """Output of a pipeline stage for one micro-batch.
 
-    `x`: hidden states [B, S, H] (with sequence parallelism only this rank's tokens); on the last stage the summed loss,
-    or with preference pairs the responses' log-probabilities. `balance`: load-balancing loss, which the caller adds to
-    the summed loss; None if the stage has none, or if `x` already includes it.
+    `x`: on the last stage the summed loss or, with preference pairs, the responses' log-probabilities; on other stages
+    the hidden states [B, S, H] (with sequence parallelism only this rank's tokens). `balance`: load-balancing loss,
+    which the caller adds to the summed loss; None if the stage has none, or if `x` already includes it.
     """
 
     x: Tensor
@@ -94,8 +94,8 @@ class Transformer(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """Weight of the output head, [V, H] (the embedding's weight if they are tied). With tensor parallelism it is
-        this rank's vocabulary slice, without the rows that pad the vocabulary."""
+        """Weight of the output head, [V, H] (the embedding's weight if head and embedding are tied). With tensor
+        parallelism it is this rank's vocabulary slice, without the rows that pad the vocabulary."""
         weight_VH = self._head_module.weight
         real = self.config.vocabulary - self._first_token
         return weight_VH if real >= len(weight_VH) else weight_VH[: max(0, real)]
@@ -120,7 +120,8 @@ class Transformer(nn.Module):
         response instead, float64 [B, D] for D responses per sequence. Load-balancing losses of experts contribute to
         the gradient, but not to the value.
 
-        `documents`: document boundaries in packed sequences, and preference pairs; `units`: hooks around FSDP units."""
+        `documents`: document boundaries in packed sequences, and preference pairs (None: each sequence is one
+        document); `units`: hooks around FSDP units."""
         batch = MicroBatch(tokens_BS, targets_BS, documents or ONE_DOCUMENT)
         return self.run_stage(self._whole_model_stage(), None, batch, units).x
 
@@ -179,7 +180,7 @@ class Transformer(nn.Module):
         `tokens_BS`.
 
         `documents`: document boundaries in packed sequences; `units`: hooks around FSDP units; `cache`: KV cache of the
-        tokens before these.
+        preceding tokens (None: none).
 
         `positions` [B, S]: position IDs; None: 0, 1, 2 ... within each document, or continuing after the cached tokens.
         `stage`: run only this pipeline stage on `x_BSH`, the previous stage's output; every stage but the last returns
@@ -250,8 +251,8 @@ class Transformer(nn.Module):
         each block that has one.
 
         `x_BSH`: the previous stage's output (None: first stage); `given`: the tokens; `units`: hooks around FSDP units;
-        `counted_B`: number of target tokens of each sequence, by which the losses are weighted; None: they are not
-        computed."""
+        `counted_B`: number of target tokens of each sequence, by which the load-balancing losses are weighted; None:
+        these losses are not computed."""
         inputs = self.attention_inputs.build(stage.layers, given)
         if stage.first:
             assert x_BSH is None and self.embedding is not None
@@ -276,8 +277,8 @@ class Transformer(nn.Module):
         return x_BSH, losses
 
     def _find_positions(self, given: TokenInput) -> Tensor:
-        """Return the position IDs of the tokens of `given` for learned positions, [B or 1, S] (with sequence
-        parallelism those of this tp rank's token slice)."""
+        """Return the position IDs of the tokens of `given` for learned positions, [B or 1, S]; with sequence
+        parallelism, only the position IDs of this tp rank's token slice."""
         positions_BS = given.documents.positions_BS() if given.positions_BS is None else given.positions_BS
         if positions_BS is None:
             cached = 0 if given.cache is None else given.cache.length
@@ -299,8 +300,8 @@ class Transformer(nn.Module):
         load-balancing loss of the prediction module).
 
         `normed_BSH`: output of the final norm; `batch`: the micro-batch; `counted_B`: number of target tokens of each
-        sequence; `keep`: True to compute the loss's gradients in forward and save them; False: backward recomputes the
-        logits.
+        sequence, or None for a model without experts; `keep`: True to compute the loss's gradients in forward and save
+        them; False: backward recomputes the logits.
         """
         assert self.prediction is not None and self.axes.context.size == 1, "refused with cp"
         next_BS, after_BS = shift_by_one(batch)

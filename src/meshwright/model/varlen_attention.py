@@ -32,12 +32,12 @@ _flash_backward = torch.ops.aten._flash_attention_backward
 
 class VarlenMask(NamedTuple):
     """Attention mask in the format of flash kernels: causal, within documents, with a sliding window. It covers this
-    rank's chunks of each sequence: two with ring attention, else one, the whole sequence. A chunk boundary inside a
-    document cuts it into pieces.
+    rank's chunks of each sequence: two chunks with ring attention, else one chunk, the whole sequence. A chunk boundary
+    inside a document cuts it into pieces.
 
-    cu_seqlens: int32 [chunks, L + 1] on the device, for at most L pieces. Row c concatenates chunk number c of all
-    sequences: it has the start index of each piece, then the number of tokens. Trailing pieces may be empty. None: each
-    sequence is one document.
+    cu_seqlens: int32 [chunks, L + 1] on the device, for at most L pieces. Row c is about the concatenation of chunk
+    number c of all sequences: the start index of each piece, then the number of tokens. Trailing pieces may be empty.
+    None: each sequence is one document.
 
     lengths: int64 [1 + 2 B chunks] on the CPU. It begins with the length of the longest piece in tokens. Then come two
     numbers for each sequence and chunk, about the document of the chunk's first token: the index in the sequence at
@@ -59,10 +59,11 @@ class VarlenMask(NamedTuple):
 class FlashCall(NamedTuple):
     """Arguments of a call of the flash kernels, besides queries, keys and values.
 
-    cu_seqlens: start indices of the variable-length pieces of the concatenated sequences, the same for queries and
-    keys; None: each sequence is one piece. longest: largest length of a piece in tokens. causal: True for a causal mask
-    aligned to the bottom right: the last query attends to all keys. left: sliding window, aligned in the same way: the
-    last query attends to at most the last `left` + 1 keys; None: no window. scale: factor of the scores; None: 1 / √D.
+    cu_seqlens: start indices of the variable-length pieces of the concatenated sequences, equal for queries and keys;
+    None: each sequence is one piece. longest: largest length of a piece in tokens. causal: True for a causal mask
+    aligned to the bottom right: the last query attends to all keys. left: sliding window, also aligned to the bottom
+    right: the last query attends to at most the last `left` + 1 keys; None: no window. scale: factor of the scores;
+    None: 1 / √D.
     """
 
     cu_seqlens: Tensor | None = None
@@ -75,7 +76,8 @@ class FlashCall(NamedTuple):
 def make_varlen_mask(
     documents: Documents, window: int | None, device: torch.device, held: tuple[int, ...] = (0,), chunks: int = 1
 ) -> VarlenMask:
-    """Build the attention mask of a batch for flash kernels, on the host; its `cu_seqlens` is then copied to `device`.
+    """Build the attention mask of a batch for flash kernels, on the host; the mask's `cu_seqlens` is then copied to
+    `device`.
 
     `documents`: boundaries in packed sequences; `window`: sliding window in tokens (None: none); `chunks`: number of
     chunks into which each sequence is cut for ring attention; `held`: indices of the chunks that this rank holds."""
@@ -117,11 +119,11 @@ def varlen_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the causal attention softmax(scale q kᵀ) v, [B, N, S, D], computed by flash kernels, of queries `q_BNSD`
-    to keys `k_BKSD` and values `v_BKSD`. It is stored in memory as [B, S, N, D]; query head n reads key-value head n //
-    (N / K).
+    to keys `k_BKSD` and values `v_BKSD`. The output is stored in memory as [B, S, N, D]; query head n reads key-value
+    head n // (N / K).
 
-    `mask`: documents and sliding window within which tokens attend; `scale`: None: 1 / √D. `sinks`: attention-sink
-    score of each query head [N]; None: none.
+    `mask`: documents and sliding window within which tokens attend; `scale`: factor of the scores (None: 1 / √D).
+    `sinks`: attention-sink score of each query head [N]; None: none.
     """
     found = torch.ops.meshwright.varlen_attention(q_BNSD, k_BKSD, v_BKSD, mask.tensors, mask.window, scale, sinks)
     return found[0]
@@ -143,9 +145,9 @@ def flash_forward(q_BNSD: Tensor, k_BKCD: Tensor, v_BKCD: Tensor, call: FlashCal
 def flash_backward(d_out_BNSD: Tensor, saved: Sequence[Tensor], call: FlashCall) -> tuple[Tensor, Tensor, Tensor]:
     """Run PyTorch's flash backward kernel once; return the gradients of queries, keys and values, in their shapes.
 
-    `d_out_BNSD`: output gradient; `saved`: queries, keys, values, output and log-sum-exps. The given keys may be only
-    some of the keys (ring attention), but output and log-sum-exps are those of attention to all keys. `call`: arguments
-    of the forward.
+    `d_out_BNSD`: output gradient; `saved`: queries, keys, values, output and log-sum-exps. In ring attention the keys
+    and values are one rank's KV block, while output and log-sum-exps belong to attention over all keys. `call`:
+    arguments of the forward.
     """
     *heads, log_sum = saved
     q, k, v, out, d_out, *bounds = _make_kernel_arguments((*heads, d_out_BNSD), call)
@@ -161,8 +163,8 @@ def flash_backward(d_out_BNSD: Tensor, saved: Sequence[Tensor], call: FlashCall)
 
 def _make_kernel_arguments(heads: Sequence[Tensor], call: FlashCall) -> tuple[Any, ...]:
     """Return positional arguments of the flash kernels: the tensors `heads` (queries, keys ...) as [B, S, N, D] or,
-    with variable lengths, [T, N, D] (copied only if not stored so); cu_seqlens of queries and of keys; their longest
-    lengths.
+    with variable lengths, [T, N, D] (copied only where the memory layout requires it); cu_seqlens of queries and of
+    keys; the longest lengths of queries and of keys.
 
     `call`: variable lengths, causality and window."""
     by_token = [each.transpose(1, 2) for each in heads]
@@ -184,8 +186,8 @@ def _compute_attention(
     """Compute variable-length attention of queries `q_BNSD` to keys `k_BKSD` and values `v_BKSD`, without autograd;
     return the output [B, N, S, D] and each query's log-sum-exp, float32 [B, N, S].
 
-    `tensors`, `window`: fields of a `VarlenMask`; `scale`: factor of the scores; `sinks`: attention-sink score of each
-    query head.
+    `tensors`, `window`: fields of a `VarlenMask`; `scale`: factor of the scores (None: 1 / √D); `sinks`: attention-sink
+    score of each query head (None: none).
     """
     found = flash_forward(q_BNSD, k_BKSD, v_BKSD, _make_causal_call(q_BNSD, tensors, window, scale))
     if sinks is not None:
@@ -200,7 +202,8 @@ def _compute_gradients(
     """Return the gradients of queries, keys and values, in their shapes, and of the sinks.
 
     `d_out_BNSD`: gradient of the output; `saved`: queries, keys, values, output and log-sum-exps; `tensors`, `window`:
-    fields of a `VarlenMask`; `scale`: factor of the scores; `sinks`: attention-sink score of each query head.
+    fields of a `VarlenMask`; `scale`: factor of the scores (None: 1 / √D); `sinks`: attention-sink score of each query
+    head (None: none).
     """
     found = flash_backward(d_out_BNSD, saved, _make_causal_call(d_out_BNSD, tensors, window, scale))
     if sinks is None:

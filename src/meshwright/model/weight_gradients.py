@@ -39,8 +39,8 @@ class GradientBuffers(Protocol):
 
 
 class _DeferredGradient(NamedTuple):
-    """Deferred computation of the gradient of `parameter`: `multiply(*operands)` or, if `multiply` is None, dyᵀ x with
-    the operands (dy, x).
+    """Deferred computation of the gradient of `parameter`: `multiply(*operands)`. If `multiply` is None, the gradient
+    is dyᵀ x, and `operands` are (dy, x).
     """
 
     parameter: nn.Parameter
@@ -50,7 +50,7 @@ class _DeferredGradient(NamedTuple):
 
 class WeightGradients:
     """Queues of deferred weight-gradient computations for split backward passes, which compute input gradients first
-    and weight gradients later. Each pass has one queue, identified by a key such as (stage, replica, micro-batch).
+    and weight gradients later. Each pass has a queue, identified by a key such as (stage, replica, micro-batch).
     `run(key)` executes the computations and adds the gradients to the accumulation buffers `sums`."""
 
     def __init__(self, sums: GradientBuffers) -> None:
@@ -120,8 +120,8 @@ class WeightGradients:
 
 def defer_weight_gradients(model: nn.Module, queue: WeightGradients | None, smallest: int = 0) -> None:
     """Make the linear layers of `model` with at least `smallest` parameter elements defer the computation of their
-    weight gradients to `queue` in backward. In smaller layers, or in all layers if `queue` is None, autograd computes
-    them."""
+    weight gradients to `queue` in backward. Autograd computes the weight gradients of smaller layers or, if `queue` is
+    None, of all layers."""
     for module in model.modules():
         if hasattr(type(module), "weight_gradients"):
             elements = sum(parameter.numel() for parameter in module.parameters(recurse=False))
@@ -130,8 +130,8 @@ def defer_weight_gradients(model: nn.Module, queue: WeightGradients | None, smal
 
 class Taps(NamedTuple):
     """Two dummy inputs, zeros of stride 0 without memory, that a linear layer y = x Wᵀ takes in a compiled graph.
-    Backward of the graph returns two tensors as their gradients: for the field `dy` [..., Y] the layer's output
-    gradient, for the field `x` [..., X] the layer's input."""
+    Backward of the graph returns as gradients of these inputs: for the field `dy` [..., Y] the layer's output gradient,
+    for the field `x` [..., X] the layer's input."""
 
     dy: Tensor
     x: Tensor
@@ -169,8 +169,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of `x` and `bias` (None for the weight); hand (dy, x) to the queue, from which it
-        computes the weight gradient."""
+        """Return the gradients of `x` and `bias` (None for the weight); hand (dy, x) to the queue, which computes the
+        weight gradient."""
         x, dx, d_bias = _differentiate_input_and_bias(context, dy)
         if context.needs_input_grad[1]:  # detached: a queue must not hold the graph
             context.queue.submit(context.weight, None, dy.flatten(0, -2), x.detach().flatten(0, -2))
@@ -271,9 +271,9 @@ def attach_taps(layers: Iterable[LinearLayer], rows: tuple[int, ...]) -> Iterato
 
 
 def grouped_linear(x_NX: Tensor, layer: LinearLayer, ends_E: Tensor, first: int = 0) -> Tensor:
-    """Return x Wᵀ + b, [N, Y], for N token copies `x_NX` sorted by expert, where W and b are those of each copy's
-    expert. (A token has one copy for each of its experts.) In backward, the computation of the weight gradient is
-    deferred to the layer's queue; without a queue autograd computes it.
+    """Return x Wᵀ + b, [N, Y], for N token copies `x_NX` sorted by expert. (A token has one copy for each of its
+    experts.) Each copy is multiplied by the W, and gets the b, of its expert. In backward, the computation of the
+    weight gradient is deferred to the layer's queue; without a queue autograd computes it.
 
     `layer`: weights and biases of E experts; `ends_E`: exclusive end index of each expert's copies; `first`: index of
     the first output to which b, which may be shorter than Y, is added.
@@ -307,11 +307,11 @@ class _GroupedLinear(torch.autograd.Function):
         context: Any, x_NX: Tensor, weight: nn.Parameter, bias: Tensor | None, ends_E: Tensor,
         first: int, queue: WeightGradients,
     ) -> Tensor:  # fmt: skip
-        """Return x Wᵀ + b, [N, Y], for N token copies `x_NX` sorted by expert.
+        """Return x Wᵀ + b, [N, Y], for N token copies `x_NX` (one for each of a token's experts), sorted by expert.
 
-        `weight`, `bias`: those of all E experts stacked; `ends_E`: exclusive end index of each expert's copies;
-        `first`: index of the first output to which b is added; `queue`: receives the operands of the weight gradient in
-        backward."""
+        `weight`, `bias`: weights and biases of all E experts, stacked; `ends_E`: exclusive end index of each expert's
+        copies; `first`: index of the first output to which b is added; `queue`: receives the operands of the weight
+        gradient in backward."""
         context.save_for_backward(x_NX, weight, ends_E)
         context.weight = weight
         context.queue = queue
@@ -347,7 +347,8 @@ _apply_uncompiled = _apply_function
 def exclude_from_compiled_graphs() -> None:
     """Exclude linear layers that have a queue of weight gradients but no taps from all graphs compiled later. (A
     compiled backward cannot write to a queue; taps are dummy inputs whose gradients carry the operands out of the
-    graph.) Call it right before the first compilation: it imports torch's compiler, which takes over a second.
+    graph.) Call this function right before the first compilation: it imports torch's compiler, which takes over a
+    second.
     """
     global _apply_uncompiled
     if _apply_uncompiled is _apply_function:

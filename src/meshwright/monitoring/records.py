@@ -57,11 +57,11 @@ class RunDescription:
 class StepOutcome:
     """Results of the forward and backward of a step, all-reduced and so equal on all ranks.
 
-    loss: mean over the step's terms (target tokens, pairs or items); gradient_norm: global L2 norm before clipping;
-    both without the loss scale. finite: True if both are finite, so that the update takes place. stop: True if some
-    rank received SIGTERM or an interrupt. save_failed: True if some rank could not save a checkpoint. rank_seconds:
-    working time of each rank in seconds, without waiting for other ranks. loss_scale: loss scale of this step. metrics:
-    further means that the task reports."""
+    loss: mean over the step's terms (target tokens, pairs or items); gradient_norm: global L2 norm before clipping. The
+    loss scale is divided out of both. finite: True if both are finite, so that the update takes place. stop: True if
+    some rank received SIGTERM or an interrupt. save_failed: True if some rank could not save a checkpoint.
+    rank_seconds: working time of each rank in seconds, without waiting for other ranks. loss_scale: loss scale of this
+    step. metrics: further means that the task reports."""
 
     loss: float
     gradient_norm: float

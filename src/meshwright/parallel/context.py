@@ -53,7 +53,7 @@ SITE = "attention.ring"
 
 def list_local_positions(layout: Layout, rank: int, sequence: int) -> Tensor:
     """Return the positions in the unsharded sequence of the tokens that cp rank `rank` holds: int64 [sequence / cp],
-    ascending. They are equal for all sequences.
+    ascending. All sequences have equal positions.
 
     `layout`: gives cp and its method; `sequence`: number of tokens of an unsharded sequence, a multiple of cp (ring
     attention: of 2 cp)."""
@@ -64,9 +64,9 @@ def list_local_positions(layout: Layout, rank: int, sequence: int) -> Tensor:
 
 
 def shard_sequences(tokens_BS: Tensor, targets_BS: Tensor, documents: Documents, mesh: Mesh) -> MicroBatch:
-    """Return this cp rank's slices of the tokens, targets and document boundaries of unsharded sequences. Tokens and
-    targets are sliced from [B, S] to [B, S / cp], for B sequences of S tokens. Without context parallelism the slices
-    are the arguments.
+    """Return this cp rank's slices of the tokens `tokens_BS`, targets `targets_BS` and document boundaries of unsharded
+    sequences. Tokens and targets are sliced from [B, S] to [B, S / cp], for B sequences of S tokens. Without context
+    parallelism the slices are the arguments.
 
     `documents`: document boundaries in packed sequences; `mesh`: device mesh, whose layout gives the cp method and
     whose cp axis gives this rank."""
@@ -100,10 +100,11 @@ class RingAttention(ContextParallel):
         """Return the attention mask for the argument `visible` of `attend`. With `form` "varlen" (flash attention) it
         is a `VarlenMask` of this rank's chunks. Otherwise it has for each of this rank's queries the index, in the
         unsharded sequence, of the first key that the query attends to: integers on the CPU, [sequences or 1, tokens];
-        None if that is 0 for all.
+        None if this index is 0 for all queries.
 
         `documents`: boundaries in packed sequences; `tokens`: tokens of each sequence on this rank; `window`: sliding
-        window in tokens (None: none); `form`: mask format of the attention kernel."""
+        window in tokens (None: none); `device`: device of a `VarlenMask`; `form`: mask format of the attention kernel.
+        """
         chunks = 2 * self.size
         held = list_held_chunks(self.axis.rank, self.size)
         if form == "varlen":
@@ -118,9 +119,9 @@ class RingAttention(ContextParallel):
         """Return the causal attention of this rank's queries to the keys and values of all cp ranks, [B, N, C, D]: B
         sequences, N query heads, C tokens of a sequence on this rank, head size D.
 
-        `q_BNSD`: queries of this rank's tokens; `k_BKSD`, `v_BKSD`: their keys and values, with K key-value heads; the
-        dim S is C on this rank. `visible`: attention mask from `make_attention_mask`; `scores`: scale and softcap of
-        the attention scores; None: 1 / √D and no softcap."""
+        `q_BNSD`: queries of this rank's tokens [B, N, C, D]; `k_BKSD`, `v_BKSD`: keys and values of these tokens [B, K,
+        C, D], with K key-value heads. `visible`: attention mask from `make_attention_mask`; `scores`: scale and softcap
+        of the attention scores; None: 1 / √D and no softcap."""
         scores = scores or ScoreSettings(q_BNSD.shape[-1] ** -0.5)
         if isinstance(visible, VarlenMask):
             assert not scores.softcap
@@ -145,12 +146,12 @@ class UlyssesAttention(ContextParallel):
     ) -> Tensor:  # fmt: skip
         """Return the causal attention of this rank's queries to the keys and values of all cp ranks, [B, N, C, D]: B
         sequences, N query heads, C tokens of a sequence on this rank, head size D. One all-to-all gives each rank
-        unsharded sequences with N / cp heads; a second one restores the token slices. With more ranks than key-value
-        heads, several ranks get copies of the same key-value head.
+        unsharded sequences with N / cp heads; a second all-to-all restores the token slices. With more ranks than
+        key-value heads, several ranks get copies of the same key-value head.
 
-        `q_BNSD`: queries of this rank's tokens; `k_BKSD`, `v_BKSD`: their keys and values, with K key-value heads; the
-        dim S is C on this rank. `visible`: attention mask from `make_attention_mask`; `scores`: scale and softcap of
-        the attention scores; None: 1 / √D and no softcap."""
+        `q_BNSD`: queries of this rank's tokens [B, N, C, D]; `k_BKSD`, `v_BKSD`: keys and values of these tokens [B, K,
+        C, D], with K key-value heads. `visible`: attention mask from `make_attention_mask`; `scores`: scale and softcap
+        of the attention scores; None: 1 / √D and no softcap."""
         axis = self.axis
         copies = max(1, self.size // k_BKSD.shape[1])
         three = q_BNSD, k_BKSD.repeat_interleave(copies, dim=1), v_BKSD.repeat_interleave(copies, dim=1)
@@ -176,7 +177,7 @@ def make_context_operations(mesh: Mesh) -> ContextOperations:
 
 def _pass_kv(k_BKCD: Tensor, v_BKCD: Tensor, axis: Axis, site: str) -> Iterator[tuple[int, Tensor]]:
     """Pass KV blocks around the ring of cp ranks (`axis`). Yield (owner rank, KV block) once for every rank, beginning
-    with this rank's own block. The next block is received while the caller computes with the current one.
+    with this rank's own block. The next block is received while the caller computes with the current block.
 
     `k_BKCD`, `v_BKCD`: this rank's keys and values: B sequences, K key-value heads, C tokens, head size D. A KV block
     stacks both, [2, B, K, C, D]. `site`: label of the calls in traces."""
@@ -222,12 +223,13 @@ def _compute_gradients(
     d_out_BNCD: Tensor, saved_tensors: list[Tensor], kernel: SpanKernel, key: str,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of ring attention: those of queries, keys, values and attention sinks, in this order and in
-    their shapes. The gradient of `sinks` is that of this rank's queries.
+    """Return the gradients of ring attention with respect to queries, keys, values and attention sinks, in this order
+    and in their shapes. The gradient of the sinks covers only this rank's queries.
 
     `d_out_BNCD`: output gradient, for B sequences, N query heads, C tokens of a sequence on this rank, head size D;
     `saved_tensors`: queries, keys, values, output, log-sum-exps; `kernel`: computes and adds the gradients of a span (a
-    slice of queries over a slice of keys); `key`: identifies the cp axis (`Axis.key`)."""
+    slice of queries over a slice of keys); `key`: identifies the cp axis (`Axis.key`); `sinks`: attention-sink score of
+    each query head [N]; None: no sinks."""
     q_BNCD, k_BKCD, v_BKCD, out_BNCD, log_sum_BNC = saved_tensors
     axis = find_axis(key)
     wide = log_sum_BNC.dtype
@@ -263,7 +265,8 @@ Rebuild = Callable[[list[Tensor], list[float]], SpanKernel]
 
 
 def _register_ring_attention(name: str, rebuild: Rebuild) -> None:
-    """Register ring attention with one kind of kernel as the differentiable custom operator meshwright::`name`."""
+    """Register ring attention with one kind of kernel as the differentiable custom operator meshwright::`name`.
+    `rebuild`: function that makes the kernel from the operator's arguments."""
 
     def attend_ring(
         q_BNCD: Tensor, k_BKCD: Tensor, v_BKCD: Tensor, tensors: list[Tensor],

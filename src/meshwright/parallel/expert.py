@@ -38,7 +38,7 @@ KEYS_SITE = "experts.keys"
 class Routes(NamedTuple):
     """Numbers of token copies in one expert-parallel dispatch (a token has one copy for each of its experts).
 
-    `sent`: copies that this rank sends to each ep rank. `received`: copies that it receives from each ep rank.
+    `sent`: copies that this rank sends to each ep rank. `received`: copies that this rank receives from each ep rank.
     `shared`: copies that each etp rank has received over ep, and that the etp ranks then all-gather. `counts_GPL[g, p,
     l]`: copies for local expert l that etp rank g has received from ep rank p."""
 
@@ -71,8 +71,8 @@ class AllToAllTokenDispatcher:
         (received copies [R, H], sorted by local expert; exclusive end index of each local expert's copies, int32
         [experts on this rank]; state that `combine` needs), for R received copies of hidden size H.
 
-        `x_NH`: the N copies of this rank's tokens, sorted by expert. `ends_E`: exclusive end index in them of each
-        expert's copies."""
+        `x_NH`: the N copies of this rank's tokens, sorted by expert. `ends_E`: index in `x_NH` at which the copies of
+        each expert end (exclusive)."""
         routes = compute_once(lambda: self._agree_on_routes(ends_E))
         x_RH = all_to_all_rows(x_NH, self.ep, "experts.dispatch", routes.sent, routes.received)
         x_RH = gather_rows(x_RH, self.etp, "experts.gather", routes.shared)
@@ -86,9 +86,9 @@ class AllToAllTokenDispatcher:
         return Permuted.apply(x_RH, order_R, inverse_R, None), ends_L, (routes, order_R, inverse_R)
 
     def dispatch_keys(self, keys_N: torch.Tensor, dispatched: Dispatched) -> torch.Tensor:
-        """Send the random-number keys of token copies, such as those of adapter dropout, to the ranks of the copies'
-        experts, as `dispatch` does with the copies. Return the keys of the R copies that this rank received, [R],
-        sorted by local expert.
+        """Send the random-number keys of token copies, which determine dropout masks in adapters, to the ranks of the
+        copies' experts, as `dispatch` does with the copies. Return the keys of the R copies that this rank received,
+        [R], sorted by local expert.
 
         `keys_N`: one integer for each of the N copies of this rank's tokens, sorted by expert; `dispatched`: third
         result of `dispatch`."""
@@ -108,8 +108,9 @@ class AllToAllTokenDispatcher:
         return all_to_all_rows(y_RH, self.ep, "experts.combine", routes.received, routes.sent)
 
     def _agree_on_routes(self, ends_E: torch.Tensor) -> Routes:
-        """Exchange the numbers of token copies before a dispatch; return them as `Routes`. The first exchange is over
-        ep: copies that each rank sends to each expert. The second is over etp: copies that each rank has received.
+        """Exchange the numbers of token copies before a dispatch; return them as `Routes`. First the ep ranks exchange
+        the numbers of copies that they send to each expert. Then the etp ranks exchange the numbers of copies that they
+        have received.
 
         `ends_E`: exclusive end index of each expert's copies on this rank. Raises RanksDisagree if a checksum is wrong.
         """
@@ -133,8 +134,8 @@ class AllToAllTokenDispatcher:
         Return (received counts [ranks, columns], row i from rank i; error flags [ranks], 0 where the checksum of the
         row is right).
 
-        The checksum shows whether a row is intact, belongs to this call, and has the right sender and receiver. With
-        wrong counts, ranks would hang or read data that was never sent."""
+        The checksum shows whether a row is intact, belongs to this call, and has the right sender and receiver. (With
+        wrong counts, ranks would hang or read data that was never sent.)"""
         if axis.trivial:
             return counts, counts.new_zeros(1)
         # The number of this group's next call, equal on all of its ranks, and one for each sender and receiver.
@@ -147,7 +148,7 @@ class AllToAllTokenDispatcher:
 
 
 def read_on_host(*vectors: torch.Tensor) -> list[list[int]]:
-    """Return the numbers in the integer `vectors` as lists. All are copied to the host at once, so that a dispatch
-    makes the host wait for the device only once."""
+    """Return the numbers in the integer `vectors` as lists. All vectors are copied to the host at once, so that the
+    host waits for the device only once."""
     numbers = iter(torch.cat(vectors).tolist())
     return [list(islice(numbers, len(each))) for each in vectors]

@@ -38,7 +38,7 @@ class Columns(NamedTuple):
 
 def select_columns(values: torch.Tensor, columns: Columns | None) -> torch.Tensor:
     """Return some columns of a matrix that is flattened in the last dim of `values`: [..., rows x columns.total] ->
-    [..., rows x columns.width]. `columns`: range of the columns; None: all, `values` itself."""
+    [..., rows x columns.width]. `columns`: range of the columns; None: all columns; `values` itself is returned."""
     if columns is None:
         return values
     return values.unflatten(-1, (-1, columns.total))[..., columns.start : columns.stop].flatten(-2)
@@ -69,8 +69,8 @@ def make_slice_reader(value_of: Callable[[ParameterEntry], torch.Tensor]) -> Rea
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """Slice of one tensor of a checkpoint: a range of the elements of a parameter entry. `tensor` is a 1-D view of
-    their values; saving a checkpoint reads it, loading overwrites it.
+    """Slice of one tensor of a checkpoint: a range of the elements of a parameter entry. `tensor` is a 1-D view of the
+    values of these elements; saving a checkpoint reads the view, loading overwrites it.
 
     `kind`: quantity in `tensor`: "master" (weights) or an optimizer state such as "exp_avg"; `name`: name of the entry.
     `start`, `stop`: element range [start, stop) of the flattened entry, row-major as the model stores it, [output,
@@ -175,8 +175,8 @@ class FlatLayout:
     def split_by_copies(self, low: int, high: int) -> list[tuple[int, int, int]]:
         """Divide the buffer elements [low, high) into ranges, so that all elements of a range are held by the same
         number of ranks along tp (for experts, etp). Return (first, last, copies) for each range [first, last), where
-        `copies` is that number; a gradient norm divides by it to count each element once. Elements that do not count in
-        gradient norms are left out: padding, and the routers' load-balancing biases."""
+        `copies` is that number of ranks; a gradient norm divides by it to count each element once. Elements that do not
+        count in gradient norms are left out: padding, and the routers' load-balancing biases."""
         ranges: list[tuple[int, int, int]] = []
         for part, first, last in self.find_slices(low, high):
             if part.entry.balances:
@@ -203,7 +203,8 @@ class FlatLayout:
 
     def bind(self, model: nn.Module, buffer: torch.Tensor) -> list[nn.Parameter]:
         """Make the parameters of `model` in this layout views of `buffer`, an unsharded flat buffer (1-D, `self.padded`
-        elements); return them in the order of `self.tensors`. Parameters on the meta device are replaced by new ones.
+        elements); return them in the order of `self.tensors`. Parameters on the meta device are replaced by new
+        parameters.
 
         The views are assigned through `.data` and so have separate version counters: to autograd, an all-gather that
         refills the buffer is then no in-place change of saved tensors.
@@ -327,8 +328,8 @@ def cut_slices(
 
 
 def split_evenly(start: int, stop: int, index: int, shares: int) -> tuple[int, int]:
-    """Split the index range [start, stop) into `shares` consecutive, nearly equal ranges; return the one with the given
-    `index` (from 0) as (start, stop).
+    """Split the index range [start, stop) into `shares` consecutive, nearly equal ranges; return the range with the
+    given `index` (from 0) as (start, stop).
     """
     length = stop - start
     return start + length * index // shares, start + length * (index + 1) // shares

@@ -25,9 +25,9 @@ class BackwardPass:
     input gradients and its weight gradients.
 
     `order`: names of the FSDP units whose gradients are incomplete, in backward order. `missing`: {unit name: indices
-    of its parameters without a gradient}. `held`: (parameter, gradient) pairs that a split pass has stored, instead of
-    adding them to the gradient buffers, until it is resumed; None in any other pass. `early`: after the pass is
-    resumed, {unit name: the stored pairs that are not yet added to the gradient buffers}."""
+    of its parameters without a gradient}. `held`: (parameter, gradient) pairs that a split pass has stored before its
+    pause, instead of adding them to the gradient buffers; None in a pass that is not split or is resumed. `early`:
+    after the pass is resumed, {unit name: the stored pairs that are not yet added to the gradient buffers}."""
 
     order: list[str]
     missing: dict[str, set[int]]
@@ -36,9 +36,9 @@ class BackwardPass:
 
 
 class GradientAccumulator:
-    """Accumulator of this rank's parameter gradients over the backward passes of a step. It takes gradients from
-    autograd or from `accumulate`, adds them to the buffers of their FSDP units, and starts the reduction over ranks of
-    each unit whose gradients are complete.
+    """Accumulator of this rank's parameter gradients over the backward passes of a step. It adds gradients from
+    autograd and from `accumulate` to the buffers of the parameters' FSDP units. When all gradients of a unit are
+    complete, their reduction over ranks starts.
 
     `units`: FSDP units by name, in the order of the parameter table; `parameters`: unit name -> its parameters;
     `reducer`: reduces complete gradients."""
@@ -70,8 +70,8 @@ class GradientAccumulator:
         self.begin_step({})
 
     def begin_step(self, passes: Mapping[str, int]) -> None:
-        """Begin a training step: the next gradients overwrite those of the last step. `passes`: name of each FSDP unit
-        -> number of backward passes that will go through it in this step; missing names count as 0."""
+        """Begin a training step: the next gradients overwrite the gradients of the last step. `passes`: name of each
+        FSDP unit -> number of backward passes that will go through it in this step; missing names count as 0."""
         self._reducer.begin_step()
         self._passes = {name: passes.get(name, 0) for name in self._units}
         self._running: BackwardPass | None = None
@@ -143,8 +143,8 @@ class GradientAccumulator:
         self._end_units(running)
 
     def accumulate(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        """Add a parameter's gradient (of the parameter's shape) to the buffer of its FSDP unit. While a split pass
-        computes its input gradients, the gradient is stored, and added later."""
+        """Add a parameter's gradient (of the parameter's shape) to the buffer of its FSDP unit. If a split pass is
+        still computing its input gradients, the gradient is stored now and added later."""
         running = self._running
         assert running is not None, "a gradient outside of a backward pass"
         if running.held is not None:
@@ -176,15 +176,15 @@ class GradientAccumulator:
         self._mark_accumulated(running, parameter)
 
     def _take_from_autograd(self, parameter: Any) -> None:
-        """Post-accumulate-grad hook: add `parameter.grad`, if autograd set it, to the gradient buffer of the
-        parameter's FSDP unit, and clear it."""
+        """Post-accumulate-grad hook: if autograd has set `parameter.grad`, add it to the gradient buffer of the
+        parameter's FSDP unit, and set `parameter.grad` to None."""
         gradient, parameter.grad = parameter.grad, None
         if gradient is not None:  # else a queue accumulates it (model/weight_gradients.py)
             self.accumulate(parameter, gradient)
 
     def _gradient_view(self, running: BackwardPass, parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
-        """Return (view, stale): the view of a parameter's elements in the gradient buffer of its FSDP unit; True if the
-        caller must overwrite the view's values, False if it must add to them.
+        """Return (view, stale). view: a parameter's elements in the gradient buffer of its FSDP unit. stale: True if
+        the caller must overwrite the view's values, False if it must add to them.
 
         Side effect: gradients of the unit that were stored before a pause are added to the buffer. `running`: state of
         the running pass."""
@@ -204,7 +204,8 @@ class GradientAccumulator:
 
     def _end_units(self, running: BackwardPass) -> None:
         """Reduce the FSDP units at the front of `running.order` (incomplete units, in backward order) whose gradients
-        are all accumulated, and remove them from it. The fixed order makes the collective calls of all ranks match.
+        are all accumulated, and remove these units from `running.order`. The fixed order makes the collective calls of
+        all ranks match.
         """
         while running.order and not running.missing[running.order[0]]:
             self._end_unit(running.order.pop(0))

@@ -61,10 +61,10 @@ def parallelize(
     engine, and the pipeline program, as `mesh.layout` selects them. Every rank calls it.
 
     `mesh`: device mesh of this rank; `sequence`: number of tokens of a sequence, for which the FLOPs of pipeline stages
-    are balanced; `seed`: initialises the parameters (None: they are loaded into the master weights later);
+    are balanced; `seed`: initialises the parameters (None: the caller loads values into the master weights later);
     `parameter_dtype`: dtype of parameters and compute; `master_dtype`: dtype of master weights and gradients;
-    `compile_backend`: torch.compile backend for transformer blocks and loss (None: they run eagerly). Raises UserError
-    on every rank if ranks have different pipeline programs."""
+    `compile_backend`: torch.compile backend for transformer blocks and loss (None: blocks and loss run eagerly). Raises
+    UserError on every rank if ranks have different pipeline programs."""
     layout = mesh.layout
     table = parameter_table(config)
 

@@ -42,8 +42,8 @@ Key = tuple[int, int, int]
 
 
 class Compute(Protocol):
-    """Interface of the object that executes the compute steps of a pipeline program. The tensors that it receives have
-    no autograd history; those that it returns may have one."""
+    """Interface of the object that executes the compute steps of a pipeline program. Tensors passed to its methods have
+    no autograd history; returned tensors may have one."""
 
     def run(self, kind: Kind, key: Key, x: torch.Tensor | None) -> torch.Tensor | None:
         """Run one compute step of a micro-batch through a stage. There are four kinds:
@@ -52,11 +52,12 @@ class Compute(Protocol):
           the loss and returns None;
         * backward: `x` is the gradient of the stage's output (None on the last stage). Compute the weight gradients,
           and return the input gradient (None on the first stage);
-        * input gradient (B pass of a split backward): as backward, but the weight gradients are deferred;
+        * input gradient (B pass of a split backward): `x` and the result are as in backward, but the weight gradients
+          are deferred;
         * weight gradient (W pass): compute the deferred weight gradients. `x` and the result are None.
 
-        `kind`: one of these; `key`: indices (stage, replica, micro-batch), where replica counts the model copies of a
-        bidirectional schedule (else 0)."""
+        `kind`: one of these four kinds; `key`: indices (stage, replica, micro-batch), where replica counts the model
+        copies of a bidirectional schedule (else 0)."""
 
     def buffer(self, key: Key) -> torch.Tensor:
         """Return an uninitialised contiguous buffer for receiving a stage's input, or the input's gradient, from
@@ -67,9 +68,9 @@ class Compute(Protocol):
 
 
 def check_programs_match(program: PipelineProgram, mesh: Mesh) -> None:
-    """Raise UserError on every rank if any rank's pipeline program differs from that of rank 0. Each rank generates or
-    reads the program by itself, and different programs would deadlock. The programs' names are not compared. Collective
-    over all ranks of `mesh`."""
+    """Raise UserError on every rank if any rank's pipeline program differs from rank 0's. Each rank generates or reads
+    the program by itself, and different programs would deadlock. The programs' names are not compared. Collective over
+    all ranks of `mesh`."""
     if mesh.pp.size == 1:
         return
     digest = hashlib.sha256(repr((program.ranks, program.micro_batches, program.placement)).encode())
@@ -95,9 +96,9 @@ class _Step:
     gradient, replica, stage, micro-batch).
 
     `kind`: forward, backward, B or W pass. `key`: indices (stage, replica (model copy), micro-batch). `reads`: value of
-    another stage that the step needs; `produces`: value that it computes for another stage; None: none. `acknowledges`:
-    values that this rank sent earlier, and whose memory can be released once `reads` has arrived, because the receiver
-    has then used them."""
+    another stage that the step needs; `produces`: value that it computes for another stage; None: no value.
+    `acknowledges`: values that this rank sent earlier, and whose memory can be released once `reads` has arrived,
+    because the receiver has then used them."""
 
     kind: Kind
     key: Key
@@ -111,9 +112,9 @@ class _Transfer:
     """One send or receive between pipeline ranks.
 
     `value`: the transferred activation or gradient: (output or gradient, replica, stage, micro-batch), where stage is
-    the one that computes it. `peer`: index of the other rank on pp; `is_receive`: True for a receive, False for a send.
-    `forward_key`: (stage, replica, micro-batch) of the forward step to whose input the value belongs: it is the input
-    itself or its gradient. `site`, `name`: labels in traces and errors."""
+    the stage that computes the value. `peer`: index of the other rank on pp; `is_receive`: True for a receive, False
+    for a send. `forward_key`: (stage, replica, micro-batch) of the forward step whose input (or the gradient of whose
+    input) the value is. `site`, `name`: labels in traces and errors."""
 
     value: Value
     peer: int
@@ -157,7 +158,7 @@ class Pipeline:
 
     def run_forwards(self, compute: Compute, micro_batches: int) -> None:
         """Execute only the forward steps of the first `micro_batches` micro-batches, for evaluation, in the order of
-        the pipeline program; `compute` executes each. Raises RankLost if a pipeline neighbour does not answer."""
+        the pipeline program. `compute` executes each step. Raises RankLost if a pipeline neighbour does not answer."""
         groups = []
         for group in self._groups:
             steps = [
@@ -173,8 +174,8 @@ class Pipeline:
 
 
 class _PipelineExecution:
-    """State of one execution of a pipeline program on a rank: activations and gradients computed here and not used yet,
-    those being received, and those being sent.
+    """State of one execution of a pipeline program on a rank: activations and gradients that are computed here and not
+    used yet, being received, or being sent.
 
     `axis`: mesh axis pp; `compute`: executes the compute steps.
     """

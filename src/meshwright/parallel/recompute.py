@@ -79,14 +79,14 @@ class ActivationCheckpointing(Recompute):
         return super().wrap(function, compile_options)
 
     def wrap_block(self, function: Function) -> Function:
-        """Return a replacement for `function`, the forward of a whole block: one that checkpoints the block for the
-        kind "full", otherwise `function` itself."""
+        """Return a function that runs `function`, the forward of a whole block, and checkpoints the block for the kind
+        "full"; for other kinds return `function` itself."""
         return _checkpoint_always(function) if self.kind == "full" else function
 
 
 def _checkpoint_saving(function: Function, operators: frozenset[Any]) -> Function:
     """Wrap `function` in selective activation checkpointing: save the results of `operators` (overloads of torch.ops),
-    recompute all others in backward.
+    recompute all other results in backward.
     """
 
     def policy(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
@@ -137,6 +137,6 @@ def compute_once(compute: Callable[[], T]) -> T:
 
 
 def _drop_in_place_warning(record: logging.LogRecord) -> bool:
-    """Logging filter that drops one warning of torch: the one about in-place operations in checkpointed regions, which
-    transformer blocks do not have. Return False for that `record`, True for every other."""
+    """Logging filter that drops torch's warning about in-place operations in checkpointed regions. (Transformer blocks
+    have no such operations.) Return False if `record` is this warning, else True."""
     return "Detected that context_fn is passed" not in record.getMessage()

@@ -68,11 +68,11 @@ class SavedQueries(NamedTuple):
 
 
 def merge_attention(out: Tensor, log_sum: Tensor, more: Tensor, log_sum_more: Tensor) -> None:
-    """Merge two attention results of the same queries over different keys; the merged result overwrites the first one.
-    The output becomes the mean of both outputs, weighted by the exponentials of their log-sum-exps.
+    """Merge two attention results of the same queries over different keys, in place: the merged result overwrites `out`
+    and `log_sum`. The output becomes the mean of both outputs, weighted by the exponentials of their log-sum-exps.
 
-    `out`, `log_sum`: output [..., D] and log-sum-exp [...] of the first, with head size D; `more`, `log_sum_more`:
-    those of the second."""
+    `out`, `log_sum`: output [..., D] and log-sum-exp [...] of the first result, with head size D; `more`,
+    `log_sum_more`: output and log-sum-exp of the second result."""
     both = torch.logaddexp(log_sum, log_sum_more)
     out.mul_((log_sum - both).exp_()[..., None])
     out.addcmul_(more.to(out.dtype), (log_sum_more - both).exp_()[..., None])
@@ -83,7 +83,8 @@ def merge_attention(out: Tensor, log_sum: Tensor, more: Tensor, log_sum_more: Te
 
 
 class TiledSpans(NamedTuple):
-    """Computation of spans by tiles.
+    """Kernel that computes the attention of spans (slices of queries over slices of keys) in tiles with PyTorch
+    operations.
 
     `first_BC`: index of the first key to which each query attends (None: 0), on the CPU; `settings`: scale and softcap
     of the scores."""
@@ -93,7 +94,8 @@ class TiledSpans(NamedTuple):
 
     @classmethod
     def rebuild(cls, tensors: list[Tensor], numbers: list[float]) -> TiledSpans:
-        """Rebuild the kernel from the arguments of a custom operator: [`first_BC`] or [], and [scale, softcap]."""
+        """Rebuild this kernel from the arguments of a custom operator. `tensors`: [`first_BC`], or [] if it is None;
+        `numbers`: [scale, softcap]."""
         scale, softcap = numbers
         return cls(tensors[0] if tensors else None, ScoreSettings(scale, softcap))
 
@@ -202,15 +204,16 @@ def list_kernel_calls(mask: VarlenMask, span: Span, rows: int, scale: float | No
 
 
 class FlashSpans(NamedTuple):
-    """Computation of spans by flash kernels. `mask`: document boundaries and sliding window; `scale`: factor of the
-    scores."""
+    """Kernel that computes the attention of spans (slices of queries over slices of keys) with PyTorch's flash
+    attention. `mask`: document boundaries and sliding window; `scale`: factor of the scores."""
 
     mask: VarlenMask
     scale: float
 
     @classmethod
     def rebuild(cls, tensors: list[Tensor], numbers: list[float]) -> FlashSpans:
-        """Rebuild the kernel from the arguments of a custom operator: the mask's tensors, and [its window, scale]."""
+        """Rebuild this kernel from the arguments of a custom operator. `tensors`: tensors of the mask; `numbers`:
+        [window of the mask, scale]."""
         cu_seqlens, lengths = tensors or (None, None)
         window, scale = numbers
         return cls(VarlenMask(cu_seqlens, lengths, int(window)), scale)

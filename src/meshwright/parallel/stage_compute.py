@@ -26,10 +26,10 @@ Objective = Callable[[int, torch.Tensor], torch.Tensor]
 class BackwardOrder(NamedTuple):
     """Order of this rank's backwards relative to its forwards in the pipeline program.
 
-    `at_once`: keys (stage, replica (model copy), micro-batch) of the forwards whose own backward follows immediately.
-    For these, the last stage computes the gradient of the logits together with the loss, so that backward need not
-    recompute the logits. `queue`: queue of the weight gradients that split backward passes defer; None if only forwards
-    run."""
+    `at_once`: keys (stage, replica (model copy), micro-batch) of the forwards that are immediately followed by their
+    backward. For these, the last stage computes the gradient of the logits together with the loss, so that backward
+    need not recompute the logits. `queue`: queue of the weight gradients that split backward passes defer; None if only
+    forwards run."""
 
     at_once: Collection[Key] = ()
     queue: WeightGradients | None = None
@@ -44,9 +44,10 @@ class StageCompute:
 
     `model`: modules of the rank's stages; `engine`: ZeRO engine that owns their parameters; `micro_batches`: all
     micro-batches of this rank; `divisor`: number by which the summed loss is divided, or a function that returns it;
-    `order`: backwards that immediately follow their forward, and the queue of deferred weight gradients; `mark`: called
-    with the name of each phase when the phase ends ("forward", "backward", ...); `objective`: function (index of a
-    micro-batch, response log-probabilities) -> summed preference loss; None: next-token loss.
+    `order`: which forwards are immediately followed by their backward, and the queue of weight gradients that split
+    backwards defer; default: for evaluation, where only forwards run. `mark`: called with the name of each phase when
+    the phase ends ("forward", "backward", ...); `objective`: function (index of a micro-batch, response
+    log-probabilities) -> summed preference loss; None: next-token loss.
 
     Attribute `loss`: summed loss after division, over the micro-batches whose last stage is on this rank (float64
     scalar)."""
@@ -78,9 +79,9 @@ class StageCompute:
         or W (weight-gradient) pass of a split backward; `key`: (stage, replica (model copy), micro-batch).
 
         `x`: the stage's input in a forward, the gradient of its output in a backward or B pass. Return the stage's
-        output, or the gradient of its input. Both are None at the ends of the pipeline and in a W pass. The last
-        stage's forward adds its loss to the attribute `loss`; the engine accumulates the parameter gradients; a B pass
-        queues the weight-gradient computations of linear layers.
+        output in a forward, the gradient of its input in a backward or B pass. `x` and the result are None at the ends
+        of the pipeline and in a W pass. The last stage's forward adds its loss to the attribute `loss`; the engine
+        accumulates the parameter gradients; a B pass queues the weight-gradient computations of linear layers.
         """
         if self.engine.mesh.pp.size > 1:
             self.mark("pipeline")  # the phase of waiting for another stage
@@ -169,8 +170,8 @@ class _SavedForward(NamedTuple):
     """Tensors of a forward that its backward needs.
 
     `x`: stage input; None on the first stage. `root`: tensor from which autograd's backward starts: the loss on the
-    last stage; on other stages an empty tensor that stands for the stage output (`_OutputRoot`). `balance`:
-    load-balancing loss; None without experts."""
+    last stage; on other stages an empty tensor that takes the position of the stage output in the autograd graph
+    (`_OutputRoot`). `balance`: load-balancing loss; None without experts."""
 
     x: torch.Tensor | None
     root: torch.Tensor

@@ -67,8 +67,9 @@ class ForwardBackward:
 
     def train(self, micro_batches: Sequence[MicroBatch], divisor: Divisor) -> torch.Tensor:
         """Run forward and backward of this rank's `micro_batches`, and reduce the gradients into `engine.shards`.
-        Return the loss of the micro-batches whose last stage is on this rank (float64 scalar, 0 without any). Ranks
-        that compute the same loss all return it; `loss_share` corrects for this.
+        Return the loss of the micro-batches whose last stage is on this rank (float64 scalar; 0 if there are none).
+        Ranks along tp compute the same loss and each return the full value, which `loss_share` divides before a sum
+        over ranks.
 
         `divisor`: number by which the summed loss is divided, or a function that returns it: the number of target
         tokens (or pairs) of the whole step, divided by the loss scale."""
@@ -83,15 +84,16 @@ class ForwardBackward:
         return compute.loss
 
     def evaluate(self, micro_batches: Sequence[MicroBatch], divisor: int = 1) -> torch.Tensor:
-        """Run the forwards without gradients; return the summed loss divided by `divisor` (float64 scalar), 0 where the
-        last stage is on another rank. `micro_batches`: at most as many as a training step has."""
+        """Run the forwards without gradients; return the summed loss divided by `divisor` (float64 scalar), or 0 if the
+        last stage is on another rank. `micro_batches`: this rank's micro-batches, at most as many as a training step
+        has."""
         return self._run_forwards(micro_batches, divisor, self._make_objective(micro_batches))
 
     def log_probabilities(self, micro_batches: Sequence[MicroBatch]) -> dict[int, torch.Tensor]:
         """Run the forwards of preference micro-batches. Return {micro-batch index: log-probabilities in nats [B, D]},
-        for B sequences with D responses each; only micro-batches whose last stage is on this rank.
+        for B sequences with D responses each; the dict has only micro-batches whose last stage is on this rank.
 
-        `micro_batches`: at most as many as a training step has."""
+        `micro_batches`: this rank's micro-batches, at most as many as a training step has."""
         found: dict[int, torch.Tensor] = {}
 
         def keep(micro_batch: int, log_probabilities_BD: torch.Tensor) -> torch.Tensor:
@@ -107,7 +109,7 @@ class ForwardBackward:
         self, micro_batches: Sequence[MicroBatch], divisor: int, objective: Objective | None
     ) -> torch.Tensor:
         """Run the forwards of `micro_batches` without gradients. Return the summed loss divided by `divisor` (float64
-        scalar); 0 where the last stage is on another rank.
+        scalar), or 0 if the last stage is on another rank.
 
         `objective`: function (index of a micro-batch, response log-probabilities) -> summed preference loss; None:
         next-token loss."""
@@ -118,8 +120,8 @@ class ForwardBackward:
 
     def _make_objective(self, micro_batches: Sequence[MicroBatch]) -> Objective | None:
         """Build the loss function of preference training; None for next-token training. The function maps (index of a
-        micro-batch, log-probabilities [B, D]) to the summed loss, for B sequences with D responses each. It also adds
-        the micro-batch's metrics to the attribute `metric_sums`.
+        micro-batch, log-probabilities [B, D]) to the summed loss, for B sequences with D responses each. As a side
+        effect, the function adds the micro-batch's metrics to the attribute `metric_sums`.
 
         `micro_batches`: micro-batches of this rank, to which the index refers."""
         preference = self.preference
@@ -149,7 +151,7 @@ def find_overlapped_weights(model: Transformer, mesh: Mesh) -> set[nn.Parameter]
 
 def count_targets(targets: Iterable[torch.Tensor], mesh: Mesh) -> TermCount:
     """Start to count the target tokens of the whole step, summed over all ranks of `mesh`. Return a function that waits
-    for the sum and returns it, at least 1. Collective.
+    for the sum and returns it (1 if it is 0). Collective.
 
     `targets`: target tokens of each of this rank's micro-batches, [B, S] for B sequences of S tokens; -100 is not
     counted."""
@@ -158,7 +160,7 @@ def count_targets(targets: Iterable[torch.Tensor], mesh: Mesh) -> TermCount:
 
 def sum_over_data(counts: Iterable[torch.Tensor], mesh: Mesh, copies: int = 1) -> TermCount:
     """Start an all-reduce that sums `counts` over micro-batches and over the ranks of the mesh axis `data` (dp x cp).
-    Return a function that waits for it and returns the sum divided by `copies`, at least 1. Collective.
+    Return a function that waits for the sum and returns it divided by `copies` (at least 1). Collective.
 
     `counts`: integer scalars, one per micro-batch of this rank; `copies`: number of ranks that hold the same counts,
     such as cp ranks with the same pairs."""
@@ -175,10 +177,10 @@ def sum_over_data(counts: Iterable[torch.Tensor], mesh: Mesh, copies: int = 1) -
 
 
 def loss_share(loss: torch.Tensor, mesh: Mesh, of_pairs: bool = False) -> torch.Tensor:
-    """Return this rank's share of the step's loss, so that the shares of all ranks sum to it. The share is `loss`
+    """Return this rank's share of the step's loss, so that the shares of all ranks sum to the loss. The share is `loss`
     divided by the number of ranks of `mesh` that compute the same loss.
 
-    `loss`: loss of this rank's micro-batches. `of_pairs`: True for a preference loss, which ranks along tp and cp
+    `loss`: loss of this rank's micro-batches. `of_pairs`: True for a preference loss, which all ranks along tp and cp
     compute alike; False for a next-token loss, which only ranks along tp compute alike."""
     return loss / (mesh.tp.size * (mesh.cp.size if of_pairs else 1))
 

@@ -66,7 +66,8 @@ class ShardingAxes:
 
     `data`: ranks over which the gradient is summed; `shard`: ranks over which ZeRO shards the unit; `replica`: ranks
     that hold the same shard (hybrid sharding). `tied`: pipeline ranks that all hold the unit, because its embedding is
-    tied to the output head or a bidirectional schedule has two copies of the model; None if only one rank does."""
+    tied to the output head or a bidirectional schedule has two copies of the model; None if a single pipeline rank
+    holds the unit."""
 
     data: Axis
     shard: Axis
@@ -90,7 +91,7 @@ class FsdpUnit:
     gradient            gradient summed over ranks and micro-batches, [start, stop), in the dtype of `master`.
     unsharded_gradient  gradient before its reduction over ranks; None under ZeRO-2 and 3, where it exists only in
                         the backward pass.
-    replicas, replica   number of ranks that hold the same shard (among those with the same tp index), and this rank's
+    replicas, replica   number of ranks that hold the same shard (among ranks with one tp index), and this rank's
                         index among them.
     decay_numel         number of elements at the beginning of the shard to which weight decay applies.
     rate_factor         factor on the learning rate of all elements of the shard.
@@ -170,8 +171,8 @@ class FsdpUnit:
             self.is_unsharded = False
 
     def update_parameters(self) -> None:
-        """Copy the master weights to the parameter shard, rounded to its dtype. ZeRO-1 and 2 start the all-gather;
-        ZeRO-3 all-gathers before each use."""
+        """Copy the master weights to the parameter shard, rounded to its dtype. Under ZeRO-1 and 2, start the
+        all-gather of the parameters; under ZeRO-3 they are all-gathered later, before each use."""
         if self.zero == 3:
             self.reshard()
         elif self.pending_all_gather is not None:
@@ -190,8 +191,9 @@ class FsdpUnit:
 class UnshardedGradient:
     """Gradient of an FSDP unit before its reduction over ranks.
 
-    `buffer`: the gradient, 1-D; `views`: one view of the buffer per parameter, in its shape; `stale`: indices of views
-    that still hold values of an earlier step; the next gradient overwrites these instead of being added."""
+    `buffer`: the gradient, 1-D; `views`: one view of the buffer per parameter, in the parameter's shape; `stale`:
+    indices of views that still hold values of an earlier step; the next gradient overwrites these instead of being
+    added."""
 
     buffer: torch.Tensor
     views: list[torch.Tensor]
@@ -273,8 +275,8 @@ class GradientReducer:
         """Finish a completed reduction: add its `output` to the unit's gradient shard, and release the unsharded
         `buffer`.
 
-        `last`: True for the unit's last reduction of the step. Under hybrid sharding this starts an all-reduce over the
-        ranks that hold the same shard."""
+        `last`: True for the unit's last reduction of the step. Under hybrid sharding, an all-reduce over the ranks that
+        hold the same shard is then started."""
         if unit.zero >= 2:
             self._pool.release(buffer)
         if output is not unit.gradient:
@@ -283,8 +285,8 @@ class GradientReducer:
             self._replica_sums.append(all_reduce(unit.gradient, unit.axes.replica, REPLICA_SITE, async_op=True))
 
     def finish(self) -> None:
-        """Complete the gradients of a step: wait for all reductions in flight, set gradients of units without a
-        backward pass to 0, and all-reduce those of units that several pipeline ranks hold.
+        """Complete the gradients of a step: wait for all reductions in flight, and set gradients of units without a
+        backward pass to 0. Then all-reduce over pp the gradients of units that several pipeline ranks hold.
         """
         while self._in_flight:
             self._wait_for_oldest()
@@ -306,8 +308,8 @@ class GradientReducer:
 
 
 class ParameterPrefetcher(Units):
-    """Hooks that the model calls before and after each FSDP unit (embedding, layer, head) of one pipeline stage. They
-    all-gather the next unit's parameters while a unit computes and, under ZeRO-3, reshard a unit after use.
+    """Hooks that the model calls before and after each FSDP unit (embedding, layer, head) of one pipeline stage. The
+    hooks all-gather the next unit's parameters while a unit computes and, under ZeRO-3, reshard a unit after use.
 
     `units`: unit names in forward order; `needs`: {unit name: flat buffers whose parameters it uses}. Attribute
     `keeps_last`: True if the last unit stays unsharded after forward, because its backward follows immediately.
@@ -378,8 +380,8 @@ class ParameterPrefetcher(Units):
 
 class _BackwardHook(torch.autograd.Function):
     """Autograd identity function whose backward calls a given function and returns the gradient unchanged. Applied to
-    the input of an FSDP unit, it makes the call at the end of the unit's backward; applied to the output, at the
-    beginning."""
+    the input of an FSDP unit, the call is made at the end of the unit's backward; applied to the output, at the
+    beginning of the unit's backward."""
 
     @staticmethod
     def forward(context: Any, x: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:

@@ -43,7 +43,7 @@ class ZeroEngine:
     table: the model's parameter table. mesh: device mesh of this rank, whose layout gives the ZeRO stage. seed:
     initialises the parameters; None: keep the values that the model has (not on the meta device). parameter_dtype:
     dtype of parameters and compute. master_dtype: dtype of master weights and gradients. partition: assigns FSDP units
-    to pipeline stages, and stages to ranks (each rank holds only the units of its own stages); None: one stage."""
+    to pipeline stages, and stages to ranks (each rank holds only the units of its stages); None: one stage."""
 
     prefetcher_class: type[Any] = ParameterPrefetcher
 
@@ -112,7 +112,7 @@ class ZeroEngine:
         self.all_gather_parameters()
 
     def _make_tied_axes(self) -> dict[str, Axis | None]:
-        """Return {FSDP unit name: mesh axis of the pipeline ranks that hold the unit, None if only one does}.
+        """Return {FSDP unit name: mesh axis of the pipeline ranks that hold the unit, None if a single rank holds it}.
         Collective: every rank creates all process groups."""
         axes: dict[tuple[int, ...], Axis | None] = {}
         holders = {name: self.partition.holders(name) for name in self.table.units}
@@ -175,9 +175,9 @@ class ZeroEngine:
         return self.gradients.start(self._list_trained_names(stage), split)
 
     def pause_pass(self, stage: Stage, deferred: Collection[nn.Parameter]) -> None:
-        """Pause the bookkeeping of a split backward pass through `stage` once its input gradients are computed, and
-        reshard the stage's parameters. `deferred`: parameters whose weight gradients are computed later;
-        `gradients.resume` then continues the pass, and `gradients.accumulate` adds them."""
+        """Pause a split backward pass through `stage` once its input gradients are computed, and reshard the stage's
+        parameters. `deferred`: parameters whose weight gradients are computed later, after `gradients.resume`, and
+        passed to `gradients.accumulate`."""
         self.gradients.pause(deferred)
         self.prefetchers[stage.index].reshard()
 
@@ -197,8 +197,8 @@ class ZeroEngine:
 
     def squared_norm_share(self) -> torch.Tensor:
         """Return this rank's contribution to the squared global gradient norm, float64 scalar; the contributions of all
-        ranks (`mesh.world`) sum to it. An element that n ranks hold counts 1 / n on each. The result is infinite or NaN
-        if any gradient is.
+        ranks (`mesh.world`) sum to it. An element that n ranks hold counts 1 / n on each of them. The result is
+        infinite or NaN if any gradient is infinite or NaN.
         """
         if self._summed and self.mesh.device.type == "cuda":  # few kernels for all slices
             norms = torch.stack(torch._foreach_norm(self._summed, 2, torch.float64))
@@ -237,7 +237,7 @@ class ZeroEngine:
 
     def slices_like(self, kind: str, tensors: Sequence[torch.Tensor], owned: bool) -> list[TensorSlice]:
         """Return optimizer state of one kind, such as Adam's first moment, as slices of parameter entries (checkpoint
-        tensors), cut like the slices of `master_slices`.
+        tensors), cut at the same elements as the slices of `master_slices`.
 
         `kind`: label of the slices, such as "exp_avg". `tensors`: one 1-D tensor for each unit in `shards`, as long as
         its master weights. `owned`: True for the slices that this rank writes to a checkpoint, False for all that it

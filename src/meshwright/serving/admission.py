@@ -28,15 +28,15 @@ class AdmissionState:
     limits how many blocks a sequence may allocate now, so that all sequences can finish one after the other, from the
     oldest to the youngest.
 
-    The state is safe if each sequence, once all older ones have finished, can get all blocks that it may still need.
-    For sequence i these are at most need_i blocks. Its slack is available + (sum of `owned` over older sequences) -
-    need_i. The state is safe if no slack is negative.
-
     available: KV blocks that can be allocated now. tables: number W of block tables of each sequence. remaining [N]:
     blocks that each sequence may still allocate in each of its tables. most [N, W]: maximum number of blocks that each
     sequence holds at a time in each table (bounded by the sliding window, if there is one). owned [N, W]: blocks in
-    each table that the sequence holds and no younger sequence shares; they become available when it and all older
-    sequences have finished."""
+    each table that the sequence holds and no younger sequence shares; these blocks become available when the sequence
+    and all older sequences have finished.
+
+    Sequence i needs at most need_i = (sum over its tables t of min(remaining[i], most[i][t] - owned[i][t])) more
+    blocks. The state is safe if, for each sequence i, need_i is at most `available` plus the sum of `owned` over older
+    sequences."""
 
     def __init__(
         self, available: int, tables: int, remaining: Sequence[int], most: Sequence[Row], owned: Sequence[Row]
@@ -52,8 +52,8 @@ class AdmissionState:
 
     @property
     def safe(self) -> bool:
-        """True if all sequences can finish, one after the other from the oldest on, even if each allocates as many KV
-        blocks as it may ever need."""
+        """True if all sequences can finish, one after the other from the oldest on, even if each sequence allocates the
+        maximum number of KV blocks that it may need."""
         return not len(self._slack) or int(self._slack.min()) >= 0
 
     def compute_allowance(self, index: int) -> int:
@@ -76,7 +76,7 @@ class AdmissionState:
         most [W]: maximum number of KV blocks that the new sequence holds at a time in each of W block tables.
         remaining: KV blocks that it may still allocate in each table. cached [W]: number of blocks of its cached prefix
         in each table that no running sequence holds. shared: {(index of a running sequence, table): number of blocks of
-        the cached prefix that this sequence has owned so far}; they become owned by the new sequence."""
+        the cached prefix that this sequence has owned so far}; these blocks become owned by the new sequence."""
         owned, prefix = self._owned.copy(), list(cached)
         for (index, table), count in shared.items():
             owned[index, table] -= count
@@ -106,5 +106,5 @@ class AnswerLengthRatio:
 
     def predict_length(self, tokens: int, max_tokens: int) -> int:
         """Return the predicted final length in tokens of an unfinished answer that has `tokens` tokens so far: at least
-        one more than that, at most `max_tokens`."""
+        `tokens` + 1, at most `max_tokens`."""
         return min(max_tokens, max(int(self.ratio * max_tokens), tokens + 1))

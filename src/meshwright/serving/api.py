@@ -94,7 +94,7 @@ class Model:
     def generate(
         self, prompts: str | Sequence[Prompt], **options: Unpack[GenerationOptions]
     ) -> Generation | list[Generation]:
-        """Generate text after one prompt, or after several in one batch; each result equals that of its prompt alone.
+        """Generate text after one prompt, or after several in one batch; each result is as for its prompt alone.
 
         Args:
             prompts: A text, or several texts or lists of token IDs.
@@ -145,8 +145,8 @@ class Model:
 
     def _make_requests(self, prompt: object, options: GenerationOptions) -> list[tuple[Request, Answer]]:
         """Create the engine's requests for one prompt (a text or token IDs), as many as the option `n`. Return a pair
-        (request, answer) for each; the answer object collects the outputs of its request. options: those of `generate`.
-        Raises UserError for an invalid prompt or option."""
+        (request, answer) for each; the answer object collects the outputs of its request. options: options of
+        `generate`. Raises UserError for an invalid prompt or option."""
         chosen: dict[str, Any] = dict(options)
         chat = chosen.pop("chat", False)
         ignore_eos = chosen.pop("ignore_eos", False)
@@ -220,7 +220,7 @@ def load(
         layout: Layout over CPU ranks of this machine, by dp, tp, pp and ep, such as `"tp2 pp2"`. Each call then starts
             the ranks and loads the model on them.
         dtype: Dtype of weights and KV cache, a name such as `"bfloat16"` or a torch dtype; default float32.
-        device: `"cpu"`, `"cuda"`, or `"auto"`: the GPU where there is one.
+        device: `"cpu"`, `"cuda"`, or `"auto"`: the GPU if the machine has a GPU, else the CPU.
         log: Called with one line of text in three cases: a newer checkpoint is skipped because it is damaged; the CPU
             kernels are about to be compiled; there are no kernels for this machine or dtype.
 
@@ -228,8 +228,8 @@ def load(
         The model, with `generate` and `stream`.
 
     Raises:
-        UserError: The model or tokenizer is missing or damaged, the model is an encoder, or the layout does not fit
-            the model.
+        UserError: The model or tokenizer is missing or damaged, the model is an encoder, or the layout does not fit the
+            model.
 
     Examples:
         >>> import meshwright as mw

@@ -33,7 +33,7 @@ class HashChain:
 
     def extend(self, tokens: array[int]) -> None:
         """Append the hash of each KV block that has become full since the last call. tokens: all token IDs of the
-        sequence, those of earlier calls included."""
+        sequence, tokens of earlier calls included."""
         for block in range(len(self.hashes), len(tokens) // BLOCK_TOKENS):
             content = tokens[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS].tobytes()
             parent = self.hashes[-1] if self.hashes else self._salt
@@ -51,8 +51,8 @@ class BlockPool:
 
     Attributes:
         size: Number of KV blocks.
-        owned: {(age of a sequence, number of its block table): number of KV blocks in this table of which the
-            sequence is the youngest holder}. Such a block becomes available when this sequence and all older ones have
+        owned: {(age of a sequence, number of its block table): number of KV blocks in this table of which the sequence
+            is the youngest holder}. Such a block becomes available when this sequence and all older sequences have
             ended.
         releases: Number of calls of `release` so far.
     """
@@ -76,19 +76,19 @@ class BlockPool:
 
     @property
     def cached(self) -> int:
-        """Number of KV blocks that no sequence holds but that the prefix cache still finds; they can be evicted."""
+        """Number of KV blocks that no sequence holds but that the prefix cache still finds; these blocks can be
+        evicted."""
         return len(self._cached)
 
     @property
     def available(self) -> int:
-        """Number of KV blocks that can be allocated now: free ones and cached ones."""
+        """Number of KV blocks that can be allocated now: free blocks and cached blocks."""
         return len(self._free) + len(self._cached)
 
     def allocate(self, holder: int, table: int = 0) -> int:
         """Allocate a KV block for a block table of a sequence, and return the block's index. If no block is free, a
-        cached one is evicted, which may have belonged to another block table. holder: age of the sequence (its
-        admission number, larger for younger sequences). table: number of the block table. At least one block must be
-        available."""
+        cached block is evicted, possibly of another block table. holder: age of the sequence (its admission number,
+        larger for younger sequences). table: number of the block table. At least one block must be available."""
         if self._free:
             block = self._free.pop()
         else:
@@ -104,8 +104,8 @@ class BlockPool:
 
     def find(self, hashes: Sequence[bytes], windows: Sequence[int | None] = (None,)) -> tuple[int, list[list[int]]]:
         """Find the longest prefix of a sequence whose KV blocks are in the prefix cache. Return (number of blocks in
-        the prefix, lists of block indices). There is one list for each block table; it has only the blocks inside the
-        table's sliding window, as seen by the token after the prefix.
+        the prefix, lists of block indices). There is one list for each block table; a list has only the blocks inside
+        the table's sliding window before the token that follows the prefix.
 
         hashes: hash of each block of the sequence, in order (see `HashChain`). windows: sliding window of each block
         table in tokens, None: no window. A prefix counts as cached if the pool still has all blocks inside these
@@ -128,8 +128,8 @@ class BlockPool:
         ]
 
     def find_youngest_holder(self, block: int) -> int | None:
-        """Return the age (admission number) of the youngest sequence that holds the KV block with index `block`, the
-        one admitted last; None if no sequence holds it."""
+        """Return the age (admission number) of the youngest sequence that holds the KV block with index `block` (the
+        sequence admitted last); None if no sequence holds it."""
         return self._holders[block][-1] if self._holders[block] else None
 
     def share(self, block: int, holder: int) -> None:
@@ -147,11 +147,11 @@ class BlockPool:
 
     def release(self, block: int, holder: int) -> None:
         """Remove a sequence from the holders of the KV block with index `block`. A block without holders becomes cached
-        if its hash is in the prefix cache (by `register`), else free. holder: age of the sequence (its admission
+        if it was added to the prefix cache by `register`, else free. holder: age of the sequence (its admission
         number).
 
-        Callers release the blocks of a sequence from its last to its first: beginnings of prompts, which more requests
-        share, then stay cached longer.
+        Callers release the blocks of a sequence from its last to its first: the beginnings of prompts, which more
+        requests share than the ends, then stay cached longer.
         """
         holders, table = self._holders[block], self._tables[block]
         if holders[-1] == holder:

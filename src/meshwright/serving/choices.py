@@ -15,7 +15,7 @@ from meshwright.serving.text import AnswerText
 
 
 class StopRule(NamedTuple):
-    """Rule that ends an answer at a stop string.
+    """Rule by which an answer ends at a stop string.
 
     strings: stop strings, any of which ends the answer. include: True to keep the stop string or stop token at the end
     of the returned text."""
@@ -36,7 +36,7 @@ class StopRule(NamedTuple):
 
 class PlacedToken(NamedTuple):
     """Token of a choice (an answer in the OpenAI API) and its position in the choice's text. result: token ID and
-    log-probability. offset: index in the text, an echoed prompt included, of the token's first character."""
+    log-probability. offset: index of the token's first character in the text, which includes an echoed prompt."""
 
     result: TokenResult
     offset: int
@@ -48,7 +48,7 @@ class Piece(NamedTuple):
 
     Attributes:
         text: New text, whole characters.
-        tokens: New tokens; the text of the last ones may come in a later piece.
+        tokens: New tokens; the text of the last tokens may come in a later piece.
         finish_reason: `"stop"` or `"length"`; None while the choice goes on.
     """
 
@@ -58,7 +58,7 @@ class Piece(NamedTuple):
 
     @classmethod
     def join(cls, pieces: Sequence[Piece]) -> Piece:
-        """Concatenate consecutive `pieces` of a choice to one, with the finish reason of the last."""
+        """Concatenate consecutive `pieces` of a choice to one piece, with the finish reason of the last piece."""
         tokens = [token for piece in pieces for token in piece.tokens]
         return cls("".join(piece.text for piece in pieces), tokens, pieces[-1].finish_reason)
 
@@ -80,8 +80,8 @@ class Choice:
             otherwise, such as by one of the model's own end tokens.
         prefill_seconds: Time from the request's admission by the engine to its first token.
         created: Time of creation in seconds of `time.perf_counter`.
-        first_token, last_token: Times at which the first and the newest token came, by the same clock; None before the
-            first token.
+        first_token, last_token: Times at which the first and the newest token came, in seconds of `time.perf_counter`;
+            None before the first token.
     """
 
     def __init__(self, index: int, request: Request, prompts: Prompts, stop: StopRule, echo: str | None = None) -> None:
@@ -120,8 +120,8 @@ class Choice:
         return Piece(text, tokens, self.finish_reason)
 
     def _convert_output(self, output: Output) -> tuple[str, list[PlacedToken]]:
-        """Convert an engine output to (new text, new tokens with their offsets in the choice's text), up to a stop
-        string. Set `finish_reason` and `stop_reason` if the output ends the choice."""
+        """Convert an engine output to (new text, new tokens with their offsets in the choice's text). Text and tokens
+        after a stop string are left out. Set `finish_reason` and `stop_reason` if the output ends the choice."""
         answer, text, tokens = self._answer, "", []
         hidden = output.results[-1:] if output.finish_reason == "stop" and not self._stop.include else []
         for result in output.results[: len(output.results) - len(hidden)]:

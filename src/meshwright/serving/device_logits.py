@@ -79,7 +79,7 @@ class DeviceRow:
     logits_RV: logits of all output rows, float32. row: index of this row. draw: sampling inputs, such as the
     temperature, with which the GPU computed the figures. figures: [7], summary of the row by
     `device_operations.summarize_logits` (most likely token, its logit, softmax denominators, drawn token ...). ranked:
-    (values float32 [K], token IDs int64 [K]) of the K highest logits, in descending order, equal ones by token ID; K
+    (values float32 [K], token IDs int64 [K]) of the K highest logits, in descending order, equal logits by token ID; K
     may be 0."""
 
     def __init__(
@@ -118,8 +118,8 @@ class DeviceRow:
 
     def draw(self, temperature: float, uniform: float) -> int:
         """Return the ID of the token at quantile `uniform`, in [0, 1), of the softmax of logits / temperature, tokens
-        ordered by ID (inverse-CDF sampling). Both arguments must equal those of the `Draw` with which the row was
-        prepared."""
+        ordered by ID (inverse-CDF sampling). Both arguments must be equal to the fields of the `Draw` with which the
+        row was prepared."""
         assert (temperature, uniform) == (self._draw.temperature, self._draw.uniform), "another draw was prepared"
         return int(self._figures[4])
 

@@ -97,10 +97,11 @@ def attend(
     parallel, and merged in order (Flash-Decoding).
 
     qkv: [T, (N + 2K) D]; only its first N D columns, the queries, are read. cache: (keys, values), each [C, K, D] for C
-    slots. tiles: tokens that are computed together. window: number of keys that a token attends to, its own included
-    (None: all). scores: (scale of the scores, softcap c that turns scores x into c tanh(x / c) or 0 for none, attention
-    sink of each query head [N] or None). scratch: float32 buffer for partial results, large enough for at least one
-    tile. arrivals: int32 counters, one for each (tile, key-value head), zeros before and after the call."""
+    slots. tiles: tokens that are computed together. window: number of keys that a token attends to, the token's key
+    included (None: all keys). scores: (scale of the scores, softcap c that turns scores x into c tanh(x / c) or 0 for
+    none, attention sink of each query head [N] or None). scratch: float32 buffer for partial results, large enough for
+    at least one tile. arrivals: int32 counters, one for each (tile, key-value head), zeros before and after the call.
+    """
     keys, values = cache
     kv_heads, size = keys.shape[1:]
     heads = qkv.shape[1] // size - 2 * kv_heads
@@ -132,9 +133,9 @@ def attend(
 def product(
     x_TX: torch.Tensor, weight_YX: torch.Tensor, bias_Y: torch.Tensor | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Return the matrix product x Wᵀ + b, [T, Y], for T tokens, X inputs and Y outputs. It is batch-invariant: the bits
-    of each row do not depend on the number of rows T, because tile sizes and split-K depend on the weight's shape
-    alone.
+    """Return the matrix product x Wᵀ + b, [T, Y], for T tokens, X inputs and Y outputs. The product is batch-invariant:
+    the bits of each row do not depend on the number of rows T, because tile sizes and split-K depend on the weight's
+    shape alone.
 
     x_TX: input x. weight_YX: weight W. bias_Y: bias b; None: no bias. dtype: dtype of the result; None: the dtype of x.
     """
@@ -166,9 +167,9 @@ def gemv(
 
     x_1X: row x. weight: W [Y, X], a parameter: it is read before the previous kernel has ended (programmatic dependent
     launch), so no queued kernel may write to it. bias_Y: b; None: no bias. dtype: dtype of the product; None: the dtype
-    of x. norm: (weight [X], epsilon) of the RMSNorm. delta_1X: delta, a residual branch; None: nothing is added, as
-    required if `norm` is None. gated: True for SwiGLU: W is [2 Y, X], the product is replaced by silu(its first half) *
-    its second half, and there is no bias."""
+    of x. norm: (weight [X], epsilon) of the RMSNorm. delta_1X: delta, a residual branch; None: 0 (required if `norm` is
+    None). gated: True for SwiGLU: W is [2 Y, X], the first result is silu(first half of v Wᵀ) * second half, [1, Y],
+    and there is no bias."""
     assert norm is not None or delta_1X is None, "only a norm adds"
     columns, inner = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     padded = triton.next_power_of_2(inner)
@@ -201,8 +202,9 @@ def _launch_product(grid: Any, x: Any, weight: Any, bias: Any, out: Any, rows: A
 
     grid: (number of row tiles, number of column tiles, number of splits of the inner dimension or of experts). x:
     [rows, X] with X inputs. weight: W, [Y, X] or [experts, Y, X] with Y outputs. bias: [Y]; any tensor if no bias is
-    added. rows: (exclusive end of each expert's rows, or any tensor if not grouped; number of rows of x). chosen:
-    (columns of a tile, splits of the inner dimension, True to group by expert, True to add the bias)."""
+    added. rows: pair of the exclusive end of each expert's rows (any tensor if not grouped) and the number of rows of
+    x. chosen: four values: columns of a tile, number of splits of the inner dimension, True to group by expert, True to
+    add the bias."""
     *_, columns, inner = weight.shape
     halves = x.dtype.itemsize == 2
     kernels.product[grid](

@@ -12,9 +12,10 @@ from meshwright.spec.config import ModelConfig
 
 
 def prepare_parameters(model: Transformer, config: ModelConfig) -> None:
-    """Convert the parameters of `model` in place to the form that the GPU kernels read.
+    """Convert the parameters of `model` in place to the form that the GPU kernels read. config: configuration of the
+    model.
 
-    Norm weights: 1 is added to those of norms that multiply by 1 + weight; the final norm's are divided by the model's
+    Norms that multiply by 1 + weight: 1 is added to their weight. Final norm: its weight is divided by the model's
     logit divisor, in float32. Query and key projections and norms: the features of each head are permuted to the order
     of half-rotations (`find_half_rotation_order`), for RoPE."""
     for module in model.modules():

@@ -39,10 +39,10 @@ from meshwright.spec.rope_scaling import Rotation
 
 class DeviceRunner:
     """Runner of serving steps on a GPU: computes one rank's pipeline stage with Triton kernels. It implements the
-    interface `Runner`: `instruction_set` is the GPU's name, `version` that of torch and Triton.
+    interface `Runner`; `instruction_set` is the GPU's name, `version` the versions of torch and Triton.
 
-    weights: reader of this rank's weights. mesh: gives the device and the axes tp and pp. dtype: of parameters and KV
-    cache. limits: sizes of KV pool and buffers. operations: the module `device_operations`, or one with the same
+    weights: reader of this rank's weights. mesh: gives the device and the axes tp and pp. dtype: dtype of parameters
+    and KV cache. limits: sizes of KV pool and buffers. operations: the module `device_operations`, or one with the same
     functions. batch_invariant: True: the bits of a sequence's results do not depend on the rest of the batch. False,
     which is faster: torch chooses the kernels of matrix products by the number of tokens, and attention tiles are
     smaller in steps of decode tokens alone. graphs: True: capture decode steps as CUDA graphs.
@@ -123,9 +123,9 @@ class DeviceRunner:
     ) -> StepOutput:
         """Compute this rank's pipeline stage for a batch of T tokens. The last stage returns the logits of the output
         rows (tokens whose logits are wanted) as `DeviceLogits`, which the GPU may still be computing. Any other stage
-        returns its hidden states [T, H]. hidden: the previous stage's hidden states [T, H]; None on the first stage.
-        after: result of the previous call, if the input of this batch is the tokens that the GPU samples from it; else
-        None. A result is valid until the next call; if passed to it as `after`, until the call after that."""
+        returns its hidden states [T, H]. A result is valid until the next call or, if the next call gets it as `after`,
+        until the call after that. hidden: the previous stage's hidden states [T, H]; None on the first stage. after:
+        result of the previous call, from which the GPU samples this batch's input tokens; None: they are in `batch`."""
         tokens, rows, sequences = len(batch.tokens), len(batch.output_rows), len(batch.context)
         decoding = tokens == rows == sequences
         size = next(each for each in self._sizes if each >= tokens) if decoding else tokens
@@ -234,8 +234,8 @@ class DeviceRunner:
     def _attend(self, attention: Attention, qkv: torch.Tensor, layer: int, given: Sequence[Any]) -> torch.Tensor:
         """Write the tokens' keys and values to the KV cache of a layer; return the output of its attention and output
         projection, [T, H]. attention: the layer's module. qkv: [T, (N + 2K) D], N query heads and K key-value heads of
-        size D. layer: index of the layer. given: attention tiles of the step (`device_operations.Tiles`) for each block
-        table."""
+        size D. layer: index of the layer. given: for each block table, the step's attention tiles
+        (`device_operations.Tiles`)."""
         table, place = self._block_tables.layers[layer]
         cache, tiles = self._cache[place], given[table]
         norms, config = None, self.config
@@ -304,7 +304,8 @@ class DeviceRunner:
         """Add the residual branch `delta_TH` (None: nothing) to the hidden states `x_TH`, apply `norm` (a module, or
         None) to the sum, and apply the layer `linear` to the result. Return (output of the layer [T, Y], the sum [T,
         H]). The sum may overwrite `x_TH`, which the caller must not use afterwards. swiglu: True: the layer is an MLP's
-        gate and up projection; SwiGLU of its output is returned. dtype: dtype of the output; None: that of `x_TH`."""
+        gate and up projection; SwiGLU of its output is returned. dtype: dtype of the output; None: the dtype of `x_TH`.
+        """
         bias = getattr(linear, "bias", None)
         if norm is None:
             x_TH = x_TH if delta_TH is None else x_TH.add_(delta_TH)
@@ -353,7 +354,7 @@ class DeviceRunner:
     ) -> torch.Tensor:
         """Return x Wᵀ + b, [T, Y] for T rows. If the runner must be batch-invariant, the kernel `product` computes it;
         else torch, or the kernel `gemv` if T is 1 and W a parameter. x: input [T, X]. weight: W [Y, X]. bias: b [Y];
-        None: no bias. dtype: dtype of the result; None: that of `x`."""
+        None: no bias. dtype: dtype of the result; None: the dtype of `x`."""
         if self._invariant:
             return self._operations.product(x, weight, bias, dtype)
         if self._uses_gemv(x) and isinstance(weight, torch.nn.Parameter):  # which no kernel has just written

@@ -17,7 +17,7 @@ from meshwright.spec.config import ModelConfig
 
 class Engine:
     """Serving engine of one rank: schedules, runs and samples the steps of continuous batching. It is deterministic:
-    ranks of a replica (one copy of the model) that get the same calls stay in the same state.
+    the ranks of a replica (one copy of the model) get equal calls and so stay in equal states.
 
     Attributes:
         runner: Computes a step's logits on this rank's part of the model.
@@ -53,8 +53,8 @@ class Engine:
         or ended; empty if no sequence can run now.
 
         If a GPU has sampled all tokens of a decode step itself (`DeviceLogits.decided`), the following step is launched
-        before the host reads them, so that the GPU does not wait for the host. If a sequence has then ended, the
-        additional token that was computed for it is discarded.
+        before the host reads these tokens, so that the GPU does not wait for the host. If a sequence has then ended,
+        the additional token that was computed for it is discarded.
         """
         self._last = {}
         launched, self.ahead = self.ahead, None
@@ -88,10 +88,10 @@ class Engine:
         self._last = {"tokens": len(batch.tokens), "context": int(batch.positions.sum()) + len(batch.tokens)}
 
     def report(self) -> dict[str, Any]:
-        """Return the engine's counts and times by name, for the server's metrics. They are those of `Scheduler.stats`,
-        and: `tokens`, number of tokens of the last step; `context`, number of keys that a token of the last step
-        attends to, summed over its tokens; `kernel_seconds`, time spent in the runner since the start. `tokens` and
-        `context` are absent if the last step computed nothing."""
+        """Return the engine's counts and times by name, for the server's metrics: the counts of `Scheduler.stats`;
+        `tokens`, number of tokens of the last step; `context`, number of keys that a token of the last step attends to,
+        summed over its tokens; `kernel_seconds`, time spent in the runner since the start. `tokens` and `context` are
+        absent if the last step computed nothing."""
         return {**self._last, **self.scheduler.stats, "kernel_seconds": self._kernel_seconds}
 
     def properties(self) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class HttpSettings:
 
     Attributes:
         model: Name of the served model.
-        api_keys: API keys, one of which each request must have; empty: no key is needed.
+        api_keys: API keys; each request must have one of them; empty: no key is needed.
         cors_origins: Origins whose web pages may call the API, `"*"` for all; empty: no CORS headers.
         body_bytes: Maximum number of bytes of one request body.
         all_body_bytes: Maximum number of bytes of all bodies that are being read or parsed at a time.
@@ -108,9 +108,9 @@ class BodyReader:
         self._bytes = 0  # of all bodies now in memory
 
     def is_large(self, request: Request) -> bool:
-        """Return True if a request's body may be larger than `LINE_BYTES` (256 KiB): its Content-Length is above it or
-        missing. The engine's queue is checked before such a body is read. Raises ApiError (413) if the length is
-        invalid or above `HttpSettings.body_bytes`."""
+        """Return True if a request's body may be larger than `LINE_BYTES` (256 KiB): its Content-Length is larger or
+        missing. The engine's queue is checked before such a body is read. Raises ApiError (413) if the Content-Length
+        is invalid or above `HttpSettings.body_bytes`."""
         size = request.headers.get("content-length")
         if size is not None and not (size.isdecimal() and len(size) <= 12 and int(size) <= self._settings.body_bytes):
             raise self._make_too_large_error()
@@ -151,7 +151,7 @@ class BodyReader:
         self._bytes -= len(body)
 
     def identify(self, request: Request, body: bytes) -> Ticket:
-        """Create the ticket of an HTTP request, by which it keeps its place in the waiting line if it is refused. The
+        """Create the ticket of an HTTP request, by which a refused request keeps its place in the waiting line. The
         ticket contains a digest of API key, path and body. A body above `LINE_BYTES` (256 KiB) gets a ticket without
         digest, and therefore no place."""
         if len(body) > LINE_BYTES:

@@ -23,16 +23,16 @@ class GenerationOptions(TypedDict, total=False):
         top_k: Sample from the k most likely tokens; 0, the default: from all.
         top_p: Sample from the most likely tokens that together reach this probability (nucleus); default 1: off.
         min_p: Sample from tokens with at least this fraction of the highest probability; default 0: off.
-        repetition_penalty: Divides the positive logits, and multiplies the negative ones, of tokens in prompt and
-            answer; default 1: off.
+        repetition_penalty: Divides positive logits, and multiplies negative logits, of tokens in prompt and answer;
+            default 1: off.
         presence_penalty: Subtracted from the logits of tokens that are in the answer; default 0: off.
         frequency_penalty: Subtracted from the logits of tokens for each time they are in the answer; default 0: off.
         logit_bias: {token ID: number from -100 to 100 that is added to its logit}; default: none.
         min_tokens: Minimum number of new tokens, before which no end token or stop string ends the text; default 0.
-        stop: A text, or several texts; the generated text ends before the first of them that occurs in it. Default:
-            none.
-        logprobs: Number of most likely tokens that `Generation.logprobs` reports beside each token, 0 for the token
-            alone; default None: no log-probabilities.
+        stop: A text, or several texts; the generated text ends before the first occurrence of one of these texts.
+            Default: none.
+        logprobs: Number of most likely tokens that `Generation.logprobs` reports beside each token, 0: only the token's
+            log-probability; default None: no log-probabilities.
         n: Answers to each prompt, which differ in their draws; default 1. Only `generate` takes more.
         seed: Seed of sampling, the same for each prompt.
         chat: The prompt is a user message, put into the chat template, and the text is the assistant's answer.
@@ -65,13 +65,14 @@ class Generation:
         prompt: Text of the prompt.
         text: Generated text, without the prompt.
         tokens: IDs of the generated tokens.
-        stopped: Why it ended: `"end"` (end token), `"stop"` (stop string), `"length"` (`max_tokens`) or `"context"`
-            (the model has no more positions).
+        stopped: Reason why generation ended: `"end"` (end token), `"stop"` (stop string), `"length"` (`max_tokens`) or
+            `"context"` (the model has no more positions).
         prompt_tokens: Number of prompt tokens, start token included.
         seconds_to_first_token: Time to first token (TTFT) from the call on, which may include other prompts' work.
         tokens_per_second: Generated tokens per second after the first token.
         checkpoint: Directory of the model.
-        logprobs: Each of `tokens` with its log-probability and those of the most likely ones; empty unless asked for.
+        logprobs: Each of `tokens` with its log-probability, and the most likely tokens with theirs; empty unless the
+            option `logprobs` is given.
         others: The further answers to the prompt, if `n` is more than 1.
     """
 

@@ -48,8 +48,8 @@ _Result = TypeVar("_Result")
 
 
 class HttpApp:
-    """ASGI application with all HTTP endpoints of the server. Each response carries the request's ID (`X-Request-Id`,
-    the client's own if it sent one).
+    """ASGI application with all HTTP endpoints of the server. Each response carries the request's ID (`X-Request-Id`:
+    the client's ID if the request has one).
 
     client: engine that runs the requests. prompts: tokenizer and chat template.
 
@@ -130,8 +130,8 @@ class HttpApp:
 
     def _check_queue(self, path: str, ticket: Ticket) -> None:
         """Raise ApiError if the engine's queue is so full that it would refuse even the shortest request. Do nothing
-        for a `path` that generates no text. ticket: identity of the request. It lets the server recognise the retry of
-        a refused request, which keeps its place in the waiting line."""
+        for a `path` that generates no text. ticket: identity of the request. By its ticket the retry of a refused
+        request is recognised and keeps its place in the waiting line."""
         if path in GENERATION and (refusal := self._client.admit((), ticket)) is not None:
             self.metrics.refuse(refusal.reason)
             raise make_refusal_error(refusal)
@@ -156,7 +156,7 @@ class HttpApp:
 
         Large bodies and conversations are parsed in a thread, so that the event loop is not blocked. Raises ApiError
         for an invalid body, or if the engine's queue would refuse the request. The queue is checked before the body is
-        parsed; for a large body, before the body is read.
+        parsed or, for a large body, before it is read.
         """
 
         def parse(data: bytes) -> _Result:
@@ -189,7 +189,7 @@ class HttpApp:
 
     def _tokenize(self, body: bodies.TokenizeBody) -> dict[str, Any]:
         """Handle `/tokenize`: return a JSON object with the token IDs of the body's `prompt`, `content` or `messages`;
-        it has the fields of both vLLM and llama.cpp."""
+        the object has the fields of both vLLM and llama.cpp."""
         prompts = self._prompts
         if body.messages is not None:
             tokens = prompts.encode_chat(*body.to_conversation())
@@ -214,8 +214,8 @@ class HttpApp:
         return {"prompt": self._prompts.render_chat(*body.to_conversation())}
 
     def _show_model(self, name: str) -> dict[str, Any]:
-        """Return the JSON object that describes the served model in `/v1/models`. Raises ApiError (404) for another
-        `name`."""
+        """Return the JSON object that describes the served model in `/v1/models`. Raises ApiError (404) if `name` is
+        another model's."""
         self._check_model(name)
         about = {"created": self._created, "owned_by": "meshwright", "max_model_len": self._prompts.max_length}
         return {"id": name, "object": "model", **about}

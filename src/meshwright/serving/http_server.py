@@ -100,14 +100,14 @@ class _LimitedProtocol(HttpToolsProtocol):
     """uvicorn's HTTP protocol for one connection, with limits on header bytes and on the time that a client may neither
     send nor read.
 
-    arguments: those of uvicorn's protocol. crowded: True to close the connection after each response, because many
+    arguments: arguments of uvicorn's protocol. crowded: True to close the connection after each response, because many
     connections are open. refuse: None to accept the connection; otherwise a function that returns the response with
     which any request but a health check is refused. group: the server's open connections of the same kind (accepted or
-    refused), to which this one adds itself.
+    refused), to which the connection adds itself.
 
     Attributes:
         deadline: Time in seconds of `time.monotonic` at which `_Server` calls `expire`.
-        write_deadline: Time, by the same clock, at which `_Server` aborts the connection of a slow reader.
+        write_deadline: Time in seconds of `time.monotonic` at which `_Server` aborts the connection of a slow reader.
     """
 
     deadline = write_deadline = math.inf
@@ -123,9 +123,9 @@ class _LimitedProtocol(HttpToolsProtocol):
         self._crowded, self._refuse, self._group = crowded, refuse, group
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start to serve a new connection, given by its `transport`. Called by asyncio. Set its first deadline: the
-        client must send complete headers within `HEADER_SECONDS`; on a connection that is to be refused, any request
-        within `REFUSED_SECONDS`."""
+        """Start to serve a new connection, given by its `transport`. Called by asyncio. Set the connection's first
+        deadline: the client must send complete headers within `HEADER_SECONDS`; on a connection that is to be refused,
+        any request within `REFUSED_SECONDS`."""
         self._lingering = _LingeringTransport(transport)
         super().connection_made(cast(asyncio.Transport, self._lingering))
         self._mark_newest()
@@ -184,8 +184,8 @@ class _LimitedProtocol(HttpToolsProtocol):
         """Start a request: reset the count of header bytes, and set the deadline for its headers, `HEADER_SECONDS` from
         now.
 
-        A request that comes before the response to the previous one (HTTP pipelining) is not read, and the connection
-        closes after that response. So requests do not pile up, and a disconnect is noticed."""
+        A request that comes before the response to the previous request (HTTP pipelining) is not read, and the
+        connection closes after that response. So requests do not pile up, and a disconnect is noticed."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._ends, self.cycle.keep_alive, self._lingering.unread = True, False, True
             raise ValueError("pipelined request")  # ends the parsing
@@ -232,8 +232,8 @@ class _LimitedProtocol(HttpToolsProtocol):
             self._set_deadline(KEEP_ALIVE_SECONDS)
 
     def on_response_complete(self) -> None:
-        """Set the deadline after a response: `HEADER_SECONDS` for the rest of an unread body, else `KEEP_ALIVE_SECONDS`
-        for the next request."""
+        """Set the deadline after a response: `HEADER_SECONDS` for the unread part of the body, else
+        `KEEP_ALIVE_SECONDS` for the next request."""
         super().on_response_complete()
         self._unset_keepalive_if_required()  # uvicorn's timer would keep a connection that was reset for a minute
         if self.cycle.response_complete:
@@ -262,9 +262,10 @@ class _Server(uvicorn.Server):
     """uvicorn server with a limit on connections; signals are left to `serve_http`.
 
     config: uvicorn's settings. limit: number of connections that are served at once. refuse: returns the response (429)
-    for a connection beyond it. From `limit` / 2 open connections on, a new connection is closed after each response (no
-    keep-alive). Beyond `limit` it is refused. From 2 * `limit` on it waits in the kernel's backlog, and refused
-    connections that have been silent for `CROWDED_SECONDS` are aborted to make room.
+    for a connection beyond `limit`. The treatment of a new connection depends on the number of open connections. From
+    `limit` / 2 on: the connection is closed after each response (no keep-alive). Beyond `limit`: it is refused. From 2
+    * `limit` on: it waits in the kernel's backlog, and refused connections that were silent for `CROWDED_SECONDS` are
+    aborted.
     """
 
     def __init__(self, config: uvicorn.Config, limit: int, refuse: Callable[[], Response]) -> None:
@@ -297,14 +298,14 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop accepting connections and close the open ones. sockets: passed on to uvicorn, which closes them."""
+        """Stop accepting connections and close all connections. sockets: passed on to uvicorn, which closes them."""
         for task in self._accepting:
             task.cancel()
         await super().shutdown(sockets)
 
     async def _accept(self, listener: socket.socket) -> None:
-        """Accept connections on `listener` in a loop. While 2 * `limit` connections are open, abort the refused one
-        that has been silent longest, or wait."""
+        """Accept connections on `listener` in a loop. While 2 * `limit` connections are open, abort the refused
+        connection that has been silent longest, or wait."""
         loop = asyncio.get_running_loop()
         with listener:
             while True:
@@ -343,7 +344,7 @@ def make_server(app: HttpApp) -> uvicorn.Server:
 
 def raise_open_file_limit(count: int, log: Callable[[str], None] = lambda line: None) -> int:
     """Raise the process's limit on open files so that it allows `count` served connections and as many refused ones.
-    Return the number of connections that it allows. log: called with one line if they are fewer than `count`."""
+    Return the number of connections that the limit allows. log: called with one line if it is less than `count`."""
     wanted = 2 * count + OTHER_FILES
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files != resource.RLIM_INFINITY and files < wanted:

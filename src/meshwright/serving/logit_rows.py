@@ -17,15 +17,15 @@ _SUM_BLOCK = 256  # logits
 
 
 class Draw(NamedTuple):
-    """Sampling inputs of one output row (a token whose logits are wanted). They are known before the logits, so that a
-    GPU can sample from the row or summarize it without copying the logits to the host.
+    """Sampling inputs of one output row (a token whose logits are wanted). These inputs are known before the logits, so
+    that a GPU can sample from the row or summarize it without copying the logits to the host.
 
     Attributes:
         temperature: Divisor of the logits; 0: no token is drawn.
         uniform: Random number in [0, 1): quantile of the softmax at which a token is drawn.
         target: Token ID whose log-probability is wanted (the prompt's next token); 0 if none is.
         ranked: Number of most likely tokens whose logits the host may read, such as k of top-k sampling; 0: only the
-            most likely one.
+            most likely token.
         decides: True if a token is sampled and no bias, penalty or minimum length changes its logits. The GPU then
             samples the token itself if `ranked` is 0.
     """
@@ -143,8 +143,7 @@ def compute_softmax_weights(logits: Logits, highest: np.float32, temperature: fl
 
 def find_quantile(weights: Logits, uniform: float) -> int:
     """Return the first index at which the cumulative sum of `weights` (not negative) exceeds the fraction `uniform`, in
-    [0, 1), of their total; the weight there is above 0. Sums over blocks locate the block first, as a cumulative sum
-    over all weights would be slower."""
+    [0, 1), of their total. The weight at this index is above 0."""
     block_sums = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _SUM_BLOCK)), dtype=np.float64)
     reach = uniform * block_sums[-1]
     block = _find_first_above(block_sums, reach)

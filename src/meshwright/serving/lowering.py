@@ -44,7 +44,7 @@ Float32 = npt.NDArray[np.float32]
 class Segment:
     """Consecutive kernel operations of a model, and the tensor-parallel all-reduce that follows them.
 
-    end: exclusive end index of the operations in the model's list. partial: buffer [T, H] that is all-reduced over tp,
+    end: exclusive end index of these operations in `Lowering.ops`. partial: buffer [T, H] that is all-reduced over tp,
     for a budget of T tokens and hidden size H; None: no all-reduce. bias: [H], added to the sum; None: 0. residual:
     buffer [T, H] to which the result is added; None: the result is written to `partial`."""
 
@@ -64,7 +64,7 @@ class Lowering:
 
     Attributes:
         ops: The operations, in order.
-        segments: Slices of `ops` between all-reduces over tp; a single one without tp.
+        segments: Slices of `ops` between all-reduces over tp; a single slice without tp.
         states: Hidden states [T, H], input and output of the stage; T: the token budget of a step.
         logits: Logits [R, V / P] of this rank's vocabulary slice, P tensor-parallel ranks; None unless this is the last
             stage.
@@ -116,8 +116,9 @@ class Lowering:
         return self.config.layer_rotation(layer) or self.config.layer_temperature(layer)
 
     def _make_rotation(self, rotation: Rotation | Temperature) -> tuple[Float32, Float32]:
-        """Return (cosines, sines) by position, each [positions, pairs of features], for a rotary embedding. A
-        temperature is expressed in the same form: its factors take the place of the cosines, and the sines are 0."""
+        """Return (cosines, sines) by position, each [positions, pairs of features], for the rotary embedding
+        `rotation`. If `rotation` is a temperature, the factors of the queries are returned in place of the cosines, and
+        the sines are 0."""
         length, size = self._limits.max_length, self.config.rotary_dim
         table = make_table(rotation, torch.float32, None).look_up(None, 0, length, torch.device("cpu"))
         cosine, sine = table[0][0, 0], table[0][0, 0] * 0 if table[1] is None else table[1][0, 0]
@@ -162,7 +163,7 @@ class Lowering:
 
     def _lower_input(self, norm: nn.Module | None) -> Float32:
         """Append to `ops` the norm before a sublayer; return the buffer with the sublayer's input, [T, H] for T tokens
-        of hidden size H. norm: the norm's module; None: there is none, and the hidden states are the input."""
+        of hidden size H. norm: the norm's module; None: the hidden states themselves are the input."""
         if norm is None:
             return self.states
         normed = self._memory.get_buffer("normed", self.config.hidden)
@@ -255,9 +256,9 @@ class Lowering:
             self._lower_sum(out, None, norm)
 
     def _lower_shared(self, mixture: Mixture, shared: modules.FeedForward, x: Float32, out: Float32) -> None:
-        """Append to `ops` the shared expert of a mixture-of-experts layer, with its sigmoid gate if it has one; the
-        result is added to `out`. mixture: the layer's module. shared: the expert's MLP. x, out: normed input and
-        output, [T, H] for T tokens of hidden size H."""
+        """Append to `ops` the shared expert of a mixture-of-experts layer, with its sigmoid gate, if any; the result is
+        added to `out`. mixture: the layer's module. shared: the expert's MLP. x, out: normed input and output, [T, H]
+        for T tokens of hidden size H."""
         hidden = self._lower_up(shared, x)
         if mixture.shared_gate is not None:  # a factor per token, applied before the down projection
             weight, scores = self._pack_weight(mixture.shared_gate, "float32"), self._memory.get_buffer("gate", 1)
@@ -315,7 +316,7 @@ class Lowering:
 
     def _adds_directly(self, norm: nn.Module | None) -> bool:
         """Return True if a sublayer's output is added to the residual stream as it is, without post-norm or residual
-        scale. norm: the sublayer's post-norm, or None."""
+        scale. norm: the sublayer's post-norm; None: it has none."""
         return norm is None and self.config.residual_scale == 1
 
     def _lower_sum(self, partial: Float32, bias: Float32 | None, norm: nn.Module | None) -> None:
@@ -332,20 +333,21 @@ class Lowering:
 
     def _sum_over_ranks(self, partial: Float32, residual: Float32 | None = None, bias: Float32 | None = None) -> None:
         """End the current segment (operations between two all-reduces) with an all-reduce of `partial` over tp.
-        Afterwards `bias` is added to the sum, and the result is added to `residual`; None: the result is written back
-        to `partial`. Does nothing without tp, where the operations themselves add bias and residual. partial, residual:
-        [T, H] for T tokens of hidden size H. bias: [H], or None."""
+        Afterwards `bias` is added to the sum, and the result is added to `residual` (None: written back to `partial`).
+        Does nothing without tp, where the operations themselves add bias and residual. partial, residual: [T, H] for T
+        tokens of hidden size H. bias: [H], or None."""
         if self._split:
             self.segments.append(Segment(len(self.ops), partial, residual, bias))
 
     def _pack_weight(self, module: nn.Module, dtype: str | None = None) -> PackedMatrix:
         """Return the weight of `module`, packed for the kernels' matrix products. dtype: "float32" or "bfloat16" (None:
-        that of the model)."""
+        the model's dtype)."""
         return self._memory.pack(self._read_matrix(module), dtype)
 
     def _read_matrix(self, module: nn.Module) -> npt.NDArray[Any]:
         """Return this rank's shard of the weight of `module`, [Y, X] for Y outputs and X inputs, with the rows in the
-        order that the kernels need. It is float32, or uint16 with the bits of bfloat16, and valid until the next read.
+        order that the kernels need. The array is float32, or uint16 with the bits of bfloat16, and valid until the next
+        read.
         """
         name = f"{self._names[id(module)]}.weight"
         # Packing widens bfloat16 in the processor's cache.

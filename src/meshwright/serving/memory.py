@@ -34,8 +34,9 @@ DEFAULT_POOL = 4 * 2**30
 class StepSettings(NamedTuple):
     """Maximum size of one engine step (one forward pass of the batch), for the prediction of the memory that it takes.
 
-    tokens: maximum number of tokens of a step. sequences: maximum number of sequences of a step. compiled: True if the
-    compiled CPU kernels compute it (where they support the dtype), False if plain torch does; no effect on GPUs."""
+    tokens: maximum number of tokens of a step. sequences: maximum number of sequences of a step. compiled: True if
+    compiled CPU kernels compute the step (where they support the dtype), False if plain torch computes it; no effect on
+    GPUs."""
 
     tokens: int = 512
     sequences: int = 64
@@ -49,8 +50,8 @@ def parse_memory(text: str, host: HostMemory) -> int:
     """Convert the value of `--memory` to bytes: a fraction ("0.9") of the memory of the machine or its cgroup (`host`),
     or a size ("12GiB").
 
-    The result of a fraction is capped at the memory that is available now. Raises UserError for any other text, and for
-    a size above what is available.
+    A fraction of more than the available memory gives the available memory. Raises UserError for any other text, and
+    for a size above the available memory.
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([A-Za-z]*)\s*", text)
     unit = match[2].upper() if match else ""
@@ -84,7 +85,7 @@ def plan_memory(
         dtype: Dtype of parameters and KV cache.
         memory: Value of `--memory`; None: 0.9, with at most `DEFAULT_POOL` bytes of KV blocks.
         max_length: Maximum number of tokens of a sequence; None: the model's positions, or fewer if they do not fit.
-        steps: Size of the steps, and what computes them; None: the defaults.
+        steps: Maximum size of the steps, and whether compiled kernels compute them; None: the defaults.
         hosts: Memory of each machine, or of each rank's GPU; None: this machine.
 
     Raises:

@@ -48,7 +48,7 @@ def _sign_nonce(secret: str, nonce: bytes) -> bytes:
 
 class Channel:
     """Blocking connection of a rank process to the front (the process of the HTTP server) or to another rank. All
-    methods raise `RankLost` if the other process has closed it. connection: connected socket."""
+    methods raise `RankLost` if the other process has closed the connection. connection: connected socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         """Wrap a connected socket."""
@@ -61,7 +61,7 @@ class Channel:
     def connect(cls, address: str, secret: str) -> Channel:
         """Connect to the listener at `address`, `unix:PATH` or `tcp:HOST:PORT`, and prove knowledge of `secret`.
 
-        Tries for `CONNECT_SECONDS`, as the listener may start later; then raises RankLost.
+        Retries for `CONNECT_SECONDS`, because the listener may start later, then raises RankLost.
         """
         deadline = time.monotonic() + CONNECT_SECONDS
         while True:
@@ -82,7 +82,7 @@ class Channel:
         return "" if self._socket.family == socket.AF_UNIX else str(self._socket.getsockname()[0])
 
     def send(self, data: bytes) -> None:
-        """Send one message. data: the message as encoded by `encode`, which is separate so that the same bytes can be
+        """Send one message. data: the message as encoded by `encode`, which is separate so that one encoding can be
         sent to several ranks."""
         try:
             self._socket.sendall(data)
@@ -95,8 +95,8 @@ class Channel:
         return found
 
     def receive_ready(self, wait: bool) -> list[Message]:
-        """Return all messages that have arrived, in order. If only a part of a message has arrived, wait for the rest.
-        wait: if no message has arrived, True: block until one does; False: return []."""
+        """Return all messages that have arrived, in order. If only a part of a message has arrived, wait for the whole
+        message. wait: what to do if no message has arrived: True: block until a message arrives; False: return []."""
         found = [self.receive()] if wait else []
         while select.select([self._socket], [], [], 0.0)[0]:
             found.append(self.receive())
@@ -121,8 +121,8 @@ class Channel:
 
 
 class Listener:
-    """Listening socket of the front (the process of the HTTP server), or of a replica's first rank for its other ranks.
-    Attribute `address`: `unix:PATH` or `tcp:HOST:PORT`, for `Channel.connect`.
+    """Listening socket of the front (the process of the HTTP server), or of a replica's first rank, to which the
+    replica's other ranks connect. Attribute `address`: `unix:PATH` or `tcp:HOST:PORT`, for `Channel.connect`.
 
     directory: private directory of the Unix socket; None: listen on a free TCP port of `host` instead. name: start of
     the Unix socket's file name. secret: shared secret that each connecting process must prove to know. Raises UserError
@@ -167,7 +167,7 @@ class Listener:
 
     def accept(self, seconds: float) -> Channel:
         """Wait for the next connection whose peer proves knowledge of the secret, and return it. Raises RankLost after
-        `seconds` without one."""
+        `seconds` without such a connection."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             self._socket.settimeout(left)

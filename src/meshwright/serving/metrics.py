@@ -72,12 +72,13 @@ class ServingMetrics:
 
     def _add_counter(self, name: str, text: str, *labels: str) -> Counter:
         """Register and return the Prometheus counter `name` (without the common prefix) with the description `text`.
-        labels: names of its labels besides `model_name`."""
+        labels: names of the counter's labels besides `model_name`."""
         return Counter(PREFIX + name, text, ["model_name", *labels], registry=self._registry)
 
     def observe(self, choice: Choice, piece: Piece, before: float | None) -> None:
         """Record the tokens and latencies of a new piece of a choice (an API answer). before: time in seconds of
-        `time.perf_counter` at which the choice's last token before this piece came; None if it had none."""
+        `time.perf_counter` at which the choice's last token before this piece came; None if there was no token before.
+        """
         if choice.last_token is not None and choice.last_token != before:
             self._generation_tokens.inc(len(piece.tokens))
             if before is None:
@@ -106,7 +107,7 @@ class ServingMetrics:
                 self._histograms["request_time_per_output_token_seconds"].observe(mean)
 
     def refuse(self, reason: str) -> None:
-        """Count an HTTP request that was not queued. reason: as in `Refusal` ("requests", "connections" ...)."""
+        """Count an HTTP request that was not queued. reason: label, such as "requests" or "connections"."""
         self._refused.labels(self._model, reason).inc()
 
     def format_page(self) -> bytes:

@@ -47,10 +47,10 @@ def build_offline_engine(
     """Build this rank's engine for generation without a server.
 
     directory: model directory. mesh: gives the device and the rank's coordinates. dtype: name of the dtype of
-    parameters and KV cache. scoring: True: allow one position more than the model has, for requests with
-    `prompt_logprobs`, whose last token is only a target. instruction_set: instruction set of the CPU kernels; None: the
-    fastest. Raises UserError if one sequence does not fit in memory, the model cannot be loaded, or its kernels cannot
-    be built or run here.
+    parameters and KV cache. scoring: True: allow prompts of one token more than the model has positions, for requests
+    with `prompt_logprobs`, which need no logits at the last token. instruction_set: instruction set of the CPU kernels;
+    None: the fastest. Raises UserError if one sequence does not fit in memory, the model cannot be loaded, or its
+    kernels cannot be built or run here.
     """
     limits = plan_offline(directory, mesh.layout, dtype, mesh.device.type)
     if scoring:
@@ -65,8 +65,8 @@ def run_requests(
     engine: Engine, requests: Sequence[Request], has_ended: Callable[[str], bool] = lambda request_id: False
 ) -> Iterator[Output]:
     """Run `requests` on an engine, and yield their outputs, interleaved, until every request has finished. Closing the
-    iterator cancels the rest. Raises InvalidLogits if the model computes NaN or infinite logits, and UserError if the
-    engine has unfinished requests of another call.
+    iterator cancels the unfinished requests. Raises InvalidLogits if the model computes NaN or infinite logits, and
+    UserError if the engine has unfinished requests of another call.
 
     has_ended: called with the ID of a request after each of its outputs; True: the request needs no more tokens (a stop
     string was found) and is cancelled.
@@ -104,8 +104,8 @@ def run_on_ranks(
 
     directory: model directory. layout: result of `spec.refuse.serving_layout`; with dp > 1, requests are distributed
     over the replicas. dtype: name of the dtype of parameters and KV cache. instruction_set: instruction set of the CPU
-    kernels, from `kernels.choice.prepare_kernels`. has_ended: returns True for the ID of a request that needs no more
-    tokens, which is then cancelled; called in another thread.
+    kernels, from `kernels.choice.prepare_kernels`, or None. has_ended: function (request ID) -> True if the request
+    needs no more tokens; the request is then cancelled. The function is called in another thread.
     """
     if not requests:
         return

@@ -34,8 +34,8 @@ _GENERATION_ERRORS = {"500": "The model computes NaN or infinite logits: `invali
 
 
 def describe_api(posts: Mapping[str, type[Body]], gets: Iterable[str]) -> dict[str, Any]:
-    """Return the OpenAPI document of the server. `posts`: {path: model of its JSON body}; `gets`: paths of GET
-    endpoints."""
+    """Return the OpenAPI document of the server. `posts`: {path of a POST endpoint: model of its JSON body}; `gets`:
+    paths of GET endpoints."""
     paths = {
         path: {"get": _describe_operation(path, _ERRORS if path in OPEN_PATHS else _ERRORS | _CROWDED)} for path in gets
     }

@@ -46,9 +46,9 @@ Group = tuple[tuple[Kind, int], ...]
 
 
 def derive_steady_state(stages: int, stage: int) -> tuple[Group, ...]:
-    """Return what one pipeline rank does in each slot (call of `PipelineEngine.step`) while all `stages` stages are
-    busy: the steady state of the training schedule 1F1B, in which a batch's backward stands for the return of its
-    sampled tokens. stage: index of the rank's stage.
+    """Return the actions of one pipeline rank in each slot (call of `PipelineEngine.step`) while all `stages` stages
+    are busy. They are the steady state of the training schedule 1F1B, where the return of a batch's sampled tokens
+    takes the place of the batch's backward. stage: index of the rank's stage.
 
     The result is a tuple of groups in order; a group is a tuple of actions that are started together. An action is
     (kind, offset) and applies to the batch that was scheduled in slot (present slot + offset). Kinds are FORWARD
@@ -78,8 +78,8 @@ class PipelineEngine(Engine):
     """Serving engine of one pipeline stage. The sequences are divided into as many groups as there are stages; in each
     slot (one call of `step`), every stage computes the batch of a different group.
 
-    runner: computes this stage. scheduler: must have been built with the same number of groups. mesh: gives the axis
-    pp."""
+    runner: computes this stage. scheduler: must have been built with as many groups as there are stages. mesh: gives
+    the axis pp."""
 
     def __init__(self, runner: Runner, scheduler: Scheduler, mesh: Mesh) -> None:
         """Derive the steady-state steps of this stage; arguments: see the class."""
@@ -100,8 +100,8 @@ class PipelineEngine(Engine):
 
     def step(self) -> list[Output]:
         """Run one slot of the pipeline, in three parts: schedule the next batch of one group of sequences; compute this
-        stage for the batch that has reached it; record the sampled tokens of the batch whose tokens have come back from
-        the last stage. Return the outputs of the batch recorded last."""
+        stage for the batch that has arrived here; record the sampled tokens of the batch whose tokens have come back
+        from the last stage. Return the outputs of this last batch."""
         slot, self._last = self._slot, {}
         self._batches[slot] = self.scheduler.schedule(slot % self._stages)
         outputs: list[Output] = []
@@ -121,8 +121,9 @@ class PipelineEngine(Engine):
         return outputs
 
     def _compute(self, number: int, batch: StepBatch) -> None:
-        """Run this rank's stage on `batch`, and store the hidden states that it sends on; the last stage samples the
-        batch's tokens instead. number: slot (call of `step`) in which the batch was scheduled."""
+        """Run this rank's stage on `batch`, and store the resulting hidden states, which are sent to the next stage.
+        The last stage samples the batch's tokens instead. number: slot (call of `step`) in which the batch was
+        scheduled."""
         hidden_TH = None
         if self._stage > 0:
             self._pending.pop((Kind.RECEIVE_FORWARD, number)).wait()
@@ -187,8 +188,8 @@ class PipelineEngine(Engine):
 
 
 def _encode_results(results: Sequence[TokenResult]) -> list[torch.Tensor]:
-    """Encode the sampled tokens `results` as uint8 tensors to send: one of a fixed size, which the receiver knows, and
-    if the data do not fit into it, a second one with the rest."""
+    """Encode the sampled tokens `results` as uint8 tensors to send. The first tensor has a fixed size, which the
+    receiver knows; if the data do not fit into it, a second tensor has the rest."""
     content = to_json(results)
     data = (len(content).to_bytes(8, "little") + content).ljust(_FIRST_BYTES, b"\0")
     parts = data[:_FIRST_BYTES], data[_FIRST_BYTES:]

@@ -31,7 +31,7 @@ class PromptTooLong(UserError):
 
 class Prompts:
     """Tokenizer and chat template of a served model: converts prompts to token IDs and back. directory: Hugging Face
-    directory of the tokenizer, for its special tokens and chat template.
+    directory from which special tokens and chat template are read; None: they are not read.
 
     Attributes:
         start: ID of the start (BOS) token put before a text; None if the model has none.
@@ -39,7 +39,7 @@ class Prompts:
         vocabulary: Number of token IDs of the model, which are 0 to `vocabulary - 1`.
         max_length: Maximum number of tokens of a prompt and its answer together.
         chat_ends: `ends`, and the token that ends an assistant turn in the chat template.
-        chat_template: Jinja source of the chat template, or None.
+        chat_template: Jinja source of the chat template; None if the model has none.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class Prompts:
         self, text: str, add_start: bool = True, *, empty: bool = False, parse_special: bool = False
     ) -> list[int]:
         """Tokenize a text and return its token IDs, after the start token if `add_start`. Special tokens that the text
-        spells become their token IDs if `parse_special`; otherwise they are tokenized as ordinary text. A text that
-        begins with a parsed start token gets no second one.
+        spells become their token IDs if `parse_special`; otherwise they are tokenized as ordinary text. If the text
+        begins with a parsed start token, no second start token is added.
 
         Raises UserError for a text that must be longer than `max_length` tokens (checked before tokenizing), for a
         token ID outside the model's vocabulary, and for a result without tokens unless `empty` is True.
@@ -102,7 +102,7 @@ class Prompts:
         """Tokenizer that parses special tokens in a text, for `encode`: (tokenizer, names, pattern).
 
         names: {special token: random name}. `encode` replaces each special token that the regular expression `pattern`
-        finds (longer ones first) by its random name, and then tokenizes the text. This copy of the tokenizer knows
+        finds (longer tokens first) by its random name, and then tokenizes the text. This copy of the tokenizer knows
         special tokens only by these names, so that ordinary text cannot spell one by accident."""
         encoder, names = make_template_encoder(self.tokenizer, self._special)
         longest_first = sorted(names, key=lambda token: (-len(token), token))
@@ -110,17 +110,17 @@ class Prompts:
 
     def encode_chat(self, given: Conversation, header: bool = True) -> list[int]:
         """Tokenize the conversation `given`, formatted by the model's chat template, and return its token IDs. header:
-        True: append the header of the assistant's next turn, as for a prompt.
+        True: append the header of the assistant's next turn (needed for a prompt).
 
-        Raises UserError if the model has no template, if the template refuses the conversation or leaves out tools or
-        calls, or if its text is so long that it has more than `max_length` tokens."""
+        Raises UserError if the model has no template, if the template refuses the conversation or ignores its tools or
+        tool calls, or if its text is so long that it has more than `max_length` tokens."""
         self._check_characters(given.count_characters())
         return self.check(self._require_chat().encode_prompt(given.messages, header, given.tools, given.variables))
 
     def render_chat(self, given: Conversation, header: bool = True) -> str:
         """Render the conversation `given` to text by the model's chat template. header: True: append the header of the
         assistant's next turn. Raises UserError if the model has no template, or if the template refuses the
-        conversation or leaves out tools or calls."""
+        conversation or ignores its tools or tool calls."""
         return self._require_chat().render_prompt(given.messages, header, given.tools, given.variables)
 
     def check(self, tokens: Sequence[int], *, empty: bool = False) -> list[int]:
@@ -172,8 +172,8 @@ class Prompts:
 
 
 def read_end_tokens(directory: Path, config: ModelConfig) -> frozenset[int]:
-    """Return the IDs of the end-of-text tokens, those of config.json (`config`) and those of generation_config.json in
-    `directory` together."""
+    """Return the IDs of the end-of-text tokens: the union of the IDs in config.json (`config`) and in
+    generation_config.json of `directory`."""
     path = directory / "generation_config.json"
     if not path.is_file():
         return frozenset(config.eos_tokens)

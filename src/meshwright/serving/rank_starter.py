@@ -40,7 +40,7 @@ class RankPlan:
         step_seconds: Time limit of a step in seconds, after which the replica counts as lost; higher for steps that are
             predicted to be long.
         device: "cpu" or "cuda" (one GPU for each rank of a machine), or "auto": ranks that torchrun or SLURM started
-            agree on one.
+            agree on "cpu" or "cuda".
         batch_invariant: On GPUs, make the bits of a sequence's results independent of the batch; on a CPU they always
             are.
         instruction_set: Instruction set of the kernels on all ranks, or "torch" for plain PyTorch without kernels;
@@ -70,9 +70,8 @@ class RankPlan:
 
     @property
     def collective_seconds(self) -> float:
-        """Time limit of a collective call in seconds: 32 times the time limit of a step, at least 60 s. It is only a
-        last resort: the server's main process, which knows a step's predicted time, ends the ranks of a hanging step
-        earlier."""
+        """Time limit of a collective call in seconds: 32 times the time limit of a step, at least 60 s. The server's
+        main process usually ends the ranks of a hanging step earlier, because it knows the step's predicted time."""
         return 32 * max(60.0, self.step_seconds)
 
 
@@ -84,7 +83,8 @@ class LocalStarter:
 
     async def run(self, replica: int, plan: RankPlan) -> None:
         """Start all ranks of the replica with index `replica` and wait until they have ended. Raises a rank's
-        exception, or RankLost if a rank's process died. Cancellation kills all of them. plan: settings of the ranks."""
+        exception, or RankLost if a rank's process died. If the call is cancelled, all of these ranks are killed. plan:
+        settings of the ranks."""
         count = Layout.parse(plan.layout).with_(dp=1).world_size
         ranks = LocalRanks(count, threads=plan.threads, timeout=plan.collective_seconds, backend=BACKENDS[plan.device])
         pool = ThreadPoolExecutor(1, "ranks")
@@ -104,7 +104,7 @@ class LocalStarter:
 class JoinedStarter:
     """Starter for a server whose ranks torchrun or SLURM has started, one process per rank. It only starts rank 0's
     child process; all other ranks connect by themselves. Lost ranks cannot be restarted from here (attribute
-    `restarts`: False). Same interface as `LocalStarter`."""
+    `restarts`: False)."""
 
     restarts = False
 

@@ -47,9 +47,9 @@ def serve_rank(plan: RankPlan, replica: int) -> None:
 
 def serve_joined(plan: RankPlan | None, device: str) -> None:
     """Run this process, started by torchrun or SLURM, as one rank until the front (the HTTP server's process) stops it.
-    plan: settings of the ranks on rank 0, which broadcasts them; None on all others. `device`: "auto", "cpu" or "cuda",
-    equal on all ranks. Raises UserError if the model cannot be loaded or the ranks cannot have a GPU each, RankLost
-    when another process of the server is gone."""
+    plan: settings of the ranks on rank 0, which broadcasts them; None on all other ranks. `device`: "auto", "cpu" or
+    "cuda", equal on all ranks. Raises UserError if the model cannot be loaded or the ranks cannot have a GPU each,
+    RankLost when another process of the server is gone."""
     where = rendezvous.read_rendezvous_info()
     store = rendezvous.connect_to_store(where, JOIN_SECONDS)
     device = _set_device(agree_on_device(device, where, store))
@@ -63,8 +63,9 @@ def serve_joined(plan: RankPlan | None, device: str) -> None:
 
 def serve_mesh(plan: RankPlan, mesh: Mesh, replica: int) -> None:
     """Run this process as one rank of `mesh`, whose tp and pp axes span the replica with index `replica`: build the
-    engine, connect to the front (the HTTP server's process), and run steps until it sends stop. plan: settings of the
-    ranks. Raises UserError if the model cannot be loaded, RankLost when another process of the server is gone."""
+    engine, connect to the front (the HTTP server's process), and run steps until the front sends a stop message. plan:
+    settings of the ranks. Raises UserError if the model cannot be loaded, RankLost when another process of the server
+    is gone."""
     for number in (signal.SIGTERM, signal.SIGINT):  # the front alone decides when ranks end
         signal.signal(number, signal.SIG_IGN)
     began = time.perf_counter()
@@ -91,7 +92,7 @@ def serve_mesh(plan: RankPlan, mesh: Mesh, replica: int) -> None:
 
 
 def _set_device(device: str) -> str:
-    """Make `device` ("cuda:1" and the like) the current CUDA device, unless it is "cpu"; return it unchanged."""
+    """Make `device`, such as "cuda:1", the current CUDA device, unless it is "cpu"; return `device` unchanged."""
     if device != "cpu":
         torch.cuda.set_device(device)
     return device
@@ -102,8 +103,8 @@ def _run_leader(engine: Engine, front: Channel, followers: list[Channel]) -> Non
     iteration receives the front's messages, forwards them to the replica's other ranks (`followers`), runs an engine
     step, and sends the outputs and a report on the step to the front.
 
-    `seconds` in the report is the duration of the whole iteration, 0 if no step ran. It is measured from the end of the
-    previous engine step, or of a period without work, to the end of this step."""
+    `seconds` in the report is the time from the end of the previous engine step, or of a period without work, to the
+    end of this step; 0 if no step ran."""
     began = time.perf_counter()
     while True:
         messages = front.receive_ready(wait=(slept := engine.idle))

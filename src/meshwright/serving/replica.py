@@ -31,13 +31,13 @@ MAX_DOUBLINGS = 4
 
 class Stream(AsyncIterator[Output]):
     """Asynchronous iterator over the outputs of one request. Outputs that its reader has not taken yet are merged into
-    one, so that a slow reader takes no more memory than the request's tokens.
+    one output, so that a slow reader takes no more memory than the request's tokens.
 
     Attributes:
         request: The request.
         tokens: IDs of the tokens generated so far.
         losses: Number of times that a rank was lost while the request ran; 0 again after each new token.
-        replica: Replica (data-parallel copy of the model) that runs it; None while no replica is ready.
+        replica: Replica (data-parallel copy of the model) that runs the request; None while no replica is ready.
         deadline: Timer that cancels the request; None without a deadline.
         ended: True if no further output will come.
     """
@@ -73,8 +73,9 @@ class Stream(AsyncIterator[Output]):
         self._changed.set()
 
     def make_resumed_request(self) -> Request:
-        """Return a request that continues the answer on another replica, or on the same one after a restart. The tokens
-        generated so far become its `replayed` tokens: they are recomputed like prompt tokens, and not sampled again."""
+        """Return a request that continues the answer on another replica, or on this replica after a restart. The tokens
+        generated so far become its `replayed` tokens: such tokens are recomputed like prompt tokens, and not sampled
+        again."""
         return replace(self.request, replayed=tuple(self.tokens)) if self.tokens else self.request
 
     async def __anext__(self) -> Output:
@@ -101,10 +102,10 @@ class Replica:
         groups: Number of pipeline groups of its sequences; a step computes one of them.
         streams: {request ID: stream} of its unfinished requests.
         peers: {rank: connection} of its ranks.
-        leader: Address at which its first rank listens for the other ranks; None before that rank is connected.
+        leader: Address at which its first rank listens for its other ranks; None before the first rank is connected.
         ready: True if it accepts requests.
         has_served: True if it has generated a token since its ranks were started.
-        last_message: Time of its last message, in seconds of `time.monotonic`.
+        last_message: Time of the last message from its ranks, in seconds of `time.monotonic`.
         sent: Number of requests sent to it that `report` does not include yet.
         report: Figures of its last step, from `Engine.report`.
         totals: {name: sum since the server's start}. Figures that `report` counts too (`COUNTERS`), such as
@@ -159,8 +160,8 @@ class Replica:
         return streams
 
     def take_report(self, report: dict[str, Any]) -> None:
-        """Store the figures of a step and update the model of step times. report: dictionary of `Engine.report`, with
-        `seconds` of the step and the number of requests `added` before it."""
+        """Store the figures of a step and update the model of step times. report: dictionary of `Engine.report`,
+        extended by `seconds`, the duration of the step, and `added`, the number of requests added before the step."""
         self.last_message, self.report, self.sent = time.monotonic(), report, self.sent - report["added"]
         seconds, tokens, keys = report["seconds"], report.get("tokens", 0), report.get("context", 0)
         if seconds and tokens:
@@ -186,23 +187,24 @@ class Replica:
 
     @property
     def free_sequences(self) -> int:
-        """Estimated number of further sequences that the replica could start now; may be negative. It is the maximum
-        minus the sequences that ran at its last report, and minus the requests sent to it since then. If requests
-        waited at that report, it is minus the number of these and of the requests sent since then."""
+        """Estimated number of further sequences that the replica could start now; may be negative. If no requests
+        waited at its last report, it is the maximum number of sequences, minus the sequences that ran then, minus the
+        requests sent since. Otherwise it is negative: minus the requests that waited then, minus the requests sent
+        since."""
         running, waiting = self.report.get("running", 0) + self.report.get("paused", 0), self.report.get("waiting", 0)
         return (0 if waiting else self.max_sequences - running) - waiting - self.sent
 
     @property
     def pending_tokens(self) -> int:
-        """Estimated number of tokens that the replica computes before the first token of a new request, used to balance
-        load over replicas. A request without a generated token counts with the length of its prompt, every other
-        request with `BLOCK_TOKENS`."""
+        """Estimated number of tokens that the replica will compute before a new request gets its first token. Used to
+        balance load over replicas. A request without a generated token counts with the length of its prompt, every
+        other request with `BLOCK_TOKENS`."""
         return sum(BLOCK_TOKENS if each.tokens else len(each.request.tokens) for each in self.streams.values())
 
     def predict_wait(self, count: int) -> float:
         """Return the predicted seconds until the first `count` requests of the replica's queue have been admitted. If
-        the queue has fewer requests, the prediction is the wait of its last one, multiplied by `count` and divided by
-        the number of requests."""
+        the queue has fewer requests, say n, the prediction is the wait of the queue's last request times `count` / n.
+        """
         now = time.monotonic()
         if now - self._predicted > PREDICTION_SECONDS:
             running = [self._estimate_work_left(each) for each in self.streams.values() if each.tokens]
@@ -220,18 +222,18 @@ class Replica:
 
     @property
     def delay(self) -> float:
-        """Seconds by which the replica's current step is late; 0 if it is not late, or if there are no requests. It is
-        the time since the last report, minus the larger of two predictions: the duration of a step, and the time until
-        the next admission."""
+        """Seconds by which the replica's current step is late; 0 if it is not late, or if there are no requests. The
+        delay is the time since the last report, minus the predicted duration of a step or, if longer, the predicted
+        time until the next admission."""
         expected = max([self._predict_step(), *self._admissions[:1]])
         return max(0.0, time.monotonic() - self.last_message - expected) if self.streams else 0.0
 
     def compute_step_limit(self, seconds: float, budget: int) -> float:
-        """Return the time limit of the present step in seconds, above which the replica counts as hanging. It is the
-        largest of: (1) `seconds`, doubled for each hang since the last completed step, at most `MAX_DOUBLINGS` times;
-        (2) ten times the predicted time of the longest step that the unfinished requests may need; (3) the predicted
-        time of computing that step's tokens one per step, as the model of step times may be wrong for steps longer than
-        any measured one. budget: maximum number of tokens of a step."""
+        """Return the time limit of the present step in seconds, above which the replica counts as hanging. The limit is
+        the largest of three times: (1) `seconds`, doubled for each hang since the last completed step, at most
+        `MAX_DOUBLINGS` times; (2) ten times the predicted time of the longest step that the unfinished requests may
+        need; (3) the predicted time of computing the same tokens in steps of one token, because the prediction (2) may
+        be wrong for a step longer than any measured step. budget: maximum number of tokens of a step."""
         lengths = [len(each.request.tokens) + len(each.tokens) for each in self.streams.values()]
         tokens, longest = min(budget, sum(lengths)), max(lengths, default=0)
         predicted = self.step_times.predict(tokens, tokens * longest)
@@ -242,7 +244,7 @@ class Replica:
         )
 
     def _predict_step(self) -> float:
-        """Return the predicted seconds of a step with as many tokens and attended keys as the last one."""
+        """Return the predicted seconds of a step with as many tokens and attended keys as the last step had."""
         return self.step_times.predict(self.report.get("tokens", 0), self.report.get("context", 0))
 
     def _estimate_work_left(self, stream: Stream) -> Work:
@@ -262,7 +264,7 @@ class Replica:
 
     def remember(self, hashes: Sequence[bytes], limit: int) -> None:
         """Record that the replica's prefix cache gets the KV blocks with the hashes `hashes`. Keep at most `limit`
-        hashes, the number of blocks in its pool, by dropping the least recently used ones."""
+        hashes, the number of blocks in its pool, by dropping the least recently used hashes."""
         for each in hashes:
             self.cached_hashes[each] = None
             self.cached_hashes.move_to_end(each)

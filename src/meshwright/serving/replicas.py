@@ -97,7 +97,7 @@ class Replicas:
 
     @property
     def max_requests(self) -> int:
-        """Maximum number of unfinished requests at a time: those in the queue and those that all replicas run."""
+        """Maximum number of unfinished requests at a time, in the queue and on all replicas together."""
         return self._limits.requests + len(self._replicas) * self.plan.limits.max_sequences
 
     @property
@@ -158,7 +158,7 @@ class Replicas:
         stream.put(Output(request_id, [], reason))
 
     def drain(self) -> None:
-        """Accept no further requests from now on; those that wait or run are still finished."""
+        """Accept no further requests from now on; requests that wait or run are still finished."""
         if self._state == "ready":
             self._state = "draining"
 
@@ -307,7 +307,7 @@ class Replicas:
 
     def _register_rank(self, replica: Replica, hello: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         """Register a rank that has connected. hello: its first message. writer: its connection. If the rank's kernels
-        differ from those of the other ranks, fail the server, since answers would depend on the replica."""
+        differ from the other ranks' kernels, fail the server, since answers would depend on the replica."""
         first = next(iter(self.hellos.values()), hello)
         if any(hello[name] != first[name] for name in SAME_ON_ALL_RANKS):
             mine, others = (" ".join(str(each[name]) for name in SAME_ON_ALL_RANKS) for each in (hello, first))
@@ -327,7 +327,7 @@ class Replicas:
                     follower.write(messages.encode({"leader": replica.leader}))
 
     def _make_ready(self, replica: Replica, report: dict[str, Any]) -> None:
-        """Mark a replica as ready, and send it the requests that waited for one. report: figures of its idle engine."""
+        """Mark `replica` as ready, and send it the requests that waited. report: figures of its idle engine."""
         replica.ready = True
         replica.ready_since = time.monotonic()
         replica.report = report
@@ -357,8 +357,8 @@ class Replicas:
     # --- requests
 
     def _dispatch(self, stream: Stream) -> None:
-        """Send the request of `stream` to the ready replica with the least remaining work, less the expected
-        prefix-cache hits of this request there. If no replica is ready, keep the request until one is."""
+        """Send the request of `stream` to the ready replica with the least remaining work minus expected prefix-cache
+        hits of the request. If no replica is ready, keep the request until one is."""
         request = stream.make_resumed_request()
         ready = [replica for replica in self._replicas if replica.ready]
         if not ready:

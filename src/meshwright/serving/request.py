@@ -22,7 +22,7 @@ class Request:
         choice: Index of the choice among the `n` answers to the prompt; together with the seed it determines sampling.
         priority: Requests with lower values are admitted first; among equals, in order of arrival.
         deadline: UNIX time in seconds at which the HTTP server's process cancels the request; None: never. Engines
-            ignore it.
+            ignore this field.
         replayed: Tokens of the answer that were sent before a rank was lost: recomputed like prompt tokens, neither
             sampled nor reported again; fewer than `sampling.max_tokens`.
         cache_salt: Text that enters the hashes of the prefix cache: only requests with equal salts share KV blocks.
@@ -77,13 +77,14 @@ class Output:
     Attributes:
         request_id: ID of the request.
         results: New tokens of the answer, a stop token included.
-        finish_reason: Why the request has ended: `"stop"` (a stop token, the last of `results`), `"length"`
-            (`max_tokens`), `"cancelled"`, `"timeout"` (its deadline has passed), or `"error"` (NaN or infinite
-            logits); None while it runs.
+        finish_reason: Reason why the request has ended: `"stop"` (a stop token, the last of `results`), `"length"`
+            (`max_tokens`), `"cancelled"`, `"timeout"` (its deadline has passed), or `"error"` (NaN or infinite logits);
+            None while it runs.
         cached_tokens: Number of prompt tokens found in the prefix cache.
         prompt_results: Log-probabilities of all prompt tokens (None for the first), if `sampling.prompt_logprobs` is
             given; only in the output with the answer's first token, else None.
-        prefill_seconds: Time from the request's admission to the answer's first token, in the output with that token.
+        prefill_seconds: Seconds from the request's admission to the answer's first token; set only in the output with
+            that token.
     """
 
     request_id: str

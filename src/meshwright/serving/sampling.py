@@ -42,8 +42,8 @@ class Sampling:
             arXiv:1904.09751, section 3.1); 1: off.
         seed: Seed of the draws, a signed 64-bit integer.
         max_tokens: Maximum number of tokens of the answer; 0 computes the prompt alone.
-        stop_tokens: Token IDs that end the answer; the last result is then that token. A request with `ignore_eos`
-            leaves the model's end tokens out.
+        stop_tokens: Token IDs that end the answer; the token that ended it is the last result. A request with
+            `ignore_eos` leaves the model's end tokens out.
         logprobs: Number of most likely tokens reported beside each token of the answer; 0: that token's log-probability
             alone; None: no log-probabilities.
         prompt_logprobs: Number of most likely tokens reported beside each token of the prompt; 0 and None as for
@@ -101,10 +101,10 @@ class TokenResult(NamedTuple):
 
     Attributes:
         token: Token ID; -1 where the logits are NaN or infinite, which ends the request with an error.
-        logprob: Natural log of its probability under the unmodified logits (temperature 1, no option applied); None if
-            the request asked for no log-probabilities.
+        logprob: Natural logarithm of the token's probability under the unmodified logits (temperature 1, no option
+            applied); None if no log-probabilities are requested.
         top: (token ID, log-probability) of the most likely tokens, most likely first, the lower token ID first among
-            equals; as many as asked for.
+            equals; as many as requested.
     """
 
     token: int
@@ -114,7 +114,8 @@ class TokenResult(NamedTuple):
 
 class TokenCounts:
     """Token IDs that occur in a sequence, and how often each occurs in the answer. The repetition, frequency and
-    presence penalties are computed from them. prompt: token IDs of the prompt. answer: those of the answer so far."""
+    presence penalties are computed from them. prompt: token IDs of the prompt. answer: token IDs of the answer so far.
+    """
 
     def __init__(self, prompt: Iterable[int], answer: Iterable[int] = ()) -> None:
         """Count the tokens of `prompt` and `answer`."""
@@ -163,8 +164,8 @@ def sample(
 
 
 def prepare_draw(sampling: Sampling, *, choice: int = 0, position: int = 0) -> Draw:
-    """Return the sampling inputs (`Draw`) of the token at `position` of an answer (0: its first). With them a GPU
-    samples the token itself, or summarizes the logits for a later call of `sample` with the same arguments. choice:
+    """Return the sampling inputs (`Draw`) of the token at `position` of an answer (0: its first). With these inputs a
+    GPU samples the token itself, or summarizes the logits for a later call of `sample` with the same arguments. choice:
     index among several answers to the prompt."""
     ranked = 0 if sampling.logprobs is None else sampling.logprobs
     adjusted = _is_adjusted(sampling, position)  # then all logits are read
@@ -178,7 +179,7 @@ def prepare_draw(sampling: Sampling, *, choice: int = 0, position: int = 0) -> D
 
 
 def score_token(row: LogitRow, token: int, alternatives: int) -> TokenResult:
-    """Return the token ID `token` with its log-probability, and the `alternatives` most likely tokens with theirs, by a
+    """Return the token ID `token` and the `alternatives` most likely tokens, each with its log-probability, from a
     log-softmax of the row's logits (absolute error up to 1e-6). Raises InvalidLogits if logits are NaN or infinite."""
     _check_logits(row)
     normalizer = float(row.highest) + math.log(row.softmax_denominator(1.0))
@@ -212,7 +213,8 @@ def _is_adjusted(sampling: Sampling, position: int) -> bool:
 
 def _adjust(row: LogitRow, sampling: Sampling, position: int, counts: TokenCounts | None) -> HostRow:
     """Return the row with the minimum length, bias and penalties of `sampling` applied to a copy of its logits, in
-    vLLM's order. `position`: index of the token in the answer. `counts`: token counts, needed for penalties."""
+    vLLM's order. `position`: index of the token in the answer. `counts`: token counts; None only if no penalty is set.
+    """
     adjusted_V = row.on_host().copy()
     if position < sampling.min_tokens and sampling.stop_tokens:
         adjusted_V[list(sampling.stop_tokens)] = -np.inf
@@ -225,12 +227,12 @@ def _adjust(row: LogitRow, sampling: Sampling, position: int, counts: TokenCount
 
 
 def _find_token(row: LogitRow, sampling: Sampling, uniform: float) -> int:
-    """Sample a token from the tokens of `row` that the options top-k, top-p and min-p keep; return its ID. It is the
-    kept token at quantile `uniform`, in [0, 1) (inverse-CDF sampling). If all tokens are kept, they are ordered by
-    token ID; else by descending probability, equal ones by token ID. Raises InvalidLogits if the highest logit is NaN
-    or +inf.
+    """Sample a token from the tokens of `row` that the options top-k, top-p and min-p keep; return its ID. The sampled
+    token is the kept token at quantile `uniform`, in [0, 1) (inverse-CDF sampling). If all tokens are kept, they are
+    ordered by token ID; else by descending probability, equal ones by token ID. Raises InvalidLogits if the highest
+    logit is NaN or +inf.
 
-    sampling: the options. The kept tokens are always the most likely ones, so only these are sorted."""
+    sampling: the options. The kept tokens are always the most likely tokens, so only these are sorted."""
     highest, temperature = row.highest, sampling.temperature
     if highest == -np.inf:  # every token is a stop token before `min_tokens`
         return 0

@@ -117,9 +117,9 @@ class Scheduler:
         insort(self._queue, sequence, key=lambda each: each.request.priority)
 
     def cancel(self, request_id: str) -> Output | None:
-        """Cancel the request with the ID `request_id` and return its last output; None if it is unknown or has
-        finished. Its KV blocks are freed at once, or, if a batch in flight writes to them, when that batch's results
-        are recorded by `record_results`."""
+        """Cancel the request with the ID `request_id` and return its last output; None if the ID is unknown or the
+        request has finished. Its KV blocks are freed at once, or, if a batch in flight writes to them, when that
+        batch's results are recorded by `record_results`."""
         if (sequence := self._requests.get(request_id)) is None:
             return None
         if sequence.age < 0:
@@ -128,8 +128,8 @@ class Scheduler:
         return Output(request_id, [], "cancelled", sequence.cached_tokens)
 
     def schedule(self, group: int = 0) -> StepBatch | None:
-        """Return the next batch for a pipeline group (0 without a pipeline); None if none of its sequences can run. The
-        group's previous batch must have been recorded."""
+        """Return the next batch for a pipeline group (0 without a pipeline); None if no sequence of the group can run.
+        The group's previous batch must have been recorded."""
         self._state = None
         if self._queue:
             self._admit(group)
@@ -153,8 +153,8 @@ class Scheduler:
 
     def schedule_following(self, batch: StepBatch) -> StepBatch | None:
         """Return the decode step that follows `batch` before the results of `batch` are known; its token IDs are 0
-        until `batch` has sampled them. Return None if a sequence of `batch` does not decode or cannot continue, or if
-        anything else can run."""
+        until `batch` has sampled them. Return None unless `batch` decodes all admitted sequences, each of them can
+        continue, and no request waits."""
         going = [each for each in batch.sequences if each.answered + 1 < each.request.sampling.max_tokens]
         decoding = len(going) == len(self._admitted) == len(batch.tokens) == len(batch.output_rows)
         self._state = None
@@ -165,7 +165,7 @@ class Scheduler:
 
     def record_results(self, batch: StepBatch, results: SequenceOf[TokenResult]) -> list[Output]:
         """Record the results of a batch that has been computed; return the new outputs, one for each request that got
-        tokens or ended. results: one for each of the batch's R output rows, from `sample_batch`."""
+        tokens or ended. results: from `sample_batch`, one result for each of the batch's R output rows."""
         outputs: list[Output] = []
         left = iter(results)
         for sequence, count in zip(batch.sequences, (batch.starts[1:] - batch.starts[:-1]).tolist(), strict=True):
@@ -181,7 +181,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """True if no request waits or runs and no batch of a cancelled one is in flight."""
+        """True if no request waits or runs and no batch of a cancelled request is in flight."""
         return not self._requests and not self._admitted
 
     @property
@@ -240,8 +240,8 @@ class Scheduler:
 
     def _find_prefix(self, sequence: Sequence) -> tuple[int, list[list[int]]]:
         """Find the prefix of a waiting sequence that the prefix cache has. Return (number of KV blocks in the prefix,
-        indices of those inside the sliding window, one list per block table). The prefix is empty if the prompt's
-        log-probabilities are requested; it never includes the last token, whose logits are needed."""
+        indices of the prefix's blocks inside the sliding window, one list per block table). The prefix is empty if the
+        prompt's log-probabilities are requested; it never includes the last token, whose logits are needed."""
         if not sequence.scores_prompt:
             sequence.chain.extend(sequence.tokens)
         return self.pool.find(sequence.chain.hashes[: (len(sequence.tokens) - 1) // BLOCK_TOKENS], self.windows)

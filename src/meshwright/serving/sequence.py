@@ -26,11 +26,11 @@ class Sequence:
         paused: True if it keeps its KV blocks until more can be allocated safely.
         age: Serial number of its admission, from 0: a larger number means a younger sequence. -1 before admission.
         admitted: Time of its admission in seconds of `time.perf_counter`; 0 before.
-        blocks: Number of KV blocks that each of its block tables has had so far (one per 16 positions), released ones
+        blocks: Number of KV blocks that each of its block tables has had so far (one per 16 positions), released blocks
             included.
-        held: For each block table, indices of its KV blocks that have not been released: the last ones.
+        held: For each block table, indices of its KV blocks that have not been released.
         scores_prompt: True if the prompt's log-probabilities are requested; False for a request that runs again after a
-            lost rank, since they were sent before.
+            lost rank, since the log-probabilities were sent before.
     """
 
     def __init__(self, request: Request, windows: SequenceOf[int | None], token_budget: int) -> None:
@@ -78,9 +78,9 @@ class Sequence:
         return range(begin, end - (ends and not self.request.sampling.max_tokens))
 
     def prepare_draw(self, position: int) -> Draw:
-        """Return the sampling inputs (`Draw`) for the logits at `position`. With them a GPU samples a token itself, or
-        summarizes the logits for `sample_row`. position: index in the sequence; it may be that of the next token, which
-        is not sampled yet."""
+        """Return the sampling inputs (`Draw`) for the logits at `position`. With these inputs a GPU samples a token
+        itself, or summarizes the logits for `sample_row`. position: index in the sequence; it may be the index of the
+        next token, which is not sampled yet."""
         request, beyond = self.request, position - (len(self.tokens) - 1)
         if beyond >= 0:
             return prepare_draw(request.sampling, choice=request.choice, position=self.answered + beyond)
@@ -89,7 +89,8 @@ class Sequence:
     def sample_row(self, row: LogitRow, position: int) -> TokenResult:
         """Return the token result for `row`, the logits at a position of the sequence. If the position is the
         sequence's last token, a new token is sampled. At an earlier position the result is the prompt's next token with
-        its log-probability. The result's token is -1 if logits are NaN or infinite, or if the sequence has ended.
+        its log-probability. The result's token is -1 if logits are NaN or infinite, or if the sequence has already
+        ended.
 
         position: index in the sequence."""
         sampling = self.request.sampling

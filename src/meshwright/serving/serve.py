@@ -61,15 +61,16 @@ class ServeOptions(TypedDict, total=False):
         max_sequences: Maximum number of sequences of a step; default 64, or `token_budget` if that is less.
         token_budget: Maximum number of tokens of a step; default 512.
         host: Address to listen on; default `"127.0.0.1"`.
-        port: Port to listen on, 0 for any free one; default 8000.
-        served_model_name: Name of the model in the API; default: that of the directory.
-        api_key_file: File of API keys, one per line, one of which each request must have; default: none is needed.
+        port: Port to listen on, 0 for any free port; default 8000.
+        served_model_name: Name of the model in the API; default: the directory's name.
+        api_key_file: File of API keys, one per line; each request must have one of these keys; default: no key is
+            needed.
         cors_origins: Origins whose web pages may call the API, `"*"` for all; default: none.
         queue_requests: Maximum number of requests that wait; default 512.
         queue_seconds: Maximum predicted seconds that a request waits; default 120.
         threads: Kernel threads of each rank; default: the machine's cores divided by its ranks.
         step_seconds: Maximum seconds of a step, above which the replica counts as lost; default 60. For steps with a
-            long predicted time the maximum is ten times that time.
+            long predicted time the maximum is ten times the predicted time.
         drain_seconds: Maximum seconds that unfinished requests get after a signal; default 60.
     """
 
@@ -212,10 +213,10 @@ class _Settings:
     """Checked settings of a server.
 
     checkpoint: model directory. config: configuration of the model. layout: layout of all ranks. dtype: dtype of
-    parameters and KV cache. ledger: predicted memory, with the number of KV blocks that fit. info: rank and
-    rendezvous of this process if torchrun or SLURM started one process per rank, else None. device: "cpu" or "cuda".
-    plan: function that predicts the memory for given `steps` (`StepSettings`). kernels: (instruction set, reason for
-    plain torch) of CPU ranks, from `prepare_kernels`."""
+    parameters and KV cache. ledger: predicted memory, with the number of KV blocks that fit. info: rank and rendezvous
+    of this process if torchrun or SLURM started one process per rank, else None. device: "cpu" or "cuda". plan:
+    `plan_memory` with all arguments bound; a call with other `steps` predicts the memory for these. kernels:
+    (instruction set, reason for plain torch) of CPU ranks, from `prepare_kernels`."""
 
     checkpoint: Path
     config: ModelConfig
@@ -260,9 +261,9 @@ def _check_model(
 
 
 def _prepare_kernels(model: _Settings, phases: _StartupTimer) -> _Settings:
-    """Compile the kernels of CPU ranks if necessary, and return updated settings. If kernels can be used, the settings
-    contain their instruction set; otherwise they contain the memory predicted for plain torch. Raises UserError if the
-    layout needs kernels and none can be used.
+    """Compile the kernels of CPU ranks if necessary, and return updated settings. If kernels can be used, the returned
+    settings contain the kernels' instruction set; otherwise they contain the memory predicted for plain torch. Raises
+    UserError if the layout needs kernels and none can be used.
 
     model: checked settings of the server. phases: logger of durations."""
     if model.device != "cpu":

@@ -27,8 +27,8 @@ class Work(NamedTuple):
 
 class StepTimes:
     """Model of the time of a step, learnt online: seconds = a + b * tokens + c * keys, with a, b, c >= 0. `tokens`:
-    number of tokens of the step; `keys`: number of keys that they attend to, summed over tokens. It predicts 0 until
-    the first step is observed.
+    number of tokens of the step; `keys`: number of keys that they attend to, summed over tokens. The prediction is 0
+    until the first step is observed.
 
     Recursive least squares of relative errors with exponential forgetting; coordinate descent keeps the coefficients
     non-negative. An outlier (a step that the machine interrupted) counts little; a lasting change is learnt within some

@@ -34,8 +34,8 @@ class ClientLeft(Exception):
 
 
 class JobRunner:
-    """Runner of jobs on the engine `client`; it records their metrics. A job is a parsed HTTP request that generates
-    text. settings: settings of the HTTP API."""
+    """Runner of jobs (parsed HTTP requests that generate text) on the engine `client`. `metrics`: records the jobs'
+    metrics. settings: settings of the HTTP API."""
 
     def __init__(self, client: Replicas, metrics: ServingMetrics, settings: HttpSettings) -> None:
         """Store engine client, metrics and settings."""
@@ -44,8 +44,8 @@ class JobRunner:
 
     async def collect(self, job: Job, receive: Receive) -> dict[str, Any]:
         """Run a job (parsed HTTP request) to its end and return the JSON object of its response. receive: ASGI's
-        function, by which a disconnect is noticed. Raises ApiError if the request is refused or fails, or ClientLeft if
-        the client disconnects, which cancels the job."""
+        receive function, which reports a disconnect. Raises ApiError if the request is refused or fails. If the client
+        disconnects, the job is cancelled, and ClientLeft is raised."""
         pieces: list[list[Piece]] = [[] for _ in job.choices]
         run = self.start(job, lambda choice, piece: pieces[choice.index].append(piece))
         left = asyncio.create_task(_wait_until_left(receive))
@@ -71,7 +71,7 @@ class JobRunner:
         return run
 
     def _cancel_unfinished(self, job: Job) -> None:
-        """Cancel on the engine those requests of a job that have not finished."""
+        """Cancel on the engine the requests of a job that have not finished."""
         for choice in job.choices:
             self._client.cancel(choice.request.id)
             if choice.finish_reason is None:
@@ -79,8 +79,8 @@ class JobRunner:
 
     async def _run(self, job: Job, outputs: Sequence[AsyncIterator[Output]], take: Take) -> None:
         """Follow all choices of a job concurrently until they have finished. Raises ApiError (408 after the requests'
-        deadline), and what `take` raises. outputs: for each choice, the iterator over the engine's outputs. take:
-        called with (choice, piece) for each new piece of text."""
+        deadline) and the exceptions that `take` raises. outputs: for each choice, the iterator over the engine's
+        outputs. take: called with (choice, piece) for each new piece of text."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for choice, iterator in zip(job.choices, outputs, strict=True):
@@ -172,9 +172,9 @@ class EventStream(Response):
         self._news.set()
 
     def _format_end(self, run: asyncio.Task[None]) -> bytes:
-        """Return the last events of the stream as bytes: those of the request's API (OpenAI or llama.cpp), or an error
-        event if `run`, the finished task that produced the answer, failed. Raises SlowReader if the client read too
-        slowly."""
+        """Return the last events of the stream as bytes: the last events of the request's API (OpenAI or llama.cpp), or
+        an error event if `run`, the finished task that produced the answer, failed. Raises SlowReader if the client
+        read too slowly."""
         try:
             run.result()
         except SlowReader:
@@ -185,7 +185,7 @@ class EventStream(Response):
 
 
 async def _wait_until_left(receive: Receive) -> None:
-    """Wait until the client has closed the connection. receive: ASGI's function."""
+    """Wait until the client has closed the connection. receive: ASGI's receive function."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

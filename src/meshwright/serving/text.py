@@ -14,7 +14,7 @@ class IncrementalDetokenizer:
     """Incremental detokenizer: converts tokens to text one at a time, in pieces of whole characters; the joined pieces
     equal the text decoded at once. `before`: token IDs that precede the first pushed token, such as the prompt's.
 
-    Only the last tokens are decoded each time, with those before them as context (a tokenizer may drop the space before
+    Each call decodes only the last tokens, with a few earlier tokens as context (a tokenizer may drop the space before
     a first word).
     """
 
@@ -39,12 +39,12 @@ class IncrementalDetokenizer:
         return piece
 
     def flush(self) -> str:
-        """Return the rest of the text after the last token: replacement characters (U+FFFD) for the bytes of an
-        incomplete character, else empty."""
+        """Return the text that is still held back after the last token: replacement characters (U+FFFD) for the bytes
+        of an incomplete character, else empty."""
         return self._decode()[self._given :]
 
     def _decode(self) -> str:
-        """Decode the last tokens: those not yet returned as text, preceded by a few earlier ones as context."""
+        """Decode the tokens that are not yet returned as text, preceded by a few earlier tokens as context."""
         return str(self._tokenizer.decode(self._window, skip_special_tokens=True))
 
 
@@ -58,7 +58,7 @@ class AnswerText:
     Attributes:
         offsets: For each token, the index in the answer's text of the first character that the token completes; may lie
             beyond the visible text for tokens of a stop string.
-        stopped_by: Stop string that ended the text; None if none has.
+        stopped_by: Stop string that ended the text; None if no stop string has ended it.
     """
 
     def __init__(self, detokenizer: IncrementalDetokenizer, stop: Sequence[str] = (), min_tokens: int = 0) -> None:

@@ -27,8 +27,8 @@ from meshwright.spec.config import ModelConfig
 
 class OrderedTensorParallel(TensorParallel):
     """Tensor-parallel operations over the axis tp of `mesh`, for inference: without sequence parallelism and gradients.
-    Their all-reduce adds the ranks' partial results in rank order. A backend's order may depend on the tensor's size,
-    and a token's result would then depend on the size of the batch."""
+    All-reduces add the ranks' partial results in rank order. (A backend may choose the order by the tensor's size, so
+    that a token's result would depend on the size of the batch.)"""
 
     def __init__(self, mesh: Mesh) -> None:
         """Use the tp axis of `mesh`."""
@@ -51,14 +51,14 @@ class OrderedTensorParallel(TensorParallel):
 class PagedCache:
     """Paged KV cache (blocks of `BLOCK_TOKENS` tokens) of a pipeline stage's layers in plain torch, for a ragged batch
     of sequences. Layers with different block tables (one per sliding window) share tensors, because a KV block belongs
-    to only one table.
+    to only one table. Attention is computed token by token, so that a token's result does not depend on the rest of the
+    batch.
 
-    Attention is computed token by token, so that a token's result does not depend on which others are in the batch. The
-    attribute `length` of the model's cache interface stays 0, since callers always pass positions. config:
-    configuration of the model. tables: block table of each of its layers. layers: indices of the stage's layers.
-    blocks: number of KV blocks. kv_heads: key-value heads of this rank. dtype: dtype of keys and values. With latent
-    attention the cache holds one latent vector and rotary key per token, which all heads and tp ranks share, in place
-    of keys and values.
+    config: configuration of the model. tables: block table of each of the model's layers. layers: indices of the
+    stage's layers. blocks: number of KV blocks. kv_heads: key-value heads of this rank. dtype: dtype of keys and
+    values. With latent attention the cache holds one latent vector and rotary key per token, which all heads and tp
+    ranks share, in place of keys and values. The attribute `length` of the model's cache interface stays 0, since
+    callers always pass positions.
 
     Attributes:
         pairs: Tensors [2, slots, K, D] of keys and values, for K key-value heads of size D. With latent attention they
@@ -82,8 +82,8 @@ class PagedCache:
         self._slots_WT = torch.zeros(len(tables.windows), 0, dtype=torch.long)
 
     def select(self, batch: StepBatch, begin: int, end: int) -> None:
-        """Select the tokens with the indices `begin` to `end` (exclusive) of a batch: the following calls of `attend`
-        get the queries, keys and values of these, perhaps with padding after them."""
+        """Select the tokens with the indices `begin` to `end` (exclusive) of a batch. The following calls of `attend`
+        get the queries, keys and values of the selected tokens, perhaps with padding after them."""
         self._slots_WT = torch.from_numpy(batch.slots[:, begin:end]).long()
         self._segments = []
         for number, (first, stop) in enumerate(zip(batch.starts[:-1], batch.starts[1:], strict=True)):
@@ -104,8 +104,9 @@ class PagedCache:
         causal attention inside the layer's sliding window, [1, N, T, D] for T tokens and N query heads of size D; 0 for
         padding.
 
-        q_BNTD: queries [1, N, T, D]. k_BKTD, v_BKTD: keys and values [1, K, T, D] of K key-value heads; v_BKTD None:
-        the keys are the values too. sinks: attention-sink logit of each query head [N]; None: no sinks."""
+        q_BNTD: queries [1, N, T, D]. k_BKTD, v_BKTD: keys and values [1, K, T, D] of K key-value heads. v_BKTD is None
+        for latent attention, whose keys are also its values. sinks: attention-sink logit of each query head [N]; None:
+        no sinks."""
         table, place = self._layers[layer]
         tokens = self._slots_WT.shape[1]
         for cache, new in zip(self.pairs[place], (k_BKTD,) if v_BKTD is None else (k_BKTD, v_BKTD), strict=True):
@@ -197,10 +198,10 @@ class TorchRunner:
 
     def _run_tile(self, batch: StepBatch, begin: int, hidden: npt.NDArray[np.float32] | None) -> torch.Tensor:
         """Run this rank's pipeline stage on one tile of tokens, padded to the fixed tile size. Return the hidden states
-        of its tokens, [T, H] for T tokens of hidden size H, without padding.
+        of the tile's tokens, [T, H] for T tokens of hidden size H, without padding.
 
-        batch: the whole batch. begin: index in it of the tile's first token. `hidden`: the previous stage's output for
-        all tokens of the batch, None on the first stage."""
+        batch: the whole batch. begin: index in `batch` of the tile's first token. `hidden`: the previous stage's output
+        for all tokens of the batch, None on the first stage."""
         size, end = self._tile, min(len(batch.tokens), begin + self._tile)
         numbers = np.zeros((2, 1, size), np.int64)
         numbers[0, 0, : end - begin] = batch.tokens[begin:end]

@@ -41,9 +41,9 @@ class Refusal:
     retry.
 
     Attributes:
-        reason: Label for the metrics. If a limit is reached: `"requests"` or `"tokens"` (waiting requests, their prompt
-            tokens), `"seconds"` (predicted wait) or `"connections"`. If no request is accepted, the state of the
-            engine: `"starting"`, `"recovering"`, `"draining"` or `"failed"`.
+        reason: Label for the metrics. The limit that is reached: `"requests"` (number of waiting requests), `"tokens"`
+            (prompt tokens of waiting requests), `"seconds"` (predicted wait) or `"connections"`. Or the state of an
+            engine that accepts no requests: `"starting"`, `"recovering"`, `"draining"` or `"failed"`.
         retry_after_seconds: Predicted time until a request of this size would be queued."""
 
     reason: str
@@ -83,13 +83,13 @@ class QueueForecast:
     """State of the engine's queue as it would be after appending a new HTTP request.
 
     Attributes:
-        waiting: Number of engine requests that would wait, those of the new request included; 0 or less if all could
-            run at once.
+        waiting: Number of engine requests that would wait, the requests of the new HTTP request included; 0 or less if
+            all could run at once.
         prompts: Function that returns the number of prompt tokens of each queued request, from the head, without the
             new request.
         tokens: Number of prompt tokens of all queued requests, the new request included.
         predict: Function (count) -> predicted seconds until the first `count` requests of the queue have been admitted.
-        delay: Seconds by which the engine's present step is late. It lengthens `Retry-After`, but does not count
+        delay: Seconds by which the engine's present step is late. The delay lengthens `Retry-After`, but does not count
             towards the predicted wait that `QueueLimits.seconds` limits.
     """
 
@@ -106,15 +106,15 @@ class _Place:
 
     Attributes:
         key: Digest of the request. Identical requests have the same digest but separate places.
-        number: Order in the line: lower numbers come first.
+        number: Position in the order of the line; places with lower numbers come first.
         requests: Number of engine requests (choices) of the HTTP request.
         tokens: Number of prompt tokens of these requests together.
         due: Time at which the client is expected to retry, in seconds of the line's clock. A retry at this time or
             later is not refused in favour of other places.
         expires: Time at which the place is removed if the client has not retried.
         watched: Time of the earliest scheduled check of this place.
-        returned: True if the client retried in time, and this is not yet counted in `WaitingLine.returning`, the
-            average share of clients that retry. The next check of the place counts it.
+        returned: True if the client has retried in time, until the next check of the place includes the retry in
+            `WaitingLine.returning`, the average share of clients that retry.
     """
 
     key: bytes
@@ -163,7 +163,7 @@ class WaitingLine:
     def admit(self, ticket: Ticket, requests: int, tokens: int, queue: QueueForecast) -> Refusal | None:
         """Admit an HTTP request to the engine's queue, or refuse it. If it is admitted, its place in the waiting line
         is removed (if it had one), and None is returned. If it is refused, the refusal is returned; the request keeps
-        its place, or gets one if `ticket` has a key and the line is not full.
+        its place, or gets a place if `ticket` has a key and the line is not full.
 
         ticket: identity of the request. requests: number of the engine's requests (choices) that the HTTP request
         makes; 0: only check whether it would be refused, without removing its place. tokens: number of prompt tokens of
@@ -206,7 +206,7 @@ class WaitingLine:
         predicted seconds until the request could be queued); ("", 0.0) if no limit would be exceeded.
 
         queue: state of the queue with the new request. ahead: expected number of engine requests of clients in the
-        waiting line that come before it."""
+        waiting line that come before the new request."""
         if queue.waiting <= 0:
             return "", 0.0
         over = math.ceil(queue.waiting + ahead) - self._limits.requests
@@ -225,15 +225,15 @@ class WaitingLine:
         """Return the expected number of engine requests that clients in the waiting line will send again, counted over
         the places before `place` (None: over all places).
 
-        It is the number of requests of the clients that are expected to retry, times the average share of clients that
-        do. But at least 1 / `GUARD` of the limit on waiting requests is returned (or all of these requests, if they are
-        fewer), because the average adapts slowly."""
+        The result is the number n of engine requests of clients that are expected to retry, times the average share of
+        clients that do retry. The result is at least the smaller of n and 1 / `GUARD` of the limit on waiting requests,
+        because the average adapts slowly."""
         count = len(self._numbers) if place is None else bisect_left(self._numbers, place.number)
         return max(self.returning * count, min(count, self._limits.requests // GUARD))
 
     def _set_expected(self, place: _Place, expected: bool) -> None:
-        """Mark the client of `place` as expected to retry (`expected` True) or not (False). New requests are refused if
-        they would take the room in the queue of an expected client."""
+        """Mark the client of `place` as expected to retry (`expected` True) or not (False). A new request is refused if
+        it would take room in the queue that an expected client needs."""
         if (place in self._expected) is not expected:
             at = bisect_left(self._numbers, place.number)
             if expected:
@@ -246,8 +246,8 @@ class WaitingLine:
     def _run_due_checks(self, now: float) -> None:
         """Run the checks of places that are scheduled up to the time `now`, in seconds of the line's clock.
 
-        A check updates `returning`, the average share of clients that retry in time. If the client is late, new
-        requests no longer wait for it; if its place has expired, the place is removed."""
+        A check updates `returning`, the average share of clients that retry in time. If the client is late, no room in
+        the queue is kept for it any longer. An expired place is removed."""
         while self._ends and self._ends[0][0] <= now:
             when, _, place = heapq.heappop(self._ends)
             if place.returned:
@@ -264,7 +264,7 @@ class WaitingLine:
                 self._schedule_check(place, place.expires if place in self._late else place.due + LATE_SECONDS)
 
     def _schedule_check(self, place: _Place, when: float) -> None:
-        """Schedule a check of `place` at the time `when`, in seconds of the line's clock, unless an earlier one is
+        """Schedule a check of `place` at the time `when`, in seconds of the line's clock, unless an earlier check is
         scheduled."""
         if when < place.watched:
             place.watched = when

@@ -25,8 +25,8 @@ from meshwright.spec.stages import Stage, list_stage_units
 
 
 def read_decoder_config(directory: Path) -> ModelConfig:
-    """Read the model configuration in a Hugging Face directory. Raises UserError if it is an encoder, or of a family
-    that can only be planned, not run."""
+    """Read the model configuration in a Hugging Face directory. Raises UserError if the model is an encoder, or of a
+    family that Meshwright can plan but not run."""
     config = config_from_path(directory)
     if config.planning_only:
         raise UserError(f"{directory}: {config.family} can be planned but not run: {config.planning_only}")
@@ -94,7 +94,7 @@ class RankWeights:
         return values.view(placed.shape)
 
     def load_into(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
-        """Copy this rank's shards into the parameters of the same names of `model`, converted to `dtype`."""
+        """Copy this rank's shards into the parameters of `model` with these names, converted to `dtype`."""
         for name in self:
             parameter = model.get_parameter(name)
             parameter.copy_(self.read(name, dtype).view_as(parameter))
@@ -115,8 +115,8 @@ class RankWeights:
         return self._scratch[:size].view(dtype)
 
     def _release_pages(self) -> None:
-        """Release the memory pages of the memory-mapped checkpoint tensor that was read last; if needed again, they are
-        read from the file."""
+        """Release the memory pages of the memory-mapped checkpoint tensor that was read last. A later access reads the
+        pages from the file again."""
         if self._mapped is not None and self._files.mapped:
             release_pages(self._mapped.data_ptr(), self._mapped.nbytes)
             self._mapped = None

@@ -17,15 +17,15 @@ RECORD_BYTES = {"nf4": BLOCK // 2 + 4, "nf4-double": BLOCK // 2 + 1, "int8": BLO
 
 
 def count_groups(elements: int) -> int:
-    """Return the number of groups of block scales that double quantization forms for a matrix of `elements` weights:
-    one for every 256 blocks of 64 weights, rounded up.
+    """Return the number of groups of block scales that double quantization (QLoRA) forms for a matrix of `elements`
+    weights. A group is 256 blocks of 64 weights; the last group may be incomplete.
     """
     return -(-elements // (BLOCK * GROUP))
 
 
 def count_scale_bytes(elements: int) -> int:
     """Return the bytes of second-level scales that double quantization (QLoRA) stores for a matrix of `elements`
-    weights: a float32 number for each group of 256 block scales, and the float32 mean of the block scales.
+    weights: a float32 number for each group of 256 block scales, and one float32 number, the mean of all block scales.
     """
     return 4 * (1 + count_groups(elements))
 
@@ -39,7 +39,8 @@ class AdapterConfig:
         rank: Number of rows of A and of columns of B.
         alpha: Numerator of the scale s.
         kind: "lora": s = alpha / rank. "rslora": s = alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732, eq. 8).
-            "dora": s as for "lora", and a trained magnitude for each output (Liu et al. 2024, arXiv:2402.09353, eq. 5).
+            "dora": s = alpha / rank, and a trained magnitude for each output (Liu et al. 2024, arXiv:2402.09353, eq.
+            5).
         targets: Names of linear layers, as in PEFT: a full Hugging Face module name, its last parts ("q_proj"), a
             pattern with * ? or [], or "all-linear".
         base: Directory or hub name of the base model, as an `adapter_config.json` records it.
@@ -47,7 +48,7 @@ class AdapterConfig:
             for verification.
         packed: Format in which the weights of the frozen linear layers are kept in memory (QLoRA, Dettmers et al. 2023,
             arXiv:2305.14314), "nf4-double" with quantized scales; None: the dtype of the parameters.
-        dropout: Probability with which an element of an adapted layer's input is 0 for the adapter, in training."""
+        dropout: Dropout probability, in training, of the elements of an adapted layer's input to the adapter."""
 
     kind: AdapterKind = "lora"
     rank: int = 8

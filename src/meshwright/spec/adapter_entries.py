@@ -35,8 +35,8 @@ _ADAPTABLE = tuple(
 
 def find_adaptable_entries(entries: Sequence[ParameterEntry]) -> dict[str, ParameterEntry]:
     """Return the linear layers that can have an adapter, {Hugging Face module name: parameter entry of its weight}.
-    These are the layers of attention, dense MLPs and shared experts, and those of routed experts if checkpoints store
-    each expert separately. entries: parameter entries of the model."""
+    These are the layers of attention, dense MLPs and shared experts, and the layers of routed experts if checkpoints
+    store each expert separately. entries: parameter entries of the model."""
     return {
         entry.name.removesuffix(".weight"): entry
         for entry in entries
@@ -57,14 +57,14 @@ def matches(module: str, target: str) -> bool:
 
 def _selects(target: str, module: str, entry: ParameterEntry) -> bool:
     """Return True if `target` selects the linear layer `module` whose weight is `entry`. "all-linear" selects no routed
-    experts, whose adapters would be larger than those of all other layers."""
+    experts, whose adapters would be larger than all other adapters together."""
     return matches(module, target) and not (target == ALL_LINEAR and entry.expert is not None)
 
 
 def target_modules(entries: Sequence[ParameterEntry], targets: Sequence[str]) -> dict[str, ParameterEntry]:
     """Return the linear layers that `targets` select, {module name: parameter entry of its weight}, in the order of
-    `entries`. Raises `UserError` with the nearest names for a target that selects none, and if the routed experts of a
-    layer have different adapted matrices."""
+    `entries`. Raises `UserError` with the nearest names for a target that selects no layer, and if the routed experts
+    of a layer have different adapted matrices."""
     known = find_adaptable_entries(entries)
     for target in targets:
         if not any(matches(module, target) for module in known):
@@ -86,7 +86,8 @@ def target_modules(entries: Sequence[ParameterEntry], targets: Sequence[str]) ->
 
 def _check_experts(known: Mapping[str, ParameterEntry], found: Mapping[str, ParameterEntry]) -> None:
     """Raise `UserError` unless all routed experts of a layer have the same adapted matrices. known: {module name:
-    parameter entry of its weight} for all linear layers; found: the same for those with an adapter."""
+    parameter entry of its weight} for all linear layers; found: such a dict for the linear layers that get an adapter.
+    """
     adapted = {(entry.tensor, module.rpartition(".")[2]) for module, entry in found.items() if entry.expert}
     for module, entry in known.items() if adapted else ():
         if entry.expert and module not in found and (entry.tensor, module.rpartition(".")[2]) in adapted:
@@ -97,13 +98,13 @@ def _check_experts(known: Mapping[str, ParameterEntry], found: Mapping[str, Para
 
 
 def name_adapter_tensor(weight: str, part: str) -> str:
-    """Return the name of a model parameter of the adapter of a linear layer. weight: name of the layer's weight, such
-    as "layers.0.attention.qkv.weight"; part: "a", "b" or "magnitude"."""
+    """Return the name of one parameter (A, B or DoRA's magnitude) of a linear layer's adapter. weight: name of the
+    layer's weight, such as "layers.0.attention.qkv.weight"; part: "a", "b" or "magnitude"."""
     return f"{weight.removesuffix('.weight')}.adapter.{part}"
 
 
 def add_adapter_entries(entries: Sequence[ParameterEntry], adapter: AdapterConfig) -> list[ParameterEntry]:
-    """Return the parameter entries of a base model, frozen, followed by those of the adapter `adapter`. Raises
+    """Return the parameter entries of a base model, frozen, followed by the parameter entries of `adapter`. Raises
     `UserError` if a target matches no linear layer, or the rank is above a layer's smaller width.
     """
     linear = find_adaptable_entries(entries).values() if adapter.packed else ()

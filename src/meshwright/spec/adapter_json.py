@@ -79,7 +79,7 @@ def find_base_directory(directory: Path) -> Path | None:
 def check_initial_adapter(directory: str | Path, config: ModelConfig) -> None:
     """Check that a directory holds an adapter with the settings and modules of the adapter of `config`; raise
     `UserError` if not. The values of the adapter are not read. directory: value of `adapter.from`: a PEFT directory, or
-    a run directory or its directory of checkpoints, whose newest is checked."""
+    a run directory or its directory of checkpoints, of which the newest checkpoint is checked."""
     place = Path(directory)
     if not (place / ADAPTER_CONFIG).is_file():
         found = [path.parent for each in ("checkpoints/", "") for path in place.glob(f"{each}step-*/{ADAPTER_CONFIG}")]
@@ -95,16 +95,17 @@ def check_initial_adapter(directory: str | Path, config: ModelConfig) -> None:
 
 
 def refuse_other_adapter(directory: str | Path, config: ModelConfig, other: AdapterConfig) -> None:
-    """Raise `UserError` if an adapter differs from that of a model. directory: PEFT directory of the adapter, for the
-    message. config: configuration of the model. other: settings of the adapter in the directory."""
+    """Raise `UserError` if the settings of an adapter in a directory differ from the adapter of a model. directory:
+    PEFT directory of the adapter, for the message. config: configuration of the model. other: settings of the adapter
+    in the directory."""
     if (difference := find_adapter_difference(config, other)) is not None:
         raise UserError(f"{directory}: holds an adapter with {difference}; give [adapter] the values of the directory")
 
 
 def read_adapter_config(directory: str | Path, tensors: Iterable[str]) -> AdapterConfig:
     """Read the `adapter_config.json` of a PEFT directory. tensors: names of the tensors in its safetensors file, from
-    which the adapted modules follow. Raises `UserError` if the file is missing, damaged or of another kind of
-    adapter."""
+    which the adapted modules follow. Raises `UserError` if `adapter_config.json` is missing or damaged, or describes a
+    kind of adapter that is not supported."""
     path = Path(directory) / ADAPTER_CONFIG
     try:
         data = read_json(path)
@@ -136,8 +137,8 @@ def read_adapter_config(directory: str | Path, tensors: Iterable[str]) -> Adapte
 
 
 def find_adapter_difference(config: ModelConfig, other: AdapterConfig) -> str | None:
-    """Compare the adapter of a model configuration (`config`) with `other`, read from a checkpoint: return None if they
-    are the same, else the first difference as text such as "rank 8, not 16"."""
+    """Compare the adapter of a model configuration (`config`) with `other`, read from a checkpoint: return None if the
+    two adapters are equal, else the first difference as text such as "rank 8, not 16"."""
     adapter = config.adapter
     assert adapter is not None
     for name in ("kind", "rank", "alpha"):

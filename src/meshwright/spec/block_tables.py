@@ -35,14 +35,15 @@ _BALANCED_FOR = 2048  # sequence length for which pipeline stages are balanced
 @dataclass(frozen=True, slots=True)
 class BlockTables:
     """Assignment of a model's layers to block tables of the paged KV cache (like vLLM's KV cache groups). A block table
-    lists, for each sequence, the KV blocks that hold the keys and values of the table's layers.
+    lists, for each sequence, the KV blocks that hold the keys and values of the table's layers. A KV block holds 16
+    tokens.
 
     Attributes:
-        windows: For each block table, the largest sliding window of its layers in tokens; None: one of its layers has
+        windows: For each block table, the largest sliding window of its layers in tokens; None: at least one layer has
             no window.
-        layers: For each layer, (index of its block table, position of the layer within each block of that table): a
+        layers: For each layer, (index of its block table, position of the layer within each block of that table). A
             block holds the keys and values of several layers.
-        depths: For each pipeline stage, the number of layers whose keys and values a block holds, for 16 tokens.
+        depths: For each pipeline stage, the number of layers whose keys and values each block holds.
     """
 
     windows: tuple[int | None, ...]
@@ -64,7 +65,7 @@ def count_blocks(tokens: int) -> int:
 
 def first_block_in_window(tokens: int, window: int | None) -> int:
     """Return the index (from 0) of the first KV block (16 tokens) that the next token of a sequence can attend to.
-    tokens: number of tokens before the next one. window: sliding window in tokens; None: no window, which gives block
+    tokens: number of tokens before the next token. window: sliding window in tokens; None: no window, which gives block
     0."""
     return 0 if window is None else max(0, tokens - window + 1) // BLOCK_TOKENS
 
@@ -92,9 +93,9 @@ def max_sequence_tokens(blocks: int, windows: Sequence[int | None], chunk: int, 
 
 @lru_cache(maxsize=64)
 def block_tables(config: ModelConfig, stages: int) -> BlockTables:
-    """Assign a model's layers to block tables of the paged KV cache, for serving in `stages` pipeline stages. Of 1 to 8
-    tables, the number is chosen that takes the fewest KV-cache bytes for a sequence of maximum length (in a tie, the
-    fewest tables). config: configuration of the model."""
+    """Assign a model's layers to block tables of the paged KV cache, for serving in `stages` pipeline stages. There are
+    1 to 8 block tables: the number that takes the fewest KV-cache bytes for a sequence of maximum length (in a tie, the
+    smallest number). config: configuration of the model."""
     counts = Counter(config.layer_window(layer) for layer in range(config.layers))
     longest = None if None in counts else max(window for window in counts if window is not None)
     shares = {tuple(-(-count // size) for count in counts.values()) for size in range(1, config.layers + 1)}
@@ -109,11 +110,11 @@ def block_tables(config: ModelConfig, stages: int) -> BlockTables:
 
 
 def _assign_layers(config: ModelConfig, stages: Sequence[Stage], choice: dict[int | None, int]) -> BlockTables:
-    """Distribute the layers of each pipeline stage evenly over block tables (see `BlockTables`).
+    """Distribute the layers of each pipeline stage evenly over block tables; return the assignment.
 
     config: configuration of the model. stages: its pipeline stages. choice: {sliding window in tokens (None: no
     window): number of block tables for the layers with this window}. If there is only one entry, its tables serve all
-    layers, also those with smaller windows."""
+    layers, also layers with smaller windows."""
     windows = tuple(window for window, count in choice.items() for _ in range(count))
     layers, depths = list[tuple[int, int]](), list[int]()
     for stage in stages:

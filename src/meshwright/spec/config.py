@@ -47,16 +47,16 @@ class ModelConfig:
         rope_theta, rope_scaling: Base and scaling method of rotary positions.
         sliding_window: Number of tokens that a token attends to, itself included, in windowed layers; None: no limit.
         windowed_layers: For each layer, True if it has the sliding window; None: all have it.
-        rotary_fraction, rotary_interleaved: Fraction of a head's features that is rotated (the first ones); True to
+        rotary_fraction, rotary_interleaved: Fraction of a head's features that is rotated, from the first on; True to
             rotate pairs of neighbouring features, False to rotate pairs that are half of the rotated features apart.
-        window_rope_theta: Rotary base of windowed layers, without scaling; None: as in the other layers.
+        window_rope_theta: Rotary base of windowed layers, without scaling; None: ``rope_theta``.
         unrotated_layers: Indices of the layers without positions.
         attention_scale: Factor on attention scores; None: 1 / sqrt(head_dim).
         attention_softcap, logit_softcap: Cap c that turns attention scores, or logits, x into c tanh(x / c).
         attention_sinks: Each query head has a learned score that is one more term of the softmax's denominator.
         swiglu_limit, swiglu_alpha: A gated MLP computes gate * sigmoid(``swiglu_alpha`` * gate) * (up + 1) (gpt-oss);
-            gate is capped at ``swiglu_limit``, up is clamped to [-limit, limit]. Limit None: the MLP is that of
-            ``gated``.
+            gate is capped at ``swiglu_limit``, up is clamped to [-limit, limit]. ``swiglu_limit`` None: the MLP is as
+            ``gated`` says.
         window_chunks: A token attends to tokens of its chunk of ``sliding_window`` positions, cut from the document's
             start.
         rotated_norm: Rotated queries and keys are divided by their root mean square.
@@ -75,7 +75,7 @@ class ModelConfig:
         embedding_norm: Norm on the embeddings. Decoders with it (BLOOM) can be planned but not run.
         tied: The output head shares the embedding matrix.
         bos_token, eos_token, more_eos_tokens, pad_token: Ids of special tokens: beginning and end of a sequence,
-            further end-of-sequence tokens, padding; None: none.
+            further end-of-sequence tokens, padding; None: the model has no such token.
         initializer_range, mup_base_hidden: Standard deviation of initial weights; hidden size at which it holds under
             µP (None: no µP).
         experts, experts_per_token, expert_intermediate: Number of experts in a layer (0: dense MLPs); number of experts
@@ -236,8 +236,8 @@ class ModelConfig:
         return {name: value for name, value in defaults.items() if name not in kept} | dict(family.fixed)
 
     def _find_rotation_problem(self) -> str | None:
-        """Return an error message for the first invalid field among those of rotary positions; None if all
-        are valid.
+        """Return an error message for the first invalid field of rotary positions; None if all these fields are
+        valid.
         """
         if self.positions != "rope":
             return None
@@ -262,7 +262,7 @@ class ModelConfig:
 
     def _find_size_problem(self) -> str | None:
         """Return an error message for the first size, such as ``layers``, that exceeds its limit in
-        `meshwright.limits`; None if none does."""
+        `meshwright.limits`; None if all sizes are within their limits."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in LIMITS}
         values |= {"labels": len(self.labels), "all_experts": self.layers * self.experts}
         return next(filter(None, (make_limit_error(name, value) for name, value in values.items())), None)
@@ -295,7 +295,7 @@ class ModelConfig:
 
     @property
     def tied_head(self) -> bool:
-        """True if the output head shares the embedding matrix; False for heads without a projection to the
+        """True if the output head shares the embedding matrix; always False for heads without a projection to the
         vocabulary."""
         return self.tied and self.head in ("next", "masked")
 
@@ -352,7 +352,8 @@ class ModelConfig:
         return Rotation(self.rotary_dim, self.rope_theta, self.rope_scaling)
 
     def layer_temperature(self, layer: int) -> Temperature | None:
-        """Return the position-dependent factor on the queries of the layer with index `layer`; None if it has none."""
+        """Return the position-dependent factor on the queries of the layer with index `layer`; None if the queries have
+        no such factor."""
         if not self.temperature_tuning or layer not in self.unrotated_layers:
             return None
         return Temperature(self.temperature_scale, self.temperature_floor)
@@ -378,7 +379,7 @@ class ModelConfig:
 
     def first_key(self, layer: int, position: int) -> int:
         """Return the first position that the token at `position` attends to in the layer with index `layer`, under its
-        sliding window or chunk; 0 without one.
+        sliding window or chunk; 0 if the layer has neither.
         """
         window = self.layer_window(layer)
         if window is None:

@@ -20,7 +20,7 @@ from meshwright.spec.families import Family
 @dataclass(frozen=True, slots=True)
 class NeutralValue:
     """Rule for a `config.json` field that Meshwright does not implement: values with which the field has no effect on
-    the computation are accepted, all others are refused. ``text``: description of the accepted values in error
+    the computation are accepted, all other values are refused. ``text``: description of the accepted values in error
     messages. ``accepts``: function (value, all ModelConfig fields by name) -> True for an accepted value."""
 
     text: str
@@ -264,7 +264,8 @@ def check_fields(data: Mapping[str, Any], family: Family, fields: Mapping[str, A
 
     ``fields``: the ModelConfig fields that `config_json` read from ``data``, by name; ``where``: name of the
     configuration in errors. Raises ``UserError`` for a value that changes the computation in a way that is not
-    implemented. Warns (`ModelWarning`) of unknown fields, of custom code and of another architecture.
+    implemented. Warns (`ModelWarning`) of unknown fields, of custom code, and of a transformers class
+    (``architectures``) that is not the family's.
     """
     table = get_field_table(family.name)
     unknown = []
@@ -292,8 +293,9 @@ def check_fields(data: Mapping[str, Any], family: Family, fields: Mapping[str, A
 
 
 def format_foreign_architecture_warning(data: Mapping[str, Any], family: Family) -> str | None:
-    """Return a one-line warning if a configuration asks for custom code, or for another architecture than its family's;
-    else None. data: ``config.json`` object. family: the family that it was read as."""
+    """Return a one-line warning if a ``config.json`` object (`data`) asks for custom code, or names a transformers
+    class (``architectures``) that is not the class of `family`; else None. family: the family as which `data` was read.
+    """
     if data.get("auto_map"):
         return f'"auto_map": custom modeling code (trust_remote_code) is never run; treated as {family.architecture}'
     named = data.get("architectures") or [family.architecture]

@@ -37,8 +37,8 @@ def config_from_recipe(
     Hugging Face directory, all fields are taken from it; the table's other keys then replace single fields.
 
     ``sequence``: tokens of a sequence (``data.sequence``). ``tokenizer_vocabulary``: number of token ids of the
-    tokenizer, which is the model's vocabulary if the table gives none and names no directory. ``adapter``: the recipe's
-    ``[adapter]`` table; None: no adapter. Raises ``UserError`` if the model's vocabulary is smaller than the
+    tokenizer, which is the model's vocabulary if the table has neither a vocabulary nor a directory. ``adapter``: the
+    recipe's ``[adapter]`` table; None: no adapter. Raises ``UserError`` if the model's vocabulary is smaller than the
     tokenizer's, the sequence longer than the model's positions, or the adapter does not fit the model."""
     if model.from_path is not None:
         base = config_from_path(model.from_path)
@@ -79,7 +79,8 @@ def config_from_recipe(
 
 def with_adapter(config: ModelConfig, adapter: AdapterRecipe, base: str | None = None) -> ModelConfig:
     """Return the base model's configuration `config` with the adapter of a recipe's ``[adapter]`` table added. base:
-    directory of the base model. Raises `UserError` if targets or rank do not fit the model.
+    directory of the base model, which the adapter's configuration records (None: nothing is recorded). Raises
+    `UserError` if targets or rank do not fit the model.
     """
     found = make_adapter_config(adapter, base)
     if found is None:
@@ -91,7 +92,7 @@ def with_adapter(config: ModelConfig, adapter: AdapterRecipe, base: str | None =
 
 def make_adapter_config(adapter: AdapterRecipe, base: str | None = None) -> AdapterConfig | None:
     """Return the AdapterConfig of a recipe's ``[adapter]`` table; None for kind "none". base: directory of the base
-    model.
+    model, or None.
     """
     if adapter.kind == "none":
         return None
@@ -139,7 +140,7 @@ def _make_default_config(model: ModelRecipe, sequence: int, vocabulary: int) -> 
 
 def _make_default_latent(size: int, head_dim: int | None) -> dict[str, Any]:
     """Return the ``config.json`` keys of multi-head latent attention, with default values, for a recipe's ``[model]``
-    table. The sizes have the same proportions as in DeepSeek-V2-Lite. size: hidden / heads. head_dim: size of a head's
+    table. The proportions of the sizes are those of DeepSeek-V2-Lite. size: hidden / heads. head_dim: size of a head's
     query; None: the table does not give it."""
     rotary = 2 * max(1, (size // 4 if head_dim is None else head_dim // 6))
     values = max(1, size if head_dim is None else head_dim - rotary)
@@ -149,7 +150,7 @@ def _make_default_latent(size: int, head_dim: int | None) -> dict[str, Any]:
 def _make_default_experts(model: ModelRecipe, keys: Experts, intermediate: int) -> dict[str, Any]:
     """Return the ``config.json`` keys of a mixture of experts, with values, for a recipe's ``[model]`` table (`model`).
     If the table gives no expert width, it is chosen so that a token's experts together cost about as much compute as a
-    dense MLP of width `intermediate`; in family mixtral each expert has that width.
+    dense MLP of width `intermediate`; in family mixtral each expert has the width `intermediate`.
 
     keys: names of the family's ``config.json`` keys for experts. intermediate: width of a dense MLP."""
     experts = model.experts or 8
@@ -175,10 +176,11 @@ def _make_default_experts(model: ModelRecipe, keys: Experts, intermediate: int) 
 
 
 def _add_derived_sizes(base: ModelConfig, overrides: dict[str, Any]) -> None:
-    """Add to ``overrides`` ({ModelConfig field: new value}), in place, the sizes that follow from the overridden ones.
+    """Add to ``overrides`` ({ModelConfig field: new value}), in place, the sizes that follow from the overridden
+    fields.
 
-    The rules: head_dim = hidden / heads; kv_heads = heads; intermediate = 4 hidden (ungated MLP); the same rotary base
-    in all layers. A rule is applied only if the configuration `base`, before the overrides, follows it: if `base` has
+    The rules: head_dim = hidden / heads; kv_heads = heads; intermediate = 4 hidden (ungated MLP); one rotary base in
+    all layers. A rule is applied only if the configuration `base`, before the overrides, follows it: if `base` has
     fewer key-value heads than heads, their number is not changed. Fields with one value per layer are cut or continued
     to the new number of layers."""
     hidden, heads = overrides.get("hidden", base.hidden), overrides.get("heads", base.heads)

@@ -112,9 +112,9 @@ def list_file_keys(family: str) -> Mapping[str, tuple[str, ...]]:
 
 
 def read_family(data: Mapping[str, Any], where: str) -> Family:
-    """Return the family that ``model_type`` names in a ``config.json`` object (`data`). Raises ``UserError``, with
-    the list of known families, for an unknown one, and for quantized weights in a format that is not read.
-    ``where``: name of the configuration in errors."""
+    """Return the family that ``model_type`` names in a ``config.json`` object (`data`). ``where``: name of the
+    configuration in errors. Raises ``UserError`` for an unknown family (with the list of known families), and for
+    quantized weights in a format that Meshwright cannot read."""
     name = data.get("model_type")
     known = ", ".join(FAMILIES)
     if name is None:
@@ -154,7 +154,7 @@ def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     configuration in errors.
 
     Raises ``UserError`` for values that cannot be read or whose effect is not implemented. Warns with `ModelWarning` of
-    unknown fields, of custom code and of another architecture."""
+    unknown fields, of custom code, and of a transformers class (``architectures``) that is not the family's."""
     family, data = read_family(data, where), select_text_config(data, where)
     read = Reader(data, family.defaults, where)
     keys = list_file_keys(family.name)
@@ -216,8 +216,8 @@ def read_fields(data: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _read_settings(family: Family, read: Reader) -> dict[str, Any]:
-    """Read the optional ModelConfig fields of a family, those for which ``family.settings`` gives a ``config.json``
-    key; return {field: value}. read: typed access to the file."""
+    """Read the optional ModelConfig fields of a family (the fields for which ``family.settings`` gives a
+    ``config.json`` key); return {field: value}. read: typed access to the file."""
     fields: dict[str, Any] = {}
     for name, setting in family.settings.items():
         if setting.kind == "flag":

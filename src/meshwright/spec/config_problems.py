@@ -10,7 +10,7 @@ from meshwright.spec.families import Experts
 
 def find_experts_problem(config: Any) -> str | None:
     """Return an error message for the first invalid or contradictory mixture-of-experts field of `config`, a
-    ModelConfig; None if there is none."""
+    ModelConfig; None if all are valid."""
     if config.experts_keys is None:
         given = [name for name in ("experts", "experts_per_token", "expert_intermediate") if getattr(config, name)]
         return f"family {config.family} has no experts: leave {given[0]} out" if given else None
@@ -55,8 +55,8 @@ def _find_family_problem(config: Any, keys: Experts) -> str | None:
 
 
 def _find_groups_problem(config: Any) -> str | None:
-    """Return an error message if the fields of expert groups (``expert_groups``, ``groups_per_token``) contradict the
-    number of experts; None if they fit."""
+    """Return an error message if the fields of expert groups (``expert_groups``, ``groups_per_token``) of `config`
+    contradict its number of experts; None if they are consistent."""
     groups, used = config.expert_groups, config.groups_per_token
     if not 1 <= used <= groups or config.experts % groups:
         return f"experts {config.experts} must be a multiple of expert_groups {groups}, of which a token uses {used}"

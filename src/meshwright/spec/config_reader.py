@@ -31,8 +31,8 @@ class Reader:
         self.data, self.defaults, self.where = data, defaults, where
 
     def get(self, keys: Iterable[str], default: Any = None) -> tuple[str, Any]:
-        """Return (key, value) for the first of the synonymous ``keys`` that is present. If none is present, the key is
-        the first one, and the value is the family's default for it, or `default` if the family has none. Raises
+        """Return (key, value) for the first of the synonymous ``keys`` that is present. If none is present, the first
+        key is returned, and the value is the family's default for it, or `default` if the family has none. Raises
         ``UserError`` if two synonyms are present with different values."""
         keys = tuple(keys)
         present = [key for key in keys if key in self.data]

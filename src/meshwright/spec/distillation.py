@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def read_teacher_config(recipe: Recipe) -> ModelConfig | None:
     """Read the model configuration of the teacher that `recipe` names (`distill.teacher`); None without a teacher.
-    Raises `UserError` if its directory is missing or damaged, or its model cannot be run.
+    Raises `UserError` if the teacher's directory is missing or damaged, or Meshwright cannot run the model.
     """
     if recipe.distill.teacher is None:
         return None
@@ -33,9 +33,9 @@ def read_teacher_config(recipe: Recipe) -> ModelConfig | None:
 
 def map_layers(recipe: Recipe, layers: int) -> tuple[tuple[int, int], ...]:
     """Return the pairs (student's layer, teacher's layer) whose outputs distillation compares, as indices from 0; empty
-    unless `distill.hidden` is true. They are the pairs in `distill.layer_map`. By default the teacher is divided into n
-    equal parts, and the student's i-th layer is compared with the last layer of the i-th part (uniform mapping: Jiao et
-    al. 2019, arXiv:1909.10351, section 3.1).
+    unless `distill.hidden` is true. The pairs are those in `distill.layer_map`, if given. Otherwise the teacher is
+    divided into n equal parts, and the student's i-th layer is compared with the last layer of the i-th part (uniform
+    mapping: Jiao et al. 2019, arXiv:1909.10351, section 3.1).
 
     recipe: recipe with the table [distill]. layers: n, number of the student's layers."""
     if not recipe.distill.hidden:
@@ -48,8 +48,8 @@ def map_layers(recipe: Recipe, layers: int) -> tuple[tuple[int, int], ...]:
 
 
 def add_projections(config: ModelConfig, recipe: Recipe) -> ModelConfig:
-    """Return `config` with the projections that the recipe's [distill] table needs: linear maps from hidden states of
-    the model to the size of a teacher's, one for each layer that is compared."""
+    """Return `config` with the projections that the recipe's [distill] table needs: for each compared layer, a linear
+    map from the model's hidden size to the teacher's hidden size."""
     pairs, teacher = map_layers(recipe, config.layers), read_teacher_config(recipe)
     if not pairs or teacher is None:
         return config
@@ -73,8 +73,9 @@ def make_teacher_layout(layout: Layout, text: str, config: ModelConfig) -> Layou
 
 
 def check_teacher(recipe: Recipe, student: ModelConfig, layout: Layout) -> None:
-    """Raise `UserError` unless the teacher that the recipe names can teach the model `student` (its configuration) on a
-    layout. The vocabularies are compared by `check_vocabularies` instead."""
+    """Raise `UserError` unless the teacher that the recipe names can be used to distil the model `student` (its
+    configuration) on `layout`: for sequence length, compared layers, on-policy sampling and the teacher's own layout.
+    The vocabularies are compared by `check_vocabularies` instead."""
     teacher, given = read_teacher_config(recipe), recipe.distill
     if teacher is None:
         return
@@ -113,9 +114,9 @@ def check_teacher(recipe: Recipe, student: ModelConfig, layout: Layout) -> None:
 
 
 def check_vocabularies(recipe: Recipe, student: int, tokens: int | None) -> None:
-    """Check that the next-token distributions of teacher and student can be compared; raise `UserError` if not. They
-    can if both models have equally many token IDs, or if both have all IDs of a common tokenizer, so that any further
-    IDs are padding.
+    """Check that the next-token distributions of teacher and student can be compared; raise `UserError` if not. The
+    check passes if both models have equally many token IDs, or if both have all IDs of a common tokenizer, so that any
+    further IDs are padding.
 
     recipe: names the teacher. student: number of token IDs of the trained model. tokens: number of token IDs of the
     common tokenizer; None if it is unknown or not the teacher's."""
@@ -134,6 +135,6 @@ def check_vocabularies(recipe: Recipe, student: int, tokens: int | None) -> None
 
 
 def fit_vocabulary(teacher: ModelConfig, student: int) -> ModelConfig:
-    """Return the teacher's configuration with `student` token IDs, the number of the trained model, so that both models
-    shard the vocabulary alike. IDs of padding are removed from the end, or added."""
+    """Return the configuration `teacher` with its number of token IDs changed to `student`, the trained model's number,
+    so that both models shard the vocabulary alike. Only padding IDs are removed from the end or added."""
     return dataclasses.replace(teacher, vocabulary=student)

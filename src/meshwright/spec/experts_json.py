@@ -99,9 +99,9 @@ def _read_groups(read: Reader, keys: Experts) -> dict[str, int]:
 
 
 def _read_dense_layers(read: Reader, layers: int) -> tuple[int, ...]:
-    """Return the indices of the layers with a dense MLP. These are the layers in ``mlp_only_layers``, and those whose
-    number, counted from 1, is not a multiple of ``decoder_sparse_step``. read: typed access to the ``config.json``.
-    layers: number of layers."""
+    """Return the indices of the layers with a dense MLP. These are the layers in ``mlp_only_layers``, and the layers
+    whose number, counted from 1, is not a multiple of ``decoder_sparse_step``. read: typed access to the
+    ``config.json``. layers: number of layers."""
     step = read.integer("layers", ("decoder_sparse_step",), 1)
     _, listed = read.get(("mlp_only_layers",))
     dense = _parse_layer_indices(read, "mlp_only_layers", listed or [])
@@ -109,8 +109,8 @@ def _read_dense_layers(read: Reader, layers: int) -> tuple[int, ...]:
 
 
 def _read_mixed_layers(read: Reader, layers: int) -> frozenset[int]:
-    """Return the indices of the mixture-of-experts layers: those in ``moe_layers`` or, without that key, every
-    ``interleave_moe_layer_step``-th. read: typed access to the ``config.json``. layers: number of layers.
+    """Return the indices of the mixture-of-experts layers: the layers in ``moe_layers`` or, without that key, every
+    ``interleave_moe_layer_step``-th layer. read: typed access to the ``config.json``. layers: number of layers.
     """
     step = read.integer("layers", ("interleave_moe_layer_step",), 1)
     _, listed = read.get(("moe_layers",))

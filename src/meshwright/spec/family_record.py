@@ -13,10 +13,10 @@ class Setting:
 
     Attributes:
         key: Name of the key.
-        kind: Type of its value. "flag": a boolean; "switch": a boolean or a number, of which 0 is false; "factor": a
-            number above 0; "count": a whole number above 0; "limit": a number above 0, or null for none;
-            "inverse_square": a number x above 0, where the field is x ** -0.5; "nested": a value inside
-            ``rope_parameters``, which `read_rope` reads; `key` then only selects its default in ``Family.defaults``.
+        kind: Type of the key's value. "flag": a boolean; "switch": a boolean or a number, of which 0 is false;
+            "factor": a number above 0; "count": a whole number above 0; "limit": a number above 0, or null for none;
+            "inverse_square": a number x above 0; the field is x ** -0.5; "nested": a value inside ``rope_parameters``,
+            which `read_rope` reads; `key` then only selects its default in ``Family.defaults``.
     """
 
     key: str
@@ -29,9 +29,9 @@ class Windows:
 
     Attributes:
         layers: Layers with a window if the key ``layer_types`` is missing or not read: "all"; "late": from
-            ``max_window_layers`` on; "early": every other layer before ``max_window_layers``; "periodic": all but every
-            ``period``-th; "unrotated": those without rotary positions, by default every ``period``-th; "rotated": those
-            with rotary positions.
+            ``max_window_layers`` on; "early": every other layer before ``max_window_layers``; "periodic": all layers
+            but every ``period``-th; "unrotated": layers without rotary positions, by default every ``period``-th;
+            "rotated": layers with rotary positions.
         period, period_key: Period of the pattern of layers, and the key that overrides it.
         switch: True if layers have a window only where ``use_sliding_window`` is true.
         listed: True if ``layer_types``, when present, lists the layers with a window. False if the family does not read
@@ -68,17 +68,17 @@ class Experts:
 
     Attributes:
         count: Keys of the number of experts (in transformers 4, then 5).
-        width: Key of an expert's MLP width; None: it equals that of the dense MLPs.
+        width: Key of an expert's MLP width; None: it equals the width of the dense MLPs.
         normalised: Key of ``ModelConfig.normalise_choice``; None: the family fixes it.
         loss: Key of the coefficient of the load-balancing loss; None: there is none.
         loss_switched: True: there is a loss only where ``output_router_logits`` is true, as in transformers.
         scale: Key of ``ModelConfig.routed_scale``; None: it is 1.
         shared: Key of the shared expert's width. If ``shared_copies``, the key holds that width divided by the width of
-            an expert. "": the shared expert is as wide as the others, and there is no key. None: there is no shared
-            expert.
-        dense: Layers with a dense MLP. "first": the first ones, as many as ``first_k_dense_replace`` says; "listed":
-            those given by ``mlp_only_layers`` and ``decoder_sparse_step``; "interleaved": those not in ``moe_layers``,
-            by default all but every ``interleave_moe_layer_step``-th; None: no layer.
+            an expert. "": the shared expert is as wide as a routed expert, and there is no key. None: there is no
+            shared expert.
+        dense: Layers with a dense MLP. "first": as many of the first layers as ``first_k_dense_replace`` says;
+            "listed": the layers given by ``mlp_only_layers`` and ``decoder_sparse_step``; "interleaved": the layers not
+            in ``moe_layers``, by default all but every ``interleave_moe_layer_step``-th; None: no layer.
         groups: Condition under which the experts form ``n_group`` groups for routing: "always"; "method": if
             ``topk_method`` says so; None: never.
         stacked: True: one tensor on disk holds the matrix, or bias, of all experts of a layer.
@@ -112,8 +112,8 @@ class Family:
         defaults: {config.json key: value if the key is missing}.
         settings: {ModelConfig field: the config.json key that holds it}, for optional fields. An optional field (one of
             `OPTIONS`) that is neither here nor in ``fixed`` keeps its default.
-        keys: {ModelConfig field: its config.json keys}, for fields whose keys are not the usual ones.
-        windows: Layers with a sliding window; None: no layer has one.
+        keys: {ModelConfig field: its config.json keys}, for fields with other keys than most families use.
+        windows: Layers with a sliding window; None: no layer has a window.
         partial_rotation: True if the key ``partial_rotary_factor`` may be below 1.
         planning_only: Reason why models of the family can only be planned (memory and step time predicted), not run;
             None if they can.
@@ -148,8 +148,8 @@ class Family:
         return bool(self.heads)
 
     def find_encoder_problem(self, head: str, token_types: int, labels: Sequence[str]) -> str | None:
-        """Return an error message for the first invalid or contradictory one of the ModelConfig fields `head`,
-        `token_types` and `labels`, which only encoders have; None if there is none."""
+        """Return an error message for the first invalid or contradictory ModelConfig field among `head`, `token_types`
+        and `labels`, which only encoders have; None if all three are valid."""
         if not self.encoder:
             given = [name for name, value in (("token_types", token_types), ("labels", labels)) if value]
             given += [f"head {head!r}"] if head != "next" else []

@@ -30,7 +30,7 @@ class ForeignParameter(NamedTuple):
 
 class KeptValue(NamedTuple):
     """Buffer or frozen parameter of a user's module, which is saved in checkpoints but not trained. name: its name in
-    the module. shape: its shape. dtype: name of its dtype, such as "int64" (the same in torch and numpy)."""
+    the module. shape: its shape. dtype: name of its dtype, such as "int64", valid in torch and numpy."""
 
     name: str
     shape: tuple[int, ...]

@@ -35,12 +35,12 @@ _LONG = 1 << 14  # 64-bit integers above which a call that releases the GIL pays
 def draw_normal_values(
     seed: int, name: str, start: int, stop: int, columns: tuple[int, int, int] | None = None, threads: int = 1
 ) -> NDArray[np.float32]:
-    """Return standard normal values [stop - start] for the elements [start, stop) of a tensor; each depends only on
-    `seed`, `name` and the element's index.
+    """Return standard normal values [stop - start] for the elements [start, stop) of a tensor; each value depends only
+    on `seed`, `name` and the element's index.
 
-    seed: seed of the model's initial values. name: the tensor's name on disk. columns: None: elements of the flattened
-    tensor. (first, end, width): elements of the flattened columns [first, end) of a matrix of `width` columns. threads:
-    number of threads that draw.
+    seed: seed of the model's initial values. name: the tensor's name on disk. columns: None: start and stop count the
+    elements of the flattened tensor. (first, end, width): they count only the elements in the columns [first, end) of a
+    matrix of `width` columns. threads: number of threads that draw.
     """
     key = np.frombuffer(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:16], "<u8")
     values = np.empty(stop - start, np.float32)
@@ -83,7 +83,7 @@ def _list_spans(start: int, stop: int, columns: tuple[int, int, int] | None) -> 
 
 def _draw_bits(key: NDArray[np.uint64], spans: Iterable[tuple[int, int]]) -> NDArray[np.uint32]:
     """Return a random 32-bit integer for each element in `spans`, uint32 [elements]. spans: ascending index ranges
-    (start, stop) of a tensor. key: the tensor's key of the counter-based generator Philox.
+    (start, stop) of a tensor. key: key for this tensor of the counter-based generator Philox.
     """
     philox, position, drawn = np.random.Philox(key=key), 0, []
     generator = np.random.Generator(philox)
@@ -100,8 +100,8 @@ def _draw_bits(key: NDArray[np.uint64], spans: Iterable[tuple[int, int]]) -> NDA
 
 def _compute_quantiles(bits: NDArray[np.uint32], values: NDArray[np.float32], scratch: tuple[Any, Any, Any]) -> None:
     """Convert random 32-bit integers `bits` [n] to standard normal values, written to `values` [n]: the lowest bit is
-    the sign, the other 31 bits i give the normal quantile of the probability (i + 1/2) / 2^32. scratch: uint32, float32
-    and int64 arrays of at least n elements, which are overwritten.
+    the sign, the number i in the upper 31 bits gives the normal quantile of the probability (i + 1/2) / 2^32. scratch:
+    uint32, float32 and int64 arrays of at least n elements, which are overwritten.
     """
     nodes, differences = _tabulate_quantile()
     integer, number, node = (each[: len(bits)] for each in scratch)
@@ -124,8 +124,8 @@ def _compute_quantiles(bits: NDArray[np.uint32], values: NDArray[np.float32], sc
 
 @cache
 def _tabulate_quantile() -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return a table of the standard normal quantile for linear interpolation, two float32 arrays [nodes]: its value at
-    each node, and its slope up to the next node, in units of float32 steps (2^17 between two nodes).
+    """Return a table of the standard normal quantile for linear interpolation, two float32 arrays [nodes]: the quantile
+    at each node, and the slope up to the next node, in units of float32 steps (2^17 between two nodes).
 
     The nodes are the numbers x = 2^e (1 + k / 64), e = -1 ... 30, k = 0 ... 63, and 2^31; the value at x is the
     quantile of the probability x / 2^32. The low 17 bits of a float32 number's fraction are its distance from a node.

@@ -54,8 +54,8 @@ def count_reused_buffers(sizes: Sequence[tuple[int, ...]]) -> dict[int, int]:
     of buffers}.
 
     `sizes`: for each FSDP unit, in forward order, the numbers of elements of its flat buffers. Only consecutive units
-    of equal sizes, such as layers, share buffers. They share one buffer for the unit whose backward runs, and one for
-    each gradient reduction in flight (at most `REDUCTIONS_IN_FLIGHT`)."""
+    of equal sizes, such as layers, share buffers: one for the unit whose backward runs, and one for each gradient
+    reduction in flight (at most `REDUCTIONS_IN_FLIGHT`)."""
     kept: dict[int, int] = {}
     for unit, run in itertools.groupby(sizes):
         length = len(list(run))
@@ -67,8 +67,8 @@ def count_reused_buffers(sizes: Sequence[tuple[int, ...]]) -> dict[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Initial:
-    """Initial values of a tensor. kind: "normal", all "ones", or all "zeros". std: standard deviation of "normal",
-    whose mean is 0; not used otherwise."""
+    """Initial values of a tensor. kind: "normal" (random), "ones" (all 1) or "zeros" (all 0). std: standard deviation
+    of "normal", whose mean is 0; not used otherwise."""
 
     kind: Literal["normal", "ones", "zeros"]
     std: float = 0.0
@@ -76,9 +76,9 @@ class Initial:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Contiguous block of a parameter entry (one tensor of a checkpoint) on one rank. start: index in the unsharded
-    entry of its first element, one per dim. shape: shape of the block. local_start: index of its first element, one per
-    dim, in the rank's shard of the model parameter that contains the entry (such as fused qkv).
+    """Contiguous block of a parameter entry (one tensor of a checkpoint) on one rank. start: index of the block's first
+    element in the unsharded entry, one per dim. shape: shape of the block. local_start: index of the block's first
+    element in the rank's shard of the model parameter that contains the entry (such as fused qkv), one per dim.
     """
 
     start: tuple[int, ...]
@@ -111,20 +111,20 @@ class ParameterEntry:
             index ``offset``.
         unit: Name of its FSDP unit (parameters that ZeRO-3 all-gathers together).
         split: {axis: dim along which the axis shards the entry}: {"tp": 0} for column-parallel and vocabulary-parallel
-            weights, {"tp": 1} for row-parallel ones, {} if replicated.
-        blocks: Sizes along that dim of consecutive blocks, each of which is sharded separately (query, key and value if
-            they are fused on disk).
+            weights, {"tp": 1} for row-parallel weights, {} if replicated.
+        blocks: Sizes along the sharded dim of consecutive blocks, each of which is sharded separately (query, key and
+            value if they are fused on disk).
         granularity: Shard boundaries are multiples of this number (the size of a head).
         remainder: What happens if tp does not divide the heads or the vocabulary: "refuse" the layout; "replicate"
-            key-value heads, so that neighbouring ranks share one; "pad" the shards of the last ranks (vocabulary).
+            key-value heads, so that neighbouring ranks share a head; "pad" the shards of the last ranks (vocabulary).
         expert: For a routed expert, (index of the expert, number of experts); otherwise None. Under expert parallelism
             such an entry is on one ep rank and is sharded over etp instead of tp.
         stacked: True if one tensor on disk holds the entries of all experts, along a further first dim; ``name`` is
             then its name with the expert's index, "NAME[3]".
         active: Fraction of all tokens that use the entry, below 1 for routed experts.
-        partial: Reason why tp ranks that hold the same values compute only partial gradients of them: "sequence": they
-            see different tokens under sequence parallelism; "heads": they compute different heads or expert columns.
-            None: each rank computes the complete gradient.
+        partial: Reason why tp ranks that hold the same values compute only partial gradients of them. "sequence": the
+            ranks see different tokens under sequence parallelism; "heads": the ranks compute different heads or expert
+            columns. None: each rank computes the complete gradient.
         balances: True for a bias on router scores that balances the experts' load. Its gradient is the load of its
             expert minus the mean load; it is excluded from the gradient norm, and the optimizer follows its sign.
         trainable: False for a frozen parameter of a model with an adapter: it is held, and sharded like any other, but
@@ -201,8 +201,8 @@ class ParameterEntry:
         return number // (experts // layout.ep)
 
     def sharded_dims(self, layout: Layout) -> Mapping[str, int]:
-        """Return {axis: dim along which this axis shards the entry} under `layout`. It is the attribute ``split``; for
-        routed experts under expert parallelism "tp" is replaced by "etp"."""
+        """Return {axis: dim along which this axis shards the entry} under `layout`. The result is the attribute
+        ``split``; for routed experts under expert parallelism "tp" is replaced by "etp"."""
         return {self.width_axis(layout): self.split["tp"]} if "tp" in self.split else {}
 
     def width_axis(self, layout: Layout) -> Literal["tp", "etp"]:
@@ -211,8 +211,8 @@ class ParameterEntry:
         return "etp" if self.expert_parallel(layout) else "tp"
 
     def replicas(self, layout: Layout) -> int:
-        """Return the number of consecutive ranks of the axis `width_axis` that hold the same values of the entry; 1 if
-        each of these ranks has another shard.
+        """Return, for `layout`, the number of consecutive ranks of the axis `width_axis` (tp or etp) that hold the same
+        values of the entry; 1 if all ranks of that axis hold different shards.
 
         A sum over all ranks of that axis counts each element this many times. Routed experts under expert parallelism
         also have the same values on all ranks of a group of the mesh axis "expert_data"; these ranks are not counted.
@@ -227,8 +227,8 @@ class ParameterEntry:
     def gradient_axes(self, layout: Layout) -> tuple[str, ...]:
         """Return the mesh axes over which the entry's gradient is all-reduced under `layout`; () for a frozen entry.
 
-        One of them is "data" (dp x cp), because ranks see different samples and different slices of a sequence; for
-        routed experts under expert parallelism it is "expert_data" instead. The other one is `partial_axis`, if there
+        The first axis is "data" (dp x cp), because ranks see different samples and different slices of a sequence; for
+        routed experts under expert parallelism it is "expert_data" instead. The axis `partial_axis` follows, if there
         is one. Axis pp is not listed: pipeline ranks that hold the same FSDP unit all-reduce its gradient separately
         (`partition.Partition.holders`)."""
         if not self.trainable:
@@ -246,8 +246,8 @@ class ParameterEntry:
         return self.width_axis(layout) if partial else None
 
     def local_shape(self, layout: Layout) -> tuple[int, ...]:
-        """Return the shape of a rank's shard of the entry under this layout, vocabulary padding included. It is equal
-        on all ranks that hold a shard."""
+        """Return the shape of a rank's shard of the entry under `layout`, vocabulary padding included. All ranks that
+        hold a shard have equal shapes."""
         shape = list(self.model_shape)
         for axis, dim in self.sharded_dims(layout).items():
             parts = getattr(layout, axis)
@@ -257,7 +257,7 @@ class ParameterEntry:
     def _local_block_size(self, block: int, parts: int) -> int:
         """Return the number of rows or columns, along the sharded dim, that one rank holds of a block (one part of a
         fused weight, such as Q, K or V). block: number of rows or columns of the whole block. parts: number of ranks
-        that shard it."""
+        that shard the block."""
         pieces = block // self.granularity
         if pieces % parts == 0:
             return pieces // parts * self.granularity
@@ -320,18 +320,19 @@ class ModelParameter:
         return self.entries[0].trainable
 
     def buffer_kind(self, layout: Layout) -> BufferKind:
-        """Return the kind of flat buffer ("dense", "experts", "frozen" ...) that holds the parameter under `layout`;
-        the same for all of its entries."""
+        """Return the kind of flat buffer ("dense", "experts", "frozen" ...) that holds the parameter, with all of its
+        entries, under `layout`."""
         return self.entries[0].buffer_kind(layout)
 
     def local_shape(self, layout: Layout) -> tuple[int, ...]:
-        """Return the shape of a rank's shard under this layout, equal on all ranks, vocabulary padding included."""
+        """Return the shape of a rank's shard of the parameter under `layout`, vocabulary padding included; all ranks
+        have equal shapes."""
         shapes = [entry.local_shape(layout) for entry in self.entries if entry.ep_rank(layout) in (None, 0)]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def local_offset(self, entry: ParameterEntry, layout: Layout) -> int:
-        """Return the index along dim 0 of a rank's shard of this parameter, under `layout`, at which its shard of
-        `entry` begins. `entry`: one of `entries`."""
+        """Return the index along dim 0 at which the shard of `entry` begins within a rank's shard of this parameter,
+        under `layout`. `entry`: one of `entries`."""
         before = itertools.takewhile(lambda other: other.name != entry.name, self.entries)
         place = entry.ep_rank(layout)
         return sum(other.local_shape(layout)[0] for other in before if other.ep_rank(layout) == place)

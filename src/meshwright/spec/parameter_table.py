@@ -18,7 +18,7 @@ class ParameterTable:
     and, within a unit, in the order of its flat buffer.
 
     Attributes:
-        entries: One for each tensor on disk.
+        entries: Parameter entries, one for each tensor on disk.
         tensors: The parameters of the model in memory, each a concatenation of entries (such as query, key and value,
             or all experts).
         units: Names of the FSDP units.
@@ -62,10 +62,10 @@ class ParameterTable:
     def unit_tensors(
         self, unit: str, layout: Layout | None = None, buffer: BufferKind | None = None
     ) -> tuple[ModelParameter, ...]:
-        """Return the model parameters of the FSDP unit called `unit` in the order of its flat buffers: those with
-        weight decay first. `buffer`: select only those in this flat buffer under `layout`: "dense" (trained
-        parameters), "experts" (routed experts under expert parallelism), "frozen", "frozen_experts" or "packed"
-        (quantized); None: all."""
+        """Return the model parameters of the FSDP unit called `unit` in the order of its flat buffers, with
+        weight-decayed parameters first. `buffer`: select only the parameters in this flat buffer under `layout`:
+        "dense" (trained parameters), "experts" (routed experts under expert parallelism), "frozen", "frozen_experts" or
+        "packed" (quantized); None: all."""
         tensors = self._tensors_by_unit[unit]
         if buffer is None:
             return tensors
@@ -79,8 +79,8 @@ class ParameterTable:
         return tuple(kind for kind in BUFFER_KINDS if kind in held) or ("dense",)
 
     def needed_by(self, unit: str) -> tuple[str, ...]:
-        """Return the names of the FSDP units whose parameters the unit called `unit` reads: itself and, for a head tied
-        to the embedding, "embedding".
+        """Return the names of the FSDP units whose parameters the unit called `unit` reads: `unit` itself and, for a
+        head tied to the embedding, "embedding".
         """
         return (unit, "embedding") if self.tied and unit == "head" else (unit,)
 
@@ -91,7 +91,8 @@ class ParameterTable:
 
     @cached_property
     def trained(self) -> ParameterTable:
-        """Table of the trainable parameters alone: what checkpoints of a run hold. `self` if none is frozen."""
+        """Table of the trainable parameters alone, which checkpoints of a run hold; `self` if no parameter is
+        frozen."""
         if all(entry.trainable for entry in self.entries):
             return self
         tensors = tuple(tensor for tensor in self.tensors if tensor.trainable)
@@ -100,7 +101,7 @@ class ParameterTable:
 
     @cached_property
     def frozen(self) -> ParameterTable:
-        """Table of the same model with all parameters frozen, such as a teacher's."""
+        """Table of the same model with all parameters marked as frozen, as for a teacher."""
         tensors = tuple(
             replace(tensor, entries=tuple(replace(entry, trainable=False) for entry in tensor.entries))
             for tensor in self.tensors
@@ -118,7 +119,7 @@ class ParameterTable:
         """Return the blocks of a parameter entry (one tensor of a checkpoint) that one rank holds. ``coordinates``:
         {axis: position} of the rank, from ``layout.coordinates``.
 
-        The blocks of all ranks cover the entry; each element is on ``entry.replicas(layout)`` tp ranks. A routed expert
+        The blocks of all ranks cover the entry; ``entry.replicas(layout)`` tp ranks hold each element. A routed expert
         under expert parallelism is covered by the blocks of the ep x etp ranks that share the experts."""
         offset = self.tensor(entry.tensor).local_offset(entry, layout)
         dims = range(len(entry.model_shape))
@@ -130,9 +131,9 @@ class ParameterTable:
 
     def unit_numel(self, unit: str, layout: Layout | None = None, buffer: BufferKind = "dense") -> int:
         """Return the number of elements of one flat buffer of the FSDP unit called `unit` on a rank, before ZeRO
-        sharding and padding. layout: None: one device. buffer: "dense" (trained parameters), "experts" (those of routed
-        experts under expert parallelism), "frozen" and "frozen_experts" (the same, not trained), or "packed"
-        (quantized)."""
+        sharding and padding. layout: None: one device. buffer: "dense" (trained parameters), "experts" (trained routed
+        experts under expert parallelism), "frozen" (frozen parameters), "frozen_experts" (frozen routed experts under
+        expert parallelism), or "packed" (quantized parameters)."""
         tensors = self.unit_tensors(unit, layout, buffer)
         return sum(math.prod(tensor.local_shape(layout or Layout())) for tensor in tensors)
 

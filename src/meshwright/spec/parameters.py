@@ -25,8 +25,8 @@ __all__ = ["Box", "Initial", "ParameterTable", "ParameterEntry", "ModelParameter
 
 def parameter_table(config: ModelConfig) -> ParameterTable:
     """Build the parameter table of the model with configuration `config`, of any family. With an adapter, the base
-    model's parameters are frozen, and the adapter's are further entries. Raises `UserError` if the adapter's targets
-    match no linear layer, or its rank is too high."""
+    model's parameters are frozen, and entries of the adapter's parameters are added. Raises `UserError` if the
+    adapter's targets match no linear layer, or the adapter's rank is too high."""
     builder = _Builder(config)
     builder.build()
     units: dict[str, dict[str, list[ParameterEntry]]] = {}
@@ -43,9 +43,9 @@ def parameter_table(config: ModelConfig) -> ParameterTable:
 
 
 def make_projection_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
-    """Yield the parameter entries of distillation's projections, which map hidden states to the size of the teacher's,
-    [teacher's hidden size, hidden size] each. They belong to the FSDP unit of the head and are replicated over tp.
-    config: configuration of the student.
+    """Yield the parameter entries of distillation's projections, matrices [teacher's hidden size, hidden size] that map
+    the student's hidden states to the teacher's size. They belong to the FSDP unit of the head and are replicated over
+    tp. config: configuration of the student.
     """
     for layer, width in config.projections:
         yield ParameterEntry(
@@ -67,10 +67,10 @@ class _EntryPosition:
     Attributes:
         unit: Name of its FSDP unit.
         part: Role of the entry, such as "query": its key in `DISK_NAMES`, which has its Hugging Face name.
-        layer, expert: Index of its layer and of its expert; None if it belongs to none.
-        tensor: Name, without ".weight" or ".bias", of the model parameter of which the entry is a slice along dim 0;
-            None: the same as `part`.
-        offset: Index along dim 0 of that parameter at which the slice begins.
+        layer, expert: Index of the entry's layer and of its expert; None if the entry belongs to none.
+        tensor: Name, without ".weight" or ".bias", of the model parameter of which the entry is a slice along dim 0.
+            None: that name is `part`.
+        offset: Index along dim 0 of that model parameter at which the slice begins.
     """
 
     unit: str
@@ -90,7 +90,8 @@ class _Sharding:
         blocks: Sizes along that dim of consecutive blocks, each sharded separately (empty: one block).
         granularity: Shard boundaries are multiples of this number.
         remainder: What happens if tp does not divide the dim: refuse the layout, let ranks share heads, or pad.
-        partial: Reason why tp ranks that hold the same values have partial gradients; None: they have complete ones.
+        partial: Reason why tp ranks that hold the same values have partial gradients; None: their gradients are
+            complete.
     """
 
     split: Mapping[SplitAxis, int] = field(default_factory=dict)
@@ -106,8 +107,8 @@ _COLUMNS, _ROWS = _Sharding({"tp": 0}), _Sharding({"tp": 1})  # column parallel,
 
 
 class _Builder:
-    """Builder of the parameter entries (tensors of a checkpoint) of the model with configuration `config`. It collects
-    them in ``entries``, FSDP unit by unit in forward order."""
+    """Builder of the parameter entries (tensors of a checkpoint) of the model with configuration `config`. The entries
+    are collected in the attribute ``entries``, FSDP unit by unit in forward order."""
 
     def __init__(self, config: ModelConfig) -> None:
         """Start without entries; `build` appends those of the model with configuration `config`."""
@@ -245,7 +246,7 @@ class _Builder:
                 self.add_norm(place, shape[0], cut)
 
     def add_feed_forward(self, unit: str, mlp: str, layer: int, width: int, prefix: str = "") -> None:
-        """Append the parameter entries of an MLP: gate (if there is one), up and down projections. `unit`: FSDP unit;
+        """Append the parameter entries of an MLP: gate (of a gated MLP), up and down projections. `unit`: FSDP unit;
         `mlp`: prefix of the model parameters' names, such as "layers.0.mlp"; `layer`: layer index; `width`:
         intermediate size; `prefix`: prefix of their keys in `DISK_NAMES` ("shared_" for a shared expert)."""
         hidden, bias = self.config.hidden, self.config.mlp_bias
@@ -292,9 +293,9 @@ class _Builder:
             self.add(_EntryPosition(unit, "shared_expert_gate", layer, f"{mlp}.shared_gate"), (1, hidden), _BY_HEADS)
 
     def add_linear(self, place: _EntryPosition, output: int, inputs: int, cut: _Sharding, *, bias: bool) -> None:
-        """Append the entry of a weight [output, inputs]. place: its position in the model. cut: its sharding; {"tp": 0}
-        is column parallel (outputs are sharded), {"tp": 1} row parallel (inputs are sharded). bias: True to append a
-        bias [output] too."""
+        """Append the entry of a weight [output, inputs]. place: its position in the model. cut: its sharding; a split
+        {"tp": 0} is column parallel (outputs are sharded), {"tp": 1} row parallel (inputs are sharded). bias: True to
+        append a bias [output] too."""
         column = cut.split["tp"] == 0
         self.add(place, (output, inputs), cut, initial=self.normal if column else self.residual)
         if bias:  # a row-parallel layer adds it after the reduction, to each rank's token slice
@@ -323,10 +324,10 @@ class _Builder:
         balances: bool = False,
     ) -> None:
         """Append one parameter entry (tensor of a checkpoint). place: its position in the model. shape: its shape as
-        `nn.Linear` stores it, [output, input]. cut: its sharding. suffix: end of its name: "weight", "bias", or "" for
-        a parameter that belongs neither to a linear layer nor to a norm. disk_suffix: end of its name on disk (None:
-        `suffix`). initial: initial values (None: the default for its number of dims). balances: True for a router bias
-        that balances the experts' load."""
+        `nn.Linear` stores it, [output, input]. cut: its sharding. suffix: end of the parameter's name: "weight",
+        "bias", or "" for a parameter that belongs neither to a linear layer nor to a norm. disk_suffix: end of its name
+        on disk (None: `suffix`). initial: initial values (None: the default for its number of dims). balances: True for
+        a router bias that balances the experts' load."""
         expert, keys = place.expert, self.config.experts_keys
         stacked = expert is not None and keys is not None and keys.stacked
         turned = keys.transposed if stacked and keys else self.config.family == "gpt2" and place.layer is not None

@@ -17,8 +17,8 @@ class Partition:
     table: the model's parameter table. stages: the stages in forward order. placement[replica][stage]: pipeline rank
     (index on axis pp) that holds the stage of this model copy; only bidirectional schedules have two copies.
 
-    A rank may hold several stages (interleaving), several ranks the same stage (bidirectional schedules), and several
-    stages the same FSDP unit (a tied embedding is on the first and the last stage)."""
+    A rank may hold several stages (interleaving). Several ranks may hold the same stage (bidirectional schedules).
+    Several stages may hold the same FSDP unit (a tied embedding is on the first and the last stage)."""
 
     table: ParameterTable
     stages: tuple[Stage, ...]

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 def read_rope(fields: dict[str, Any], read: Reader) -> None:
     """Read the ModelConfig fields of rotary positions from a ``config.json`` and add them to ``fields``: bases,
-    scaling, and the rotated fraction of a head. They are under ``rope_theta`` and ``rope_scaling`` (transformers 4) or
-    ``rope_parameters`` (transformers 5). read: typed access to the file."""
+    scaling, and the rotated fraction of a head. The ``config.json`` has them under ``rope_theta`` and ``rope_scaling``
+    (transformers 4) or ``rope_parameters`` (transformers 5). read: typed access to the file."""
     family, data, where = FAMILIES[fields["family"]], read.data, read.where
     fields["rope_theta"] = read.number(("rope_theta",), 10000.0)
     if family.partial_rotation:
@@ -153,9 +153,9 @@ def _make_default_windows(rule: Windows, fields: Mapping[str, Any], read: Reader
 
 
 def _read_unrotated(read: Reader, layers: int, rule: Windows) -> tuple[int, ...]:
-    """Return the indices of the layers without rotary positions: those with a 0 in ``no_rope_layers`` or, without that
-    key, every ``no_rope_layer_interval``-th (default: the period of the family's `rule`). read: typed access to the
-    ``config.json``. layers: number of layers."""
+    """Return the indices of the layers without rotary positions: the layers with a 0 in ``no_rope_layers`` or, without
+    that key, every ``no_rope_layer_interval``-th layer (default: the period of the family's `rule`). read: typed access
+    to the ``config.json``. layers: number of layers."""
     _, listed = read.get(("no_rope_layers",))
     every = read.integer("layers", ("no_rope_layer_interval",), rule.period)
     if listed is None or (rule.chunked and listed == []):  # as Llama 4's files have it
@@ -168,7 +168,7 @@ def _read_unrotated(read: Reader, layers: int, rule: Windows) -> tuple[int, ...]
 def resize_patterns(config: ModelConfig, layers: int) -> dict[str, Any]:
     """Return the per-layer ModelConfig fields of `config` for another number of layers (`layers`), as {field: value}:
     ``unrotated_layers``, ``windowed_layers`` and, if dense layers are interleaved, ``dense_layers``. Each pattern of
-    layers is cut, or continued by the family's rule."""
+    layers is cut to fewer layers, or continued to more layers by the family's rule."""
     rule = FAMILIES[config.family].windows
     by_rule = rule.layers if rule is not None else "all"
     unrotated = [index in config.unrotated_layers for index in range(config.layers)]
@@ -191,8 +191,8 @@ def _continue_pattern(pattern: list[bool], layers: int, period: int | None, mark
     """Cut or continue `pattern`, one value per layer, to `layers` layers; return the result.
 
     period: None: repeat the last value. Otherwise the family's rule gives every `period`-th layer the value `marked`,
-    and all others the opposite. A pattern that follows this rule, with the same or another period, is continued by the
-    rule; any other pattern by repetition of its shortest repeating part."""
+    and all others the opposite. A pattern that follows this rule, with this or another period, is continued by the
+    rule. Any other pattern is continued by repeating its shortest period."""
     if period is None or layers <= len(pattern):
         return (pattern + pattern[-1:] * layers)[:layers]
     for each in (period, *range(1, len(pattern) + 1)):
@@ -205,8 +205,8 @@ def _continue_pattern(pattern: list[bool], layers: int, period: int | None, mark
 
 
 def _read_window_layers(read: Reader) -> int:
-    """Return ``max_window_layers`` of a Qwen2 ``config.json`` (default 28): in qwen2 the index of the first layer with
-    a sliding window, in qwen2_moe that of the first layer without one. read: typed access to the file.
+    """Return ``max_window_layers`` of a Qwen2 ``config.json`` (default 28). In qwen2 it is the index of the first layer
+    with a sliding window, in qwen2_moe the index of the first layer without a window. read: typed access to the file.
     """
     _, value = read.get(("max_window_layers",), 28)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:

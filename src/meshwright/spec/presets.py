@@ -22,7 +22,8 @@ from meshwright.spec.config_json import config_from_huggingface
 @dataclass(frozen=True, slots=True)
 class Preset:
     """Public model. ``name``: name of the preset, such as "llama-3-8b". ``config``: its architecture. ``parameters``:
-    the exact parameter count that was published; None if none was. ``source``: origin of the configuration."""
+    the exact published parameter count; None if no exact count was published. ``source``: origin of the configuration.
+    """
 
     name: str
     config: ModelConfig

@@ -24,7 +24,7 @@ def refuse(
 
     ``config``: configuration of the model; ``batch``: sequences per step over all ranks; ``sequence``: tokens in each
     sequence (None: not checked); ``world_size``: ranks available (None: not checked). ``planning``: True to check only
-    that the layout is possible for the model, not that this version of Meshwright can run it.
+    that the layout is possible for the model, not that Meshwright can run the model on it.
     """
     if not planning:
         if config.planning_only:
@@ -51,12 +51,12 @@ def refuse(
 
 
 def serving_layout(text: str, config: ModelConfig) -> Layout:
-    """Parse a layout for serving, generation and evaluation, such as "tp2 pp2" (`text`); return it. It may have dp, tp,
-    pp, and an ep that divides tp. Raises UserError for other axes, and for a layout that the model with configuration
-    `config` cannot use.
+    """Parse a layout for serving, generation and evaluation, such as "tp2 pp2" (`text`); return it. The layout may have
+    dp, tp, pp, and an ep that divides tp. Raises UserError for other axes, and for a layout that the model with
+    configuration `config` cannot use.
 
     The result has tp without sequence parallelism, because the tokens of a step cannot be split over ranks. Experts are
-    sharded within each of the dp model copies, because these exchange no tokens.
+    sharded within each of the dp model copies, because model copies exchange no tokens.
     """
     layout = Layout.parse(text) if text.strip() else Layout()
     reading = Layout(dp=layout.dp, tp=layout.tp, tensor_sequence_parallel=layout.tp == 1, pp=layout.pp, ep=layout.ep)
@@ -72,7 +72,8 @@ def serving_layout(text: str, config: ModelConfig) -> Layout:
 
 
 def _find_ranks_problem(layout: Layout, world_size: int | None) -> str | None:
-    """Return an error message if the layout does not use exactly `world_size` ranks, else None."""
+    """Return an error message if the layout does not use exactly `world_size` ranks, else None. world_size: number of
+    available ranks; None: nothing is checked, and None is returned."""
     if world_size is None or world_size == layout.world_size:
         return None
     return f"it has {layout.world_size} ranks (dp x tp x cp x pp), but there are {world_size}"
@@ -90,8 +91,8 @@ def _find_batch_problem(layout: Layout, batch: int) -> str | None:
 
 
 def _find_encoder_problem(layout: Layout, config: ModelConfig) -> str | None:
-    """Return an error message if `layout` would split an encoder over tp, cp, pp or ep, else None; None for a decoder.
-    config: configuration of the model."""
+    """Return an error message if the model is an encoder and `layout` has tp, cp, pp or ep above 1, else None. config:
+    configuration of the model."""
     if not config.encoder:
         return None
     cut = next(
@@ -136,9 +137,9 @@ def _find_tensor_problem(layout: Layout, config: ModelConfig) -> str | None:
 
 
 def _find_sequence_problem(layout: Layout, config: ModelConfig, sequence: int | None, planning: bool) -> str | None:
-    """Return an error message if `sequence` (tokens; None: not checked) is longer than the model's positions, or does
-    not divide over cp and tp of `layout`; else None. config: configuration of the model. planning: True to accept more
-    positions than the model was trained for, unless they are learned.
+    """Return an error message if `sequence` (tokens; None: not checked) is longer than the model's positions, or cannot
+    be divided evenly over cp and tp of `layout`; else None. config: configuration of the model. planning: True to
+    accept sequences longer than the model's positions, unless positions are learned.
     """
     if sequence is None:
         return None
@@ -215,9 +216,9 @@ def _find_expert_problem(layout: Layout, config: ModelConfig) -> str | None:
 
 
 def _count_expert_biases(config: ModelConfig) -> int:
-    """Return the number of elements of the bias of an expert's down projection; 0 if experts have no biases. The number
-    must be a multiple of the ranks that shard an expert's width, because each of these adds one slice of the bias.
-    config: configuration of the model."""
+    """Return the number of elements of the bias of an expert's down projection; 0 if experts have no biases. The ranks
+    that shard an expert's width also share this bias, one slice per rank, so their number must divide it. config:
+    configuration of the model."""
     return config.hidden if config.experts and config.mlp_bias else 0
 
 

@@ -26,16 +26,16 @@ class RopeScaling:
     "linear" (Chen et al. 2023, arXiv:2306.15595): every rotary frequency is divided by ``factor``.
 
     "llama3" (Llama 3.1): frequencies with wavelengths above ``original_max_positions / low_frequency_factor`` are
-    divided by ``factor``; those with wavelengths below ``original_max_positions / high_frequency_factor`` are kept;
-    between the two there is a ramp.
+    divided by ``factor``; frequencies with wavelengths below ``original_max_positions / high_frequency_factor`` are
+    kept; between the two there is a ramp.
 
     "yarn" (Peng et al. 2023, arXiv:2309.00071): dimensions with more than ``beta_fast`` rotations within
-    ``original_max_positions`` keep their frequency, those with fewer than ``beta_slow`` have it divided by ``factor``,
-    with a ramp between. ``truncate``: False: do not round the ends of the ramp to whole dimensions. Cosine and sine are
-    multiplied by ``attention_scale``: ``attention_factor`` if given, else f(``mscale``) / f(``mscale_all_dim``) if both
-    are given, with f(m) = 0.1 m ln(``factor``) + 1, else f(1).
+    ``original_max_positions`` keep their frequency, dimensions with fewer than ``beta_slow`` rotations have it divided
+    by ``factor``, with a ramp between. ``truncate``: False: do not round the ends of the ramp to whole dimensions.
+    Cosine and sine are multiplied by ``attention_scale``: ``attention_factor`` if given, else f(``mscale``) /
+    f(``mscale_all_dim``) if both are given, with f(m) = 0.1 m ln(``factor``) + 1, else f(1).
 
-    "longrope" (Ding et al. 2024, arXiv:2402.13753): each rotary frequency is divided by its own factor, one of
+    "longrope" (Ding et al. 2024, arXiv:2402.13753): each rotary frequency is divided by a separate factor, one of
     ``long_factors`` for sequences of more than ``original_max_positions`` tokens, else one of ``short_factors``. Cosine
     and sine are multiplied by ``attention_factor`` or, without it, by sqrt(1 + ln(factor) /
     ln(original_max_positions)), or by 1 if ``factor`` is at most 1.
@@ -80,8 +80,8 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Rotary positions of a layer. size: number of rotated features of a head. theta: base of the wavelengths.
-    scaling: scaling method; None: plain."""
+    """Rotary positions of a layer. size: number of rotated features of a head. theta: base of the wavelengths. scaling:
+    RoPE scaling method; None: no scaling."""
 
     size: int
     theta: float
@@ -90,7 +90,7 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class Temperature:
-    """Position-dependent temperature of queries (Llama 4): at position p they are multiplied by 1 + `scale` log(1 +
+    """Position-dependent temperature of queries (Llama 4): at position p queries are multiplied by 1 + `scale` log(1 +
     floor((p + 1) / `floor`)).
     """
 

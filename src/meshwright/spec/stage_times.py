@@ -21,7 +21,7 @@ find the same program."""
 @dataclass(frozen=True, slots=True)
 class StageTimes:
     """Estimator of the durations of a model's pipeline stages (forward, input-gradient and weight-gradient passes) from
-    FLOPs, for schedules. An object is called with the number of stages.
+    FLOPs, for schedules. Calling an object with a number of stages returns their durations.
 
     A weight matmul costs the same in forward, input gradient and weight gradient. The attention core (scores and
     weighted values) has no weights; its backward, twice the forward FLOPs, counts as input gradient. Recomputation and
@@ -65,6 +65,6 @@ class StageTimes:
 def program_for(layout: Layout, config: ModelConfig, sequence: int) -> PipelineProgram:
     """Return the pipeline program (each rank's order of forwards, backwards and transfers) of a layout's schedule, for
     the model with configuration `config` and sequences of `sequence` tokens. Raises `UserError` if the schedule does
-    not support the layout's numbers (such as stages or micro-batches), and for a schedule file that is not one
-    synchronous training step."""
+    not support the layout's numbers (such as stages or micro-batches), and for a schedule file that does not describe
+    exactly one synchronous training step."""
     return generate_for_layout(layout, StageTimes(config, layout.pp, sequence, layout.recompute))

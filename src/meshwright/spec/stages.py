@@ -20,7 +20,7 @@ LOOKED_UP = ("embedding", "positions", "token_types")
 @dataclass(frozen=True, slots=True)
 class Stage:
     """Pipeline stage: consecutive layers of a model. index: number of the stage, from 0. layers: indices of its layers.
-    first: True if it has the embedding. last: True if it has the final norm and the head."""
+    first: True if the stage has the embedding. last: True if the stage has the final norm and the head."""
 
     index: int
     layers: range

@@ -44,9 +44,9 @@ WeightFormat = BlockFp8 | MxFp4
 
 
 def read_weight_format(data: Mapping[str, Any], where: str) -> WeightFormat | None:
-    """Return the format of the quantized weights that a ``config.json`` object (`data`) describes; None if they are not
-    quantized. Raises ``UserError`` for a format that is not supported; the message names those that are. where: name of
-    the configuration in errors."""
+    """Return the format of the quantized weights that a ``config.json`` object (`data`) describes; None if the weights
+    are not quantized. Raises ``UserError`` for an unsupported format; the message lists the supported formats. where:
+    name of the configuration in errors."""
     key = next((key for key in _KEYS if data.get(key) is not None), None)
     if key is None:
         return None

@@ -24,9 +24,9 @@ section 3.1)."""
 
 def count_predictions(config: ModelConfig, rows: int, sequence: int) -> int:
     """Return the number of positions at which the output head computes logits, for a batch of `rows` sequences of
-    `sequence` tokens. A decoder computes them at all tokens. An encoder computes them at the fraction `MASKED_SHARE` of
-    the tokens with the masked-language-model head, otherwise at one token per sequence. config: configuration of the
-    model."""
+    `sequence` tokens. A decoder computes logits at all tokens. An encoder with the masked-language-model head computes
+    them at the fraction `MASKED_SHARE` of the tokens, any other encoder at one token per sequence. config:
+    configuration of the model."""
     if not config.encoder:
         return rows * sequence
     return max(1, round(MASKED_SHARE * rows * sequence)) if config.head == "masked" else rows
@@ -51,8 +51,8 @@ def keys_per_token(sequence: int, window: int | None = None, causal: bool = True
 def layer_flops(config: ModelConfig, layer: int, sequence: int, causal: bool = True) -> dict[str, float]:
     """Return the forward FLOPs per token of the layer with index `layer`, as {operation name ("attention.qkv",
     "mlp.up", ...): FLOPs}. config: configuration of the model; in a mixture of experts only the experts that a token
-    uses count. sequence: tokens of a sequence. causal: True to count only the attention scores that causal masking
-    leaves, about half; False: all."""
+    uses count. sequence: tokens of a sequence. causal: True to count only attention scores that the causal mask does
+    not hide, about half; False: to count all."""
     query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
     keys = keys_per_token(sequence, config.layer_window(layer), causal and not config.encoder, config.window_chunks)
     up_matrices = 2 if config.gated else 1
@@ -77,8 +77,8 @@ def layer_flops(config: ModelConfig, layer: int, sequence: int, causal: bool = T
 
 
 def prediction_flops(config: ModelConfig, sequence: int) -> float:
-    """Return the forward FLOPs per token of the module of multi-token prediction, with its output head; 0 without one.
-    config: configuration of the model. sequence: tokens of a sequence."""
+    """Return the forward FLOPs per token of the module of multi-token prediction, with its output head; 0 without such
+    a module. config: configuration of the model. sequence: tokens of a sequence."""
     if not config.prediction_layers:
         return 0.0
     layer = sum(layer_flops(config, config.layers, sequence).values())

@@ -22,7 +22,7 @@ class Result:
     """Outcome of a training run.
 
     Attributes:
-        step: Number of steps done, including those before a resume.
+        step: Number of steps done, including steps before a resume.
         loss: Training loss of the last step, in nats per token; None if no step was logged.
         validation_loss: Last validation loss, in nats per token; None without validation.
         tokens_per_second: Median throughput of the logged steps, all ranks together; None if no step was logged.
@@ -32,7 +32,7 @@ class Result:
         checkpoint: Newest complete checkpoint.
         best_checkpoint: Checkpoint with the lowest validation loss.
         run_directory: Directory of metrics, result and checkpoints.
-        document: All of this and more as JSON, the document of `meshwright train --json`.
+        document: All these figures and more as a JSON object, which `meshwright train --json` prints.
     """
 
     step: int
@@ -49,8 +49,9 @@ class Result:
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any], run_directory: Path) -> Result:
-        """Build the result from a result document, the JSON object in `result.json` and of `meshwright train --json`:
-        step, loss, predicted and measured figures, checkpoint paths. run_directory: directory of the run's files."""
+        """Build the result from a result document (the JSON object in `result.json`, which `meshwright train --json`
+        prints): step, loss, predicted and measured figures, checkpoint paths. run_directory: directory of the run's
+        files."""
         checkpoint, best = (document[key] and Path(document[key]) for key in ("checkpoint", "best_checkpoint"))
         figures = {key: document.get(key) for key in ("loss", "validation_loss", "tokens_per_second", "mfu")}
         return cls(
@@ -75,11 +76,11 @@ def train(
     """Train a recipe, or resume it from its newest complete checkpoint; missing data are prepared first.
 
     Ranks are started as processes of this machine. In a process that torchrun, Kubernetes or SLURM started, and on
-    emulated ranks (`meshwright run --emulate`, `mw.emulate`), every rank calls this and joins the others.
+    emulated ranks (`meshwright run --emulate`, `mw.emulate`), every rank calls this function.
 
     Args:
         recipe: Path of a recipe, its tables as nested dictionaries, or a `Recipe`.
-        overrides: Values of recipe keys by dotted name, `{"train.steps": 20}`; they replace the recipe's values.
+        overrides: Values of recipe keys by dotted name, `{"train.steps": 20}`, which replace the recipe's values.
             Strings as on the command line, `["train.steps=20"]`, are accepted, too.
         layout: Layout in place of the recipe's: notation such as `"dp2 zero1"`, `"auto"`, or a `Layout`.
         restarts: Maximum number of restarts after a rank was lost.
@@ -88,8 +89,7 @@ def train(
         trust: Allow the recipe to run code that it names, such as a tracker's class.
 
     Returns:
-        The outcome, with the same document as `meshwright train --json`. If another launcher started the ranks, rank 0
-        has all figures and every other rank its own.
+        The outcome. If another launcher started the ranks, all figures are complete on rank 0 only.
 
     Raises:
         UserError: A key, value or file is wrong, or the layout does not fit model, batch or machine.
@@ -131,8 +131,8 @@ def train(
 
 
 def reports_result() -> bool:
-    """Return True if this process is the one that prints the result of `train`: rank 0 of ranks that torchrun,
-    Kubernetes or SLURM started, else the process that starts the ranks itself.
+    """Return True if this process prints the result of `train`. It does if it is rank 0 of ranks that torchrun,
+    Kubernetes or SLURM started, or if it starts the ranks itself.
     """
     if not is_started_by_others():
         return True

@@ -18,9 +18,9 @@ from meshwright.training.first_start import find_hardware_profile, measure_first
 
 
 def search_fastest_layout(recipe: Recipe, ranks: int | None, log: Callable[[str], None], *, probe: bool = False) -> str:
-    """Search for the layout of a recipe (the settings of a run) with `layout = "auto"`: among the layouts that fit into
-    memory, the one that the planner predicts to be the fastest. Return the layout as text such as "dp2 zero1". The text
-    names no precision, since the run chooses that itself.
+    """Search for the layout of a recipe (the settings of a run) with `layout = "auto"`: the layout that the planner
+    predicts to be the fastest of those that fit into memory. Return the layout as text such as "dp2 zero1". The text
+    names no precision, which the run chooses later.
 
     ranks: number of ranks that another launcher has started; None: one per GPU of this machine, or as many CPU
     processes as the hardware profile (measured machine speeds) was made with. log: called with each log line. probe:

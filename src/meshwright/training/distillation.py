@@ -42,9 +42,9 @@ class Distillation(NextToken):
     """Objective of distillation: the student (the model being trained) learns both the next token of the text and a
     teacher's next-token distribution. The loss is a mean over the target tokens.
 
-    recipe: settings of the run. loss: loss of a token. Attributes: `teacher`: the teacher model, which runs in every
+    recipe: settings of the run. loss: loss of a token. Attributes: `teacher`: the teacher model, if it runs in every
     step; `cache`: reader of the teacher's most probable tokens, if they were computed before the run. `prepare` sets
-    one of the two; the other one stays None."""
+    one of these two attributes; the other stays None."""
 
     metric_count = DISTILLATION_METRICS
 
@@ -89,9 +89,9 @@ class Distillation(NextToken):
             start.log(f"teacher: {given.top_k} most probable tokens from {self.cache and self.cache.directory}")
 
     def _open_cache(self, policy: Policy, agreement: Agreement) -> None:
-        """Open the cache of the teacher's most probable tokens. Rank 0 alone reads and hashes the teacher's files, by
-        which the cache is found. policy: the student; agreement: exchanges texts between ranks. Raises `UserError` on
-        every rank if it fails on any. Collective."""
+        """Open the cache of the teacher's most probable tokens. Rank 0 alone reads the teacher's files and computes
+        their hash, which identifies the cache. policy: the student; agreement: exchanges texts between ranks. Raises
+        `UserError` on every rank if this fails on any rank. Collective."""
         digest, problem = None, None
         if policy.mesh.rank == 0:
             try:
@@ -111,7 +111,8 @@ class Distillation(NextToken):
 
     def _load_teacher(self, policy: Policy, agreement: Agreement, directory: Path) -> None:
         """Load the teacher from a Hugging Face directory and compute the checksum of its weights. policy: the student;
-        agreement: exchanges texts between ranks. Raises `UserError` on every rank if it fails on any. Collective."""
+        agreement: exchanges texts between ranks. Raises `UserError` on every rank if this fails on any rank.
+        Collective."""
         given, layers, problem = self.recipe.distill, [layer for _, layer in self.loss.layer_map], None
         dtype = policy.parallel.parameter_dtype if given.dtype is None else getattr(torch, given.dtype)
         config = fit_vocabulary(config_from_path(directory), policy.config.vocabulary)
@@ -129,10 +130,10 @@ class Distillation(NextToken):
     def complete(
         self, policy: Policy, micro_batches: Sequence[MicroBatch], rows: Sequence[NDArray[np.int64]], step: int | None
     ) -> list[MicroBatch]:
-        """Return this rank's `micro_batches` with the teacher's targets added, for those whose last pipeline stage is
-        on this rank. In an on-policy step, the sequences are first replaced by the student's samples. With pipeline
-        parallelism, this call runs the teacher through all stages. Without it, the teacher runs on each micro-batch
-        later, just before the student does, so that only one micro-batch's states are in memory.
+        """Return this rank's `micro_batches` with the teacher's targets added to each micro-batch whose last pipeline
+        stage is on this rank. In an on-policy step, the sequences are first replaced by the student's samples. With
+        pipeline parallelism, this call runs the teacher through all stages. Without it, the teacher runs on each
+        micro-batch later, just before the student does, so that only one micro-batch's states are in memory.
 
         policy: the student. rows: indices of the sequences of each micro-batch in the training split. step: index of
         the step; None: validation, where `rows` are indices in the validation split. Collective.
@@ -173,7 +174,7 @@ class Distillation(NextToken):
         samples a continuation.
 
         policy: the student. rows: indices of the sequences of each micro-batch in the training split; step: index of
-        the step; both seed the random draws. Collective."""
+        the step. The random draws are seeded by `rows` and `step`. Collective."""
         given, recipe = self.recipe.distill, self.recipe
         text_tokens = None
         if recipe.data.records == "text":
@@ -202,7 +203,7 @@ class Distillation(NextToken):
 
     def state(self) -> dict[str, Any]:
         """Return {"teacher": checksum of the teacher's weights or of its cache} for `state.json`. A resumed run must
-        have the same checksum."""
+        have an equal checksum."""
         return {"teacher": self._checksum}
 
     def report(self, means: Sequence[float]) -> Metrics:
@@ -213,7 +214,8 @@ class Distillation(NextToken):
 
 
 def _run_teacher(teacher: Teacher, micro_batch: MicroBatch, student: Axis, targets: TeacherTargets) -> None:
-    """Run the teacher on `micro_batch` and set the states in `targets`. student: the run's mesh axis tp. Collective."""
+    """Run the teacher on `micro_batch` and store its hidden states in `targets`. student: the run's mesh axis tp.
+    Collective."""
     found = teacher.run([micro_batch])[0]
     targets.states_TH, targets.layers = found.states_TH, found.layers
     targets.head = teacher.output_head(student)
@@ -223,8 +225,8 @@ def _read_cache(
     cache: TeacherCache, micro_batch: MicroBatch, rows: NDArray[np.int64], split: str, targets: TeacherTargets
 ) -> None:
     """Read the teacher's most probable tokens for `micro_batch` from `cache` and set them in `targets`. rows: indices
-    of its sequences in the split `split` ("train" or "validation"). Under context parallelism only the tokens of this
-    rank's slice of the sequences are read. Raises `UserError` if a file of the cache is damaged."""
+    of the micro-batch's sequences in the split `split` ("train" or "validation"). Under context parallelism only the
+    tokens of this rank's slice of the sequences are read. Raises `UserError` if a file of the cache is damaged."""
     tokens_BS, _, documents = micro_batch
     parts = [torch.from_numpy(part).to(tokens_BS.device) for part in cache.read(split, rows)]
     if documents.indices_C is not None:

@@ -57,7 +57,7 @@ class DistillationLoss:
 
 def make_distillation(recipe: Recipe, layers: int) -> DistillationLoss | None:
     """Build the loss that the [distill] table of a recipe describes; None without a teacher. layers: number of layers
-    of the model, to which layers of the teacher are assigned."""
+    of the student, each of which may be compared with a layer of the teacher."""
     given = recipe.distill
     if given.teacher is None:
         return None

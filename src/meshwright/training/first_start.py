@@ -66,7 +66,7 @@ def list_candidate_precisions() -> tuple[str, ...]:
 
 
 def describe_slow_precision(layout: Layout, device: str) -> str | None:
-    """Return a warning for the user if the layout's precision is a 16-bit one for which this machine's CPU has no
+    """Return a warning for the user if the layout's precision is a 16-bit format for which this machine's CPU has no
     instructions, else None. device: the recipe's `run.device` ("auto", "cpu" or "cuda")."""
     if layout.precision not in SLOW_WITHOUT_INSTRUCTIONS or not runs_on_cpu(device) or has_bf16_instructions():
         return None
@@ -78,7 +78,7 @@ def describe_slow_precision(layout: Layout, device: str) -> str | None:
 
 def find_hardware_profile(ranks: int, threads: int) -> Cluster | None:
     """Return the stored hardware profile (measured speeds) of this machine's CPU for `ranks` processes of `threads`
-    threads each; None if there is none.
+    threads each; None if no such profile is stored.
 
     The profile of `meshwright probe` is preferred if it covers at least as many processes; otherwise the result is the
     profile that the first run with these `ranks` and `threads` measured and stored. `UserError` if the file of
@@ -92,8 +92,8 @@ def find_hardware_profile(ranks: int, threads: int) -> Cluster | None:
 
 def describe_missing(what: str, device: str, measurement: Path, remedy: str = "") -> str:
     """Return an error message about a missing measurement of this machine: `what` is missing, and how the user gets it
-    measured, such as "start once without --no-probe". If the measurement failed, the message has the line and remedy
-    of `describe_failure`, or refers to them if this start has logged them.
+    measured, such as "start once without --no-probe". If the measurement has failed, the message contains the text of
+    `describe_failure`, or "see above" if that text was already logged.
 
     what: clause such as "no hardware profile for 2 ranks". device: the recipe's `run.device` ("auto", "cpu" or "cuda").
     measurement: path of the missing file. remedy: another remedy, named first, such as 'run "meshwright probe"'."""
@@ -129,7 +129,7 @@ def measure_first_start(
 ) -> None:  # fmt: skip
     """Measure and store the inputs from which step time and memory of this layout are predicted: the machine's speeds
     (hardware profile) and the memory of a process. Stored measurements are not repeated. If the layout names no
-    precision, the one that its run will take is measured and stored first.
+    precision, the fastest precision on this machine is found and stored first.
 
     device: the recipe's `run.device`. threads: number of OpenMP threads of each rank. log: called with each line for
     the user. compiled: True if the blocks run under torch.compile; None: process memory is not measured. search: True
@@ -184,10 +184,11 @@ def measure_first_start(
 
 
 class _ProfileRequest(NamedTuple):
-    """Hardware profile that is to be measured.
+    """Hardware profile (measured machine speeds) that is to be measured.
 
-    key: number of ranks, threads per rank and device. precisions: those in which speeds are measured, such as
-    ("fp32",); None: the fastest one, which is found first. axes: mesh axes ("tp", "cp") whose collectives are timed."""
+    key: number of ranks, threads per rank and device. precisions: precisions in which speeds are measured, such as
+    ("fp32",); None: only the fastest precision, which is found first. axes: mesh axes ("tp", "cp") whose collectives
+    are timed."""
 
     key: HardwareProfileKey
     precisions: tuple[str, ...] | None
@@ -200,11 +201,11 @@ class _ProfileRequest(NamedTuple):
 
 
 def _may_repeat(measurement: Path, log: Callable[[str], None]) -> bool:
-    """Return True if a measurement of this machine should be made: it has not failed before, or it failed while other
-    programs used the processor, and they no longer do. Otherwise log one line about the earlier failure and return
-    False.
+    """Return True if a measurement of this machine may be made: it has not failed before, or it failed while other
+    programs used the processor, and these programs no longer do. Otherwise log one line about the earlier failure and
+    return False.
 
-    measurement: path of its result file.
+    measurement: path of the file that the measurement writes. log: called with the line.
     """
     failed = FailedMeasurement.read(measurement)
     if failed is None or (failed.busy > BUSY_SHARE and measure_busy_share() <= BUSY_SHARE):
@@ -227,8 +228,8 @@ def _log_failure(what: str, log: Callable[[str], object]) -> Iterator[None]:
 
 
 def _list_synchronous_axes(layout: Layout) -> tuple[str, ...]:
-    """Return those of the mesh axes "tp" and "cp" over which this layout communicates in every layer while compute
-    waits. Expert parallelism is measured as "tp"."""
+    """Return the mesh axes, of "tp" and "cp", over which this layout communicates in every layer while compute waits.
+    Expert parallelism is measured as "tp"."""
     used = {"tp": layout.tp > 1 or layout.ep > 1, "cp": layout.cp > 1}
     return tuple(axis for axis in SYNCHRONOUS_AXES if used[axis])
 
@@ -239,8 +240,8 @@ def _measure_and_store(
     """Measure and store a hardware profile (machine speeds) and process memory; log both and their duration.
 
     profile: profile to measure; None: none. unmeasured: function that returns the conditions (precision, threads,
-    compiled) under which process memory is still to be measured. It is called before and after the profile is measured,
-    because the profile may determine the run's precision. log: called with each line for the user.
+    compiled) under which process memory is still to be measured. The function is called before and after the profile is
+    measured, because the profile may determine the run's precision. log: called with each line for the user.
     """
     what, paths, seconds, expected = [], [], 0, unmeasured()
     if profile is not None:
@@ -275,11 +276,11 @@ def _measure_and_store(
 
 def measure_process_memory(keys: Sequence[ProcessKey], log: Callable[[str], None]) -> list[ProcessConstants]:
     """Measure the memory that a rank process takes besides its tensors; return one result for each of `keys`, in order.
-    Each measurement runs in its own process, started like a rank; they run all at once, because the resident memory of
-    one does not depend on the others.
+    Each measurement runs in a separate process, started like a rank. All processes run at the same time, because they
+    do not influence each other's resident memory.
 
-    keys: precision, number of threads (the same in all) and whether blocks are compiled. log: called with each line for
-    the user. Raises `RankLost` after `LIMIT_SECONDS`, `Terminated` after SIGTERM."""
+    keys: precision, number of threads (equal in all keys) and whether blocks are compiled. log: called with each line
+    for the user. Raises `RankLost` after `LIMIT_SECONDS`, `Terminated` after SIGTERM."""
     from meshwright.launcher.launcher import LaunchSpec, launch
 
     command = (sys.executable, "-P", "-m", "meshwright.training.process_memory_probe")
@@ -294,7 +295,7 @@ def measure_process_memory(keys: Sequence[ProcessKey], log: Callable[[str], None
 
 def _measure_profile(profile: _ProfileRequest, log: Callable[[str], None]) -> None:
     """Measure a hardware profile (machine speeds) and store it; also find and store the fastest precision if it is not
-    known. If a stored profile covers as much and was less disturbed by other programs, keep that one instead.
+    known. If a stored profile covers as much and was less disturbed by other programs, keep the stored profile instead.
 
     profile: what the profile must cover at least. If there is an earlier profile with the same key, its precisions and
     axes are covered, too. log: called with each line for the user. `UserError` if the measurement failed on a rank.
@@ -357,9 +358,9 @@ def _has_usable_profile(
 
 
 def _read_disturbed_fraction(profile: HardwareProfile, path: Path) -> float:
-    """Return how much other programs disturbed the measurement of a hardware profile: the fraction, 0 to 1, of its time
-    in which they occupied a rank's core. 0.0 if negligible, 1.0 if the profile is damaged. path: the profile's file,
-    named in errors.
+    """Return how much other programs disturbed the measurement of a hardware profile: the fraction, 0 to 1, of the
+    measuring time in which other programs occupied a rank's core. 0.0 if negligible, 1.0 if the profile is damaged.
+    path: the profile's file, named in errors.
     """
     try:
         measured = _parse_cluster(profile, path).measured

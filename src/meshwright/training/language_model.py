@@ -55,7 +55,7 @@ class LanguageModelTask:
 
     recipe: settings of the run. layout: degrees of parallelism and precision. config: model architecture. data:
     tokenized splits. mesh: device mesh of this rank. initialise: True: draw initial parameters from the recipe's seed;
-    False: the caller loads them. arithmetic: dtypes of parameters and master weights; None: those of the layout's
+    False: the caller loads them. arithmetic: dtypes of parameters and master weights; None: the dtypes of the layout's
     precision."""
 
     def __init__(
@@ -138,15 +138,15 @@ class LanguageModelTask:
 
     def _sample_numbers(self, step: int) -> NDArray[np.int64]:
         """Return the global sample numbers that this rank reads in the step with index `step`, counted from 0 over all
-        steps of the run: int64 [batch / dp]. They determine the data order and the dropout masks.
+        steps of the run: int64 [batch / dp]. Sample numbers determine the data order and the dropout masks.
         """
         share = self.recipe.train.batch // self.mesh.dp.size
         return step * self.recipe.train.batch + self.mesh.dp.rank * share + np.arange(share)
 
     def count_terms(self, micro_batches: Sequence[MicroBatch]) -> TermCount:
-        """Start to count the loss terms (target tokens, pairs or single responses) of a step: summed over this rank's
-        `micro_batches` and over all ranks, at least 1. Return a function that returns this number, by which the summed
-        loss is divided. Collective."""
+        """Start to count the loss terms (target tokens, pairs or single responses) of a step: their number in this
+        rank's `micro_batches`, summed over all ranks. Return a function that waits for this sum and returns it (1 if it
+        is 0). The summed loss is divided by it. Collective."""
         return self.objective.count_terms(micro_batches, self.mesh)
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], divisor: Divisor) -> torch.Tensor:
@@ -221,8 +221,8 @@ class LanguageModelTask:
         passes: for each forward pass, this rank's micro-batches as arrays of sequence indices; sequences: number of
         sequences of the split; indices from this number on are padding.
 
-        Yields after each forward pass a list of (sequence index, log-probabilities of its responses in nats); the list
-        is empty on ranks that do not hold the last pipeline stage. Collective.
+        Yields after each forward pass a list of (sequence index, log-probabilities of the sequence's responses in
+        nats); the list is empty on ranks that do not hold the last pipeline stage. Collective.
         """
         for group in passes:
             # Indices beyond the last are replaced by sequence 0, so that every rank runs the same number of passes.
@@ -236,9 +236,9 @@ class LanguageModelTask:
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """Inputs of the reference log-probabilities except the weights, {name: value}: "data_sha256" and "model",
-        SHA-256 of the data and of the model configuration, and "precision". Stored log-probabilities are reused only if
-        all values are equal.
+        """Inputs of the reference log-probabilities except the weights, {name: value}: "data_sha256", SHA-256 of the
+        data; "model", SHA-256 of the model configuration; "precision". Stored log-probabilities are reused only if all
+        values are equal.
         """
         return {
             "data_sha256": self.data.sha256,
@@ -255,18 +255,18 @@ class LanguageModelTask:
 
     def reference_weights(self) -> AbstractContextManager[None]:
         """Return a context manager in which forward passes run the reference model of preference training: the base
-        model without its adapter. For a model without an adapter it changes nothing."""
+        model without its adapter. For a model without an adapter the context manager changes nothing."""
         return adapters_off(self.model)
 
     def reference_slices(self) -> list[TensorSlice]:
-        """Return the weights of the reference model of preference training as slices of checkpoint tensors: those of
-        the frozen base model if there is an adapter, else all weights. Over all ranks, each element is in exactly one
-        slice."""
+        """Return the weights of the reference model of preference training as slices of checkpoint tensors: the weights
+        of the frozen base model if there is an adapter, else all weights. Over all ranks, each element is in exactly
+        one slice."""
         return frozen_slices(self.parallel) if self.config.adapter else self.parallel.master_slices(owned=True)
 
     def load_weights(self, directory: Path) -> None:
         """Load the weights of a Hugging Face model directory into the parameters, in place of initial values. An
-        adapter gets its initial values, or those of the PEFT directory `adapter.from`. Projections to a teacher's
+        adapter gets its initial values, or the values in the PEFT directory `adapter.from`. Projections to a teacher's
         hidden states are in no directory; their initial values are drawn from the seed."""
         base = dataclasses.replace(self.config, adapter=None, projections=())
         files = CheckpointFiles(directory)
@@ -284,7 +284,7 @@ class LanguageModelTask:
 
     def state(self) -> dict[str, Any]:
         """Return this task's entries of a checkpoint's `state.json`: checksums of the data and, for preference
-        training, of the reference log-probabilities. They must be equal when the run resumes."""
+        training, of the reference log-probabilities. A run resumes only if these checksums are unchanged."""
         return {"data_sha256": self.data.sha256, **self.objective.state()}
 
     def buffer_slices(self, owned: bool) -> list[TensorSlice]:
@@ -330,8 +330,8 @@ class LanguageModelTask:
 
     def _compute_rank_contributions(self, loss: torch.Tensor) -> torch.Tensor:
         """Return this rank's contributions to the loss and the metric sums of the last forward passes, float64 [1 +
-        metrics]: each divided by the number of ranks that compute the same value, so that an all-reduce over all ranks
-        gives the totals.
+        metrics]: each contribution is this rank's value, divided by the number of ranks that compute the same value, so
+        that an all-reduce over all ranks gives the totals.
 
         loss: scalar, summed over this rank's micro-batches.
         """
@@ -343,7 +343,7 @@ class LanguageModelTask:
         """Split the sequences 0 to `count` - 1 of a data split over the dp ranks. Yield, for each forward pass, this
         rank's micro-batches as arrays of sequence indices.
 
-        All ranks get equally many arrays of equal length; the last ones are padded with `padding_index`, which is not
+        All ranks get equally many arrays of equal length; the last arrays are padded with `padding_index`, which is not
         the index of a sequence.
         """
         rows = max(1, self.recipe.train.batch // (self.layout.dp * self.layout.micro_batches))
@@ -368,7 +368,8 @@ class LanguageModelTask:
 
 def make_objective(recipe: Recipe, splits: Mapping[str, PackedDataset], layers: int = 0) -> Objective:
     """Build the training objective that a recipe selects: preference training, distillation, or next-token prediction.
-    splits: {split: data}, with "train", "validation" ... layers: number of layers of the model."""
+    splits: {split: data}, with "train", "validation" ... layers: number of layers of the model, needed for
+    distillation."""
     pair_loss = make_preference(recipe)
     if pair_loss is None:
         distillation = make_distillation(recipe, layers)

@@ -52,7 +52,7 @@ def train(recipe: Recipe, mesh: Mesh, run_directory: RunDirectory, *, show_progr
 
 def make_save_options(recipe: Recipe, tokenizer_directory: Path | None = None) -> SaveOptions:
     """Return the recipe's checkpoint settings. tokenizer_directory: directory whose files are copied into each
-    checkpoint."""
+    checkpoint; None: no files are copied."""
     settings = recipe.checkpoint
     return SaveOptions(settings.dtype, settings.keep, settings.keep_best, settings.background, tokenizer_directory)
 
@@ -151,9 +151,9 @@ class Run:
     ) -> StepRecord:
         """Build the log record of the step just done.
 
-        outcome: loss, gradient norm and flags of the step; seconds: its duration without validation; validation: result
-        of the validation after it (None: none); profiled: True if the profiler recorded the step, which makes it
-        slower."""
+        outcome: loss, gradient norm and flags of the step; seconds: duration of the step without validation;
+        validation: result of the validation after the step (None: no validation); profiled: True if the profiler
+        recorded the step, which makes it slower."""
         trainer = self.trainer
         return StepRecord(
             step=trainer.steps_done,
@@ -186,7 +186,7 @@ class Run:
 
     def _predict(self) -> Prediction:
         """Return the predictions of memory, step time and traffic, which are reported before the first step. Every rank
-        predicts its own memory; the result also has the prediction of the rank that needs most. Collective."""
+        predicts its memory; the result also has the prediction of the rank that needs the most memory. Collective."""
         found = predict(self.trainer, self.journal.memory)
         fullest = self.agreement.broadcast_from_largest(found.peak_bytes, found.memory_to_json())
         return dataclasses.replace(found, fullest=fullest)
@@ -231,8 +231,9 @@ class Run:
             self.journal.log(line)
 
     def _resolve_precision(self, layout: Layout, previous: str | None) -> Layout:
-        """Return `layout` with an explicit precision. It is the first one known of: the layout's own; that of
-        `previous`, the layout text in the checkpoint; the faster of bf16 and fp32 on this device."""
+        """Return `layout` with an explicit precision: the layout's own if it names one; else the precision of
+        `previous`, the layout text in the checkpoint (None: no checkpoint); else the faster of bf16 and fp32 on this
+        device."""
         earlier = None if previous is None else Layout.parse(previous).precision
         return dataclasses.replace(layout, precision=layout.precision or earlier or choose_precision(self.mesh))
 
@@ -240,7 +241,7 @@ class Run:
         """Create the trainer and load the newest complete checkpoint into it; return the checkpoint's name, None if the
         run starts afresh.
 
-        layout: layout of the run; config: its model configuration; data: its tokenized data. Collective."""
+        layout, config, data: layout, model configuration and tokenized data of the run. Collective."""
         state = check_resume(self.recipe, data.sha256)
         while True:
             resolved = self._resolve_precision(layout, state["layout"] if state else None)

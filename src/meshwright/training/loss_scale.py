@@ -16,7 +16,7 @@ class LossScale:
 
     every: 0 for a constant scale. value: initial scale.
 
-    All ranks update it from the same all-reduced flag, so their scales stay equal without communication."""
+    All ranks update the scale from one all-reduced flag, so their scales stay equal without communication."""
 
     def __init__(self, value: float = 1.0, every: int = 0) -> None:
         """Start at the scale `value`. every: number of finite steps in a row after which it is doubled, 0 for a

@@ -17,8 +17,9 @@ inherit it from the launcher."""
 
 
 def describe_failure(failed: FailedMeasurement, when: str = "") -> str:
-    """Return a line about a failed measurement: the error, then the condition under which it is repeated, such as
-    "after PATH is deleted, the next start measures again". when: put after the error, such as " (at an earlier start)".
+    """Return a line about a failed measurement: the error, then the condition under which the measurement is repeated,
+    such as "after PATH is deleted, the next start measures again". when: put after the error, such as " (at an earlier
+    start)".
     """
     if failed.busy > BUSY_SHARE:
         again = f"the next start while other programs use less than {BUSY_SHARE:.0%} of the cores measures again"
@@ -28,13 +29,14 @@ def describe_failure(failed: FailedMeasurement, when: str = "") -> str:
 
 
 def log_failed(failed: FailedMeasurement, log: Callable[[str], None], when: str = "") -> None:
-    """Log the line of `describe_failure` about a failed measurement, and note that this start has logged it. log:
-    called with the line. when: as for `describe_failure`."""
+    """Log a line about a failed measurement (the error, and when the measurement is repeated), and note that this start
+    has logged it. log: called with the line. when: text put after the error, such as " (at an earlier start)"."""
     log(describe_failure(failed, when))
     known = os.environ.get(LOGGED_VARIABLE, "").split(os.pathsep)
     os.environ[LOGGED_VARIABLE] = os.pathsep.join({*filter(None, known), failed.file})
 
 
 def was_logged(failed: FailedMeasurement) -> bool:
-    """Return True if this start has logged the line about this failed measurement, here or in the launcher."""
+    """Return True if this start, in this process or in the launcher, has logged the line about the measurement
+    `failed`."""
     return failed.file in os.environ.get(LOGGED_VARIABLE, "").split(os.pathsep)

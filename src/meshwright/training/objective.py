@@ -75,8 +75,8 @@ class Policy(Protocol):
         passes: for each forward pass, this rank's micro-batches as arrays of sequence indices; sequences: number of
         sequences of the split; indices from this number on are padding.
 
-        Yields after each forward pass a list of (sequence index, log-probabilities of its responses in nats); the list
-        is empty on ranks that do not hold the last pipeline stage. Collective.
+        Yields after each forward pass a list of (sequence index, log-probabilities of the sequence's responses in
+        nats); the list is empty on ranks that do not hold the last pipeline stage. Collective.
         """
 
 
@@ -104,9 +104,9 @@ class Objective(Protocol):
         split: data split of the sequences, "train" or "validation"; rows: indices of the sequences in this split."""
 
     def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> TermCount:
-        """Start to count the loss terms (target tokens, pairs or single responses) of a step: summed over this rank's
-        `micro_batches` and over all ranks of `mesh`, at least 1. Return a function that returns this number.
-        Collective."""
+        """Start to count the loss terms (target tokens, pairs or single responses) of a step: their number in this
+        rank's `micro_batches`, summed over all ranks of `mesh`. Return a function that waits for this sum and returns
+        it (1 if it is 0). Collective."""
 
     def terms_share(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor | float:
         """Return this rank's share of the step's number of loss terms: the number in its `micro_batches`, divided by
@@ -152,12 +152,12 @@ class Objective(Protocol):
         """
 
     def state(self) -> dict[str, Any]:
-        """Return the objective's entries of a checkpoint's `state.json`: checksums of its inputs, which must be equal
-        when the run resumes."""
+        """Return the objective's entries of a checkpoint's `state.json`: checksums of its inputs. A run resumes only if
+        they are unchanged."""
 
 
 class NextToken:
-    """Objective of next-token prediction: cross-entropy, averaged over the target tokens (those that are not -100).
+    """Objective of next-token prediction: cross-entropy, averaged over the target tokens (targets other than -100).
     Implements `Objective`. It has no pair loss, no metrics and no teacher: `pair_loss`, `metric_sums` and
     `teacher_work` are None, and `metric_names` is empty."""
 
@@ -173,8 +173,8 @@ class NextToken:
         return documents
 
     def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> TermCount:
-        """Start to count the target tokens of a step: summed over this rank's `micro_batches` and over all ranks of
-        `mesh`, at least 1. Return a function that returns this number. Collective."""
+        """Start to count the target tokens of a step: their number in this rank's `micro_batches`, summed over all
+        ranks of `mesh`. Return a function that waits for this sum and returns it (1 if it is 0). Collective."""
         return count_targets((batch.targets_BS for batch in micro_batches), mesh)
 
     def terms_share(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor | float:

@@ -80,11 +80,12 @@ class Sampler:
     ) -> MicroBatch:
         """Sample a continuation of each of the `prompts` (token IDs). Return a micro-batch of the shape of
         `micro_batch`, in which each sequence is a prompt and its continuation, as one document. Targets are the sampled
-        tokens up to the first end-of-sequence token, which is included; all other targets are -100, and the tokens that
-        follow are 0. The prompts are computed in chunks of tokens, then each sequence gets a token in each step.
+        tokens up to and including the first end-of-sequence token; all other targets are -100, and tokens after it are
+        0. The prompts are computed in chunks of tokens; afterwards, each decoding step adds one token to every
+        sequence.
 
-        step: index of the step; rows: indices of the sequences in the training split; both seed the random draws.
-        Collective."""
+        step: index of the step; rows: indices of the sequences in the training split. The random draws are seeded by
+        `step` and `rows`. Collective."""
         (count, length), device = micro_batch.tokens_BS.shape, self._mesh.device
         uniform_BS = np.stack([np.random.default_rng([self._seed, step, _TOKENS, row]).random(length) for row in rows])
         uniform = torch.from_numpy(uniform_BS).to(device)
@@ -123,15 +124,16 @@ class Sampler:
         return MicroBatch(text_BL[:, :-1].contiguous(), targets_BS, Documents())
 
     def _agree(self, *numbers: int) -> list[int]:
-        """Return the maxima of `numbers` over all ranks, which have to make the same collective calls. Collective."""
+        """Return the maximum of each of `numbers` over all ranks, so that all ranks make the same collective calls.
+        Collective."""
         found = torch.tensor(numbers, device=self._mesh.device)
         collectives.all_reduce(found, self._mesh.world, SITE, op="max")
         return found.tolist()
 
     def _compute_prompts(self, text_BL: torch.Tensor, lengths_B: torch.Tensor, cache: _DenseCache) -> torch.Tensor:
-        """Run the student on prompts [B, L], padded to the same length, and fill `cache`; return the final hidden
-        states [B, H] of their last tokens. lengths_B: length of each prompt; one beyond L stands for L. What the cache
-        holds of padding is overwritten before it is read."""
+        """Run the student on prompts `text_BL` [B, L], padded to the same length, and fill `cache`; return the final
+        hidden states [B, H] of the prompts' last tokens. lengths_B: length of each prompt in tokens; a length above L
+        counts as L."""
         last_B = lengths_B.clamp(max=text_BL.shape[1]) - 1
         hidden_BH: torch.Tensor | None = None
         chunk = max(1, CHUNK // len(text_BL))
@@ -149,12 +151,12 @@ class Sampler:
 
     def _compute_hidden(self, tokens_BS: torch.Tensor, places_BS: torch.Tensor, cache: _DenseCache) -> torch.Tensor:
         """Return the final hidden states [B, S, H] of `tokens_BS`, at the positions `places_BS`. cache: KV cache of the
-        tokens before, to which these are added."""
+        earlier tokens, to which `tokens_BS` are added."""
         cache.select(places_BS)
         return self._model.hidden(tokens_BS, units=self._units, cache=cache, positions=places_BS)
 
     def _next_logits(self, hidden_BH: torch.Tensor) -> torch.Tensor:
-        """Return the next-token logits [B, V] for the final hidden states `hidden_BH` of a token of each sequence."""
+        """Return the next-token logits [B, V] for `hidden_BH`, the final hidden state of one token of each sequence."""
         self._units.enter("head", None)  # ZeRO-3 has resharded the output head
         return self._model.output_logits(hidden_BH[:, None])[:, 0]
 
@@ -172,8 +174,8 @@ class _DenseCache:
         """Layer with a window -> first position to which a token at each position attends [length]."""
 
     def select(self, places_BS: torch.Tensor) -> None:
-        """Set the positions of the next S tokens of each sequence, `places_BS`, which need not be those after the last
-        ones. A token attends to the positions up to its own."""
+        """Set the positions at which the next call stores S tokens of each sequence: `places_BS`, not necessarily after
+        the tokens stored last. A token attends to all positions up to its own."""
         self._places_BS, self._known = places_BS, int(places_BS.max()) + 1
         self._at_C = torch.arange(self._known, device=places_BS.device)
         self._visible_BSC = self._at_C <= places_BS[..., None]
@@ -183,7 +185,8 @@ class _DenseCache:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """Store the keys `k_BKSD` and values `v_BKSD` of S new tokens of each sequence in the cache of layer number
-        `layer`. Return the attention [B, N, S, D] of the new queries `q_BNSD` to the tokens up to each query's.
+        `layer`. Return the attention [B, N, S, D] of the new queries `q_BNSD`; each query attends to the positions up
+        to its own.
 
         sinks: learned score of each query head [N], one more term of the softmax's denominator; None: none."""
         assert v_BKSD is not None
@@ -215,4 +218,4 @@ class _DenseCache:
         return out.flatten(1, 2).to(q_BNSD.dtype)
 
     def advance(self, tokens: int) -> None:
-        """Do nothing (part of the interface of the model's caches): `select` gives the positions."""
+        """Do nothing: `select` gives the positions. Part of the interface of the model's caches. tokens: ignored."""

@@ -29,8 +29,8 @@ class Arithmetic(NamedTuple):
 
 
 def set_matmul_precision(precision: str | None, device: torch.device) -> None:
-    """Enable TF32 for float32 matmuls on CUDA if `precision` is "tf32", otherwise disable it; for the whole process.
-    `UserError` for tf32 on another device."""
+    """Enable TF32 for float32 matmuls on CUDA if `precision` is "tf32"; for any other precision, or None, disable it.
+    The setting holds for the whole process. `UserError` for tf32 on another device."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     elif precision == "tf32":

@@ -150,7 +150,7 @@ def _sum_bytes_by_category(predicted: Ledger, share: float) -> dict[str, int]:
 
 def _find_unexplained_share(machine: Cluster | None) -> float:
     """Return the mean fraction by which the measured peak memory of finished runs on `machine` exceeded the predicted
-    peak; 0.0 if no run was recorded."""
+    peak; 0.0 if no run was recorded or `machine` is None."""
     calibration = None if machine is None else machine.calibration
     return 0.0 if calibration is None else calibration.unexplained_share or 0.0
 
@@ -158,9 +158,9 @@ def _find_unexplained_share(machine: Cluster | None) -> float:
 def _predict_process_memory(trainer: Trainer, predicted: Ledger, memory: StepMemory, share: float) -> ProcessMemory:
     """Predict the peak resident memory of this process, which runs the trainer on a CPU, in bytes by item.
 
-    predicted: memory ledger of this rank (tensors with their bytes and lifetimes); memory: meter of the process's
-    memory so far; share: fraction by which the memory of finished runs exceeded their prediction. `UserError` if the
-    process memory of this precision and thread count was never measured."""
+    predicted: memory ledger of this rank (tensors with their bytes and lifetimes); memory: meter that has recorded the
+    process's memory so far; share: fraction by which the memory of finished runs exceeded their prediction. `UserError`
+    if the process memory of this precision and thread count was never measured."""
     key = ProcessKey(trainer.layout.precision or "fp32", torch.get_num_threads(), trainer.recipe.train.compile)
     constants = key.read()
     if constants is None:

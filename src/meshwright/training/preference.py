@@ -51,9 +51,10 @@ MISMATCHED = " mismatched"
 class Rewards(NamedTuple):
     """Mean rewards of a step or validation; `Preference` defines the reward of a response.
 
-    `chosen`, `rejected`: mean reward of the chosen and of the rejected responses (KTO: of the desirable and the
-    undesirable ones), NaN without any. `accuracy`: fraction of pairs whose chosen response has the higher reward; for
-    KTO fraction of single responses whose score is above the KL estimate if desirable, below it if undesirable."""
+    `chosen`, `rejected`: mean reward of the chosen and of the rejected responses (KTO: of the desirable and of the
+    undesirable responses), NaN without such responses. `accuracy`: fraction of pairs whose chosen response has the
+    higher reward; for KTO the fraction of desirable responses with a score above the KL estimate and undesirable
+    responses with a score below it."""
 
     chosen: float
     rejected: float
@@ -61,7 +62,7 @@ class Rewards(NamedTuple):
 
     @property
     def margin(self) -> float:
-        """Mean reward of the chosen minus that of the rejected responses."""
+        """Mean reward of the chosen responses minus mean reward of the rejected responses."""
         return self.chosen - self.rejected
 
     def to_metrics(self) -> dict[str, float]:
@@ -74,14 +75,14 @@ class Rewards(NamedTuple):
 
 class Preferences:
     """Objective of preference training: a loss of pairs of responses or of single labelled responses (KTO), averaged
-    over them, with rewards as metrics.
+    over the pairs or responses, with rewards as metrics.
 
     pair_loss: the loss. splits: {split: examples}, with the splits "train" and "validation"; for KTO also "train
     mismatched" and "validation mismatched", in which each prompt is followed by the response of another example.
 
-    Attributes: those of `Objective`; `reference`: log-probabilities of the responses under the reference policy (the
-    initial weights), set by `prepare` before the first step; `kl`: KTO's estimate of the KL divergence in nats, set by
-    `begin` before each step.
+    Attributes: `reference`: log-probabilities of the responses under the reference policy (the initial weights), set by
+    `prepare` before the first step; `kl`: KTO's estimate of the KL divergence in nats, set by `begin` before each step.
+    `metric_sums` and `teacher_work` of the interface `Objective` are None.
     """
 
     metric_count = PREFERENCE_METRICS
@@ -99,8 +100,8 @@ class Preferences:
         self.max_terms = max((int(each.examples_by_row.max(initial=1)) for each in splits.values()), default=0)
 
     def annotate(self, documents: Documents, batch: TokenBatch, split: str, rows: NDArray[np.int64]) -> Documents:
-        """Add the responses to `documents`, the document boundaries in the sequences of `batch`: their lengths, labels
-        and, once `prepare` has set them, reference log-probabilities. Return the result.
+        """Add the responses in the sequences of `batch` to `documents` (document boundaries): the responses' lengths,
+        labels and, once `prepare` has set them, reference log-probabilities. Return the result.
 
         split: data split of the sequences, such as "train"; rows: indices of the sequences in this split."""
         pairs = Pairs.from_ids(torch.from_numpy(batch.document_ids), self.max_terms, self._of)
@@ -117,13 +118,14 @@ class Preferences:
         return replace(documents, pairs=pairs)
 
     def count_terms(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> TermCount:
-        """Start to count the pairs (or single responses) of a step: summed over this rank's `micro_batches` and over
-        all ranks of `mesh`, at least 1. Return a function that returns this number. Collective."""
+        """Start to count the pairs (or single responses) of a step: their number in this rank's `micro_batches`, summed
+        over all ranks of `mesh`. Return a function that waits for this sum and returns it (1 if it is 0). Collective.
+        """
         return sum_over_data((pairs.count for pairs in _list_pairs(micro_batches)), mesh, copies=mesh.cp.size)
 
     def terms_share(self, micro_batches: Sequence[MicroBatch], mesh: Mesh) -> torch.Tensor | float:
         """Return the number of pairs (or single responses) in this rank's `micro_batches`, divided by the number of
-        ranks of `mesh` that hold the same ones (cp x tp x pp)."""
+        ranks of `mesh` that hold the same pairs (cp x tp x pp)."""
         pairs = sum(pairs.count / mesh.cp.size for pairs in _list_pairs(micro_batches))
         return pairs / (mesh.tp.size * mesh.pp.size)
 
@@ -231,8 +233,8 @@ class Preferences:
         return list(micro_batches)
 
     def state(self) -> dict[str, Any]:
-        """Return the objective's entry of `state.json`, the checksum of the reference log-probabilities, which must be
-        equal when the run resumes."""
+        """Return the objective's entry of `state.json`, the checksum of the reference log-probabilities. A run resumes
+        only if it is unchanged."""
         return {} if self.reference is None else {"reference_sha256": self.reference.sha256}
 
     @property
@@ -242,7 +244,8 @@ class Preferences:
 
     def _read_for_resume(self, path: Path, start: RunStart) -> Reference:
         """Read the reference log-probabilities of a resumed run from the file `path` and compare their checksum with
-        that in the checkpoint (`start.saved`). If that fails on any rank, every rank raises `UserError`. Collective."""
+        the checksum in the checkpoint (`start.saved`). If reading or comparison fails on any rank, every rank raises
+        `UserError`. Collective."""
         assert start.saved is not None
         problem, found = None, None
         try:

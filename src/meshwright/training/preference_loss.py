@@ -17,12 +17,13 @@ from meshwright.recipe import Recipe
 @dataclass(frozen=True, slots=True)
 class Preference:
     """Preference loss, by the field `objective`. For a pair of responses y, with h the chosen response's score minus
-    the rejected one's:
+    the rejected response's score:
 
     - "dpo": score log p / p_ref; loss -log sigmoid(beta h) (Rafailov et al. 2023, arXiv:2305.18290, eq. 7). With
       `label_smoothing` e, the assumed probability of a swapped label, the loss is -(1 - e) log sigmoid(beta h) - e log
       sigmoid(-beta h) (conservative DPO: Mitchell 2023, "A note on DPO with noisy preferences", eq. 3);
-    - "ipo": the same score; loss (h - 1 / (2 beta))² (Azar et al. 2023, arXiv:2310.12036, eq. 17; beta is its tau);
+    - "ipo": score log p / p_ref; loss (h - 1 / (2 beta))² (Azar et al. 2023, arXiv:2310.12036, eq. 17; beta is its
+      tau);
     - "simpo": score (log p) / |y|; loss -log sigmoid(beta h - `margin`) (Meng et al. 2024, arXiv:2405.14734, eq. 6);
     - "orpo": score log odds of P = exp((log p) / |y|), odds P / (1 - P); loss -(log p) / |y| of the chosen response
       minus beta log sigmoid h (Hong et al. 2024, arXiv:2403.07691, eqs. 3, 6, 7; beta is its lambda).

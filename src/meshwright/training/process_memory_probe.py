@@ -120,7 +120,7 @@ def measure(precision: str, compiled: bool) -> ProcessConstants:
 
 def _measure_kernel_bytes(dtype: torch.dtype) -> int:
     """Measure how many bytes of RSS a compiled oneDNN kernel takes in the cache; each matmul in `dtype` with a new
-    shape adds one.
+    shape adds a kernel.
     """
     weight = torch.randn(384, 192).to(dtype)
     before = _measure_rss()
@@ -136,11 +136,11 @@ def _measure_rss() -> int:
 
 
 def _measure_as_described(description: dict[str, Any], start: RendezvousInfo) -> dict[str, Any]:
-    """Measure the memory besides tensors of this rank's process, under this rank's conditions, and write the result as
-    JSON to the file RANK.json. start: rank of this process.
+    """Measure the memory that this rank's process takes besides tensors, under this rank's conditions, and write the
+    result as JSON to the file RANK.json. start: rank of this process.
 
     description: JSON dict from the launcher: "keys": list of the conditions (precision, threads, compiled), one for
-    each rank, in rank order; "results": directory of the file."""
+    each rank, in rank order; "results": directory of the files."""
     key = description["keys"][start.rank]
     torch.set_num_threads(key["threads"])
     keep_freed_memory()

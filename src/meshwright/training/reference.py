@@ -37,7 +37,8 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 over the golden ratio, as int64
 @dataclass(frozen=True, slots=True)
 class ResponseLogProbabilities:
     """Log-probabilities of all responses of one data split. values: float64, in nats, the responses of all sequences
-    one after another. bounds: int64 [sequences + 1]; those of sequence i are values[bounds[i] : bounds[i + 1]]."""
+    one after another. bounds: int64 [sequences + 1]; the responses of sequence i are values[bounds[i] : bounds[i + 1]].
+    """
 
     values: NDArray[np.float64]
     bounds: NDArray[np.int64]
@@ -67,7 +68,7 @@ class ResponseLogProbabilities:
 
     def store(self, row: int, values_D: torch.Tensor) -> None:
         """Store the log-probabilities of the responses of the sequence with index `row`: the first elements of
-        `values_D` [D], as many as the sequence has responses; the rest is padding."""
+        `values_D` [D], as many as the sequence has responses; further elements are padding."""
         first, end = int(self.bounds[row]), int(self.bounds[row + 1])
         self.values[first:end] = values_D[: end - first].cpu().numpy()
 
@@ -76,8 +77,8 @@ class ResponseLogProbabilities:
 class Reference:
     """Log-probabilities of all responses under the reference policy.
 
-    splits: {split, such as "train": log-probabilities}. inputs: {name: value} of the inputs from which they were
-    computed: checksums of data and weights, and the precision."""
+    splits: {split, such as "train": log-probabilities}. inputs: {name: value} that identifies what the
+    log-probabilities were computed from: checksums of data and weights, and the precision."""
 
     splits: Mapping[str, ResponseLogProbabilities]
     inputs: Mapping[str, str]
@@ -128,7 +129,7 @@ def read_reference(path: Path, responses_per_sequence: Mapping[str, NDArray[np.i
 
 def all_reduce_responses(responses: ResponseLogProbabilities, mesh: Mesh) -> None:
     """Sum the log-probabilities `responses` over all ranks of `mesh`, in place. Before the call each value is set on
-    one rank and 0 on the others; after it every rank has all values. Collective."""
+    one rank and 0 on all other ranks; after it every rank has all values. Collective."""
     if not responses.values.size:
         return
     values = torch.from_numpy(responses.values).to(mesh.device)
@@ -154,7 +155,7 @@ def compute_weights_checksum(owned: Iterable[TensorSlice], mesh: Mesh) -> str:
     """Return a 64-bit checksum (hex) of weights that does not depend on the layout: the sum over all elements, modulo
     2^64, of (the element's bits as an integer + 1) x (an odd number derived from parameter name and element position).
 
-    owned: slices of the weights; over all ranks of `mesh`, each element is in exactly one. Collective.
+    owned: slices of the weights; over all ranks of `mesh`, each element is in exactly one slice. Collective.
     """
     total = torch.zeros((), dtype=torch.int64, device=mesh.device)
     for item in owned:
@@ -180,8 +181,8 @@ def load_or_compute_reference(
     leader: bool,
 ) -> tuple[Reference, bool]:
     """Return the reference log-probabilities, and True if they were loaded from `path`, False if they were computed.
-    They are loaded if every rank can read the file and its inputs equal `inputs`. Otherwise they are computed, and the
-    leader writes them to `path`.
+    The file is loaded if every rank can read it and the inputs recorded in it equal `inputs`. Otherwise the
+    log-probabilities are computed, and the leader writes them to `path`.
 
     responses_per_sequence: {split: number of responses in each sequence}. inputs: {name: value}: checksums of data and
     weights, and the precision. compute: function that returns the reference log-probabilities on this rank. agreement:

@@ -36,11 +36,11 @@ _launched: ContextVar[LaunchedProcess | None] = ContextVar("launched", default=N
 
 
 def next_rendezvous(rendezvous: str | None = None) -> RendezvousInfo:
-    """Return rank, world size and rendezvous of this process for its next training run. Without a launcher it is rank 0
-    of 1.
+    """Return rank, world size and rendezvous of this process for its next training run. Without a launcher this is rank
+    0 of a world of 1.
 
     Under `meshwright run` with a file rendezvous (ranks find each other through a file), each call returns a new file,
-    since a script that trains several times needs one for each run. rendezvous: URL such as "tcp://host:port" or
+    because every training run of a script needs a separate file. rendezvous: URL such as "tcp://host:port" or
     "file:///path"; None: the launcher's.
     """
     launched = _launched.get()
@@ -60,8 +60,8 @@ def get_locked_run_directory() -> Path | None:
 
 
 def record_result(result: dict[str, Any]) -> None:
-    """Store `result`, the result document (JSON dict of figures) of a training run; at its end this rank reports it to
-    `meshwright run`. Under another launcher do nothing."""
+    """Store `result`, the result document (JSON dict of figures) of a training run. At the end of the script this rank
+    reports the last stored document to `meshwright run`. Under another launcher do nothing."""
     launched = _launched.get()
     if launched is not None:
         launched.result = result
@@ -91,7 +91,7 @@ def run_script(
     path: Path, arguments: list[str], ranks: int, directory: Path, *, restarts: int = 0, redirect_stdout: bool = False
 ) -> dict[str, Any]:
     """Run the Python script `path` on `ranks` processes of this machine. Return the result document (JSON dict of
-    figures) of its last call of `fit` on rank 0; an empty dict if it made no such call.
+    figures) of the script's last call of `fit` on rank 0; an empty dict if the script does not call `fit`.
 
     arguments: command-line arguments of the script. directory: run directory, locked while the script runs. restarts:
     maximum number of restarts after a rank was lost. redirect_stdout: True to redirect the script's standard output to
@@ -104,7 +104,8 @@ def run_script(
 
 
 def _run_script_rank(description: dict[str, Any], start: RendezvousInfo) -> dict[str, Any]:
-    """Run the script on this rank and return the result document of its last call of `fit`.
+    """Run the script on this rank and return the result document (JSON dict of figures) of the script's last call of
+    `fit`.
 
     description: JSON dict from the launcher with path of the script ("script"), arguments and run directory; start:
     rank and rendezvous of this process. Raises `ScriptFailed`."""
@@ -122,7 +123,7 @@ def _run_script_rank(description: dict[str, Any], start: RendezvousInfo) -> dict
 
 
 class ScriptFailed(MeshwrightError):
-    """Error: a script ended with the non-zero exit code `exit_code`."""
+    """Error: a script ended with a non-zero exit code. code: the exit code, kept in the attribute `exit_code`."""
 
     def __init__(self, code: object) -> None:
         """Keep the exit code that the script passed to `sys.exit`; 1 if it is not an integer."""

@@ -40,8 +40,8 @@ class Task(Protocol):
 
     layout: degrees of parallelism. table: parameter table (name, shape and sharding of each parameter). mesh: device
     mesh of this rank. parallel: ZeRO engine of this rank. passes: object that runs the forward and backward passes of a
-    step; the profiler wraps it. Micro-batches are opaque to the trainer: it passes those that `load_step` returns to
-    the other methods."""
+    step; the profiler wraps it. The trainer passes the micro-batches that `load_step` returns to the other methods
+    without looking into them."""
 
     @property
     def recipe(self) -> Recipe:
@@ -63,9 +63,9 @@ class Task(Protocol):
         trainer calls it on a GPU once it has queued the present step's work."""
 
     def count_terms(self, micro_batches: Any) -> TermCount:
-        """Start to count the loss terms (target tokens, pairs or items) of a step: summed over this rank's
-        `micro_batches` and over all ranks, at least 1. Return a function that returns this number, by which the summed
-        loss is divided. Collective."""
+        """Start to count the loss terms (target tokens, pairs or items) of a step: their number in this rank's
+        `micro_batches`, summed over all ranks. Return a function that waits for this sum and returns it (1 if it is 0).
+        The summed loss is divided by it. Collective."""
 
     def forward_backward(self, micro_batches: Any, divisor: Divisor) -> torch.Tensor:
         """Run forward and backward of this rank's `micro_batches`; afterwards the shards of `parallel` hold the
@@ -79,8 +79,8 @@ class Task(Protocol):
         skipped step does not update them."""
 
     def report(self, means: Sequence[float]) -> Metrics:
-        """Return the step's metrics by name. means [metrics]: the metric sums over all ranks, as `forward_backward`
-        returns them after the loss, divided by the number of loss terms."""
+        """Return the step's metrics by name. means [metrics]: the metric sums over all ranks, divided by the number of
+        loss terms."""
 
     # --- around steps
 
@@ -91,7 +91,7 @@ class Task(Protocol):
         """Compute or load the inputs that do not change during training, such as reference log-probabilities; called
         once, before the first step.
 
-        start: run directory, resumed state and log. If it fails on any rank, all ranks raise the same `UserError`.
+        start: run directory, resumed state and log. If this fails on any rank, all ranks raise that rank's `UserError`.
         Collective."""
 
     def validate(self) -> Validation:
@@ -99,12 +99,12 @@ class Task(Protocol):
         data, without updating parameters. Collective."""
 
     def state(self) -> dict[str, Any]:
-        """Return the task's entries of a checkpoint's `state.json`, which identify the data; they must be equal when
-        the run resumes."""
+        """Return the task's entries of a checkpoint's `state.json`, which identify the data. A run resumes only if they
+        are unchanged."""
 
     def buffer_slices(self, owned: bool) -> list[TensorSlice]:
-        """Return buffers and frozen parameters as checkpoint slices. owned: True for only those that this rank writes;
-        False for all, to be filled when a checkpoint is loaded."""
+        """Return buffers and frozen parameters as checkpoint slices. owned: True to return only the slices that this
+        rank writes; False to return all, to be filled when a checkpoint is loaded."""
 
     def buffer_bytes(self) -> dict[str, int]:
         """Return {"buffers": bytes of all buffers and frozen parameters on this rank}; empty for a model without

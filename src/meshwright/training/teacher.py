@@ -38,7 +38,7 @@ class Teacher:
     """Frozen teacher model of distillation on one rank, which runs forward passes only.
 
     config: architecture of the teacher, with the student's number of token IDs (`spec.distillation.fit_vocabulary`).
-    mesh: device mesh of the run. layout_and_sequence: two values: that of `distill.layout`, which selects how the
+    mesh: device mesh of the run. layout_and_sequence: pair of the recipe's `distill.layout`, which selects how the
     teacher is sharded, and the number of tokens of a sequence. dtype: dtype of the parameters. layers: indices of the
     layers whose outputs are returned. seed: seed of random parameters; None: `load` reads the parameters. Raises
     `UserError` if the teacher cannot run on the layout. Collective.
@@ -66,9 +66,8 @@ class Teacher:
         self._pipeline = Pipeline(program, mesh.pp)
 
     def load(self, directory: Path) -> None:
-        """Load the teacher's weights from a Hugging Face directory. Rows of embedding and output head are cut off, or
-        zeros added, until they have the vocabulary of `config`. `UserError` if the weights are damaged or of another
-        model."""
+        """Load the teacher's weights from a Hugging Face directory. Embedding and output head are cut, or padded with
+        zero rows, to the vocabulary of `config`. `UserError` if the weights are damaged or of another model."""
         files, stored = CheckpointFiles(directory), config_from_path(directory)
         names = match_entries(files, parameter_table(stored), stored)
 
@@ -85,8 +84,8 @@ class Teacher:
     @torch.no_grad()
     def run(self, micro_batches: Sequence[MicroBatch]) -> dict[int, TeacherStates]:
         """Run the teacher's forward pass on `micro_batches`. Return {index of a micro-batch: the teacher's hidden
-        states} for those whose last pipeline stage is on this rank. The parameters of the output head stay unsharded
-        until the next call. Collective."""
+        states} for the micro-batches whose last pipeline stage is on this rank. The parameters of the output head stay
+        unsharded until the next call. Collective."""
         forward = _Forward(self, micro_batches)
         self._pipeline.run_forwards(forward, len(micro_batches))
         if forward.found:
@@ -94,8 +93,8 @@ class Teacher:
         return forward.found
 
     def output_head(self, student: Axis) -> OutputHead:
-        """Return the slice of the teacher's output head for the part of the vocabulary that this rank holds of the
-        student. student: mesh axis tp of the run, over which the student's vocabulary is sharded."""
+        """Return the teacher's output head for the token IDs of this rank's slice of the student's vocabulary. student:
+        mesh axis tp of the run, over which the student's vocabulary is sharded."""
         head = self._model.output_head()
         if self.mesh.tp.size == student.size:
             return head
@@ -116,8 +115,8 @@ class TeacherStates:
 
 class _Forward:
     """Executor of the forwards of the pipeline stages of `teacher` on this rank, for `micro_batches` (implements
-    `parallel.pipeline.Compute`). Attribute `found`: {index of a micro-batch: the teacher's hidden states}, for those
-    whose last stage is on this rank."""
+    `parallel.pipeline.Compute`). Attribute `found`: {index of a micro-batch: the teacher's hidden states}, for the
+    micro-batches whose last stage is on this rank."""
 
     def __init__(self, teacher: Teacher, micro_batches: Sequence[MicroBatch]) -> None:
         self._teacher, self._micro_batches = teacher, micro_batches
@@ -143,8 +142,8 @@ class _Forward:
         return None
 
     def buffer(self, key: Key) -> torch.Tensor:
-        """Return an uninitialised buffer [B, S, H] in which the input of a pipeline stage is received; S counts only
-        this tp rank's token slice with sequence parallelism. key: indices (stage, replica, micro-batch)."""
+        """Return an uninitialised buffer [B, S, H] in which the input of a pipeline stage is received (with sequence
+        parallelism, S is the length of this tp rank's token slice). key: indices (stage, replica, micro-batch)."""
         tokens_BS, mesh = self._micro_batches[key[2]].tokens_BS, self._teacher.mesh
         rows, sequence = tokens_BS.shape
         if mesh.layout.tensor_sequence_parallel:

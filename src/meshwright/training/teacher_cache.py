@@ -46,7 +46,8 @@ COMMAND = "`meshwright data teacher RECIPE` writes it"
 
 
 class Shard(NamedTuple):
-    """Part of a cache with its own files: `sequences` sequences of the split `split`, from index `first` on."""
+    """Shard of a teacher cache, which has separate files: `sequences` sequences of the split `split`, from index
+    `first` on."""
 
     split: str
     first: int
@@ -101,7 +102,8 @@ class TeacherCache:
         return f"data.cache: {self.directory} cannot be written: {error_reason(error)}"
 
     def find_missing_shards(self) -> list[Shard]:
-        """Return the shards whose files are missing, do not fit, or differ from their checksums in the manifest."""
+        """Return the shards whose files are missing, have a wrong shape or dtype, or differ from their checksums in the
+        manifest."""
         known, missing = self._read_manifest().get("files", {}), []
         for shard in self._shards():
             paths = self._paths(shard)
@@ -122,7 +124,7 @@ class TeacherCache:
 
     def map_unfinished(self, shard: Shard) -> tuple[Any, Any]:
         """Return the unfinished files of a shard as memory maps to write to: token IDs [sequences, S, K], and
-        log-probabilities [sequences, S, K + 1], of which the last is that of all other tokens together."""
+        log-probabilities [sequences, S, K + 1]. The last log-probability is the one of all other tokens together."""
         first, second = (np.lib.format.open_memmap(_unfinished(path), mode="r+") for path in self._paths(shard))
         return first, second
 
@@ -135,8 +137,9 @@ class TeacherCache:
         sync_directory(self.directory)
 
     def write_manifest(self) -> dict[str, Any]:
-        """Write the manifest of a cache with all of its files. Return its entries of the JSON document of `meshwright
-        data teacher`: "directory", "sequences", "bytes", "mean_rest"."""
+        """Write the manifest of a cache with all of its files. Return four entries of the JSON document of `meshwright
+        data teacher`: "directory", "sequences", "bytes", "mean_rest" (mean probability of the tokens that are not
+        stored)."""
         files, rest, tokens, sequences = dict[str, Any](), 0.0, 0, 0
         for shard in self._shards():
             paths = self._paths(shard)
@@ -167,9 +170,9 @@ class TeacherCache:
 
     def read(self, split: str, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Return the teacher's K most probable next tokens for the sequences with the indices `rows` [B] of a split:
-        token IDs [B, S, K], and log-probabilities [B, S, K + 1], of which the last is that of all other tokens
-        together. An index beyond the last sequence (padding) reads the last sequence. The first read of a file compares
-        its checksum with the manifest's; raises `UserError` if they differ."""
+        token IDs [B, S, K], and log-probabilities [B, S, K + 1]. The last log-probability is the one of all other
+        tokens together. An index beyond the last sequence (padding) reads the last sequence. The first read of a file
+        compares its checksum with the manifest's; raises `UserError` if they differ."""
         last = self.data.split(split).sequences - 1
         found = []
         for row in np.minimum(rows, last).tolist():
@@ -184,8 +187,8 @@ class TeacherCache:
         return hashlib.sha256(to_canonical_json(self._manifest)).hexdigest()
 
     def _map_checked(self, path: Path) -> NDArray[Any]:
-        """Memory-map the array in the .npy file `path` and return it; the first time, compare its checksum with the
-        manifest's. Raises `UserError` if they differ.
+        """Memory-map the array in the .npy file `path` and return it. The first call for a file compares its checksum
+        with the manifest's. Raises `UserError` if they differ.
         """
         if path not in self._checked:
             if (damage := find_damage(path, self._manifest["files"][path.name], True)) is not None:
@@ -213,8 +216,9 @@ class TeacherCache:
         return found if valid else {}
 
     def _explain_stale(self) -> str:
-        """Return a clause that ends an error message: which settings of the most similar other cache differ from this
-        one's, such as " (a cache in DIRECTORY is stale: another temperature)"; "" if there is no other cache."""
+        """Return a clause that ends an error message: which settings of the most similar other cache differ from the
+        settings of this cache, such as " (a cache in DIRECTORY is stale: another temperature)"; "" if there is no other
+        cache."""
         best: list[str] | None = None
         for path in sorted(self.directory.parent.glob(f"*/{MANIFEST}")):
             found = read_json(path)
@@ -277,5 +281,5 @@ def _file_names(split: str, shard: int) -> tuple[str, str]:
 
 
 def _unfinished(path: Path) -> Path:
-    """Return the name of a file of the cache, `path`, until it is complete."""
+    """Return the temporary path under which the cache file `path` is written until it is complete."""
     return path.with_name(PARTIAL + path.name)

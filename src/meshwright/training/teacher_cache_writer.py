@@ -46,12 +46,12 @@ def write_teacher_cache(
     """Complete the cache of a teacher's most probable next tokens: run the teacher on the sequences whose files are
     missing or damaged (found by checksums). Return the JSON document of `meshwright data teacher`: "directory",
     "sequences", "bytes", "computed" (number of sequences computed now), "mean_rest" (mean probability of the tokens
-    other than the K stored ones).
+    that are not stored).
 
     recipe: settings, which name the teacher. data: prepared data. log: called with progress lines, unless ranks are
-    started, which print theirs. layout: layout of the ranks, started on this machine, that run the teacher; None: one
-    device, with `run.threads` threads if set. Raises `UserError` if the teacher cannot
-    run on the layout, or a file cannot be written."""
+    started, which print theirs. layout: layout of ranks that are started on this machine to run the teacher; None: no
+    ranks are started, and the teacher runs in this process with `run.threads` threads if set. Raises `UserError` if the
+    teacher cannot run on the layout, or a file cannot be written."""
     layout = Layout() if layout is None else layout
     check_teacher_on_layout(recipe, layout)
     cache = TeacherCache(recipe, data)
@@ -68,7 +68,7 @@ def write_teacher_cache(
 
 @contextmanager
 def _limit_threads(threads: int | None) -> Iterator[None]:
-    """Context manager in which torch computes with this number of threads; None: with as many as before."""
+    """Context manager in which torch computes with `threads` threads; None: the number of threads is not changed."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
@@ -95,7 +95,7 @@ def compute_shards(
     sequences on every layout.
 
     cache: cache that the shards belong to. recipe: settings, which name the teacher. mesh: device mesh. log: called
-    with progress lines on rank 0. Raises `UserError` on every rank if a file cannot be written on any. Collective.
+    with progress lines on rank 0. Raises `UserError` on every rank if any rank cannot write a file. Collective.
     """
     given, agreement = recipe.distill, Agreement(mesh)
     assert given.teacher is not None
@@ -124,7 +124,8 @@ def compute_shards(
 @contextmanager
 def _raise_on_every_rank(cache: TeacherCache, agreement: Agreement) -> Iterator[None]:
     """Context manager that raises `UserError` on every rank if any rank has an `OSError` inside it, such as a full
-    disk. The ranks also wait for each other at its end. cache: cache that is written. Collective."""
+    disk. The ranks also wait for each other at its end. cache: cache that is written. agreement: exchanges errors
+    between ranks. Collective."""
     problem = None
     try:
         yield

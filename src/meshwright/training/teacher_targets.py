@@ -40,14 +40,14 @@ class TeacherTargets:
     teacher's layer: its output [B, S, H]} (with sequence parallelism this tp rank's slice of the tokens), compared with
     the student's hidden states.
 
-    With a running teacher: states_TH: the teacher's final hidden states; head: the part of its output head for this
-    rank's vocabulary slice. With cached targets instead: top_ids_TK: the teacher's K most probable tokens (int64);
-    top_log_p_TO: log-probabilities of O = K + 1 outcomes, these K tokens and, last, all other tokens together, at the
-    loss's temperature.
+    Set if the teacher model runs beside the student: states_TH: the teacher's final hidden states; head: the part of
+    its output head for this rank's vocabulary slice. Set if targets are cached: top_ids_TK: the teacher's K most
+    probable tokens (int64); top_log_p_TO: log-probabilities of O = K + 1 outcomes, these K tokens and, last, all other
+    tokens together, at the loss's temperature.
 
     source: function that sets these attributes, called by `fill` just before the student's forward pass; None: they are
-    set already. frees: True to release them after the loss. That is possible if the micro-batch's backward follows its
-    forward immediately, since it does not need them.
+    already set. frees: True to release the teacher's states after the loss, possible if the micro-batch's backward
+    follows its forward immediately.
     """
 
     loss: DistillationLoss
@@ -63,19 +63,18 @@ class TeacherTargets:
 
     def fill(self) -> None:
         """Set the teacher's hidden states or cached tokens by calling `source`, which runs the teacher model or reads
-        its cache; do nothing if they are set. Collective if the teacher model is run."""
+        its cache; do nothing if they are already set. Collective if the teacher model is run."""
         if self.source is not None and self.states_TH is None and self.top_ids_TK is None:
             self.source(self)
 
     def make_chunk(self, *arguments: Any) -> Chunk:
-        """Build the object that computes the distillation loss of one chunk of tokens. arguments: those of the
-        constructor of `model.loss.Chunk`."""
+        """Build the object that computes the distillation loss of one chunk of tokens. arguments: arguments of
+        `model.loss.Chunk`."""
         return (LogitChunk if self.top_ids_TK is None else TopKChunk)(*arguments)
 
     def compute_hidden_loss(self, model: Any, targets_BS: torch.Tensor) -> torch.Tensor | float:
         """Return the loss that compares hidden states of student and teacher, times its weight and summed over target
-        tokens (scalar); 0 if no layers are compared. This is the last use of the teacher's states in a forward pass:
-        they are released if `frees` is True.
+        tokens (scalar); 0 if no layers are compared. The teacher's states are released afterwards if `frees` is True.
 
         model: the student after its forward pass, whose attribute `layer_outputs` has the outputs of the compared
         layers. targets_BS: target token IDs; -100 for ignored tokens."""
@@ -110,9 +109,10 @@ class _DistillationChunk(Chunk):
     token is a H + (1 - a) T² D. H is the cross-entropy, a the `mixing`, T the temperature, and D the divergence from
     the teacher's distribution, which a subclass computes.
 
-    Arguments: tokens, logits_CV, targets_C, head: as for `model.loss.Chunk`. known_KC: K values of each token that the
-    forward pass has saved for backward: the two of `Chunk`, then those that `_all_reduce_divergence` returned; None in
-    forward.
+    Arguments: tokens: slice that selects the chunk from all T tokens. logits_CV: logits of this rank's V token IDs,
+    later overwritten. targets_C: target token IDs, -100 for ignored tokens. head: student's output head, which has the
+    teacher's targets. known_KC: K values of each token that the forward pass has saved for backward: the two values of
+    `Chunk`, then the values that `_all_reduce_divergence` returned; None in forward.
     """
 
     _divergence_C: torch.Tensor
@@ -135,7 +135,8 @@ class _DistillationChunk(Chunk):
             self.known += list(known_KC[2:])
 
     def _prepare_teacher(self, tokens: slice) -> None:
-        """Compute the teacher's logits or log-probabilities of the chunk, without communication. tokens: slice that
+        """Compute the teacher's targets of the chunk and store them in attributes of the subclass. `LogitChunk` stores
+        logits of the teacher model, `TopKChunk` log-probabilities from the cache. No communication. tokens: slice that
         selects the chunk from all T tokens."""
         raise NotImplementedError
 
@@ -164,8 +165,8 @@ class _DistillationChunk(Chunk):
         return scaled_PV
 
     def differentiate(self, factors_C: torch.Tensor | None = None) -> torch.Tensor:
-        """Overwrite the chunk's logits with the gradients of the loss with respect to them, and return them, [C, V].
-        factors_C: factor on the loss of each token; None: 1."""
+        """Overwrite the chunk's logits with their gradients (of the distillation loss), and return the gradients, [C,
+        V]. factors_C: factor on the loss of each token; None: 1."""
         factors_C = torch.ones_like(self._counted_C) if factors_C is None else factors_C
         # T² times the derivative 1 / T of logits / T.
         soft_C = (1 - self._loss.mixing) * self._loss.temperature * self._counted_C * factors_C
@@ -177,7 +178,8 @@ class _DistillationChunk(Chunk):
 
     def _scaled_gradient(self, part: slice, factors_C: torch.Tensor) -> torch.Tensor:
         """Return T times the gradient of the divergence with respect to the student's logits, [P, V], in the dtype of
-        the logits, for the P tokens of the chunk in the slice `part`. factors_C: factor on each token of the chunk."""
+        the logits, for the P tokens of the chunk in the slice `part`. factors_C: factor on the gradient of each token
+        of the chunk."""
         piece = self._divergence_gradient(part) * factors_C[part, None]
         if self._softcap:
             piece *= 1 - (self._logits_CV[part].to(piece.dtype) / self._softcap).square()
@@ -185,13 +187,14 @@ class _DistillationChunk(Chunk):
 
 
 class LogitChunk(_DistillationChunk):
-    """Chunk of tokens in the distillation loss whose teacher is a model run beside the student, not cached outputs. The
-    teacher's logits are computed for the chunk from its final hidden states; the divergence covers the whole
+    """Chunk of tokens in the distillation loss for a teacher model that runs beside the student (no cached targets).
+    The teacher's logits are computed for the chunk from its final hidden states; the divergence covers the whole
     vocabulary."""
 
     def _prepare_teacher(self, tokens: slice) -> None:
         """Compute the teacher's logits of the chunk on this rank's vocabulary slice, with the teacher's softcap
-        applied. tokens: slice that selects the chunk from all T tokens."""
+        applied, and store them in the attribute `_wanted_CV`. tokens: slice that selects the chunk from all T tokens.
+        """
         states_TH, head = self._teacher.states_TH, self._teacher.head
         assert states_TH is not None and head is not None
         logits_CV = states_TH[tokens] @ head.weight_VH.T
@@ -211,7 +214,7 @@ class LogitChunk(_DistillationChunk):
     def _all_reduce_divergence(self, tensor: TensorOperations) -> list[torch.Tensor]:
         """Compute the divergence over the whole vocabulary by all-reduces over tp, and set `_divergence_C` to it.
         Return three tensors [C] for `_divergence_gradient`: the log-sum-exps of the student and of the teacher, and the
-        sum of the second result of `DistillationLoss.terms` over the vocabulary. tensor: communication of tp."""
+        sum over the vocabulary of q dD/dq (second result of `DistillationLoss.terms`). tensor: communication of tp."""
         parts = [
             torch.stack([
                 torch.logsumexp(self._scale_logits(part), dim=1),
@@ -243,8 +246,8 @@ class TopKChunk(_DistillationChunk):
     and all other tokens together."""
 
     def _prepare_teacher(self, tokens: slice) -> None:
-        """Find which of the teacher's K cached tokens are in this rank's vocabulary slice. tokens: slice that selects
-        the chunk from all T tokens."""
+        """Select the chunk's cached log-probabilities, and find which of the teacher's K cached tokens are in this
+        rank's vocabulary slice; store both in attributes. tokens: slice that selects the chunk from all T tokens."""
         ids_TK, top = self._teacher.top_ids_TK, self._teacher.top_log_p_TO
         assert ids_TK is not None and top is not None
         local_CK = ids_TK[tokens] - self._head.first_token
@@ -253,8 +256,8 @@ class TopKChunk(_DistillationChunk):
         self._log_p_CO = top[tokens].to(self._counted_C.dtype).clamp(min=_MIN_LOG_PROBABILITY)
 
     def _log_sum_exps(self, part: slice) -> list[torch.Tensor]:
-        """Return two log-sum-exps [P] of the student's logits / T over this rank's vocabulary slice: one over all
-        tokens, one over the tokens that are not among the teacher's K. part: slice that selects P tokens of the chunk.
+        """Return two log-sum-exps [P] of the student's logits / T over this rank's vocabulary slice: over all tokens,
+        and over the tokens that are not among the teacher's K. part: slice that selects P tokens of the chunk.
         """
         scaled = self._scale_logits(part)
         total = torch.logsumexp(scaled, dim=1)
@@ -269,9 +272,9 @@ class TopKChunk(_DistillationChunk):
 
     def _all_reduce_divergence(self, tensor: TensorOperations) -> list[torch.Tensor]:
         """Compute the divergence over the K + 1 outcomes by all-reduces over tp, and set `_divergence_C` to it. Return
-        three tensors [C] for `_divergence_gradient`: the student's log-sum-exp; the sum over outcomes of a, the second
-        result of `DistillationLoss.terms`; and a / q of the outcome "all other tokens", q its probability under the
-        student. tensor: communication of tp.
+        three tensors [C] for `_divergence_gradient`: the student's log-sum-exp; the sum over outcomes of a = q dD/dq
+        (second result of `DistillationLoss.terms`); and a / q of the outcome "all other tokens". q: an outcome's
+        probability under the student. tensor: communication of tp.
         """
         parts = [torch.stack(self._log_sum_exps(part)) for part in self._token_slices()]
         log_sum_C, log_others_C = _all_reduce_log_sum_exp(torch.cat(parts, dim=1), tensor)
@@ -314,12 +317,11 @@ def top_log_probabilities(
     states_TH: torch.Tensor, head: OutputHead, temperature: float, top_k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return, for each of T tokens, the K most probable next tokens. The first result is their IDs [T, K] (int64), the
-    second their log-probabilities [T, K + 1] (float64), of which the last is that of all other tokens together. The
-    logits are computed in chunks of tokens, in float64 of fewer tokens at a time. With tensor parallelism the results
-    are equal on all tp ranks. Collective.
+    second their log-probabilities [T, K + 1] (float64), the last of which belongs to all other tokens together. With
+    tensor parallelism the results are equal on all tp ranks. Collective.
 
-    states_TH: input of the output head. head: output head, on this rank's vocabulary slice. temperature: divisor of
-    the logits. top_k: K."""
+    states_TH: input of the output head. head: output head, on this rank's vocabulary slice. temperature: divisor of the
+    logits. top_k: K."""
     tokens, width = len(states_TH), len(head.weight_VH)
     ids_TK = torch.empty(tokens, top_k, dtype=torch.int64, device=states_TH.device)
     log_p_TO = torch.empty(tokens, top_k + 1, dtype=torch.float64, device=states_TH.device)
@@ -339,7 +341,7 @@ def top_log_probabilities(
 
 def _find_top_k(scaled_PV: torch.Tensor, head: OutputHead, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the `top_k` = K most probable tokens of each of P tokens: their IDs [P, K], and log-probabilities [P, K +
-    1], of which the last is that of all other tokens together. scaled_PV: logits / T over this rank's vocabulary slice;
+    1], the last of which belongs to all other tokens together. scaled_PV: logits / T over this rank's vocabulary slice;
     overwritten. head: output head, which has the slice's first token ID and the communication over tp. Collective."""
     tensor, lowest = head.tensor, torch.finfo(scaled_PV.dtype).min
     log_sum_P = _all_reduce_log_sum_exp(torch.logsumexp(scaled_PV, dim=1)[None], tensor)[0]

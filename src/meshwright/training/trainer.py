@@ -88,7 +88,8 @@ class Trainer:
 
     @property
     def threads(self) -> int | None:
-        """Number of intra-op threads of torch on a CPU, None on another device. It affects the last bits of results."""
+        """Number of intra-op threads of torch on a CPU, None on another device. The number affects the last bits of
+        results."""
         return torch.get_num_threads() if self.device.type == "cpu" else None
 
     def state(self) -> dict[str, Any]:
@@ -121,8 +122,8 @@ class Trainer:
         self.parallel.all_gather_parameters()
 
     def slices(self, owned: bool) -> list[TensorSlice]:
-        """Return master weights, optimizer state and buffers as checkpoint slices. owned: True for only those that
-        this rank writes; False for all that it must read."""
+        """Return master weights, optimizer state and buffers as checkpoint slices. owned: True to return only the
+        slices that this rank writes; False to return all that it must read."""
         slices = self.parallel.master_slices(owned)
         for kind, tensors in self.optimizer.state_tensors().items():
             slices += self.parallel.slices_like(kind, tensors, owned)
@@ -135,7 +136,8 @@ class Trainer:
         return states | self.task.buffer_bytes()
 
     def predicted_bytes(self) -> dict[str, int]:
-        """Return the prediction of `memory`: bytes by kind, computed from shapes and dtypes alone."""
+        """Return the predicted bytes of model states and buffers on this rank, by kind ("optimizer" ...), computed from
+        shapes and dtypes alone."""
         elements = sum(shard.stop - shard.start for shard in self.parallel.shards)
         states = {"optimizer": len(self.optimizer.state_tensors()) * elements * self.parallel.master_dtype.itemsize}
         return self.parallel.predicted_bytes() | states | self.task.buffer_bytes()
@@ -188,7 +190,7 @@ class Trainer:
 
     def _gpu_scale(self, values: torch.Tensor) -> GpuScale:
         """Return the gradient scale of the step (norm clipping and loss scale), computed on the GPU so that the host
-        does not wait; it skips the update if loss or gradient norm is not finite.
+        does not wait. If loss or gradient norm is not finite, its field `skip` is 1, and the update is skipped.
 
         values: result of `_all_reduce_outcome`."""
         clip = self.recipe.train.clip

@@ -95,7 +95,7 @@ def run_script_as_rank(
     run directory, **options)`.
 
     start: rank, world size and rendezvous of this process. locked: run directory that this process's launcher has
-    locked; None: none. If it is not the recipe's run directory, rank 0 locks that one here.
+    locked; None: none. If the recipe's run directory is not `locked`, rank 0 locks the recipe's run directory here.
     """
     directory = recipe.run_directory
     lock = locked is None or directory.resolve() != locked.resolve()
@@ -178,8 +178,8 @@ def _run_as_rank(
 
 
 def _set_threads(recipe: Recipe, start: RendezvousInfo, store: Any, given: int | None, note: bool) -> None:
-    """Set torch's number of intra-op threads. It is the first one known of: `given`, the launcher's choice;
-    `run.threads` of the recipe; the number in the resumed checkpoint, if its layout is the same; a number chosen from
+    """Set torch's number of intra-op threads: `given`, the launcher's choice; if it is None, `run.threads` of the
+    recipe; without that, the number in the resumed checkpoint if its layout is the same; else a number chosen from
     cores and model size (for a user's own module, torch's current number).
 
     store: key-value store by which ranks agree on the number, None if they need not agree. note: True to print the
@@ -203,7 +203,8 @@ def _set_threads(recipe: Recipe, start: RendezvousInfo, store: Any, given: int |
 
 def _check_emulated(recipe: Recipe, has_programs: bool) -> None:
     """Raise `UserError` if the recipe uses a feature that emulated ranks (threads of one process) do not support.
-    has_programs: True if programs of sends and receives (table [collectives]) replace the backend's collectives."""
+    has_programs: True if the table [collectives] replaces collectives of the backend by programs of sends and receives.
+    """
     if has_programs:
         raise UserError("[collectives] is not emulated: a rank runs collective programs on a thread of their own")
     if recipe.train.profile:
@@ -211,8 +212,8 @@ def _check_emulated(recipe: Recipe, has_programs: bool) -> None:
 
 
 def separate_compile_caches(rank: int) -> None:
-    """Give each rank of this host its own Inductor cache directory, unless the environment sets one. With a shared
-    directory, a rank may load a library that another rank, compiling for the CPU, is still writing (torch 2.13).
+    """Give each rank of this host a separate Inductor cache directory, unless the environment sets a directory. With a
+    shared directory, a rank may load a library that another rank, compiling for the CPU, is still writing (torch 2.13).
 
     rank: index of this rank on the host."""
     user = os.getuid() if hasattr(os, "getuid") else "user"
@@ -221,8 +222,8 @@ def separate_compile_caches(rank: int) -> None:
 
 
 def _set_gloo_interface(start: RendezvousInfo, store: Any) -> None:
-    """Set gloo's network interface to the one by which this host reaches the other hosts, unless the environment sets
-    it.
+    """Set gloo's network interface to the interface by which this host reaches the other hosts, unless the environment
+    sets an interface.
 
     start: rank, world size and rendezvous of this process. store: key-value store that all ranks share. Collective."""
     interface = agree_on_interface(start, store)
@@ -249,7 +250,7 @@ def _lock_run_directory(directory: RunDirectory, start: RendezvousInfo, store: A
 
 def _write_process_ids(directory: RunDirectory, start: RendezvousInfo, store: Any) -> None:
     """Collect the process IDs of all ranks and write them to the run directory, on rank 0. start: rank and world size
-    of this process. store: key-value store through which they are exchanged, None for one rank. Collective."""
+    of this process. store: key-value store through which the IDs are exchanged, None for one rank. Collective."""
     processes = [os.getpid()]
     if store is not None:
         store.set(f"meshwright/process/{start.rank}", str(os.getpid()))

@@ -30,8 +30,9 @@ HELD_SITE = "module.units"
 
 
 class ModulePrefetcher:
-    """ZeRO-3 prefetcher for the FSDP units of a user-defined module: it all-gathers, prefetches and reshards them.
-    `units`: their names in declaration order; `needs`: {unit name: list of the unit's only flat buffer}.
+    """ZeRO-3 prefetcher for the FSDP units of a user-defined module, which are all-gathered, prefetched and resharded.
+    `units`: names of the FSDP units in declaration order; `needs`: {unit name: list with one item, the unit's flat
+    buffer}.
 
     Attribute `held`: names of the units that stay unsharded from the start of forward to the end of backward: their
     parameters are used outside of the unit's submodule, or the submodule is called more than once. The first passes
@@ -65,7 +66,7 @@ class ModulePrefetcher:
     @contextmanager
     def forward(self, axis: Axis, *, backward_follows: bool = True) -> Iterator[None]:
         """Context manager around the forward pass of a micro-batch, in which the hooks unshard and reshard FSDP units
-        (ZeRO-3; otherwise it unshards all units at the start).
+        (ZeRO-3 only; otherwise all units are unsharded at the start).
 
         `axis`: the ranks that run this pass, all of which must enter the context; `backward_follows`: False if no
         backward pass follows (evaluation)."""
@@ -99,7 +100,7 @@ class ModulePrefetcher:
     @contextmanager
     def backward(self, gradients: GradientAccumulator) -> Iterator[None]:
         """Context manager around the backward pass of a micro-batch, in which FSDP units are all-gathered before use
-        (ZeRO-3). It also tells the accumulator `gradients` which units the forward did not use, since these get no
+        (ZeRO-3). The accumulator `gradients` gets the names of units that the forward did not use, since these get no
         gradient."""
         if not self.sharded:
             yield
@@ -118,8 +119,8 @@ class ModulePrefetcher:
             self._units[name].reshard()
 
     def on_reduce(self, name: str) -> None:
-        """Callback of `GradientAccumulator`, called just before it starts the reduction of FSDP unit `name`'s
-        gradients: start the all-gather of the unit that follows in backward, so that all ranks issue these two
+        """Callback of `GradientAccumulator`, called just before the reduction of the gradients of the FSDP unit `name`
+        starts. Start the all-gather of the unit that follows in backward first, so that all ranks issue the two
         collective calls in the same order."""
         if self._backward:
             self._start_all_gathers_through(self._next_unit(name))
@@ -150,14 +151,14 @@ class ModulePrefetcher:
 
     def _next_unit(self, name: str) -> str | None:
         """Return the name of the FSDP unit that follows `name` in the running pass, skipping units in `self.held`
-        (those that stay unsharded during whole passes); None after the last."""
+        (units that stay unsharded during whole passes); None after the last unit."""
         here = self._order.index(name)
         after = reversed(self._order[:here]) if self._backward else self._order[here + 1 :]
         return next((each for each in after if each not in self.held), None)
 
     def _start_all_gathers_through(self, name: str | None) -> None:
-        """Start the pending all-gathers of this pass in their fixed order, up to and including that of the FSDP unit
-        `name`. Do nothing if `name` is None or its all-gather has already started."""
+        """Start the pending all-gathers of this pass in their fixed order, up to and including the all-gather of the
+        FSDP unit `name`. Do nothing if `name` is None or its all-gather has already started."""
         while name in self._to_gather:
             self._units[self._to_gather.popleft()].start_all_gather()
 
@@ -201,9 +202,9 @@ class ModulePrefetcher:
             self._unshard(name)
 
     def _agree_on_held(self, axis: Axis) -> bool:
-        """Exchange over `axis` which FSDP units must stay unsharded during whole passes: units that any rank has marked
-        are added to `self.held`. Then reshard all units. Collective. Return False if some unit's submodule ran on no
-        rank in this pass, so that the next pass must exchange the marks again."""
+        """Exchange over `axis` the FSDP units that ranks have marked to stay unsharded during whole passes, and add
+        them to `self.held`. Then reshard all units. Collective. Return False if some unit's submodule ran on no rank in
+        this pass, so that the next pass must exchange the marks again."""
         found = [*(int(name in self._found) for name in self._order), len(self._entered)]
         flags = torch.tensor(found, device=next(iter(self._units.values())).parameters.device)
         all_reduce(flags, axis, HELD_SITE)
@@ -221,7 +222,7 @@ class ModulePrefetcher:
         return self._storages.get(tensor.untyped_storage()._cdata)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        """Saved-tensor hook: return a `_SavedView` for a view of an FSDP unit's parameters, any other tensor
+        """Saved-tensor hook: return a `_SavedView` if `tensor` is a view of an FSDP unit's parameters, else `tensor`
         unchanged."""
         name = self._find_unit(tensor)
         return tensor if name is None else _SavedView(name, tensor)

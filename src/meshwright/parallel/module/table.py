@@ -73,8 +73,9 @@ def describe_module(
 
 
 def list_untrained_tensors(module: nn.Module, *, saved: bool) -> dict[str, torch.Tensor]:
-    """Return the tensors of a module that are not trained (frozen parameters and buffers), by name. `saved`: True for
-    only those that a checkpoint stores (neither non-persistent buffers nor empty tensors); False for all."""
+    """Return the tensors of a module that are not trained (frozen parameters and buffers), by name. `saved`: True to
+    return only those that a checkpoint stores, which excludes non-persistent buffers and empty tensors; False to return
+    all."""
     frozen = {name: each.detach() for name, each in module.named_parameters() if not each.requires_grad}
     not_saved: set[str] = set()
     if saved:
@@ -85,8 +86,8 @@ def list_untrained_tensors(module: nn.Module, *, saved: bool) -> dict[str, torch
 
 
 def check_trainable(module: nn.Module) -> None:
-    """Raise UserError for the first parameter or buffer of `module` that cannot be trained or saved: an uninitialised
-    lazy one, one on the meta device, complex or not strided, or a trained parameter without elements."""
+    """Raise UserError for the first parameter or buffer of `module` that cannot be trained or saved: a tensor that is
+    lazy and uninitialised, on the meta device, complex, or not strided, or a trained parameter without elements."""
     for name, value in [*module.named_parameters(), *module.named_buffers()]:
         if isinstance(value, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
             raise UserError(f"{name} is not initialised yet (a lazy module): run the module once where it is built")
@@ -101,8 +102,8 @@ def check_trainable(module: nn.Module) -> None:
 def _find_units(
     module: nn.Module, prefix: str, total: int, choose: ChooseUnit | None, found: dict[str, nn.Module]
 ) -> None:
-    """Find the FSDP units among the submodules of `module` and add them to `found` (path -> submodule). Units contain
-    no further units, and a ModuleList is never one, as it is never called.
+    """Find the FSDP units among the submodules of `module` and add them to `found` (path -> submodule). A submodule of
+    an FSDP unit is not an FSDP unit, nor is a module that is never called, such as a ModuleList.
 
     `prefix`: start of the submodules' paths, "" or "PATH."; `total`: number of elements of all trained parameters;
     `choose`: function (path, submodule) -> True if it is a unit; None: chosen by size."""
@@ -121,9 +122,9 @@ def _find_units(
 
 
 def _is_unit_by_size(module: nn.Module, total: int, listed: bool) -> bool:
-    """Return True if a module becomes an FSDP unit because of its size: it has at least 1/32 of all trained parameters,
-    and no list of modules (ModuleList, Sequential) inside. An item of a ModuleList becomes one at any size, except an
-    item with more than 1/4 of the parameters and a list inside.
+    """Return True if a module becomes an FSDP unit because of its size. An item of a ModuleList does, unless it has
+    more than 1/4 of all trained parameters and contains a list (ModuleList or Sequential of several modules). Any other
+    module does if it has at least 1/32 of all trained parameters and contains no list.
 
     `total`: number of elements of all trained parameters; `listed`: True if the module's parent is a ModuleList."""
     size = sum(each.numel() for each in module.parameters() if each.requires_grad)

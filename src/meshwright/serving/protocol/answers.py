@@ -50,13 +50,13 @@ class AnswerFormatter:
         raise NotImplementedError
 
     def describe_token(self, token: int, logprob: float | None) -> dict[str, Any]:
-        """Return {"token": text, "logprob", "bytes"} of a token ID with its log-probability."""
+        """Return {"token": text, "logprob", "bytes"} of a token ID. logprob: its log-probability, or None."""
         data = list(self._prompts.get_token_bytes(token))
         return {"token": self.show_token(token), "logprob": _clamp_logprob(logprob), "bytes": data}
 
     def describe_result(self, result: TokenResult, count: int) -> dict[str, Any]:
-        """Return the object of `describe_token` for a token (`result`), extended by `top_logprobs`, the objects of the
-        `count` most likely tokens."""
+        """Return the JSON object of a token (`result`) with its text, log-probability and bytes, and under
+        `top_logprobs` such objects for the `count` most likely tokens."""
         top = [self.describe_token(token, logprob) for token, logprob in result.top[:count]]
         return {**self.describe_token(result.token, result.logprob), "top_logprobs": top}
 
@@ -121,8 +121,8 @@ class OpenAIFormatter(AnswerFormatter):
 
     def _describe_prompt_token(self, result: TokenResult, count: int) -> dict[str, Any]:
         """Return vLLM's `prompt_logprobs` entry of one prompt token: {token ID: {logprob, rank, decoded_token}} for the
-        token and the `count` most likely ones. result: the token with its log-probability and those of the most likely
-        tokens."""
+        token and the `count` most likely tokens. result: log-probabilities of the token and of the most likely tokens.
+        """
         top, text = result.top[:count], self._prompts.get_token_text
         ranks = {token: rank for rank, (token, _) in enumerate(top, 1)}
         return {
@@ -179,9 +179,9 @@ class CompletionFormatter(OpenAIFormatter):
         }
 
     def _describe_top(self, result: TokenResult, count: int) -> dict[str, float | None] | None:
-        """Return {token text: log-probability} of the `count` most likely tokens and of the token itself; of several
-        tokens with the same text the likelier is kept. None if the token has no log-probability. result: the token with
-        its log-probability and those of the most likely tokens."""
+        """Return {token text: log-probability} of the `count` most likely tokens and of the token itself; if several
+        tokens have equal texts, the most likely token is kept. None if the token has no log-probability. result:
+        log-probabilities of the token and of the most likely tokens."""
         if result.logprob is None:
             return None
         described: dict[str, float | None] = {}

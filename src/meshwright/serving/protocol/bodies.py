@@ -75,8 +75,8 @@ class Body(BaseModel):
 
 
 class EndpointBody(Body):
-    """Base class of the bodies of all endpoints. They reject the fields in `UNSUPPORTED`, except with values that have
-    no effect."""
+    """Base class of the bodies of all endpoints. Fields in `UNSUPPORTED` are rejected, except with values that have no
+    effect."""
 
     unsupported = UNSUPPORTED
 

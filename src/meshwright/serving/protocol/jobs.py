@@ -48,9 +48,10 @@ class Job:
 
 
 def build_job(body: GenerationBody, prompts: Prompts, model: str, name: str) -> Job:
-    """Build the job (see `Job`) of a parsed HTTP request: tokenize the prompts of `body`, and create `n` choices for
-    each prompt. prompts: tokenizer. model: model name in the response. name: ID of the HTTP request. Raises ApiError if
-    there are too many prompts or tokens, and UserError for an invalid prompt or sampling option."""
+    """Build the job (requests to the engine, and formatter of the response) of a parsed HTTP request: tokenize the
+    prompts of `body`, and create `n` choices for each prompt. prompts: tokenizer. model: model name in the response.
+    name: ID of the HTTP request. Raises ApiError if there are too many prompts or tokens, and UserError for an invalid
+    prompt or sampling option."""
     inputs = body.encode(prompts)
     if len(inputs) * body.n > MAX_SEQUENCES:
         raise ApiError(400, f"n: {len(inputs)} prompts x n should be at most {MAX_SEQUENCES}", param="n")

@@ -17,8 +17,8 @@ class LlamaFormatter(AnswerFormatter):
 
     def format_piece(self, choice: Choice, piece: Piece, choices: Sequence[Choice]) -> bytes:
         """Return the event, as bytes, for a new `piece` of the streamed answer `choice`; empty bytes if the piece needs
-        no event. The last event also has settings, stop reason and timings. choices: all choices of the response, here
-        one."""
+        no event. The last event also has settings, stop reason and timings. choices: the only choice of the response,
+        as a list."""
         if piece.finish_reason is not None:
             return b"data: " + to_json(self._describe_end(choice, piece)) + b"\n\n"
         if not piece.text and not self._body.logprobs:
@@ -31,8 +31,8 @@ class LlamaFormatter(AnswerFormatter):
         return self._describe_end(choices[0], pieces[0])
 
     def _describe(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """Return the JSON fields with the text and tokens of `piece`, a part of the answer `choice`, and the numbers of
-        tokens generated so far and of the prompt."""
+        """Return the JSON fields with the text and tokens of `piece`, a part of the answer `choice`, the number of
+        tokens generated so far, and the number of prompt tokens."""
         tokens = [token.result for token in piece.tokens]
         described: dict[str, Any] = {
             "index": 0, "content": piece.text,
@@ -44,12 +44,12 @@ class LlamaFormatter(AnswerFormatter):
         return described
 
     def describe_token(self, token: int, logprob: float | None) -> dict[str, Any]:
-        """Return {"id", "token" (text), "logprob", "bytes"} of a token ID with its log-probability."""
+        """Return {"id", "token" (text), "logprob", "bytes"} of a token ID. logprob: its log-probability, or None."""
         return {"id": token, **super().describe_token(token, logprob)}
 
     def _describe_end(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         """Return the JSON object that ends the answer `choice`: the last event of a stream, or the whole response, with
-        settings, stop reason and timings. piece: the text and tokens to put into it."""
+        settings, stop reason and timings. piece: text and tokens of this object."""
         now, body, request = time.perf_counter(), self._body, choice.request
         first = choice.first_token or now
         computed = len(request.tokens) - choice.cached_tokens

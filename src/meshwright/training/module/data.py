@@ -168,8 +168,8 @@ class _EndlessBatches:
 
 class _SeededSamples:
     """Wrapper of the data set `data` that seeds the random generators (torch, numpy, Python) before it reads a sample.
-    Random augmentation then depends only on the sample's global number. Its keys are pairs (global sample number, index
-    in `data`).
+    Random augmentation then depends only on `seed`, the run's seed, and the sample's global number. Its keys are pairs
+    (global sample number, index in `data`).
     """
 
     def __init__(self, data: Samples, seed: int) -> None:

@@ -45,22 +45,23 @@ def fit(
     in a script that `meshwright run`, torchrun or SLURM starts; one rank needs no launcher.
 
     Args:
-        build: Returns the module, the same on every rank; its random draws come from `run.seed`, and all ranks start
-            from rank 0's values. Parameters with `requires_grad` are trained.
-        loss: `loss(module, batch)`, a scalar tensor: the mean over the batch's items.
+        build: Function that returns the module, equal on every rank; its random draws come from `run.seed`, and all
+            ranks start from rank 0's values. Parameters with `requires_grad` are trained.
+        loss: Function `loss(module, batch)` that returns a scalar tensor: the mean over the batch's items.
         data: A map-style data set: anything with a length and integer indexing.
-        recipe: The tables `layout`, `[run]`, `[train]`, `[adapter]`, `[checkpoint]` and `[collectives]` of a recipe,
-            or a file of them. The default of `run.name` is the name of the script.
+        recipe: The tables `layout`, `[run]`, `[train]`, `[adapter]`, `[checkpoint]` and `[collectives]` of a recipe, or
+            a file of them. The default of `run.name` is the name of the script.
         overrides: Values of recipe keys by dotted name, `{"train.steps": 20}`, or texts as on the command line.
         trust: Allow a recipe's file to run code that it names, such as a tracker's class.
         show_progress: Print a line for each logged step.
         **options: Fields of `FitOptions`.
 
     Returns:
-        The result document on rank 0, None on others: step, loss, samples_per_second, predicted, measured, checkpoint.
+        The result document on rank 0, None on other ranks. Keys: step, loss, samples_per_second, predicted, measured,
+            checkpoint.
 
     Raises:
-        UserError: A key, value or file is wrong, or the number of ranks is not that of the layout.
+        UserError: A key, value or file is wrong, or the layout has another number of ranks.
         CheckFailed: Too many steps in a row had a loss or gradient that was not finite.
         RankLost: A rank died or stopped answering.
         Terminated: SIGTERM arrived; the state has been saved.
@@ -107,8 +108,9 @@ def fit(
 
 def load(module: nn.Module, path: str | Path) -> nn.Module:
     """Copy a checkpoint's values into a module of the same structure, in place, and return the module. path: a
-    checkpoint, or a run directory, whose newest checkpoint is taken. Of a PEFT directory the adapter is added to the
-    module, and buffers under training/ are copied. `UserError` names the first tensor that does not fit."""
+    checkpoint, or a run directory, whose newest checkpoint is taken. If the checkpoint is a PEFT directory, the adapter
+    is added to the module, and buffers under training/ are copied. `UserError` names the first tensor that does not
+    fit."""
     directory = find_checkpoint(path)
     if (directory / ADAPTER_CONFIG).is_file():
         load_module_adapter(module, directory)
@@ -137,8 +139,9 @@ def load(module: nn.Module, path: str | Path) -> nn.Module:
 
 
 def _load_buffers(module: nn.Module, directory: Path) -> None:
-    """Copy the buffers in the checkpoint `directory` of an adapter (under training/, such as running statistics) into
-    those of `module`. Raises `UserError` if the checkpoint is damaged or a buffer has another number of elements.
+    """Copy the buffers (such as running statistics) that the checkpoint `directory` of an adapter has under training/
+    into the buffers of `module`. Raises `UserError` if the checkpoint is damaged or a buffer has another number of
+    elements.
     """
     try:
         saved = {each.name for each in read_index(directory)}

@@ -95,9 +95,9 @@ class ModuleTask:
         ignored."""
 
     def count_terms(self, micro_batches: Sequence[Batch]) -> TermCount:
-        """Start to count the items over which the loss averages in a step: summed over this rank's `micro_batches` and
-        over all ranks, at least 1. Return a function that returns this number, by which the summed loss is divided.
-        Collective."""
+        """Start to count the items over which the loss of a step averages: their number in this rank's `micro_batches`,
+        summed over all ranks. Return a function that waits for this sum and returns it (1 if it is 0). The summed loss
+        is divided by it. Collective."""
         return sum_over_data((torch.tensor(batch.items) for batch in micro_batches), self.mesh)
 
     def forward_backward(self, micro_batches: Sequence[Batch], divisor: Divisor) -> torch.Tensor:
@@ -167,13 +167,13 @@ class ModuleTask:
         return Validation(loss_sum / max(1.0, items), Metrics(means, text))
 
     def state(self) -> dict[str, Any]:
-        """Return {"data_samples": number of training samples} for `state.json`; the number must be equal when the run
-        resumes."""
+        """Return {"data_samples": number of training samples} for `state.json`. A run resumes only if this number is
+        unchanged."""
         return {"data_samples": len(self.spec.data)}
 
     def buffer_slices(self, owned: bool) -> list[TensorSlice]:
-        """Return buffers, and without an adapter frozen parameters, as checkpoint slices. owned: True for only those
-        that this rank writes (all on rank 0, none elsewhere); False for all."""
+        """Return buffers, and without an adapter frozen parameters, as checkpoint slices. owned: True to return only
+        the slices that this rank writes (all on rank 0, none elsewhere); False to return all."""
         kept = {each.name for each in self.derived.kept}
         return [each for each in self.values.slices(owned) if each.name in kept]
 
@@ -206,7 +206,8 @@ class ModuleTask:
         return calls.count_step(self.passes.prefetcher.held, changes)
 
     def _make_batch(self, number: int, samples: int, content: Any) -> Batch:
-        """Build a micro-batch: move collated content to the device and count the items over which its loss averages.
+        """Build a micro-batch: move collated content to the device and count the items over which the micro-batch's
+        loss averages.
 
         number: global number of its first sample; samples: number of samples; content: the collated batch. `UserError`
         if the user's function `count` returns a negative number."""
@@ -218,8 +219,9 @@ class ModuleTask:
 
 
 def parameter_dtype(module: nn.Module, layout: Layout) -> torch.dtype:
-    """Return the dtype in which the module computes: that of the layout's precision if it names one, else float64 if
-    any trained parameter is float64, else float32. `UserError` for a precision in which modules cannot be trained."""
+    """Return the dtype in which the module computes: the dtype of the layout's precision if it names one, else float64
+    if any trained parameter is float64, else float32. `UserError` for a precision in which modules cannot be trained.
+    """
     if layout.precision is not None:
         if layout.precision not in PARAMETER_DTYPES:
             raise UserError(f'layout "{layout}": a user module can be trained in {", ".join(PARAMETER_DTYPES)}')

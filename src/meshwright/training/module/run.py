@@ -48,7 +48,10 @@ def train_module(
 
 class ModuleRun(Run):
     """Training run of a user's module on one rank: a `Run` with the script's module and data in place of a language
-    model's. recipe, mesh, run_directory, spec, show_progress: as for `train_module`."""
+    model's.
+
+    recipe: settings. mesh: device mesh of this rank. run_directory: directory for metrics and checkpoints, already
+    locked. spec: arguments of `fit`. show_progress: print a line for each logged step."""
 
     def __init__(
         self, recipe: ModuleRecipe, mesh: Mesh, run_directory: RunDirectory, spec: ModuleSpec, show_progress: bool
@@ -80,7 +83,7 @@ class ModuleRun(Run):
 def _make_contents(task: ModuleTask) -> CheckpointContents:
     """Return the contents of the checkpoints of a module's training (`task`): table of the saved tensors, configuration
     files, and the function that checks an existing checkpoint against the module. With an adapter, checkpoints are PEFT
-    directories; the buffers are then only in their directory training/, which holds the state for resuming."""
+    directories, with the buffers only in the subdirectory training/ (state for resuming)."""
     adapter = task.adapter
     table = build_saved_table(task.derived.table, task.derived.kept, exported=adapter is None)
     name = ADAPTER_FILE if adapter is not None else None
@@ -109,8 +112,8 @@ def check_module_resume(recipe: ModuleRecipe, samples: int) -> None:
 
 
 def _check_checkpoint_tensors(table: ParameterTable, path: Path, name: str | None) -> None:
-    """Raise `UserError` naming the first tensor whose name or shape in the checkpoint at `path` differs from the
-    module's. table: the module's parameters. name: name of the checkpoint's safetensors file; None: the usual name for
+    """Raise `UserError` naming the first tensor whose name or shape in the checkpoint at `path` differs from `table`.
+    table: parameter table of the module. name: name of the checkpoint's safetensors file; None: the usual name for
     whole models."""
     files = CheckpointFiles(path) if name is None else CheckpointFiles(path, name)
     wanted = {entry.name: entry.shape for entry in table.entries if entry.exported}
@@ -136,8 +139,8 @@ def _make_config_json(module: nn.Module) -> bytes:
 
 
 def check_spec(spec: ModuleSpec, recipe: ModuleRecipe) -> None:
-    """Raise `UserError` for the first invalid argument of `fit` (in `spec`), or the first that does not fit the recipe;
-    called before the module is built."""
+    """Raise `UserError` for the first invalid argument of `fit` (in `spec`), or the first argument that does not fit
+    the recipe. Called before the module is built."""
     check_samples(spec.data, "data")
     if spec.validation is not None:
         check_samples(spec.validation, "validation")

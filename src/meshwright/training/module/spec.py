@@ -45,14 +45,15 @@ class FitOptions(TypedDict, total=False):
         count: Function from a batch to the number of items that the loss averages over, such as labels that are not
             ignored; default: number of samples. The step's loss is the sum over all items of all ranks, divided by
             their number, whatever the layout.
-        reduction: `"mean"` if `loss` returns the mean over the batch's items, `"sum"` if their sum; mean unless given.
+        reduction: `"mean"` if `loss` returns the mean over the batch's items, `"sum"` if it returns their sum; default:
+            mean.
         validation: Validation data, a map-style data set; None: no validation.
         measures: Metric functions by name, such as `{"accuracy": f}`: `f(module, batch)` returns a sum over the batch's
             items, whose mean over the validation data goes into metrics.jsonl and the result.
         units: Function of a module's name and the module; True makes it one FSDP unit (all-gathered together by
             ZeRO-3); default: chosen by size and module lists.
-        decays: Function of a parameter's name and the parameter; True if weight decay applies to it; default: those
-            with two or more dims.
+        decays: Function of a parameter's name and the parameter; True if weight decay applies to it; default: it
+            applies to parameters with two or more dims.
         workers: Number of `DataLoader` processes of each rank; 0 unless given.
     """
 

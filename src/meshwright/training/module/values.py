@@ -45,8 +45,8 @@ class UntrainedTensors:
 
     def begin_step(self) -> None:
         """Copy the buffers that earlier steps have changed, so that `restore_buffers` can undo a skipped step. In steps
-        1, 2, 4, 8 ... of this process copy all buffers; `end_step` then compares them and finds further ones that
-        change.
+        1, 2, 4, 8 ... of this process copy all buffers; `end_step` then compares them with their new values, to find
+        further buffers that steps change.
         """
         self._looks += 1
         self._looking = self._looks & (self._looks - 1) == 0
@@ -85,7 +85,7 @@ class UntrainedTensors:
 
     def count_compared(self) -> int:
         """Return the number of buffers that the last `end_step` compared with their values before the step, to find
-        those that change. These are all buffers in steps 1, 2, 4, 8 ..., else 0."""
+        buffers that change: the number of all buffers in steps 1, 2, 4, 8 ..., else 0."""
         return len(self._buffers()) if self._looking else 0
 
     def nbytes(self) -> int:
@@ -93,8 +93,8 @@ class UntrainedTensors:
         return sum(value.nbytes for value in list_untrained_tensors(self._module, saved=False).values())
 
     def slices(self, owned: bool) -> list[TensorSlice]:
-        """Return all buffers and frozen parameters as checkpoint slices. owned: True for only those that this rank
-        writes (all on rank 0, none elsewhere); False for all."""
+        """Return all buffers and frozen parameters as checkpoint slices. owned: True to return only the slices that
+        this rank writes (all on rank 0, none elsewhere); False to return all."""
         if owned and self._mesh.rank:
             return []
         slices = []
