@@ -214,8 +214,8 @@ def parse_bounds_table(table: Mapping[str, Any]) -> BoundsTable:
     """Build a `BoundsTable` from the tables of bounds.toml."""
     kinds = [RunKind(**each) for each in table["kinds"]]
     own = {name: RunKind(**each) for name, each in table.get("own", {}).items()}
-    numbers = {name: float(table[name]) for name in ("widen", "narrow", "waiting")}
-    return BoundsTable(tuple(kinds), frozenset(table["engines"]), own=own, **numbers)
+    numbers = {name: table[name] for name in ("widen", "narrow", "waiting")}
+    return BoundsTable(tuple(kinds), frozenset(table["engines"]), **numbers, own=own)
 
 
 def bound_seconds(cluster: Cluster, step: StepProperties) -> tuple[float, float, float, Bounds]:
