@@ -61,7 +61,8 @@ def _cached(
         batch.operators[key] = tuple(
             found if batch.config.adapter is None else adapt_operators(batch, found, **adapted)
         )
-    return batch.operators[key]
+    operators: tuple[Operator, ...] = batch.operators[key]
+    return operators
 
 
 def read_operators(batch: MicroBatch, section: str, flags: Collection[str] = (), layer: int = 0) -> Iterator[Operator]:
