@@ -21,6 +21,7 @@ from meshwright.planner.hardware.cluster import cluster
 from meshwright.planner.memory.ledger import ledger
 from meshwright.planner.memory.rank_memory import fullest_rank, memory_of
 from meshwright.planner.memory.saved import saved_activations
+from meshwright.planner.models import adapted_model
 from meshwright.planner.problem import Problem, StageCandidate
 from meshwright.planner.show.explain import explain
 from meshwright.spec.parameters import parameter_table
@@ -89,6 +90,14 @@ def test_parameters_of_operators_are_those_of_the_parameter_table(name: str) -> 
     config = preset(name)
     counts = count_parameters(MicroBatch.of(config, Layout(), 1, 64), whole_model(config))
     assert sum(counts) == parameter_table(config).numel
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "mixtral-tiny", "llama4-tiny"])
+def test_trained_parameters_of_stages_are_those_of_the_parameter_table(name: str) -> None:
+    """Of adapters; a tied head, which is frozen, has none to be counted twice."""
+    config = adapted_model(name, {"kind": "lora", "rank": 8})
+    times = StepPredictor(Problem(config, cluster("1xh100-sxm"), 64, 1), Layout.parse("bf16")).pipeline(None)
+    assert times.dense.sum() + times.expert.sum() == parameter_table(config).trained.numel
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "gemma-2-9b", "mixtral-8x7b-v0.1", "qwen1.5-moe-a2.7b"])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 from meshwright.planner.cost.micro_batch import ITEM_BYTES, LayerKind, MicroBatch, Number, at_least
@@ -125,15 +126,23 @@ def _count_outputs(batch: MicroBatch, product: str) -> int:
     return _latent(batch).products(batch.config.hidden, batch.heads, batch.config.head_dim)[product][0]
 
 
+Formula = Callable[[MicroBatch, LayerKind], Any]
+
 _BATCH = (
     "rows", "tokens", "slice", "sequence", "all_tokens", "predictions", "responses", "heads", "kv_heads", "copies",
     "arriving", "expert_width", "vocabulary", "wide", "tp", "cp", "ep", "etp",
 )  # fmt: skip
 _MODEL = "hidden", "experts", "token_types"
 
-FORMULAS: dict[str, Callable[[MicroBatch, LayerKind], Any]] = {
-    **{name: lambda batch, kind, name=name: getattr(batch, name) for name in _BATCH},
-    **{name: lambda batch, kind, name=name: getattr(batch.config, name) for name in _MODEL},
+
+def _read_field(path: str) -> Formula:
+    """Return the formula of a dimension that is a field of the micro-batch, such as "rows" or "config.hidden"."""
+    return lambda batch, kind: attrgetter(path)(batch)
+
+
+FORMULAS: dict[str, Formula] = {
+    **{name: _read_field(name) for name in _BATCH},
+    **{name: _read_field(f"config.{name}") for name in _MODEL},
     # Bytes of an element of activations (`wide`: of sums) and of what is sent to experts; of the loss for a logit.
     "x": lambda batch, kind: batch.itemsize,
     "sent": lambda batch, kind: 1 if batch.eight_bit and batch.engine.eight_bit_activations else batch.itemsize,

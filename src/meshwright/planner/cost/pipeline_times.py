@@ -124,8 +124,8 @@ class PipelineTimes:
         self.of_kind = layer_times.layer_counts(self.examples).astype(np.float64)
         self.layers = self.of_kind.sum(axis=1)
         self.first, self.last = (np.array([getattr(one, end) for one in self.examples]) for end in ("first", "last"))
-        held = np.column_stack([self.of_kind, self.first, self.last, -1.0 * (self.first & self.last)])
-        self.dense, self.expert = np.moveaxis(np.tensordot(held, layer_times.parameters[..., index], 1), 1, 0)
+        coefficients = np.column_stack([self.of_kind, self.first, self.last, -1.0 * (self.first & self.last)])
+        self.dense, self.expert = np.moveaxis(np.tensordot(coefficients, layer_times.parameters[..., index], 1), 1, 0)
         self.rank_dense, self.rank_expert = self.of_rank @ self.dense, self.of_rank @ self.expert
 
     def stage_seconds(self, at_once: bool, zero: int, groups: ProcessGroups) -> Floats:
