@@ -8,8 +8,6 @@ import time
 from pathlib import Path
 
 _TICKS = os.sysconf("SC_CLK_TCK")
-IDLE_SECONDS = 0.2
-"""Seconds over which the load is measured before a measurement begins."""
 
 
 def read_busy_seconds() -> float:
@@ -46,15 +44,6 @@ class OtherLoad:
         seconds = time.perf_counter() - self._began
         self.share = max(0.0, self._read() - self._others) / seconds / (os.cpu_count() or 1)
         return self.share
-
-    def wait_until_idle(self, most: float, seconds: float) -> None:
-        """Wait until the share is at most `most`, but not longer than `seconds`."""
-        limit = time.monotonic() + seconds
-        while True:
-            self.begin()
-            time.sleep(IDLE_SECONDS)
-            if self.end() <= most or time.monotonic() > limit:
-                return
 
     def _read(self) -> float:
         own = os.times()

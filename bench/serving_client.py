@@ -124,9 +124,8 @@ class Connection(asyncio.Protocol):
         return -1
 
     def _ends_chunks(self, data: bytes) -> bool:
-        if len(data) >= 5:
-            return data.endswith(b"0\r\n\r\n")
-        return self._response.raw().endswith(b"0\r\n\r\n")
+        end = b"\r\n0\r\n\r\n"  # a head may end in "0\r\n\r\n", too
+        return (data if len(data) >= len(end) else self._response.raw()).endswith(end)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
