@@ -137,6 +137,7 @@ DIRECT_READS = {
             "monitoring.memory",
             "monitoring.profile",
             "launcher.host_memory",
+            "launcher.gpu_process",
             "kernels.build",
             "kernels.choice",
             "probe.stopwatch",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -31,9 +32,12 @@ def test_backend_timeout_is_longer_than_device_watch():
 
 
 def make_mesh_of_512(
-    monkeypatch: pytest.MonkeyPatch, layout: Layout, config: str, device: str
+    monkeypatch: pytest.MonkeyPatch, layout: Layout, config: str, device: str, bound: bool = True
 ) -> tuple[Mesh, Any, Any]:
-    """Return rank 9's mesh on a backend that is not there, and the mocks of `new_group` and `split_group`."""
+    """Return rank 9's mesh on a backend that is not there, and the mocks of `new_group` and `split_group`. bound: the
+    ranks' GPUs were named when the world was initialised."""
+    world = SimpleNamespace(bound_device_id=torch.device("cuda", 1) if bound else None)
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=world))
     new_group, split_group = mock.Mock(), mock.create_autospec(dist.split_group, side_effect=lambda *_, **__: object())
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
     monkeypatch.setattr(dist, "get_world_size", lambda: 512)
@@ -43,9 +47,14 @@ def make_mesh_of_512(
     return Mesh.create(layout, device), new_group, split_group
 
 
-def test_gloo_groups_are_made_one_by_one(monkeypatch: pytest.MonkeyPatch):
-    mesh, new_group, split_group = make_mesh_of_512(monkeypatch, Layout(dp=64, tp=8), "cpu:gloo", "cpu")
+@pytest.mark.parametrize(("config", "device"), [("cpu:gloo", "cpu"), ("cpu:gloo,cuda:nccl", "cuda")])
+def test_groups_are_made_one_by_one_unless_the_world_is_bound_to_gpus(
+    monkeypatch: pytest.MonkeyPatch, config: str, device: str
+):
+    """As those of servers, which torch refuses to split. Only the world has gloo, which connects all pairs of ranks."""
+    mesh, new_group, split_group = make_mesh_of_512(monkeypatch, Layout(dp=64, tp=8), config, device, bound=False)
     assert new_group.call_count == 64 + 8 and not split_group.called
+    assert {call.args[2] for call in new_group.call_args_list} == {"nccl" if device == "cuda" else None}
     assert mesh.tp.ranks == tuple(range(8, 16)) and mesh.dp.ranks == tuple(range(1, 512, 8))
 
 
@@ -77,6 +86,7 @@ def test_layers_do_not_share_the_communicator_of_gradients(
     layout = Layout.parse(text)
     for config, device in (("cpu:gloo,cuda:nccl", "cuda"), ("cpu:gloo", "cpu")):
         with monkeypatch.context() as patch:
+            patch.setattr(dist, "group", SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=None)))
             patch.setattr(dist, "get_world_size", lambda: layout.world_size)
             patch.setattr(dist, "get_rank", lambda: 1)
             patch.setattr(dist, "get_backend_config", lambda group, config=config: config)

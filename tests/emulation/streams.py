@@ -26,6 +26,7 @@ from meshwright.comm import backend
 from meshwright.emulation import call_matcher
 from meshwright.emulation.call_matcher import CallMatcher, EmulatedWork, GroupKey, describe_place, find_caller
 from meshwright.emulation.exchange import RankCall, Tensors, compute_results, unseen_by_modes
+from meshwright.emulation.process_group import EmulatedGroup
 from meshwright.emulation.ranks import EmulatedRanks
 from meshwright.emulation.scheduler import EmulationFailed, Scheduler
 
@@ -259,6 +260,7 @@ class StreamRanks(EmulatedRanks):
 
         for where, name, value in (
             (dist, "split_group", _split_world),
+            (EmulatedGroup, "bound_device_id", torch.device("cpu")),
             (dist, "batch_isend_irecv", self.matcher.post_together),
             (backend, "current_stream", lambda device: self.matcher.stream),
             (torch.Tensor, "copy_", copy_late),

@@ -22,6 +22,7 @@ from meshwright.emulation.ranks import EmulatedRanks
 from meshwright.flight_recorder.call_log import RankCalls
 from meshwright.flight_recorder.call_ring import get_process_writer
 from meshwright.layout import Layout
+from meshwright.model.weight_gradients import WAITING
 from meshwright.parallel import context, pipeline, zero
 from meshwright.parallel import step as parallel_step
 from meshwright.parallel.flat_buffers import TensorSlice
@@ -291,8 +292,7 @@ def test_weight_gradients_are_computed_while_calls_of_backward_are_in_flight(tex
         run = call.axis.communicator.meanwhile
 
         def meanwhile() -> None:
-            waiting = run.__self__._waiting
-            beside.extend([] if waiting is None else [call.site])
+            beside.extend([call.site] if WAITING in run.__self__._queues else [])
             run()
 
         if run is None:

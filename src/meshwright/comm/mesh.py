@@ -249,13 +249,13 @@ class Mesh:
         (None: no programs). Raises UserError if the layout needs another world size."""
         if layout.world_size == 1 and not dist.is_initialized():
             return cls.single(layout, device)
-        world_size = dist.get_world_size()
-        if layout.world_size != world_size:
+        if layout.world_size != (world_size := dist.get_world_size()):
             raise UserError(f'layout "{layout}" needs {layout.world_size} processes, there are {world_size}')
         rank, everybody = dist.get_rank(), tuple(range(world_size))
         timeout = compute_backend_timeout(device, timeout_seconds)
-        nccl = get_group_backends(None).get(torch.device(device).type) == "nccl"
-        split = partial(dist.split_group, None, timeout=timeout, backend="nccl")
+        nccl = "nccl" if get_group_backends(None).get(torch.device(device).type) == "nccl" else None
+        splits = nccl is not None and getattr(dist.group.WORLD, "bound_device_id", None) is not None
+        split = partial(dist.split_group, None, timeout=timeout, backend=nccl)
         # Axes over the same ranks share one group. A communicator of NCCL runs its calls one after the other: a layer's
         # own calls do not share the group of gradients and parameters, for which they would otherwise wait.
         groups: dict[tuple[tuple[int, ...], bool], dist.ProcessGroup | None] = {(everybody, False): dist.group.WORLD}
@@ -267,12 +267,12 @@ class Mesh:
             `Mesh` for arguments and result."""
             keys = [(ranks, in_layers and ranks in of_states) for ranks in partition]
             missing = [key for key in keys if len(key[0]) > 1 and key not in groups]
-            # Of NCCL all groups of an axis are made in one call, which splits the world's communicator. Only the world
-            # has gloo too, for host tensors: each gloo group connects all pairs of its ranks.
-            for together in [missing] if nccl and missing else [[key] for key in missing]:
+            # If the world is bound to GPUs, all groups of an axis are made in one call, which splits its communicator.
+            # With NCCL only the world has gloo too, for host tensors: a gloo group connects all pairs of its ranks.
+            for together in [missing] if splits and missing else [[key] for key in missing]:
                 first, *_ = ranks = [list(each) for each, _ in together]
                 with communicator.record_new_groups(everybody, tuple(first)):
-                    new = split(ranks) if nccl else dist.new_group(first, timeout)
+                    new = split(ranks) if splits else dist.new_group(first, timeout, nccl)
                 for key in together:
                     groups[key] = new if rank in key[0] else None
                 made.extend(group for group in map(groups.get, together) if group is not None)

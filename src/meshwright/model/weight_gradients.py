@@ -26,6 +26,9 @@ from meshwright.model.grouped_product import grouped_product, sum_bias_gradients
 
 Multiply = Callable[..., Tensor]
 
+WAITING = "waiting"
+"""Key of the queue of the one computation that waits for a collective call to be in flight."""
+
 
 class GradientBuffers(Protocol):
     """Interface of the accumulation buffers of parameter gradients, to which deferred weight gradients are added."""
@@ -57,7 +60,6 @@ class WeightGradients:
         self._sums = sums
         self._queues: dict[Hashable, deque[_DeferredGradient]] = {}
         self._collects: deque[_DeferredGradient] | None = None
-        self._waiting: _DeferredGradient | None = None
         self.overlapped: Collection[nn.Parameter] = ()
         """Parameters whose computations, outside of `collecting`, wait for the next of these or for `run_waiting`."""
 
@@ -84,17 +86,15 @@ class WeightGradients:
             self._collects.append(product)
         elif parameter in self.overlapped:
             self.run_waiting()
-            self._waiting = product
+            self._queues[WAITING] = deque([product])
         else:
             self._accumulate(product)
 
     def run_waiting(self) -> None:
         """Execute the computation that waits, if there is one: while a collective call is in flight, or at the end of a
         backward pass."""
-        product, self._waiting = self._waiting, None
-        if product is not None:
-            with torch.no_grad():
-                self._accumulate(product)
+        if WAITING in self._queues:
+            self.run(WAITING)
 
     def _accumulate(self, product: _DeferredGradient) -> None:
         """Execute one deferred computation, `product`, and add its gradient to the accumulation buffers."""

@@ -144,9 +144,8 @@ class ForwardBackward:
 def find_overlapped_weights(model: Transformer, mesh: Mesh) -> set[nn.Parameter]:
     """Return the weights whose gradients are computed while the next collective call of backward is in flight: on GPUs
     those of the layers whose input gradients are communicated next, over tp or ep."""
-    names = (".qkv", ".up") if not mesh.tp.trivial else (".experts.up",) if not mesh.ep.trivial else ()
-    on_gpu = mesh.device.type == "cuda"
-    return {module.weight for name, module in model.named_modules() if on_gpu and name.endswith(names)}
+    names = (".qkv.weight", ".up.weight") if not mesh.tp.trivial else () if mesh.ep.trivial else (".experts.up.weight",)
+    return {each for name, each in model.named_parameters() if mesh.device.type == "cuda" and name.endswith(names)}
 
 
 def count_targets(targets: Iterable[torch.Tensor], mesh: Mesh) -> TermCount:

@@ -4,7 +4,7 @@ that the GPU does not wait for the host between steps."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass
 from typing import Any, Generic, TypeVar
 
@@ -30,7 +30,10 @@ class BatchPrefetcher(Generic[Batch]):
 
     def prefetch(self, step: int) -> None:
         """Load the batch of the step with index `step`, for a later `take`; the host does not wait for its copies."""
-        with nullcontext() if self._copies is None else torch.cuda.stream(self._copies):
+        on_copies: AbstractContextManager[Any] = nullcontext()
+        if self._copies is not None:
+            on_copies = torch.cuda.stream(self._copies)
+        with on_copies:
             batch = self._load(step)
         self._next = step, batch, None if self._copies is None else self._copies.record_event()
 
