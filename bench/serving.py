@@ -36,7 +36,15 @@ from processor_load import OtherLoad
 from serving_client import Wave
 from serving_models import CACHE, SHAPES, model_directory, random_prompts, weights_read_per_token
 from serving_peers import (
-    NICE, STARTS, THREADS, Contender, ContenderFailed, Server, installed_version, prioritise_session, start_meshwright,
+    NICE,
+    STARTS,
+    THREADS,
+    Contender,
+    ContenderFailed,
+    Server,
+    installed_version,
+    prioritise_session,
+    start_meshwright,
 )  # fmt: skip
 
 CONCURRENCY = (1, 8, 32)
