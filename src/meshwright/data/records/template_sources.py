@@ -34,7 +34,7 @@ def find_template(name: str, own: str | None, tokenizer: str) -> tuple[str, str]
     """
     if name == "model":
         if own is None:
-            others = " or ".join(f'"{one}"' for one in TEMPLATES if one != "model")
+            others = " or ".join(_describe_template(one) for one in TEMPLATES if one != "model")
             raise UserError(
                 f'data.template = "model": the tokenizer "{tokenizer}" has no chat_template; '
                 f"set data.template to {others}, or to a .jinja file"
@@ -55,6 +55,12 @@ def find_template(name: str, own: str | None, tokenizer: str) -> tuple[str, str]
         raise UserError(f"data.template: {path} cannot be read: byte {error.start} is not UTF-8 text") from None
     except OSError as error:
         raise UserError(f"data.template: {path} cannot be read: {error.strerror or error}") from None
+
+
+def _describe_template(name: str) -> str:
+    """Return text that names a template of this project and the special tokens that a tokenizer needs for it."""
+    needed = _NEEDED.get(name, ())
+    return f'"{name}"' + (f" (for a tokenizer with the special tokens {' and '.join(needed)})" if needed else "")
 
 
 def check_template_tokens(name: str, special: Collection[str], tokenizer: str) -> None:

@@ -28,7 +28,7 @@ _PARTS = (
     (
         r"ac:selective",
         "ac:selective",
-        "all activations except the results of matrix products and collectives recomputed in backward",
+        "all activations except the results of matrix products and reductions recomputed in backward",
     ),
     (r"ac:full", "ac:full", "all activations of blocks recomputed in backward"),
     *((name, name, "precision of matrix products") for name in PRECISIONS),
