@@ -258,9 +258,10 @@ def _run_serve(
     """
     from meshwright.planner.models import model_of
     from meshwright.planner.serving.ledger import bill_text, parse_dtype
-    from meshwright.serving.memory import DEFAULT_FRACTION, plan_memory
+    from meshwright.serving.memory import DEFAULT_FRACTION, StepSettings, plan_memory
     from meshwright.spec.block_tables import BLOCK_TOKENS
     from meshwright.spec.refuse import serving_layout
+    from meshwright.threads import choose_threads
 
     if len(names) != 1:
         raise UserError("--serve: takes one MODEL: a preset such as llama-3-8b, a directory or a config.json")
@@ -270,7 +271,8 @@ def _run_serve(
         device, memory = machine
         gpus = _find_gpus(device or "auto", parsed.world_size, memory)
         memory = str(DEFAULT_FRACTION) if gpus and memory is None else memory
-        ledger = plan_memory(config, parsed, parse_dtype(dtype), memory, max_length, hosts=gpus or None)
+        steps = StepSettings(threads=choose_threads(parsed.world_size))  # as `serve` does on this machine
+        ledger = plan_memory(config, parsed, parse_dtype(dtype), memory, max_length, steps=steps, hosts=gpus or None)
         document = ledger.to_json_dict()
         ranks = parsed.world_size
         lines = [

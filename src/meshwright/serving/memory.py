@@ -36,11 +36,12 @@ class StepSettings(NamedTuple):
 
     tokens: maximum number of tokens of a step. sequences: maximum number of sequences of a step. compiled: True if
     compiled CPU kernels compute the step (where they support the dtype), False if plain torch computes it; no effect on
-    GPUs."""
+    GPUs. threads: kernel threads of each rank."""
 
     tokens: int = 512
     sequences: int = 64
     compiled: bool = True
+    threads: int = 1
 
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9}
@@ -103,7 +104,7 @@ def plan_memory(
         raise UserError(f"--max-sequences {steps.sequences}: should be at least pp{layout.pp}, a sequence per stage")
     if max_length is not None and not 1 <= max_length <= config.max_positions:
         raise UserError(f"--max-length {max_length}: should be 1 to {config.max_positions}, the model's positions")
-    sizes = ServingSizes(steps.tokens, steps.sequences, max_length or config.max_positions, dtype)
+    sizes = ServingSizes(steps.tokens, steps.sequences, max_length or config.max_positions, dtype, steps.threads)
     on_gpus = all(host.source == GPU for host in hosts)
     compiled = steps.compiled and dtype in KERNEL_DTYPES and not find_kernel_gap(config, layout)
     on_cpu = serving_ledger if compiled else torch_ledger

@@ -244,13 +244,13 @@ def _check_model(
         rendezvous.check_world_size(info, reading)
         hosts = info.ranks // (info.host_ranks or info.ranks)
     budget, sequences = options.get("token_budget") or StepSettings().tokens, options.get("max_sequences")
-    steps = StepSettings(budget, min(StepSettings().sequences, budget) if sequences is None else sequences)
-    memory, longest = options.get("memory"), options.get("max_length")
+    sequences = min(StepSettings().sequences, budget) if sequences is None else sequences
+    threads = options.get("threads") or choose_threads(reading.world_size // hosts)
+    steps = StepSettings(budget, sequences, threads=threads)
     gpus = choose_rank_devices(options.get("device", "auto"), reading.world_size // hosts)
-    if gpus and memory is None:
-        memory = str(DEFAULT_FRACTION)
+    memory = str(DEFAULT_FRACTION) if gpus and options.get("memory") is None else options.get("memory")
     machines = (gpus or [HostMemory.read()]) * hosts  # those of one job have the same memory
-    plan = partial(plan_memory, config, reading, dtype, memory, longest, steps=steps, hosts=machines)
+    plan = partial(plan_memory, config, reading, dtype, memory, options.get("max_length"), steps=steps, hosts=machines)
     ledger = plan()
     if info is not None:
         log("one lost rank ends this server, as torchrun or SLURM started the ranks; running streams end with it")
@@ -277,11 +277,10 @@ def _prepare_kernels(model: _Settings, phases: _StartupTimer) -> _Settings:
 def _make_replicas(model: _Settings, directory: str, options: ServeOptions, log: Callable[[str], None]) -> Replicas:
     """Create the server's replicas, without starting their ranks. model: checked settings. directory: private directory
     for Unix sockets. options, log: arguments of `serve`."""
-    layout, info = model.layout, model.info
-    here = layout.world_size if info is None else info.host_ranks or info.ranks
+    info = model.info
     plan = RankPlan(
-        str(model.checkpoint.resolve()), str(layout), model.dtype, make_step_limits(model.ledger),
-        options.get("threads") or choose_threads(here), directory if info is None else None,
+        str(model.checkpoint.resolve()), str(model.layout), model.dtype, make_step_limits(model.ledger),
+        model.ledger.sizes.threads, directory if info is None else None,
         options.get("step_seconds", 60.0), model.device if info is None else options.get("device", "auto"),
         options.get("batch_invariant", False), *model.kernels,
     )  # fmt: skip

@@ -16,6 +16,7 @@ from meshwright.collectives.quantities import GIB, format_bytes
 from meshwright.errors import UserError
 from meshwright.layout import Layout
 from meshwright.names import unknown
+from meshwright.planner.serving.kernel_scratch import StepScratch, scratch_bytes
 from meshwright.spec.block_tables import (
     BLOCK_TOKENS,
     BlockTables,
@@ -73,12 +74,14 @@ class ServingSizes:
         max_sequences: Most sequences of a step.
         max_length: Most tokens of a sequence.
         dtype: Type of parameters and KV cache, a key of `ITEM_BYTES` such as "bfloat16".
+        threads: Kernel threads of a rank on a CPU.
     """
 
     token_budget: int
     max_sequences: int
     max_length: int
     dtype: str
+    threads: int = 1
 
     @property
     def logit_rows(self) -> int:
@@ -96,8 +99,8 @@ class RankLedger:
         workspace: Activation buffers for the token budget, shared by all layers.
         logits: Logits of a step.
         communication: Buffers of tensor-parallel reductions and of pipeline messages.
-        slack: Memory of the process without tensors, and of the buffer from which a matrix is packed at loading, as far
-            as it exceeds the memory of matrices packed after it.
+        slack: Process without tensors, the kernels' scratch memory, and the buffer from which a matrix is packed at
+            loading, as far as it exceeds the memory of matrices packed after it.
         kv_block: One KV block: keys and values of 16 tokens in the rank's layers that share a block table.
     """
 
@@ -300,11 +303,12 @@ def _rank_ledger(rank: ServingRank) -> RankLedger:
         workspace += _count_expert_numbers(config, layout, tokens)
     gathered = layout.tp * max(tokens * config.hidden, rows * rank.vocabulary if stage.last else 0)
     messages = tokens * config.hidden * ((not stage.first) + (not stage.last))
+    widest = max(tensor.local_shape(layout)[-1] for tensor, _ in rank.parameters if len(tensor.shape) > 1)
+    scratch = StepScratch(tokens, sizes.max_length, sizes.threads, widest if item == 2 else 0)
     return RankLedger(
-        weights=weights, packed=packed, workspace=4 * workspace,
-        logits=rows * rank.vocabulary * 4 if stage.last else 0,
-        communication=4 * ((gathered if layout.tp > 1 else 0) + messages), slack=RANK_BYTES + transit,
-        kv_block=rank.kv_block(_PANEL),
+        weights=weights, packed=packed, workspace=4 * workspace, logits=rows * rank.vocabulary * 4 if stage.last else 0,
+        communication=4 * ((gathered if layout.tp > 1 else 0) + messages), kv_block=rank.kv_block(_PANEL),
+        slack=RANK_BYTES + transit + scratch_bytes(config, rank.heads, rank.kv_heads, scratch),
     )  # fmt: skip
 
 
@@ -372,10 +376,8 @@ def fill_memory(ledger: ServingLedger, budget: int, most_blocks: int | None = No
     longest = ledger.blocks_of_longest
     if blocks < longest:
         needed = ledger.fixed + longest * ledger.kv_block
-        fits = ledger.longest_within(blocks)
-        shorter = f", or --max-length {fits}" if fits else ""
-        ranks = ledger.layout.world_size
-        size = math.ceil(needed / GIB * 100) / 100
+        shorter = f", or --max-length {fits}" if (fits := ledger.longest_within(blocks)) else ""
+        ranks, size = ledger.layout.world_size, math.ceil(needed / GIB * 100) / 100
         enough = f"it needs --memory {size:.2f}GiB" if ranks == 1 else f"all {ranks} ranks need {size:.2f} GiB together"
         raise UserError(
             f"memory {format_bytes(budget)}: one request of {ledger.sizes.max_length} tokens does not fit: weights and "
@@ -393,7 +395,6 @@ def bill_text(ledger: ServingLedger, measured: Sequence[dict[str, int]] = ()) ->
     for name, size in {**ledger.items(), "total": ledger.total}.items():
         line = f"  {name:<14}{size / GIB:>10.3f} GiB"
         if found.get(name):
-            error = f"{size / found[name] - 1:+.1%}"
-            line += f"   measured {found[name] / GIB:.3f} GiB ({error})"
+            line += f"   measured {found[name] / GIB:.3f} GiB ({size / found[name] - 1:+.1%})"
         lines.append(line)
     return lines
