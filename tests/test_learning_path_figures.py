@@ -11,6 +11,7 @@ import pytest
 from meshwright.parallel.ring_spans import list_held_chunks, list_spans
 from meshwright.planner.api import plan
 from meshwright.planner.cost.flops import training_flops_per_token
+from meshwright.planner.cost.rates import constants
 from meshwright.planner.search.estimate import Estimate
 from meshwright.planner.show.explain import explain
 from meshwright.schedules.api import schedule
@@ -68,6 +69,42 @@ def test_computation_of_tensor_parallel_layouts(plans: Mapping[str, Estimate]):
             milliseconds[row.name if row.name in milliseconds else "else"] += 1e3 * row.seconds
         assert [row[column] for row in rows] == [f"{each:.1f}" for each in milliseconds.values()]
         assert total[column] == f"{sum(milliseconds.values()):.1f}"
+
+
+def test_launches_of_kernels_are_not_divided_by_tensor_parallelism(plans: Mapping[str, Estimate]):
+    text = (LEARN / "4-tensor-sequence.md").read_text()
+    without, divided = (
+        {
+            name: [row for row in explain(one.problem, one.layout, 0) if row.name == name]
+            for name in ("norm", "residual")
+        }
+        for one in plans.values()
+    )
+    for name, words in (
+        ("norm", "{:,} kernels in norms: {:.1f} ms"),
+        ("residual", "{} in residual additions: {:.2f} ms"),
+    ):
+        count = round(sum(row.count for row in without[name]))
+        launches = count * float(constants()["memory"]["launch_seconds"])
+        assert words.format(count, 1e3 * launches) in text
+        before, after = (sum(row.seconds for row in rows[name]) for rows in (without, divided))
+        assert (before - launches) / 8 + launches == pytest.approx(after, rel=1e-6)
+
+
+def test_tensors_of_rows_of_saved_activations(plans: Mapping[str, Estimate]):
+    """The list below the table of page 4 has every tensor of at least 5 MiB of the rows that it explains."""
+    page = (LEARN / "4-tensor-sequence.md").read_text()
+    listed = page.partition("The rows from the tensors")[2].partition("With sequence parallelism the norms")[0]
+    explained = ("attention_norm.", "mlp_norm.", "attention.qkv.input", "mlp.up.input")  # by the table itself
+    for layout, estimate in plans.items():
+        sizes: dict[str, float] = {}
+        for item in estimate.memory.items:
+            name = re.sub(r"^layers\.\d+\.", "", item.name)
+            if item.category == "activations" and not name.startswith(explained):
+                sizes[name] = sizes.get(name, 0.0) + item.bytes / GIB
+        for name, size in sizes.items():
+            words = rf"[^;]* {size:.2f} each" if "norm" in name else rf" (2 × [\d.]+/8 = )?{size:.2f}\b"
+            assert size < 5 / 1024 or re.search(f"`{re.escape(name)}`{words}", listed), (layout, name, size)
 
 
 def test_bubbles_of_schedules():
