@@ -117,6 +117,20 @@ def test_bubbles_of_schedules():
         assert float(figures[4]) == max(timing.peak_activations)
 
 
+def test_messages_of_interleaved_1f1b():
+    text = " ".join((LEARN / "3-pipelines.md").read_text().split())
+    sent = [schedule(name, stages=4, micro_batches=8).timing.messages_sent for name in ("interleaved", "1f1b")]
+    assert [int(each.sum()) for each in sent] == [2 * 8 * (4 * 2 - 1), 2 * 8 * (4 - 1)]
+    assert (
+        "2m(pv − 1) = {} instead of 2m(p − 1) = {} over all ranks".format(*(int(each.sum()) for each in sent)) in text
+    )
+    assert f"(pv − 1)/(p − 1) = {sent[0].sum() / sent[1].sum():.2f} times" in text
+    assert (
+        "{} to {} per rank instead of {} to {}".format(*(int(of()) for each in sent for of in (each.min, each.max)))
+        in text
+    )
+
+
 def test_key_chunks_of_each_ring_step():
     """Each rank passes the chunks that it has to the next rank, and all ranks have equal work in every step."""
     held = [list_held_chunks(rank, 4) for rank in range(4)]

@@ -75,7 +75,7 @@ class StageCompute:
         self._paused: dict[Key, BackwardPass] = {}
 
     def run(self, kind: Kind, key: Key, x: torch.Tensor | None) -> torch.Tensor | None:
-        """Run one compute step of a micro-batch through a stage. `kind`: forward, backward, or the B (input-gradient)
+        """Run one compute step of a micro-batch through a stage. `kind`: forward, backward, or the I (input-gradient)
         or W (weight-gradient) pass of a split backward; `key`: (stage, replica (model copy), micro-batch).
 
         `x`: the stage's input in a forward, the gradient of its output in a backward or B pass. Return the stage's
