@@ -15,6 +15,7 @@ from meshwright.planner.cost.rates import constants
 from meshwright.planner.search.estimate import Estimate
 from meshwright.planner.show.explain import explain
 from meshwright.schedules.api import schedule
+from meshwright.spec.parameter_entries import REDUCTIONS_IN_FLIGHT
 from meshwright.spec.presets import preset
 
 LEARN = Path(__file__).resolve().parent.parent / "docs" / "learn"
@@ -147,6 +148,29 @@ def test_key_chunks_of_each_ring_step():
             assert pairs == 2 * (tokens / 2) ** 2, step
         held, source = [held[-1], *held[:-1]], [source[-1], *source[:-1]]
     assert held[0] == list_held_chunks(0, 4)
+
+
+def test_gradients_of_zero2():
+    memory = plan("llama-3-8b", "8xh100-sxm", "dp8 zero2 ac:full", sequence=4096, batch=8).best.memory
+    sizes = {"shards": 0.0, "embedding": 0.0, "buffers": 0.0}
+    for item in memory.items:
+        if item.category == "gradients":
+            kind = "buffers" if "buffer" in item.name else "shards" if item.name.endswith(".gradient") else "embedding"
+            sizes[kind] += item.bytes / GIB
+    text = " ".join((LEARN / "2-zero.md").read_text().split())
+    sentence = text.partition("With `zero2` the gradients are ")[2].partition(" `workspace` is")[0]
+    assert sentence.startswith(f"{sum(sizes.values()):.2f} GiB")
+    assert f"shards are only {sizes['shards']:.2f} GiB" in sentence
+    assert f"not yet reduced, {sizes['embedding']:.2f} GiB" in sentence
+    assert f"and {sizes['buffers']:.2f} GiB are three buffers" in sentence and REDUCTIONS_IN_FLIGHT + 1 == 3
+
+
+def test_communication_of_zero_stages():
+    """Page 2: zero3 takes a third longer than zero1, and zero0 no longer."""
+    layouts = ("dp8 ac:full", "dp8 zero1 ac:full", "dp8 zero3 ac:full")
+    plans = [plan("llama-3-8b", "8xh100-sxm", layout, sequence=4096, batch=8).best for layout in layouts]
+    zero0, zero1, zero3 = (each.communication_seconds for each in plans)
+    assert zero3 == pytest.approx(zero1 * 4 / 3, rel=0.05) and zero0 <= zero1
 
 
 def test_model_flops_of_a_token():
