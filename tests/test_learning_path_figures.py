@@ -11,9 +11,11 @@ import pytest
 from meshwright.parallel.ring_spans import list_held_chunks, list_spans
 from meshwright.planner.api import plan
 from meshwright.planner.cost.flops import training_flops_per_token
+from meshwright.planner.cost.rates import constants
 from meshwright.planner.search.estimate import Estimate
 from meshwright.planner.show.explain import explain
 from meshwright.schedules.api import schedule
+from meshwright.spec.parameter_entries import REDUCTIONS_IN_FLIGHT
 from meshwright.spec.presets import preset
 
 LEARN = Path(__file__).resolve().parent.parent / "docs" / "learn"
@@ -70,6 +72,42 @@ def test_computation_of_tensor_parallel_layouts(plans: Mapping[str, Estimate]):
         assert total[column] == f"{sum(milliseconds.values()):.1f}"
 
 
+def test_launches_of_kernels_are_not_divided_by_tensor_parallelism(plans: Mapping[str, Estimate]):
+    text = (LEARN / "4-tensor-sequence.md").read_text()
+    without, divided = (
+        {
+            name: [row for row in explain(one.problem, one.layout, 0) if row.name == name]
+            for name in ("norm", "residual")
+        }
+        for one in plans.values()
+    )
+    for name, words in (
+        ("norm", "{:,} kernels in norms: {:.1f} ms"),
+        ("residual", "{} in residual additions: {:.2f} ms"),
+    ):
+        count = round(sum(row.count for row in without[name]))
+        launches = count * float(constants()["memory"]["launch_seconds"])
+        assert words.format(count, 1e3 * launches) in text
+        before, after = (sum(row.seconds for row in rows[name]) for rows in (without, divided))
+        assert (before - launches) / 8 + launches == pytest.approx(after, rel=1e-6)
+
+
+def test_tensors_of_rows_of_saved_activations(plans: Mapping[str, Estimate]):
+    """The list below the table of page 4 has every tensor of at least 5 MiB of the rows that it explains."""
+    page = (LEARN / "4-tensor-sequence.md").read_text()
+    listed = page.partition("The rows from the tensors")[2].partition("With sequence parallelism the norms")[0]
+    explained = ("attention_norm.", "mlp_norm.", "attention.qkv.input", "mlp.up.input")  # by the table itself
+    for layout, estimate in plans.items():
+        sizes: dict[str, float] = {}
+        for item in estimate.memory.items:
+            name = re.sub(r"^layers\.\d+\.", "", item.name)
+            if item.category == "activations" and not name.startswith(explained):
+                sizes[name] = sizes.get(name, 0.0) + item.bytes / GIB
+        for name, size in sizes.items():
+            words = rf"[^;]* {size:.2f} each" if "norm" in name else rf" (2 × [\d.]+/8 = )?{size:.2f}\b"
+            assert size < 5 / 1024 or re.search(f"`{re.escape(name)}`{words}", listed), (layout, name, size)
+
+
 def test_bubbles_of_schedules():
     for name, *figures in read_table("3-pipelines", "p = 4, m = 8"):
         timing = schedule(name, stages=4, micro_batches=8).timing
@@ -78,6 +116,20 @@ def test_bubbles_of_schedules():
         for figure, value in zip(figures, expected, strict=False):
             assert float(figure.rstrip("%")) == pytest.approx(value, abs=0.051 if "%" in figure else 1e-9), name
         assert float(figures[4]) == max(timing.peak_activations)
+
+
+def test_messages_of_interleaved_1f1b():
+    text = " ".join((LEARN / "3-pipelines.md").read_text().split())
+    sent = [schedule(name, stages=4, micro_batches=8).timing.messages_sent for name in ("interleaved", "1f1b")]
+    assert [int(each.sum()) for each in sent] == [2 * 8 * (4 * 2 - 1), 2 * 8 * (4 - 1)]
+    assert (
+        "2m(pv − 1) = {} instead of 2m(p − 1) = {} over all ranks".format(*(int(each.sum()) for each in sent)) in text
+    )
+    assert f"(pv − 1)/(p − 1) = {sent[0].sum() / sent[1].sum():.2f} times" in text
+    assert (
+        "{} to {} per rank instead of {} to {}".format(*(int(of()) for each in sent for of in (each.min, each.max)))
+        in text
+    )
 
 
 def test_key_chunks_of_each_ring_step():
@@ -96,6 +148,29 @@ def test_key_chunks_of_each_ring_step():
             assert pairs == 2 * (tokens / 2) ** 2, step
         held, source = [held[-1], *held[:-1]], [source[-1], *source[:-1]]
     assert held[0] == list_held_chunks(0, 4)
+
+
+def test_gradients_of_zero2():
+    memory = plan("llama-3-8b", "8xh100-sxm", "dp8 zero2 ac:full", sequence=4096, batch=8).best.memory
+    sizes = {"shards": 0.0, "embedding": 0.0, "buffers": 0.0}
+    for item in memory.items:
+        if item.category == "gradients":
+            kind = "buffers" if "buffer" in item.name else "shards" if item.name.endswith(".gradient") else "embedding"
+            sizes[kind] += item.bytes / GIB
+    text = " ".join((LEARN / "2-zero.md").read_text().split())
+    sentence = text.partition("With `zero2` the gradients are ")[2].partition(" `workspace` is")[0]
+    assert sentence.startswith(f"{sum(sizes.values()):.2f} GiB")
+    assert f"shards are only {sizes['shards']:.2f} GiB" in sentence
+    assert f"not yet reduced, {sizes['embedding']:.2f} GiB" in sentence
+    assert f"and {sizes['buffers']:.2f} GiB are three buffers" in sentence and REDUCTIONS_IN_FLIGHT + 1 == 3
+
+
+def test_communication_of_zero_stages():
+    """Page 2: zero3 takes a third longer than zero1, and zero0 no longer."""
+    layouts = ("dp8 ac:full", "dp8 zero1 ac:full", "dp8 zero3 ac:full")
+    plans = [plan("llama-3-8b", "8xh100-sxm", layout, sequence=4096, batch=8).best for layout in layouts]
+    zero0, zero1, zero3 = (each.communication_seconds for each in plans)
+    assert zero3 == pytest.approx(zero1 * 4 / 3, rel=0.05) and zero0 <= zero1
 
 
 def test_model_flops_of_a_token():

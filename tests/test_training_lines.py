@@ -175,3 +175,16 @@ def test_training_lines_are_those_of_console_and_recipe(
         assert find_difference(ending, _format_result(result).splitlines(), exact=True) is None
     if peaks:  # throughput and MFU of all lines have the same peak
         assert max(low for low, _ in peaks) <= min(high for _, high in peaks)
+
+
+def test_tutorial_derives_the_peak_from_the_first_step(tmp_path: Path):
+    """Section 2 of the tutorial shows no line with the peak, as its run is killed."""
+    command, recipe, tokens, _ = next(run.values for run in documented_runs() if run.id.startswith("tutorial"))
+    console = Console(recipe, tokens, tmp_path)
+    step = next(match for match in map(STEP.fullmatch, command.shown) if match)
+    lowest, highest = console.bound_peak(number(step["rate"]), float(step["mfu"]))
+    text = (REPOSITORY / "docs" / "tutorial.md").read_text()
+    said = re.search(r"here (\d+) GFLOP/s per process \(a token takes ([\d.]+) MFLOPs, and ([\d,]+) × \2 MFLOP/s", text)
+    assert said and said[3] == step["rate"]
+    assert lowest - 0.5e9 <= 1e9 * float(said[1]) <= highest + 0.5e9
+    assert float(said[2]) == pytest.approx(console.run.flops_per_unit / 1e6, abs=5e-4)

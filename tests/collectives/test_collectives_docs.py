@@ -81,6 +81,11 @@ def test_rounds_bytes_and_closed_forms_match_documentation(row: list[str]):
     assert form == pytest.approx(value(row[4], **known), rel=0.1 if row[4].startswith("≈") else 1e-9)
 
 
+def test_every_algorithm_is_explained():
+    explained = names([row[0] for row in table("algorithm")])
+    assert explained == {name for algorithms in ALGORITHMS.values() for name in algorithms}
+
+
 def test_algorithm_aliases_are_documented():
     text = PAGE.read_text()
     for aliases in ALGORITHM_ALIASES.values():

@@ -98,7 +98,7 @@ def test_legend_names_every_colour_once_and_the_strip(timeline: Timeline):
         ]
 
     kinds = ["forward, chunk 1", "forward, chunk 2", "backward B or input gradient I", "weight gradient"]
-    assert legend(timeline) == [*kinds, "activations"]
+    assert legend(timeline) == [*kinds, "activations, full height 1"]
     both = [Span(0, at, at + 1.0, "all-to-all", "F0d", "dispatch", mirrored=at > 0) for at in (0.0, 1.0)]
     assert legend(Timeline("both ways", ("rank 0",), both)) == ["all-to-all"]
 
@@ -123,6 +123,18 @@ def test_level_strip_height_follows_saved_activations(timeline: Timeline):
     assert [round(base - y, 1) for _, y in corners] == [0, 4.5, 4.5, 9, 9, 4.5, 4.5, 0]  # of 9 pixels
     unit = (corners[-1][0] - left) / timeline.end
     assert [round((x - left) / unit, 1) for x, _ in corners] == [0, 0, 1, 1, 6, 6, 7, 7]
+
+
+def test_background_of_rows_ends_with_the_last_step(timeline: Timeline):
+    """A longer axis, shared by several charts, must not look like idle time."""
+    for until in (0.0, 9.0):
+        picture = ET.fromstring(draw_svg(timeline, until=until))
+        rows = [row for row in picture.iter(f"{SVG}rect") if row.get("class") == "row"]
+        assert len(rows) == 2
+        steps = bars(draw_svg(timeline, until=until))
+        last = max(float(step.get("x", 0)) + float(step.get("width", 0)) + 0.8 for step in steps)
+        for row in rows:
+            assert float(row.get("x", 0)) + float(row.get("width", 0)) == pytest.approx(last, abs=0.1)
 
 
 @pytest.mark.parametrize("end", [0.013, 1.0, 7.0, 96.5, 12_345.0])

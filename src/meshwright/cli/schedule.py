@@ -59,7 +59,7 @@ def _duration_option(name: str, default: str | None, what: str) -> Callable[[Any
 @click.option("--microbatches", type=click.IntRange(min=1), help="Micro-batches per step, of both directions.")
 @click.option("--chunks", type=click.IntRange(min=1), help="Stages per rank, if the schedule does not fix it.")
 @_duration_option("--forward", "1", "Forward of a rank's share: one value, one per rank, or one per stage.")
-@_duration_option("--input-gradient", "1", "Input-gradient pass (B).")
+@_duration_option("--input-gradient", "1", "Input-gradient pass (I; papers: B).")
 @_duration_option("--weight-gradient", "1", "Weight-gradient pass (W).")
 @_duration_option("--transfer", "0", "Transfer to the next stage: one value, or one per stage boundary.")
 @_duration_option("--overlapped", None, "Overlapped forward and backward, in schedules that overlap them.")

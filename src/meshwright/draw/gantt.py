@@ -45,7 +45,8 @@ def draw_svg(timeline: Timeline, width: int = 1200, alone: bool = True, until: f
         chart.plot = min(max(chart.plot, needed), 8 * width)
     total = round(chart.left + chart.plot + notes + MARGIN)
     # The legend stays within `width`; a wider chart scrolls.
-    chart.begin(min(total, width) - MARGIN, 41 if alone else 19, timeline.level_name if timeline.levels else "")
+    level_name = f"{timeline.level_name}, full height {timeline.highest_level:.4g}" if timeline.levels else ""
+    chart.begin(min(total, width) - MARGIN, 41 if alone else 19, level_name)
     if alone:
         chart.picture.add_text(MARGIN, 20, timeline.title, class_="title")
     for track, name in enumerate(timeline.tracks):
@@ -176,11 +177,14 @@ class _Chart:
         return steps + [(level_name, {"class_": "level"})] * bool(level_name)
 
     def draw_row(self, track: int, name: str, height: int) -> None:
-        """Draw the background of one row and its name. track: index of the row. name: text at the left, empty for none.
-        height: height of the background in pixels."""
+        """Draw the name of one row, and its background up to the end of the last step of any track.
+
+        track: index of the row. name: text at the left, empty for none. height: height of the background in pixels.
+        """
         if name:
             self.picture.add_text(MARGIN, self.y(track) + height // 2 + 4, name)
-        self.picture.add("rect", class_="row", x=self.left, y=self.y(track), width=self.plot, height=height)
+        width = (self.timeline.end or self.end) * self.scale
+        self.picture.add("rect", class_="row", x=self.left, y=self.y(track), width=width, height=height)
 
     def draw_step(self, span: Span) -> None:
         """Draw one step (`span`) as a rectangle in its track's row, with its label if that fits."""
@@ -206,8 +210,7 @@ class _Chart:
     def draw_levels(self) -> None:
         """Draw below each track's row a strip with a quantity over time, such as saved activations. The scale is the
         same for all tracks and ends at the highest value of any track."""
-        levels = self.timeline.levels
-        highest = max((value for points in levels.values() for _, value in points), default=0.0)
+        levels, highest = self.timeline.levels, self.timeline.highest_level
         for track, points in levels.items() if highest else ():
             base = self.y(track) + ROW + STRIP
             path, before = [(float(self.left), base)], 0.0

@@ -92,7 +92,10 @@ def draw_ring_all_reduce(ranks: int = 4) -> Markup:
         f"{rounds} = 2(n − 1) rounds; a rank sends {rounds}/{ranks} of the vector: {ranks - 1} chunks to reduce them, "
     )
     picture.add_text(14, bottom, words + f"{ranks - 1} to spread the sums.", class_="dim")
-    return picture.to_svg(left + ranks * span - gap + 14, bottom + 14, f"ring all-reduce on {ranks} ranks", alone=True)
+    picture.add_text(
+        14, bottom + 17, "Thick frame: changed in this round. Arrow: in its sender's colour.", class_="dim"
+    )
+    return picture.to_svg(left + ranks * span - gap + 14, bottom + 31, f"ring all-reduce on {ranks} ranks", alone=True)
 
 
 def _draw_cells(picture: Picture, frame: Frame, left: float, top: float, sizes: tuple[int, int, int]) -> None:

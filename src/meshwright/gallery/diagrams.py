@@ -138,7 +138,7 @@ def draw_layout_axes() -> Markup:
     )
     lines = (
         f"A box is a rank: its number, and below its coordinates {', '.join(AXES)} (innermost axis first). "
-        f"A line of {layout.world_size // layout.pp} boxes is a pipeline stage.",
+        f"A line of {layout.world_size // layout.pp} boxes is a pipeline rank.",
         "Ranks of one colour form a process group of the axis: they differ in the coordinate of that axis alone.",
     )
     for number, line in enumerate(lines):

@@ -75,13 +75,13 @@ class StageCompute:
         self._paused: dict[Key, BackwardPass] = {}
 
     def run(self, kind: Kind, key: Key, x: torch.Tensor | None) -> torch.Tensor | None:
-        """Run one compute step of a micro-batch through a stage. `kind`: forward, backward, or the B (input-gradient)
+        """Run one compute step of a micro-batch through a stage. `kind`: forward, backward, or the I (input-gradient)
         or W (weight-gradient) pass of a split backward; `key`: (stage, replica (model copy), micro-batch).
 
-        `x`: the stage's input in a forward, the gradient of its output in a backward or B pass. Return the stage's
-        output in a forward, the gradient of its input in a backward or B pass. `x` and the result are None at the ends
+        `x`: the stage's input in a forward, the gradient of its output in a backward or I pass. Return the stage's
+        output in a forward, the gradient of its input in a backward or I pass. `x` and the result are None at the ends
         of the pipeline and in a W pass. The last stage's forward adds its loss to the attribute `loss`; the engine
-        accumulates the parameter gradients; a B pass queues the weight-gradient computations of linear layers.
+        accumulates the parameter gradients; an I pass queues the weight-gradient computations of linear layers.
         """
         if self.engine.mesh.pp.size > 1:
             self.mark("pipeline")  # the phase of waiting for another stage

@@ -187,7 +187,7 @@ def loss_share(loss: torch.Tensor, mesh: Mesh, of_pairs: bool = False) -> torch.
 def _analyse_compute_steps(program: PipelineProgram, rank: int) -> tuple[dict[int, int], frozenset[Key], bool]:
     """Analyse the compute steps of `program` on pipeline rank `rank`. Return three values: {stage: number of backward
     passes}; keys (stage, replica (model copy), micro-batch) of the forwards that are immediately followed by their own
-    backward; True if any backward is split into B (input-gradient) and W (weight-gradient) passes.
+    backward; True if any backward is split into I (input-gradient) and W (weight-gradient) passes.
     """
     s = program.steps
     here = [at for at in s.of_rank(rank) if s.kind[at] in COMPUTING]

@@ -90,6 +90,11 @@ class Timeline:
         """Latest end time of a span of the timeline; 0.0 without spans."""
         return max((span.end for span in self.spans), default=0.0)
 
+    @property
+    def highest_level(self) -> float:
+        """Highest value of the curves of all tracks; 0.0 without curves."""
+        return max((value for curve in self.levels.values() for _, value in curve), default=0.0)
+
 
 class SimulatedTimes(Protocol):
     """Protocol of a simulation's result: start and end time of every step of a program."""

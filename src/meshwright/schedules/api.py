@@ -21,7 +21,7 @@ class StepDurations(TypedDict, total=False):
 
     Attributes:
         forward: Time of the forward pass; 1 unless given.
-        input_gradient: Time of the input-gradient pass (B); 1 unless given.
+        input_gradient: Time of the input-gradient pass (I); 1 unless given.
         weight_gradient: Time of the weight-gradient pass (W); 1 unless given.
         transfer: Time of a message from a stage to the next: one number, or a list with one per stage boundary; 0
             unless given.
