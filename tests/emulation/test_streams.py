@@ -310,3 +310,13 @@ def test_weight_gradients_are_computed_while_calls_of_backward_are_in_flight(tex
     problem = make_problem(layout)
     assert len(beside) >= layout.world_size * problem.steps * problem.config.layers * layout.micro_batches
     assert all(site.endswith(".backward") for site in beside)
+
+
+def test_weight_gradient_that_waits_for_a_call_is_added_at_the_end_of_its_pass():
+    """Here no call of backward follows, so that each computation waits for the next, and the last for the end."""
+    text, plain = "dp2 zero2 mb2", train_plain("dp2 zero2 mb2")
+    with (
+        StreamRanks(2) as ranks,
+        mock.patch.object(parallel_step, "find_overlapped_weights", lambda model, mesh: set(model.parameters())),
+    ):
+        assert find_difference(plain, train(ranks, Layout.parse(text))) is None
