@@ -137,8 +137,9 @@ class _Parser(ProgramParser):
             self.numbers[name] = self.parse_number(words[0])
 
     def finish_header(self) -> None:
-        """Raise `UserError` unless the header is complete and valid; then compute the first slot numbers of data,
-        output and scratch (buffers for one chunk each)."""
+        """Check the header after its last line was read: raise `UserError` unless it is complete and valid. Then set
+        `self.memory` to {"data", "output" (of an all-to-all only), "scratch": (number of the buffer's first slot,
+        number of slots)}. A slot holds one chunk; slots are numbered through all buffers."""
         super().finish_header()
         where, chunks = f"{self.where}, line {self.line}", self.numbers["chunks"]
         check_header(self.operation, reduction=self.reduction, where=where, **self.numbers)

@@ -49,11 +49,10 @@ class PhraseWriter:
         self._written += [_parse_phrase(phrase)] * times
 
     def finish(self) -> None:
-        """Number the micro-batches of all steps written so far, in execution order, and append the steps to the rank's
-        builder. Call it once, at the end.
+        """Assign micro-batches to all steps written so far, and pass the steps to the rank's builder. Call it once, at
+        the end. In each chunk (stage on the rank), the k-th forward and the k-th backward get the k-th micro-batch.
 
-        Asserts that weight gradients were written either all with a chunk number (`W0`) or all without (`W`). A chunk
-        is a stage on the rank."""
+        Asserts that weight gradients were written either all with a chunk number (`W0`) or all without (`W`)."""
         kind, chunk, joined = np.concatenate(self._written).T
         micro_batch = np.full(len(kind), -1)
         split = kind == Kind.INPUT_GRADIENT

@@ -143,9 +143,9 @@ def _layout(estimate: Estimate) -> Iterator[Markup]:
 
 
 def _categories(ranks: Sequence[RankMemory]) -> Iterator[Markup]:
-    """Yield an HTML table of memory by category with one column per pipeline rank, and the time (memory snapshot) at
-    which each rank reaches its peak. Of more than eight ranks at most four are shown: the first, the last, and those
-    with the most and the least memory. ranks: memory of each pipeline rank."""
+    """Yield an HTML table of memory at the peak: one row per category, one column per pipeline rank. A paragraph after
+    the table names the memory snapshot (point in time) at which each rank peaks. Of more than eight ranks only the
+    first, the last, and those with the most and the least memory are shown. ranks: memory of each pipeline rank."""
     shown = list(ranks)
     if len(shown) > 8:
         size = attrgetter("device_bytes")
