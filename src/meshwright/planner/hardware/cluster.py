@@ -266,10 +266,10 @@ def _part_of_rack(devices: int, tray: int, domain: int) -> int:
 
 
 def _inside(device: Device, size: int) -> tuple[float, float]:
-    """Return (bandwidth in bytes a second, latency in seconds) of the link that one device uses in communication among
-    `size` devices of its node. This is the scale-up link, such as NVLink; it is PCIe if `size` devices exceed the
-    scale-up domain. In a full mesh, where each pair of devices has a separate wire, the bandwidth is that of `size` - 1
-    wires."""
+    """Return (bandwidth in bytes a second, latency in seconds) of the link of one device in communication among `size`
+    devices of its node. The link is the scale-up link, such as NVLink. It is PCIe if the scale-up domain has fewer than
+    `size` devices. In a full mesh, where each pair of devices has a separate wire, the bandwidth is at most that of
+    `size` - 1 wires."""
     links = device.links
     assert links is not None
     if size > links.domain or links.scaleup == 0:
