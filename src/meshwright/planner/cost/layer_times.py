@@ -42,8 +42,8 @@ _CORE = ("attention.core", "attention.scores", "attention.softmax", "attention.v
 
 
 def gradient_bytes(engine: Engine, itemsize: int) -> int:
-    """Return the bytes of an element of gradients in reductions between ranks. itemsize: bytes of an element of
-    parameters; those of 4 bytes have gradients of 4 bytes."""
+    """Return the bytes of one gradient element in reductions between ranks. itemsize: bytes of an element of
+    parameters; gradients of parameters of 4 bytes have 4 bytes under every engine."""
     return (engine.reduced_bytes or engine.gradient_bytes) if itemsize == 2 else 4
 
 
