@@ -290,7 +290,7 @@ def _measured_share(cluster: Cluster) -> float:
 
 
 def _across_bandwidth(link: Link, in_node: int) -> float:
-    """Return the bandwidth of one rank to other nodes, in bytes a second, if `in_node` ranks of its node send at once.
+    """Return the bandwidth from one node to other nodes in bytes a second, if `in_node` ranks of the node send at once.
     link: link of one device between nodes."""
     return float(link.bandwidth * in_node * constants()["collectives"]["efficiency"]["across"])
 

@@ -62,7 +62,7 @@ def reference_layouts(
     and tp and cp over all ranks of a host.
 
     kind: "cpu" or "cuda"; host_ranks: ranks of each host; hosts: number of hosts; precisions: such as "bf16"; axes:
-    leave out "tp" or "cp" to leave out its layout."""
+    which of "tp" and "cp" are measured."""
     ranks, model = host_ranks * hosts, reference_model(kind)
     # CPU ranks wait equally in every type; on GPUs waiting is measurable only in 16-bit types, which are much faster.
     waiting = "bf16" if kind == "cuda" and "bf16" in precisions else precisions[0]
