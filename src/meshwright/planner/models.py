@@ -131,7 +131,7 @@ def config_of(recipe: Recipe) -> tuple[ModelConfig, str | None]:
 
 def _of_files(tokenizer: str, preset_name: str | None) -> tuple[int, str | None]:
     """Return (vocabulary size, text about an assumption or None) of the tokenizer at the path `tokenizer`. If it cannot
-    be read, return the size of the model preset `preset_name`; `UserError` is raised if that is None."""
+    be read, the size of the model preset `preset_name` is assumed; if `preset_name` is None, `UserError` is raised."""
     try:
         return tokenizer_vocabulary(tokenizer), None
     except UserError as error:

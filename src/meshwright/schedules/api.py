@@ -36,12 +36,11 @@ class StepDurations(TypedDict, total=False):
 
 
 def check_memory_option(name: str, memory: float | None, option: str = "memory") -> None:
-    """Raise `UserError` if a memory limit is given for a schedule other than `auto`, the only one whose search can
-    respect a limit.
+    """Raise `UserError` if a memory limit is given for a schedule other than `auto`, the only schedule whose search
+    respects a limit.
 
-    name: name of the schedule. memory: the limit on saved activations per rank, in micro-batches; None if not given.
-    option: name of the option in the error message.
-    """
+    name: name of the schedule. memory: maximum number of micro-batches whose activations a rank saves at once; None:
+    not given. option: name of the option, for the error message."""
     if memory is not None and name != "auto":
         raise UserError(f"{option} {memory:g}: {name} has no memory limit; only auto searches within a memory limit")
 

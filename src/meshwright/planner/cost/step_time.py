@@ -84,8 +84,8 @@ class StepPredictor:
     """Predictor of the seconds of one training step under one layout.
 
     step_factors: for each part of a micro-batch (compute, tensor, context, expert, data), the factor by which it takes
-    longer than its operations timed alone; layer_times: (predicted times of layers, embedding and head; index of the
-    layout in them), None: computed here; makespans: cache of simulated pipeline times."""
+    longer than its operations timed alone; layer_times: predicted times of layers, embedding and head, None to predict
+    them here; index: index of the layout in `layer_times`; makespans: cache of simulated pipeline times."""
 
     def __init__(
         self,

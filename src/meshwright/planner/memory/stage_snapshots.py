@@ -294,8 +294,8 @@ class StageSnapshots:
         return [*self.in_flight(posted), *([] if at_end else self._unsharded_gradients(unit_index))]
 
     def _unsharded_gradients(self, unit_index: int) -> list[Temporary]:
-        """Return the unsharded gradient buffers of the unit with index `unit_index`. For a head that shares its weight
-        with the embedding, those of the embedding are included."""
+        """Return the unsharded gradient buffers that are allocated in the backward of the unit with index `unit_index`:
+        its own and, if the stage has a head that shares its weight with the embedding, those of the embedding."""
         opened = list(self.buffers.flats.get(self.units[unit_index], ())) if self.units else []
         if self._both_ends:  # the head's contribution is allocated from the start
             opened += [flat for flat in self.buffers.flats.get("embedding", ()) if flat not in opened]

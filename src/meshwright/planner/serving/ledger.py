@@ -66,7 +66,7 @@ def find_device_gap(config: ModelConfig, layout: Layout) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class ServingSizes:
-    """Sizes for which a server allocates memory.
+    """Limits for which a server allocates memory.
 
     Attributes:
         token_budget: Most tokens of a step over all sequences.
@@ -142,7 +142,7 @@ class ServingLedger:
 
     @property
     def kv_block(self) -> int:
-        """Bytes of one KV block summed over all ranks of all replicas."""
+        """Bytes of one KV block, summed over all ranks of all replicas."""
         return self._copies * sum(stage.kv_block for stage in self.stages)
 
     @property
@@ -152,7 +152,7 @@ class ServingLedger:
 
     @property
     def blocks_of_longest(self) -> int:
-        """Most KV blocks that a sequence of `max_length` tokens holds at once, in all its block tables."""
+        """Most KV blocks that a sequence of `max_length` tokens holds at once, over all its block tables."""
         return sum(max_blocks_held(self.sizes.max_length, self.tables.windows, self.sizes.token_budget))
 
     @property
@@ -166,7 +166,7 @@ class ServingLedger:
 
     @property
     def _copies(self) -> int:
-        """Number of ranks that hold each pipeline stage: dp x tp."""
+        """Number of ranks that hold the same pipeline stage: dp x tp."""
         return self.layout.dp * self.layout.tp
 
     def items(self) -> dict[str, int]:
@@ -215,7 +215,7 @@ class ServingRank:
 
     @property
     def item(self) -> int:
-        """Bytes of a parameter and of a key or value."""
+        """Bytes of one element of parameters, keys and values."""
         return ITEM_BYTES[self.sizes.dtype]
 
     @property
@@ -235,7 +235,8 @@ class ServingRank:
 
     @property
     def rotary_settings(self) -> int:
-        """Number of distinct rotary settings of the stage's layers, each with tables of cosines and sines."""
+        """Number of distinct settings of rotary positions in the stage's layers; each has tables of cosines and
+        sines."""
         return len(self.config.rotations(self.stage.layers))
 
     @property
@@ -252,8 +253,8 @@ class ServingRank:
         return [(tensor, math.prod(tensor.local_shape(self.layout))) for tensor in tensors]
 
     def kv_block(self, multiple: int = 1) -> int:
-        """Return the bytes of a KV block. multiple: number of elements to a multiple of which the value vectors, or the
-        cached vectors of latent attention, are padded."""
+        """Return the bytes of one KV block. multiple: value vectors, or the cached vectors of latent attention, are
+        padded to a multiple of this number of elements."""
         config = self.config
         cached = self.kv_heads * (config.head_dim + _round_up(config.head_dim, multiple))
         if config.latent is not None:
@@ -265,17 +266,17 @@ def build_ledger(
     config: ModelConfig, layout: Layout, sizes: ServingSizes, predict_rank: Callable[[ServingRank], RankLedger],
     front: int = FRONT_BYTES,
 ) -> ServingLedger:  # fmt: skip
-    """Return the memory ledger of a server without KV blocks. layout: as `spec.refuse.serving_layout` returns it;
-    sizes: limits that memory is allocated for; predict_rank: function that returns the ledger of a rank; front: bytes
-    of the processes other than the ranks."""
+    """Return the memory ledger of a server without KV blocks. layout: layout of the server, checked by
+    `spec.refuse.serving_layout`; sizes: limits for which memory is allocated; predict_rank: function that returns the
+    ledger of a rank; front: bytes of the processes other than the ranks."""
     stages = serving_stages(config, layout.pp)
     ranks = tuple(predict_rank(ServingRank(config, layout.with_(dp=1), stage, sizes)) for stage in stages)
     return ServingLedger(layout, sizes, ranks, block_tables(config, layout.pp), front)
 
 
 def serving_ledger(config: ModelConfig, layout: Layout, sizes: ServingSizes) -> ServingLedger:
-    """Return the memory ledger of a server with compiled CPU kernels, without KV blocks. layout: as
-    `spec.refuse.serving_layout` returns it; sizes: limits that memory is allocated for."""
+    """Return the memory ledger of a server with compiled CPU kernels, without KV blocks. layout: layout of the server,
+    checked by `spec.refuse.serving_layout`; sizes: limits for which memory is allocated."""
     return build_ledger(config, layout, sizes, _rank_ledger)
 
 
@@ -309,8 +310,8 @@ def _rank_ledger(rank: ServingRank) -> RankLedger:
 
 
 def _forms(config: ModelConfig, tensor: ModelParameter, stage: Stage) -> tuple[bool, bool]:
-    """Return (held as table or vector, held as packed matrix): in which forms a rank of a stage holds the model
-    parameter `tensor`."""
+    """Return (True if a rank of the stage holds `tensor` as a table or vector, True if it holds it as a packed matrix).
+    tensor: parameter of the model; both are False if the rank does not hold it."""
     if tensor.name == "embedding.weight":
         shared = config.tied and stage.last  # the head's matrix, from which the first stage looks up, too
         return stage.first and not shared, shared
