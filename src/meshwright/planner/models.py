@@ -57,9 +57,9 @@ def model_of(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> ModelConfi
 def adapted_model(
     wanted: ModelConfig | str | Path | Mapping[str, Any], adapter: Mapping[str, Any] | Sequence[str]
 ) -> ModelConfig:
-    """Return the model config that `wanted` describes (as for `model_of`), with an adapter. adapter: keys of a recipe's
-    table [adapter], or overrides such as "adapter.rank=16". Raises `UserError` if they are invalid or do not fit the
-    model."""
+    """Return the config of a model with an adapter. wanted: name of a preset, a Hugging Face directory, a config.json
+    or its content, or the path of a recipe; adapter: keys of a recipe's table [adapter], or overrides such as
+    "adapter.rank=16". Raises `UserError` if they are invalid or do not fit the model."""
     from meshwright.recipe.adapter import read_adapter
 
     given = read_adapter(adapter)

@@ -132,11 +132,11 @@ def search_schedule(
     time on all stages of a rank together, divided equally among them. A list [stages] ([stages - 1] for transfers) has
     the time of each stage, and so fixes the number of stages per rank.
 
-    memory: maximum saved activations of a rank, in micro-batches on all stages of the rank; one number, or a list with
-    one per rank; None: no limit. chunks: stages per rank; None: 1 and 2 are tried. weight_copies: 2 to also consider
-    named schedules with two replicas of the model. effort: approximate number of task runs (one pass of one micro-batch
-    on one stage) to simulate for each placement of stages on ranks. Raises UserError for invalid numbers and for a
-    memory below the minimum."""
+    memory: maximum number of micro-batches whose activations a rank saves at once (activations on one of its n stages
+    count as 1/n); one number, or a list with one per rank; None: no limit. chunks: stages per rank; None: 1 and 2 are
+    tried. weight_copies: 2 to also consider named schedules with two replicas of the model. effort: approximate number
+    of task runs (one pass of one micro-batch on one stage) to simulate for each placement of stages on ranks. Raises
+    UserError for invalid numbers and for a memory below the minimum."""
     timed = _tabulate_durations(ranks, micro_batches, durations, chunks)
     counts = tuple(timed)
     limits = _check_memory(ranks, memory)

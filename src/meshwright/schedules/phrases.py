@@ -44,8 +44,8 @@ class PhraseWriter:
 
     def write(self, phrase: str, times: int = 1) -> None:
         """Append the steps that the text `phrase` describes, repeated `times` times (0 or less: none). Example: `F0
-        F0&B1` is a forward of chunk 0, then the next forward of chunk 0 overlapped with a backward of chunk 1. A chunk
-        is a stage on this rank."""
+        F0&B1` is a forward of chunk 0 (stage 0 of this rank), then the next forward of chunk 0 overlapped with a
+        backward of chunk 1."""
         self._written += [_parse_phrase(phrase)] * times
 
     def finish(self) -> None:

@@ -19,9 +19,9 @@ V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipe-v")
 
 
 def stages_by_rank(schedule: str, ranks: int, chunks: int) -> list[list[int]]:
-    """Return the stage indices of each pipeline rank under a schedule such as "1f1b". ranks: pipeline ranks; chunks:
-    model chunks (stages) of each rank. V-shaped schedules give each rank two stages, bidirectional ones one stage of
-    each of the two replicas."""
+    """Return the stage indices of each pipeline rank under a schedule such as "1f1b". ranks: number of pipeline ranks;
+    chunks: number of stages on each rank. V-shaped schedules have two stages on each rank; bidirectional schedules have
+    one stage of each of the two replicas."""
     if schedule in V_SHAPED:
         return [[rank, 2 * ranks - 1 - rank] for rank in range(ranks)]
     if schedule in BIDIRECTIONAL_SCHEDULES:

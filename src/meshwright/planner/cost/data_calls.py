@@ -153,9 +153,9 @@ class ModuleCalls(DataCalls):
     def count_step(self, held: Collection[str] = (), buffers: BufferChanges | None = None) -> Counter[tuple[str, str]]:
         """Count all calls of the step; return {(call site, axis): bytes sent}.
 
-        held: FSDP units that stay gathered for a whole micro-batch, because they are used outside their modules. ZeRO-3
-        gathers these units and the last unit once, all others in forward and backward. buffers: changes of the module's
-        buffers in a step; None: no changes."""
+        held: FSDP units that stay gathered for a whole micro-batch, because they are used outside their modules. Under
+        ZeRO-3 these units and the last unit are gathered once in a micro-batch, and the remaining units in forward and
+        backward. buffers: changes of the module's buffers in a step; None: no changes."""
         passes, buffers = self.layout.micro_batches, buffers or BufferChanges()
         others = [unit for unit in self.table.units if unit not in (REST, *held)]
         self.count_data_call("data.targets", "data", "all-reduce", 1, 8)

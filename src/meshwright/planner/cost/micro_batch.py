@@ -173,7 +173,7 @@ class MicroBatch:
 
     @property
     def wide(self) -> int:
-        """Bytes of an element of sums, which are in float32 or, for float64 training, in float64."""
+        """Bytes of an element of sums, such as accumulated gradients: 4 (float32), or 8 in float64 training."""
         return max(4, self.itemsize)
 
     @property
@@ -269,8 +269,9 @@ class MicroBatch:
         return count_predictions(self.config, self.rows, self.tokens)
 
     def load(self, layer: int) -> Routed:
-        """Return the numbers of token copies that this rank receives and computes in the mixture of experts with layer
-        index `layer`: known ones (`routed`), else those under equal load."""
+        """Return the numbers of token copies that this rank receives and computes in the mixture of experts of layer
+        `layer`. They are taken from the field `routed`; for a layer that is not in it, equal load on all ranks is
+        assumed."""
         if layer in self.routed:
             return self.routed[layer]
         return Routed(self.copies, self.arriving)

@@ -129,8 +129,8 @@ def architecture_family(architecture: str) -> str:
 
 @cache
 def attention_rates(kernel: AttentionKernel, architecture: str) -> tuple[float, float]:
-    """Return the fractions of the peak FLOP/s that a flash attention kernel reaches in (forward, backward).
-    architecture: of the device, such as "Hopper"."""
+    """Return the fractions of the peak FLOP/s that a flash attention kernel reaches in (forward, backward). kernel:
+    such as "flash-2"; architecture: architecture of the device, such as "Hopper"."""
     found = constants()["attention"]
     family = architecture_family(architecture)
     since = () if family in BEFORE_HOPPER else _ATTENTION.get(family, ("-hopper", ""))

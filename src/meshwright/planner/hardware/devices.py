@@ -71,7 +71,7 @@ class Device:
             `memory_gb` x 10⁹).
         memory_bandwidth: Bytes a second.
         links: Interconnects.
-        multiprocessors, clock_hz, l2_bytes, power_watts: Of the chip.
+        multiprocessors, clock_hz, l2_bytes, power_watts: Number of multiprocessors, clock rate, L2 cache and power.
         price: US dollars an hour (low, high).
         note: Remark for users.
         sources: {figure: source} where it differs from `source`.

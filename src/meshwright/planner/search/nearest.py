@@ -103,8 +103,9 @@ def _enough(least: Estimate) -> Estimate | None:
 
 
 def resize_cluster(here: Cluster, devices: int) -> Cluster | None:
-    """Return a cluster like `here` with `devices` devices. Several nodes: more nodes of the same size. A single node:
-    the cluster that the device catalogue has for its device. None if the links of the larger cluster are unknown."""
+    """Return a cluster of `devices` devices like `here`. If `here` has several nodes, nodes of the same size are added.
+    If it has one node, the result is the catalogue's cluster for its device. None if the links of the larger cluster
+    are unknown."""
     known = find_device(here.device.name)
     if here.nodes > 1:
         return replace(here, name=f"{devices}x{here.device.name}", devices=devices)

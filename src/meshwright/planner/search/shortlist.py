@@ -103,9 +103,9 @@ class Shortlist:
             self.stopped = True
 
     def exclude(self, alike: Array, budget: int) -> int:
-        """Exclude candidates, and find the fastest of the others; it becomes the first entry of `best`. Return the
-        number of exact predictions made. alike: bool array over all candidates, True for those to exclude; budget:
-        maximum number of exact predictions."""
+        """Exclude candidates, and find the fastest candidate that remains; it becomes the first entry of `best`. Return
+        the number of exact predictions made. alike: bool array over all candidates, True for candidates to exclude;
+        budget: maximum number of exact predictions."""
         before, self.budget = self.asked, budget
         self.pending[alike], self._left[alike], self._wanted = np.inf, False, 1
         self.best = [entry for entry in self.best if not alike[entry[1]]]
@@ -151,7 +151,8 @@ class Shortlist:
         return self._step(index, layout).price(parts=False).seconds
 
     def expected(self) -> Array:
-        """Return the closed-form seconds of all candidates, corrected by the simulator's results for similar ones."""
+        """Return the closed-form seconds of all candidates, corrected by the simulator's results for similar
+        candidates."""
         factor = np.ones(int(self.kinds.max()) + 1)
         factor[list(self.factors)] = list(self.factors.values())
         return np.asarray(self.every.seconds * factor[self.kinds])
