@@ -61,8 +61,8 @@ class DataCalls:
 
     def count_outcome(self, figures: int = 0) -> None:
         """Count the bytes sent by the all-reduce at the end of a step. It carries the loss, the squared gradient norm,
-        flags (to stop, of a failed save) and the working seconds of each rank. figures: number of further metrics of
-        the objective in it."""
+        the flags "stop" and "a save has failed", and the working seconds of each rank. figures: number of further
+        metrics in it."""
         ranks = self.layout.world_size
         self.count_call("step.verdict", "world", "all-reduce", ranks, 8 * (4 + figures + ranks))
 

@@ -109,8 +109,8 @@ def keys_per_tile(sequence: int, tile: int, window: int | None) -> float:
 
 
 def _tile_keys(batch: MicroBatch, kind: LayerKind) -> float:
-    """Return the mean number of keys for which a tile (block of queries) computes scores, in attention written in plain
-    torch on an accelerator."""
+    """Return the mean number of keys for which attention written in plain torch on an accelerator computes the scores
+    of a query: the keys to which any query of the same tile (block of queries) attends."""
     seen = _attended(batch)
     return keys_per_tile(seen, min(ACCELERATOR_TILE[0], seen), kind.window)
 

@@ -188,12 +188,11 @@ class _BackwardReplay:
             yield rows, list_tiles(attention, attention.starts and attention.starts[row : row + rows])
 
     def _worst_masks(self, rows: int, tiles: Sequence[Tile]) -> int:
-        """Return the most bytes that the masks of `rows` sequences processed together can take if documents may begin
-        anywhere. tiles: tiles of a sequence that is one document.
+        """Return the most bytes that attention masks can take if documents may begin anywhere. rows: number of
+        sequences processed together; tiles: tiles of a sequence that is one document.
 
-        For one sequence, masks of different tiles overlap by at most a tile, as each ends at the start of a document.
-        For several, each tile may have a mask over all its keys.
-        """
+        With one sequence, the masks of different tiles have at most one tile of keys in common, as each mask ends at
+        the start of a document. With several sequences, each tile may have a mask over all its keys."""
         queries, wide = tiles[0].queries, self.attention.sum_itemsize
         if rows == 1:
             return queries * (self.attention.tiles.length + queries * (len(tiles) - 1)) * wide

@@ -74,8 +74,8 @@ class Buffers(NamedTuple):
 
     Attributes:
         units: FSDP units of the stage, each a layer, the embedding or the head.
-        flats: Flat parameter buffers of each unit.
-        reused: {elements: number} of the unsharded gradient buffers that layers share.
+        flats: {unit: its flat parameter buffers}.
+        reused: {number of elements: number of buffers} of the unsharded gradient buffers that layers share.
         tied: True if head and embedding share their weight.
     """
 

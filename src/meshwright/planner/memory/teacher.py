@@ -28,7 +28,7 @@ CROSS_ENTROPY_TENSORS = 2
 @dataclass(frozen=True)
 class TeacherMemory:
     """Memory of a distillation teacher on a rank. teacher: sizes of the teacher; batch: micro-batch of the student;
-    compiled: the loss is compiled."""
+    compiled: True if the loss is compiled."""
 
     teacher: TeacherWork
     batch: MicroBatch

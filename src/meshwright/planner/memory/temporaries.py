@@ -70,8 +70,8 @@ class Pass:
     def of_layer(
         cls, batch: MicroBatch, layer: int, saved: Sequence[Saved] = (), *, split: bool = False, **dimensions: Number
     ) -> Pass:
-        """Return a pass through the layer with index `layer`. saved: saved activations of the layer; split: True if
-        only input gradients are computed; dimensions: values of further dimensions."""
+        """Return the sizes of a pass through the layer with index `layer`. saved: saved activations of the layer;
+        split: True if only input gradients are computed; dimensions: {name: value} of further dimensions."""
         kind, computed = layer_kind(batch.config, layer), batch.load(layer).computed
         copies = max(computed, batch.copies)
         return cls(
@@ -196,8 +196,9 @@ def adapter_sizes(batch: MicroBatch, layer: int, dimensions: Dimensions) -> dict
 
 
 def loss_pass(batch: MicroBatch, saved: Sequence[Saved], compiled: bool, again: bool) -> Pass:
-    """Return the pass through the loss. saved: saved activations of the stage; compiled: True if the loss is compiled;
-    again: True for the backward of a loss whose forward saved no gradient, so that it is computed again."""
+    """Return the sizes of a pass through the loss, from which its memory snapshots are computed. saved: saved
+    activations of the stage; compiled: True if the loss is compiled; again: True for the backward of a loss whose
+    forward saved no gradient, so that the loss is computed again."""
     config, x = batch.config, batch.itemsize
     width = min(batch.vocabulary, config.vocabulary)
     chunks = split_loss_chunks(batch.predictions, width, batch.device) if config.head in ("next", "masked") else []
@@ -221,7 +222,8 @@ def loss_pass(batch: MicroBatch, saved: Sequence[Saved], compiled: bool, again: 
 
 
 def embedding_pass(batch: MicroBatch, unit: str) -> Pass:
-    """Return the pass through an embedding table. unit: "embedding", "positions" or "token_types"."""
+    """Return the sizes of a pass through an embedding table, from which its memory snapshots are computed. unit: table,
+    "embedding", "positions" or "token_types"."""
     config = batch.config
     tables = {"positions": config.max_positions, "token_types": config.token_types}
     return Pass.of_layer(batch, 0, table=tables.get(unit) or batch.vocabulary)

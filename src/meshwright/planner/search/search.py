@@ -220,11 +220,11 @@ _CHANGES = {
 
 
 def fastest_of_kinds(shortlist: Shortlist, top: int) -> list[Estimate]:
-    """Return the estimates of `top` layouts: first the fastest layout of each kind (`layout_kinds`), then the next
-    fastest of all. They are sorted by time.
+    """Return the estimates of `top` layouts, sorted by time: the fastest layout of each kind (`layout_kinds`), then the
+    next fastest layouts of all kinds.
 
     Layouts of one kind differ only in the sizes of the axes, and their times mostly by less than the error bounds.
-    shortlist: candidates that are predicted exactly; it predicts more of them as needed."""
+    shortlist: candidates of the search; further candidates are predicted exactly in it as needed."""
     kinds, remaining, stopped = layout_kinds(shortlist.every), shortlist.pending.copy(), shortlist.stopped
     found: list[Estimate] = []
     others: list[tuple[float, int, Layout]] = []

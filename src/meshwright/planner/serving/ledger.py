@@ -333,9 +333,9 @@ def _packed_bytes(config: ModelConfig, layout: Layout, tensor: ModelParameter, i
 
 
 def _buffer_widths(rank: ServingRank) -> Iterator[int]:
-    """Yield the number of float32 elements per token of each activation buffer: hidden states, these normed, partial
-    sums; queries with keys and values, or those of latent attention; attention's result; the shared expert's gate; and
-    each distinct MLP's up projection and its activation."""
+    """Yield the number of float32 elements per token of each activation buffer of a rank: hidden states before and
+    after the norm, and partial sums; queries, keys and values (of latent attention: its projections); the gate of the
+    shared expert; up projection and activation of each distinct MLP."""
     config, tp, queries = rank.config, rank.layout.tp, rank.heads * rank.config.head_dim
     yield config.hidden * (1 + config.pre_norms + (tp > 1 or not config.plain_residual))
     if latent := config.latent:
