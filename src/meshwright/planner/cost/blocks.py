@@ -35,8 +35,8 @@ def embedding_operators(batch: MicroBatch) -> tuple[Operator, ...]:
 
 
 def head_operators(batch: MicroBatch, keeps_gradient: bool) -> tuple[Operator, ...]:
-    """Return the operators of the last stage's end: final norm, language-model head (product with the vocabulary
-    matrix) and loss. For an encoder, return the operators of its head.
+    """Return the operators after the last layer: final norm, language-model head (product with the vocabulary matrix)
+    and loss. For an encoder, return the operators of its head.
 
     keeps_gradient: True if the forward already computes and saves the gradients of the head's input and weight; False
     if the backward computes the logits a second time."""

@@ -183,8 +183,8 @@ class ProcessGroups:
 
     @cached_property
     def shards(self) -> tuple[Floats, Floats]:
-        """(Number of ranks over which ZeRO shards dense parameters, the same for expert-parallel parameters), each
-        [candidates]."""
+        """(Number of ranks over which ZeRO shards dense parameters [candidates], number of ranks over which it shards
+        expert-parallel parameters [candidates])."""
         return self.ranks("shard"), self.ranks("expert_shard")
 
     @cached_method

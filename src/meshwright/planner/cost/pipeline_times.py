@@ -46,9 +46,9 @@ def exposed_zero_seconds(
     back: Floats,
     slowdown: Floats | float,
 ) -> tuple[Floats, Floats]:
-    """Return (forward, backward) exposed seconds of ZeRO-2 and ZeRO-3 communication in one micro-batch of a stage, if
-    the next layer is prefetched. The first all-gather is exposed; for every other layer, the excess of communication
-    over computation is.
+    """Return (forward, backward): exposed seconds of ZeRO-2 and ZeRO-3 communication in one micro-batch of a stage, if
+    the next layer is prefetched. Exposed are the first all-gather and, for every other layer, the excess of its
+    communication over its computation.
 
     gather, scatter: seconds of a layer's all-gather and reduce-scatter; layers: number of layers in the stage; forward,
     back: seconds of computation in the stage; slowdown: seconds that computation loses for each overlapped second of

@@ -53,13 +53,13 @@ class Rates:
 
     Attributes:
         product: FLOP/s that large matrix products reach.
-        wide_product: FLOP/s that large matrix products reach which fp8 training computes in 16 bits; in other
+        wide_product: In fp8 training, FLOP/s of the large matrix products that are computed in 16 bits; in other
             precisions equal to `product`.
         float32: FLOP/s that large matrix products in float32 reach.
         wide_peak: Sustained peak FLOP/s in the precision; in fp8 training, in 16 bits.
         memory: Achieved memory bandwidth in bytes a second.
         architecture: Architecture of the device, such as "Hopper".
-        eight_bit: True if the rates are those of fp8 training.
+        eight_bit: True if the rates are for fp8 training.
         measured: Rates measured by `meshwright probe`, which take precedence; None if not measured.
     """
 

@@ -111,7 +111,7 @@ def _extras(memory: KernelMemory, unit: str) -> Iterator[Temporary]:
 
 @lru_cache(maxsize=64)
 def _forward(batch: MicroBatch, layer: int) -> KernelMemory:
-    """Return the memory during the kernel with the highest peak of a compiled layer's forward."""
+    """Find the memory peak of a compiled layer's forward; return the memory during the kernel at the peak."""
     block = CompiledBlock(batch, layer)
     return find_peak(block.forward(), {}, {*block.saved, *block.results})
 

@@ -320,8 +320,9 @@ def _forms(config: ModelConfig, tensor: ModelParameter, stage: Stage) -> tuple[b
 
 
 def _packed_bytes(config: ModelConfig, layout: Layout, tensor: ModelParameter, item: int) -> int:
-    """Return the bytes of the packed matrices of a model parameter (`tensor`) on a rank: rows padded to whole panels,
-    columns of 2-byte elements to whole tiles; routers and gates are float32. item: bytes of an element."""
+    """Return the bytes of the packed matrices of a model parameter (`tensor`) on a rank. Rows are padded to whole
+    panels of 16 output columns, and with 2-byte elements columns to whole tiles. Routers and gates are float32. item:
+    bytes of an element."""
     rows, columns = tensor.local_shape(layout)
     if config.latent and "latent_up" in tensor.name:  # for each head a matrix [R, P] of keys and one [V, R] of values
         heads, plain = config.heads // layout.tp, config.head_dim - config.latent.rotary_dim
