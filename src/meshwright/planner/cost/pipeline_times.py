@@ -32,9 +32,9 @@ SHARES = AXES_OF["dense"], AXES_OF["experts"]
 
 
 def communicated_zero_stage(zero: int, ranks: int, engine: Engine) -> int:
-    """Return the ZeRO stage by which the communication of a step is predicted. It is `zero`, the layout's stage. It is
-    1 in place of 2 and 3 if there is a pipeline and the engine then gathers parameters and reduces gradients once a
-    step only. ranks: number of pipeline ranks."""
+    """Return the ZeRO stage by which the communication of a step is predicted. It is the layout's stage `zero`, with
+    one exception: 1 in place of 2 and 3 if there is a pipeline, for engines that then gather parameters and reduce
+    gradients only once a step. ranks: number of pipeline ranks."""
     return 1 if zero >= 2 and ranks > 1 and engine.holds_in_pipelines else zero
 
 

@@ -157,8 +157,8 @@ def state_bytes_per_parameter(problem: Problem) -> StateBytes:
 
 
 def state_sizes(problem: Problem, zero: int, numel: Floats, shards: Floats | int) -> Floats:
-    """Return the bytes of parameters, gradients and optimizer state on a rank. zero: ZeRO stage; numel: number of the
-    rank's parameters before sharding; shards: number of ranks over which ZeRO shards them."""
+    """Return the bytes of parameters, gradients and optimizer state on a rank, summed. zero: ZeRO stage; numel: number
+    of the rank's parameters before sharding; shards: number of ranks over which ZeRO shards them."""
     each = state_bytes_per_parameter(problem)
     each = replace(each, weights=each.weights + frozen_bytes_per_trained(problem.config, DTYPES[problem.precision]))
     return np.asarray(sum(numel * size for size in each.sharded(zero, shards)))

@@ -130,7 +130,7 @@ class LedgerOptions(TypedDict, total=False):
         routed: Numbers of token copies by index of the layer with experts; equal load unless given.
         pairs: True for training on response pairs (DPO).
         teacher: The teacher of distillation; None: none.
-        compile: Layers, norm and loss are compiled; `Ledger.compiled` is True if that can be predicted.
+        compile: True if layers, norm and loss are compiled; `Ledger.compiled` is True if this can be predicted.
         architecture: Architecture of CUDA devices, such as "Hopper".
     """
 
@@ -194,7 +194,7 @@ class _StepPeak(NamedTuple):
 
 class _StepReplay:
     """Replay of a rank's training step, in the order of its pipeline schedule, that finds the memory peak. batch:
-    micro-batch; rank: global rank; options: of `ledger`."""
+    micro-batch; rank: global rank; options: options of the function `ledger`."""
 
     def __init__(self, batch: MicroBatch, rank: int, options: LedgerOptions) -> None:
         config, layout, sequence = batch.config, batch.layout, batch.sequence

@@ -286,8 +286,8 @@ class StageSnapshots:
 
     def _reductions(self, unit_index: int, state: BackwardState, split: bool, at_end: bool) -> list[Temporary]:
         """Return the tensors of gradient reductions in flight, and unsharded gradient buffers, in the backward of the
-        unit with index `unit_index`. state: state when the stage's backward begins; split: only input gradients are
-        computed; at_end: the unit allocates its gradient buffers at its end."""
+        unit with index `unit_index`. state: state of the stage when its backward begins; split: True if only input
+        gradients are computed; at_end: True if the unit allocates its gradient buffers at the end of its backward."""
         if split:
             return self.in_flight(state.before)
         posted = [*state.before, *self._list_reductions(range(unit_index + 1, len(self.units)), state)]

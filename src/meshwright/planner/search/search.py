@@ -93,9 +93,9 @@ class SearchResult:
 
 
 def search(problem: Problem, top: int = 5) -> SearchResult:
-    """Search all layouts of a planning problem for the fastest that fit and that training accepts. `best` of the result
-    has up to `top` of them: first the fastest of each kind of layout (`layout_kinds`), then the next fastest of all;
-    empty if none fits."""
+    """Search all layouts of a planning problem for the fastest layouts that fit and that training accepts. The result's
+    list `best` has up to `top` layouts: the fastest of each kind of layout (`layout_kinds`), then the next fastest of
+    all kinds; it is empty if no layout fits."""
     begun = time.perf_counter()
     # No layout can fix this: more tokens than positions.
     refuse(Layout(), problem.config, 1, problem.sequence, planning=True)

@@ -204,9 +204,9 @@ class Shortlist:
 
 
 def device_bytes(problem: Problem, layout: Layout, limit: float = math.inf, ranks: Iterable[int] | None = None) -> int:
-    """Return the bytes that a layout needs on a device by the memory ledger: the larger of the first and the last
-    pipeline rank. limit: if the first rank needs more bytes than this, its bytes are returned at once. ranks: pipeline
-    ranks to compute instead; None: first and last."""
+    """Return the most bytes that a pipeline rank needs on a device by the memory ledger. ranks: pipeline ranks to
+    compute; None: the first and the last. limit: as soon as a rank needs more bytes than this, its bytes are returned
+    and the ranks after it are not computed."""
     most = 0
     for rank in ranks or sorted({0, layout.pp - 1}):
         most = max(most, memory_of(problem, layout, rank).device_bytes)

@@ -96,8 +96,8 @@ class RankLedger:
         workspace: Activation buffers for the token budget, shared by all layers.
         logits: Logits of a step.
         communication: Buffers of tensor-parallel reductions and of pipeline messages.
-        slack: Memory of the process without tensors, and of the buffer from which a matrix is packed at loading, as far
-            as it exceeds the memory of matrices packed after it.
+        slack: Memory of the process without tensors. Added is the excess of the buffer from which a matrix is packed at
+            loading over the matrices packed after it, whose memory is allocated later.
         kv_block: One KV block: keys and values of 16 tokens in the rank's layers that share a block table.
     """
 
@@ -235,8 +235,7 @@ class ServingRank:
 
     @property
     def rotary_settings(self) -> int:
-        """Number of distinct settings of rotary positions in the stage's layers; each has tables of cosines and
-        sines."""
+        """Number of distinct settings of rotary positions in the stage's layers; each has cosine and sine tables."""
         return len(self.config.rotations(self.stage.layers))
 
     @property
@@ -253,8 +252,8 @@ class ServingRank:
         return [(tensor, math.prod(tensor.local_shape(self.layout))) for tensor in tensors]
 
     def kv_block(self, multiple: int = 1) -> int:
-        """Return the bytes of one KV block. multiple: value vectors, or the cached vectors of latent attention, are
-        padded to a multiple of this number of elements."""
+        """Return the bytes of one KV block. multiple: number of elements to a multiple of which value vectors, or the
+        cached vectors of latent attention, are padded."""
         config = self.config
         cached = self.kv_heads * (config.head_dim + _round_up(config.head_dim, multiple))
         if config.latent is not None:
@@ -310,8 +309,8 @@ def _rank_ledger(rank: ServingRank) -> RankLedger:
 
 
 def _forms(config: ModelConfig, tensor: ModelParameter, stage: Stage) -> tuple[bool, bool]:
-    """Return (True if a rank of the stage holds `tensor` as a table or vector, True if it holds it as a packed matrix).
-    tensor: parameter of the model; both are False if the rank does not hold it."""
+    """Return (True if a rank of the stage holds the model parameter `tensor` as table or vector, True if as packed
+    matrix)."""
     if tensor.name == "embedding.weight":
         shared = config.tied and stage.last  # the head's matrix, from which the first stage looks up, too
         return stage.first and not shared, shared
@@ -320,9 +319,8 @@ def _forms(config: ModelConfig, tensor: ModelParameter, stage: Stage) -> tuple[b
 
 
 def _packed_bytes(config: ModelConfig, layout: Layout, tensor: ModelParameter, item: int) -> int:
-    """Return the bytes of the packed matrices of a model parameter (`tensor`) on a rank. Rows are padded to whole
-    panels of 16 output columns, and with 2-byte elements columns to whole tiles. Routers and gates are float32. item:
-    bytes of an element."""
+    """Return the bytes of the packed matrices of a model parameter (`tensor`) on a rank: output features padded to
+    panels, inputs to tiles if elements have 2 bytes; float32 for routers and gates. item: bytes of an element."""
     rows, columns = tensor.local_shape(layout)
     if config.latent and "latent_up" in tensor.name:  # for each head a matrix [R, P] of keys and one [V, R] of values
         heads, plain = config.heads // layout.tp, config.head_dim - config.latent.rotary_dim
@@ -335,8 +333,8 @@ def _packed_bytes(config: ModelConfig, layout: Layout, tensor: ModelParameter, i
 
 def _buffer_widths(rank: ServingRank) -> Iterator[int]:
     """Yield the number of float32 elements per token of each activation buffer of a rank: hidden states before and
-    after the norm, and partial sums; queries, keys and values (of latent attention: its projections); the gate of the
-    shared expert; up projection and activation of each distinct MLP."""
+    after the norm, and partial sums; inputs and output of attention; the gate of the shared expert; up projection and
+    activation of each distinct MLP."""
     config, tp, queries = rank.config, rank.layout.tp, rank.heads * rank.config.head_dim
     yield config.hidden * (1 + config.pre_norms + (tp > 1 or not config.plain_residual))
     if latent := config.latent:
