@@ -137,9 +137,10 @@ class _Parser(ProgramParser):
             self.numbers[name] = self.parse_number(words[0])
 
     def finish_header(self) -> None:
-        """Check the header after its last line was read: raise `UserError` unless it is complete and valid. Then set
-        `self.memory` to {"data", "output" (of an all-to-all only), "scratch": (number of the buffer's first slot,
-        number of slots)}. A slot holds one chunk; slots are numbered through all buffers."""
+        """Called after the last header line: raise `UserError` unless the header is complete and valid. Then set
+        `self.memory` to {buffer name: (number of its first slot, number of its slots)}. The buffers are "data",
+        "output" (in an all-to-all only) and "scratch"; slots hold one chunk each and are numbered through all buffers.
+        """
         super().finish_header()
         where, chunks = f"{self.where}, line {self.line}", self.numbers["chunks"]
         check_header(self.operation, reduction=self.reduction, where=where, **self.numbers)
