@@ -66,11 +66,11 @@ def _write_next_round(part: Rounds) -> bool:
 def transfer_cyclic_range(
     program: Builder, source: ArrayLike, target: ArrayLike, chunk: ArrayLike, count: ArrayLike, size: int
 ) -> None:
-    """Add sends of `count` consecutive slots (buffers for one chunk each), whose numbers wrap around at `size`; a range
-    that wraps is sent as two messages.
+    """Add sends of `count` consecutive chunks from rank `source` to rank `target`. Chunks are numbered 0 to `size` - 1,
+    and a range that passes the last chunk continues at chunk 0; such a range is sent as two messages.
 
-    program: builder of the collective program. source, target: ranks. chunk: first slot. size: number of slots. Arrays
-    are broadcast against each other and add one send per entry.
+    program: builder of the collective program. chunk: number of the first chunk, taken modulo `size`. The arguments
+    source, target, chunk and count are integers or arrays that broadcast against each other; each entry adds one send.
     """
     chunk = np.asarray(chunk) % size
     count = np.asarray(count)

@@ -186,9 +186,9 @@ def _copy_unless_shared(output: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _shift_by_one_rank(parts: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Return a copy of `parts` with its slices (one of equal size for each rank of `axis`) shifted cyclically by one
-    rank. The shift imitates a call over other ranks, for the injected fault "wrong group".
-    """
+    """Return a copy of `parts` in which the slice of rank r along dim 0 has moved to rank r + 1, and the slice of the
+    last rank to rank 0. Dim 0 consists of `axis.size` equal slices, one for each rank. Used for the injected fault
+    "wrong group", to imitate a call over other ranks."""
     return parts.reshape(axis.size, -1).roll(1, 0).view(parts.shape)
 
 

@@ -144,8 +144,8 @@ class _Attempt:
                 self._end_all()
 
     def _start(self, number: int, method: str) -> StartedRank:
-        """Start the process of rank `number`; return its `StartedRank` (process, pipe and memory files). method:
-        rendezvous URL."""
+        """Start the process of the rank with global number `number`, and return the `StartedRank` by which it is
+        supervised. method: rendezvous URL of `torch.distributed`."""
         spec = self.spec
         description = {**spec.description, "method": method, "directory": str(spec.directory)}
         threads = spec.threads or choose_threads(spec.ranks)

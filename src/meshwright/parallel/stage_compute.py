@@ -200,10 +200,9 @@ class _OutputRoot(torch.autograd.Function):
 
 
 def _set_output_gradient(root: torch.Tensor, d_out: torch.Tensor) -> torch.Tensor:
-    """Store `d_out` as the gradient of a stage output that has been freed, so that backward can start from it. Return
-    the second argument of `torch.autograd.backward([root], [...])`, an empty tensor.
-
-    `root`: empty tensor that stands for the stage output in the autograd graph."""
+    """Give autograd the gradient `d_out` of a stage output whose memory has been freed. Backward then starts from
+    `root`, the empty tensor that stands for the stage output in the autograd graph. Return the empty gradient tensor to
+    pass with it: `torch.autograd.backward([root], [returned])`."""
     exit_: Any = root.grad_fn
     exit_.gradient = d_out
     return torch.empty_like(root)

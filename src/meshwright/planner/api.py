@@ -101,10 +101,9 @@ class Plan:
     def to_json_dict(self, *, ledger: bool = False, operations: bool = False) -> dict[str, Any]:
         """Return the JSON document of `meshwright plan --json` for the best layouts.
 
-        ledger: add all tensors at the memory peak of the best layout, for each pipeline rank, ranks with equal memory
-        only once; operations: add the operations of a micro-batch on the best layout's busiest rank, with their
-        seconds.
-        """
+        ledger: True to add all tensors at the memory peak of the best layout, for each pipeline rank; of several ranks
+        with equal memory only one is listed. operations: True to add the operations of one micro-batch, with their
+        seconds, on the best layout's busiest pipeline rank."""
         found = plan_document(self.problem, self.estimates, self.search)
         own = self.recipe_estimate
         if own is not None:

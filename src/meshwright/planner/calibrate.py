@@ -34,11 +34,12 @@ class RunFigures:
     Attributes:
         run: Path of the run's directory.
         device: Name of the device that the prediction was for.
-        layout: Its layout in layout notation.
+        layout: Layout of the run, in layout notation.
         predicted_seconds: Predicted seconds of a step, without calibration.
         measured_seconds: Measured seconds of a step.
-        peak_bytes: Predicted memory peak; None below `LEAST_PEAK` bytes and where it was not predicted.
-        unexplained_bytes: Measured minus predicted peak (CPU: process RSS; CUDA: allocator); None with `peak_bytes`.
+        peak_bytes: Predicted memory peak. None if memory was not predicted, or the peak is below `LEAST_PEAK` bytes.
+        unexplained_bytes: Measured minus predicted peak (CPU: process RSS; CUDA: allocator). None if `peak_bytes` is
+            None.
     """
 
     run: str
@@ -114,9 +115,10 @@ def _positive(value: Any, where: str) -> float:
 
 
 def _memory(predicted: Mapping[str, Any], measured: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """Return (predicted peak, measured minus predicted peak) in bytes of a run, from the objects "predicted" and
-    "measured" of its result.json; (None, None) where either is missing, the predicted peak is below `LEAST_PEAK`, or
-    the run compiled its blocks on CUDA."""
+    """Return (predicted peak bytes, measured minus predicted peak bytes) of a run. Return (None, None) if either peak
+    is missing, if the predicted peak is below `LEAST_PEAK`, or if the run compiled its blocks on CUDA.
+
+    predicted, measured: objects "predicted" and "measured" of the run's result.json."""
     said, seen = predicted.get("memory_bytes"), measured.get("memory_bytes")
     if not isinstance(said, Mapping) or not isinstance(seen, Mapping):
         return None, None
@@ -143,11 +145,10 @@ def calibration_of(runs: Sequence[RunFigures]) -> Calibration:
 
 
 def cluster_file_with(path: Path, runs: Sequence[RunFigures]) -> tuple[str, Calibration]:
-    """Return (new text of the cluster file at `path`, calibration), in which the file's calibration is replaced by that
-    of `runs`.
+    """Return (new text of the cluster file at `path`, its new calibration). The calibration is computed from `runs` and
+    replaces the one in the file. The file itself is not changed.
 
-    Raises `UserError` if it is not a cluster file, or if the runs were predicted for another device.
-    """
+    Raises `UserError` if `path` is not a cluster file, or if the runs were predicted for another device."""
     machine = _machine(path)
     for run in runs:
         if run.device != machine.device.name:

@@ -72,8 +72,8 @@ def _request(line: str) -> Mapping[str, Any]:
 
 
 def _kind(key: str) -> str:
-    """Return a description of the types that a field of a planning request may have, such as "text or an object". key:
-    name of the field."""
+    """Return a description of the JSON types that the field `key` of a planning request may have, such as "text or an
+    object"."""
     words = {str: "text", dict: "an object", int: "a whole number", bool: "true or false", float: "a number"}
     return " or ".join(words[each] for each in FIELDS[key] if each is not int or float not in FIELDS[key])
 

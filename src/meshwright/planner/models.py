@@ -57,9 +57,9 @@ def model_of(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> ModelConfi
 def adapted_model(
     wanted: ModelConfig | str | Path | Mapping[str, Any], adapter: Mapping[str, Any] | Sequence[str]
 ) -> ModelConfig:
-    """Return the model config that `wanted` describes (as for `model_of`), with an adapter. adapter: keys of a recipe's
-    table [adapter], or overrides such as "adapter.rank=16". Raises `UserError` if they are invalid or do not fit the
-    model."""
+    """Return the config of a model with an adapter. wanted: name of a preset, a Hugging Face directory, a config.json
+    or its content, or the path of a recipe; adapter: keys of a recipe's table [adapter], or overrides such as
+    "adapter.rank=16". Raises `UserError` if they are invalid or do not fit the model."""
     from meshwright.recipe.adapter import read_adapter
 
     given = read_adapter(adapter)
@@ -70,9 +70,9 @@ def adapted_model(
 
 
 def model_substitution_note(wanted: ModelConfig | str | Path | Mapping[str, Any]) -> str | None:
-    """Return a note for users if a Hugging Face configuration names an architecture, or own code, other than the
-    architecture that is planned in its place; else None. wanted: name of a preset, directory, config.json or its
-    content that `model_of` accepts."""
+    """Return a note for users if a Hugging Face configuration names an architecture, or code in its repository, that is
+    planned as another architecture; else None. wanted: name of a preset, directory, config.json or its content, as
+    accepted by `model_of`."""
     if isinstance(wanted, ModelConfig) or str(wanted) in PRESETS:
         return None
     data = wanted if isinstance(wanted, Mapping) else read_config(wanted)
@@ -93,8 +93,8 @@ def recipe_of(wanted: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def values_from_recipe(recipe: Recipe, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the planning options `given` ("sequence", "batch", "optimizer", "compile") with each None replaced by the
-    recipe's value."""
+    """Return the planning options `given` ("sequence", "batch", "optimizer", "compile"), in which each None is replaced
+    by the recipe's value."""
     own = {
         "sequence": recipe.data.sequence, "batch": recipe.train.batch, "optimizer": recipe.train.optimizer,
         "compile": recipe.train.compile,
@@ -103,12 +103,11 @@ def values_from_recipe(recipe: Recipe, given: Mapping[str, Any]) -> dict[str, An
 
 
 def config_of(recipe: Recipe) -> tuple[ModelConfig, str | None]:
-    """Return (model config of a recipe, assumption about its vocabulary as text or None).
+    """Return (model config of a recipe, text about an assumed vocabulary size or None). The maximum vocabulary is
+    assumed for a tokenizer that is not yet trained.
 
-    For a tokenizer that has yet to be trained, its maximum vocabulary is assumed. Raises `UserError` if the vocabulary
-    size is unknown, or `adapter.from` has another adapter. If that directory is missing, the recipe's run must have a
-    checkpoint, from which it resumes.
-    """
+    Raises `UserError` if the vocabulary size is unknown, or if the checkpoint in `adapter.from` has another adapter. If
+    that directory is missing, the recipe's run must have a checkpoint, from which it resumes."""
     model, data = recipe.model, recipe.data
     assumed = None
     if model.vocabulary is not None:
@@ -131,8 +130,8 @@ def config_of(recipe: Recipe) -> tuple[ModelConfig, str | None]:
 
 
 def _of_files(tokenizer: str, preset_name: str | None) -> tuple[int, str | None]:
-    """Return (vocabulary size, assumption as text or None) for the path of a tokenizer; if the path cannot be read, the
-    size is that of the model preset `preset_name`. Raises `UserError` if there is no preset either."""
+    """Return (vocabulary size, text about an assumption or None) of the tokenizer at the path `tokenizer`. If it cannot
+    be read, the size of the model preset `preset_name` is assumed; if `preset_name` is None, `UserError` is raised."""
     try:
         return tokenizer_vocabulary(tokenizer), None
     except UserError as error:

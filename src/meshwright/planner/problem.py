@@ -79,8 +79,8 @@ def parse_reserve(value: str | float, device_bytes: float) -> float:
 
 
 class StageCandidate(NamedTuple):
-    """A candidate layout of one pipeline stage, without the number of stages. layout: sizes of tp, cp, ep and other
-    axes, with dp only as large as the experts need; rows: sequences of a micro-batch."""
+    """A candidate layout of one pipeline stage; the number of stages is left open. layout: sizes of tp, cp, ep and
+    other axes; its dp is only as large as expert parallelism needs. rows: sequences of a micro-batch."""
 
     layout: Layout
     rows: int

@@ -207,7 +207,8 @@ class MatchedCollective:
 
     @classmethod
     def from_program(cls, program: CollectiveProgram) -> MatchedCollective:
-        """Match the sends of a program with its receives; raises `ProgramError` for a step without a counterpart."""
+        """Match the sends of a program with its receives, and return the program with the matches. Raises
+        `ProgramError` for a send or receive without a counterpart."""
         s = program.steps
         return cls(program, *match_steps(program, s.peer, s.has_kind(SENDING), s.has_kind(ARRIVING)))
 

@@ -137,8 +137,10 @@ class _Parser(ProgramParser):
             self.numbers[name] = self.parse_number(words[0])
 
     def finish_header(self) -> None:
-        """Raise `UserError` unless the header is complete and valid; then compute the first slot numbers of data,
-        output and scratch (buffers for one chunk each)."""
+        """Called after the last header line: raise `UserError` unless the header is complete and valid. Then set
+        `self.memory` to {buffer name: (number of its first slot, number of its slots)}. The buffers are "data",
+        "output" (in an all-to-all only) and "scratch"; slots hold one chunk each and are numbered through all buffers.
+        """
         super().finish_header()
         where, chunks = f"{self.where}, line {self.line}", self.numbers["chunks"]
         check_header(self.operation, reduction=self.reduction, where=where, **self.numbers)

@@ -94,11 +94,15 @@ class _WaveOrder(NamedTuple):
     """Groups (steps that run together on a rank) sorted into waves. A group depends only on groups of earlier waves, so
     all groups of a wave are simulated at once.
 
-    Attributes: order: [groups], group indices, wave by wave. All other arrays follow this order and refer to positions
-    in it. bounds: End (exclusive) of each wave in `order`. before: [groups], position of the previous group on the same
-    rank; `len(order)` if there is none. needs: List of arrays [groups]. Entry g of the i-th array is the position of
-    the i-th group on another rank for which group g waits; `len(order)` if there is no i-th one. crossings: List of
-    arrays [groups], parallel to `needs`: index in `RemoteReads` of the read that causes the wait; -1 if there is none.
+    Attributes:
+        order: [groups], group indices, wave by wave. A position is an index into this array; all other arrays have one
+            entry per position.
+        bounds: End (exclusive) of each wave, as a position.
+        before: [groups], position of the previous group on the same rank; `len(order)` if there is none.
+        needs: List of arrays [groups]. Entry g of the i-th array is the position of the i-th group on another rank for
+            which group g waits; `len(order)` if group g waits for fewer groups.
+        crossings: List of arrays [groups], parallel to `needs`: index in `RemoteReads` of the read that causes the
+            wait; -1 if there is none.
     """
 
     order: Integers

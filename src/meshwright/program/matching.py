@@ -39,12 +39,11 @@ def match_steps(program: StepProgram, peer: Integers, is_send: Mask, is_receive:
 
 
 def order_steps(program: StepProgram, sends: Integers, receives: Integers) -> PostingOrder:
-    """Compute an order in which all groups (steps that a rank posts together) can be posted if sends block; raise
-    `ProgramError` for a deadlock.
+    """Return an order in which all groups (steps that a rank posts together) can be posted even if every send blocks
+    until its receive is posted. Raises `ProgramError` for a deadlock.
 
     program: collective program or pipeline schedule. sends, receives: [transfers], step indices of matched sends and
-    receives.
-    """
+    receives."""
     s = program.steps
     try:
         return find_posting_order(s.group_rank, s.group_index[sends], s.group_index[receives])

@@ -87,8 +87,8 @@ class PostingOrder:
 
 @dataclass(frozen=True)
 class Deadlock(Exception):
-    """Error for groups (steps posted together) that wait for each other in a cycle. groups: indices of these groups;
-    each group waits for the next in the tuple, the last group for the first."""
+    """Error for groups (steps posted together) that wait for each other in a cycle. groups: indices of these groups in
+    the order of the cycle: each waits for the group after it in the tuple, the last for the first."""
 
     groups: tuple[int, ...]
 

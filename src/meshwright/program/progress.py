@@ -66,13 +66,12 @@ def find_remote_reads(flow: Dataflow) -> RemoteReads:
 def find_transfers(
     flow: Dataflow, kind: Kind, what: Integers, replica: Integers, stage: Integers, micro_batch: Integers
 ) -> Integers:
-    """Return the step that sends (or receives) each of several values, as step indices [values]; -1 for a value that no
-    step sends (or receives).
+    """Return, for each of several values, the index of the step that sends it, or that receives it: [values]. -1 for a
+    value that no step sends (or receives). A value is an activation or its gradient.
 
-    flow: data flow of the schedule. kind: SEND_FORWARD to find sending steps, RECEIVE_FORWARD to find receiving steps;
-    in both cases transfers of gradients are included. what: [values], OUTPUT (activation) or GRADIENT. replica, stage,
-    micro_batch: [values], fields of the sending (or receiving) step.
-    """
+    flow: data flow of the schedule. kind: SEND_FORWARD to find the sending steps of activations and gradients,
+    RECEIVE_FORWARD to find the receiving steps of both. what: [values], OUTPUT for an activation, GRADIENT for a
+    gradient. replica, stage, micro_batch: [values], fields of the step that is searched for."""
     program, s = flow.program, flow.program.steps
     steps = np.flatnonzero((s.kind == kind) | (s.kind == kind + 2))
     table = np.full(2 * program.replicas * program.stages * program.micro_batches, -1, np.int64)

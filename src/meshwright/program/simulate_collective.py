@@ -110,10 +110,12 @@ class CollectiveSimulator:
         self._local_chunk_seconds = reduced / reduce_bytes_per_second
 
     def _count_messages_ahead(self, checked: MatchedCollective) -> Integers:
-        """Return, for each message, the number of messages of the same group that start earlier on the same first link:
-        [messages]. Each of these delays the message by the network's gap. A group is the steps that a rank posts
-        together; a message is all transfers from one group to another. checked: program with matched sends and
-        receives."""
+        """Return, for each message, how many messages precede it in the queue of its first network link: [messages].
+        Each preceding message delays it by the network's gap.
+
+        A group is the steps that a rank posts together. A message is all transfers from one group to another. Only
+        messages sent by the same group on the same link queue; they start in program order. checked: program with
+        matched sends and receives."""
         first_step = np.full(len(self._route), len(checked.program.steps))
         np.minimum.at(first_step, self._message, checked.sends)
         line = self._sender * self.network.links + self._routes.link[self._routes.first[self._route]]

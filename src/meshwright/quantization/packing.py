@@ -86,7 +86,8 @@ class WeightFormat:
         return self.view(items, shape)
 
     def view(self, items: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Return buffer items [n] as a view of shape `shape`, which has n elements."""
+        """Return a view, with shape `shape`, of the buffer items `items` [n] of one weight tensor. This format has one
+        item per weight, so `shape` has n elements."""
         return items.view(shape)
 
 

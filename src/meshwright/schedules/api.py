@@ -36,12 +36,11 @@ class StepDurations(TypedDict, total=False):
 
 
 def check_memory_option(name: str, memory: float | None, option: str = "memory") -> None:
-    """Raise `UserError` if a memory limit is given for a schedule other than `auto`, the only one whose search can
-    respect a limit.
+    """Raise `UserError` if a memory limit is given for a schedule other than `auto`, the only schedule whose search
+    respects a limit.
 
-    name: name of the schedule. memory: the limit on saved activations per rank, in micro-batches; None if not given.
-    option: name of the option in the error message.
-    """
+    name: name of the schedule. memory: maximum number of micro-batches whose activations a rank saves at once; None:
+    not given. option: name of the option, for the error message."""
     if memory is not None and name != "auto":
         raise UserError(f"{option} {memory:g}: {name} has no memory limit; only auto searches within a memory limit")
 
@@ -64,8 +63,8 @@ def schedule(
         micro_batches: Micro-batches of a training step, over both directions of a bidirectional schedule; None for a
             file.
         chunks: Stages per rank; None for the schedule's default.
-        memory: For `"auto"`: maximum saved activations of a rank, in micro-batches on all stages of the rank; None: no
-            limit.
+        memory: For `"auto"`: maximum number of micro-batches whose activations a rank saves at once (activations on
+            one of its n stages count as 1/n); None: no limit.
         parts: Four durations, of attention, dispatch, MLP and combine in a forward (the components of a
             mixture-of-experts layer), used instead of the durations of whole passes. The program is then simulated
             component by component, with dispatch and combine (all-to-alls) on a second stream. None: steps are not

@@ -53,7 +53,8 @@ class Candidate:
         name: Named schedule such as "1f1b", or kind of search.
         program: The schedule.
         makespan: Total time, in the unit of the step durations.
-        peak: [ranks], peak of saved activations; 1.0 is one micro-batch on all stages of the rank.
+        peak: Peak of saved activations of each rank [ranks], in micro-batches: activations of one micro-batch on one of
+            the rank's n stages count as 1/n.
         fits: True if all peaks are within the memory limits.
     """
 
@@ -131,11 +132,11 @@ def search_schedule(
     time on all stages of a rank together, divided equally among them. A list [stages] ([stages - 1] for transfers) has
     the time of each stage, and so fixes the number of stages per rank.
 
-    memory: maximum saved activations of a rank, in micro-batches on all stages of the rank; one number, or a list with
-    one per rank; None: no limit. chunks: stages per rank; None: 1 and 2 are tried. weight_copies: 2 to also consider
-    named schedules with two replicas of the model. effort: approximate number of task runs (one pass of one micro-batch
-    on one stage) to simulate for each placement of stages on ranks. Raises UserError for invalid numbers and for a
-    memory below the minimum."""
+    memory: maximum number of micro-batches whose activations a rank saves at once (activations on one of its n stages
+    count as 1/n); one number, or a list with one per rank; None: no limit. chunks: stages per rank; None: 1 and 2 are
+    tried. weight_copies: 2 to also consider named schedules with two replicas of the model. effort: approximate number
+    of task runs (one pass of one micro-batch on one stage) to simulate for each placement of stages on ranks. Raises
+    UserError for invalid numbers and for a memory below the minimum."""
     timed = _tabulate_durations(ranks, micro_batches, durations, chunks)
     counts = tuple(timed)
     limits = _check_memory(ranks, memory)
@@ -239,12 +240,11 @@ def _tabulate_durations(
 
 
 def _check_memory(ranks: int, memory: ArrayLike | None) -> tuple[float, ...]:
-    """Check the memory limits and return the limit of each rank, indexed by rank; infinite for memory=None. Limits are
-    counted in micro-batches: 1 is one micro-batch saved on all stages of the rank.
+    """Check the memory limits; return the limit of each rank [ranks], infinite if `memory` is None.
 
-    memory: one limit for all ranks, or one per rank. Raises UserError for a limit below 1, because a rank holds all
-    activations of a micro-batch before the backward.
-    """
+    memory: maximum number of micro-batches whose activations a rank saves at once on all of its stages; one limit for
+    all ranks, or one per rank. Raises UserError for a limit below 1, because a rank holds all activations of a
+    micro-batch before the backward."""
     array = np.asarray(inf if memory is None else memory, np.float64)
     if array.shape not in ((), (1,), (ranks,)):
         raise UserError(f"memory: {array.size} values; expected 1 or {ranks} (one per rank)")
@@ -288,8 +288,7 @@ def _simulate_candidate(
     """Simulate the pipeline schedule `program`; return it as a candidate of the search.
 
     name: name of the candidate. durations: times of the schedule's steps, by rank or by stage. limits: [ranks], maximum
-    saved activations of each rank, in micro-batches on all stages of the rank.
-    """
+    number of micro-batches whose activations a rank saves at once; activations on one of its n stages count as 1/n."""
     timing = simulate_pipeline(program, durations.split(program))
     peak = tuple(timing.peak_activations.tolist())
     fits_all = all(p <= limit + 1e-6 for p, limit in zip(peak, limits, strict=True))

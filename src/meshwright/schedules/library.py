@@ -30,9 +30,10 @@ def generate(
 
     ranks, micro_batches: numbers of pipeline ranks and micro-batches. chunks: stages per rank and replica (None: the
     schedule's default). For a file `ranks`, `micro_batches` and `chunks` may be None; a number that is given must agree
-    with the file. durations: times of the passes of one micro-batch; used by `auto` only. memory: maximum saved
-    activations of a rank, in micro-batches on all stages of the rank; used by `auto` only. Raises UserError for unknown
-    names, and for numbers that the schedule does not accept; the message names valid numbers."""
+    with the file. durations: times of the passes of one micro-batch; used by `auto` only. memory: maximum number of
+    micro-batches whose activations a rank saves at once (activations on one of its n stages count as 1/n); None: no
+    limit; used by `auto` only. Raises UserError for unknown names, and for numbers that the schedule does not accept;
+    the message names valid numbers."""
     if name == "@":
         raise UserError("@: the file name of the schedule is missing")
     if name.startswith("@"):
@@ -105,9 +106,9 @@ def search_auto(
 
     ranks, micro_batches: numbers of pipeline ranks and micro-batches. chunks: stages per rank (None: 1 and 2 are
     tried). durations: times of the passes of one micro-batch (each field: one number, a list with one per rank, or a
-    list with one per stage), or a function (number of stages) -> `Durations`; None: all equal. memory: maximum saved
-    activations of a rank, in micro-batches on all stages of the rank (None: no limit). Raises UserError for invalid or
-    missing numbers."""
+    list with one per stage), or a function (number of stages) -> `Durations`; None: all equal. memory: maximum number
+    of micro-batches whose activations a rank saves at once (activations on one of its n stages count as 1/n); None: no
+    limit. Raises UserError for invalid or missing numbers."""
     ranks, micro_batches, _ = check_sizes("auto", ranks, micro_batches, chunks)
     return search_schedule(ranks, micro_batches, durations or Durations.per_rank((ranks, 1)), memory, chunks)
 

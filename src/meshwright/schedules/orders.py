@@ -56,9 +56,8 @@ class Problem:
         """Build the scheduling problem of one placement of stages on ranks.
 
         ranks, micro_batches: numbers of pipeline ranks and micro-batches. placement: [stages], rank of each stage.
-        durations: times by stage, in any unit. memory: [ranks], maximum saved activations in units of one micro-batch
-        on all stages of the rank; may be infinite.
-        """
+        durations: times by stage, in any unit. memory: [ranks], maximum number of micro-batches whose activations each
+        rank saves at once on all of its stages; may be infinite."""
         stages = len(placement)
         program = build_program("", ranks, micro_batches, (placement,), ())
         names = ("forward", "input_gradient", "weight_gradient")

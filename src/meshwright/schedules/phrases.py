@@ -44,16 +44,15 @@ class PhraseWriter:
 
     def write(self, phrase: str, times: int = 1) -> None:
         """Append the steps that the text `phrase` describes, repeated `times` times (0 or less: none). Example: `F0
-        F0&B1` is a forward of chunk 0, then the next forward of chunk 0 overlapped with a backward of chunk 1. A chunk
-        is a stage on this rank."""
+        F0&B1` is a forward of chunk 0 (stage 0 of this rank), then the next forward of chunk 0 overlapped with a
+        backward of chunk 1."""
         self._written += [_parse_phrase(phrase)] * times
 
     def finish(self) -> None:
-        """Number the micro-batches of all steps written so far, in execution order, and append the steps to the rank's
-        builder. Call it once, at the end.
+        """Assign micro-batches to all steps written so far, and pass the steps to the rank's builder. Call it once, at
+        the end. In each chunk (stage on the rank), the k-th forward and the k-th backward get the k-th micro-batch.
 
-        Asserts that weight gradients were written either all with a chunk number (`W0`) or all without (`W`). A chunk
-        is a stage on the rank."""
+        Asserts that weight gradients were written either all with a chunk number (`W0`) or all without (`W`)."""
         kind, chunk, joined = np.concatenate(self._written).T
         micro_batch = np.full(len(kind), -1)
         split = kind == Kind.INPUT_GRADIENT

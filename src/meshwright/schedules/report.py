@@ -163,8 +163,9 @@ def schedule(
     name: schedule such as "1f1b", `auto` (search), or `@FILE`. ranks, micro_batches: numbers of pipeline ranks and
     micro-batches; None only for a file. chunks: stages per rank (None: the schedule's default). durations: times of one
     micro-batch, in any unit. In each field, one number or a list [ranks] is the time on all stages of a rank together,
-    divided equally among them; a list [stages] has the time of each stage. memory: maximum saved activations of a rank,
-    in micro-batches on all stages of the rank (None: no limit); used by `auto` only.
+    divided equally among them; a list [stages] has the time of each stage. memory: maximum number of micro-batches
+    whose activations a rank holds at once (None: no limit); activations of one of the rank's n stages count as 1/n.
+    Only `auto` uses it.
 
     parts: times of attention, dispatch, MLP and combine in a forward on all stages of a rank, used instead of
     `durations`. The input gradient takes the same four times, the weight gradient only the times of attention and MLP.

@@ -73,9 +73,11 @@ def make_teacher_layout(layout: Layout, text: str, config: ModelConfig) -> Layou
 
 
 def check_teacher(recipe: Recipe, student: ModelConfig, layout: Layout) -> None:
-    """Raise `UserError` unless the teacher that the recipe names can be used to distil the model `student` (its
-    configuration) on `layout`: for sequence length, compared layers, on-policy sampling and the teacher's own layout.
-    The vocabularies are compared by `check_vocabularies` instead."""
+    """Raise `UserError` unless the recipe's teacher can distil the model `student` (its configuration) on `layout`.
+    Nothing is checked if the recipe has no teacher.
+
+    Checked are the sequence length, the pairs of layers that are compared, on-policy sampling, and the layout in which
+    the teacher runs. The vocabularies are compared by `check_vocabularies` instead."""
     teacher, given = read_teacher_config(recipe), recipe.distill
     if teacher is None:
         return

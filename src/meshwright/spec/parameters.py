@@ -62,15 +62,17 @@ def make_projection_entries(config: ModelConfig) -> Iterator[ParameterEntry]:
 
 @dataclass(frozen=True, slots=True)
 class _EntryPosition:
-    """Position in the model of a new parameter entry (one tensor of a checkpoint).
+    """Position in the model of one tensor of a checkpoint (a parameter entry), such as the query matrix of layer 3.
+
+    In the model, several such tensors may be concatenated along dim 0 to one parameter, such as "qkv".
 
     Attributes:
-        unit: Name of its FSDP unit.
-        part: Role of the entry, such as "query": its key in `DISK_NAMES`, which has its Hugging Face name.
-        layer, expert: Index of the entry's layer and of its expert; None if the entry belongs to none.
-        tensor: Name, without ".weight" or ".bias", of the model parameter of which the entry is a slice along dim 0.
-            None: that name is `part`.
-        offset: Index along dim 0 of that model parameter at which the slice begins.
+        unit: Name of the FSDP unit that holds the tensor.
+        part: Role of the tensor, such as "query"; a key of `DISK_NAMES`, which maps it to the Hugging Face name.
+        layer: Index of the tensor's layer; None outside layers.
+        tensor: Name of the model parameter that contains the tensor, without ".weight" or ".bias"; None: `part`.
+        offset: First index of the tensor along dim 0 of the model parameter.
+        expert: Index of the tensor's expert in the layer; None outside experts.
     """
 
     unit: str

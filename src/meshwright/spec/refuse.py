@@ -181,9 +181,9 @@ def _find_context_problem(layout: Layout, config: ModelConfig) -> str | None:
 def _find_pipeline_problem(layout: Layout, config: ModelConfig, sequence: int | None, planning: bool) -> str | None:
     """Return an error message if the pipeline of `layout` has more stages than the model has layers, else None.
 
-    config: configuration of the model. sequence: tokens of a sequence, for which the pipeline schedule is generated to
-    count its stages; None: the model's maximum. planning: True to take the number of stages from `layout` instead,
-    without generating the schedule."""
+    config: configuration of the model. planning: True to compute the number of stages from `layout`; False to generate
+    the layout's pipeline schedule and count its stages. sequence: tokens of a sequence, used to generate the schedule;
+    None: the model's maximum."""
     stages = layout.pp * layout.chunks
     if (
         stages <= config.layers and not planning

@@ -49,9 +49,9 @@ class CoordinateCheck:
     changes: dict[str, list[float]]
 
     def find_growth(self) -> dict[str, float]:
-        """Return {name in `PARTS`: exponent p}: the change of this output over the steps grows with the width as
-        width^p (least-squares fit of the logarithms). An exponent near 0 (at most about 0.2 for small models) means
-        that the learning rate transfers to other widths."""
+        """Return {name in `PARTS`, such as "logits": exponent p}. The attribute `changes` of this output grows with the
+        hidden size as (hidden size)^p; p is fitted by least squares to the logarithms. An exponent near 0 (at most
+        about 0.2 for small models) means that the learning rate transfers to other widths."""
         x = torch.tensor(self.hidden, dtype=torch.float64).log()
         y = torch.tensor([self.changes[part] for part in PARTS], dtype=torch.float64).log()
         x = x - x.mean()

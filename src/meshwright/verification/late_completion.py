@@ -95,8 +95,9 @@ class LateCompletion:
         return self._post(post, [(output, copy)], [source])
 
     def transfer(self, messages: Sequence[Message], axis: Axis) -> list[Posted]:
-        """Start point-to-point messages between ranks of the mesh axis `axis` on copies. Each message completes when it
-        is waited for."""
+        """Start point-to-point messages between ranks of the mesh axis `axis`. Every tensor sent or received is
+        replaced by a private copy. When a message is waited for, it completes: a received copy is written to the tensor
+        of its message. Return one handle per message, in order."""
         copies = [torch.empty_like(m.tensor) if m.is_receive else m.tensor.clone() for m in messages]
         copied = [replace(m, tensor=copy) for m, copy in zip(messages, copies, strict=True)]
         posted = self._originals["transfer"](copied, axis)

@@ -271,10 +271,13 @@ class RecordFormat(NamedTuple):
     def _parse_unpaired(
         self, record: dict[str, Any], unused: set[str]
     ) -> tuple[tuple[Message, ...], tuple[tuple[Message, ...], ...]]:
-        """Parse a record of a single labelled response to (prompt, branches): TRL's `prompt` and `completion`, or
-        LLaMA-Factory's instruction, `messages` or `conversations`. The last turn is the response, the turns before it
-        are the prompt. unused: set to which ignored keys of messages are added. Raises `MalformedRecord` if a key is
-        missing, has a value of a wrong type, or the last turn is not the assistant's."""
+        """Parse a record that has a single response with a label, good or bad (as for KTO). Return (turns of the
+        prompt, branches); `branches` has one item, the tuple with the response turn. The last turn of the record is the
+        response, the turns before it are the prompt.
+
+        The record is in a format of TRL (`prompt` and `completion`) or LLaMA-Factory (instruction, `messages` or
+        `conversations`). unused: set to which ignored keys of messages are added. Raises `MalformedRecord` if a key is
+        missing or has a value of a wrong type, or if the last turn is not the assistant's."""
         part = self._find_unpaired_parts(record)[0]
         if part == "completion":
             turns = self._parse_side(record, "completion", "assistant", unused)

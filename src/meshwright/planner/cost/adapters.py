@@ -26,13 +26,12 @@ from meshwright.spec.parameters import parameter_table
 def adapt_operators(
     batch: MicroBatch, operators: Iterable[Operator], kind: LayerKind | None = None, arrives: bool = True
 ) -> Iterator[Operator]:
-    """Yield the operators of a model with an adapter (such as LoRA), in order: those of the model without it, with
-    frozen weights and with the adapter's matrix products added.
+    """Yield the operators of a model with an adapter (such as LoRA), in order. Frozen weights have no gradients, and
+    the adapter's matrix products are added.
 
-    operators: of the model without adapter; kind: kind of their layer, None for embedding and head, which have no
-    adapter; arrives: True if the gradient of the first operator's input is computed, because a trained parameter or
-    another pipeline stage precedes it.
-    """
+    operators: operators of the same model without adapter; kind: kind of their layer, None for embedding and head,
+    which have no adapter; arrives: True if the gradient of the first operator's input is computed, because a trained
+    parameter or another pipeline stage precedes it."""
     differentiable = kind is None or arrives or bool(kind.adapted)
     beside = arrives  # the gradient of the mixture's input is computed; the shared expert reads it after the others
     for operator in operators:
@@ -52,16 +51,17 @@ def adapt_operators(
 
 
 def _select_saved_by_combine(batch: MicroBatch, saved: tuple[SavedTensor, ...]) -> tuple[SavedTensor, ...]:
-    """Return the tensors that the combination of the experts' outputs saves if neither the router nor the experts'
-    input has a gradient. saved: those that it saves if both have."""
+    """Return the tensors that the combine step (weighted sum of the experts' outputs) saves if neither the router nor
+    the experts' input gets a gradient. saved: tensors that it saves if both get gradients."""
     order = (one for one in saved if one.name == "mlp.experts.order")
     chosen = batch.routed_tokens, batch.config.experts_per_token
     return (*order, *(() if batch.config.routed_input else (SavedTensor("mlp.router.weights", chosen, "x"),)))
 
 
 def _freeze_operator(batch: MicroBatch, operator: Operator, adapted: Adapted | None, input_gradient: bool) -> Operator:
-    """Return an operator without the gradients of its weights, which are frozen, and with its adapter if it has one.
-    adapted: the adapter, None without; input_gradient: True if the gradient of the operator's input is computed."""
+    """Return an operator whose weights are frozen: without weight gradients, and with the adapter's matrix products if
+    `adapted` is given. adapted: adapter of this operator; None: it has none. input_gradient: True if the gradient of
+    the operator's input is computed."""
     name, leaves = operator.name, input_gradient or adapted is not None
     product = next((one for one in operator.operations if one.name == name and one.kind == "product"), None)
     operations = [
@@ -94,8 +94,9 @@ PACKED = ("attention.", "mlp.up", "mlp.down", "mlp.shared.up", "mlp.shared.down"
 
 
 def _unpack_kernels(batch: MicroBatch, product: Operation, input_gradient: bool) -> Iterator[Operation]:
-    """Yield the kernels that dequantize the weight of a matrix product: before the forward and, if `input_gradient`
-    (the gradient of the product's input is computed), again before the input-gradient product."""
+    """Yield the kernels that dequantize the weight of a matrix product: one before the forward, and one before the
+    backward if `input_gradient` is True. product: the matrix product. input_gradient: True if the gradient of the
+    product's input is computed."""
     assert batch.config.adapter and product.shape
     _, outputs, inputs = product.shape
     access = elementwise_traffic(f"unpacked_{batch.config.adapter.packed}").forward

@@ -29,18 +29,17 @@ def layer_operators(batch: MicroBatch, layer: int, input_gradient: bool = False)
 
 
 def embedding_operators(batch: MicroBatch) -> tuple[Operator, ...]:
-    """Return the operators of the embedding: lookups of tokens, positions and token types, and the norm after them if
-    the model has one."""
+    """Return the operators of the embedding: lookups in the tables of tokens, positions and token types, then the norm,
+    as far as the model has them."""
     return _cached(batch, ("embedding",), arrives=False)
 
 
 def head_operators(batch: MicroBatch, keeps_gradient: bool) -> tuple[Operator, ...]:
-    """Return the operators of the final norm, the language-model head (product with the vocabulary matrix) and
-    the loss; for an encoder, those of its head.
+    """Return the operators after the last layer: final norm, language-model head (product with the vocabulary matrix)
+    and loss. For an encoder, return the operators of its head.
 
-    keeps_gradient: True if the forward already computes the gradients of the head's input and weight and saves them;
-    else the backward computes the logits a second time.
-    """
+    keeps_gradient: True if the forward already computes and saves the gradients of the head's input and weight; False
+    if the backward computes the logits a second time."""
     flags = frozenset({"keeps_gradient"} if keeps_gradient else ())
     return _cached(batch, ("encoder_head" if batch.config.encoder else "head", flags), flags)
 
@@ -53,9 +52,11 @@ def prediction_input_operators(batch: MicroBatch) -> list[Operator]:
 def _cached(
     batch: MicroBatch, key: tuple[Any, ...], flags: Collection[str] = (), layer: int = 0, **adapted: Any
 ) -> tuple[Operator, ...]:
-    """Return the operators of a section, with those of the adapter if the model has one; computed on the first call.
-    key: key of the micro-batch's cache, which begins with the section; flags, layer: as of `read_operators`; adapted:
-    further arguments of `adapt_operators`."""
+    """Return the operators of one section of `operators.toml`, such as "layer", including an adapter's operators if the
+    model has an adapter. Results are cached in `batch.operators`.
+
+    key: key of the cache entry; its first item is the section's name. flags: names of properties that hold in addition,
+    such as "keeps_gradient". layer: index of the layer. adapted: further arguments of `adapt_operators`."""
     if key not in batch.operators:
         found = read_operators(batch, key[0], flags, layer)
         batch.operators[key] = tuple(
@@ -66,8 +67,10 @@ def _cached(
 
 
 def read_operators(batch: MicroBatch, section: str, flags: Collection[str] = (), layer: int = 0) -> Iterator[Operator]:
-    """Yield the operators of a section of `operators.toml` as they are without adapter. flags: further properties that
-    are true; layer: index of the layer."""
+    """Yield the operators of one section (list of operators, such as "layer") of `operators.toml`, without adapters.
+
+    flags: names of properties (yes-or-no facts, such as "gated") that hold in addition to those of the layer;
+    conditions in the table test them. layer: index of the layer, which decides the sizes."""
     kind = layer_kind(batch.config, layer)
     dimensions = Dimensions(batch, kind, batch.load(layer)._asdict() if kind.mixed else {})
     for row in _list_rows(section, list_properties(batch, kind).union(flags), "", ()):
@@ -81,8 +84,12 @@ Let = tuple[tuple[str, str], ...]
 
 
 def _list_rows(section: str, true: frozenset[str], prefix: str, let: Let) -> Iterator[Row]:
-    """Yield the rows of a section and of those that it uses. true: properties that are true; prefix: continued by names
-    that begin with "."; let: dimensions that others replace."""
+    """Yield the rows of a section of `operators.toml`. A section is a list of rows; each row describes one operator, or
+    names another section (`use`), whose rows are then yielded in its place.
+
+    true: names of the properties that hold, such as "gated"; rows whose condition does not hold are left out. prefix:
+    text put before operator names that begin with ".", such as "attention" before ".qkv". let: (dimension, replacement)
+    pairs; a dimension is the name of a size, such as "width"."""
     for row in _read_rows(section, true & _list_words(section), prefix, let):
         if "use" in row:
             yield from _list_rows(row["use"], true.union(row.get("flags", ())), row["name"], row["let"])
@@ -92,8 +99,12 @@ def _list_rows(section: str, true: frozenset[str], prefix: str, let: Let) -> Ite
 
 @cache
 def _read_rows(section: str, true: frozenset[str], prefix: str, let: Let) -> list[Row]:
-    """Return the rows of a section alone, with full names, parsed tensors and their collectives and kernels. Arguments:
-    as of `_list_rows`."""
+    """Return the rows of one section of `operators.toml`, without the rows of other sections that it names. A row
+    describes one operator. Names have their prefix, sizes their replaced dimensions, and the row's tensors, collectives
+    and kernels are parsed.
+
+    true: names of the properties that hold, such as "gated". prefix: text put before names that begin with ".". let:
+    (dimension, replacement) pairs; a dimension is the name of a size, such as "width"."""
     table, found = read_packaged_toml("planner/cost/operators.toml"), []
 
     def name(text: str) -> str:
@@ -135,7 +146,8 @@ def _read_rows(section: str, true: frozenset[str], prefix: str, let: Let) -> lis
 
 @cache
 def _list_words(section: str) -> frozenset[str]:
-    """Return all words of a section and of what it refers to, and so all properties on which its rows depend."""
+    """Return all words in a section of `operators.toml` and in the groups, collectives and kernels to which it refers.
+    They include every property (such as "gated") that a condition of the section tests."""
     table = read_packaged_toml("planner/cost/operators.toml")
     words = set(re.findall(r"\w+", str(table[section])))
     others = [table[kind][name] for kind in ("groups", "calls", "kernels") for name in words & table[kind].keys()]

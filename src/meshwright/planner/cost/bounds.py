@@ -38,19 +38,19 @@ _OUTSIDE = {
 
 
 class StepProperties(NamedTuple):
-    """Properties of a predicted training step by which the error bounds of the prediction are chosen.
+    """Properties of a predicted training step from which the error bounds of the prediction are chosen.
 
     Attributes:
         experts: True for a mixture-of-experts model.
-        architecture: Of the devices, such as "Hopper".
+        architecture: Architecture of the devices, such as "Hopper".
         eight_bit: True for fp8 training.
         engine: Name of the training engine, such as "megatron".
         devices: Number of devices.
         sequence: Tokens of a sequence.
-        context: Devices that share a sequence (cp).
+        context: Number of devices that share a sequence (cp).
         seconds: Predicted seconds of the step, without calibration.
-        waiting: Share of them in which devices do not compute: exposed communication, bubble, optimizer; 1 if devices
-            share a sequence, whose attention is predicted less well.
+        waiting: Fraction of `seconds` in which devices do not compute (exposed communication, bubble, optimizer). Set
+            to 1 if cp > 1, as attention is then predicted less well.
     """
 
     experts: bool
@@ -66,7 +66,7 @@ class StepProperties(NamedTuple):
     @classmethod
     def of(cls, problem: Problem, layout: Layout, seconds: float, waiting: float = 1.0) -> StepProperties:
         """Return the properties of a step under a layout for a planning problem. seconds: predicted seconds of the step
-        without calibration; waiting: share of them in which devices do not compute, 1 if unknown."""
+        without calibration; waiting: fraction of these seconds in which devices do not compute, 1 if unknown."""
         return cls(
             bool(problem.config.experts), architecture_family(problem.cluster.device.architecture),
             problem.precision == "fp8", problem.engine.name, problem.cluster.devices, problem.sequence, layout.cp,
@@ -79,15 +79,15 @@ _PROPERTIES = ("experts", "architecture", "eight_bit")
 
 @dataclass(frozen=True, slots=True)
 class RunKind:
-    """Statistics of published training runs of one kind, such as dense models on Hopper in fp8, or of this project's
-    own runs of one engine.
+    """Statistics of published training runs of one kind, such as dense models on Hopper in fp8. Also used for the runs
+    that this project measured with one engine.
 
     Attributes:
-        low, high: Quantiles of measured / predicted step seconds over the runs, each raised to the power of 1 / spread
-            of `BoundsTable.spread` (of own runs: smallest and largest).
+        low, high: Lower and upper quantile of measured / predicted step seconds, scaled as if all steps waited for
+            communication. For this project's own runs: smallest and largest ratio.
         runs, projects: Number of runs, and of projects (an organisation with one engine) that published them.
-        limits: Largest (for "seconds": smallest) value in the runs of each property in `LIMITS`.
-        experts, architecture, eight_bit: Properties that the runs share, as in `StepProperties`; None if they differ.
+        limits: {property in `LIMITS`: largest value in the runs}; for "seconds" the smallest value.
+        experts, architecture, eight_bit: Values of these fields of `StepProperties` in all runs; None if they differ.
     """
 
     low: float
@@ -100,8 +100,8 @@ class RunKind:
     eight_bit: bool | None = None
 
     def has(self, step: StepProperties) -> bool:
-        """Return True if a step is of this kind: it has the same `experts`, `architecture` and `eight_bit`, where these
-        are not None."""
+        """Return True if a step is of this kind: `experts`, `architecture` and `eight_bit` are equal, or None in the
+        kind."""
         return all(getattr(self, name) in (None, getattr(step, name)) for name in _PROPERTIES)
 
     @property
@@ -121,13 +121,15 @@ class Bounds:
 
     Attributes:
         low, high: Factors on the predicted seconds.
-        kind: Published runs from which the factors are; None on CPUs and on machines measured by `meshwright probe`.
-        outside: Lines of text, one for each property of the step that lies outside these runs.
-        widened: True if the factors are wider for that; False also if the engine's further runs span the wider factors.
+        kind: Published runs from which the factors are computed; None on CPUs and on machines measured by `meshwright
+            probe`.
+        outside: Lines of text, one for each property of the step that exceeds every run of `kind`.
+        widened: True if the factors were widened because of `outside`; False if the engine's own runs are wider
+            already.
         engine_published: True if any published run used the step's engine.
-        engine_runs: Number of further runs of the engine, measured in this project, whose ratios the factors include.
-        distance: Doublings beyond the largest values of these runs (halvings of the shortest step), added up, plus 1 if
-            the runs are of several architectures for want of enough of the device's.
+        engine_runs: Number of runs of the engine, measured in this project, whose ratios the factors include.
+        distance: Sum over `outside` of log2(value / largest value in the runs of `kind`), for the step's seconds of
+            log2(smallest value / value). Plus 1 if `kind` mixes architectures, as the device's has too few runs.
     """
 
     low: float
@@ -150,16 +152,17 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class BoundsTable:
-    """Content of bounds.toml, from which the bounds of predictions are computed.
+    """Content of bounds.toml, from which the bounds of predictions are computed. A bound is a quantile of the published
+    runs (`RunKind.low`, `RunKind.high`) raised to an exponent.
 
     Attributes:
         kinds: Kinds of published runs, most specific first.
         engines: Names of all engines that published runs used.
-        widen: Added to the exponent of both bounds (which is 1) for each doubling beyond a limit of the kind, and for a
-            kind that spans architectures.
-        narrow: Factor of the exponent for steps that wait for nothing.
-        waiting: Share of waiting from which the factor is 1.
-        own: Runs measured in this project, by engine name.
+        widen: Relative increase of the exponent for each doubling of a property beyond the runs of the kind, and if the
+            kind mixes architectures.
+        narrow: Exponent of steps that never wait for communication.
+        waiting: Fraction of waiting from which the exponent is 1; below, it falls linearly to `narrow`.
+        own: {engine name: runs measured in this project}.
     """
 
     kinds: tuple[RunKind, ...]
@@ -170,12 +173,13 @@ class BoundsTable:
     own: Mapping[str, RunKind] = field(default_factory=dict)
 
     def spread(self, step: StepProperties) -> float:
-        """Return the exponent of a step's bounds inside known ground, between `narrow` and 1."""
+        """Return the exponent of the bounds of a step whose properties lie within the published runs: between `narrow`
+        (the step never waits for communication) and 1."""
         return self.narrow + (1 - self.narrow) * min(1.0, max(0.0, step.waiting) / self.waiting)
 
     def bounds(self, step: StepProperties) -> Bounds:
-        """Return the bounds of a predicted step from the first kind that it belongs to, widened for properties outside
-        its runs."""
+        """Return the bounds of a predicted step. They come from the first kind of runs to which the step belongs, and
+        are widened for properties that exceed every run of this kind."""
         kind = next(kind for kind in self.kinds if kind.has(step))
         outside: list[str] = []
         distance = 0.0
@@ -220,11 +224,11 @@ def parse_bounds_table(table: Mapping[str, Any]) -> BoundsTable:
 
 def bound_seconds(cluster: Cluster, step: StepProperties) -> tuple[float, float, float, Bounds]:
     """Return (expected, low, high, bounds): predicted seconds of a step, expected × bounds.low, expected × bounds.high,
-    and these factors. A calibration of the cluster changes all three times.
+    and the bounds themselves. If the cluster has a calibration, it changes all three times.
 
-    The factors are the range of measured over predicted seconds in published runs of the step's kind. For a machine
-    measured by `meshwright probe` they are two constants; if other programs used its processors during the measurement,
-    the high one is raised by the slowdown that they caused."""
+    The bounds are the range of measured / predicted seconds in published runs of the step's kind. For a machine
+    measured by `meshwright probe` they are two constants; the upper constant is raised if other programs used the
+    processors during the measurement."""
     calibrated, measured, band = cluster.calibration, cluster.measured, constants()["band"]
     found = read_bounds_table().bounds(step) if measured is None else Bounds(band["low"], band["high"])
     high = found.high / (1 - (measured.disturbed or 0.0 if measured is not None else 0.0))

@@ -19,9 +19,9 @@ V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipe-v")
 
 
 def stages_by_rank(schedule: str, ranks: int, chunks: int) -> list[list[int]]:
-    """Return the stage indices of each pipeline rank under a schedule such as "1f1b". ranks: pipeline ranks; chunks:
-    model chunks (stages) of each rank. V-shaped schedules give each rank two stages, bidirectional ones one stage of
-    each of the two replicas."""
+    """Return the stage indices of each pipeline rank under a schedule such as "1f1b". ranks: number of pipeline ranks;
+    chunks: number of stages on each rank. V-shaped schedules have two stages on each rank; bidirectional schedules have
+    one stage of each of the two replicas."""
     if schedule in V_SHAPED:
         return [[rank, 2 * ranks - 1 - rank] for rank in range(ranks)]
     if schedule in BIDIRECTIONAL_SCHEDULES:
@@ -36,9 +36,11 @@ def followed_at_once(schedule: str, ranks: int) -> bool:
 
 
 class BusiestRank(NamedTuple):
-    """Seconds of one micro-batch on the pipeline rank that computes longest, under several layouts, by phase (forward,
-    input gradient, weight gradient). own: seconds on this rank [3, layouts]; others: sum over all other ranks
-    [3, layouts]; total: seconds of all phases on this rank [layouts]; ranks: number of pipeline ranks."""
+    """Seconds of one micro-batch on the pipeline rank that computes longest, under several layouts.
+
+    own: seconds by phase (forward, input gradient, weight gradient) on this rank [3, layouts]; others: the same, summed
+    over all other ranks [3, layouts]; total: seconds of all phases on this rank [layouts]; ranks: number of pipeline
+    ranks."""
 
     own: Floats
     others: Floats
@@ -47,8 +49,11 @@ class BusiestRank(NamedTuple):
 
 
 def find_busiest_rank(ranks: Floats, counts: Floats) -> BusiestRank:
-    """Return the times of the pipeline rank that computes longest. ranks: seconds of one micro-batch in all stages of a
-    rank [distinct ranks, 3, layouts]; counts: number of pipeline ranks that each distinct rank stands for."""
+    """Return the times of the pipeline rank that computes longest. Pipeline ranks with equal stages are given once
+    ("distinct").
+
+    ranks: seconds of one micro-batch by phase, in all stages of each distinct rank [distinct ranks, 3, layouts];
+    counts: number of pipeline ranks equal to each distinct rank."""
     own = ranks[0]
     if len(counts) > 1:
         total = ranks[:, 0] + ranks[:, 1] + ranks[:, 2]
@@ -60,8 +65,8 @@ def find_busiest_rank(ranks: Floats, counts: Floats) -> BusiestRank:
 def closed_makespan(
     schedule: str, chunks: int, micro_batches: Floats | int, busiest: BusiestRank, stages: int, transfer: Floats | float
 ) -> tuple[Floats, Floats]:
-    """Return (makespan, seconds of it due to messages) of a pipeline schedule in closed form: seconds from the first
-    forward to the last backward of a step, for one layout or for an array of layouts.
+    """Return (makespan, seconds of the makespan due to messages) of a pipeline schedule in closed form, for one layout
+    or for an array of layouts. The makespan is the time from the first forward to the last backward of a step.
 
     Args:
         schedule: Such as "1f1b".
@@ -71,13 +76,12 @@ def closed_makespan(
         stages: Number of stages of the pipeline.
         transfer: Seconds of one message between stages.
 
-    With F, B and W the phases of a rank: 1F1B and GPipe idle for the F + B + W of the other ranks (Narayanan et al.
-    2021, arXiv:2104.04473, section 2.2), interleaved ones for a chunk of each, ZB-H1 for F + B - W, ZB-H2 for F + B - 2
-    W (Qi et al. 2023, arXiv:2401.10241, table 2), V-Half and V-Min for about 1/2 and 2/3 of 1F1B's. The result is at
-    least the time of one micro-batch through all stages and back plus one stage's time of each other micro-batch; this
-    decides if there are fewer micro-batches than ranks. Under GEMS two micro-batches are in flight, and the backwards
-    of all follow one another (Li and Hoefler 2021, figure 2).
-    """
+    Sources, with F, B and W for forward, input gradient and weight gradient of a rank: 1F1B and GPipe idle for the F +
+    B + W of the other ranks (Narayanan et al. 2021, arXiv:2104.04473, section 2.2), interleaved schedules for one chunk
+    of each, ZB-H1 for F + B - W, ZB-H2 for F + B - 2 W (Qi et al. 2023, arXiv:2401.10241, table 2), V-Half and V-Min
+    for about 1/2 and 2/3 of 1F1B's. The makespan is at least the time of one micro-batch through all stages and back,
+    plus one stage's time of each other micro-batch; this bound applies with fewer micro-batches than ranks. Under GEMS
+    two micro-batches are in flight, and the backwards of all follow one another (Li and Hoefler 2021, figure 2)."""
     (own_f, _, own_w), (f, b, w), most, ranks = busiest
     none = np.zeros(())
     bubble = {
@@ -110,28 +114,27 @@ def closed_makespan(
 def in_flight(
     schedule: str, ranks: int, chunks: int, micro_batches: Floats | int, places: Sequence[int] | None = None
 ) -> tuple[Floats, Floats]:
-    """Return (waiting, queued): numbers of micro-batches that each pipeline rank holds activations of, at the times of
-    a step when its memory may peak. Both are arrays [times, ranks, *micro_batches].
+    """Return (waiting, queued): how many micro-batches' activations each pipeline rank holds at the times when its
+    memory may peak. Both are arrays [times, ranks, *shape of micro_batches].
 
     Args:
         schedule: Such as "1f1b".
         ranks: Number of pipeline ranks.
-        chunks: Model chunks of a rank.
+        chunks: Model chunks (stages) of a rank.
         micro_batches: Number of micro-batches of a step, or an array of such numbers.
         places: Pipeline ranks to return; None for all.
 
     Returns:
         waiting: micro-batches whose backward has not run. queued: micro-batches of which only the weight gradients are
-            left to compute. The unit is a rank's whole share of a micro-batch (bidirectional schedules: its share of
-            one replica). Which time is the peak depends on the bytes of either kind.
+            left to compute. One micro-batch counts as 1 if it is held in all stages of the rank (bidirectional
+            schedules: in all stages of one replica).
 
     1F1B holds as many as there are stages from this one to the last; interleaved (2 (p - r - 1) + (v - 1) g + 1) / v
     for groups of g micro-batches, as many as ranks where they divide (Narayanan et al. 2021, arXiv:2104.04473, section
     2.2). ZB-H1 holds p in all, ZB-H2 2 p - 1, ZB-V p (Qi et al. 2023, arXiv:2401.10241), V-Half and V-Min about a half
     and a third (Qi et al. 2024, arXiv:2405.15362), DualPipe p + 1, Chimera from p / 2 + 1 at both ends to p in the
     middle (Li and Hoefler 2021, arXiv:2107.06925, table 2). The split into waiting and queued, and the numbers for few
-    micro-batches, are fitted to the schedule programs (`schedules/`).
-    """
+    micro-batches, are fitted to the schedule programs (`schedules/`)."""
     m = np.asarray(micro_batches, dtype=np.float64)[None]
     rank = np.array(range(ranks) if places is None else places, dtype=np.float64).reshape(-1, *[1] * (m.ndim - 1))
     p, none, after = float(ranks), np.zeros_like(rank * m), ranks - 1 - rank

@@ -10,8 +10,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def cached_method(method: Method) -> Method:
-    """Return a method that computes each result once for an object: its arguments, by position, are the key, so they
-    must be hashable. The results live as long as the object, unlike those of `functools.cache`."""
+    """Decorate a method so that it computes each result once per object. The positional arguments are the key, so they
+    must be hashable. The results are freed with the object, unlike those of `functools.cache`."""
     name = f"_results_of_{method.__name__}"
 
     @wraps(method)

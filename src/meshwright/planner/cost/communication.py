@@ -25,8 +25,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def timed_calls(operators: Iterable[Operator]) -> Iterator[CollectiveCall]:
-    """Yield the collective calls of operators that the time model includes; calls repeated by activation checkpointing
-    are yielded a second time, with phase "recompute"."""
+    """Yield the collective calls of operators that the time model includes. A call that activation checkpointing
+    repeats is yielded twice, the second time with phase "recompute"."""
     for operator in operators:
         for one in operator.collectives:
             if one.timed:
@@ -36,16 +36,17 @@ def timed_calls(operators: Iterable[Operator]) -> Iterator[CollectiveCall]:
 
 
 class ZeroCall(NamedTuple):
-    """A collective of data parallelism, for each kind of parameters (dense, expert-parallel).
+    """A collective of data parallelism (ZeRO), made for dense parameters and, separately, for expert-parallel ones.
 
     Attributes:
         site: Call site in `parallel/`.
         operation: Such as "reduce-scatter".
-        group: Index of its process group in `AXES_OF`: all data-parallel ranks, a sharding group, or replicas of one.
-        stages: ZeRO stages under which it is made.
-        repeats: True if once a micro-batch, False if once a step.
+        group: Process group: 0 for all data-parallel ranks, 1 for a sharding group, 2 for the ranks that hold the same
+            shard in different sharding groups (index into a value of `AXES_OF`).
+        stages: ZeRO stages under which the collective is called.
+        repeats: True if it is called once a micro-batch, False if once a step.
         of_parameters: True if parameters are sent, False if gradients are.
-        of_shard: True if the vector is the rank's shard.
+        of_shard: True if the vector is the rank's shard, False if it is the full vector.
     """
 
     site: str
@@ -70,12 +71,11 @@ and for its backward."""
 
 
 def group_of(layout: Layout, axis: str, cluster: Cluster) -> Group:
-    """Return the number of ranks of an axis's process group on a cluster, and how many of them share a node.
+    """Return the process group of an axis on a cluster: its number of ranks, and how many of these are on each node.
 
     axis: "tp", "cp", "data", "shard", "replica", "ep", "etp", "expert_data", "expert_shard" or "expert_replica" (see
     `Layout.groups`); "ring": two neighbours in cp; "pp": two adjacent pipeline ranks. Ranks are numbered with tp
-    innermost, then cp, dp, pp; for experts, within a stage: etp, ep, expert_data.
-    """
+    innermost, then cp, dp, pp; for experts, within a stage: etp, ep, expert_data."""
     if axis == "pp":  # on one node if the layout fits into one, else on two: the slowest link
         return Group(2, 2 if layout.world_size <= cluster.devices_per_node else 1)
     if axis == "ring":
@@ -111,7 +111,8 @@ def count_parameters(batch: MicroBatch, stage: Stage) -> tuple[Number, Number]:
 
 
 def list_shared_operators(batch: MicroBatch) -> tuple[Operator, ...]:
-    """Return the operators of the head whose parameters are the embedding's, which a rank with both has once."""
+    """Return the head's operators whose parameters are shared with the embedding (tied weights). A rank that has both
+    embedding and head holds these parameters once."""
     tied = batch.config.tied_head and not batch.config.encoder
     return tuple(one for one in head_operators(batch, True) if tied and one.name == "head")
 
@@ -125,9 +126,8 @@ def sum_parameters(operators: Iterable[Operator]) -> tuple[Number, Number]:
 class ProcessGroups:
     """Process groups of candidate layouts by axis, and the seconds of collectives in them as arrays [..., candidates].
 
-    collectives: predictor of a collective's seconds; layouts: distinct layouts; which: index into `layouts` of each
-    candidate, [candidates].
-    """
+    collectives: predictor of a collective's seconds; layouts: distinct layouts; which: index into `layouts` for each
+    candidate, [candidates]."""
 
     def __init__(self, collectives: Collectives, layouts: Sequence[Layout], which: Array | None = None) -> None:
         self.collectives, self.layouts = collectives, layouts
@@ -135,14 +135,16 @@ class ProcessGroups:
 
     @cached_method
     def groups(self, axis: str) -> tuple[list[Group], Array]:
-        """Return (distinct process groups of an axis such as "data", index of each candidate's [candidates])."""
+        """Return (distinct process groups of an axis such as "data", for each candidate the index of its group
+        [candidates])."""
         numbers: dict[Group, int] = {}
         of = [group_of(layout, axis, self.collectives.cluster) for layout in self.layouts]
         index = np.array([numbers.setdefault(group, len(numbers)) for group in of], dtype=np.int64)
         return list(numbers), index[self.which]
 
     def _by_group(self, axis: str, get: Callable[[Group], float]) -> Floats:
-        """Return get(process group of an axis) for each candidate: [candidates]."""
+        """Apply `get` to the process group that each candidate has on an axis such as "data"; return the results
+        [candidates]."""
         groups, which = self.groups(axis)
         return np.array([get(group) for group in groups], dtype=np.float64)[which]
 
@@ -164,30 +166,30 @@ class ProcessGroups:
         return Cost.stack(published, which) if len(published) == len(costs) else CostByLayout(costs, which)
 
     def distinct_places(self, axis: str, chosen: int, groups: tuple[int, int] = (1, 1)) -> Floats:
-        """Return the expected number of distinct nodes (or, if the group is within a node, ranks) to which a token is
-        sent, divided by `chosen`, the number of its experts, if the experts' load is equal: [candidates].
+        """Return, for each candidate layout, the expected number of nodes to which one token is sent, divided by the
+        number of experts that it chooses (`chosen`): [candidates]. All experts have equal load. For a process group
+        within one node, ranks are counted instead of nodes.
 
-        axis: axis of the process group; groups: (groups chosen per token, number of groups) for group-limited routing,
-        which restricts a token's experts to a few groups; a group is a whole number of nodes if there are enough.
-        """
+        axis: axis of the process group. groups: (expert groups chosen per token, number of expert groups) of
+        group-limited routing, which restricts a token's experts to a few groups; (1, 1): no restriction."""
         places = self._by_group(axis, lambda group: group.nodes if group.nodes > 1 else group.ranks)
         places = np.where(places % groups[1] == 0, places * groups[0] / groups[1], places)
         return np.asarray(places / chosen * (1 - (1 - 1 / places) ** chosen))
 
     def overlap_slowdown(self, axis: str) -> Floats:
-        """Return the seconds by which computation slows for each second of communication over an axis that overlaps it:
+        """Return the seconds that computation loses for each second in which communication over `axis` overlaps it:
         [candidates]."""
         return self._by_group(axis, self.collectives.overlap_slowdown)
 
     @cached_property
     def shards(self) -> tuple[Floats, Floats]:
-        """Numbers of ranks over which ZeRO shards: first the dense parameters, then the parameters of experts under
-        expert parallelism; one entry for each layout."""
+        """(Number of ranks over which ZeRO shards dense parameters [candidates], number of ranks over which it shards
+        expert-parallel parameters [candidates])."""
         return self.ranks("shard"), self.ranks("expert_shard")
 
     @cached_method
     def gradient_slowdown(self, sharded: bool) -> Floats:
-        """Return the seconds by which computation slows for each second of gradient communication that overlaps it:
+        """Return the seconds that computation loses for each second in which communication of gradients overlaps it:
         [candidates]. sharded: True if ZeRO shards gradients, so that communication stays within a sharding group."""
         dense, experts = ("shard", "expert_shard") if sharded else ("data", "expert_data")
         mixed = np.array([layout.expert_parallel for layout in self.layouts])[self.which]

@@ -48,22 +48,21 @@ class Work:
 
 
 class DataCalls:
-    """Counter of the bytes that one rank sends in a step's data-parallel collectives; each `count_...` method adds to
-    `sent`.
+    """Counter of the bytes that one rank sends in a step's data-parallel collectives. Each `count_...` method adds to
+    the attribute `sent`: {(call site, axis), such as ("data.gradients", "data"): bytes}. A call site is the label of a
+    collective call in the source, as in traces.
 
     table: the model's parameters; partition: assignment of parameters to pipeline stages; work: sizes of the step;
-    rank: global rank. Attribute `sent`: bytes by (call site, axis), such as ("data.gradients", "data"); a call site is
-    the label of a collective call in the source, as in traces.
-    """
+    rank: global rank."""
 
     def __init__(self, table: ParameterTable, partition: Partition, layout: Layout, work: Work, rank: int) -> None:
         self.table, self.partition, self.layout, self.work, self.rank = table, partition, layout, work, rank
         self.sent: Counter[tuple[str, str]] = Counter()
 
     def count_outcome(self, figures: int = 0) -> None:
-        """Count the bytes sent by the all-reduce of a step's outcome: loss, squared gradient norm, flags to stop and of
-        a failed save, working seconds of each rank. figures: number of the objective's metrics that it carries in
-        addition."""
+        """Count the bytes sent by the all-reduce at the end of a step. It carries the loss, the squared gradient norm,
+        the flags "stop" and "a save has failed", and the working seconds of each rank. figures: number of further
+        metrics in it."""
         ranks = self.layout.world_size
         self.count_call("step.verdict", "world", "all-reduce", ranks, 8 * (4 + figures + ranks))
 
@@ -79,9 +78,11 @@ class DataCalls:
         self.sent[site, axis] += times * ((2 if operation == "all-reduce" else 1) * size * (ranks - 1) // ranks)
 
     def count_data_call(self, site: str, axis: str, operation: str, numel: int, itemsize: int, times: int = 1) -> None:
-        """Count the bytes that this rank sends in `times` collectives over a data-parallel axis, of the backend or in
-        the collective program that replaces it. numel, itemsize: elements of the full vector, bytes of each; other
-        arguments: as of `count_call`."""
+        """Count the bytes that this rank sends in `times` collectives over a data-parallel axis. If a collective
+        program replaces the backend's collective, the program's bytes are counted.
+
+        site: call site, such as "data.gradients"; axis: such as "data"; operation: such as "all-reduce"; numel,
+        itemsize: elements of the full vector, and bytes of each."""
         ranks, place = self.group_position(axis)
         named = self.work.collectives.get((axis, operation.replace("-", "_")))
         if named is None:
@@ -91,16 +92,16 @@ class DataCalls:
         self.sent[site, axis] += times * compute_sent_bytes(checked, place, numel, itemsize, whole)
 
     def group_position(self, axis: str) -> tuple[int, int]:
-        """Return (size, index): number of ranks in this rank's process group of an axis such as "data", and this rank's
-        index in the group."""
+        """Return (number of ranks, index of this rank) of this rank's process group on an axis such as "data"."""
         group = next(group for group in self.layout.groups(axis) if self.rank in group)
         return len(group), group.index(self.rank)
 
     # --- parameters and their gradients
 
     def zero_stage(self, part: BufferKind) -> int:
-        """Return the ZeRO stage that takes effect for a kind of flat parameter buffer (`part`, such as "dense"): 0 if
-        the sharding group has a single rank, and for frozen parameters unless the stage is 3."""
+        """Return the ZeRO stage that takes effect for a kind of flat parameter buffer. It is 0 if the sharding group
+        has a single rank, and for frozen parameters unless the layout's stage is 3. part: kind of the buffer, such as
+        "dense"."""
         sharded = self.group_position(AXES_OF[part][1])[0] > 1 and (part in TRAINED_BUFFERS or self.layout.zero == 3)
         return self.layout.zero if sharded else 0
 
@@ -131,9 +132,11 @@ class DataCalls:
 
 
 class BufferChanges(NamedTuple):
-    """Changes of a module's buffers (such as running statistics) in a step, which ranks synchronise. averaged: elements
-    of changed float buffers; copied: elements of changed integer buffers; reported: number of buffers for which ranks
-    report if they changed."""
+    """Sizes of a module's buffers (such as running statistics) that change in a step and are synchronised between
+    ranks.
+
+    averaged: elements of float buffers, which are averaged; copied: elements of integer buffers, which are copied;
+    reported: number of buffers for which ranks exchange a flag that says if they changed."""
 
     averaged: int = 0
     copied: int = 0
@@ -148,9 +151,11 @@ class ModuleCalls(DataCalls):
         super().__init__(table, ModulePartition.whole(table), layout, work, rank)
 
     def count_step(self, held: Collection[str] = (), buffers: BufferChanges | None = None) -> Counter[tuple[str, str]]:
-        """Count all calls of the step; return bytes sent by (call site, axis). held: FSDP units that stay gathered for
-        a whole micro-batch, as they are used outside their modules: ZeRO-3 gathers these, and the last unit, once, the
-        others in forward and backward; buffers: what changes in the module's buffers in a step."""
+        """Count all calls of the step; return {(call site, axis): bytes sent}.
+
+        held: FSDP units that stay gathered for a whole micro-batch, because they are used outside their modules. Under
+        ZeRO-3 these units and the last unit are gathered once in a micro-batch, and the remaining units in forward and
+        backward. buffers: changes of the module's buffers in a step; None: no changes."""
         passes, buffers = self.layout.micro_batches, buffers or BufferChanges()
         others = [unit for unit in self.table.units if unit not in (REST, *held)]
         self.count_data_call("data.targets", "data", "all-reduce", 1, 8)

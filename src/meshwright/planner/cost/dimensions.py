@@ -18,66 +18,71 @@ RANDOM_STATE = 632
 
 
 class Dimensions(dict[str, Number]):
-    """{name: value} of the dimensions of a layer of one kind on a rank, and of sizes made of them, such as "2 tokens
-    width": each is computed on first use. more: further dimensions, such as `computed` and `arrived`, the token copies
-    of a mixture (`Routed`)."""
+    """Values of the sizes that the planner's tables name, for one kind of layer on one rank: {name: value}. A name is a
+    dimension, such as "tokens", or a formula of dimensions, such as "2 tokens width" (a product). Each value is
+    computed on first use.
+
+    more: values of further dimensions, such as `computed` and `arrived`, the token copies of a mixture (`Routed`)."""
 
     def __init__(self, batch: MicroBatch, kind: LayerKind, more: Mapping[str, Number] | None = None) -> None:
         super().__init__(more or {})
         self.batch, self.kind = batch, kind
 
     def __missing__(self, name: str) -> Number:
-        """Return a dimension by `FORMULAS`, or a size. Raises `KeyError` for an unknown one."""
+        """Compute the value of a dimension by `FORMULAS`, or of a formula such as "2 tokens width". Raises `KeyError`
+        for an unknown dimension."""
         found = FORMULAS[name](self.batch, self.kind) if name.isidentifier() else compute_size(name, self)
         self[name] = found
         return found
 
 
 def core_heads(batch: MicroBatch) -> tuple[Number, Number]:
-    """Return the numbers of (query heads, key-value heads) of the attention kernel: under Ulysses, those after the
-    all-to-all."""
+    """Return (query heads, key-value heads) that the attention kernel of one rank computes. Under Ulysses these are the
+    heads after the all-to-all."""
     if not batch.ulysses:
         return batch.heads, batch.kv_heads
     return batch.heads // batch.cp, batch.kv_heads * batch.key_value_copies // batch.cp
 
 
 def _lines(batch: MicroBatch, kind: LayerKind) -> Number:
-    """Return the number of queries for which the attention kernel saves a log-sum-exp: PyTorch's memory-efficient one
-    (for masks and float32) rounds it up to a multiple of 32 (aten/src/ATen/native/transformers/cuda)."""
+    """Return the number of queries for which the attention kernel saves a log-sum-exp, for one head of one sequence.
+    PyTorch's memory-efficient kernel (used for masks and float32) rounds it up to a multiple of 32
+    (aten/src/ATen/native/transformers/cuda)."""
     length = batch.sequence if batch.ulysses else batch.tokens
     cuda = batch.device == "cuda" and not batch.ring
     return -(-length // 32) * 32 if cuda and (batch.dense_mask(kind.window) or not batch.narrow) else length
 
 
 def count_flash_lines(batch: MicroBatch, heads: Number, length: Number, documents: int) -> Number:
-    """Return the number of queries of all heads for which flash attention's backward allocates workspaces: rounded up
-    to 128 (flash_attn/flash_api.cpp, `mha_bwd`); with variable lengths (`mha_varlen_bwd`) 128 more for each document.
+    """Return the number of query rows, summed over heads and sequences, for which flash attention's backward allocates
+    workspaces. The kernel pads each sequence to a multiple of 128 (flash_attn/flash_api.cpp, `mha_bwd`). With variable
+    lengths (`mha_varlen_bwd`) it adds 128 for each document instead.
 
-    heads: number on this rank; length: tokens of a sequence in the call; documents: number of documents in a
-    variable-length call, 0 for a call of fixed length.
-    """
+    heads: query heads on this rank; length: tokens of a sequence in the call; documents: number of documents in a
+    variable-length call, 0 for a call of fixed length."""
     return heads * (batch.rows * length + 128 * documents if documents else batch.rows * (-(-length // 128) * 128))
 
 
 def _mask_rows(batch: MicroBatch) -> Number:
-    """Return the number of sequences with a mask each; 1 if all have the same."""
+    """Return the number of attention masks of a micro-batch: one for each sequence, or 1 if all sequences share it."""
     return batch.rows if batch.masked else 1
 
 
 def _visible_rows(batch: MicroBatch, kind: LayerKind) -> Number:
-    """Return the number of sequences for which a CPU saves each query's first visible key."""
+    """Return the number of sequences for which CPU attention saves a vector with the first visible key of each query; 1
+    if all sequences share one vector."""
     windowed = kind.window is not None and kind.window < batch.sequence
     return batch.rows if windowed and batch.config.window_chunks else _mask_rows(batch)
 
 
 def _attended(batch: MicroBatch) -> int:
-    """Return the tokens of a document, on average."""
+    """Return the mean number of tokens of a document."""
     return max(1, round(batch.sequence / batch.documents))
 
 
 def _seen(batch: MicroBatch, kind: LayerKind) -> float:
-    """Return the mean number of keys to which a query attends. A decoder's kernel skips masked keys, an encoder's
-    computes all keys with a mask."""
+    """Return the mean number of keys for which the attention kernel computes the scores of a query. A decoder's kernel
+    skips masked keys; an encoder's kernel computes all keys and applies a mask."""
     config = batch.config
     length = batch.sequence if config.encoder else _attended(batch)
     return keys_per_token(length, kind.window, not config.encoder, config.window_chunks)
@@ -104,25 +109,28 @@ def keys_per_tile(sequence: int, tile: int, window: int | None) -> float:
 
 
 def _tile_keys(batch: MicroBatch, kind: LayerKind) -> float:
-    """Return the mean number of keys of a tile of attention in plain torch on an accelerator."""
+    """Return the mean number of keys for which attention written in plain torch on an accelerator computes the scores
+    of a query: the keys to which any query of the same tile (block of queries) attends."""
     seen = _attended(batch)
     return keys_per_tile(seen, min(ACCELERATOR_TILE[0], seen), kind.window)
 
 
 def _tiles(batch: MicroBatch, kind: LayerKind) -> Number:
-    """Return the number of tiles of attention in plain torch on an accelerator."""
+    """Return the number of tiles (blocks of queries) into which attention written in plain torch is split on an
+    accelerator, summed over heads and sequences."""
     scores = batch.all_tokens * batch.heads * _tile_keys(batch, kind)
     return at_least(scores // ACCELERATOR_TILE[1], -(-batch.tokens // min(ACCELERATOR_TILE[0], _attended(batch))))
 
 
 def _latent(batch: MicroBatch) -> LatentAttention:
-    """Return the sizes of latent attention, which the model has."""
+    """Return the model's sizes of latent attention. The model must have latent attention."""
     assert batch.config.latent is not None
     return batch.config.latent
 
 
 def _count_outputs(batch: MicroBatch, product: str) -> int:
-    """Return the number of outputs of a matrix product of latent attention on this rank. product: such as "qkv"."""
+    """Return the number of output features, on this rank, of one linear layer of latent attention. product: name of the
+    linear layer, such as "qkv"."""
     return _latent(batch).products(batch.config.hidden, batch.heads, batch.config.head_dim)[product][0]
 
 
@@ -136,7 +144,8 @@ _MODEL = "hidden", "experts", "token_types"
 
 
 def _read_field(path: str) -> Formula:
-    """Return the formula of a dimension that is a field of the micro-batch, such as "rows" or "config.hidden"."""
+    """Return a function (micro-batch, layer kind) -> value that reads a field of the micro-batch. path: the field, such
+    as "rows" or "config.hidden"."""
     return lambda batch, kind: attrgetter(path)(batch)
 
 
@@ -211,8 +220,8 @@ model."""
 
 
 def list_properties(batch: MicroBatch, kind: LayerKind) -> frozenset[str]:
-    """Return the names of the properties (`find_properties`) that are true of a layer of one kind, computed on the
-    first call."""
+    """Return the names of the properties that hold for a layer of one kind. A property is a yes-or-no fact that
+    conditions in the planner's tables test, such as "gated". Results are cached in `batch.operators`."""
     key = "properties", kind
     if key not in batch.operators:
         batch.operators[key] = frozenset(name for name, value in find_properties(batch, kind).items() if value)
@@ -221,14 +230,15 @@ def list_properties(batch: MicroBatch, kind: LayerKind) -> frozenset[str]:
 
 
 def find_properties(batch: MicroBatch, kind: LayerKind) -> dict[str, bool]:
-    """Return {property: True if a layer of one kind has it}: of its architecture, such as "gated", its layout, such as
-    "ring" or the kind of recompute, the device, and the engine.
+    """Return {property: True if it holds} for a layer of one kind. Properties are yes-or-no facts that conditions in
+    the planner's tables test: of the model ("gated"), the layout ("ring"), recompute ("full"), the device ("cuda") and
+    the engine.
 
-    Kind of layer: "encoder", "dense", "mixture", or "front" for one whose mixture is expert-parallel, so that only the
-    part before the mixture is compiled. With tp, outputs are "summed" over ranks; with sequence parallelism a rank
-    "gathers" inputs. "cuda_attention": PyTorch's CUDA kernels compute attention; "repeated": keys and values are
-    repeated for every query head; "rotated": queries and keys are copies, made by rotary positions or norms.
-    """
+    Some names: "encoder", "dense", "mixture": kind of the layer; "front": a layer whose mixture is expert-parallel, so
+    that only the operators before the mixture are compiled. "summed": outputs are all-reduced or reduce-scattered over
+    tp; "gathers": inputs are all-gathered (sequence parallelism). "cuda_attention": PyTorch's CUDA kernels compute
+    attention. "repeated": keys and values are repeated for every query head. "rotated": queries and keys are copies,
+    made by rotary positions or norms."""
     config, layout, window, engine = batch.config, batch.layout, kind.window, batch.engine
     cuda = batch.device == "cuda"
     mixture = ("front" if batch.expert_parallel else "mixture") if kind.mixed else "dense"

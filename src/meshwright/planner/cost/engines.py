@@ -106,19 +106,20 @@ class Engine:
     zero: tuple[int, ...] = (0, 1)
 
     def stages(self, config: ModelConfig, count: int, sequence: int) -> tuple[Stage, ...]:
-        """Return the `count` pipeline stages into which the engine splits a model. sequence: tokens of a sequence, on
-        which the FLOPs of layers depend."""
+        """Cut a model into `count` pipeline stages as the engine does, and return the stages. sequence: tokens of a
+        sequence, on which the FLOPs of layers depend."""
         if self.cuts == "balanced":
             return cut_into_stages(config, count, sequence)
         return cut_into_even_stages(config, count) if self.cuts == "even" else cut_past_shares(config, count)
 
     @property
     def activation_fusion(self) -> Fusion:
-        """Fusion mode of an MLP's activation: as `fusion`, or "eager" if the engine does not fuse gated activations."""
+        """How the kernels of an MLP's activation are fused: the value of `fusion`, or "eager" if the engine does not
+        fuse gates."""
         return "eager" if self.fusion == "kernels" and not self.fuses_gates else self.fusion
 
     def compiled(self) -> Engine:
-        """Return a copy of this engine with blocks compiled by torch.compile."""
+        """Return a copy of this engine for blocks compiled by torch.compile."""
         if not self.compiles_loss:
             return replace(self, fusion="compiled")
         holds = min(self.loss_holds, 8.0)
@@ -129,7 +130,7 @@ _COMPILED_LOSS = 12.0  # bf16 logits read for the maxima, for the sums, and read
 
 
 def _with_tuples(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of an `Engine` in a table of engines.toml, lists as tuples."""
+    """Return a table of engines.toml with each list replaced by a tuple: the keyword arguments of `Engine`."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
 
 
@@ -139,9 +140,9 @@ ENGINES = {
 
 
 def engine(name: str | Engine, *, compile: bool = False) -> Engine:
-    """Return the training engine called `name`, such as "megatron"; an `Engine` is returned as it is. compile: True for
-    its variant with blocks compiled by torch.compile. Raises `UserError` with the most similar name for an unknown
-    one."""
+    """Return the training engine called `name`, such as "megatron"; an `Engine` as `name` is not looked up. compile:
+    True to return its variant for blocks compiled by torch.compile. Raises `UserError` for an unknown name; the text
+    suggests the most similar one."""
     if isinstance(name, str):
         if name not in ENGINES:
             raise UserError(unknown("engine", name, ENGINES))

@@ -20,12 +20,11 @@ FLOPS_CONVENTION = (
 
 
 def forward_flops_per_token(config: ModelConfig, sequence: int, causal: bool = True) -> dict[str, float]:
-    """Return {operation: FLOPs} of the forward pass of one token, each summed over the layers.
+    """Return {operation: FLOPs of one token in the forward pass, summed over all layers}.
 
     sequence: number of tokens that attend to each other; documents packed into one sequence are not distinguished.
-    causal=False counts attention as if every token attended to the whole sequence, as the PaLM paper does
-    (arXiv:2204.02311, appendix B).
-    """
+    causal: True if a token attends only to tokens before it; False counts attention over the whole sequence, as the
+    PaLM paper does (arXiv:2204.02311, appendix B)."""
     total: dict[str, float] = {}
     for layer in range(config.layers):
         for operation, flops in layer_flops(config, layer, sequence, causal).items():
@@ -34,13 +33,12 @@ def forward_flops_per_token(config: ModelConfig, sequence: int, causal: bool = T
 
 
 def training_flops_per_token(config: ModelConfig, sequence: int, causal: bool = True, recompute: str = "none") -> float:
-    """Return the FLOPs of training on one token: those of the forward, plus twice as many for the backward (once for
-    matrix products with frozen weights, which have no weight gradient).
+    """Return the FLOPs of training on one token: once those of the forward, and twice as many for the backward (once
+    for matrix products with frozen weights, which have no weight gradient).
 
-    sequence: tokens that attend to each other; causal: each attends only to those before it. recompute: "none", or
-    "selective" or "full", which add the FLOPs of the repeated forward and so give hardware FLOPs; MFU by
-    `FLOPS_CONVENTION` uses "none".
-    """
+    sequence: tokens that attend to each other; causal: True if a token attends only to tokens before it. recompute:
+    "none" for model FLOPs, as in `FLOPS_CONVENTION`. With "selective" or "full" the repeated forward is added, which
+    gives hardware FLOPs."""
     forward = forward_flops_per_token(config, sequence, causal)
     repeated = sum(forward.get(operation, 0.0) for operation in RECOMPUTED[recompute])
     if config.adapter is None:

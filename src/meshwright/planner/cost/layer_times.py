@@ -42,14 +42,14 @@ _CORE = ("attention.core", "attention.scores", "attention.softmax", "attention.v
 
 
 def gradient_bytes(engine: Engine, itemsize: int) -> int:
-    """Return the bytes of an element of gradients in reductions between ranks. itemsize: bytes of an element of
-    parameters; those of 4 bytes have gradients of 4 bytes."""
+    """Return the bytes of one gradient element in reductions between ranks. itemsize: bytes of an element of
+    parameters; gradients of parameters of 4 bytes have 4 bytes under every engine."""
     return (engine.reduced_bytes or engine.gradient_bytes) if itemsize == 2 else 4
 
 
 def group_by_structure(config: ModelConfig, candidates: Sequence[StageCandidate]) -> Iterator[Array]:
-    """Yield arrays of indices of candidates; the layouts of one array have the same axes larger than 1 and the same
-    recompute (`structure`), so that their costs can be computed together."""
+    """Group candidate layouts whose costs can be computed together: the same axes are larger than 1, and recompute is
+    the same. Yield one array of indices into `candidates` for each group."""
     found: dict[tuple[object, ...], list[int]] = {}
     keys: dict[int, tuple[object, ...]] = {}  # candidates with different rows have the same layout object
     for number, one in enumerate(candidates):
@@ -59,8 +59,8 @@ def group_by_structure(config: ModelConfig, candidates: Sequence[StageCandidate]
 
 
 def micro_batch_of(problem: Problem, candidates: Sequence[StageCandidate], **options: Any) -> MicroBatch:
-    """Return one `MicroBatch` that describes all `candidates`, with arrays [candidates] as sizes; their layouts must be
-    equal in `structure`. options: further fields of `MicroBatch`."""
+    """Return one `MicroBatch` for many candidate layouts at once: its sizes are arrays [candidates]. The same axes must
+    be larger than 1 in all layouts, and recompute must be the same. options: further fields of `MicroBatch`."""
     layouts = [one.layout for one in candidates]
     axes = {axis: np.array([getattr(layout, axis) for layout in layouts]) for axis in ("tp", "cp", "ep", "etp")}
     sizes: dict[str, Any] = {"rows": np.array([one.rows for one in candidates]), "responses": int(problem.pairs)} | axes
@@ -124,7 +124,8 @@ class LayerTimes:
             each *= step_factors[:, None]
 
     def sum_parts(self) -> LayerTimes:
-        """Return a copy in which the parts (compute and communication) are summed: their dimension has length 1."""
+        """Return a copy in which times are summed over the parts (compute and communication); this dimension has length
+        1."""
         found = copy(self)
         for name in ("layer", "first", "last"):
             setattr(found, name, getattr(self, name).sum(axis=-2, keepdims=True))
@@ -170,8 +171,8 @@ class LayerTimes:
         return np.asarray(whole / self.cuts[index])
 
     def _price(self, indices: Array) -> None:
-        """Compute the seconds of the candidates with the given indices, whose layouts are equal in `structure`, and
-        store them."""
+        """Compute and store the times of the candidates with the given indices. In all their layouts the same axes are
+        larger than 1, and recompute is the same."""
         chosen = [self.candidates[number] for number in indices]
         batch = micro_batch_of(self.problem, chosen)
         numbers, mesh = np.unique(self.mesh[indices], return_inverse=True)
@@ -200,20 +201,19 @@ class LayerTimes:
 
 
 class _TimeModel(NamedTuple):
-    """Time model of a micro-batch. batch: sizes; rates: speeds of operations; groups: process groups, with the cost of
-    their collectives."""
+    """Time model of a micro-batch. batch: sizes; rates: speeds from which seconds of kernels are predicted; groups:
+    process groups, from which seconds of collectives are predicted."""
 
     batch: MicroBatch
     rates: Rates
     groups: ProcessGroups
 
     def seconds(self, operations: Iterable[Operation], calls: Iterable[CollectiveCall], host: float = 0.0) -> Floats:
-        """Return the seconds of compute kernels, and of the communication that they do not hide, as an array
+        """Return the seconds of kernels, and the exposed seconds of collectives (not hidden by kernels): an array
         [phases, parts, candidates].
 
-        operations: kernels; calls: collectives; host: seconds that the CPU needs to launch one of either, 0 to ignore
-        it.
-        """
+        operations: kernels; calls: collectives; host: seconds in which the CPU launches one kernel or collective; 0:
+        the CPU is never the bottleneck."""
         found = np.zeros((len(PHASES), len(MICRO_BATCH_PARTS), len(self.groups.which)))
         issued = np.zeros((len(PHASES), len(self.groups.which)))
         covers: dict[str, Any] = defaultdict(float)  # seconds of attention in each phase, and of weight gradients
@@ -266,8 +266,8 @@ class _TimeModel(NamedTuple):
         return found
 
     def sent(self, collective: CollectiveCall) -> Any:
-        """Return the bytes of one call of a collective; if the engine sends a token only once to each node (not once to
-        each expert), fewer for the dispatch of tokens."""
+        """Return the bytes of one call of a collective. For the dispatch of tokens they are fewer if the engine sends a
+        token once to each node, and not once to each expert."""
         if collective.operation != "all-to-all" or collective.axis != "ep" or not self.batch.engine.dispatches_by_node:
             return collective.size
         config = self.batch.config

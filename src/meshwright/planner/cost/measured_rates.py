@@ -37,12 +37,11 @@ _CALLED = {"send": "send-receive"}
 
 
 def attention_scores(queries: Number, keys_seen: Number, row: Number) -> Number:
-    """Return the number of scores q·k that CPU attention computes. queries: number of queries, over one or more heads;
-    keys_seen: keys to which each attends on average; row: tokens of the sequence.
+    """Return the number of scores q·k that attention on a CPU computes. It works in tiles of queries: all queries of a
+    tile compute scores for every key of the tile's last query, on average half a tile more than they attend to.
 
-    All queries of a tile compute scores for the keys of the tile's last query, so on average half a tile more than each
-    attends to.
-    """
+    queries: number of queries, over one or more heads; keys_seen: mean number of keys that a query attends to; row:
+    tokens of the sequence."""
     return queries * (keys_seen + 0.5 * np.minimum(TILE_QUERIES, row))
 
 
@@ -71,18 +70,19 @@ class MeasuredRates:
 
     @classmethod
     def of(cls, measured: Measured | None, precision: str, eager: bool) -> MeasuredRates | None:
-        """Return the rates from which kernel times on this machine are predicted for a precision such as "bf16"; None
-        if its matrix products or memory-bound kernels were not measured. measured: measurements of the machine; None:
-        there are none. eager: True if elementwise operations run as single kernels, False if torch.compile fuses
-        them."""
+        """Return the rates from which kernel times on a measured machine are predicted. None if its matrix products or
+        memory-bound kernels were not measured in this precision.
+
+        measured: measurements of the machine; None: there are none. precision: such as "bf16". eager: True if
+        elementwise operations run as single kernels, False if torch.compile fuses them."""
         if measured is None or measured.product(precision) is None:
             return None
         found = cls(measured, precision, eager)
         return found if found.one_pass("add") is not None else None
 
     def seconds(self, operation: Operation) -> Number | None:
-        """Return the seconds of all `count` calls of an operation, whose sizes are numbers (one layout) or arrays (many
-        layouts); None if its kind was not measured."""
+        """Return the seconds of all `count` calls of an operation; None if operations of its kind were not measured.
+        The result is a number, or an array over layouts if the operation's sizes are arrays."""
         if operation.kind == "product":
             assert operation.shape is not None
             return operation.count * (
@@ -107,8 +107,8 @@ class MeasuredRates:
 
     @cached_method
     def one_pass(self, name: str) -> Curve | None:
-        """Return the measured curve (seconds as a function of bytes read and written) of a memory-bound kernel, in this
-        precision or else in float32; None if neither was measured. name: such as "add"."""
+        """Return the measured curve of a memory-bound kernel: seconds as a function of bytes read and written. It is in
+        this precision, or in float32 if only this was measured; None if neither was. name: such as "add"."""
         return self._measured.one_pass(name, self._precision) or self._measured.one_pass(name, "fp32")
 
     @property
@@ -119,8 +119,8 @@ class MeasuredRates:
         return float(curve.sizes[-1] / curve.seconds_at(curve.sizes[-1]))
 
     def _products(self, form: str) -> Products:
-        """Return the measured matrix products of a pass through a linear layer. form: "forward", "input-gradient" or
-        "weight-gradient"; if this was not measured, the forward's are returned."""
+        """Return the measured matrix products of one pass of linear layers. form: the pass, "forward", "input-gradient"
+        or "weight-gradient"; the forward's products are returned for a pass that was not measured."""
         found = self._measured.product(self._precision, form) or self._measured.product(self._precision)
         assert found is not None
         return found
@@ -142,12 +142,11 @@ class MeasuredRates:
         return None if seconds is None else operation.count * seconds
 
     def _of_heads(self, scores: Number, size: Number, way: str, piece: int | None = None) -> Number | None:
-        """Return the seconds of attention for a head size, interpolated between the two measured head sizes; None if
-        not measured.
+        """Return the seconds of attention with heads of `size` elements, interpolated between the two nearest measured
+        head sizes; None if attention was not measured.
 
-        scores: bytes of all scores; size: elements of a head; way: "" for the forward, "-backward" for the backward;
-        piece: tokens of a KV block in ring attention, None without a ring.
-        """
+        scores: bytes of all scores; way: "" for the forward, "-backward" for the backward; piece: tokens of a KV block
+        in ring attention, None without a ring."""
         narrow, wide = (self.one_pass(attention_name(each, piece) + way) for each in HEAD_SIZES)
         if narrow is None or wide is None:
             return None
@@ -157,8 +156,8 @@ class MeasuredRates:
 
 
 def _linear_sizes(operation: Operation) -> tuple[Number, Number, Number]:
-    """Return (tokens, outputs, inputs) of the linear layer to which a matrix product belongs as forward, input-gradient
-    or weight-gradient product."""
+    """Return (tokens, outputs, inputs) of the linear layer of which `operation` is a matrix product (forward, input
+    gradient or weight gradient)."""
     assert operation.shape is not None
     rows, columns, inner = (np.maximum(1.0, size) for size in operation.shape)
     if operation.phase == "input":
@@ -196,8 +195,8 @@ def measured_cost(measured: Measured, operation: str, ranks: int, nodes: int) ->
 
 
 class CostByLayout:
-    """Cost function of a collective for many candidate layouts at once. costs: one cost function for each distinct
-    process group; which: index into `costs` of each candidate layout, [candidates]."""
+    """Seconds of a collective as a function of its bytes, for many candidate layouts at once. costs: one function for
+    each distinct process group; which: index into `costs` for each candidate layout, [candidates]."""
 
     def __init__(self, costs: Sequence[Any], which: Any) -> None:
         self._costs, self._which = costs, which

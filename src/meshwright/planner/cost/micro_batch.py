@@ -31,8 +31,8 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 
 
 
 class Adapted(NamedTuple):
-    """A linear layer with an adapter. layer: name of its operator, such as "attention.qkv"; shares: for each adapted
-    matrix that the layer fuses (such as q and v of qkv), its fraction of the layer's outputs."""
+    """A linear layer with an adapter. layer: name of its operator, such as "attention.qkv". shares: one number for each
+    adapted matrix in the layer (such as q and v in qkv): the fraction of the layer's outputs that the matrix makes."""
 
     layer: str
     shares: tuple[float, ...]
@@ -71,7 +71,7 @@ def layer_kind(config: ModelConfig, layer: int) -> LayerKind:
 
 @lru_cache(maxsize=64)
 def layer_examples(config: ModelConfig) -> dict[LayerKind, int]:
-    """Return {layer kind: index of the first layer of this kind} of a model."""
+    """Return {layer kind: index of the first layer of this kind} for the layers of a model."""
     return {layer_kind(config, at): at for at in reversed(range(config.layers))}
 
 
@@ -95,9 +95,9 @@ def _adapted_layers(config: ModelConfig) -> dict[int, tuple[Adapted, ...]]:
 
 
 class Routed(NamedTuple):
-    """Number of token copies (one for each token and chosen expert) of one mixture-of-experts layer on a rank. arrived:
-    copies that this rank receives over ep; computed: copies that its experts compute, including those received by the
-    other ranks of its etp group."""
+    """Numbers of token copies of one mixture-of-experts layer on a rank. Each token has one copy for each expert that
+    it chooses. arrived: copies that this rank receives over ep; computed: copies that its experts compute, including
+    copies received by the other ranks of its etp group."""
 
     arrived: Number
     computed: Number
@@ -154,9 +154,8 @@ class MicroBatch:
     ) -> MicroBatch:  # fmt: skip
         """Return a micro-batch of `rows` sequences of `sequence` tokens under one layout.
 
-        packed: True if sequences pack several documents, or for each sequence the token positions at which documents
-        begin; options: further fields of `MicroBatch`.
-        """
+        packed: False if each sequence is one document, True if sequences pack several documents at unknown positions,
+        or for each sequence the token positions at which documents begin. options: further fields of `MicroBatch`."""
         starts = None if isinstance(packed, bool) else packed
         masked = any(len(row) > 1 for row in starts) if starts is not None else bool(packed)
         options |= {"masked": masked, "starts": starts if masked else None}
@@ -174,7 +173,7 @@ class MicroBatch:
 
     @property
     def wide(self) -> int:
-        """Bytes of an element of sums, which are in float32 or, for float64 training, in float64."""
+        """Bytes of an element of sums, such as accumulated gradients: 4 (float32), or 8 in float64 training."""
         return max(4, self.itemsize)
 
     @property
@@ -270,8 +269,9 @@ class MicroBatch:
         return count_predictions(self.config, self.rows, self.tokens)
 
     def load(self, layer: int) -> Routed:
-        """Return the numbers of token copies that this rank receives and computes in the mixture of experts with layer
-        index `layer`: known ones (`routed`), else those under equal load."""
+        """Return the numbers of token copies that this rank receives and computes in the mixture of experts of layer
+        `layer`. They are taken from the field `routed`; for a layer that is not in it, equal load on all ranks is
+        assumed."""
         if layer in self.routed:
             return self.routed[layer]
         return Routed(self.copies, self.arriving)
@@ -343,9 +343,9 @@ class MicroBatch:
 
     @property
     def ring_documents(self) -> int:
-        """Largest number of document parts in one chunk of a sequence under ring attention (each cp rank holds two
-        chunks): the number of sequences that a call of variable-length attention is given. If the document lengths are
-        unknown, the smallest possible number: one part for each sequence."""
+        """Number of sequences that one variable-length attention call gets under ring attention. Each cp rank holds two
+        chunks of every sequence, and each part of a document in a chunk counts as a sequence; the largest number of
+        parts is returned. One part for each sequence if the document lengths are unknown."""
         if self.starts is None:
             return pad_document_count(self.rows)
         chunk = self.tokens // 2
@@ -368,8 +368,8 @@ def at_most(value: Number, most: Number) -> Number:
 
 
 def structure(layout: Layout, config: ModelConfig) -> tuple[object, ...]:
-    """Return a key that is equal for layouts whose costs can be computed together as arrays: they agree in recompute,
-    in which axes are larger than 1, and in whether query heads share key-value heads."""
+    """Return a key that is equal for layouts whose costs can be computed together as arrays. They agree in recompute,
+    in the set of axes larger than 1, and in whether query heads share key-value heads."""
     batch = MicroBatch.of(config, layout, 1, layout.cp)
     return (
         layout.recompute, layout.tp > 1, layout.tensor_sequence_parallel, layout.cp > 1 and layout.cp_method,

@@ -24,11 +24,11 @@ _CORE = ("attention.scores", "attention.values", "attention.softmax", "attention
 
 
 def list_operations(batch: MicroBatch, stage: Stage, *, at_once: bool = True) -> list[Operation]:
-    """Return the kernels of one micro-batch on one rank of a pipeline stage: forward, recomputed and backward.
+    """Return the kernels of one micro-batch on one rank of a pipeline stage: of the forward, of recomputation, and of
+    the backward.
 
-    at_once: True if the backward of the loss directly follows its forward; otherwise the engine `meshwright` may
-    compute the logits twice.
-    """
+    at_once: True if the last stage runs each backward directly after its forward; if False, the engine `meshwright` may
+    compute the logits a second time."""
     found: list[Operation] = []
     if stage.first:
         found += list_kernels(embedding_operators(batch))
@@ -44,7 +44,7 @@ def list_operations(batch: MicroBatch, stage: Stage, *, at_once: bool = True) ->
 
 def prediction_operations(batch: MicroBatch, keeps_gradient: bool) -> list[Operation]:
     """Return the kernels of the multi-token-prediction layer; an empty list for models without one. keeps_gradient:
-    True if the forward computes and saves the head's gradients, as in `head_operators`."""
+    True if the forward already computes and saves the gradients of the head's input and weight."""
     if not batch.config.prediction_layers:
         return []
     ends = [*prediction_input_operators(batch), *head_operators(batch, keeps_gradient)]
@@ -52,8 +52,8 @@ def prediction_operations(batch: MicroBatch, keeps_gradient: bool) -> list[Opera
 
 
 def keeps_gradient(batch: MicroBatch, layers: int, at_once: bool) -> bool:
-    """Return True if the forward of the last stage already computes the gradients of the head and saves them, instead
-    of recomputing the logits in the backward. layers: number of layers in the stage; at_once: the stage's backward
+    """Return True if the forward of the last stage already computes the gradients of the head and saves them; False if
+    the backward computes the logits again. layers: number of layers in the last stage; at_once: True if its backward
     directly follows its forward."""
     widest = at_most(batch.vocabulary, batch.config.vocabulary)
     found: bool = keeps_head_gradient(batch.all_tokens, widest, layers, batch.layout.recompute, at_once)
@@ -61,19 +61,19 @@ def keeps_gradient(batch: MicroBatch, layers: int, at_once: bool) -> bool:
 
 
 def layer_operations(batch: MicroBatch, layer: int) -> list[Operation]:
-    """Return the kernels of the layer with index `layer` in forward and backward, recomputed ones included."""
+    """Return the kernels of the layer with index `layer`: of the forward, of recomputation, and of the backward."""
     found = list_kernels(layer_operators(batch, layer))
     return [*found, *_recomputed_operations(batch, found, batch.config.has_experts(layer))]
 
 
 def list_kernels(operators: Iterable[Operator]) -> list[Operation]:
-    """Return the kernels of operators in order, without recomputed ones."""
+    """Return the kernels of all `operators` in order, forward and backward, without recomputation."""
     return [one for operator in operators for one in operator.operations]
 
 
 def _recomputed_operations(batch: MicroBatch, layer: list[Operation], mixed: bool) -> Iterator[Operation]:
-    """Yield the kernels of a layer's forward that activation checkpointing repeats in the backward. layer: all kernels
-    of the layer; mixed: True if its MLP is a mixture of experts."""
+    """Yield the forward kernels of a layer that activation checkpointing runs again in the backward. layer: all kernels
+    of the layer; mixed: True if the layer's MLP is a mixture of experts."""
     kind, engine = batch.layout.recompute, batch.engine
     if kind == "none":
         return
@@ -106,16 +106,16 @@ def _recomputed_operations(batch: MicroBatch, layer: list[Operation], mixed: boo
 
 
 def _every_second_product(batch: MicroBatch) -> dict[str, Number]:
-    """Return {name of a matrix product: fraction of it that is recomputed} if every second matrix product of a layer is
-    saved (torchtitan's selective activation checkpointing "op")."""
+    """Return {name of a matrix product: fraction of it that is recomputed} under torchtitan's selective activation
+    checkpointing "op", which saves every second matrix product of a layer."""
     found = {"attention.qkv": batch.kv_heads / (batch.heads + 2 * batch.kv_heads), "attention.output": 1.0}
     return found | ({"mlp.up": 0.5} if batch.config.gated else {})
 
 
 def _last_product(batch: MicroBatch, mixed: bool) -> str | None:
-    """Return the name of a layer's last matrix product if the backward does not read its result, which is only added to
-    the residual stream, so that it need not be recomputed; else None. mixed: the layer's MLP is a mixture of
-    experts."""
+    """Return the name of a layer's last matrix product if recomputation can omit it; else None. It can be omitted if
+    its result is only added to the residual stream, because the backward does not read it. mixed: True if the layer's
+    MLP is a mixture of experts."""
     config = batch.config
     if config.encoder or config.post_norms:  # a norm reads it, or the sum with it
         return None

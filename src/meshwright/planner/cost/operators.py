@@ -31,17 +31,17 @@ WIDE = 4
 
 
 class Operation(NamedTuple):
-    """A kernel of an operator in one phase, called `count` times.
+    """One kernel of an operator in one phase (forward or backward pass), called `count` times.
 
     Attributes:
         name: Such as "attention.qkv".
-        kind: "product" (matrix product), "float32 product" (one in float32, whatever the model's type), "attention" (a
-            flash kernel), "elementwise", "lookup" or "loss".
-        phase: "forward", "recompute", "input" or "weight" (gradients).
+        kind: "product" (matrix product), "float32 product" (matrix product in float32 whatever the model's type),
+            "attention" (flash kernel), "elementwise", "lookup" or "loss".
+        phase: "forward", "recompute", "input" (gradients of inputs) or "weight" (gradients of weights).
         flops: FLOPs of matrix products in one call, 2 per multiply-add.
         bytes: Bytes read and written by one call.
-        shape: (M, N, K) of a matrix product; of a flash kernel (queries, keys to which each attends on average,
-            elements of a head); else None.
+        shape: (M, N, K) of a matrix product; of a flash kernel (queries, mean number of keys per query, elements of a
+            head); None for other kinds.
         count: Number of calls.
     """
 
@@ -55,16 +55,17 @@ class Operation(NamedTuple):
 
 
 class SavedTensor(NamedTuple):
-    """A tensor that a forward saves for the backward in the engine `meshwright`. name: such as "mlp.up.input"; shape:
-    on this rank; kind: element type, "x" (the model's), "wide" (at least float32), "index" (int64), "int32" or
-    "bool"."""
+    """A tensor that the forward saves for the backward in the engine `meshwright`. name: such as "mlp.up.input"; shape:
+    sizes on this rank; kind: element type, "x" (type of activations), "wide" (at least float32), "index" (int64),
+    "int32" or "bool"."""
 
     name: str
     shape: tuple[Number, ...]
     kind: str
 
     def compute(self, dimensions: Mapping[str, Number]) -> SavedTensor:
-        """Return a tensor of a table, whose shape is a tuple of sizes as text, with their values."""
+        """Return a copy in which each size of the shape is a number. Before, sizes are text, as in the planner's
+        tables, such as "2 tokens". dimensions: {name or formula of a size: value}."""
         return SavedTensor(self.name, tuple([dimensions[axis] for axis in self.shape]), self.kind)
 
 
@@ -72,15 +73,15 @@ class CollectiveCall(NamedTuple):
     """Equal collective calls of an operator in one phase.
 
     Attributes:
-        part: Component of the step time to which they count: "tensor", "context" or "expert".
-        axis: Axis of the layout whose ranks take part; "ring": two neighbours in cp.
+        part: Component of the step time to which the calls count: "tensor", "context" or "expert".
+        axis: Axis of the layout whose ranks take part; "ring": messages between neighbours in cp.
         operation: Collective such as "all-reduce", or "send".
-        sites: (call site in `comm/`, bytes of the full vector); several sites that share one message are summed.
+        sites: (call site in `comm/`, bytes of the full vector) of each vector that one call carries.
         phase: "forward", "input" (input gradients), or "recompute" where `timed_calls` repeats the call.
         count: Number of calls.
         again: True if activation checkpointing repeats the calls.
-        overlaps: Computation that overlaps the calls: "attention" of the same layer, "weight" gradients, or, in slices,
-            the matrix "product" before or after them; None if exposed.
+        overlaps: Computation that overlaps the calls: "attention" of the same layer; "weight": weight gradients;
+            "product": the matrix product before or after the call, in slices. None: the calls are exposed.
         timed: False for messages of a few bytes a token, which the time model leaves out.
     """
 
@@ -101,18 +102,15 @@ class CollectiveCall(NamedTuple):
 
 
 def in_eight_bits(name: str) -> bool:
-    """Return True if fp8 training computes the matrix product called `name`, such as "attention.qkv", in fp8: only
-    linear layers of transformer layers.
-
-    Attention's products, routers and the head stay in 16 bits (as in Transformer Engine, and in torchao as torchtitan
-    uses it).
-    """
+    """Return True if fp8 training computes the matrix product `name`, such as "attention.qkv", in fp8. These are the
+    linear layers of transformer layers. Attention's own products, routers and the head stay in 16 bits (as in
+    Transformer Engine, and in torchao as torchtitan uses it)."""
     return name in ("attention.qkv", "attention.output") or name.endswith((".up", ".down", "_up"))
 
 
 class LinearShape(NamedTuple):
-    """Shape of a linear layer y = x Wᵀ on one rank. rows: tokens; outputs, inputs: features; count: number of equal
-    layers, such as experts; bias: True if it has a bias."""
+    """Shape of a linear layer y = x Wᵀ on one rank. rows: number of tokens; outputs, inputs: features of y and x;
+    count: number of linear layers of this shape, such as experts; bias: True if y has a bias."""
 
     rows: Number
     outputs: Number
@@ -127,8 +125,8 @@ class LinearShape(NamedTuple):
 
 
 def linear_kernels(batch: MicroBatch, name: str, shape: LinearShape) -> tuple[Operation, ...]:
-    """Return the kernels of a linear layer: matrix products y = x Wᵀ, dx = dy W and dW = dyᵀ x, accumulation of dW,
-    bias gradient and fp8 casts. name: such as "mlp.up"; shape: sizes of the layer."""
+    """Return the kernels of a linear layer: the matrix products y = x Wᵀ, dx = dy W and dW = dyᵀ x, the accumulation of
+    dW, the bias gradient and fp8 casts. name: such as "mlp.up"; shape: sizes on this rank."""
     rows, out, inner, count, bias = shape
     size, engine = batch.itemsize, batch.engine
     flops = 2.0 * rows * out * inner
@@ -155,8 +153,8 @@ def linear_kernels(batch: MicroBatch, name: str, shape: LinearShape) -> tuple[Op
 
 
 class MemoryAccess(NamedTuple):
-    """Memory accesses of an elementwise operation per element. kernels: number of kernels; narrow: reads and writes of
-    values in the model's type; wide: reads and writes of float32 values."""
+    """Memory accesses of an elementwise operation in one pass. kernels: number of kernels; narrow: values of the
+    model's type that are read or written, per element; wide: the same number for float32 values."""
 
     kernels: float
     narrow: float
@@ -167,15 +165,15 @@ class MemoryAccess(NamedTuple):
         return self.narrow * itemsize + self.wide * WIDE
 
     def kernel(self, batch: MicroBatch, name: str, phase: Phase, elements: Number, count: Number = 1) -> Operation:
-        """Return the kernels of an operation. name, phase: as of `Operation`; elements: number of elements; count:
-        number of equal operations."""
+        """Return the elementwise operation as one `Operation`, whose calls are its kernels. name, phase: fields of the
+        result; elements: number of elements; count: number of equal operations."""
         kernels = max(self.kernels, 1.0)
         moved = self.bytes(batch.itemsize) * elements / kernels
         return Operation(name, "elementwise", phase, 0.0, moved, None, count * kernels)
 
 
 class Traffic(NamedTuple):
-    """Memory accesses of an elementwise operation per element, in the forward and in the backward."""
+    """Memory accesses of an elementwise operation: in its forward and in its backward."""
 
     forward: MemoryAccess
     backward: MemoryAccess
@@ -194,8 +192,9 @@ def elementwise_traffic(operation: str, fusion: Fusion = "eager") -> Traffic:
 def elementwise_kernels(
     batch: MicroBatch, name: str, elements: Number, work: str, fusion: Fusion | None = None
 ) -> tuple[Operation, ...]:
-    """Return the kernels of an elementwise operation in forward and backward. name: such as "mlp.activation"; elements:
-    number of elements; work: key of elementwise.toml, such as "gated_activation"; fusion: the engine's if None."""
+    """Return the kernels of an elementwise operation, forward and backward. name: such as "mlp.activation"; elements:
+    number of elements; work: key of elementwise.toml, such as "gated_activation"; fusion: how kernels are fused; None:
+    as the engine fuses them."""
     forward, backward = elementwise_traffic(work, fusion or batch.engine.fusion)
     phases: tuple[tuple[Phase, MemoryAccess], ...] = (("forward", forward), ("input", backward))
     return tuple(each.kernel(batch, name, phase, elements) for phase, each in phases if each.bytes(batch.itemsize))
@@ -208,13 +207,15 @@ Row = Mapping[str, Any]
 
 
 class Operator:
-    """An operator of a transformer on one rank, with everything that it costs: a row of `operators.toml`, of which each
-    attribute is computed on first use. batch, dimensions: sizes of the micro-batch and of the layer.
+    """An operator of a transformer on one rank, such as a linear layer or a norm, with its kernels, tensors and
+    collectives. They are computed from one row of the table `operators.toml`, each attribute on first use.
+
+    row: the parsed row; batch: sizes of the micro-batch; dimensions: {name or formula of a size: value} of the layer.
 
     Attributes:
         name: Such as "attention.qkv".
         operations: Kernels in forward and backward, without recomputation.
-        saved: Tensors that the forward saves for the backward if nothing is recomputed.
+        saved: Tensors that the forward saves for the backward without recompute.
         kept: Tensors that the forward saves under selective recompute.
         collectives: Collective calls.
         parameters: Number of dense parameters on this rank.
@@ -226,7 +227,7 @@ class Operator:
         self._row, self._batch, self._dimensions = row, batch, dimensions
 
     def replace(self, **attributes: Any) -> Operator:
-        """Return a copy with other values of attributes."""
+        """Return a copy with other values of the given attributes, such as `saved`."""
         found = copy(self)
         found.__dict__.update(attributes)
         return found
@@ -252,7 +253,7 @@ class Operator:
 
     @cached_property
     def saved(self) -> tuple[SavedTensor, ...]:
-        """Tensors that the forward saves for the backward if nothing is recomputed."""
+        """Tensors that the forward saves for the backward without recompute."""
         return tuple([each.compute(self._dimensions) for each in self._row["saved"]])
 
     @cached_property
@@ -262,7 +263,7 @@ class Operator:
 
     @cached_property
     def collectives(self) -> tuple[CollectiveCall, ...]:
-        """Collective calls."""
+        """Collective calls of forward and backward; without the repetitions under activation checkpointing."""
         found, sizes = [], self._dimensions
         for row in self._row["calls"]:
             call = CollectiveCall(
@@ -289,7 +290,7 @@ class Operator:
 
     @property
     def _linear(self) -> LinearShape | None:
-        """Shape of a linear layer; None for another operator."""
+        """Shape of the linear layer that the operator is; None if the operator is no linear layer."""
         if "linear" not in self._row:
             return None
         sizes = [self._dimensions[size] for size in self._row["linear"]]
@@ -297,7 +298,7 @@ class Operator:
 
     @property
     def _numel(self) -> Number:
-        """Number of parameters on this rank."""
+        """Number of the operator's parameters on this rank."""
         linear = self._linear
         if "parameters" in self._row or linear is None:
             return sum(self._dimensions[size] for size in self._row.get("parameters", ()))

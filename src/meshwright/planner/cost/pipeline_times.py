@@ -32,9 +32,9 @@ SHARES = AXES_OF["dense"], AXES_OF["experts"]
 
 
 def communicated_zero_stage(zero: int, ranks: int, engine: Engine) -> int:
-    """Return the ZeRO stage by which communication in a step is predicted: the layout's stage `zero`, but 1 in place of
-    2 and 3 for engines that gather parameters and reduce gradients only once a step if there is a pipeline. ranks:
-    number of pipeline ranks."""
+    """Return the ZeRO stage by which the communication of a step is predicted. It is the layout's stage `zero`, with
+    one exception: 1 in place of 2 and 3 if there is a pipeline, for engines that then gather parameters and reduce
+    gradients only once a step. ranks: number of pipeline ranks."""
     return 1 if zero >= 2 and ranks > 1 and engine.holds_in_pipelines else zero
 
 
@@ -46,14 +46,13 @@ def exposed_zero_seconds(
     back: Floats,
     slowdown: Floats | float,
 ) -> tuple[Floats, Floats]:
-    """Return the exposed seconds of communication that ZeRO-2 and 3 add to a micro-batch's (forward, backward) in a
-    stage, if the next layer is prefetched: the first all-gather, and for every other layer the excess of communication
-    over computation.
+    """Return (forward, backward): exposed seconds of ZeRO-2 and ZeRO-3 communication in one micro-batch of a stage, if
+    the next layer is prefetched. Exposed are the first all-gather and, for every other layer, the excess of its
+    communication over its computation.
 
     gather, scatter: seconds of a layer's all-gather and reduce-scatter; layers: number of layers in the stage; forward,
-    back: seconds of computation in the stage; slowdown: seconds by which computation slows for each overlapped second
-    of communication.
-    """
+    back: seconds of computation in the stage; slowdown: seconds that computation loses for each overlapped second of
+    communication."""
     waited = gather + (layers - 1) * np.maximum(0.0, gather - forward / layers)
     both = gather + scatter
     waited_back = scatter + (layers - 1) * np.maximum(0.0, both - back / layers)
@@ -62,12 +61,12 @@ def exposed_zero_seconds(
 
 
 def exposed_seconds(calls: Floats, work: Floats, layers: Floats | int, slowdown: Floats | float) -> Floats:
-    """Return the exposed seconds of communication that overlaps a forward or backward pass layer by layer: one layer's
-    communication, or the excess of all over the pass, plus the slow-down of the computation.
+    """Return the exposed seconds of communication that overlaps a forward or backward pass, layer by layer. They are
+    one layer's communication, or the excess of all communication over the pass if this is more, plus the slow-down of
+    the computation.
 
-    calls: seconds of the communication; work: seconds of the pass; layers: number of layers; slowdown: seconds by which
-    computation slows for each overlapped second of communication.
-    """
+    calls: seconds of the communication; work: seconds of the pass; layers: number of layers; slowdown: seconds that
+    computation loses for each overlapped second of communication."""
     waited = np.maximum(calls / layers, calls - work * (layers - 1) / layers)
     return waited + slowdown * (calls - np.minimum(calls, waited))
 
@@ -76,9 +75,9 @@ class PipelineTimes:
     """Predictor of the seconds of a training step on each pipeline rank, under candidate layouts with the same pipeline
     stages.
 
-    Stages with the same kinds of layers, and ranks with the same stages, are computed once ("distinct"). Dimensions:
-    distinct stages [s], distinct ranks [r], phases (forward, input gradients, weight gradients), parts [p] (compute and
-    communication, or 1 if summed), candidates [n].
+    Stages with equal layers are computed once, as one distinct stage; pipeline ranks with equal stages, as one distinct
+    rank. Dimensions: distinct stages [s], distinct ranks [r], phases (forward, input gradients, weight gradients),
+    parts [p] (compute and communication, or 1 if summed), candidates [n].
 
     Attributes:
         layer_times: Times of layers, embedding and head.
@@ -86,9 +85,9 @@ class PipelineTimes:
         micro: Number of micro-batches of a step [n].
         transfer: Seconds of one message between stages (activations of a micro-batch) [n].
         count: Number of stages of the pipeline.
-        which: Index of the distinct stage of each stage.
-        of_rank: Number of stages of each distinct kind on each distinct rank [r, s].
-        members: Pipeline ranks that each distinct rank stands for.
+        which: For each stage, the index of its distinct stage.
+        of_rank: Number of stages on each distinct rank, by distinct stage [r, s].
+        members: For each distinct rank, the pipeline ranks equal to it.
         replicas: Copies of the model that the ranks together hold: 2 under bidirectional schedules.
         dense, expert: Numbers of dense and expert-parallel parameters of each distinct stage [s, n].
     """
@@ -129,21 +128,21 @@ class PipelineTimes:
         self.rank_dense, self.rank_expert = self.of_rank @ self.dense, self.of_rank @ self.expert
 
     def stage_seconds(self, at_once: bool, zero: int, groups: ProcessGroups) -> Floats:
-        """Return the seconds of a micro-batch in each distinct stage, including exposed communication of ZeRO-2 and 3:
-        [s, phases, p, n]. at_once: the last stage's backward directly follows its forward; zero: ZeRO stage; groups:
-        process groups."""
+        """Return the seconds of a micro-batch in each distinct stage, with exposed communication of ZeRO-2 and 3: [s,
+        phases, p, n] (dimensions: see the class). at_once: True if the last stage runs each backward directly after its
+        forward; zero: ZeRO stage; groups: process groups."""
         return self._sharded(at_once, zero, groups) if zero >= 2 else self._unsharded(at_once)
 
     def keeps_gradient(self, at_once: bool) -> Array:
-        """Return an array of bool [n]: True if the forward of the last stage computes and saves the head's gradients.
-        at_once: its backward directly follows its forward."""
+        """Return for each candidate [n]: True if the forward of the last stage computes and saves the head's gradients.
+        at_once: True if the last stage runs each backward directly after its forward."""
         layers = int(self.layers[self.last][0])
         return self.layer_times.keeps_gradient(self.index, layers, at_once)
 
     @cached_method
     def _unsharded(self, at_once: bool) -> Floats:
-        """Return `stage_seconds` without communication of ZeRO-2 and 3. at_once: the last stage's backward directly
-        follows its forward."""
+        """Return the seconds of a micro-batch in each distinct stage, without communication of ZeRO-2 and 3: [s,
+        phases, p, n]. at_once: True if the last stage runs each backward directly after its forward."""
         layer_times, index = self.layer_times, self.index
         found: Floats = np.tensordot(self.of_kind, layer_times.layer[..., index], 1)
         found[self.first] += layer_times.first[..., index]
@@ -153,8 +152,9 @@ class PipelineTimes:
 
     @cached_method
     def _sharded(self, at_once: bool, zero: int, groups: ProcessGroups) -> Floats:
-        """Return `stage_seconds` (same arguments) with the exposed communication of ZeRO-2 and 3 added to the last part
-        ("data")."""
+        """Return the seconds of a micro-batch in each distinct stage: [s, phases, p, n]. The exposed communication of
+        ZeRO-2 and 3 is added to the last part ("data"). at_once: True if the last stage runs each backward directly
+        after its forward; zero: ZeRO stage; groups: process groups."""
         found = self._unsharded(at_once).copy()
         layers = self.layers[:, None]
         gather, scatter = self.zero_calls(zero, groups, self.dense / layers, self.expert / layers)
@@ -165,8 +165,8 @@ class PipelineTimes:
         return found
 
     def zero_calls(self, zero: int, groups: ProcessGroups, dense: Floats, expert: Floats) -> tuple[Floats, Floats]:
-        """Return the seconds of the (all-gathers, reduce-scatters) of a micro-batch under ZeRO-2 and 3. zero: ZeRO
-        stage; groups: process groups; dense, expert: numbers of dense and of expert-parallel parameters [..., n]."""
+        """Return the seconds of (all-gathers, reduce-scatters) in one micro-batch under ZeRO-2 and 3. zero: ZeRO stage;
+        groups: process groups; dense, expert: numbers of dense and of expert-parallel parameters [..., n]."""
         times = self.layer_times
         taken = {True: np.zeros(dense.shape), False: np.zeros(dense.shape)}
         gathered = times.itemsize + frozen_bytes_per_trained(times.problem.config, times.dtype)
@@ -178,13 +178,15 @@ class PipelineTimes:
         return taken[True], taken[False]
 
     def rank_seconds(self, at_once: bool, zero: int, groups: ProcessGroups) -> tuple[Floats, BusiestRank]:
-        """Return the seconds of a micro-batch (on each distinct rank, summed over its stages [r, phases, p, n]; on the
-        busiest rank). Arguments: as of `stage_seconds`; below ZeRO-2 no collectives over the groups overlap with it."""
+        """Return (seconds of a micro-batch on each distinct rank, summed over its stages [r, phases, p, n]; times of
+        the busiest rank). at_once: True if the last stage runs each backward directly after its forward; zero: ZeRO
+        stage; groups: process groups, used from ZeRO-2 on, whose communication is included."""
         return self._rank_seconds(at_once, zero, groups) if zero >= 2 else self._rank_seconds(at_once, 0, None)
 
     @cached_method
     def _rank_seconds(self, at_once: bool, zero: int, groups: ProcessGroups | None) -> tuple[Floats, BusiestRank]:
-        """Return `rank_seconds`. groups: None below ZeRO-2; other arguments: as of `stage_seconds`."""
+        """Compute the result of `rank_seconds`, with caching. groups: process groups of ZeRO-2 and 3, whose
+        communication is included; None below ZeRO-2."""
         times = self._unsharded(at_once) if groups is None else self._sharded(at_once, zero, groups)
         ranks: Floats = np.tensordot(self.of_rank, times, 1)
         return ranks, find_busiest_rank(add_parts(ranks) / self.replicas, self.counts)
@@ -192,8 +194,9 @@ class PipelineTimes:
     def makespan(
         self, schedule: str, chunks: int, at_once: bool, zero: int, groups: ProcessGroups
     ) -> tuple[Floats, Floats]:
-        """Return (makespan, seconds of it due to messages) of a pipeline schedule in closed form: [n]. schedule,
-        chunks: as of `closed_makespan`; other arguments: as of `stage_seconds`."""
+        """Return (makespan, seconds of the makespan due to messages) of a pipeline schedule in closed form, each [n].
+        schedule: such as "1f1b"; chunks: stages of each pipeline rank; at_once: True if the last stage runs each
+        backward directly after its forward; zero: ZeRO stage; groups: process groups."""
         _, busiest = self.rank_seconds(at_once, zero, groups)
         if self.ranks == 1:
             return self.micro * busiest.total, np.zeros(())
@@ -201,17 +204,19 @@ class PipelineTimes:
 
     @cached_method
     def once_seconds(self, interleaved: bool, at_once: bool, zero: int, groups: ProcessGroups) -> Floats:
-        """Return the seconds that occur once a step, on the rank on which they are longest: exposed gradient
-        reductions and all-gathers of updated parameters, and the optimizer step: [n]. interleaved: True under the
-        schedule "interleaved"; other arguments: as of `stage_seconds`."""
+        """Return the seconds that occur once a step, on the slowest rank [n]: exposed gradient reductions, exposed
+        all-gathers of updated parameters, and the optimizer step.
+
+        interleaved: True under the schedule "interleaved"; at_once: True if the last stage runs each backward directly
+        after its forward; zero: ZeRO stage; groups: process groups."""
         exposed = self.gradient_seconds(interleaved, at_once, zero, groups).max(axis=0)
         found: Floats = exposed + self.optimizer_seconds(zero, groups)
         return found
 
     def gradient_seconds(self, interleaved: bool, at_once: bool, zero: int, groups: ProcessGroups) -> Floats:
         """Return the exposed seconds, once a step, of gradient reductions and of all-gathers of updated parameters on
-        each distinct rank: [r, n]. They overlap the forward or backward of one micro-batch; under "interleaved", of as
-        many as there are pipeline ranks. Arguments: as of `once_seconds`."""
+        each distinct rank: [r, n]. Communication overlaps the forward or backward of one micro-batch; under
+        "interleaved", of one micro-batch for each pipeline rank. Arguments: see `once_seconds`."""
         engine, layers = self.layer_times.problem.engine, (self.of_rank @ self.layers)[:, None]
         sums, gathers = self.gradient_calls(zero, groups)
         if not engine.overlaps_data:
@@ -226,7 +231,7 @@ class PipelineTimes:
     @cached_method
     def gradient_calls(self, zero: int, groups: ProcessGroups) -> tuple[Floats, Floats]:
         """Return the seconds, once a step, of (gradient reductions, all-gathers of updated parameters) on each distinct
-        rank [r, n], overlapped or not. zero: ZeRO stage; groups: process groups."""
+        rank, each [r, n]; overlapped seconds are included. zero: ZeRO stage; groups: process groups."""
         layer_times, engine = self.layer_times, self.layer_times.problem.engine
         layers = (self.of_rank @ self.layers)[:, None]
         taken = {True: np.zeros((1, 1)), False: np.zeros((1, 1))}
@@ -247,7 +252,7 @@ class PipelineTimes:
         return taken[False], taken[True]
 
     def optimizer_seconds(self, zero: int, groups: ProcessGroups) -> Floats:
-        """Return the seconds of the optimizer step on the rank that updates most parameters: [n]. zero: ZeRO stage;
+        """Return the seconds of the optimizer step on the rank that updates the most parameters: [n]. zero: ZeRO stage;
         groups: process groups."""
         layer_times, problem = self.layer_times, self.layer_times.problem
         shards, expert_shards = groups.shards if zero else (1, 1)
@@ -257,8 +262,8 @@ class PipelineTimes:
         return np.asarray(updated * moved / layer_times.rates.memory)
 
     def communicated_zero(self, zero: int) -> int:
-        """Return the ZeRO stage by which communication is predicted (`communicated_zero_stage`). zero: the layout's
-        ZeRO stage."""
+        """Return the ZeRO stage by which the communication of a step is predicted: 1 in place of 2 and 3 for engines
+        that, under a pipeline, communicate once a step only. zero: the layout's ZeRO stage."""
         return communicated_zero_stage(zero, self.ranks, self.layer_times.problem.engine)
 
 

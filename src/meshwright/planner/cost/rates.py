@@ -38,9 +38,8 @@ def constants() -> Mapping[str, Any]:
 def attention_kernel(engine: Engine, cluster: Cluster, config: ModelConfig) -> AttentionKernel:
     """Return the attention kernel that a training engine uses for a model on a cluster's devices, such as "flash-2".
 
-    The engine `meshwright` computes attention with a softcap in plain torch, tile by tile (`model/tiled_attention.py`),
-    and so all attention on CPUs, for which `meshwright probe` times the kernel as a whole.
-    """
+    The engine `meshwright` uses attention in plain torch, tile by tile (`model/tiled_attention.py`), for models with a
+    softcap and on CPUs. On CPUs `meshwright probe` times it as a single kernel."""
     if config.attention_softcap is not None and engine.name == "meshwright" and cluster.kind != "cpu":
         return "tiled"
     if engine.hopper_attention is None or cluster.device.architecture in BEFORE_HOPPER:
@@ -54,12 +53,13 @@ class Rates:
 
     Attributes:
         product: FLOP/s that large matrix products reach.
-        wide_product: The same for operations that fp8 training computes in 16 bits; in other precisions `product`.
+        wide_product: In fp8 training, FLOP/s of the large matrix products that are computed in 16 bits; in other
+            precisions equal to `product`.
         float32: FLOP/s that large matrix products in float32 reach.
-        wide_peak: Sustained peak FLOP/s of 16 bits in fp8 training, else of the precision.
+        wide_peak: Sustained peak FLOP/s in the precision; in fp8 training, in 16 bits.
         memory: Achieved memory bandwidth in bytes a second.
         architecture: Architecture of the device, such as "Hopper".
-        eight_bit: True if the rates are those of fp8 training.
+        eight_bit: True if the rates are for fp8 training.
         measured: Rates measured by `meshwright probe`, which take precedence; None if not measured.
     """
 
@@ -117,7 +117,7 @@ class Rates:
 
 
 def launch_seconds(operation: Operation) -> float:
-    """Return the seconds in which a kernel is launched."""
+    """Return the seconds that the launch of one kernel takes. operation: the kernel."""
     multiplies = operation.kind in ("product", "float32 product", "attention")
     return float(constants()["products" if multiplies else "memory"]["launch_seconds"])
 
@@ -129,8 +129,8 @@ def architecture_family(architecture: str) -> str:
 
 @cache
 def attention_rates(kernel: AttentionKernel, architecture: str) -> tuple[float, float]:
-    """Return the fractions of the peak FLOP/s that a flash attention kernel reaches in (forward, backward).
-    architecture: of the device, such as "Hopper"."""
+    """Return the fractions of the peak FLOP/s that a flash attention kernel reaches in (forward, backward). kernel:
+    such as "flash-2"; architecture: architecture of the device, such as "Hopper"."""
     found = constants()["attention"]
     family = architecture_family(architecture)
     since = () if family in BEFORE_HOPPER else _ATTENTION.get(family, ("-hopper", ""))
@@ -139,8 +139,8 @@ def attention_rates(kernel: AttentionKernel, architecture: str) -> tuple[float, 
 
 
 def straggler_terms(cluster: Cluster) -> tuple[float, float]:
-    """Return (factor, seconds) by which a step takes longer than its operations, as all devices wait for the slowest:
-    step = factor x operations + seconds. (1, 0) on machines measured by `meshwright probe`."""
+    """Return (factor, seconds) by which a step is slower than its operations, because all devices wait for the slowest
+    device: step = factor x operations + seconds. (1, 0) on machines measured by `meshwright probe`."""
     if cluster.measured is not None:
         return 1.0, 0.0
     found, doublings = constants()["step"], math.log2(max(1, cluster.nodes))
@@ -148,15 +148,16 @@ def straggler_terms(cluster: Cluster) -> tuple[float, float]:
 
 
 def share_of_peak(device: Device, precision: str) -> float:
-    """Return the fraction of a device's peak FLOP/s that large matrix products reach: from its fastest measured
-    product, else from that of its architecture, else a constant. precision: such as "bf16"."""
+    """Return the fraction of a device's peak FLOP/s that large matrix products reach. It is computed from the fastest
+    product measured on the device, else from products measured on its architecture, else it is a constant. precision:
+    such as "bf16"."""
     products = constants()["products"]
     measured = device.measured_share("fp8" if precision == "fp8" else "bf16") or architecture_share(device.architecture)
     return float(products["of_measured"] * measured if measured else products["of_peak"])
 
 
 class Group(NamedTuple):
-    """Size of a process group. ranks: number of its ranks; in_node: number of its ranks on each node."""
+    """Size of a process group. ranks: number of its ranks; in_node: number of its ranks on each node that it spans."""
 
     ranks: int
     in_node: int
@@ -175,8 +176,8 @@ class Cost:
     """Seconds of a collective as a function of its bytes: start + byte x size + root x sqrt(size).
 
     start: latency in seconds; byte: seconds per byte (inverse bandwidth); root: coefficient of the square-root term,
-    which lowers the bandwidth of small messages; beside: cost of a part that runs at the same time (inside nodes and
-    across them), so that the slower one counts; None without.
+    which lowers the bandwidth of small messages; beside: cost of communication that runs at the same time, such as the
+    part inside nodes beside the part across nodes; the result is then the larger of both. None: nothing runs beside it.
     """
 
     start: Floats | float
@@ -191,8 +192,8 @@ class Cost:
 
     @classmethod
     def stack(cls, costs: Sequence[Cost], which: Any) -> Cost:
-        """Return the costs of many candidate layouts as one, whose fields are arrays [candidates]. costs: one for each
-        distinct process group; which: index into `costs` of each candidate, [candidates]."""
+        """Return one cost function for many candidate layouts: its fields are arrays [candidates]. costs: one cost for
+        each distinct process group; which: index into `costs` for each candidate, [candidates]."""
         start, byte, root = (np.array([getattr(each, name) for each in costs])[which] for name in _TERMS)
         beside = [each.beside or NOTHING for each in costs]
         return cls(start, byte, root, None if all(each is NOTHING for each in beside) else cls.stack(beside, which))
@@ -209,16 +210,16 @@ class Collectives:
 
     @cached_method
     def cost(self, operation: Collective, group: Group) -> Cost | MeasuredCost:
-        """Return the function that gives the seconds of a collective in a group from the bytes of the full vector (of
-        an all-to-all: one rank's input; of a send: the message). operation: such as "all-reduce"."""
+        """Return the cost function of a collective in a process group: seconds from bytes. The bytes are the full
+        vector's; of an all-to-all one rank's input, of a send the message. operation: such as "all-reduce"."""
         measured, found = self.cluster.measured, None
         if measured is not None and group.ranks > 1:
             found = measured_cost(measured, operation, group.ranks, group.nodes)
         return _published_cost(self.cluster, operation, group) if found is None else found
 
     def overlap_slowdown(self, group: Group) -> float:
-        """Return the seconds by which computation slows for each second of communication in a group that overlaps it: 0
-        for a group of one rank, 1 on CPUs, where the same cores compute and communicate."""
+        """Return the seconds that computation loses for each second of communication in a group that overlaps it. 0 for
+        a group of one rank; 1 on CPUs, where the same cores compute and communicate."""
         if group.ranks == 1:
             return 0.0
         if self.cluster.kind == "cpu":
@@ -282,20 +283,20 @@ def _inside_bandwidth(cluster: Cluster, operation: Collective, ranks: int) -> fl
 
 
 def _measured_share(cluster: Cluster) -> float:
-    """Return the ratio of the cluster's bandwidth inside a node to the device catalogue's, by which measured figures of
-    the catalogue are scaled; 0 if unknown."""
+    """Return (bandwidth inside a node of this cluster) / (the device catalogue's value), or 0 if unknown. Bandwidths
+    measured on the catalogue's device are multiplied by this ratio."""
     links = cluster.device.links
     return cluster.inside.bandwidth / links.scaleup if links is not None and links.scaleup else 0.0
 
 
 def _across_bandwidth(link: Link, in_node: int) -> float:
-    """Return the bandwidth between nodes in bytes a second if `in_node` ranks of each node send at once. link: link of
-    one device."""
+    """Return the bandwidth from one node to other nodes in bytes a second, if `in_node` ranks of the node send at once.
+    link: link of one device between nodes."""
     return float(link.bandwidth * in_node * constants()["collectives"]["efficiency"]["across"])
 
 
 def pair_bandwidth(cluster: Cluster) -> float:
-    """Return the bandwidth from one device to another of its node, in bytes a second."""
+    """Return the bandwidth from one device to one other device of the same node, in bytes a second."""
     links, share = cluster.device.links, constants()["collectives"]["efficiency"]["pair"]
     pair = links.pair if links is not None and links.pair else cluster.inside.bandwidth
     return float(share * min(pair, cluster.inside.bandwidth))

@@ -30,8 +30,8 @@ LEAST, MOST = 0.5, 20.0
 
 
 class ReferenceModel(NamedTuple):
-    """The small model whose training step `meshwright probe` measures. config: model; rows: sequences of a step for
-    each rank; sequence: tokens of a sequence."""
+    """The small model whose training step `meshwright probe` measures. config: model; rows: sequences that each rank
+    computes in a step; sequence: tokens of a sequence."""
 
     config: ModelConfig
     rows: int
@@ -58,12 +58,11 @@ def _llama(hidden: int, layers: int, heads: int, intermediate: int, vocabulary: 
 def reference_layouts(
     kind: str, host_ranks: int, hosts: int, precisions: Sequence[str], axes: Sequence[str] = ("tp", "cp")
 ) -> list[Layout]:
-    """Return the layouts under which `meshwright probe` measures a training step: data parallel in every precision, and
-    tp and cp over the ranks of a host.
+    """Return the layouts under which `meshwright probe` measures a training step: data parallelism in every precision,
+    and tp and cp over all ranks of a host.
 
-    kind: "cpu" or "cuda"; host_ranks, hosts: ranks of each host, number of hosts; precisions: such as "bf16"; axes: the
-    axes of "tp" and "cp" to include.
-    """
+    kind: "cpu" or "cuda"; host_ranks: ranks of each host; hosts: number of hosts; precisions: such as "bf16"; axes:
+    which of "tp" and "cp" are measured."""
     ranks, model = host_ranks * hosts, reference_model(kind)
     # CPU ranks wait equally in every type; on GPUs waiting is measurable only in 16-bit types, which are much faster.
     waiting = "bf16" if kind == "cuda" and "bf16" in precisions else precisions[0]
@@ -79,19 +78,18 @@ def reference_layouts(
 
 
 def batch_of(layout: Layout, model: ReferenceModel) -> int:
-    """Return the number of sequences of a reference step over all ranks: `model.rows` for each rank under every
-    layout."""
+    """Return the number of sequences, over all ranks, of a training step of the reference model: `model.rows` for each
+    rank."""
     return model.rows * layout.world_size
 
 
 @lru_cache(maxsize=32)
 def measured_step_factors(cluster: Cluster, precision: str, engine: Engine) -> Floats:
-    """Return factors [5] by which the parts of a micro-batch (compute, tensor, context, expert, data) take longer in a
-    measured training step than the sum of their operations, each timed alone; 1 if not measured. precision: such as
-    "bf16".
+    """Return factors [5], one for each part of a micro-batch (compute, tensor, context, expert, data). Each is the
+    part's seconds in a measured training step, divided by the sum of its operations timed alone; 1 if not measured.
+    precision: such as "bf16".
 
-    All factors are 1 for engines other than Meshwright; compiled blocks use the factors of eager ones.
-    """
+    All factors are 1 for engines other than `meshwright`. Compiled blocks use the factors of eager blocks."""
     measured = cluster.measured
     if measured is None or not measured.steps or engine.name != "meshwright":
         return UNCORRECTED
@@ -131,8 +129,8 @@ def _discard_noise(factor: float) -> float:
 
 
 def _sum_operations(cluster: Cluster, layout: Layout) -> tuple[dict[str, float], float]:
-    """Return (seconds by part of a reference step, seconds of its gradient reductions), predicted as the sum of
-    operations each timed alone."""
+    """Predict one training step of the reference model as the sum of its operations, each timed alone. Return ({part of
+    the step: seconds}, seconds of its gradient reductions)."""
     assert cluster.measured is not None
     model = reference_model(cluster.kind)
     # As it was measured: on all ranks of its hosts, and before any calibration.

@@ -57,11 +57,10 @@ def step_time(
 ) -> StepTime:  # fmt: skip
     """Predict the seconds of one training step of `batch` sequences (over all ranks) of `sequence` tokens.
 
-    simulate: run the pipeline simulator; False: use the closed form if there is one; step_factors: factor [parts of a
-    micro-batch] by which each part takes longer than its operations timed alone; options: of `problem_for`. Raises
-    `UserError` if the device lacks the precision, or the layout does not divide the batch; other reasons why a layout
-    is infeasible are not checked (see `refuse`).
-    """
+    simulate: True for the pipeline simulator; False for the closed form, if the schedule has one; step_factors: for
+    each part of a micro-batch, the factor by which it takes longer than its operations timed alone; options: options of
+    `problem_for`. Raises `UserError` if the device lacks the precision, or the layout does not divide the batch. Other
+    reasons why a layout is infeasible are not checked."""
     problem = problem_for(config, layout, cluster, sequence, batch, **options)
     return StepPredictor(problem, layout, step_factors).price(simulate)
 
@@ -84,10 +83,9 @@ def problem_for(
 class StepPredictor:
     """Predictor of the seconds of one training step under one layout.
 
-    step_factors: factor [parts of a micro-batch] by which each part takes longer than its operations timed alone;
-    layer_times: predicted times of layers, embedding and head, if they are known already, with the layout's `index` in
-    them; makespans: cache of simulated pipeline times.
-    """
+    step_factors: for each part of a micro-batch (compute, tensor, context, expert, data), the factor by which it takes
+    longer than its operations timed alone; layer_times: predicted times of layers, embedding and head, None to predict
+    them here; index: index of the layout in `layer_times`; makespans: cache of simulated pipeline times."""
 
     def __init__(
         self,
@@ -115,7 +113,7 @@ class StepPredictor:
 
     def pipeline(self, program: PipelineProgram | None) -> PipelineTimes:
         """Return the times of the layout's pipeline. program: schedule program that assigns stages to ranks; None: the
-        schedule's standard assignment."""
+        standard assignment of the layout's schedule."""
         layout, problem = self.layout, self.problem
         if program is None:
             count, places = layout.pp * layout.chunks, stages_by_rank(layout.schedule, layout.pp, layout.chunks)
@@ -127,7 +125,7 @@ class StepPredictor:
 
     def price(self, simulate: bool = True, parts: bool = True) -> StepTime:
         """Return the predicted seconds of the step. simulate: True for the pipeline simulator, False for the closed
-        form; parts: True to simulate a second time without messages, which gives the seconds due to messages."""
+        form; parts: True to separate the seconds due to messages, which takes a second simulation without messages."""
         layout, problem, groups = self.layout, self.problem, self.groups
         program = None
         if simulate and layout.pp > 1:
@@ -174,9 +172,9 @@ class StepPredictor:
         return Durations(forward, back, weight, factor * self.transfer if self.layout.pp > 1 else 0.0)
 
     def _simulated(self, program: PipelineProgram, durations: Durations, parts: bool) -> tuple[float, float]:
-        """Return (makespan, seconds of it due to messages) of the pipeline schedule by simulation. program: schedule
-        program; durations: seconds of its passes and messages; parts: True to simulate also without messages; if False,
-        the second result is 0."""
+        """Simulate the pipeline schedule; return (makespan, seconds of the makespan due to messages). program: schedule
+        program; durations: seconds of its passes and messages; parts: False to skip the second result, which is then 0.
+        """
         asked = [durations, Durations(durations.forward, durations.input_gradient, durations.weight_gradient)]
         asked = asked[: 1 + parts]
         self.makespans.compute(program, asked)
@@ -184,8 +182,7 @@ class StepPredictor:
         return makespan, makespan - sum(without) if without else 0.0
 
     def data_seconds(self) -> float:
-        """Return the seconds of a step during which a rank communicates for data parallelism, overlapped communication
-        included."""
+        """Return the seconds of a step during which a rank communicates for data parallelism, overlapped or not."""
         of, layout = self.pipeline(None), self.layout
         zero = of.communicated_zero(layout.zero)
         sums, gathers = of.gradient_calls(zero, self.groups)
@@ -199,15 +196,15 @@ class StepPredictor:
 
 def pipeline_durations(problem: Problem, layout: Layout, step_factors: Floats) -> tuple[PipelineProgram, Durations]:
     """Return (schedule program of a layout, predicted seconds of its passes and messages), for drawing. step_factors:
-    factor [parts of a micro-batch] by which each part takes longer than its operations timed alone."""
+    for each part of a micro-batch, the factor by which it takes longer than its operations timed alone."""
     step = StepPredictor(problem, layout, step_factors)
     program = program_for(layout, problem.config, problem.sequence)
     return program, step.durations(step.pipeline(program), problem.cluster.time_factor)
 
 
 def default_precision(cluster: Cluster) -> str:
-    """Return the precision that a layout without one gets on a cluster: "bf16" where devices have it, else "fp16" or
-    "fp32"; on CPUs "bf16" only if it is at least 1.2 times as fast as fp32."""
+    """Return the precision of layouts that name none: "bf16" if the cluster's devices have it, else "fp16" or "fp32".
+    On CPUs "bf16" is chosen only if it is at least 1.2 times as fast as fp32."""
     bf16, fp16, fp32 = (cluster.device.peak(name) or 0.0 for name in ("bf16", "fp16", "fp32"))
     if cluster.kind == "cpu":
         return "bf16" if bf16 >= 1.2 * fp32 else "fp32"

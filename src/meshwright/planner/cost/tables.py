@@ -21,15 +21,20 @@ CONDITIONS = ("again", "bias", "repeat")
 
 
 class Item(NamedTuple):
-    """An item of a list in a table. name: its name; value: text after "=", "" without."""
+    """One entry "NAME = VALUE" of a list in a planner table. name: text before "="; value: text after "=", "" without
+    "="."""
 
     name: str
     value: str
 
 
 def select(value: Any, true: Set[str], groups: Mapping[str, Any]) -> Any:
-    """Return what exists of a value of a table (text, list or table), without conditions; None if it does not. true:
-    properties that are true; groups: lists for which "@NAME" stands."""
+    """Evaluate the conditions in a value of a planner table: remove what does not apply, and the conditions. Return the
+    remaining value, or None if nothing of it applies.
+
+    value: text "VALUE ? CONDITION", a list of texts, or a table with a condition under the key `if`. true: names of the
+    properties that hold, such as "gated"; conditions test them. groups: {NAME: list} that replaces the item "@NAME" of
+    a list."""
     if isinstance(value, str):
         text, _, condition = value.partition("?")
         return text.strip() if holds(condition, true) else None
@@ -50,20 +55,21 @@ def select(value: Any, true: Set[str], groups: Mapping[str, Any]) -> Any:
 
 
 def select_items(texts: Iterable[str], true: Set[str], groups: Mapping[str, Any]) -> tuple[Item, ...]:
-    """Return the items "NAME = VALUE" of a list that exist. true, groups: as of `select`."""
+    """Return the parsed entries "NAME = VALUE ? CONDITION" whose condition holds. true: names of the properties that
+    hold, such as "gated". groups: {NAME: list} that replaces the entry "@NAME"."""
     return tuple(map(parse_item, select(list(texts), true, groups)))
 
 
 def parse_item(text: str) -> Item:
-    """Return the item "NAME = VALUE" of a list."""
+    """Split the text "NAME = VALUE" into its name and value."""
     name, _, value = (part.strip() for part in text.partition(" = "))
     return Item(name, value)
 
 
 @cache
 def _parse_condition(condition: str) -> tuple[tuple[frozenset[str], frozenset[str]], ...]:
-    """Return the alternatives of a condition, of which one must hold, as (properties that must be true, properties that
-    must not)."""
+    """Parse a condition such as "a & !b | c" into its alternatives (separated by "|"). Return for each (properties that
+    must hold, properties that must not hold). The condition holds if one alternative does."""
     found = []
     for every in condition.split("|"):
         words = [word.strip() for word in every.split("&")]
@@ -73,13 +79,15 @@ def _parse_condition(condition: str) -> tuple[tuple[frozenset[str], frozenset[st
 
 
 def holds(condition: str, true: Set[str]) -> bool:
-    """Return True if a condition holds; the empty one always does. true: properties that are true."""
+    """Return True if a condition such as "gated & !ring" holds; "" always holds. true: names of the properties that
+    hold."""
     return any(needed <= true and not refused & true for needed, refused in _parse_condition(condition))
 
 
 @cache
 def _parse_size(size: str) -> tuple[tuple[str | float, ...], ...]:
-    """Return the terms of a size, each a list of factors: numbers and names of dimensions."""
+    """Parse a formula of a size, such as "2 tokens width + tokens", into the terms of its sum. Each term is a tuple of
+    factors: numbers, and names of dimensions."""
     number = re.compile(r"-?\d+(\.\d+)?")
     return tuple(
         tuple(float(each) if "." in each else int(each) if number.fullmatch(each) else each for each in term.split())
@@ -88,14 +96,16 @@ def _parse_size(size: str) -> tuple[tuple[str | float, ...], ...]:
 
 
 def compute_size(size: str, dimensions: Mapping[str, Number]) -> Number:
-    """Return the value of a size, such as "2 tokens width + tokens hidden"."""
+    """Return the value of a formula such as "2 tokens width + tokens hidden", a sum of products. dimensions: {name:
+    value}."""
     return sum(
         math.prod(dimensions[each] if isinstance(each, str) else each for each in term) for term in _parse_size(size)
     )
 
 
 def parse_tensor(item: Item) -> SavedTensor:
-    """Return the tensor of an item whose value is such as "x rows tokens 2*width": element type, then its shape, which
-    is returned as sizes to be computed."""
+    """Return the tensor of a table entry whose value is such as "x rows tokens 2*width": element type, then one size
+    for each dimension of the shape. The shape of the result has these sizes as text; `SavedTensor.compute` turns them
+    into numbers."""
     kind, *axes = item.value.split()
     return SavedTensor(item.name, tuple(axis.replace("*", " ") for axis in axes), kind)

@@ -19,11 +19,12 @@ class TeacherWork:
     """Sizes of the teacher model in a distillation step.
 
     Attributes:
-        config: The teacher's model config, with the student's number of token IDs.
-        held: Value of the recipe's `distill.layout`, such as "same": how the teacher is sharded.
-        item_bytes: Bytes of an element of its parameters; 0: as the student's.
-        top_k: Number of cached logits per token if its outputs are read from a cache; 0 if it runs in every step.
-        projected: Number of its layers whose outputs are compared with the student's.
+        config: The teacher's model config; its vocabulary size is set to the student's.
+        held: How the teacher is sharded: value of the recipe's `distill.layout`, such as "same".
+        item_bytes: Bytes of an element of the teacher's parameters; 0: as the student's.
+        top_k: Number of cached logits per token if the teacher's outputs are read from a cache; 0 if the teacher runs
+            in every step.
+        projected: Number of the teacher's layers whose outputs are compared with the student's.
         divergence: Divergence of the loss, such as "forward_kl".
     """
 
@@ -40,13 +41,13 @@ class TeacherWork:
         return 0.0 if self.top_k else sum(forward_flops_per_token(self.config, sequence).values())
 
     def compute_share(self, student: ModelConfig, sequence: int) -> float:
-        """Return the ratio of the teacher's FLOPs to those of training the student. sequence: tokens that attend to
-        each other."""
+        """Return (FLOPs of the teacher) / (FLOPs of training the student) for one token. sequence: tokens that attend
+        to each other."""
         return self.forward_flops_per_token(sequence) / training_flops_per_token(student, sequence)
 
     def list_sums(self, layout: Layout) -> list[tuple[str, int]]:
-        """Return (call site, values per token) of the distillation loss's all-reduces over tp; an empty list without
-        tp."""
+        """Return (call site, number of values per token) for each all-reduce over tp in the distillation loss; an empty
+        list without tp."""
         if layout.tp == 1:
             return []
         if self.top_k:

@@ -38,11 +38,12 @@ ROUTED = (
 
 
 def predicted_traffic(config: ModelConfig, layout: Layout, work: Work, rank: int = 0) -> dict[str, int]:
-    """Return {call site: bytes} that `rank` sends in one training step, without sites that send nothing. A call site is
-    the label of a collective call in the source, such as "data.gradients". work: sizes of the step.
+    """Return {call site: bytes} that rank `rank` (global) sends in one training step, without call sites that send
+    nothing. A call site is the label of a collective call in the source, such as "data.gradients". work: sizes of the
+    step.
 
-    Exact, except for the sites of `ROUTED` (dispatch and combine of tokens), which assume that experts have equal load.
-    """
+    The bytes are exact, except at the call sites `ROUTED` (dispatch and combine of tokens): these assume that all
+    experts get equally many tokens."""
     return sum_by_site(_StepTraffic(config, layout, work, rank).count_calls())
 
 
@@ -71,7 +72,7 @@ class _StepTraffic(DataCalls):
         )
 
     def count_calls(self) -> Counter[tuple[str, str]]:
-        """Count all communication of the step; return bytes sent by (call site, axis)."""
+        """Count all communication of the step; return {(call site, axis): bytes sent}."""
         self.count_data_call("data.targets", "data", "all-reduce", 1, 8)
         passes = self.count_passes()
         for stage, count in passes.items():
@@ -102,8 +103,8 @@ class _StepTraffic(DataCalls):
         return self.sent
 
     def count_forward(self) -> Counter[tuple[str, str]]:
-        """Count the communication of forward passes without gradients (KTO's mismatched responses, or a teacher's);
-        return bytes sent by (call site, axis)."""
+        """Count the communication of forward passes that have no backward: of a teacher, or of KTO's mismatched
+        responses. Return {(call site, axis): bytes sent}."""
         for stage, count in self.count_passes().items():
             self.count_operators(self.stages[stage], count)
         self.count_pipeline()
@@ -181,8 +182,8 @@ class _StepTraffic(DataCalls):
     # --- parameters
 
     def count_gathers(self, forward_only: bool = False) -> None:
-        """Count the bytes that this rank sends in ZeRO-3's all-gathers of parameters. forward_only: True to count only
-        those of forward passes."""
+        """Count the bytes that this rank sends in ZeRO-3's all-gathers of parameters. forward_only: True to count the
+        all-gathers of forward passes only."""
         if self.layout.zero < 3:
             return
         gathered: Counter[str] = Counter()
@@ -209,8 +210,9 @@ class _StepTraffic(DataCalls):
                     self.count_data_call("data.parameters", AXES_OF[part][1], "all-gather", numel, size, times)
 
     def count_partial_gradients(self, units: Counter[str]) -> None:
-        """Count the bytes that this rank sends in the all-reduces over tp (etp) of gradients that are partial sums on
-        each rank; one all-reduce for all FSDP units together. units: FSDP units of the rank, as keys."""
+        """Count the bytes that this rank sends to all-reduce, over tp (etp for experts), gradients of which each rank
+        has a partial sum. One all-reduce is made for all FSDP units together. units: names of the rank's FSDP units, as
+        keys."""
         layout, found = self.layout, Counter[tuple[str, int]]()
         for entry in self.table.entries:
             if entry.unit not in units or (axis := entry.partial_axis(layout)) is None:

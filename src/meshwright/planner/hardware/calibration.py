@@ -21,11 +21,10 @@ class Calibration:
 
     Attributes:
         time_factor: Median of measured / predicted step seconds.
-        time_low: Minimum of that ratio.
-        time_high: Maximum of that ratio.
+        time_low, time_high: Minimum and maximum of measured / predicted step seconds.
         runs: Number of runs compared.
-        unexplained_share: (measured - predicted) / predicted peak bytes, each summed over the runs (CPU: process RSS;
-            CUDA: allocator); None if unknown.
+        unexplained_share: Sum of (measured - predicted peak bytes) / sum of predicted peak bytes, over the runs (CPU:
+            process RSS; CUDA: allocator); None if unknown.
         unexplained_runs: Number of runs in `unexplained_share`.
     """
 
@@ -37,8 +36,7 @@ class Calibration:
     unexplained_runs: int = 0
 
     def table(self) -> dict[str, float | int]:
-        """Return the calibration as a table for a cluster file, {field: number}, which `calibration.read` parses;
-        memory fields are omitted if unknown."""
+        """Return {field: number}, the `calibration` table of a cluster file. Memory fields are omitted if unknown."""
         known = FIELDS if self.unexplained_share is not None else FIELDS[:4]
         return {name: getattr(self, name) for name in known}
 
@@ -53,9 +51,8 @@ class Calibration:
         """Return calibrated (expected, low, high) seconds of a step. The bounds include the ratios of all runs and are
         never narrower than without calibration.
 
-        seconds: predicted without calibration; low, high: factors on `seconds` that bound uncalibrated predictions,
-        such as 0.8 and 1.3.
-        """
+        seconds: predicted seconds without calibration; low, high: bounds without calibration, as factors on `seconds`,
+        such as 0.8 and 1.3."""
         return (
             seconds * self.time_factor,
             seconds * min(self.time_factor * low, self.time_low),
@@ -64,8 +61,8 @@ class Calibration:
 
 
 def read(table: Any, where: str) -> Calibration:
-    """Parse the `calibration` table of a cluster file. Raises `UserError` for an invalid table. where: path of the
-    file, with which the error text begins."""
+    """Parse the `calibration` table of a cluster file. where: path of the file, with which the text of an error begins.
+    Raises `UserError` for an invalid table."""
     where = f"{where}: calibration"
     again = "; remove the table, or rewrite it with `meshwright plan --calibrate`"
     if not isinstance(table, Mapping):

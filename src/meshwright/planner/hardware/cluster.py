@@ -58,11 +58,11 @@ class Cluster:
         name: Such as "64xh100-sxm".
         device: Peaks and memory of each device.
         devices: Number of devices in all nodes.
-        devices_per_node: Devices of a node (a scale-up domain, which may span machines).
+        devices_per_node: Number of devices in a node (a scale-up domain, which may span machines).
         inside: Link within a node.
         across: Link between nodes.
-        measured: Speeds measured by `meshwright probe`; None where the device catalogue's are used.
-        calibration: Ratios of measured to predicted time and memory of finished runs; None where none were compared.
+        measured: Speeds measured by `meshwright probe`; None: the device catalogue's speeds are used.
+        calibration: Ratios of measured to predicted time and memory of finished runs; None: no runs were compared.
     """
 
     name: str
@@ -237,8 +237,8 @@ def _from_mapping(table: Mapping[str, Any], where: str) -> Cluster:
 
 
 def _factors(devices: int, size: int) -> str:
-    """Return `devices` as "16x4" (nodes x devices per node), with the largest node size up to `size` that divides
-    `devices`; "" where that is 1."""
+    """Return `devices` as the text "16x4" (nodes x devices per node). The devices per node are the largest divisor of
+    `devices` up to `size`; "" if this is 1."""
     fits = next(each for each in range(size, 0, -1) if devices % each == 0)
     return f"{devices // fits}x{fits}" if fits > 1 else ""
 
@@ -257,17 +257,19 @@ def _node(device: Device, devices: int, table: Mapping[str, Any], where: str) ->
 
 
 def _part_of_rack(devices: int, tray: int, domain: int) -> int:
-    """Return the number of devices that a job of `devices` devices uses in each scale-up domain: all `domain`, if
-    `devices` is a multiple of it, else the largest number of whole trays (of `tray` devices) that divides it, such as
-    64 of 72 for 128 GB200."""
+    """Return the number of devices that a job of `devices` devices uses in each scale-up domain. It is `domain` if
+    `devices` is a multiple of `domain`. Else it is the largest multiple of `tray` (devices of a tray) that divides
+    `devices`, such as 64 of 72 for 128 GB200."""
     if devices <= domain or devices % domain == 0 or domain <= tray:
         return domain
     return max((size for size in range(tray, domain, tray) if devices % size == 0), default=domain)
 
 
 def _inside(device: Device, size: int) -> tuple[float, float]:
-    """Return (bandwidth in bytes a second, latency in seconds) between `size` devices of a node: of the scale-up link,
-    or of PCIe if the scale-up domain has fewer devices. In a full mesh, each pair of devices has a separate wire."""
+    """Return (bandwidth in bytes a second, latency in seconds) of the link of one device in communication among `size`
+    devices of its node. The link is the scale-up link, such as NVLink. It is PCIe if the scale-up domain has fewer than
+    `size` devices. In a full mesh, where each pair of devices has a separate wire, the bandwidth is at most that of
+    `size` - 1 wires."""
     links = device.links
     assert links is not None
     if size > links.domain or links.scaleup == 0:
@@ -277,12 +279,11 @@ def _inside(device: Device, size: int) -> tuple[float, float]:
 
 
 def _link(link: Link | None, which: str, table: Mapping[str, Any], where: str, needed: bool) -> Link | None:
-    """Return a link with bandwidth and latency replaced by those of a cluster file. If the bandwidth is unknown,
-    returns None, or raises `UserError` if it is `needed`.
+    """Return a link whose bandwidth and latency are those of a cluster file, as far as the file has them, else the
+    catalogue's. If the bandwidth is unknown, return None, or raise `UserError` if `needed`.
 
-    link: the catalogue's link, if known; which: "inside" or "across", the prefix of its keys in the file; table:
-    content of the file; where: beginning of the error text.
-    """
+    link: the catalogue's link; None: unknown. which: "inside" or "across" nodes, the prefix of the file's keys; table:
+    content of the file; where: beginning of the error text."""
     bandwidth, latency = f"{which}_gb_per_second", f"{which}_latency_seconds"
     if link is None and bandwidth not in table:
         if needed:
@@ -328,11 +329,10 @@ def _described(table: Mapping[str, Any], where: str) -> Device:
 
 
 def _in_unit(value: float, key: str, unit: float, where: str) -> float:
-    """Return `value`, a rate, unchanged; raise `UserError` if it is so large that it must have been given in plain
-    operations or bytes a second instead of multiples of `unit`.
+    """Return `value` unchanged, a rate from a cluster file in multiples of `unit` a second. Raise `UserError` if it is
+    so large that it must be in plain operations or bytes a second.
 
-    key: name of the value in the file; unit: 1e12 (operations) or 1e9 (bytes); where: beginning of the error text.
-    """
+    key: name of the value in the file; unit: 1e12 (operations) or 1e9 (bytes); where: beginning of the error text."""
     if unit > 1 and value >= _FASTEST * 1e12 / unit:
         name = "10^12 operations" if unit == _TERA else "10^9 bytes"
         meant = f"did you mean {value / unit:g}?"
@@ -341,8 +341,8 @@ def _in_unit(value: float, key: str, unit: float, where: str) -> float:
 
 
 def _count(value: Any, key: str, where: str) -> int:
-    """Return a value as a number of devices. Raises `UserError` unless it is a whole number from 1 to the limit. key:
-    its name in the table; where: beginning of the error text."""
+    """Return a table's value as a number of devices. key: name of the value in the table; where: beginning of the error
+    text. Raises `UserError` unless it is a whole number from 1 to the limit."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UserError(f"{where}: {key} takes a whole number, at least 1, not {shorten_repr(value)}")
     if problem := make_limit_error("ranks", value, key):
@@ -351,8 +351,8 @@ def _count(value: Any, key: str, where: str) -> int:
 
 
 def _number(value: Any, key: str, where: str) -> float:
-    """Return a value as float. Raises `UserError` unless it is a finite number above 0. key: its name in the table;
-    where: beginning of the error text."""
+    """Return a table's value as float. key: name of the value in the table; where: beginning of the error text. Raises
+    `UserError` unless it is a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
         raise UserError(f"{where}: {key} takes a number above 0, not {shorten_repr(value)}")
     return float(value)

@@ -26,14 +26,15 @@ class Links:
         kind: Type of the scale-up link, such as "nvlink" or "pcie".
         name: Product name of the scale-up link, such as "NVLink3".
         scaleup: Bandwidth to all devices of the scale-up domain together.
-        pair: Bandwidth to one of them alone; less than `scaleup` in a full mesh, where each pair has separate wires.
-        domain: Devices of a scale-up domain.
+        pair: Bandwidth to a single device of the domain; less than `scaleup` in a full mesh, where each pair of devices
+            has separate wires.
+        domain: Number of devices of a scale-up domain.
         host: Bandwidth of PCIe, which also leads to devices of the node outside the domain.
-        node: Devices of a node.
+        node: Number of devices of a node.
         across: Bandwidth to other nodes.
-        latency: Of the scale-up link.
-        host_latency: Of PCIe.
-        across_latency: Between nodes.
+        latency: Latency of the scale-up link.
+        host_latency: Latency of PCIe.
+        across_latency: Latency between nodes.
     """
 
     kind: str
@@ -70,7 +71,7 @@ class Device:
             `memory_gb` x 10⁹).
         memory_bandwidth: Bytes a second.
         links: Interconnects.
-        multiprocessors, clock_hz, l2_bytes, power_watts: Of the chip.
+        multiprocessors, clock_hz, l2_bytes, power_watts: Number of multiprocessors, clock rate, L2 cache and power.
         price: US dollars an hour (low, high).
         note: Remark for users.
         sources: {figure: source} where it differs from `source`.
@@ -103,8 +104,8 @@ class Device:
         return _times(self.peaks.get(precision), _TERA)
 
     def measured_share(self, precision: str) -> float | None:
-        """Return the throughput of the fastest measured matrix product as a fraction of the peak. precision: "bf16" or
-        "fp8"; if it was not measured, the other's fraction is returned; None if neither was."""
+        """Return (FLOP/s of the fastest measured matrix product) / (peak FLOP/s) in a precision, "bf16" or "fp8". If
+        only the other precision was measured, return its ratio; None if neither was."""
         shares = {name: best / self.peaks[name] for name, best in self.measured.items() if name in self.peaks}
         return shares.get(precision) or next(iter(shares.values()), None)
 
@@ -137,7 +138,7 @@ def _device(name: str, entry: Mapping[str, Any]) -> Device:
 
 
 def _times(figure: float | None, unit: float) -> float | None:
-    """Return `figure` multiplied by `unit`, such as 1e9; None for None."""
+    """Return `figure` multiplied by `unit`, such as 1e9; None if `figure` is None."""
     return None if figure is None else figure * unit
 
 
@@ -146,11 +147,8 @@ DEVICES: tuple[Device, ...] = tuple(_device(name, entry) for name, entry in _CAT
 
 @cache
 def find_device(name: str) -> Device | None:
-    """Return the device of a catalogue name (``h100-sxm``) or a driver's name (``NVIDIA H100 80GB HBM3``); None if
-    unknown.
-
-    A MIG slice of a GPU is unknown: its share of the peak is not in its name.
-    """
+    """Return the device with a catalogue name (``h100-sxm``) or a driver's name (``NVIDIA H100 80GB HBM3``). None for
+    an unknown name, and for a MIG slice of a GPU, whose share of the peak is not in its name."""
     for device in DEVICES:
         if name.lower() == device.name:
             return device
@@ -164,8 +162,8 @@ def find_device(name: str) -> Device | None:
 
 @cache
 def architecture_share(architecture: str) -> float | None:
-    """Return the median share of their bf16 peak that the devices of an architecture (such as "Hopper") reach in
-    measured matrix products; None if none was measured."""
+    """Return the fraction of their bf16 peak that devices of an architecture (such as "Hopper") reach in measured
+    matrix products: the median over the devices; None if none was measured."""
     shares = [share for each in DEVICES if each.architecture == architecture and (share := each.measured_share("bf16"))]
     return statistics.median(shares) if shares else None
 

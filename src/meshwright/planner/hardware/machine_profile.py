@@ -36,8 +36,8 @@ PROBE_VARIABLE = "MESHWRIGHT_PROBE"
 
 
 def may_measure(probe: bool = True) -> bool:
-    """Return True if `probe` is True and the environment variable MESHWRIGHT_PROBE is not "0", so that this machine may
-    be measured."""
+    """Return True if speeds of this machine may be measured: `probe` is True, and the environment variable
+    MESHWRIGHT_PROBE is not "0"."""
     return probe and os.environ.get(PROBE_VARIABLE) != "0"
 
 
@@ -51,21 +51,22 @@ def profile_directory() -> Path:
 
 
 def measurement_file(kind: str, key: Mapping[str, Any]) -> Path:
-    """Return the path of a measurement's file, which need not exist. kind: what is measured, such as "cpu"; key:
-    everything that the measurement depends on, as a JSON object."""
+    """Return the path of the file of a measurement, which may not exist yet. kind: what is measured, such as "cpu";
+    key: conditions on which the result depends, as a JSON object."""
     text = json.dumps([VERSION, dict(key)], sort_keys=True)
     return profile_directory() / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
 
 
 def read_measurement(kind: str, key: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the stored figures of a measurement, as written by `write_measurement`; None if missing, damaged, or of
-    another version or key. kind: what was measured, such as "cpu"; key: everything that it depends on."""
+    """Return the stored figures of a measurement. None if there is no file, or it is damaged, or of another version or
+    key. kind: what was measured, such as "cpu"; key: conditions on which the result depends."""
     return parse_measurement(kind, key, dict)
 
 
 def parse_measurement(kind: str, key: Mapping[str, Any], parse: Callable[[dict[str, Any]], Parsed]) -> Parsed | None:
-    """Return parse(figures) of a stored measurement; None as for `read_measurement`, and if `parse` raises `KeyError`,
-    `TypeError` or `ValueError`. kind, key: as of `read_measurement`."""
+    """Return parse(figures) of a stored measurement. None if there is none, if its file is damaged or of another
+    version or key, or if `parse` raises `KeyError`, `TypeError` or `ValueError`. kind: what was measured, such as
+    "cpu"; key: conditions on which the result depends."""
     with suppress(KeyError, TypeError, ValueError):
         found = _read(measurement_file(kind, key))
         return parse(found[1]) if found is not None and found[0] == dict(key) else None
@@ -73,8 +74,8 @@ def parse_measurement(kind: str, key: Mapping[str, Any], parse: Callable[[dict[s
 
 
 def write_measurement(kind: str, key: Mapping[str, Any], tables: Mapping[str, Any]) -> None:
-    """Write the file of a measurement atomically. kind: what was measured, such as "cpu"; key: everything that it
-    depends on; tables: the measured figures, as JSON types. Raises `OSError` if the directory is not writable."""
+    """Write the file of a measurement atomically. kind: what was measured, such as "cpu"; key: conditions on which the
+    result depends; tables: the measured figures, as JSON types. Raises `OSError` if the directory is not writable."""
     path = measurement_file(kind, key)
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {"version": VERSION, "key": dict(key), "tables": dict(tables)}
@@ -118,8 +119,8 @@ def measurement_lock(log: Callable[[str], None], seconds: float = LOCK_SECONDS) 
 
 @dataclass(frozen=True, slots=True)
 class FailedMeasurement:
-    """Record of a measurement that failed. file: name of the file that the measurement would have written. line: text
-    of the error. busy: fraction of the machine's CPU time that other programs used just after it."""
+    """Record of a failed measurement. file: name of the file that the measurement would have written. line: text of the
+    error. busy: fraction of the machine's CPU time that other programs used right after the failure."""
 
     file: str
     line: str
@@ -161,9 +162,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
 class HardwareProfileKey:
     """Conditions that a hardware profile (measured speeds of this machine) depends on.
 
-    processor: its name; cores: number of available ones; torch: its version; device: "cpu"; ranks: processes that
-    compute together; threads: OpenMP threads of each.
-    """
+    processor: name of the processor; cores: number of available cores; torch: version of torch; device: "cpu"; ranks:
+    processes that compute together; threads: OpenMP threads of each process."""
 
     processor: str
     cores: int
@@ -174,8 +174,8 @@ class HardwareProfileKey:
 
     @classmethod
     def here(cls, cores: int, ranks: int, threads: int) -> HardwareProfileKey:
-        """Return the key for this machine's processors. cores: number of available ones; ranks: processes; threads:
-        OpenMP threads of each."""
+        """Return the key for this machine's CPU. cores: number of available cores; ranks: processes that compute
+        together; threads: OpenMP threads of each process."""
         return cls(processor_name(), cores, torch_version(), "cpu", ranks, threads)
 
     @property
@@ -186,16 +186,16 @@ class HardwareProfileKey:
 
 @dataclass(frozen=True, slots=True)
 class HardwareProfile:
-    """Measured speeds of this machine. precisions: those that were measured, such as "bf16"; axes: those of "tp" and
-    "cp" whose communication was measured; cluster: content of a cluster file with the speeds."""
+    """Measured speeds of this machine. precisions: measured precisions, such as "bf16"; axes: "tp" and "cp" if their
+    communication was measured; cluster: content of a cluster file with the speeds."""
 
     precisions: tuple[str, ...]
     axes: tuple[str, ...]
     cluster: Mapping[str, Any]
 
     def covers(self, precisions: Sequence[str], axes: Sequence[str]) -> bool:
-        """Return True if everything that layouts of these precisions ("bf16") and axes ("tp", "cp") need was
-        measured."""
+        """Return True if the profile has all measurements that layouts need which use these precisions (such as "bf16")
+        and axes ("tp", "cp")."""
         return set(precisions) <= set(self.precisions) and set(axes) <= set(self.axes)
 
 
@@ -210,8 +210,8 @@ def write_profile(key: HardwareProfileKey, profile: HardwareProfile) -> None:
 
 
 def profiles_here() -> list[tuple[Path, Mapping[str, Any]]]:
-    """Return (file, content of a cluster file) for each hardware profile of this machine: those with most ranks first,
-    then the newest; those with more threads than cores last."""
+    """Return (file, content of a cluster file) for each hardware profile of this machine. Profiles with more ranks come
+    first, then newer ones; profiles with more threads than cores come last."""
     cores = count_available_cores()
     here = {"processor": processor_name(), "torch": torch_version(), "cores": cores}
     found = []
@@ -232,15 +232,15 @@ def _profile(tables: Mapping[str, Any]) -> HardwareProfile:
 
 
 def read_fastest_precision(threads: int) -> str | None:
-    """Return the stored default precision, "bf16" or "fp32", of layouts that name none, as measured on this machine's
-    CPU; None if it was not measured. threads: threads of a rank."""
+    """Return the faster precision on this machine's CPU, "bf16" or "fp32", as measured and stored; layouts that name no
+    precision use it. None if it was not measured. threads: threads of a rank."""
     fastest = parse_measurement("precision", _precision_key(threads), lambda found: str(found["fastest"]))
     return fastest if fastest in ("bf16", "fp32") else None
 
 
 def write_fastest_precision(threads: int, precision: str) -> None:
-    """Store the measured precision that `read_fastest_precision` returns. threads: threads of a rank; precision: "bf16"
-    or "fp32". Raises `OSError` if the directory is not writable."""
+    """Store the faster precision on this machine's CPU, which `read_fastest_precision` returns. threads: threads of a
+    rank; precision: "bf16" or "fp32". Raises `OSError` if the directory is not writable."""
     write_measurement("precision", _precision_key(threads), {"fastest": precision})
 
 
@@ -260,8 +260,8 @@ def processor_name() -> str:
 
 
 def has_bf16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return True if the processor multiplies bf16; False if unknown. cpuinfo: the kernel's file that lists its
-    flags."""
+    """Return True if the processor has instructions that multiply bf16; False if unknown. cpuinfo: the kernel's file
+    that lists the processor's flags."""
     try:
         text = cpuinfo.read_text()
     except OSError:

@@ -26,7 +26,8 @@ Shapes = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Measured seconds of an operation as a function of its bytes. sizes: bytes, ascending; seconds: for each size."""
+    """Measured seconds of an operation as a function of its bytes. sizes: bytes, ascending; seconds: seconds for each
+    size."""
 
     sizes: tuple[float, ...]
     seconds: tuple[float, ...]
@@ -48,8 +49,8 @@ class Products:
     Attributes:
         precision: Such as "bf16".
         form: Pass of the linear layer: "forward", "input-gradient" or "weight-gradient".
-        ranks, threads: Any of processes that computed concurrently, and threads of each.
-        shapes: (tokens, outputs, inputs) of the linear layers.
+        ranks, threads: Number of processes that computed concurrently, and threads of each.
+        shapes: (tokens, outputs, inputs) of each linear layer.
         seconds: Median seconds of one product, for each shape.
     """
 
@@ -109,8 +110,8 @@ class CollectiveCurve:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceStep:
-    """Measured seconds of a training step of the reference model (forward, backward and gradient reductions). layout:
-    its layout in layout notation."""
+    """Measured training step (forward, backward and gradient reductions) of the reference model. layout: layout of the
+    step, in layout notation; seconds: its duration."""
 
     layout: str
     seconds: float
@@ -122,12 +123,12 @@ class Measured:
 
     Attributes:
         backend: Backend of torch.distributed, such as "gloo".
-        ranks, threads: Any of processes, and threads of each.
+        ranks, threads: Number of processes, and threads of each.
         products: Matrix products.
         passes: Memory-bound kernels.
         collectives: Collectives.
         copies: Copies between host and device: (name, curve) with the names "to-device" and "to-host".
-        disk_write, disk_read: Bandwidths; None if not measured.
+        disk_write, disk_read: Bandwidths of the disk; None if not measured.
         starts: Start-up times and overheads, (name, seconds): "rank" (start of a process until it has its device),
             "meeting" (until all ranks have connected), "operation" (launch overhead of a tiny operation) ...
         steps: Training steps of the reference model.
@@ -151,20 +152,19 @@ class Measured:
     disturbed: float | None = None
 
     def product(self, precision: str, form: str = "forward", ranks: int | None = None) -> Products | None:
-        """Return the measured matrix products in a precision, such as "bf16", and of a pass (`form`: "forward",
+        """Return the measured matrix products in a precision, such as "bf16", and a pass (`form`: "forward",
         "input-gradient" or "weight-gradient"); None if not measured.
 
-        ranks: number of processes that compute at once, None for all; of the measured numbers the smallest that is at
-        least `ranks` is used, else the largest.
-        """
+        ranks: number of processes that compute at once, None for all ranks of the machine. If this number was not
+        measured, the next larger measured number is used, else the largest."""
         found = [each for each in self.products if each.precision == precision and each.form == form]
         chosen: Products | None = _nearest(found, self.ranks if ranks is None else ranks)
         return chosen
 
     def one_pass(self, name: str, precision: str = "fp32", ranks: int | None = None) -> Curve | None:
-        """Return the curve (seconds as a function of bytes read and written) of a memory-bound kernel; None if not
-        measured. name: "copy", "add", "silu" ...; precision: such as "fp32"; ranks: number of processes that compute at
-        once, None for all."""
+        """Return the measured curve of a memory-bound kernel: seconds as a function of bytes read and written; None if
+        not measured. name: "copy", "add", "silu" ...; precision: such as "fp32"; ranks: number of processes that
+        compute at once, None for all ranks of the machine."""
         found = [each for each in self.passes if each.name == name and each.precision == precision]
         chosen = _nearest(found, self.ranks if ranks is None else ranks)
         return None if chosen is None else chosen.curve
@@ -188,9 +188,9 @@ _ITEM_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
 def _loads(precision: str, sizes: Floats) -> Floats:
-    """Return (1, FLOPs, bytes read and written) of matrix products: the quantities by which (launch overhead, seconds
-    per FLOP, seconds per byte) are multiplied: [..., 3]. precision: such as "bf16"; sizes: rows, outputs and inputs of
-    linear layers [..., 3]."""
+    """Return the terms of a linear cost model for matrix products: (1, FLOPs, bytes read and written), [..., 3]. Their
+    coefficients are (launch overhead, seconds per FLOP, seconds per byte). precision: such as "bf16"; sizes: (tokens,
+    outputs, inputs) of linear layers [..., 3]."""
     tokens, out, inner = np.moveaxis(sizes, -1, 0)
     moved = _ITEM_BYTES.get(precision, 4) * (tokens * inner + out * inner + tokens * out)
     return np.stack([np.ones(tokens.shape), 2.0 * tokens * out * inner, moved], axis=-1)
@@ -198,9 +198,10 @@ def _loads(precision: str, sizes: Floats) -> Floats:
 
 @cache
 def _fit(products: Products) -> tuple[Floats, Floats, Floats]:
-    """Return what a prediction from measured matrix products needs: (launch overhead, seconds per FLOP, seconds per
-    byte), fitted by least squares of relative errors, none negative, some may be zero; log2 of the measured shapes
-    [shapes, 3]; logarithms of measured / fitted seconds [shapes]."""
+    """Fit a cost model to measured matrix products, for predictions at other shapes. Return three arrays:
+
+    (launch overhead, seconds per FLOP, seconds per byte), each at least 0, by least squares of relative errors; log2 of
+    the measured shapes [shapes, 3]; logarithms of measured / fitted seconds [shapes]."""
     shapes, seconds = np.array(products.shapes, dtype=np.float64), np.array(products.seconds)
     loads = _loads(products.precision, shapes)
     rows = loads / seconds[:, None]
@@ -218,8 +219,8 @@ def _fit(products: Products) -> tuple[Floats, Floats, Floats]:
 
 
 def _nearest(measurements: list[Any], ranks: int) -> Any:
-    """Return, of measurements with different numbers of ranks, the one with the smallest number that is at least
-    `ranks`, else the largest; of equal ones that with most threads; None for an empty list."""
+    """Choose from measurements with different numbers of ranks: the smallest number that is at least `ranks`, else the
+    largest. Among measurements with this number, the one with most threads is returned; None for an empty list."""
     order = sorted(measurements, key=lambda each: (each.ranks, -each.threads))
     return next((each for each in order if each.ranks >= ranks), order[-1] if order else None)
 
@@ -230,8 +231,8 @@ def _curve_table(curve: Curve) -> dict[str, Any]:
 
 
 def _table(record: Any) -> dict[str, Any]:
-    """Return the fields of a measurement (`record`) as a table of lists and numbers, its curve as keys `bytes` and
-    `seconds`."""
+    """Return a measurement as a table for a cluster file: {field: number, text or list}. A field that is a curve is
+    replaced by the keys `bytes` and `seconds`. record: the measurement."""
     found: dict[str, Any] = {}
     for field in fields(record):
         value = getattr(record, field.name)
@@ -274,8 +275,8 @@ _NEEDED = ("products", "passes")
 
 
 def _record(kind: Any, table: Mapping[str, Any]) -> Any:
-    """Parse one measurement. kind: its class, one of `_RECORDS`; table: its table in a cluster file. Raises
-    `ValueError` for an unknown form or layout, or if shapes and times do not match."""
+    """Parse one measurement of a cluster file. kind: its class, one of `_RECORDS`; table: {field: value}. Raises
+    `ValueError` for an unknown pass (`form`) or layout, or if shapes and times differ in number."""
     parsers = {"str": _text, "int": _count, "float": _time, "tuple[float, ...]": _times, "Shapes": _shapes}
     found = kind(
         **{
@@ -309,7 +310,8 @@ def _times(value: Any) -> tuple[float, ...]:
 
 
 def _curve(each: Mapping[str, Any]) -> Curve:
-    """Parse the `bytes` and `seconds` of a table into a curve. Raises `ValueError` unless sizes are ascending."""
+    """Parse a curve from a table with the keys `bytes` and `seconds`. Raises `ValueError` unless the bytes are
+    ascending."""
     sizes, seconds = _times(each["bytes"]), _times(each["seconds"])
     if len(sizes) != len(seconds) or not sizes:
         raise ValueError(f"{len(sizes)} sizes, {len(seconds)} times")
@@ -319,21 +321,21 @@ def _curve(each: Mapping[str, Any]) -> Curve:
 
 
 def _time(value: Any) -> float:
-    """Return `value` as float. Raises `ValueError` unless it is a finite number above 0."""
+    """Return `value`, a number from a file, as float. Raises `ValueError` unless it is finite and above 0."""
     if not is_finite_number(value) or value <= 0:
         raise ValueError(f"{shorten_repr(value)} is not a number above 0")
     return float(value)
 
 
 def _count(value: Any) -> int:
-    """Return `value`. Raises `ValueError` unless it is a whole number above 0."""
+    """Return `value`, a number from a file. Raises `ValueError` unless it is a whole number above 0."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{value!r} is not a whole number above 0")
     return value
 
 
 def _text(value: Any) -> str:
-    """Return `value`. Raises `ValueError` unless it is a string."""
+    """Return `value`, a text from a file. Raises `ValueError` unless it is a string."""
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is not text")
     return value

@@ -27,10 +27,9 @@ class ProcessConstants:
     """Measured memory of a rank's process on this machine, in addition to its tensors.
 
     first_use_bytes: library code and workspaces loaded by the first steps. heap_overhead_fraction: growth of malloc's
-    heap as a fraction of the live tensors below its mmap threshold. kernel_bytes: size of each cached oneDNN kernel.
-    compiler_resident_bytes: held permanently by torch.compile; compiler_transient_bytes: held in addition while it
-    compiles. base_bytes: RSS with interpreter and libraries loaded, before the first tensor of a model.
-    """
+    heap, as a fraction of the live tensors below malloc's mmap threshold. kernel_bytes: size of each cached oneDNN
+    kernel. compiler_resident_bytes: bytes that torch.compile holds permanently. compiler_transient_bytes: further bytes
+    while it compiles. base_bytes: RSS with interpreter and libraries loaded, before the first tensor of a model."""
 
     first_use_bytes: int
     heap_overhead_fraction: float

@@ -33,11 +33,11 @@ class ActivationBytes:
     """Bytes of the activations that a rank saves of one micro-batch under candidate layouts, in closed form.
 
     Attributes:
-        layer: Bytes of a layer of each kind [kinds, candidates].
-        queued_layer: Bytes of a layer of each kind whose input gradients are done and whose weight gradients are queued
-            (split backward) [kinds, candidates].
-        first: Bytes that only the first stage saves, outside its layers [candidates].
-        last: Bytes that only the last stage saves, outside its layers [candidates].
+        layer: Bytes of one layer of each kind [kinds, candidates].
+        queued_layer: Bytes of one layer of each kind after its input-gradient pass, while its weight gradients are
+            queued (split backward) [kinds, candidates].
+        first: Bytes that the first stage saves outside its layers [candidates].
+        last: Bytes that the last stage saves outside its layers [candidates].
         head: Bytes of the gradient of the head's weight, saved for each micro-batch whose backward does not directly
             follow its forward [candidates].
         passing: Peak bytes of temporaries while a layer or the loss is computed [candidates].
@@ -65,8 +65,9 @@ class ActivationBytes:
         self.passing = passing + logits if self.ours else np.maximum(passing, logits)
 
     def _one_sequence(self, layouts: Sequence[StageCandidate]) -> Floats:
-        """Return the bytes of a micro-batch of one sequence, under layouts that are equal in `structure`: [rows,
-        layouts]. Rows: a layer of each kind, a queued layer of each kind, first, last, temporaries."""
+        """Return the bytes of a micro-batch of one sequence, [2 kinds + 3, layouts]. First dimension: one layer of each
+        kind, one layer of each kind with queued weight gradients, first stage, last stage, temporaries. In all layouts
+        the same axes are larger than 1, and recompute is the same."""
         problem = self.problem
         batch = micro_batch_of(
             problem, layouts, device=problem.cluster.kind, masked=problem.documents > 1, rows=1, responses=0
@@ -80,8 +81,9 @@ class ActivationBytes:
         return np.stack([np.broadcast_to(each, len(layouts)) for each in columns]).astype(np.float64)
 
     def _published(self, batch: MicroBatch, stream: Number) -> list[Number]:
-        """Return the rows of `_one_sequence` for an engine other than `meshwright`, from its published closed form.
-        stream: bytes of the hidden states of one sequence on a rank."""
+        """Return the bytes of a micro-batch of one sequence by the published closed form of an engine other than
+        `meshwright`. Items: those of the first dimension of `_one_sequence`. stream: bytes of the hidden states of one
+        sequence on a rank."""
         unrecomputed = replace(batch, layout=batch.layout.with_(recompute="none"))
         saved, again = (
             [sum(published_layer(each, kind.mixed).values()) * self.itemsize / 2 for kind in self.kinds]
@@ -91,8 +93,8 @@ class ActivationBytes:
         return [*saved, *saved, 0.0, stream, recomputed + 2 * stream]
 
     def _ours(self, batch: MicroBatch, stream: Number) -> list[Number]:
-        """Return the rows of `_one_sequence` for the engine `meshwright`. stream: bytes of the hidden states of one
-        sequence on a rank."""
+        """Return the bytes of a micro-batch of one sequence under the engine `meshwright`. Items: those of the first
+        dimension of `_one_sequence`. stream: bytes of the hidden states of one sequence on a rank."""
         compiled, recompute = self.problem.compile, batch.layout.recompute
         whole = batch if recompute == "none" else replace(batch, layout=batch.layout.with_(recompute="none"))
 
@@ -128,8 +130,8 @@ class ActivationBytes:
         return [*layers, *queued, saved(batch, _FIRST), last, most + 4 * stream]
 
     def _loss(self, rows: int, tp: int, cp: int) -> tuple[float, float]:
-        """Return (bytes of the gradient of the head's weight, peak bytes that the loss allocates, this gradient
-        included) for a micro-batch of `rows` sequences. tp, cp: sizes of the axes."""
+        """Return (bytes of the gradient of the head's weight, peak bytes that the loss allocates, with this gradient)
+        for a micro-batch of `rows` sequences. tp, cp: sizes of the axes."""
         problem, config, device = self.problem, self.problem.config, self.problem.cluster.kind
         if config.head not in ("next", "masked"):
             return 0.0, 0.0
@@ -155,8 +157,8 @@ def state_bytes_per_parameter(problem: Problem) -> StateBytes:
 
 
 def state_sizes(problem: Problem, zero: int, numel: Floats, shards: Floats | int) -> Floats:
-    """Return the bytes of parameters, gradients and optimizer state on a rank. zero: ZeRO stage; numel: number of the
-    rank's parameters before sharding; shards: number of ranks over which ZeRO shards them."""
+    """Return the bytes of parameters, gradients and optimizer state on a rank, summed. zero: ZeRO stage; numel: number
+    of the rank's parameters before sharding; shards: number of ranks over which ZeRO shards them."""
     each = state_bytes_per_parameter(problem)
     each = replace(each, weights=each.weights + frozen_bytes_per_trained(problem.config, DTYPES[problem.precision]))
     return np.asarray(sum(numel * size for size in each.sharded(zero, shards)))

@@ -21,10 +21,11 @@ LAST_TILES = 4
 
 
 class Tiles(NamedTuple):
-    """Sizes of the tiles into which attention over `length` queries and keys is split.
+    """Sizes of the tiles into which attention over some number of tokens is split. A tile is a block of queries of
+    several sequences and heads, with all keys to which they attend.
 
     rows, kv_heads: sequences and key-value heads processed together; group: query heads of each key-value head;
-    queries: queries of a tile; several_groups: False if all sequences and heads are processed together.
+    queries: queries of a tile, for each head; several_groups: False if all sequences and heads are processed together.
     """
 
     rows: int
@@ -41,8 +42,8 @@ class Tiles(NamedTuple):
 
     @property
     def before(self) -> int:
-        """Number of keys of the tile computed before the largest one, whose tensors are still allocated; 0 if there is
-        none."""
+        """Number of keys of the tile that is computed just before the largest tile, and whose tensors are still
+        allocated; 0 if there is no such tile."""
         if self.length > self.queries:
             return (self.length - 1) // self.queries * self.queries
         return self.length if self.several_groups else 0
@@ -60,7 +61,7 @@ def choose_tiles(batch: MicroBatch, heads: int, kv_heads: int, length: int) -> T
 
 
 class TiledAttention(NamedTuple):
-    """Attention of one rank that is computed in tiles of queries.
+    """Attention of one rank that is computed in tiles (blocks of queries).
 
     Attributes:
         tiles: Sizes of the tiles.
@@ -68,13 +69,13 @@ class TiledAttention(NamedTuple):
         kv_heads: Key-value heads.
         size: Elements of a head.
         itemsize, sum_itemsize: Bytes of an element of the inputs, and of sums.
-        rotated: Queries and keys are copies in head-major order (made by rotary positions or query-key norms).
-        apart: Only the queries are copies, with rows that are not contiguous.
-        capped: Scores have a softcap, whose derivative is allocated in addition.
+        rotated: True if queries and keys are copies in head-major order (made by rotary positions or query-key norms).
+        apart: True if only the queries are copies, with rows that are not contiguous.
+        capped: True if scores have a softcap, whose derivative is allocated in addition.
         window: Most tokens that a query attends to; None for all.
         starts: For each sequence of all micro-batches, the token positions at which documents begin; None: each
-            sequence is one document.
-        unknown: True, with `starts` None, to allow documents to begin anywhere (worst case).
+            sequence is one document, or the positions are unknown (`unknown`).
+        unknown: True if documents may begin anywhere, for which the worst case is assumed; `starts` is then None.
     """
 
     tiles: Tiles
@@ -92,8 +93,8 @@ class TiledAttention(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """One tile of attention for one sequence. queries, keys: number of queries and of keys; mask: bytes of its mask, 0
-    without a mask."""
+    """One tile (block of queries) of attention for one sequence. queries, keys: number of queries and of keys; mask:
+    bytes of its mask, 0 without a mask."""
 
     queries: int
     keys: int
@@ -101,11 +102,10 @@ class Tile(NamedTuple):
 
 
 class TileBytes(NamedTuple):
-    """Temporary memory at the peak of tiled attention's backward in bytes, without the tensors that it returns.
+    """Temporary memory at the peak of tiled attention's backward, in bytes, without the gradients that it returns.
 
     masks: masks of all tiles; tiles: scores and other tensors of the tile being computed; keys_and_values: copies of
-    keys and values, and sums of their gradients.
-    """
+    keys and values, and sums of their gradients."""
 
     masks: int
     tiles: int
@@ -114,16 +114,17 @@ class TileBytes(NamedTuple):
 
 @lru_cache(maxsize=256)
 def backward_bytes(attention: TiledAttention) -> TileBytes:
-    """Return the temporary memory at the peak of tiled attention's backward, the maximum over all micro-batches."""
+    """Return the temporary memory at the peak of tiled attention's backward, for the micro-batch in which it is
+    largest."""
     starts, rows = attention.starts, attention.rows
     of_each = [starts[at : at + rows] for at in range(0, len(starts), rows)] if starts else [None]
     return max((_BackwardReplay(attention._replace(starts=each)).run() for each in of_each), key=sum)
 
 
 def list_tiles(attention: TiledAttention, starts: Starts | None) -> list[Tile]:
-    """Return the tiles of sequences that are processed together, in order. A tile's keys include every key to which one
-    of its queries attends in any of the sequences. starts: for each of these sequences, the token positions at which
-    documents begin; None if each is one document."""
+    """Return, in order, the tiles of sequences that are processed together. A tile has every key to which one of its
+    queries attends in any of the sequences. starts: for each of these sequences, the token positions at which documents
+    begin; None if each sequence is one document."""
     found, (length, step) = [], (attention.tiles.length, attention.tiles.queries)
     window = length if attention.window is None else attention.window
 
@@ -148,10 +149,10 @@ class _BackwardReplay:
     peak.
 
     Attributes:
-        names: {variable: bytes} of the tensors that are allocated.
+        names: {variable: bytes of its tensor} of all tensors that are allocated now.
         now: Sum of these bytes.
         most: Peak bytes so far.
-        then: {variable: bytes} at the peak, with those being assigned.
+        then: {variable: bytes} at the peak, including tensors that were being assigned.
     """
 
     def __init__(self, attention: TiledAttention) -> None:
@@ -187,12 +188,11 @@ class _BackwardReplay:
             yield rows, list_tiles(attention, attention.starts and attention.starts[row : row + rows])
 
     def _worst_masks(self, rows: int, tiles: Sequence[Tile]) -> int:
-        """Return the most bytes that the masks of `rows` sequences processed together can take if documents may begin
-        anywhere. tiles: tiles of a sequence that is one document.
+        """Return the most bytes that attention masks can take if documents may begin anywhere. rows: number of
+        sequences processed together; tiles: tiles of a sequence that is one document.
 
-        For one sequence, masks of different tiles overlap by at most a tile, as each ends at the start of a document.
-        For several, each tile may have a mask over all its keys.
-        """
+        With one sequence, the masks of different tiles have at most one tile of keys in common, as each mask ends at
+        the start of a document. With several sequences, each tile may have a mask over all its keys."""
         queries, wide = tiles[0].queries, self.attention.sum_itemsize
         if rows == 1:
             return queries * (self.attention.tiles.length + queries * (len(tiles) - 1)) * wide
@@ -235,20 +235,20 @@ class _BackwardReplay:
             self._update_peak(each * wide)
 
     def _assign(self, **sizes: int) -> None:
-        """Assign new tensors of given bytes to variables: all are allocated before the tensors that the variables held
-        are freed."""
+        """Assign new tensors to variables. The old tensors of the variables are freed after all new ones are allocated.
+        sizes: {variable: bytes of its new tensor}."""
         self._update_peak(0, **sizes)
         for name, size in sizes.items():
             self._replace(name, size)
 
     def _replace(self, name: str, size: int) -> None:
-        """Free the tensor that a variable held, and assign a new one of `size` bytes."""
+        """Free the tensor of the variable `name`, then assign a new tensor of `size` bytes to it."""
         self.now += size - self.names.get(name, 0)
         self.names[name] = size
 
     def _update_peak(self, size: int, **new: int) -> None:
-        """Raise the peak to the bytes of all variables plus `size` bytes of temporaries, if this is more. new: bytes of
-        the tensors that are being assigned, by variable."""
+        """Set the peak to the current bytes if these are more. They are the bytes of all variables, of the tensors
+        `new` that are being assigned ({variable: bytes}), and `size` bytes of temporaries."""
         total = self.now + size + sum(new.values())
         if total > self.most:
             self.most, self.then = total, self.names | {f"new {name}": each for name, each in new.items()}

@@ -27,7 +27,7 @@ _FILE = re.compile(r"compiled_blocks\.torch-(\d+)\.(\d+)\.toml")
 
 
 def can_predict_compiled(batch: MicroBatch) -> bool:
-    """Return True if the memory of the model's layers compiled by torch.compile can be predicted; False for norms after
+    """Return True if the memory of the model's layers can be predicted under torch.compile. It cannot for norms after
     attention, MLP or the rotary rotation, for experts with weighted inputs, and with an adapter."""
     config = batch.config
     unknown = config.post_norms or config.rotated_norm or config.routed_input
@@ -38,9 +38,11 @@ def can_predict_compiled(batch: MicroBatch) -> bool:
 
 
 class _TableLine(NamedTuple):
-    """A kernel in the tables. verb: "" (a kernel of inductor), "call", "tiles" or "ring" (an operator that inductor
-    does not fuse); reads: names of buffers; writes: buffers; the value of one is the name of the buffer whose memory it
-    overwrites."""
+    """One kernel of a compiled layer, as the tables `compiled_blocks.torch-*.toml` list it.
+
+    verb: "" for a kernel of inductor; "call", "tiles" or "ring" for an operator that inductor does not fuse. reads:
+    names of the buffers that the kernel reads. writes: buffers that it writes, each with the name of the buffer whose
+    memory it overwrites ("": newly allocated memory)."""
 
     verb: str
     reads: tuple[str, ...]
@@ -49,8 +51,9 @@ class _TableLine(NamedTuple):
 
 @cache
 def _read_tables() -> Mapping[str, Any]:
-    """Return the tables for the installed version of torch: the latest that is not newer, else the oldest. `shapes` is
-    {buffer: element type and shape, such as "x rows tokens hidden"}, `groups` {group: its buffers}."""
+    """Return the tables of compiled layers for the installed version of torch: of the latest version that is not newer,
+    else of the oldest. Keys of the result: `shapes`: {buffer: element type and shape, such as "x rows tokens hidden"};
+    `groups`: {group: its buffers}; `kernels`, `conditions`."""
     folder = resources.files("meshwright.planner.memory")
     versions = {(int(found[1]), int(found[2])): each.name for each in folder.iterdir()
                 if (found := _FILE.match(each.name))}  # fmt: skip
@@ -71,7 +74,7 @@ def installed_torch() -> tuple[int, int] | None:
 
 
 def version_warning() -> str | None:
-    """Return a warning if the tables of compiled kernels are of another version of torch than the installed one; else
+    """Return a warning if the tables of compiled layers are for another version of torch than the installed one; else
     None."""
     here, version = installed_torch(), _read_tables()["torch"]
     if here is None or version == "{}.{}".format(*here):
@@ -81,8 +84,9 @@ def version_warning() -> str | None:
 
 @lru_cache(maxsize=256)
 def _select_kernels(name: str, true: frozenset[str]) -> list[_TableLine]:
-    """Return the kernels of a list in the tables that apply, with the buffers that they read and write then. name: of
-    the list; true: properties that are true."""
+    """Return the kernels of one list in the tables of compiled layers whose conditions hold, without the buffers whose
+    conditions do not hold. name: the list, such as "attention"; true: names that hold in conditions, such as "gated".
+    """
     tables = _read_tables()
     for each, condition in tables["conditions"].items():  # in order: conditions may contain earlier ones
         if holds(condition, true):
@@ -106,8 +110,8 @@ def _select_kernels(name: str, true: frozenset[str]) -> list[_TableLine]:
 
 
 class CompiledBlock:
-    """A transformer layer compiled by torch.compile on one rank, with its kernels and buffers; if its experts are
-    expert-parallel, only the part before the mixture, which is not compiled.
+    """A transformer layer compiled by torch.compile on one rank, with its kernels and buffers. If its experts are
+    expert-parallel, only the part before the mixture of experts is compiled, and is meant here.
 
     batch: sizes of a micro-batch on the rank; layer: index of the layer. Buffers have names such as
     "attention.qkv.output".
@@ -116,7 +120,8 @@ class CompiledBlock:
         name: "dense", "encoder", "mixture", or "front" for a layer whose mixture is expert-parallel.
         saved: Names of the activations that the forward saves for the backward, without the block's input; under full
             recompute, those that the recomputed forward saves.
-        true: Names that are true in conditions: properties of the layer, and saved activations.
+        true: Names that hold in conditions of the tables: properties of the layer, such as "gated", and saved
+            activations.
     """
 
     def __init__(self, batch: MicroBatch, layer: int) -> None:
@@ -161,8 +166,8 @@ class CompiledBlock:
 
     @cached_property
     def backward(self) -> list[Kernel]:
-        """Kernels of the backward in order, recomputed ones included. For a mixture of experts, whose kernels inductor
-        may order in several ways, the order with the lowest memory peak."""
+        """Kernels of the backward in order, recomputed kernels included. Inductor may order the kernels of a mixture of
+        experts in several ways; the order with the lowest memory peak is returned."""
         orders = [""]
         if self.name == "mixture" and "mlp.input" in self.saved:
             orders = ["at_once"]
@@ -173,14 +178,14 @@ class CompiledBlock:
         return found[0] if len(found) == 1 else min(found, key=self._peak)
 
     def _peak(self, kernels: list[Kernel]) -> int:
-        """Return the peak bytes of backward kernels in the given order, without temporaries inside calls."""
+        """Return the peak bytes of backward kernels that run in the given order, without temporaries inside kernels."""
         given = {name: self.bytes(name) for name in (INPUT, GRADIENT, *self.saved)}
         weights = {made.name for kernel in kernels for made in kernel.makes if made.category == "gradients"}
         return find_peak([each._replace(inside=()) for each in kernels], given, {*weights, INPUT_GRADIENT}).bytes
 
     def _kernels(self, name: str, order: str = "") -> list[Kernel]:
-        """Return the kernels listed under `name` in the tables, such as "attention", that apply to this layer. order:
-        name of the order of kernels in a mixture's backward, which conditions may contain; "" for none."""
+        """Return the kernels of one list in the tables, such as "attention", that this layer has. order: name of an
+        order of kernels in a mixture's backward, tested by conditions; "": not such a list."""
         found = []
         for line in _select_kernels(name, self.true | {order}):
             made = tuple(self._buffer(item.name, line.verb in ("call", "tiles")) for item in line.writes)
@@ -190,16 +195,16 @@ class CompiledBlock:
         return found
 
     def _buffer(self, name: str, operator: bool) -> Buffer:
-        """Return the memory buffer called `name`. operator: True if a custom operator returns it, so that inductor does
-        not reuse its memory."""
+        """Return the memory buffer called `name`. operator: True if a custom operator returns the buffer; inductor then
+        does not reuse its memory."""
         kind = self.entry(name).kind
         kind = "wide" if kind == "x" and not self.batch.narrow else kind
         category = "gradients" if name.startswith("weight gradient") else "activations"
         return Buffer(name, kind, self.bytes(name), category, operator)
 
     def _inside(self, verb: str) -> Iterator[Temporary]:
-        """Yield the temporary allocations inside an operator that inductor calls. verb: "ring" or "tiles" for
-        attention; others have none."""
+        """Yield the temporary allocations inside an operator that inductor calls. verb: "ring" or "tiles" for kinds of
+        attention; nothing is yielded for other operators."""
         if verb == "ring":
             yield from ring_backward(self.batch)
         elif verb == "tiles" and "cuda_attention" not in self.true:

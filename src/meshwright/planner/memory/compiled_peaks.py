@@ -24,9 +24,8 @@ class Backward(NamedTuple):
     """State in which a compiled layer's backward runs.
 
     arrived: names of gradients that another pipeline stage sent, which stay allocated until the backward ends; queues:
-    weight gradients are queued, and the backward returns their operands (`model/weight_gradients.py`); at_once: the
-    queued weight gradients are computed right after it.
-    """
+    True if weight gradients are queued, so that the backward returns their operands (`model/weight_gradients.py`);
+    at_once: True if the queued weight gradients are computed right after the backward."""
 
     arrived: frozenset[str] = frozenset()
     queues: bool = False
@@ -42,7 +41,8 @@ def saved_tensors(batch: MicroBatch, layer: int) -> Iterator[SavedTensor]:
 
 
 def forward_extras(batch: MicroBatch, layer: int) -> Iterator[Temporary]:
-    """Yield the tensors allocated at the memory peak of a compiled layer's forward, including those that it saves."""
+    """Yield the tensors that are allocated at the memory peak of a compiled layer's forward, without its input; tensors
+    that it saves for the backward are included."""
     yield from _extras(_forward(batch, _first_equal(batch, layer)), f"layers.{layer}")
 
 
@@ -94,14 +94,14 @@ def queued_bytes(batch: MicroBatch, layer: int) -> int:
 
 
 def _first_equal(batch: MicroBatch, layer: int) -> int:
-    """Return the index of the first layer of the same kind as `layer`, so that results are cached once for equal
-    layers."""
+    """Return the index of the first layer of the same kind as `layer`. Results are cached under this index, once for
+    all layers of a kind."""
     return layer_examples(batch.config)[layer_kind(batch.config, layer)]
 
 
 def _extras(memory: KernelMemory, unit: str) -> Iterator[Temporary]:
-    """Yield the tensors that are allocated during a kernel, as entries of a memory snapshot. unit: prefix of the
-    entries' names, such as "layers.3"."""
+    """Yield the tensors that are allocated while a kernel runs, as entries of a memory snapshot. memory: memory during
+    the kernel; unit: prefix of the entries' names, such as "layers.3"."""
     for name, each in memory.buffers.items():
         yield Temporary(each.category, f"{unit}.{name}", each.bytes)
     yield from memory.inside
@@ -111,7 +111,7 @@ def _extras(memory: KernelMemory, unit: str) -> Iterator[Temporary]:
 
 @lru_cache(maxsize=64)
 def _forward(batch: MicroBatch, layer: int) -> KernelMemory:
-    """Return the memory during the kernel with the highest peak of a compiled layer's forward."""
+    """Find the memory peak of a compiled layer's forward; return the memory during the kernel at the peak."""
     block = CompiledBlock(batch, layer)
     return find_peak(block.forward(), {}, {*block.saved, *block.results})
 
@@ -150,11 +150,8 @@ def _backward(batch: MicroBatch, layer: int, state: Backward) -> list[tuple[str,
 
 
 def _operands(block: CompiledBlock) -> dict[str, tuple[str, str]]:
-    """Return, for each linear layer such as "mlp.up", the names of its input and its output's gradient: the operands
-    of its queued weight gradient.
-
-    The gradient of the last product is the block's output gradient, unless a rank holds only a slice of that.
-    """
+    """Return {linear layer, such as "mlp.up": (name of its input, name of the gradient of its output)}. These two
+    buffers are the operands of the layer's queued weight gradient."""
     down, output = GRADIENT, "gradient between"
     if "gathers" in block.true:
         down, output = "mlp.down.product.gradient", "attention.output.product.gradient"
@@ -163,8 +160,8 @@ def _operands(block: CompiledBlock) -> dict[str, tuple[str, str]]:
 
 
 def _weight_gradients(block: CompiledBlock) -> int:
-    """Return the peak bytes of computing a layer's queued weight gradients one after another, where each frees its
-    operands."""
+    """Return the peak bytes while a layer's queued weight gradients are computed one after another. Each frees its
+    operands when it is done."""
     most = used = 0
     for name, pair in _operands(block).items():
         most = max(most, block.bytes(f"weight gradient of {name.rpartition('.')[2]}") - used)

@@ -18,10 +18,9 @@ from meshwright.planner.memory.snapshot import Temporary
 class Buffer(NamedTuple):
     """Memory buffer that a kernel of a compiled graph writes.
 
-    name: name of the tensor in it; kind: element type, "x" (that of activations), "wide" (at least float32), "index" or
-    "int32"; bytes: size; category: category of the memory ledger; operator: True if a custom operator returns it, as
-    inductor does not reuse such buffers.
-    """
+    name: name of the tensor in the buffer; kind: element type, "x" (type of activations), "wide" (at least float32),
+    "index" or "int32"; bytes: size; category: category of the memory ledger; operator: True if a custom operator
+    returns the buffer, which inductor then does not reuse."""
 
     name: str
     kind: str
@@ -34,8 +33,7 @@ class Kernel(NamedTuple):
     """A kernel of a compiled graph.
 
     name: label of the kernel; reads: names of the tensors that it reads; makes: buffers that it writes; over: {tensor
-    written: tensor read whose buffer it overwrites}; inside: temporary allocations while it runs.
-    """
+    that it writes: tensor that it reads, whose buffer is overwritten}; inside: temporary allocations while it runs."""
 
     name: str
     reads: tuple[str, ...]
@@ -48,9 +46,8 @@ class Kernel(NamedTuple):
 class KernelMemory:
     """Memory that is allocated while one kernel of a compiled graph runs.
 
-    name: label of the kernel; buffers: {tensor: buffer} that are allocated; gone: bytes of graph inputs freed so far;
-    inside: temporary allocations of the kernel.
-    """
+    name: label of the kernel; buffers: {tensor: buffer} of all allocated buffers; gone: bytes of graph inputs that were
+    freed so far; inside: temporary allocations of the kernel."""
 
     name: str
     buffers: dict[str, Buffer] = field(default_factory=dict)
@@ -59,7 +56,7 @@ class KernelMemory:
 
     @property
     def bytes(self) -> int:
-        """Bytes allocated in addition to the graph's inputs; freed inputs count negative."""
+        """Bytes allocated in addition to the graph's inputs; inputs that were freed count as negative bytes."""
         return sum(each.bytes for each in self.buffers.values()) + sum(each.bytes for each in self.inside) - self.gone
 
 
@@ -121,12 +118,11 @@ def simulate_allocations(
 def _estimate_bytes(
     kernels: Sequence[Kernel], inputs: Mapping[str, int], results: Collection[str], last: Mapping[str, int]
 ) -> list[int]:
-    """Return the bytes that inductor itself estimates during each kernel: without reuse of buffers, and without
-    temporaries inside kernels.
+    """Return the bytes that inductor estimates during each kernel, by which it decides on the reuse of buffers. The
+    estimate has no reuse of buffers, and no temporaries inside kernels.
 
     inputs: {name: bytes} of the graph's inputs; results: names of the tensors that the graph returns; last: {tensor:
-    index of the last kernel that reads it}.
-    """
+    index of the last kernel that reads it}."""
     now = sum(inputs.values())
     sizes = dict(inputs)
     found = []
@@ -140,7 +136,7 @@ def _estimate_bytes(
 
 
 def find_peak(kernels: Sequence[Kernel], inputs: Mapping[str, int], results: Collection[str]) -> KernelMemory:
-    """Return the memory during the kernel with the highest peak (the first of several) of kernels that run in order.
-    inputs: {name: bytes} of the graph's inputs that are freed after their last use; results: names of the tensors that
-    the graph returns."""
+    """Return the memory during the kernel with the highest peak, if kernels run in the given order; the first of
+    several equal ones. inputs: {name: bytes} of the graph's inputs that are freed after their last use; results: names
+    of the tensors that the graph returns."""
     return max(simulate_allocations(kernels, inputs, results), key=lambda held: held.bytes)

@@ -79,9 +79,9 @@ these architectures, and of all others (aten/src/ATen/cuda/CublasHandlePool.cpp,
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A tensor in memory at the peak, or several equal ones. category: such as "activations"; shape, dtype: of one;
-    bytes: of all; stage: pipeline stage, None for none; first, last: events between which it is allocated, such as
-    "forward"."""
+    """One tensor in memory at the peak, or several equal tensors. category: such as "activations"; shape, dtype: of
+    each tensor; bytes: of all tensors together; stage: pipeline stage, None if the tensors belong to none; first, last:
+    events between which they are allocated, such as "forward"."""
 
     category: str
     name: str
@@ -95,10 +95,12 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Itemised memory of one rank at the peak of a training step. items: tensors at the peak. peak_bytes: their sum
-    without category "framework", which torch's allocator does not count. peak_snapshot: name of the memory snapshot at
-    the peak. between_steps: bytes of persistent memory. framework: (least, most) bytes of the CUDA context. compiled:
-    True if every layer is predicted as compiled."""
+    """Itemised memory of one rank at the peak of a training step.
+
+    items: tensors at the peak. peak_bytes: sum of the items, without the category "framework", which torch's allocator
+    does not count. peak_snapshot: name of the memory snapshot (point in time) at the peak. between_steps: bytes of
+    persistent memory. framework: (least, most) bytes of the CUDA context. compiled: True if every layer is predicted as
+    compiled by torch.compile."""
 
     items: tuple[Item, ...]
     peak_bytes: int
@@ -128,7 +130,7 @@ class LedgerOptions(TypedDict, total=False):
         routed: Numbers of token copies by index of the layer with experts; equal load unless given.
         pairs: True for training on response pairs (DPO).
         teacher: The teacher of distillation; None: none.
-        compile: Layers, norm and loss are compiled; `Ledger.compiled` is True if that can be predicted.
+        compile: True if layers, norm and loss are compiled; `Ledger.compiled` is True if this can be predicted.
         architecture: Architecture of CUDA devices, such as "Hopper".
     """
 
@@ -172,8 +174,8 @@ _add_transfers = lru_cache(maxsize=32)(with_transfers)
 
 
 def shorten_repeating_schedule(layout: Layout) -> Layout:
-    """Return a layout with fewer micro-batches and the same memory peak, if its schedule repeats; else the layout
-    itself."""
+    """Return the layout with fewer micro-batches and an equal memory peak, if its schedule repeats a pattern; otherwise
+    return the layout itself."""
     enough = ROUNDS * layout.pp
     if layout.schedule not in REPEATING or layout.micro_batches % layout.pp or layout.micro_batches <= enough:
         return layout
@@ -181,8 +183,8 @@ def shorten_repeating_schedule(layout: Layout) -> Layout:
 
 
 class _StepPeak(NamedTuple):
-    """Memory peak of a forward or backward of the schedule. snapshot: at the peak; bytes: its size; before, leaves:
-    gradient reductions in flight before and after."""
+    """Memory peak of one forward or backward of the schedule. snapshot: memory snapshot at the peak; bytes: its size;
+    before, leaves: gradient reductions in flight when the pass begins and when it ends."""
 
     snapshot: Snapshot
     bytes: int
@@ -192,7 +194,7 @@ class _StepPeak(NamedTuple):
 
 class _StepReplay:
     """Replay of a rank's training step, in the order of its pipeline schedule, that finds the memory peak. batch:
-    micro-batch; rank: global rank; options: of `ledger`."""
+    micro-batch; rank: global rank; options: options of the function `ledger`."""
 
     def __init__(self, batch: MicroBatch, rank: int, options: LedgerOptions) -> None:
         config, layout, sequence = batch.config, batch.layout, batch.sequence
@@ -259,8 +261,8 @@ class _StepReplay:
             yield Item("workspace", name, of, "int64", 8 * math.prod(of), None, "start of step", "end of step")
 
     def _step_peaks(self, alive: dict[tuple[str, str, int], int]) -> Iterator[tuple[_StepPeak, int]]:
-        """Yield (peak, bytes allocated outside it) of each forward and backward of the schedule; updates `alive`, the
-        bytes allocated outside it by (category, name, stage)."""
+        """Yield (memory peak of a pass, bytes allocated outside this pass) for each forward and backward of the
+        schedule. alive: {(category, name, stage): bytes} of the tensors outside the pass; updated before each yield."""
         rank, last, placement = self.place["pp"], self.program.stages - 1, self.program.placement
         answers = find_consumed_sends(self.program, rank)
         left = dict(self.passes)
@@ -317,9 +319,9 @@ class _StepReplay:
     def _find_peak(
         self, snapshots: StageSnapshots, kind: int, later: bool, over: bool, before: tuple[Reduction, ...]
     ) -> _StepPeak:
-        """Return the memory peak of a pass (`kind`: forward, backward ...) of a stage. snapshots: generator of its
-        snapshots; later: it is not the stage's first backward; over: it is its last; before: gradient reductions in
-        flight."""
+        """Return the memory peak of one pass of a stage. snapshots: generator of the stage's memory snapshots; kind:
+        forward, backward, input-gradient or weight-gradient pass; later: False for the stage's first backward of the
+        step; over: True for its last backward; before: gradient reductions in flight when the pass begins."""
         key = id(snapshots), kind, later, over, id(before)
         if key not in self._peaks:
             state = BackwardState(later, over, before)
@@ -343,8 +345,8 @@ class _StepReplay:
         return self._peaks[key]
 
     def stage(self, index: int, at_once: bool) -> StageSnapshots:
-        """Return the generator of memory snapshots of the stage with index `index`. at_once: each backward directly
-        follows its forward."""
+        """Return the generator of memory snapshots of the stage with index `index`. at_once: True if each backward of
+        the stage directly follows its forward."""
         if (index, at_once) not in self.stages:
             stage = self.partition.stages[index]
             kept, whole = (
@@ -376,8 +378,8 @@ class _StepReplay:
         return list_rank_steps(self.program, self.place["pp"])
 
     def _snapshot_items(self, snapshot: Snapshot, others: Mapping[tuple[str, str, int], int]) -> Iterator[Item]:
-        """Yield the items of the ledger at a snapshot without persistent ones. others: bytes of other micro-batches'
-        tensors by (category, name, stage)."""
+        """Yield the ledger items at a snapshot, without items that are allocated during the whole step. others:
+        {(category, name, stage): bytes} of the tensors of other micro-batches."""
         for (category, name, of), size in others.items():
             if name in (WAITING, FOLLOWED):
                 part = self.stage(of, name == FOLLOWED)

@@ -59,8 +59,8 @@ _CONVENTIONS = {"torchtitan": "eager", "llm-foundry": "eager", "nanotron": "eage
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes per parameter. weights, gradients: of weights and of gradients; optimizer: of optimizer state, fp32 master
-    weights included."""
+    """Bytes of model states per parameter. weights, gradients: bytes of weights and of gradients; optimizer: bytes of
+    optimizer state, fp32 master weights included."""
 
     weights: float
     gradients: float
@@ -72,18 +72,17 @@ class StateBytes:
         return self.weights + self.gradients + self.optimizer
 
     def sharded(self, zero: int, ranks: Number) -> tuple[Number, Number, Number]:
-        """Return the bytes per parameter of (weights, gradients, optimizer state) on each of `ranks` ranks over which
-        ZeRO stage `zero` shards."""
+        """Return (weights, gradients, optimizer state) in bytes per parameter of the full model, on each of `ranks`
+        ranks over which ZeRO stage `zero` shards."""
         first, second, third = (ranks if zero >= level else 1 for level in (1, 2, 3))
         return self.weights / third, self.gradients / second, self.optimizer / first
 
 
 def state_bytes(zero: int, ranks: int, narrow: bool = True, wide_gradients: bool = False) -> StateBytes:
-    """Return Adam's bytes per parameter on each of `ranks` ranks under ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054,
-    section 3.1, figure 1). zero: ZeRO stage, 0 to 3.
+    """Return Adam's bytes per parameter of the full model, on each of `ranks` ranks under ZeRO (Rajbhandari et al.
+    2020, arXiv:1910.02054, section 3.1, figure 1). zero: ZeRO stage, 0 to 3.
 
-    narrow: mixed precision, 2 + 2 + 12 bytes for weight, gradient and optimizer state, or 2 + 4 + 12 with
-    wide_gradients (float32); else float32, 4 + 4 + 8.
-    """
+    narrow: True for mixed precision: 2 + 2 + 12 bytes of weight, gradient and optimizer state, or 2 + 4 + 12 with
+    `wide_gradients` (float32 gradients). False for float32: 4 + 4 + 8 bytes."""
     each = StateBytes(2.0, 4.0 if wide_gradients else 2.0, 12.0) if narrow else StateBytes(4.0, 4.0, 8.0)
     return StateBytes(*each.sharded(zero, ranks))

@@ -39,16 +39,16 @@ figures: 3 to 7%)."""
 
 
 def slack_fraction(cluster: Cluster) -> float:
-    """Return the fraction of the predicted peak by which a device's memory use exceeds it: allocator fragmentation on
-    CUDA, and the excess measured in finished runs on the cluster."""
+    """Return (memory use of a device - predicted peak) / predicted peak. On CUDA it is allocator fragmentation; the
+    excess measured in finished runs on the cluster is added."""
     found = cluster.calibration
     shown = 0.0 if found is None or found.unexplained_share is None else found.unexplained_share
     return max(0.0, (SLACK if cluster.kind == "cuda" else 0.0) + shown)
 
 
 def context_bytes(problem: Problem) -> int:
-    """Return the bytes that a rank's process holds in addition to tensors: on CUDA an upper bound of the CUDA context,
-    on a CPU the interpreter and libraries as measured on this machine."""
+    """Return the bytes that a rank's process holds in addition to tensors. On CUDA it is an upper bound of the CUDA
+    context; on a CPU it is interpreter and libraries, as measured on this machine."""
     return int(CUDA_CONTEXT[1]) if problem.cluster.kind == "cuda" else sum(size for _, size in problem.process)
 
 
@@ -90,8 +90,8 @@ class RankMemory:
         return found
 
     def gib(self) -> dict[str, float]:
-        """Return {category: GiB} with "peak", the sum over tensors, and with "framework" and "unexplained", which the
-        peak does not include; "workspace" includes communication and logits."""
+        """Return {category: GiB}. "peak" is the sum over tensors; "framework" and "unexplained" come in addition to the
+        peak. "workspace" includes communication and logits."""
         found = self.by_category()
         parts = {name: found[name] / GIB for name in MEMORY_PARTS}
         parts["workspace"] += (found["communication"] + found["logits"]) / GIB
@@ -100,8 +100,8 @@ class RankMemory:
 
 
 def merge_layers(items: Iterable[Item]) -> list[Item]:
-    """Return ledger items with those merged that differ only in the layer's number, such as `layers.0.mlp.up.input`;
-    their bytes are summed. Largest first."""
+    """Merge ledger items that differ only in the number of their layer, such as `layers.0.mlp.up.input`, and sum their
+    bytes. Return the merged items, largest first."""
     found: dict[tuple[str, ...], list[Item]] = {}
     numbers: dict[tuple[str, ...], list[int]] = {}
     for item in items:
@@ -144,8 +144,8 @@ def memory_of(problem: Problem, layout: Layout, pp_rank: int) -> RankMemory:
 
 
 def distinct_ranks(problem: Problem, layout: Layout) -> list[int]:
-    """Return the pipeline ranks whose memory must be computed to find the highest peak: the first and the last of each
-    set of ranks with equal stages, as one of these two has most micro-batches in flight."""
+    """Return the pipeline ranks whose memory must be computed to find the highest peak. They are the first and the last
+    rank of each set of ranks with equal stages, as one of these two has the most micro-batches in flight."""
     found: dict[tuple[object, ...], list[int]] = {}
     for rank, place in enumerate(stages_at(problem, layout)):
         kind = tuple((len(stage.layers), stage.first, stage.last) for stage in place)
@@ -154,8 +154,8 @@ def distinct_ranks(problem: Problem, layout: Layout) -> list[int]:
 
 
 def stages_at(problem: Problem, layout: Layout) -> list[list[Stage]]:
-    """Return the pipeline stages of each pipeline rank, one list per rank; under a bidirectional schedule, those of
-    both replicas."""
+    """Return the pipeline stages of each pipeline rank, one list per rank. Under a bidirectional schedule a list has
+    the stages of both replicas."""
     if layout.schedule in SCHEDULE_CHUNKS and layout.schedule != "auto":
         places = stages_by_rank(layout.schedule, layout.pp, layout.chunks)
     else:  # a program of one's own puts them where it likes

@@ -32,9 +32,8 @@ def saved_activations(
 ) -> list[Saved]:
     """Return the activations of one micro-batch that a rank saves for the backward in a pipeline stage.
 
-    at_once: the stage's backward directly follows its forward; tp_rank: rank along tp; compiled: layers and final norm
-    are compiled, as far as that can be predicted.
-    """
+    at_once: True if the stage's backward directly follows its forward; tp_rank: rank along tp; compiled: True if layers
+    and final norm are compiled by torch.compile (predicted as eager where this cannot be predicted)."""
     types = element_types(batch.dtype)
     found = []
     for each in _tensors(batch, stage, at_once, tp_rank, compiled):
@@ -44,8 +43,8 @@ def saved_activations(
 
 
 def position_tables(config: ModelConfig, sequence: int, parameter_dtype: str = "float32") -> list[Saved]:
-    """Return the cosine and sine tables of rotary positions for `sequence` tokens, rounded up to a power of two; none
-    for other positions. parameter_dtype: torch's type name."""
+    """Return the cosine and sine tables of rotary positions for `sequence` tokens, rounded up to a power of two. The
+    list is empty for models without rotary positions. parameter_dtype: torch's type name."""
     dtype, found = element_types(parameter_dtype)["wide"], list[Saved]()
     for rotation in config.rotations(range(config.layers)):
         shape = 1 << (sequence - 1).bit_length(), rotation.size // 2
@@ -55,7 +54,9 @@ def position_tables(config: ModelConfig, sequence: int, parameter_dtype: str = "
 
 
 def _tensors(batch: MicroBatch, stage: Stage, at_once: bool, tp_rank: int, compiled: bool) -> Iterator[SavedTensor]:
-    """Yield the tensors of `saved_activations` (same arguments), before element types are resolved."""
+    """Yield the activations of one micro-batch that a rank saves, with symbolic element types such as "x". at_once:
+    True if the stage's backward directly follows its forward; tp_rank: rank along tp; compiled: True if layers and
+    final norm are compiled."""
     config, recompute = batch.config, batch.layout.recompute
     stream = batch.rows, batch.slice, config.hidden
     if stage.first:
@@ -104,8 +105,8 @@ def layer_tensors(batch: MicroBatch, layer: int, input_gradient: bool = True) ->
 
 
 def _compiled_layer(batch: MicroBatch, layer: int) -> Iterator[SavedTensor]:
-    """Yield the tensors that a compiled layer saves in addition to its input. An expert-parallel mixture is not
-    compiled: it saves what eager ones save."""
+    """Yield the tensors that a compiled layer saves in addition to its input. An expert-parallel mixture of experts is
+    not compiled: its tensors are those of an eager layer."""
     yield from compiled_peaks.saved_tensors(batch, layer)
     if not (batch.expert_parallel and batch.config.has_experts(layer)):
         return
@@ -128,13 +129,15 @@ def _mixtures(batch: MicroBatch, stage: Stage) -> bool:
 
 @cache
 def _select(section: str, properties: frozenset[str]) -> tuple[Item, ...]:
-    """Return the tensors of a list in `tensors.toml` that exist. section: such as "loss"."""
+    """Return the tensors of one list in `tensors.toml` whose conditions hold. section: name of the list, such as
+    "loss"; properties: names of the properties that hold, such as "gated"."""
     return select_items(read_packaged_toml("planner/memory/tensors.toml")["saved"][section], properties, {})
 
 
 def _listed(section: str, dimensions: Dimensions, properties: frozenset[str]) -> Iterator[SavedTensor]:
-    """Yield the tensors of a list in `tensors.toml` that exist. section: such as "loss"; dimensions, properties: of the
-    layer or of the loss."""
+    """Yield the tensors of one list in `tensors.toml` whose conditions hold, with their shapes. section: name of the
+    list, such as "loss"; dimensions: {name or formula of a size: value}; properties: names of the properties that hold,
+    such as "gated"."""
     return (parse_tensor(item).compute(dimensions) for item in _select(section, properties))
 
 
@@ -165,10 +168,8 @@ def _shared_by_layers(batch: MicroBatch, stage: Stage) -> Iterator[SavedTensor]:
 
 
 def _head(batch: MicroBatch, stage: Stage, at_once: bool, tp_rank: int) -> Iterator[SavedTensor]:
-    """Yield the tensors that the loss saves, and for an encoder transform or pooler and classifier before it.
-
-    at_once: the stage's backward directly follows its forward; tp_rank: rank along tp.
-    """
+    """Yield the tensors that the loss saves; for an encoder, also those of the transform, or of pooler and classifier,
+    before the loss. at_once: True if the stage's backward directly follows its forward; tp_rank: rank along tp."""
     config, kind = batch.config, layer_kind(batch.config, 0)
     count, width = batch.all_tokens, at_most(batch.vocabulary, config.vocabulary)
     if config.encoder:

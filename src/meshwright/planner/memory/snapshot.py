@@ -12,8 +12,8 @@ from meshwright.planner.memory.states import Flat
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """An activation that a forward saves for its backward. name: such as "layers.3.mlp.up.input"; shape; dtype: torch's
-    type name; bytes: size of its whole storage."""
+    """An activation that a forward saves for its backward. name: such as "layers.3.mlp.up.input"; shape: sizes on this
+    rank; dtype: torch's type name; bytes: size of the whole storage."""
 
     name: str
     shape: tuple[int, ...]
@@ -22,8 +22,9 @@ class Saved:
 
 
 class Temporary(NamedTuple):
-    """A tensor of a memory snapshot that is neither persistent nor a saved activation. category: category of the memory
-    ledger, such as "workspace"; bytes: size, negative for a saved activation that is already freed."""
+    """A tensor of a memory snapshot that is neither persistent nor a saved activation. name: such as "layers.3.mlp.up";
+    category: category of the memory ledger, such as "workspace"; bytes: size. An entry with negative bytes stands for a
+    saved activation that is already freed."""
 
     category: str
     name: str
@@ -35,7 +36,8 @@ NamedSnapshot = tuple[str, list[Temporary]]
 
 
 def activation(name: str, size: int) -> Temporary:
-    """Return a temporary of category "activations": a short-lived activation, or the gradient of one. size: bytes."""
+    """Return a temporary of category "activations": a short-lived activation, or the gradient of an activation. size:
+    bytes."""
     return Temporary("activations", name, size)
 
 
@@ -50,8 +52,8 @@ def message(name: str, size: int) -> Temporary:
 
 
 class Reduction(NamedTuple):
-    """A gradient reduction in flight. flat: flat parameter buffer whose gradient is reduced; later: True if it belongs
-    to a micro-batch after the first, so that its result is added to an earlier sum."""
+    """A gradient reduction in flight. flat: flat parameter buffer whose gradient is reduced; later: True for a
+    micro-batch after the first, so that the result is added to an earlier sum."""
 
     flat: Flat
     later: bool
@@ -59,8 +61,8 @@ class Reduction(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BackwardState:
-    """State of a pipeline stage when a backward begins. later: True if an earlier micro-batch of the step had its
-    backward; last: True for the stage's last backward of the step; before: gradient reductions in flight."""
+    """State of a pipeline stage when a backward begins. later: True if the stage has already run a backward in this
+    step; last: True for its last backward of the step; before: gradient reductions in flight."""
 
     later: bool
     last: bool
@@ -72,8 +74,8 @@ class Buffers(NamedTuple):
 
     Attributes:
         units: FSDP units of the stage, each a layer, the embedding or the head.
-        flats: Flat parameter buffers of each unit.
-        reused: {elements: number} of the unsharded gradient buffers that layers share.
+        flats: {unit: its flat parameter buffers}.
+        reused: {number of elements: number of buffers} of the unsharded gradient buffers that layers share.
         tied: True if head and embedding share their weight.
     """
 

@@ -32,9 +32,9 @@ OF_HEAD = ("head.", "final_norm.", "transform.", "transform_norm.", "pooler.", "
 
 
 def queued_bytes(batch: MicroBatch, unrecomputed: Sequence[Saved], layer: int, attention: bool = True) -> Number:
-    """Return the bytes that a layer's queued weight gradients keep allocated: inputs and output gradients of its linear
-    layers. unrecomputed: the stage's saved activations without recompute; attention: False to leave out attention's
-    linear layers."""
+    """Return the bytes that a layer's queued weight gradients keep allocated: the inputs and the output gradients of
+    its linear layers. unrecomputed: activations that the stage saves without recompute; attention: False to leave out
+    attention's linear layers."""
     config, tokens = batch.config, batch.all_tokens
     names = ("qkv.input", "output.input", "up.input", "down.input") if attention else ("up.input", "down.input")
     found: Number = 0
@@ -54,9 +54,8 @@ def queued_bytes(batch: MicroBatch, unrecomputed: Sequence[Saved], layer: int, a
 class StageSnapshots:
     """Generator of the memory snapshots of a stage's forward and backward on one rank.
 
-    saved: activations that the forward saves; unrecomputed: those it would save without recompute; compiled: layers,
-    norm and loss are compiled; queues: True if split backwards queue weight gradients.
-    """
+    saved: activations that the forward saves; unrecomputed: activations that it would save without recompute; compiled:
+    True if layers, norm and loss are compiled; queues: True if split backwards queue weight gradients."""
 
     def __init__(
         self, batch: MicroBatch, stage: Stage, buffers: Buffers, saved: Sequence[Saved], unrecomputed: Sequence[Saved],
@@ -75,12 +74,12 @@ class StageSnapshots:
 
     @property
     def _both_ends(self) -> bool:
-        """True if the stage has both the embedding and the head, and these share their weight."""
+        """True if the stage has both the embedding and the head, and they share their weight."""
         return self.buffers.tied and self.stage.first and self.stage.last
 
     def _by_unit(self, saved: Sequence[Saved]) -> dict[str, list[Saved]]:
-        """Return the saved activations of each FSDP unit (layer, embedding or head), in order, and under "" those that
-        no unit saved, which are freed only at the end of the backward."""
+        """Return {FSDP unit (layer, embedding or head): its saved activations}, in order. The key "" has the
+        activations that belong to no unit, which are freed only at the end of the backward."""
         found: dict[str, list[Saved]] = {unit: [] for unit in (*self.units, "")}
         for each in saved:
             unit = "head" if each.name.startswith(OF_HEAD) else ".".join(each.name.split(".")[:2])
@@ -88,7 +87,8 @@ class StageSnapshots:
         return found
 
     def _saved_at(self, unit_index: int, backward: bool) -> list[Saved]:
-        """Return the saved activations allocated in the forward (or, if `backward`, the backward) of a unit."""
+        """Return the saved activations that are allocated during the forward of the unit with index `unit_index`.
+        backward: True for its backward instead."""
         before = ("", *self.units[: unit_index + backward])
         found = [each for unit in before for each in self._saved_of[unit]]
         of_loss = self._of_loss if backward and "head" not in before else []
@@ -97,8 +97,8 @@ class StageSnapshots:
     def _snapshot(
         self, name: str, saved: int, tensors: Sequence[Temporary], unit_index: int, backward: bool
     ) -> Snapshot:
-        """Return a snapshot during the forward (or, if `backward`, the backward) of the unit with index `unit_index`.
-        saved: bytes of saved activations; tensors: other tensors."""
+        """Return a memory snapshot during the forward of the unit with index `unit_index`, or during its backward if
+        `backward`. name: name of the snapshot; saved: bytes of saved activations; tensors: all other tensors."""
         return Snapshot(name, saved, tuple(tensors), self.stage.index, partial(self._saved_at, unit_index, backward))
 
     def forward(self) -> Iterator[Snapshot]:
@@ -136,8 +136,9 @@ class StageSnapshots:
                 yield from extras
 
     def backward(self, split: bool = False, state: BackwardState = FIRST_AND_LAST) -> Iterator[Snapshot]:
-        """Yield the memory snapshots of one micro-batch's backward in order. split: True if it computes only input
-        gradients; state: state when it begins, such as gradient reductions in flight."""
+        """Yield the memory snapshots of one micro-batch's backward in order. split: True for a backward that computes
+        only input gradients; state: state of the stage when the backward begins, such as gradient reductions in flight.
+        """
         config, left, frozen = self.batch.config, self.saved_bytes, self.batch.config.adapter is not None
         matrix = self.batch.vocabulary * config.hidden * self.batch.itemsize
         queue = 0  # of a split backward: what weight gradients need
@@ -168,7 +169,8 @@ class StageSnapshots:
             yield self._snapshot("input gradients", left, (waiting, *ends, *self.in_flight(state.before)), -1, True)
 
     def weight_gradients(self, state: BackwardState) -> Iterator[Snapshot]:
-        """Yield the memory snapshots of the pass that computes queued weight gradients. state: state when it begins."""
+        """Yield the memory snapshots of the pass that computes queued weight gradients. state: state of the stage when
+        the pass begins."""
         at, config = self.batch, self.batch.config
         columns = max(at.qkv_width, config.intermediate // at.layout.tp * (2 if config.gated else 1))
         extras = [] if self.fused else [workspace("weight gradient", columns * config.hidden * at.itemsize)]
@@ -179,8 +181,8 @@ class StageSnapshots:
         yield Snapshot("weight gradients", 0, (*extras, *around))
 
     def _unit_backward(self, unit_index: int, split: bool) -> Iterator[NamedSnapshot]:
-        """Yield (snapshot name, temporaries) for the backward of the unit with index `unit_index`. split: only input
-        gradients are computed."""
+        """Yield (snapshot name, temporaries) for the backward of the unit with index `unit_index`. split: True if only
+        input gradients are computed."""
         unit = self.units[unit_index]
         if unit == "head":
             if self.batch.config.encoder:
@@ -215,8 +217,8 @@ class StageSnapshots:
             yield from temporaries.embedding_pass(self.batch, unit).snapshots("embedding")
 
     def _bytes_beside_recomputed(self, unit: str) -> int:
-        """Return the bytes of a layer's saved activations that stay allocated while the recomputed ones are: its 16-bit
-        input, and results that the backward never reads. unit: such as "layers.3"."""
+        """Return the bytes of a layer's saved activations that stay allocated beside the recomputed activations: its
+        16-bit input, and results that the backward never reads. unit: name of the layer, such as "layers.3"."""
         batch = self.batch
         if batch.layout.recompute == "none":
             return 0
@@ -229,8 +231,8 @@ class StageSnapshots:
         return sum(each.bytes for each in self.saved if each.name in names)
 
     def _layer_backward(self, unit: str, split: bool) -> Iterator[NamedSnapshot]:
-        """Yield (snapshot name, temporaries) for the backward of an uncompiled layer. unit: such as "layers.3"; split:
-        only input gradients are computed."""
+        """Yield (snapshot name, temporaries) for the backward of an uncompiled layer. unit: name of the layer, such as
+        "layers.3"; split: True if only input gradients are computed."""
         at, config, number, saved = self.batch, self.batch.config, self._layer[unit], self._whole_of[unit]
         kind = layer_kind(config, number)
         layer = temporaries.Pass.of_layer(at, number, saved, split=split)
@@ -267,8 +269,9 @@ class StageSnapshots:
     # --- parameters and gradients
 
     def _gathered(self, unit_index: int, step: int) -> list[Temporary]:
-        """Return the parameters that ZeRO-3 has all-gathered: of the unit with index `unit_index` and of the prefetched
-        next one. step: 1 in the forward, -1 in the backward."""
+        """Return the full parameters that ZeRO-3 holds during a pass of the unit with index `unit_index`: those of this
+        unit, and of the prefetched next unit. step: 1 in the forward, -1 in the backward (the next unit is `unit_index`
+        + step)."""
         names = {self.units[at] for at in (unit_index, unit_index + step) if 0 <= at < len(self.units)}
         if step < 0:
             names -= set(LOOKED_UP)
@@ -283,31 +286,31 @@ class StageSnapshots:
 
     def _reductions(self, unit_index: int, state: BackwardState, split: bool, at_end: bool) -> list[Temporary]:
         """Return the tensors of gradient reductions in flight, and unsharded gradient buffers, in the backward of the
-        unit with index `unit_index`. state: state when the stage's backward begins; split: only input gradients are
-        computed; at_end: the unit allocates its gradient buffers at its end."""
+        unit with index `unit_index`. state: state of the stage when its backward begins; split: True if only input
+        gradients are computed; at_end: True if the unit allocates its gradient buffers at the end of its backward."""
         if split:
             return self.in_flight(state.before)
         posted = [*state.before, *self._list_reductions(range(unit_index + 1, len(self.units)), state)]
         return [*self.in_flight(posted), *([] if at_end else self._unsharded_gradients(unit_index))]
 
     def _unsharded_gradients(self, unit_index: int) -> list[Temporary]:
-        """Return the unsharded gradient buffers of the unit with index `unit_index`, and of an embedding that shares
-        its weight with the head."""
+        """Return the unsharded gradient buffers that are allocated in the backward of the unit with index `unit_index`:
+        its own and, if the stage has a head that shares its weight with the embedding, those of the embedding."""
         opened = list(self.buffers.flats.get(self.units[unit_index], ())) if self.units else []
         if self._both_ends:  # the head's contribution is allocated from the start
             opened += [flat for flat in self.buffers.flats.get("embedding", ()) if flat not in opened]
         return [each for flat in opened for each in self._unsharded(flat)]
 
     def _unsharded(self, flat: Flat) -> list[Temporary]:
-        """Return the unsharded gradient buffer that a flat parameter buffer allocates under ZeRO-2 and 3; none if
-        layers share one that is already counted."""
+        """Return, as a list, the unsharded gradient buffer that the flat parameter buffer `flat` allocates under ZeRO-2
+        and 3; empty if it uses a buffer shared by layers, which is counted elsewhere."""
         if flat.zero < 2 or flat.padded in self.buffers.reused:
             return []
         return [Temporary("gradients", f"{flat.name} unsharded gradient", flat.padded * self.batch.wide)]
 
     def in_flight(self, posted: Sequence[Reduction]) -> list[Temporary]:
-        """Return the tensors of gradient reductions in flight. posted: all reductions started so far, of which only the
-        last few are in flight."""
+        """Return the tensors of the gradient reductions in flight. posted: all reductions started so far; only the last
+        few of them are in flight."""
         found = []
         for flat, later in [each for each in posted if each.flat.zero][-REDUCTIONS_IN_FLIGHT:]:
             shard = flat.padded // flat.shards * self.batch.wide
@@ -319,27 +322,28 @@ class StageSnapshots:
         return found
 
     def started_reductions(self, state: BackwardState, weights: bool | None = None) -> list[Reduction]:
-        """Return the gradient reductions that a backward starts. state: state when it begins; weights: True for its
-        weight-gradient pass, which completes the gradients of layers, False for its input-gradient pass, None for an
-        unsplit backward."""
+        """Return the gradient reductions that a backward starts. state: state of the stage when the backward begins.
+        weights: True for a weight-gradient pass, which completes the gradients of layers; False for an input-gradient
+        pass; None for an unsplit backward."""
         units = enumerate(self.units)
         return self._list_reductions(
             (at for at, unit in units if weights is None or (unit in self._layer) == weights), state
         )
 
     def _list_reductions(self, places: Iterable[int], state: BackwardState) -> list[Reduction]:
-        """Return, in order, the gradient reductions that a backward starts for the units with the indices `places`.
-        state: state when the backward begins."""
+        """Return, in order, the gradient reductions that a backward starts for some units. places: indices of the
+        units; state: state of the stage when the backward begins."""
         units = (self.units[place] for place in sorted(places, reverse=True))
         flats = (flat for unit in units for flat in self.buffers.flats.get(unit, ()))
         return [Reduction(flat, state.later) for flat in flats if flat.zero >= 2 or state.last]
 
 
 def _count_bytes(saved: Iterable[Saved]) -> int:
-    """Return the bytes of saved activations."""
+    """Return the total bytes of saved activations."""
     return sum(each.bytes for each in saved)
 
 
 def _is_saved_by_loss(saved: Saved) -> bool:
-    """Return True if the loss itself saved an activation, which is then freed only at the end of the whole backward."""
+    """Return True if the loss saved this activation. Such an activation is freed only at the end of the stage's
+    backward."""
     return (saved.name.startswith("head.") and saved.name.endswith(".gradient")) or saved.name == "loss"

@@ -30,16 +30,16 @@ STATE_KINDS: dict[str, tuple[str, ...]] = {
 
 
 class Flat(NamedTuple):
-    """A flat parameter buffer on a rank: parameters of an FSDP unit concatenated to one vector.
+    """A flat parameter buffer on a rank: parameters of an FSDP unit, concatenated to one vector.
 
     Attributes:
         unit: FSDP unit, such as "layers.3".
         part: Kind of the buffer, such as "dense" or "experts".
-        numel, padded: Elements before and after padding.
-        shards: Number of ranks over which ZeRO shards it.
-        zero: ZeRO stage; 0 on a single rank.
+        numel, padded: Number of elements before and after padding.
+        shards: Number of ranks over which ZeRO shards the buffer.
+        zero: ZeRO stage; 0 if there is a single rank.
         packed: Quantized format of frozen weights, such as "nf4"; None if not quantized.
-        scales: Bytes of double quantization beside the buffer.
+        scales: Bytes of the scales of double quantization, which are stored beside the buffer.
     """
 
     unit: str
@@ -75,7 +75,8 @@ class Flat(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class State:
     """A persistent tensor of a rank. kind: "parameters", "masters" (fp32 master weights), "gradients",
-    "gradient_buffers" (unsharded) or "optimizer"; name; numel: elements; dtype: torch's type name; bytes."""
+    "gradient_buffers" (unsharded gradients) or "optimizer"; name: label of the tensor; numel: number of elements;
+    dtype: torch's type name; bytes: size."""
 
     kind: str
     name: str
@@ -109,8 +110,8 @@ def flats_of(table: ParameterTable, layout: Layout, units: Sequence[str]) -> lis
 
 
 def _count_scale_bytes(table: ParameterTable, layout: Layout, unit: str) -> int:
-    """Return the bytes of the scales of double quantization that any rank holds beside the packed buffer of an FSDP
-    unit: those of whole matrices."""
+    """Return the most bytes that any rank holds of the scales of double quantization for an FSDP unit. Ranks hold the
+    scales of whole matrices."""
     tensors = table.unit_tensors(unit, layout, "packed")
     return sum(count_scale_bytes(entry.numel) for tensor in tensors for entry in tensor.entries)
 
@@ -138,8 +139,8 @@ def list_states(flats: Sequence[Flat], parameter_dtype: str, master_dtype: str, 
 
 
 def gradient_buffers(flats: Sequence[Flat]) -> dict[int, int]:
-    """Return {elements: number} of the unsharded gradient buffers that layers share under ZeRO-2 and 3. flats: the
-    rank's flat parameter buffers."""
+    """Return {number of elements: number of buffers} of the unsharded gradient buffers that layers share under ZeRO-2
+    and 3. flats: the rank's flat parameter buffers."""
     return count_reused_buffers(
         [
             tuple(flat.padded for flat in parts if flat.zero >= 2 and flat.trainable)

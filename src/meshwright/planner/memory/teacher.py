@@ -28,7 +28,7 @@ CROSS_ENTROPY_TENSORS = 2
 @dataclass(frozen=True)
 class TeacherMemory:
     """Memory of a distillation teacher on a rank. teacher: sizes of the teacher; batch: micro-batch of the student;
-    compiled: the loss is compiled."""
+    compiled: True if the loss is compiled."""
 
     teacher: TeacherWork
     batch: MicroBatch
@@ -64,8 +64,9 @@ class TeacherMemory:
             yield each._replace(bytes=each.bytes * batch.layout.micro_batches)
 
     def list_states(self) -> Iterator[Temporary]:
-        """Yield the final hidden states and outputs of compared layers for one micro-batch, or the cached most probable
-        tokens; without pipeline parallelism they are allocated during the student's forward alone."""
+        """Yield the tensors with the teacher's results for one micro-batch: final hidden states and outputs of compared
+        layers, or the cached most probable tokens. Without pipeline parallelism they are allocated only during the
+        student's forward."""
         tokens, config, top_k = self.batch.all_tokens, self.teacher.config, self.teacher.top_k
         if top_k:
             yield workspace("teacher.top_k", tokens * (8 * top_k + 4 * (top_k + 1)))
@@ -76,9 +77,9 @@ class TeacherMemory:
             yield activation("teacher.hidden", self.item * here * config.hidden * self.teacher.projected)
 
     def list_loss_temporaries(self, differentiated: bool) -> Iterator[Temporary]:
-        """Yield the temporaries that distillation adds to those of the cross-entropy for one chunk of tokens: the
-        teacher's logits and, while the chunk's gradients are not yet computed, the divergence's gradients and the
-        temporaries of one slice of the chunk. differentiated: True if the gradients are computed already."""
+        """Yield the temporaries that distillation adds to those of the cross-entropy, for one chunk of tokens: the
+        teacher's logits and, before the chunk's gradients are computed, the divergence's gradients and the temporaries
+        of one slice of the chunk. differentiated: True after the chunk's gradients are computed."""
         batch, width = self.batch, -(-self.batch.config.vocabulary // self.batch.layout.tp)
         longest = max(split_loss_chunks(batch.all_tokens, width, batch.device), default=0)
         whole = batch.device != "cpu" or self.compiled
@@ -93,8 +94,9 @@ class TeacherMemory:
             yield workspace("divergence of a slice", batch.wide * width * at_once * wide)
 
     def make_forward_snapshot(self) -> Snapshot:
-        """Return the memory snapshot of the teacher's forward, which runs before the student's, in one of its
-        feed-forward layers: gate and up, the activation, their product, and three tensors of hidden states."""
+        """Return the memory snapshot of the teacher's forward, which runs before the student's. It is taken in a
+        feed-forward layer of the teacher, with these temporaries: gate and up, the activation, their product, and three
+        tensors of hidden states."""
         config = self.teacher.config
         experts = config.experts_per_token * config.expert_intermediate if config.experts else 0
         columns = max(config.intermediate, experts)
@@ -103,8 +105,9 @@ class TeacherMemory:
         return Snapshot("teacher: forward", 0, (activation("teacher's layer being computed", size),))
 
     def add_to(self, student: Iterable[Snapshot], forward: bool) -> Iterator[Snapshot]:
-        """Yield the snapshots of a pass of the student through its last stage with the tensors of the distillation
-        loss. Without pipeline parallelism, a forward pass comes after that of the teacher and holds its states.
+        """Yield the memory snapshots of a pass of the student through its last stage, with the tensors of the
+        distillation loss added. Without pipeline parallelism, the teacher's results are added too in a forward pass,
+        which runs after the teacher's.
 
         student: snapshots without teacher; forward: True for a forward pass."""
         alone = forward and self.batch.layout.pp == 1

@@ -27,8 +27,9 @@ from meshwright.toml import read_packaged_toml
 
 
 class _Row(NamedTuple):
-    """A snapshot in `tensors.toml`. name: after its unit's; tensors: temporaries with their sizes; freed, held:
-    beginnings of the names of saved activations freed before and made by then."""
+    """One memory snapshot of a pass, as `tensors.toml` describes it. name: name of the snapshot, without the unit's
+    name; tensors: temporaries, each with the formula of its size. freed, held: prefixes of names of saved activations
+    that were freed before the snapshot, and that were already made in it."""
 
     name: str
     tensors: tuple[Item, ...]
@@ -38,7 +39,8 @@ class _Row(NamedTuple):
 
 @cache
 def _rows(section: str, properties: frozenset[str]) -> list[_Row]:
-    """Return the snapshots of a pass in `tensors.toml` that exist. section: such as "attention"."""
+    """Return the memory snapshots of one section of `tensors.toml` whose conditions hold. section: such as "attention";
+    properties: names of the properties that hold, such as "gated"."""
     table = read_packaged_toml("planner/memory/tensors.toml")
     return [
         _Row(
@@ -50,12 +52,13 @@ def _rows(section: str, properties: frozenset[str]) -> list[_Row]:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Sizes of a pass through a unit, from which its snapshots follow.
+    """Sizes of a forward or backward pass through an FSDP unit, from which its memory snapshots are computed.
 
     Attributes:
-        dimensions, properties: Of the layer or of the loss, as in `tensors.toml`.
-        saved: Saved activations to which the rows' `freed` and `held` refer.
-        prefix: Beginning of their names that the rows leave out, such as "layers.3.".
+        dimensions: {name or formula of a size in `tensors.toml`, such as "2 tokens hidden": value}.
+        properties: Names of the properties that hold, such as "gated"; conditions in `tensors.toml` test them.
+        saved: Saved activations of the unit, some of which snapshots count as freed or as already made.
+        prefix: Beginning of the names of `saved`, such as "layers.3.", which `tensors.toml` leaves out.
     """
 
     dimensions: Dimensions
@@ -67,8 +70,8 @@ class Pass:
     def of_layer(
         cls, batch: MicroBatch, layer: int, saved: Sequence[Saved] = (), *, split: bool = False, **dimensions: Number
     ) -> Pass:
-        """Return a pass through the layer with index `layer`. split: only input gradients are computed; dimensions:
-        further ones."""
+        """Return the sizes of a pass through the layer with index `layer`. saved: saved activations of the layer;
+        split: True if only input gradients are computed; dimensions: {name: value} of further dimensions."""
         kind, computed = layer_kind(batch.config, layer), batch.load(layer).computed
         copies = max(computed, batch.copies)
         return cls(
@@ -77,8 +80,9 @@ class Pass:
         )  # fmt: skip
 
     def snapshots(self, section: str) -> Iterator[NamedSnapshot]:
-        """Yield (snapshot name, temporaries) for each snapshot of a section that exists: saved activations freed before
-        it as an entry of negative bytes, those made by then, and its tensors."""
+        """Yield (snapshot name, tensors) for each memory snapshot of a section of `tensors.toml` whose condition holds.
+        The tensors are its temporaries and the saved activations made so far. One entry with negative bytes stands for
+        all saved activations freed so far. section: such as "attention"."""
         for row in _rows(section, self.properties):
             freed, held = (tuple(self.prefix + name for name in names) for names in (row.freed, row.held))
             found = [activation(each.name, each.bytes) for each in self.saved if each.name.startswith(held)]
@@ -94,8 +98,8 @@ class Pass:
 
 
 def attention_workspaces(batch: MicroBatch, kind: LayerKind) -> Iterator[Temporary]:
-    """Yield the temporaries inside the backward of attention in plain torch: of tiles, or of a ring. kind: kind of the
-    layer."""
+    """Yield the temporaries inside the backward of attention in plain torch, which is computed in tiles or as a ring.
+    kind: kind of the layer."""
     if batch.ring:
         yield from ring_backward(batch)
     elif batch.capped or (batch.device == "cpu" and not batch.config.encoder):  # an encoder's kernel is PyTorch's own
@@ -154,11 +158,10 @@ def ring_backward(batch: MicroBatch) -> Iterator[Temporary]:
 
 
 def count_unpacked_bytes(batch: MicroBatch, layer: int, name: str = "", result: int = 0) -> int:
-    """Return the bytes of a layer's largest weight that is dequantized for its matrix product, with the buffer of the
-    dequantization or the product's result, whichever is larger; 0 if weights are not quantized.
+    """Return the most bytes that the dequantization of one of a layer's weights takes: the dequantized weight, with the
+    larger of the dequantization's buffer and the product's result. 0 if weights are not quantized.
 
-    name: only weights whose operator's name begins so; result: bytes of the product's result.
-    """
+    name: only weights of operators whose names begin with it; result: bytes of the product's result."""
     if batch.config.adapter is None or batch.config.adapter.packed is None:
         return 0
     found = (one for one in layer_operators(batch, layer) if one.name.startswith(PACKED) and one.name.startswith(name))
@@ -172,8 +175,8 @@ MASK_BYTES = 12
 
 
 def count_mask_bytes(batch: MicroBatch, layer: int, name: str = "") -> int:
-    """Return the bytes of the largest dropout mask of a layer's adapters while it is computed. name: beginning of the
-    names of the adapted products."""
+    """Return the most bytes that the computation of one dropout mask of a layer's adapters takes. name: only adapted
+    products whose names begin with it."""
     found = (one for each in layer_operators(batch, layer) for one in each.operations)
     adapted = (one for one in found if one.name.startswith(name) and one.name.endswith(".adapter.a"))
     sizes = (one.shape[0] * one.shape[2] * one.count for one in adapted if one.shape)
@@ -181,8 +184,8 @@ def count_mask_bytes(batch: MicroBatch, layer: int, name: str = "") -> int:
 
 
 def adapter_sizes(batch: MicroBatch, layer: int, dimensions: Dimensions) -> dict[str, Number]:
-    """Return the dimensions of the backward of a dense MLP with dropout masks of adapters or dequantized weights.
-    dimensions: those of the layer without them."""
+    """Return {dimension: value} of the sizes that the backward of a dense MLP needs in addition, with dropout masks of
+    adapters or dequantized weights. dimensions: all other dimensions of the layer."""
     results = {"down": dimensions["rows tokens width x"], "up": dimensions["stream x"]}
     found = {f"{name}_masks": count_mask_bytes(batch, layer, f"mlp.{name}") for name in results}
     unpacked = {name: count_unpacked_bytes(batch, layer, f"mlp.{name}", result) for name, result in results.items()}
@@ -193,8 +196,9 @@ def adapter_sizes(batch: MicroBatch, layer: int, dimensions: Dimensions) -> dict
 
 
 def loss_pass(batch: MicroBatch, saved: Sequence[Saved], compiled: bool, again: bool) -> Pass:
-    """Return the pass through the loss. saved: saved activations of the stage; compiled: the loss is compiled; again:
-    True in the backward, if the forward saved no gradient."""
+    """Return the sizes of a pass through the loss, from which its memory snapshots are computed. saved: saved
+    activations of the stage; compiled: True if the loss is compiled; again: True for the backward of a loss whose
+    forward saved no gradient, so that the loss is computed again."""
     config, x = batch.config, batch.itemsize
     width = min(batch.vocabulary, config.vocabulary)
     chunks = split_loss_chunks(batch.predictions, width, batch.device) if config.head in ("next", "masked") else []
@@ -218,7 +222,8 @@ def loss_pass(batch: MicroBatch, saved: Sequence[Saved], compiled: bool, again: 
 
 
 def embedding_pass(batch: MicroBatch, unit: str) -> Pass:
-    """Return the pass through an embedding table. unit: "embedding", "positions" or "token_types"."""
+    """Return the sizes of a pass through an embedding table, from which its memory snapshots are computed. unit: table,
+    "embedding", "positions" or "token_types"."""
     config = batch.config
     tables = {"positions": config.max_positions, "token_types": config.token_types}
     return Pass.of_layer(batch, 0, table=tables.get(unit) or batch.vocabulary)

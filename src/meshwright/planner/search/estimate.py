@@ -50,7 +50,7 @@ class Estimate:
         layout: Layout with its precision.
         time: Predicted time of a training step.
         memory: Memory of the pipeline rank with the highest peak.
-        warnings: Lines of text that say which predictions are less certain.
+        warnings: Lines of text, each about a prediction that is less certain.
     """
 
     problem: Problem
@@ -61,7 +61,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """True if the predicted memory is at most the device memory, less the reserve that must stay free."""
+        """True if the predicted memory is at most the device memory minus the reserve that must stay free."""
         return self.memory.device_bytes <= self.problem.usable_bytes
 
     @property

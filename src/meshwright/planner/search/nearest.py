@@ -30,11 +30,10 @@ MOST_DOUBLINGS = 6
 
 @dataclass(frozen=True, slots=True)
 class Nearest:
-    """Layouts that come closest to fitting, for a search in which no layout fits.
+    """Two estimates for a search in which no layout fits.
 
-    least: estimate of the layout with the lowest memory peak on the given devices. enough: estimate of a layout that
-    fits on 2, 4, ... times as many devices; None if the links of more devices are unknown, or no tried number of
-    devices suffices."""
+    least: layout with the lowest memory peak on the given devices. enough: layout that fits on 2, 4, ... times as many
+    devices; None if the links of more devices are unknown, or no number of devices that was tried suffices."""
 
     least: Estimate
     enough: Estimate | None
@@ -45,7 +44,7 @@ class Nearest:
         return None if self.enough is None else self.enough.problem.cluster.devices
 
     def document(self) -> dict[str, Any]:
-        """Return the JSON entry "nearest" of `plan --json`: both layouts and the number of devices that suffices."""
+        """Return the JSON entry "nearest" of `plan --json`: both layouts, and the number of devices that suffices."""
         return {
             "least": self.least.document(),
             "enough": None if self.enough is None else {"devices": self.devices} | self.enough.document(),
@@ -54,16 +53,16 @@ class Nearest:
 
 def find_nearest(result: SearchResult) -> Nearest | None:
     """Return the layouts that come closest to fitting, for a search in which no layout fits. Return None if training
-    refuses even the layouts with the lowest memory. result: result of the search."""
+    cannot run any of the layouts with the lowest memory. result: result of the search."""
     assert result.screened is not None and not result.best
     least = _least(result.problem, result.screened)
     return None if least is None else Nearest(least, _enough(least))
 
 
 def _least(problem: Problem, screened: ScreenedLayouts) -> Estimate | None:
-    """Return the estimate of the layout with the lowest memory peak by the ledger, or the fastest if several fit; None
-    if training refuses all that were tried. screened: closed-form predictions; the layouts with the lowest predicted
-    memory are tried."""
+    """Return the estimate of the layout with the lowest memory peak by the memory ledger; if several fit, of the
+    fastest. None if training cannot run any layout that was tried. screened: closed-form predictions; the layouts with
+    the lowest predicted memory are tried."""
     room = problem.usable_bytes
     best: tuple[float, float, Layout] | None = None
     asked = 0
@@ -104,8 +103,9 @@ def _enough(least: Estimate) -> Estimate | None:
 
 
 def resize_cluster(here: Cluster, devices: int) -> Cluster | None:
-    """Return a cluster like `here` with `devices` devices. Several nodes: more nodes of the same size. A single node:
-    the cluster that the device catalogue has for its device. None if the links of the larger cluster are unknown."""
+    """Return a cluster of `devices` devices like `here`. If `here` has several nodes, nodes of the same size are added.
+    If it has one node, the result is the catalogue's cluster for its device. None if the links of the larger cluster
+    are unknown."""
     known = find_device(here.device.name)
     if here.nodes > 1:
         return replace(here, name=f"{devices}x{here.device.name}", devices=devices)

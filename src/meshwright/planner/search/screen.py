@@ -25,13 +25,15 @@ from meshwright.program.durations import Floats
 
 @dataclass(slots=True)
 class ScreenedLayouts:
-    """Closed-form predictions for all layouts of a search, as arrays with one entry per layout.
+    """Closed-form predictions for all layouts of a search, as arrays with one entry per layout. A layout combines a
+    stage layout (tp, cp, ep ...), a pipeline and a ZeRO setting.
 
     Attributes:
-        candidates: Candidate layouts of a pipeline stage.
-        layer_times: Times of layers, embedding and head under each candidate.
-        pipelines: Candidate pipelines (ranks, schedule, chunks).
-        candidate, pipe: Index of the layout's stage in `candidates` and of its pipeline in `pipelines`.
+        candidates: All candidate stage layouts.
+        layer_times: Times of layers, embedding and head under each stage layout.
+        pipelines: All candidate pipelines (ranks, schedule, chunks).
+        candidate, pipe: For each layout, the index of its stage layout in `candidates`, and of its pipeline in
+            `pipelines`.
         zero: ZeRO stage.
         hybrid: Number of ranks of a ZeRO sharding group; 0: all data-parallel ranks.
         seconds: Seconds of a step.
@@ -49,14 +51,13 @@ class ScreenedLayouts:
     bytes: Floats
 
     def by_candidate(self, get: Callable[[StageCandidate], Any]) -> Array:
-        """Compute a property of the stage of every layout; return an array with one entry per layout. get: function
-        (candidate layout of a stage) -> value. Values that are not numbers are replaced by integers, equal for equal
-        values."""
+        """Return an array with get(stage layout) for each layout of the search. Values that are not numbers are
+        replaced by integers; equal values have equal integers."""
         return _as_numbers(map(get, self.candidates))[self.candidate]
 
     def by_pipeline(self, get: Callable[[PipelineCandidate], Any]) -> Array:
-        """Compute a property of the pipeline of every layout; return an array with one entry per layout. get: function
-        (candidate pipeline) -> value. Values that are not numbers are replaced by integers, equal for equal values."""
+        """Return an array with get(pipeline) for each layout of the search. Values that are not numbers are replaced by
+        integers; equal values have equal integers."""
         return _as_numbers(map(get, self.pipelines))[self.pipe]
 
     def layout(self, index: int) -> Layout:
@@ -68,7 +69,8 @@ class ScreenedLayouts:
 
 
 def _as_numbers(values: Iterable[Any]) -> Array:
-    """Return values as an array; values that are not numbers are replaced by integers, equal for equal values."""
+    """Return values as an array. Values that are not numbers are replaced by integers; equal values have equal
+    integers."""
     numbers: dict[object, int] = {}
     return np.array(
         [each if isinstance(each, int | float) else numbers.setdefault(each, len(numbers)) for each in values]
@@ -118,11 +120,11 @@ class _Sharding(NamedTuple):
 
 
 class _FittingCandidates:
-    """Candidate layouts of a pipeline stage that use all devices of the cluster together with `ranks` pipeline ranks.
-    layer_times: times of layers under each candidate.
+    """Candidate layouts of a pipeline stage with which `ranks` pipeline ranks use all devices of the cluster.
 
-    Attributes, with one value per candidate that remains: `index`: its index in `layer_times`; `dp`: number of
-    data-parallel replicas; `micro`: number of micro-batches; `data`: number of data-parallel ranks, dp x cp."""
+    layer_times: times of layers under all candidates. Attributes, arrays with one entry per candidate that fits:
+    `index`: its index in `layer_times`; `dp`: number of data-parallel replicas; `micro`: number of micro-batches;
+    `data`: number of data-parallel ranks, dp x cp."""
 
     def __init__(self, layer_times: LayerTimes, ranks: int) -> None:
         self.layer_times, problem = layer_times, layer_times.problem
@@ -160,8 +162,8 @@ class _FittingCandidates:
         return _Sharding(fits if inside else self.data > 1, hybrid, groups)
 
     def levels(self) -> Iterator[tuple[int, bool]]:
-        """Yield the ZeRO settings to try, as (ZeRO stage, True if sharding groups are within nodes, False if they span
-        all data-parallel ranks)."""
+        """Yield the ZeRO settings to try, as (ZeRO stage, inside). inside: True if sharding groups are within nodes,
+        False if all data-parallel ranks form one group."""
         problem = self.layer_times.problem
         for zero in problem.engine.zero:
             yield zero, False
@@ -170,8 +172,8 @@ class _FittingCandidates:
 
 
 class _Pipeline:
-    """Predicted times and memory of the ranks of one pipeline, for all candidate layouts of its stages at once.
-    Pipeline ranks with equal stages are computed once; each such set counts as one distinct rank.
+    """Predicted times and memory of the ranks of one pipeline, under all candidate layouts of its stages at once.
+    Pipeline ranks with equal stages are computed once, as one distinct rank.
 
     grid: candidate layouts of a stage. memory: bytes of activations under each candidate. pipeline: number of ranks,
     schedule, chunks. places: stages on each rank."""
@@ -191,9 +193,9 @@ class _Pipeline:
 
     @cached_method
     def states(self, zero: int, inside: bool) -> tuple[Floats, Floats]:
-        """Return (bytes of model states on each distinct rank, [ranks, candidates]; bytes of the temporary buffers in
-        which ZeRO-2 and 3 gather and reduce one layer, [candidates]). zero: ZeRO stage; inside: True for sharding
-        groups within nodes."""
+        """Return (bytes of model states on each distinct rank [ranks, candidates], bytes of temporary buffers
+        [candidates]). ZeRO-2 and 3 gather and reduce one layer at a time in the temporary buffers. zero: ZeRO stage;
+        inside: True for sharding groups within nodes."""
         of, problem = self.of, self.grid.layer_times.problem
         shards, expert_shards = self.grid.sharding[inside].groups.shards
         dense, expert = of.rank_dense, of.rank_expert
@@ -233,9 +235,9 @@ class _Pipeline:
 def _screen_pipeline(
     costs: _Pipeline, pipeline: PipelineCandidate
 ) -> Iterator[tuple[int, Array, Array, Floats, Floats]]:
-    """Predict time and memory of all layouts with one pipeline. Yield for each ZeRO setting (ZeRO stage, and four
+    """Predict time and memory of all layouts with one pipeline. Yield for each ZeRO setting: its ZeRO stage, and four
     arrays with one entry per layout: candidate index, ranks of a sharding group, seconds of a step, bytes at the memory
-    peak). costs: predicted times and memory of the pipeline's ranks."""
+    peak. costs: predicted times and memory of the pipeline's ranks."""
     grid = costs.grid
     fits = grid.micro >= MIN_MICRO_BATCHES.get(pipeline.schedule, 0) * pipeline.ranks
     if pipeline.schedule in BIDIRECTIONAL_SCHEDULES:

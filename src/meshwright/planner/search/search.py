@@ -46,14 +46,14 @@ kind."""
 
 @dataclass(frozen=True, slots=True)
 class TooLargeLayout:
-    """A fast layout that does not fit into device memory, and a change of it that does.
+    """A fast layout that does not fit into device memory, and a change of the layout that makes it fit.
 
     Attributes:
         layout, seconds, bytes: The layout that does not fit; its seconds of a step; the bytes that it needs on a
             device.
         change: Change that makes it fit, such as "ac:full"; None if none is known.
-        instead, instead_seconds: The layout after the change (of the layouts with the fewest differences that fit, the
-            fastest), and its seconds of a step; None if no change is known.
+        instead, instead_seconds: The layout after the change, and its seconds of a step; None if no change is known. Of
+            the layouts that fit with the fewest changes, it is the fastest.
     """
 
     layout: Layout
@@ -77,7 +77,8 @@ class SearchResult:
         differences: Relative errors of closed-form step times against the simulator.
         advice: Fast layouts that do not fit.
         screened: Closed-form time and memory of all layouts.
-        undecided: Number of layouts that may be better but were not predicted exactly, as the search reached its limit.
+        undecided: Number of layouts that may be faster than the last of `best`, but were not predicted exactly because
+            the search reached its limit.
     """
 
     problem: Problem
@@ -92,9 +93,9 @@ class SearchResult:
 
 
 def search(problem: Problem, top: int = 5) -> SearchResult:
-    """Search all layouts of a planning problem for the fastest that fit and that training accepts. `best` of the result
-    has up to `top` of them: first the fastest of each kind of layout (`layout_kinds`), then the next fastest of all;
-    empty if none fits."""
+    """Search all layouts of a planning problem for the fastest layouts that fit and that training accepts. The result's
+    list `best` has up to `top` layouts: the fastest of each kind of layout (`layout_kinds`), then the next fastest of
+    all kinds; it is empty if no layout fits."""
     begun = time.perf_counter()
     # No layout can fix this: more tokens than positions.
     refuse(Layout(), problem.config, 1, problem.sequence, planning=True)
@@ -122,8 +123,8 @@ def _no_layout_error(problem: Problem) -> str:
 
 
 def _advice(shortlist: Shortlist, first: float) -> Iterator[TooLargeLayout]:
-    """Yield fast layouts that do not fit, each with a change that makes it fit (if one is found). They take less than
-    `first` seconds a step, are yielded fastest first, at most `MOST_ADVISED`, and differ from each other in tp, cp, pp
+    """Yield fast layouts that do not fit, fastest first, each with a change that makes it fit if there is one. Their
+    steps take less than `first` seconds. At most `MOST_ADVISED` are yielded; they differ from each other in tp, cp, pp
     or recompute. shortlist: candidates of the search."""
     problem, every, room = shortlist.problem, shortlist.every, shortlist.room
     fit = add_device_overhead(problem, every.bytes) <= room
@@ -161,11 +162,11 @@ def _advice(shortlist: Shortlist, first: float) -> Iterator[TooLargeLayout]:
 def _find_change(
     shortlist: Shortlist, columns: Mapping[str, Array], index: int, fit: Array, expected: Array
 ) -> int | None:
-    """Return the index of the fastest fitting candidate that differs from candidate `index` in the fewest properties;
-    None if there is none with up to three differences.
+    """Return the index of the candidate that fits and differs from candidate `index` in the fewest properties, the
+    fastest of several. None if three changed properties do not suffice.
 
-    shortlist: candidates of the search; columns: {property: array over all candidates}; fit: array, True if a candidate
-    may fit; expected: predicted seconds of a step, one per candidate."""
+    shortlist: candidates of the search; columns: {property: array over all candidates}; fit: bool array, True for
+    candidates that may fit; expected: predicted seconds of a step for each candidate."""
     unlike = np.asarray(sum((column != column[index]).astype(np.int8) for column in columns.values()))
     for changes in range(1, MOST_CHANGES + 1):
         near = np.flatnonzero(fit & (unlike == changes))
@@ -176,21 +177,23 @@ def _find_change(
 
 
 def _equal_mask(columns: Mapping[str, Array], index: int, *names: str) -> Array:
-    """Return an array of bool: True for candidates that equal candidate `index` in the properties `names`, such as
-    "tp". columns: {property: array over all candidates}."""
+    """Return a bool array over all candidates: True where a candidate equals candidate `index` in each property of
+    `names`, such as "tp". columns: {property: array over all candidates}."""
     return np.asarray(np.logical_and.reduce([columns[name] == columns[name][index] for name in names]))
 
 
 class Change(NamedTuple):
-    """A property in which a suggested layout may differ from one that does not fit. column: returns an integer or
-    number for each screened layout, equal for equal values; text: notation of a layout's value."""
+    """A property, such as recompute, in which a suggested layout may differ from one that does not fit. column:
+    function that returns an array with a number for each screened layout; equal values of the property have equal
+    numbers. text: function that returns the property's notation for a layout, such as "ac:full"."""
 
     column: Callable[[ScreenedLayouts], Array]
     text: Callable[[Layout], str]
 
 
 def _of_stage(get: Callable[[Layout], Any]) -> Callable[[ScreenedLayouts], Array]:
-    """Return the column of a property of a stage's layout."""
+    """Return the function `column` of a `Change`: it applies `get` to the stage layout of every screened layout, and
+    returns an array with one number each."""
     return lambda every: every.by_candidate(lambda one: get(one.layout))
 
 
@@ -217,11 +220,11 @@ _CHANGES = {
 
 
 def fastest_of_kinds(shortlist: Shortlist, top: int) -> list[Estimate]:
-    """Return the estimates of `top` layouts: first the fastest layout of each kind (`layout_kinds`), then the next
-    fastest of all. They are sorted by time.
+    """Return the estimates of `top` layouts, sorted by time: the fastest layout of each kind (`layout_kinds`), then the
+    next fastest layouts of all kinds.
 
     Layouts of one kind differ only in the sizes of the axes, and their times mostly by less than the error bounds.
-    shortlist: candidates that are predicted exactly; it predicts more of them as needed."""
+    shortlist: candidates of the search; further candidates are predicted exactly in it as needed."""
     kinds, remaining, stopped = layout_kinds(shortlist.every), shortlist.pending.copy(), shortlist.stopped
     found: list[Estimate] = []
     others: list[tuple[float, int, Layout]] = []

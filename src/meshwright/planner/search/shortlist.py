@@ -29,8 +29,8 @@ similar one whose ledger is known (tests/planner/search/test_search.py)."""
 
 
 def add_device_overhead(problem: Problem, peak: Array) -> Array:
-    """Return the bytes used on a device, including CUDA context and fragmentation, for tensors of `peak` bytes
-    (array)."""
+    """Return the bytes used on a device for tensors of `peak` bytes (array): the CUDA context and fragmentation are
+    added."""
     return peak * (1.0 + slack_fraction(problem.cluster)) + context_bytes(problem)
 
 
@@ -103,9 +103,9 @@ class Shortlist:
             self.stopped = True
 
     def exclude(self, alike: Array, budget: int) -> int:
-        """Exclude candidates, and find the fastest of the others; it becomes the first entry of `best`. Return the
-        number of exact predictions made. alike: bool array over all candidates, True for those to exclude; budget:
-        maximum number of exact predictions."""
+        """Exclude candidates, and find the fastest candidate that remains; it becomes the first entry of `best`. Return
+        the number of exact predictions made. alike: bool array over all candidates, True for candidates to exclude;
+        budget: maximum number of exact predictions."""
         before, self.budget = self.asked, budget
         self.pending[alike], self._left[alike], self._wanted = np.inf, False, 1
         self.best = [entry for entry in self.best if not alike[entry[1]]]
@@ -113,18 +113,18 @@ class Shortlist:
         return self.asked - before
 
     def _learn(self, index: int, exact: float) -> None:
-        """Correct the closed-form memory of similar candidates by one exact prediction: that of all candidates with the
-        same schedule and recompute is scaled by the same factor, so that candidate `index` gets `exact` bytes.
-        Candidates that are then too large are excluded."""
+        """Correct the closed-form memory of similar candidates by one exact prediction. The memory of all candidates
+        with the schedule and recompute of candidate `index` is scaled by one factor, so that candidate `index` gets
+        `exact` bytes. Candidates that are then too large are excluded."""
         alike = self._memory == self._memory[index]
         self._needed[alike] *= exact / self._needed[index]
         too_large = alike & self._left & (self._needed > self.room * DOUBT_ABOVE)
         self.pending[too_large], self._left[too_large] = np.inf, False
 
     def _kinds(self) -> Array:
-        """Return one integer per candidate, equal for candidates whose closed-form times have similar errors. These
-        have the same pipeline, and equal numbers of micro-batches per pipeline rank after rounding to a power of two.
-        """
+        """Return one integer per candidate; equal integers mean that closed-form times have similar errors. Such
+        candidates have the same pipeline, and equal numbers of micro-batches per pipeline rank after rounding to a
+        power of two."""
         every, ranks = self.every, self.every.by_pipeline(lambda pipe: pipe.ranks)
         inner = every.by_candidate(lambda one: one.layout.tp * one.layout.cp / one.rows)
         micro = self.problem.batch / self.problem.cluster.devices * inner * ranks
@@ -151,7 +151,8 @@ class Shortlist:
         return self._step(index, layout).price(parts=False).seconds
 
     def expected(self) -> Array:
-        """Return the closed-form seconds of all candidates, corrected by the simulator's results for similar ones."""
+        """Return the closed-form seconds of all candidates, corrected by the simulator's results for similar
+        candidates."""
         factor = np.ones(int(self.kinds.max()) + 1)
         factor[list(self.factors)] = list(self.factors.values())
         return np.asarray(self.every.seconds * factor[self.kinds])
@@ -173,7 +174,7 @@ class Shortlist:
 
     def estimates(self, top: int) -> list[Estimate]:
         """Return the estimates of the `top` fastest layouts that fit by the exact memory of all their ranks. A layout
-        that does not is replaced by the next fastest."""
+        that does not fit is replaced by the next fastest."""
         found: dict[int, Estimate] = {}
         while True:
             fit: list[Estimate] = []
@@ -195,17 +196,17 @@ class Shortlist:
             self._decide()
 
     def _too_large(self, layout: Layout) -> float | None:
-        """Find a pipeline rank of the layout that needs more than the usable memory; return its bytes on a device, None
-        if all ranks fit."""
+        """Return the bytes on a device of a pipeline rank that needs more than the usable memory; None if all ranks
+        fit."""
         layout = layout.with_(precision=self.problem.precision)
         size = device_bytes(self.problem, layout, self.room, distinct_ranks(self.problem, layout))
         return size if size > self.room else None
 
 
 def device_bytes(problem: Problem, layout: Layout, limit: float = math.inf, ranks: Iterable[int] | None = None) -> int:
-    """Return the predicted bytes that a layout needs on a device: the larger of its first and its last pipeline rank,
-    by the memory ledger. limit: bytes; if the first rank exceeds this, its bytes are returned and the last rank is not
-    computed."""
+    """Return the most bytes that a pipeline rank needs on a device by the memory ledger. ranks: pipeline ranks to
+    compute; None: the first and the last. limit: as soon as a rank needs more bytes than this, its bytes are returned
+    and the ranks after it are not computed."""
     most = 0
     for rank in ranks or sorted({0, layout.pp - 1}):
         most = max(most, memory_of(problem, layout, rank).device_bytes)

@@ -35,15 +35,16 @@ class PipelineCandidate(NamedTuple):
 
 
 def candidates(problem: Problem) -> list[StageCandidate]:
-    """Return all candidate layouts of a pipeline stage, each with the sequences of a micro-batch, that the model and
-    the engine admit for any number of stages."""
+    """Return all candidate layouts of a pipeline stage, each with a number of sequences of a micro-batch. The model and
+    the engine allow all of them for some number of stages."""
     every_rows = [rows for rows in divisors(problem.batch) if rows <= MOST_ROWS]
     layouts = (stage.with_(recompute=recompute) for stage in _stages(problem) for recompute in RECOMPUTE)
     return [StageCandidate(layout, rows) for layout in layouts for rows in every_rows]
 
 
 def _stages(problem: Problem) -> Iterator[Layout]:
-    """Yield all candidate layouts of a pipeline stage that model and engine admit, without recompute."""
+    """Yield all candidate layouts of a pipeline stage that the model and the engine allow; recompute is not yet
+    chosen."""
     config, engine = problem.config, problem.engine
     devices = problem.cluster.devices
     for tp in divisors(devices):
@@ -80,7 +81,7 @@ def _experts(config: ModelConfig, engine: Engine, devices: int, tp: int) -> Iter
 
 def pipeline_candidates(problem: Problem) -> Iterator[PipelineCandidate]:
     """Yield all candidate pipelines (ranks, schedule, chunks) that the engine and the model's number of layers
-    admit."""
+    allow."""
     config, engine = problem.config, problem.engine
     for ranks in divisors(problem.cluster.devices):
         if ranks == 1:

@@ -25,13 +25,13 @@ SPLIT_COLUMNS = 2 * 256 * 64
 
 
 def device_ledger(config: ModelConfig, layout: Layout, sizes: ServingSizes) -> ServingLedger:
-    """Return the memory ledger of a server whose ranks have a GPU each, without KV blocks and host memory. layout: as
-    `spec.refuse.serving_layout` returns it; sizes: token budget and limits that memory is allocated for."""
+    """Return the memory ledger of a server whose ranks have one GPU each, without KV blocks and host memory. layout:
+    layout of the server, checked by `spec.refuse.serving_layout`; sizes: limits for which memory is allocated."""
     return build_ledger(config, layout, sizes, _rank_ledger, front=0)
 
 
 def _rank_ledger(rank: ServingRank) -> RankLedger:
-    """Return the GPU memory ledger of a rank."""
+    """Return the GPU memory ledger of one rank, in bytes by item."""
     kv_block, tp = rank.kv_block(), rank.layout.tp
     return RankLedger(
         weights=rank.item * sum(numel for _, numel in rank.parameters), packed=0,
@@ -56,9 +56,10 @@ def _workspace_bytes(rank: ServingRank) -> int:
 
 
 def tile_scratch(config: ModelConfig, tp: int, max_length: int) -> int:
-    """Return the number of float32 elements for the partial results of one tile of attention: for each token of the
-    tile, query head of a rank and section of the context, one vector of a head's size and two sums. tp: ranks that
-    share the heads; max_length: most tokens of a sequence."""
+    """Return the number of float32 elements that hold the partial results of one tile of attention. There is one vector
+    of a head's size and two sums for each token of the tile, query head of a rank, and section of the context.
+
+    tp: ranks that share the heads; max_length: most tokens of a sequence."""
     heads, kv_heads = config.heads // tp, max(1, config.kv_heads // tp)
     group = 1 << (heads // kv_heads - 1).bit_length()
     tokens = max(PREFILL_ROWS, group) // group
@@ -66,8 +67,9 @@ def tile_scratch(config: ModelConfig, tp: int, max_length: int) -> int:
 
 
 def _logits_bytes(rank: ServingRank) -> int:
-    """Return the bytes of float32 logits of a step on a GPU: with tp > 1, this rank's slice, all gathered slices and
-    their concatenation; else those of the step and of each CUDA graph of decoding, which has its own."""
+    """Return the bytes of float32 logits on a GPU. With tp > 1 they are this rank's slice, the gathered slices of all
+    ranks, and the concatenation of the slices. With tp = 1 they are the logits of a step, and those of each CUDA graph
+    of decoding."""
     sizes, layout = rank.sizes, rank.layout
     if layout.tp > 1:  # the slice, the ranks' slices, and these joined
         return 4 * sizes.logit_rows * 3 * layout.tp * rank.vocabulary
@@ -76,8 +78,8 @@ def _logits_bytes(rank: ServingRank) -> int:
 
 
 def _activation_bytes(rank: ServingRank) -> int:
-    """Return an upper bound of the bytes of activations that are allocated at once in a step of `sizes.token_budget`
-    tokens on a GPU: hidden states, and the inputs and outputs of attention or of an MLP."""
+    """Return an upper bound of the bytes of activations allocated at once in a step of `sizes.token_budget` tokens on a
+    GPU: hidden states, and the inputs and outputs of attention or of an MLP."""
     config, tp, item, hidden = rank.config, rank.layout.tp, rank.item, rank.config.hidden
     widths = [(2 * rank.heads + 2 * rank.kv_heads) * config.head_dim]
     for mixed in {config.has_experts(layer) for layer in range(config.layers)}:

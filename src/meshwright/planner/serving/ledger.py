@@ -67,7 +67,7 @@ def find_device_gap(config: ModelConfig, layout: Layout) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class ServingSizes:
-    """Sizes for which a server allocates memory.
+    """Limits for which a server allocates memory.
 
     Attributes:
         token_budget: Most tokens of a step over all sequences.
@@ -99,8 +99,8 @@ class RankLedger:
         workspace: Activation buffers for the token budget, shared by all layers.
         logits: Logits of a step.
         communication: Buffers of tensor-parallel reductions and of pipeline messages.
-        slack: Process without tensors, the kernels' scratch memory, and the buffer from which a matrix is packed at
-            loading, as far as it exceeds the memory of matrices packed after it.
+        slack: Memory of the process without tensors, and scratch memory of the kernels' threads. Added is the excess of
+            the buffer from which a matrix is packed at loading over the matrices packed after it.
         kv_block: One KV block: keys and values of 16 tokens in the rank's layers that share a block table.
     """
 
@@ -145,7 +145,7 @@ class ServingLedger:
 
     @property
     def kv_block(self) -> int:
-        """Bytes of one KV block summed over all ranks of all replicas."""
+        """Bytes of one KV block, summed over all ranks of all replicas."""
         return self._copies * sum(stage.kv_block for stage in self.stages)
 
     @property
@@ -155,7 +155,7 @@ class ServingLedger:
 
     @property
     def blocks_of_longest(self) -> int:
-        """Most KV blocks that a sequence of `max_length` tokens holds at once, in all its block tables."""
+        """Most KV blocks that a sequence of `max_length` tokens holds at once, over all its block tables."""
         return sum(max_blocks_held(self.sizes.max_length, self.tables.windows, self.sizes.token_budget))
 
     @property
@@ -169,7 +169,7 @@ class ServingLedger:
 
     @property
     def _copies(self) -> int:
-        """Number of ranks that hold each pipeline stage: dp x tp."""
+        """Number of ranks that hold the same pipeline stage: dp x tp."""
         return self.layout.dp * self.layout.tp
 
     def items(self) -> dict[str, int]:
@@ -218,7 +218,7 @@ class ServingRank:
 
     @property
     def item(self) -> int:
-        """Bytes of a parameter and of a key or value."""
+        """Bytes of one element of parameters, keys and values."""
         return ITEM_BYTES[self.sizes.dtype]
 
     @property
@@ -238,7 +238,7 @@ class ServingRank:
 
     @property
     def rotary_settings(self) -> int:
-        """Number of distinct rotary settings of the stage's layers, each with tables of cosines and sines."""
+        """Number of distinct settings of rotary positions in the stage's layers; each has cosine and sine tables."""
         return len(self.config.rotations(self.stage.layers))
 
     @property
@@ -255,7 +255,7 @@ class ServingRank:
         return [(tensor, math.prod(tensor.local_shape(self.layout))) for tensor in tensors]
 
     def kv_block(self, multiple: int = 1) -> int:
-        """Return the bytes of a KV block. multiple: number of elements to a multiple of which the value vectors, or the
+        """Return the bytes of one KV block. multiple: number of elements to a multiple of which value vectors, or the
         cached vectors of latent attention, are padded."""
         config = self.config
         cached = self.kv_heads * (config.head_dim + _round_up(config.head_dim, multiple))
@@ -268,17 +268,17 @@ def build_ledger(
     config: ModelConfig, layout: Layout, sizes: ServingSizes, predict_rank: Callable[[ServingRank], RankLedger],
     front: int = FRONT_BYTES,
 ) -> ServingLedger:  # fmt: skip
-    """Return the memory ledger of a server without KV blocks. layout: as `spec.refuse.serving_layout` returns it;
-    sizes: limits that memory is allocated for; predict_rank: function that returns the ledger of a rank; front: bytes
-    of the processes other than the ranks."""
+    """Return the memory ledger of a server without KV blocks. layout: layout of the server, checked by
+    `spec.refuse.serving_layout`; sizes: limits for which memory is allocated; predict_rank: function that returns the
+    ledger of a rank; front: bytes of the processes other than the ranks."""
     stages = serving_stages(config, layout.pp)
     ranks = tuple(predict_rank(ServingRank(config, layout.with_(dp=1), stage, sizes)) for stage in stages)
     return ServingLedger(layout, sizes, ranks, block_tables(config, layout.pp), front)
 
 
 def serving_ledger(config: ModelConfig, layout: Layout, sizes: ServingSizes) -> ServingLedger:
-    """Return the memory ledger of a server with compiled CPU kernels, without KV blocks. layout: as
-    `spec.refuse.serving_layout` returns it; sizes: limits that memory is allocated for."""
+    """Return the memory ledger of a server with compiled CPU kernels, without KV blocks. layout: layout of the server,
+    checked by `spec.refuse.serving_layout`; sizes: limits for which memory is allocated."""
     return build_ledger(config, layout, sizes, _rank_ledger)
 
 
@@ -313,8 +313,8 @@ def _rank_ledger(rank: ServingRank) -> RankLedger:
 
 
 def _forms(config: ModelConfig, tensor: ModelParameter, stage: Stage) -> tuple[bool, bool]:
-    """Return (held as table or vector, held as packed matrix): in which forms a rank of a stage holds the model
-    parameter `tensor`."""
+    """Return (True if a rank of the stage holds the model parameter `tensor` as table or vector, True if as packed
+    matrix)."""
     if tensor.name == "embedding.weight":
         shared = config.tied and stage.last  # the head's matrix, from which the first stage looks up, too
         return stage.first and not shared, shared
@@ -323,8 +323,8 @@ def _forms(config: ModelConfig, tensor: ModelParameter, stage: Stage) -> tuple[b
 
 
 def _packed_bytes(config: ModelConfig, layout: Layout, tensor: ModelParameter, item: int) -> int:
-    """Return the bytes of the packed matrices of a model parameter (`tensor`) on a rank: rows padded to whole panels,
-    columns of 2-byte elements to whole tiles; routers and gates are float32. item: bytes of an element."""
+    """Return the bytes of the packed matrices of a model parameter (`tensor`) on a rank: output features padded to
+    panels, inputs to tiles if elements have 2 bytes; float32 for routers and gates. item: bytes of an element."""
     rows, columns = tensor.local_shape(layout)
     if config.latent and "latent_up" in tensor.name:  # for each head a matrix [R, P] of keys and one [V, R] of values
         heads, plain = config.heads // layout.tp, config.head_dim - config.latent.rotary_dim
@@ -336,9 +336,9 @@ def _packed_bytes(config: ModelConfig, layout: Layout, tensor: ModelParameter, i
 
 
 def _buffer_widths(rank: ServingRank) -> Iterator[int]:
-    """Yield the number of float32 elements per token of each activation buffer: hidden states, these normed, partial
-    sums; queries with keys and values, or those of latent attention; attention's result; the shared expert's gate; and
-    each distinct MLP's up projection and its activation."""
+    """Yield the number of float32 elements per token of each activation buffer of a rank: hidden states before and
+    after the norm, and partial sums; inputs and output of attention; the gate of the shared expert; up projection and
+    activation of each distinct MLP."""
     config, tp, queries = rank.config, rank.layout.tp, rank.heads * rank.config.head_dim
     yield config.hidden * (1 + config.pre_norms + (tp > 1 or not config.plain_residual))
     if latent := config.latent:

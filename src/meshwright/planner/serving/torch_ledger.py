@@ -24,8 +24,8 @@ of the number of tokens."""
 
 
 def torch_ledger(config: ModelConfig, layout: Layout, sizes: ServingSizes) -> ServingLedger:
-    """Return the memory ledger of a server whose ranks compute in plain torch on CPUs, without KV blocks. layout: as
-    `spec.refuse.serving_layout` returns it; sizes: limits that memory is allocated for."""
+    """Return the memory ledger of a server whose ranks compute in plain torch on CPUs, without KV blocks. layout:
+    layout of the server, checked by `spec.refuse.serving_layout`; sizes: limits for which memory is allocated."""
     return build_ledger(config, layout, sizes, _rank_ledger)
 
 
@@ -45,8 +45,8 @@ def _rank_ledger(rank: ServingRank) -> RankLedger:
 
 
 def _workspace_bytes(rank: ServingRank) -> int:
-    """Return an upper bound of the bytes of a step's temporaries: hidden states of all tokens, and the layers' tensors
-    of a tile of 16 tokens, with keys, values and scores of one token's context."""
+    """Return an upper bound of the bytes of a step's temporaries: hidden states of all tokens, and the tensors of a
+    layer for a tile of 16 tokens, with keys, values and scores for the context of one token."""
     config, item, longest = rank.config, rank.item, rank.sizes.max_length
     wide = max(4, item)  # of attention and rotary positions: float32 at least
     states = rank.sizes.token_budget * config.hidden * (2 * item + 4)  # of the tiles, together, as float32

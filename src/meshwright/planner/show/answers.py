@@ -46,11 +46,11 @@ def plan_document(problem: Problem, best: Sequence[Estimate], result: SearchResu
 
 
 def ledger_documents(estimate: Estimate) -> list[dict[str, Any]]:
-    """Return the memory ledger of an estimate as JSON objects, one per tensor that is allocated at the memory peak of a
-    pipeline rank. Of several ranks with equal memory only one is listed.
+    """Return the memory ledger of an estimate as JSON objects, one per tensor at the memory peak of a pipeline rank. Of
+    several ranks with equal memory only one is listed.
 
-    Keys of an object: name, category, shape, dtype; bytes: of all equal tensors together; stage: pipeline stage, null
-    if it belongs to none; first, last: events between which it is allocated."""
+    Keys of an object: name, category; shape, dtype: of one tensor; bytes: of all tensors equal to this one together;
+    stage: pipeline stage, null if it belongs to none; first, last: events between which it is allocated."""
     ranks = (
         memory_of(estimate.problem, estimate.layout, rank) for rank in distinct_ranks(estimate.problem, estimate.layout)
     )

@@ -25,9 +25,9 @@ class OperationTime:
 
     Attributes:
         name: Such as "attention.qkv".
-        phase: "forward", "recompute", "input" or "weight" (gradients).
+        phase: "forward", "recompute", "input" (gradients of inputs) or "weight" (gradients of weights).
         count: Number of calls.
-        shape: M, N, K of a matrix product; empty for elementwise operations.
+        shape: (M, N, K) of a matrix product; empty for elementwise operations.
         flops, bytes, seconds: Sums over all calls.
         share: Fraction of the micro-batch's seconds.
         bound: Limiting resource: "compute", "memory" or "start" (kernel launch).

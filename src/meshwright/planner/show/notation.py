@@ -56,8 +56,8 @@ def recipe_block(estimate: Estimate) -> str:
 
 
 def selection_note(best: Iterable[Estimate]) -> str:
-    """Return a note below a table of the best layouts. It says that they are the fastest of each kind of layout, and
-    explains the mark "tight" if a layout has it. best: the layouts' estimates."""
+    """Return a note to print below a table of the best layouts. It says that the table has the fastest layout of each
+    kind, and explains the mark "tight" if a layout has this mark. best: estimates in the table."""
     tight = any(one.tight for one in best)
     mark = " Tight: less than 5% of the memory limit stays free." if tight else ""
     return f"The fastest layout of each kind; others of the same kind differ in the sizes of the axes.{mark}"

@@ -54,11 +54,11 @@ def plan_page(
     result: SearchResult | None = None,
     least: Nearest | None = None,
 ) -> str:
-    """Return a plan as an HTML page.
+    """Return the HTML page of a plan.
 
-    problem: planning problem; model: name of the model, for the title; best: estimates, fastest first; result: search,
-    None if the user gave the layout; least: layouts closest to fitting, if none fits.
-    """
+    problem: planning problem; model: name of the model, for the title; best: estimates, fastest first; result: result
+    of the search, None if the user gave the layout; least: layouts that come closest to fitting, None if some layout
+    fits."""
     name, _, rest = headline(problem, model).partition(": ")
     parts: list[Content] = [element("h1", name), paragraph(rest, muted=True)]
     if result is not None:
@@ -71,8 +71,8 @@ def plan_page(
 
 
 def _search(result: SearchResult, least: Nearest | None) -> Iterator[Markup]:
-    """Yield the page's sections on a search: a table of the best layouts, layouts that are faster but do not fit, and a
-    scatter plot of memory against time. least: layouts that come closest to fitting; None if some layout fits."""
+    """Yield the page's sections on a search: a table of the best layouts, a list of faster layouts that do not fit, and
+    a scatter plot of memory against time. least: layouts that come closest to fitting; None if some layout fits."""
     if result.best:
         yield element("h2", f"The best of {result.searched:,} layouts")
         yield _best(result)
@@ -143,9 +143,10 @@ def _layout(estimate: Estimate) -> Iterator[Markup]:
 
 
 def _categories(ranks: Sequence[RankMemory]) -> Iterator[Markup]:
-    """Yield an HTML table of memory by category with one column per pipeline rank, and the time (memory snapshot) at
-    which each rank reaches its peak. Of more than eight ranks at most four are shown: the first, the last, and those
-    with the most and the least memory. ranks: memory of each pipeline rank."""
+    """Yield an HTML table of memory at the peak: one row per category, one column per pipeline rank. A paragraph after
+    the table names the memory snapshot (point in time) at which each rank peaks. Of more than eight ranks only four are
+    shown: the first, the last, and the ranks with the most and the least memory. ranks: memory of each pipeline rank.
+    """
     shown = list(ranks)
     if len(shown) > 8:
         size = attrgetter("device_bytes")
@@ -160,7 +161,7 @@ def _categories(ranks: Sequence[RankMemory]) -> Iterator[Markup]:
 
 
 def _bill(memory: RankMemory) -> Iterator[Markup]:
-    """Yield the page's section on the tensors of a pipeline rank at its memory peak: a heading and a table. memory:
+    """Yield the page's section on the tensors of one pipeline rank at its memory peak: a heading and a table. memory:
     memory of the rank."""
     yield element("h2", f"Memory of pipeline rank {memory.pp_rank} at its peak ({memory.peak_snapshot})")
     unit, smallest = Unit.of(memory.peak_bytes), 1e-3 * memory.peak_bytes

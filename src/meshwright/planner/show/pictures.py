@@ -73,6 +73,6 @@ def memory_bars(rows: Sequence[tuple[str, dict[str, float]]], limit: float) -> M
 
 
 def _device_limit(limit: float) -> tuple[float, str]:
-    """Return (position in bytes, label) of the line that marks the memory limit of a device in a plot. limit: the limit
-    in bytes."""
+    """Return (position in bytes, label) of the line that marks a device's memory limit in a plot. limit: the limit in
+    bytes."""
     return limit, f"{Unit.of(limit).format(limit)} of a device"

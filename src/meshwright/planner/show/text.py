@@ -100,7 +100,7 @@ def best_cells(result: SearchResult, unit: Unit) -> list[tuple[str, ...]]:
 
 
 def advice_text(result: SearchResult, too_large: TooLargeLayout) -> str:
-    """Format a fast layout that does not fit, with the change that makes it fit. too_large: the layout and its
+    """Format a layout that is fast but does not fit, and the change that makes it fit. too_large: the layout and its
     change."""
     problem = result.problem
     more = too_large.bytes - problem.usable_bytes
@@ -114,8 +114,8 @@ NO_CHANGE = "no combination of three changes"
 
 
 def change_text(problem: Problem, too_large: TooLargeLayout) -> str | None:
-    """Format the change that makes a layout fit, and the seconds of a step after it; None if no change is known.
-    too_large: the layout and its change."""
+    """Format the change that makes a layout fit, and the seconds of a step after the change; None if no change is
+    known. too_large: the layout and its change."""
     if too_large.instead is None or too_large.instead_seconds is None:
         return None
     return f"{too_large.change}: {seconds_text(problem, too_large.instead, too_large.instead_seconds)}"
@@ -151,8 +151,8 @@ def nearest_line(nearest: Nearest) -> str:
 
 
 def undecided_text(result: SearchResult) -> str:
-    """Format a note on the layouts that may be better but were not predicted exactly, because the search reached its
-    limit: how many they are."""
+    """Format a note on the number of layouts that may be better but were not predicted exactly, because the search
+    reached its limit."""
     what = "better than the last one listed" if result.best else "small enough"
     return f"stopped after {MOST_PRICED} exact prices: {result.undecided:,} more layouts may be {what}"
 
@@ -204,8 +204,8 @@ def step_text(estimate: Estimate) -> str:
 
 
 def memory_text(estimate: Estimate) -> str:
-    """Format the predicted memory of a device in one line: bytes, limit, whether it fits, and the time (memory
-    snapshot) of the peak. estimate: estimate of the layout."""
+    """Format the predicted memory of a device in one line: bytes, limit, if it fits, and the memory snapshot (point in
+    time) of the peak. estimate: estimate of the layout."""
     memory, room = estimate.memory, estimate.problem.usable_bytes
     over = memory.device_bytes - room
     verdict = (
@@ -240,8 +240,8 @@ def share_text(share: float) -> str:
 
 
 def _bill(estimate: Estimate, unit: Unit) -> Iterator[tuple[str, str, str]]:
-    """Yield the rows of a table of memory: (category, its memory in `unit`, its largest items). The table is for the
-    pipeline rank with the highest memory peak. estimate: estimate of the layout."""
+    """Yield the rows of a table of memory on the pipeline rank with the highest peak: (category, its memory in `unit`,
+    its largest items). estimate: estimate of the layout."""
     yield "", unit.name, "of which"
     memory, process = estimate.memory, estimate.problem.process or (("CUDA context", estimate.memory.framework_bytes),)
     for category, size in memory.by_category().items():
@@ -268,8 +268,8 @@ def ledger_text(memory: RankMemory, width: int = WIDE) -> str:
 
 
 def tensor_rows(items: Sequence[Item], unit: Unit) -> list[tuple[str, ...]]:
-    """Return the cells of a table of tensors (`items`): the header, then name, category, shape, dtype, size in `unit`,
-    stage, and events between which each is allocated ("temporary" if both are the same)."""
+    """Return the rows of a table of tensors (`items`), the header first. Cells: name, category, shape, dtype, size in
+    `unit`, stage, and the events between which the tensor is allocated ("temporary" if both events are the same)."""
     rows: list[tuple[str, ...]] = [("tensor", "category", "shape", "dtype", unit.name, "stage", "lifetime")]
     for item in items:
         lifetime = "temporary" if item.first == item.last else f"{item.first} to {item.last}"
