@@ -131,11 +131,11 @@ def _list_features(
 
 
 def _list_rows(weight: ModelParameter, second: ModelParameter, layout: Layout) -> Iterator[Rows]:
-    """Yield one range of output features for each adapted matrix of a layer. The range holds the output features on
-    this rank that the matrix produces, such as the query features of a fused qkv.
+    """Yield, for each adapted matrix of a layer, the range of this rank's rows (output features) of the layer's weight
+    that belong to the matrix, such as the query rows of a fused qkv.
 
-    weight: the layer's weight, which may fuse several matrices. second: the adapter's matrices B, stacked. layout:
-    parallel layout."""
+    weight: the layer's weight, which may fuse several matrices. second: parameter that stacks the matrices B of the
+    layer's adapters. layout: parallel layout."""
     adapted = {each.name: each for each in second.entries}
     for entry in weight.entries:
         if entry.ep_rank(layout) not in (None, 0):  # the same rows on every rank

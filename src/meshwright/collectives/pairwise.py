@@ -43,9 +43,10 @@ def add_all_to_all_rounds(program: Builder, ranks: Integers, blocks: Integers, i
     its group. Each iteration of this generator adds the sends of one round, so that several algorithms can be
     interleaved.
 
-    A block is `count` consecutive slots (buffers for one chunk each). ranks: [..., n], ranks of each of several
-    independent groups of n. blocks: [n], first slot, on a sender, of the block for each rank of its group. into: [...,
-    n], first slot, on the receiver, of the block from each rank of its group.
+    A slot is a buffer for one chunk; a block is `count` consecutive slots. ranks: [..., n], the members of each of
+    several independent groups of n ranks. blocks: [n], blocks[j] is the first slot of the block that every sender sends
+    to member j of its group. into: [..., n], into[..., i] is the first slot in which a receiver stores the block from
+    member i of its group.
     """
     for partner in list_partners(ranks.shape[-1]):
         program.transfer(ranks, ranks[..., partner], blocks[partner], count, into)

@@ -246,10 +246,11 @@ class _Server:
 
     @classmethod
     def running(cls, preloaded: Sequence[str] | None = None) -> _Server:
-        """Return this process's server of local ranks; start a server if none runs.
+        """Return this process's fork server, from which the processes of local ranks are forked; start one if none
+        runs.
 
-        preloaded: names of modules that a new server imports. None: the modules of the last server, or the default
-        list."""
+        preloaded: names of modules that a new server imports before it forks. None: the modules of the last server, or
+        the default list."""
         last = cls._instance
         if last is not None and last.process.poll() is None and last.owner == os.getpid():
             return last

@@ -67,7 +67,7 @@ class ExampleWriter:
         self.results: dict[str, float] = {}
 
     def add_text(self, words: str) -> None:
-        """Append a paragraph of text, `words`, to the steps."""
+        """Append a paragraph of text, `words`, to the steps of the worked example."""
         self.steps.append(Text(words))
 
     def add_table(self, title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:

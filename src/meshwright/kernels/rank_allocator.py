@@ -28,15 +28,15 @@ class RankAllocator:
         self._experts: ExpertsWorkspace | None = None
 
     def pack(self, values: Array, dtype: str | None = None) -> PackedMatrix:
-        """Return weight matrices packed in the kernels' memory layout, and count their bytes as `packed`. values: one
-        matrix [Y, X] (Y outputs, X inputs) or several [count, Y, X]. dtype: "float32" or "bfloat16"; None: the dtype of
-        the rank's weights."""
+        """Return weight matrices packed in the kernels' memory layout, and add their bytes to `nbytes["packed"]`.
+        values: one matrix [Y, X] (Y outputs, X inputs) or several [count, Y, X]. dtype: "float32" or "bfloat16"; None:
+        the dtype of the rank's weights."""
         packed = self._kernels.pack(values, dtype or self._dtype)
         self.nbytes["packed"] += packed.buffer.nbytes
         return packed
 
     def copy(self, values: Array) -> Array:
-        """Return a copy of the weight array `values`, and count its bytes as `weights`."""
+        """Return a copy of the weight array `values`, and add its bytes to `nbytes["weights"]`."""
         self.nbytes["weights"] += values.nbytes
         return values.copy()
 

@@ -157,9 +157,9 @@ class Dataflow:
 
     def _find_same_component(self, weights: Integers, whole: Integers) -> Integers:
         """Return, for each weight-gradient step, the index of the step whose gradients it reads: the input-gradient or
-        full backward step of the same replica, stage, micro-batch and layer component. weights: indices of the
-        weight-gradient steps. whole: [weights], indices of the input-gradient steps that compute all components at
-        once; an entry of `whole` is returned where no step has the same component."""
+        full backward step of the same replica, stage, micro-batch and layer component (attention or MLP). weights:
+        indices of the weight-gradient steps. whole: [weights], for each of them the step that computes the input
+        gradients of all components at once; it is returned where no step computes the component alone."""
         s, c = self.program.steps, self.computing
         gradients = c[np.isin(s.kind[c], (Kind.BACKWARD, Kind.INPUT_GRADIENT))]
         table = np.full(

@@ -66,8 +66,9 @@ class WeightFormat:
         return items
 
     def compute_scales(self, read_slice: ReadEntry, device: torch.device) -> None:
-        """Compute the attribute `scales` before the buffer is filled. This format has no scales: nothing is done.
-        read_slice: function that reads the weights of a matrix. device: device of the scales."""
+        """Do nothing, as this format has no scales. A format whose scales must be known before the buffer is filled
+        overrides this method and sets the attribute `scales`. read_slice: function that reads the weights of a matrix.
+        device: device of the scales."""
 
     def pack(self, values: torch.Tensor, start: int = 0) -> torch.Tensor:
         """Convert weights to buffer items. This format does not quantize: `values` [n] is returned unchanged. start:
@@ -172,7 +173,8 @@ class QuantizedFormat(WeightFormat):
 
     def _unpack(self, records: torch.Tensor, dtype: torch.dtype, first: int) -> torch.Tensor:
         """Dequantize all blocks at once; return weights [blocks, 64] in `dtype`. records: the bytes of each block
-        (codes, then scale), uint8 [blocks, bytes per block]. first: index in the buffer of the first block."""
+        (codes, then scale), uint8 [blocks, bytes per block]. first: index of the first of these blocks in the flat
+        buffer, by which scales that are quantized themselves are found."""
         width = BLOCK if self.name == "int8" else BLOCK // 2
         codes, largest = records[:, :width], self._decode_scales(records[:, width:], first)
         if self.name != "int8":

@@ -201,13 +201,12 @@ def _choose_winner(candidates: list[Candidate], refused: dict[str, str], bound: 
 def _tabulate_durations(
     ranks: int, micro_batches: int, durations: Durations | StageDurations, chunks: int | None
 ) -> dict[int, Durations]:
-    """Return {stages per rank: durations} for the numbers of stages per rank to try: `chunks` if given; else the number
-    that fits lists by stage in `durations`, if there are any; else 1 and 2.
+    """Return {stages per rank: durations} for the numbers of stages per rank to try: `chunks` if given; else, if a
+    field of `durations` is a list with one entry per stage, its length divided by `ranks`; else 1 and 2.
 
     ranks, micro_batches: numbers of pipeline ranks and micro-batches. durations: `Durations` whose fields are a number,
     a list with one per rank or a list with one per stage; or a function from the number of stages to `Durations`.
-    Raises UserError for invalid or contradictory numbers.
-    """
+    Raises UserError for invalid or contradictory numbers."""
     for what, number in (
         ("ranks", ranks),
         ("micro-batches", micro_batches),

@@ -198,8 +198,8 @@ def _make_prodigy_fields(task: str, present: Annotation, sides: Exchange) -> Rec
 
 
 def _parse_record_name(row: Record, where: str) -> tuple[str, str]:
-    """Return (task, name of the data record) from the field "record" of a row. where: position of the row, for the
-    `UserError` for a missing or invalid field."""
+    """Split the field "record" of a row into (annotation task such as "spans", name of the data record). where:
+    position of the row, for the `UserError` for a missing or invalid field."""
     task, _, name = str(row.get(NAME, "")).partition(" ")
     if task not in TASKS or not name:
         raise UserError(

@@ -215,7 +215,8 @@ def read_bounds_table() -> BoundsTable:
 
 
 def parse_bounds_table(table: Mapping[str, Any]) -> BoundsTable:
-    """Build a `BoundsTable` from the tables of bounds.toml."""
+    """Build the table of the bounds of predicted step times, measured / predicted by kind of run, from the parsed TOML
+    of bounds.toml."""
     kinds = [RunKind(**each) for each in table["kinds"]]
     own = {name: RunKind(**each) for name, each in table.get("own", {}).items()}
     numbers = {name: table[name] for name in ("widen", "narrow", "waiting")}
