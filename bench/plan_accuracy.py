@@ -62,10 +62,10 @@ def predicted(one: Run) -> StepTime:
     return priced(min(found, key=lambda pair: pair[0])[1], True)
 
 
-def spearman(first: list[float], second: list[float]) -> float:
-    """Rank correlation."""
+def spearman(first: list[float], second: list[float]) -> float | None:
+    """Rank correlation; None for fewer than three pairs."""
     ranks = [[sorted(values).index(value) for value in values] for values in (first, second)]
-    return statistics.correlation(*ranks) if len(first) > 2 else float("nan")
+    return round(statistics.correlation(*ranks), 4) if len(first) > 2 else None
 
 
 def report(found: Predictions) -> dict[str, Any]:
@@ -83,8 +83,8 @@ def report(found: Predictions) -> dict[str, Any]:
         "bias": round(statistics.mean(signed), 4),
         "null_error": round(statistics.mean(null), 4),
         "skill": round(1 - mean / statistics.mean(null), 4) if any(null) else None,
-        "rank_correlation": round(
-            spearman([one.rate for one, _ in found], [one.rate * one.seconds / step.seconds for one, step in found]), 4
+        "rank_correlation": spearman(
+            [one.rate for one, _ in found], [one.rate * one.seconds / step.seconds for one, step in found]
         ),
         "bounds_hold": round(statistics.mean(step.low <= one.seconds <= step.high for one, step in found), 4),
         "median_high_to_low": round(statistics.median(step.high / step.low for _, step in found), 4),
@@ -237,9 +237,7 @@ def sweeps(everything: dict[str, Predictions]) -> list[dict[str, Any]]:
                 "fastest": str(fastest.layouts[0]),
                 "predicted_fastest": str(predicted_fastest.layouts[0]),
                 "longer": round(predicted_fastest.seconds / fastest.seconds - 1, 4),
-                "rank_correlation": round(
-                    spearman(*([key(pair) for pair in pairs] for key in (_measured, _predicted))), 4
-                ),
+                "rank_correlation": spearman(*([key(pair) for pair in pairs] for key in (_measured, _predicted))),
             }
         )
     return found
