@@ -180,5 +180,7 @@ def test_model_flops_of_a_token():
     flops = training_flops_per_token(preset("llama-3-8b"), 4096)
     assert flops == pytest.approx(48.25e9, rel=1e-4)
     assert flops - 6 * 32 * 4096 * 4096 == pytest.approx(6 * 7.50e9, rel=1e-3)
-    assert flops * 5902 == pytest.approx(284.8e12, rel=1e-3)
-    assert flops * 5902 / 989e12 == pytest.approx(0.288, abs=5e-4)
+    found = plan("llama-3-8b", "8xh100-sxm", "dp8 zero3 ac:full", sequence=4096, batch=8).best
+    rate = found.tokens_per_second_per_device
+    shown = f"Times {rate:,.0f} tokens/s that is {flops * rate / 1e12:.1f} TFLOP/s, {flops * rate / 989e12:.1%} of"
+    assert shown in text

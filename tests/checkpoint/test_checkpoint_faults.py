@@ -197,8 +197,14 @@ def test_state_may_change_during_background_save(tmp_path):
 def test_snapshot_of_gpu_state_pins_the_bytes_that_it_needs_until_it_needs_more(
     monkeypatch: pytest.MonkeyPatch, refused: bool
 ):
-    """Memory that is freed while it is registered, or unregistered while it is in use, would be an error in CUDA."""
+    """Memory that is freed while it is registered, or unregistered while it is in use, would be an error in CUDA, which
+    reports a refusal again at the next launch of a kernel."""
     registered: dict[int, int] = {}
+    launches = list[str]()
+
+    def launch(*_: object, device: str) -> None:
+        launches.append(device)
+        raise RuntimeError("CUDA error: out of memory")
 
     class Runtime:
         def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
@@ -212,6 +218,7 @@ def test_snapshot_of_gpu_state_pins_the_bytes_that_it_needs_until_it_needs_more(
 
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch, "zeros", launch)
     buffers = SnapshotBuffers()
     for numel in (100_001, 70_000, 200_003):
         state = torch.arange(float(numel))
@@ -222,7 +229,7 @@ def test_snapshot_of_gpu_state_pins_the_bytes_that_it_needs_until_it_needs_more(
         assert torch.equal(snapshot.slices[0].tensor, state)
         del snapshot
     del buffers
-    assert not registered
+    assert not registered and launches == (["cuda"] * 2 if refused else [])
 
 
 def test_snapshot_reuses_allocated_memory():

@@ -95,14 +95,17 @@ def test_training_slices_are_plain_safetensors(tmp_path):
 def test_threads_that_load_into_a_gpu_select_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A new thread uses the first GPU, on which its first CUDA call would open a context."""
     config = tiny("llama")
-    path, selected, copying = save(tmp_path, config), set[int](), set[int]()
-    copy = loading.copy_intersection
+    path, selected, copying = save(tmp_path, config), dict[int, torch.device](), set[int]()
+    copy: Any = loading.copy_intersection
 
     def watch(*arguments: object) -> None:
         copying.add(threading.get_ident())
-        copy(*arguments)  # type: ignore[arg-type]
+        copy(*arguments)
 
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: selected.add(threading.get_ident()))
+    def select(device: torch.device) -> None:
+        selected[threading.get_ident()] = device
+
+    monkeypatch.setattr(torch.cuda, "set_device", select)
     monkeypatch.setattr(loading, "copy_intersection", watch)
     wanted = state_pieces(config, 0, 1)
     loading.load_slices(path, wanted, 0, 1)
@@ -110,7 +113,8 @@ def test_threads_that_load_into_a_gpu_select_it(tmp_path: Path, monkeypatch: pyt
     copying.clear()
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     loading.load_slices(path, wanted, 0, 1)
-    assert copying <= selected and threading.get_ident() not in selected
+    assert copying and copying <= set(selected) and threading.get_ident() not in selected
+    assert set(selected.values()) == {wanted[0].tensor.device}
 
 
 def test_transposed_entry_ranges_map_to_disk_runs():

@@ -17,9 +17,10 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.checkpoint.model_directory import save_huggingface
 from meshwright.errors import ModelWarning
+from meshwright.kernels.row_order import find_half_rotation_order
 from meshwright.model.documents import Documents
 from meshwright.model.huggingface import load_huggingface
-from meshwright.model.rope import RotaryTable, find_half_rotation_order, pad_pairs, rotate
+from meshwright.model.rope import RotaryTable, pad_pairs, rotate
 from meshwright.spec.config_json import config_from_huggingface, config_to_huggingface
 from meshwright.spec.families import FAMILIES
 from meshwright.spec.parameters import parameter_table

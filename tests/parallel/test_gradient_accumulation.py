@@ -34,7 +34,8 @@ def test_products_on_a_gpu_are_added_in_float32_without_rounding(monkeypatch: py
     weight = next(each for name, each in model.named_parameters() if name.endswith("mlp.up.weight"))
     name, index = engine.gradients._place[weight]
     unit = next(each for each in engine.shards if each.flat.name == name)
-    unit.unsharded_gradient.fill_(float("nan"))  # type: ignore[union-attr]
+    assert unit.unsharded_gradient is not None
+    unit.unsharded_gradient.fill_(float("nan"))
     make = torch.Generator().manual_seed(0)
     operands = [[torch.randn(64, size, generator=make).bfloat16() for size in weight.shape] for _ in range(2)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ import torch
 from meshwright.comm import backend
 from meshwright.model.documents import Documents
 from meshwright.training.batch_prefetch import BatchPrefetcher, list_tensors
+from meshwright.training.distillation import Distillation
+from meshwright.training.language_model import LanguageModelTask
+from meshwright.training.objective import NextToken
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -90,3 +94,16 @@ def test_gpu_reads_a_prefetched_batch_after_its_copies_which_do_not_queue_behind
 def test_tensors_of_nested_batches_are_listed():
     a, b, c = (torch.tensor(number) for number in range(3))
     assert [int(each) for each in list_tensors([(a, Documents(b, teacher="none")), [c]])] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("objective", "prefetched"), [(NextToken, [1, 2]), (Distillation, [])])
+def test_batches_are_loaded_in_advance_unless_a_teacher_or_the_parameters_make_them(
+    objective: type[NextToken], prefetched: list[int]
+):
+    """A teacher's forward would run on the copy stream, and on-policy samples need the updated parameters."""
+    task: Any = mock.Mock()
+    task.objective = objective.__new__(objective)
+    task.recipe.train.steps = 3
+    for step in range(1, 5):
+        LanguageModelTask.prefetch_step(task, step)
+    assert [call.args[0] for call in task._batches.prefetch.call_args_list] == prefetched

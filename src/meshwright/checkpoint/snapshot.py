@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -85,10 +86,13 @@ class SnapshotBuffers:
 def pin_in_place(buffer: torch.Tensor) -> None:
     """Pin the pages of a CPU tensor until the tensor object is freed, so that GPUs copy to it asynchronously. PyTorch's
     allocator of pinned memory would round the size up to a power of two: 12 GiB of state would take 16 GiB a rank. If
-    the system refuses, the buffer stays as it is: copies to it then block."""
+    the system refuses, the buffer stays unpinned: copies to it then block."""
     runtime = torch.cuda.cudart()
     if int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, PORTABLE)) == 0:
         weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr())
+        return
+    with suppress(RuntimeError):  # CUDA reports the refusal once more, in the next launch of a kernel
+        torch.zeros(1, device="cuda")
 
 
 def _group_by_dtype(slices: Sequence[TensorSlice]) -> dict[torch.dtype, list[TensorSlice]]:

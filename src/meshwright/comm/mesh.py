@@ -78,20 +78,20 @@ class Communicator:
         """Called while a call of backward is in flight for which backward waits: queues other work on the device."""
 
     @contextmanager
-    def record_new_groups(self, everybody: tuple[int, ...], first: tuple[int, ...]) -> Iterator[None]:
+    def record_new_groups(self, everybody: tuple[int, ...], first: tuple[int, ...], operation: str) -> Iterator[None]:
         """Context manager in which the ranks `everybody` create process groups together; records that as one call in
-        the flight recorder. first: ranks of the first of the groups. A RuntimeError inside the context becomes
-        RankLost.
+        the flight recorder. first: ranks of the first of the groups. operation: name of torch's function. A
+        RuntimeError inside the context becomes RankLost.
         """
         group = self.calls.register_group(everybody)
-        number = self.calls.post(group, "mesh.groups", "new_group", "world", 0, "ranks", first)
+        number = self.calls.post(group, "mesh.groups", operation, "world", 0, "ranks", first)
         self.calls.wait(number)
         try:
             yield
         except RuntimeError as error:
             self.calls.give_up()
             reason = " ".join(str(error).split())[:300]
-            who = f"rank {dist.get_rank()} had no answer in mesh.groups (new_group over world)"
+            who = f"rank {dist.get_rank()} had no answer in mesh.groups ({operation} over world)"
             raise RankLost(f"{who}: {reason}") from error
         self.calls.done(number)
 
@@ -271,7 +271,7 @@ class Mesh:
             # With NCCL only the world has gloo too, for host tensors: a gloo group connects all pairs of its ranks.
             for together in [missing] if splits and missing else [[key] for key in missing]:
                 first, *_ = ranks = [list(each) for each, _ in together]
-                with communicator.record_new_groups(everybody, tuple(first)):
+                with communicator.record_new_groups(everybody, tuple(first), "split_group" if splits else "new_group"):
                     new = split(ranks) if splits else dist.new_group(first, timeout, nccl)
                 for key in together:
                     groups[key] = new if rank in key[0] else None

@@ -40,13 +40,13 @@ def prepare_gpu_process(host_ranks: int, environment: MutableMapping[str, str] |
 def bind_to_gpu_cores(pci_address: str, system: Path = SYSTEM_DEVICES) -> set[int] | None:
     """Restrict this thread, and all threads that it starts later, to those of its cores that are on the GPU's NUMA
     node, so that host memory of transfers is near the GPU. Return the cores; None if nothing was changed, because the
-    node is unknown or none of its cores is available to this process.
+    node is unknown or has less than a quarter of the cores that are available to this process.
 
     pci_address: address of the GPU on the PCI bus, such as "0000:1b:00.0". system: Linux' /sys.
     """
     available = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     near = available & read_gpu_cores(pci_address, system)
-    if not near or near == available:
+    if len(near) < max(1, len(available) / 4) or near == available:  # few cores would slow down the rank's threads
         return None
     os.sched_setaffinity(0, near)
     return near

@@ -90,6 +90,17 @@ class WeightGradients:
         else:
             self._accumulate(product)
 
+    @contextmanager
+    def overlapping(self, communicator: Any) -> Iterator[None]:
+        """Context manager around the passes of a step, in which the `communicator` runs the waiting computation while a
+        collective call of backward is in flight."""
+        communicator.meanwhile = self.run_waiting
+        try:
+            yield
+        finally:
+            communicator.meanwhile = None
+            self._queues.pop(WAITING, None)  # left only by an error
+
     def run_waiting(self) -> None:
         """Execute the computation that waits, if there is one: while a collective call is in flight, or at the end of a
         backward pass."""

@@ -76,9 +76,8 @@ class ForwardBackward:
         self.engine.begin_step(self._passes)
         objective = self._make_objective(micro_batches)
         compute = StageCompute(self.model, self.engine, micro_batches, divisor, self._order, self.mark, objective)
-        self.engine.mesh.communicator.meanwhile = self._queue.run_waiting
-        self._pipeline.run(compute if self.watched is None else self.watched(compute))
-        self.engine.mesh.communicator.meanwhile = None
+        with self._queue.overlapping(self.engine.mesh.communicator):
+            self._pipeline.run(compute if self.watched is None else self.watched(compute))
         self.engine.finish()
         self.mark("reduce")
         return compute.loss

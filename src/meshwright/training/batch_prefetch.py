@@ -54,9 +54,11 @@ class BatchPrefetcher(Generic[Batch]):
 
 
 def list_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield all tensors in nested lists, tuples and dataclasses."""
+    """Yield all tensors in nested lists, tuples, dicts and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
+    elif isinstance(value, dict):
+        yield from list_tensors(list(value.values()))
     elif isinstance(value, list | tuple):
         for each in value:
             yield from list_tensors(each)

@@ -109,8 +109,8 @@ class LanguageModelTask:
 
     def prefetch_step(self, step: int) -> None:
         """Load the micro-batches of the step with index `step` in advance, if there is such a step and they do not
-        depend on the parameters (next-token training)."""
-        if step < self.recipe.train.steps and isinstance(self.objective, NextToken):
+        depend on the parameters (next-token training without a teacher)."""
+        if step < self.recipe.train.steps and type(self.objective) is NextToken:
             self._batches.prefetch(step)
 
     def _load_step(self, step: int) -> list[MicroBatch]:

@@ -74,8 +74,10 @@ def test_operator_added_to_a_layer_is_in_every_figure(monkeypatch: pytest.Monkey
     table["calls"]["head_gate"] = [{"axis": "tp", "operation": "all-gather", "sites": [f"mlp.head_gate = {size}"]}]
     monkeypatch.setattr(blocks, "read_packaged_toml", lambda name: table)
     forget_rows()
-    after = figures()
-    forget_rows()
+    try:
+        after = figures()
+    finally:
+        forget_rows()
     heads, layers = CONFIG.heads // 2, CONFIG.layers
     grown = {name: after[name] - before[name] for name in before}
     assert grown["flops"] == grown["explained"] == 3 * layers * 2 * SEQUENCE * heads * CONFIG.hidden

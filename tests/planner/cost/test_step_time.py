@@ -153,7 +153,7 @@ def test_runs_that_nothing_was_chosen_by_are_predicted_less_well():
     other, _ = priced(UNSEEN, verbose=False, half="development")
     tested, refused = priced(UNSEEN, verbose=False, half="test")
     found = figures(tested, refused, held_out(other, tested))
-    assert found["runs"] == 167 and found["share_refused"] < 0.03
+    assert found["runs"] == 165 and found["share_refused"] < 0.03
     assert found["mean_error"] <= 0.14 and found["mean_error_of_sources"] <= 0.14 and found["bounds_hold"] >= 0.65
     known = {one.source for one in runs(PUBLISHED) if isinstance(one, Run)}
     assert len(tested) == 11 and not set(tested) & (known | set(other))

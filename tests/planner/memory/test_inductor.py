@@ -173,8 +173,8 @@ def test_layer_without_rotary_positions_has_kernels_of_its_own_kind() -> None:
 def test_tables_are_those_of_the_nearest_torch_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     for version, warned in (((2, 13), False), ((2, 99), True), ((1, 0), True), (None, False)):
         monkeypatch.setattr(compiled_blocks, "installed_torch", lambda version=version: version)
-        compiled_blocks._tables.cache_clear()
+        compiled_blocks._read_tables.cache_clear()
         line = compiled_blocks.version_warning()
         assert (line is not None) == warned
         assert line is None or line.startswith("compiled blocks: kernels are those of torch 2.13, not of the installed")
-    compiled_blocks._tables.cache_clear()
+    compiled_blocks._read_tables.cache_clear()

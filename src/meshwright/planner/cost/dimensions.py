@@ -271,7 +271,7 @@ def find_properties(batch: MicroBatch, kind: LayerKind) -> dict[str, bool]:
         "shared_gate": config.shared_gate, "normalised": config.normalise_choice,
         "router_loss": bool(config.router_loss),
         "router_bias": config.router_bias, "wide_router": config.router == "sigmoid" and batch.narrow,
-        "routed_input": config.routed_input, "clamped": config.swiglu_limit is not None, "tied": config.tied,
+        "routed_input": config.routed_input, "clamped": config.swiglu_limit is not None,
         "labelled": bool(config.labels), "scaled_embedding": config.embedding_factor != 1,
         "embedding_norm": config.embedding_norm, "token_types": config.token_types > 0,
         "learned_positions": config.positions == "learned" and config.max_positions > 0,

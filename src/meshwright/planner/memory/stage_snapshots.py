@@ -173,7 +173,10 @@ class StageSnapshots:
         the pass begins."""
         at, config = self.batch, self.batch.config
         columns = max(at.qkv_width, config.intermediate // at.layout.tp * (2 if config.gated else 1))
-        extras = [] if self.fused else [workspace("weight gradient", columns * config.hidden * at.itemsize)]
+        grouped = bool(config.experts) and at.narrow  # the products of grouped experts have no float32 output
+        extras = (
+            [] if self.fused and not grouped else [workspace("weight gradient", columns * config.hidden * at.itemsize)]
+        )
         around = [
             *self.in_flight([*state.before, *self.started_reductions(state, True)]),
             *self._unsharded_gradients(0),
