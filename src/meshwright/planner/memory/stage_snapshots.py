@@ -63,7 +63,8 @@ class StageSnapshots:
     ) -> None:  # fmt: skip
         self.batch, self.stage, self.saved, self.whole, self.buffers = batch, stage, saved, unrecomputed, buffers
         self.compiled, self.queues, self.units = compiled, queues, buffers.units
-        self.fused = not batch.narrow or batch.device == "cuda"  # products add their weight gradients to the sums
+        # Products add their weight gradients to the sums; those of grouped experts have no float32 output.
+        self.fused = not batch.narrow or (batch.device == "cuda" and not batch.config.experts)
         self._layer = {unit: int(unit.split(".")[1]) for unit in self.units if unit.startswith("layers.")}
         self._saved_of, self._whole_of = self._by_unit(saved), self._by_unit(unrecomputed)
         self._of_loss = [each for each in saved if _is_saved_by_loss(each)]
@@ -173,10 +174,7 @@ class StageSnapshots:
         the pass begins."""
         at, config = self.batch, self.batch.config
         columns = max(at.qkv_width, config.intermediate // at.layout.tp * (2 if config.gated else 1))
-        grouped = bool(config.experts) and at.narrow  # the products of grouped experts have no float32 output
-        extras = (
-            [] if self.fused and not grouped else [workspace("weight gradient", columns * config.hidden * at.itemsize)]
-        )
+        extras = [] if self.fused else [workspace("weight gradient", columns * config.hidden * at.itemsize)]
         around = [
             *self.in_flight([*state.before, *self.started_reductions(state, True)]),
             *self._unsharded_gradients(0),
