@@ -82,8 +82,8 @@ def test_launches_of_kernels_are_not_divided_by_tensor_parallelism(plans: Mappin
         for one in plans.values()
     )
     for name, words in (
-        ("norm", "{:,} kernels in norms: {:.1f} ms"),
-        ("residual", "{} in residual additions: {:.2f} ms"),
+        ("norm", "{:,} kernels in norms; in milliseconds, their launches take {:.1f}, "),
+        ("residual", "{} in residual additions, whose launches take {:.2f}, "),
     ):
         count = round(sum(row.count for row in without[name]))
         launches = count * float(constants()["memory"]["launch_seconds"])
