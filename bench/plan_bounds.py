@@ -45,7 +45,7 @@ MEASURED_MODEL = {
     "family": "llama", "tied": True, "layers": 24, "hidden": 1024, "heads": 16, "kv_heads": 8, "intermediate": 2816,
     "vocabulary": 32000,
 }  # fmt: skip
-"""What they train, on batches of 8 sequences of 2,048 tokens: `SHAPE` of bench/gpu/plan_on_gpu.py."""
+"""Model of the measured steps, on batches of 8 sequences of 2,048 tokens: `SHAPE` of bench/gpu/plan_on_gpu.py."""
 
 
 def project(one: Run) -> str:

@@ -95,8 +95,8 @@ class Run:
 
 
 def runs(path: Path, metrics: Iterable[str] = TIMES, half: str | None = None) -> Iterator[Run | tuple[str, str]]:
-    """Every run of the file, or of one half of its sources, with one of these metrics; of one that cannot be told to
-    the planner its source and the reason."""
+    """Yield every run of the file, or of one half of its sources, with one of these metrics; for a row that the planner
+    cannot price, (source, reason)."""
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
             named = next((engine for prefix, engine in SOURCES if prefix in row["source"]), None)

@@ -196,7 +196,7 @@ def place(device: str) -> str:
 
 
 SPLIT: list[bool] = []
-"""Whether the process of one NCCL rank could split a group off its world."""
+"""True for each process of one NCCL rank that could split a group off its world."""
 
 Case = tuple[dict[str, Any], str, bool]  # model, layout, compiled
 Checked = list[Answer] | str
@@ -221,7 +221,8 @@ def one_rank(rank: int, directory: str, device: str, cases: list[Case]) -> None:
 
 
 def sum_over_split_group() -> bool:
-    """Whether a group that is split off the world, as those of axes are, has NCCL alone and sums over its ranks."""
+    """Return True if a group that is split off the world, as the groups of axes are, has only the backend NCCL and sums
+    over its ranks."""
     try:
         group: Any = dist.split_group(None, [[0]], timedelta(seconds=60), backend="nccl")
     except (TypeError, RuntimeError, ValueError) as failure:  # before torch 2.13 it takes no backend

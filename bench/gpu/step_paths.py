@@ -89,7 +89,7 @@ def norm_error(device: str, shape: dict[str, int]) -> dict[str, float]:
 
 
 def segments_expand() -> bool:
-    """Whether all memory of the process is in expandable segments."""
+    """Return True if all memory of the process is in expandable segments."""
     held = torch.empty(1 << 20, device="cuda")
     cuda: Any = torch.cuda
     segments = cuda.memory_snapshot()
@@ -98,7 +98,7 @@ def segments_expand() -> bool:
 
 
 def snapshot_is_pinned(device: str, shape: dict[str, int]) -> dict[str, float]:
-    """Whether a snapshot's buffers are pinned, their bytes, and those of the state."""
+    """Return whether the buffers of a snapshot are pinned and equal to the state, and the bytes of both."""
     trainer: Any = synthetic_trainer(
         shape, "bf16", compile_blocks=False, mesh=Mesh.single(Layout.parse("bf16"), device)
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,25 +25,18 @@ from meshwright.layout import Layout
 AXIS_NAMES = ("tp", "cp", "dp", "pp", "ep", "etp", "data", "shard", "replica", "world")
 EXPERT_AXES = {"expert_data": "data", "expert_shard": "shard", "expert_replica": "replica"}
 """Axes of experts -> the axes that they equal without expert parallelism."""
-LAYER_AXES, STATE_AXES = ("tp", "cp", "pp", "ep", "etp"), ("data", "shard", "replica")
-"""Axes over which layers communicate while they compute, and those of parameters and gradients, which overlap."""
+LAYER_AXES = ("tp", "cp", "pp", "ep", "etp")
+"""Axes over which layers communicate while they compute."""
+STATE_AXES = ("data", "shard", "replica")
+"""Axes over which parameters are gathered and gradients reduced, while layers compute."""
 
 MakeGroup = Callable[[Sequence[tuple[int, ...]], bool], dist.ProcessGroup | None]
 
 
-class CallInFlight(Protocol):
-    """Interface of the handle of a collective call that has been posted but not waited for."""
-
-    def wait(self) -> None:
-        """Wait until the posted call is complete."""
-
-    def settle(self, seconds: float) -> None:
-        """Wait up to `seconds` for the posted call, whose result is not needed; errors are ignored."""
-
-
-calls_in_flight: dict[CallInFlight, Communicator] = {}
-"""Handles of calls in flight, referenced until they are waited for even if the caller drops them: a transfer whose
-buffer is freed too early blocks its connection, and with it every later message from that rank."""
+calls_in_flight: dict[Any, Communicator] = {}
+"""Handles (`comm.handle.Handle`) of calls in flight -> their communicator. A handle is referenced until it is waited
+for even if the caller drops it: a transfer whose buffer is freed too early blocks its connection, and with it every
+later message from that rank."""
 
 SETTLING_SECONDS = 10.0
 """Seconds for which `Mesh.close` waits for such calls."""

@@ -88,7 +88,8 @@ class Attention(nn.Module):
             assert self.context.size == 1, "a KV cache needs unsharded sequences"
             out_BNSD = inputs.cache.attend(inputs.layer, q, k, v, self.sinks)
         elif self.encoder:
-            out_BNSD = F.scaled_dot_product_attention(q, k, v, attn_mask=inputs.visible)  # type: ignore[arg-type]
+            mask: Any = inputs.visible  # never a `VarlenMask` in an encoder
+            out_BNSD = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         else:
             out_BNSD = self.context.attend(q, k, v, inputs.visible, self.scores._replace(sinks=self.sinks))
         return self.output(out_BNSD.transpose(1, 2).flatten(2))

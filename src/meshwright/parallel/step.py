@@ -143,8 +143,9 @@ class ForwardBackward:
 def find_overlapped_weights(model: Transformer, mesh: Mesh) -> set[nn.Parameter]:
     """Return the weights whose gradients are computed while the next collective call of backward is in flight: on GPUs
     those of the layers whose input gradients are communicated next, over tp or ep."""
-    names = (".qkv.weight", ".up.weight") if not mesh.tp.trivial else () if mesh.ep.trivial else (".experts.up.weight",)
-    return {each for name, each in model.named_parameters() if mesh.device.type == "cuda" and name.endswith(names)}
+    names = (".experts.up.weight",) if mesh.tp.trivial else (".qkv.weight", ".up.weight")
+    overlaps = mesh.device.type == "cuda" and not (mesh.tp.trivial and mesh.ep.trivial)
+    return {each for name, each in model.named_parameters() if overlaps and name.endswith(names)}
 
 
 def count_targets(targets: Iterable[torch.Tensor], mesh: Mesh) -> TermCount:

@@ -27,8 +27,8 @@ def v_half(ranks: int, micro_batches: int) -> PipelineProgram:
     """Generate the V-Half pipeline schedule: half of 1F1B's activations, half of its bubble; two stages per rank in a V
     shape.
 
-    arXiv 2405.15362, section 3. A micro-batch takes two time slots (of one step each) per rank on the way to the last
-    rank, and one slot per rank on the way back.
+    arXiv 2405.15362, section 3. The forward of a micro-batch takes two time slots (of one step each) on every rank of
+    the first half of the stages, and one slot on every rank of the second half.
 
     Costs, with forward = input gradient = weight gradient = 1 on a rank (1/2 on a stage) and free transfers:
     - bubble: (3 x ranks - 4) / 2 for odd ranks, (3 x ranks - 7) / 2 for even ones (2 ranks: 1/2), for at least `ranks`

@@ -96,7 +96,7 @@ def test_parameters_of_operators_are_those_of_the_parameter_table(name: str) -> 
 
 @pytest.mark.parametrize("name", ["llama-tiny", "mixtral-tiny", "llama4-tiny"])
 def test_trained_parameters_of_stages_are_those_of_the_parameter_table(name: str) -> None:
-    """Of adapters; a tied head, which is frozen, has none to be counted twice."""
+    """A model with adapters: its tied head is frozen, so that no trained parameter is counted twice."""
     config = adapted_model(name, {"kind": "lora", "rank": 8})
     times = StepPredictor(Problem(config, cluster("1xh100-sxm"), 64, 1), Layout.parse("bf16")).pipeline(None)
     assert times.dense.sum() + times.expert.sum() == parameter_table(config).trained.numel

@@ -176,8 +176,8 @@ class Cost:
     """Seconds of a collective as a function of its bytes: start + byte x size + root x sqrt(size).
 
     start: latency in seconds; byte: seconds per byte (inverse bandwidth); root: coefficient of the square-root term,
-    which lowers the bandwidth of small messages; beside: cost of communication that runs at the same time, such as the
-    part inside nodes beside the part across nodes; the result is then the larger of both. None: nothing runs beside it.
+    which lowers the bandwidth of small messages; beside: cost of communication that runs at the same time, such as
+    messages inside nodes while others go across nodes; the result is then the larger of both. None: no other runs.
     """
 
     start: Floats | float
