@@ -7,8 +7,9 @@ Beside the table that is named, `bench/data/published_runs.csv` and `unseen_runs
 constants are fitted to, `planner/cost/rates.toml` says; `HELD_BACK` are sources that no constant was fitted to, though
 four were chosen with them in sight (sum of attention's times, its flash-2 rates, overlap tax across, ramp of pairs).
 The bounds of a source are tested by those that the runs of all other projects give (`held_out`), also by kind of run.
-`--bounds` first writes the planner's bounds from all runs but those of the test half of `unseen_runs.csv`, which decide
-nothing. Peaks of memory that the tables have are compared with what the planner says the allocator holds.
+`--bounds` first writes the planner's bounds from all runs but those of the parts `test` and `fresh` of
+`unseen_runs.csv`, which decide nothing. Peaks of memory that the tables have are compared with what the planner says
+the allocator holds.
 """
 
 from __future__ import annotations
@@ -95,13 +96,14 @@ def measure(path: Path, verbose: bool = False, bounds: bool = False) -> dict[str
     """The figures of all sources of a table, of all its runs together, and the same of the published ones."""
     tables = [priced(path, verbose), priced(PUBLISHED, verbose), priced(UNSEEN, verbose, "development")]
     test, test_refused = priced(UNSEEN, verbose, "test")
+    fresh, fresh_refused = priced(UNSEEN, verbose, "fresh")
     everything = {source: pairs for found, _ in tables for source, pairs in found.items()}
     if bounds:
         plan_bounds.write([pair for pairs in everything.values() for pair in pairs])
         read_packaged_toml.cache_clear()
         read_bounds_table.cache_clear()
         return measure(path)
-    left_out, tested = held_out(everything), held_out(everything, test)
+    left_out, tested, renewed = held_out(everything), held_out(everything, test), held_out(everything, fresh)
     given, new, development = (figures(found, refused, left_out) for found, refused in tables)
     known = {source: pairs for found, _ in tables[:2] for source, pairs in found.items()}
     back = {source: pairs for source, pairs in known.items() if source.startswith(HELD_BACK)}
@@ -115,6 +117,8 @@ def measure(path: Path, verbose: bool = False, bounds: bool = False) -> dict[str
             "development": development,
             "test": figures(test, test_refused, tested) | {"memory": memory(UNSEEN, "test")},
             "test_kinds": by_kind(test, tested),
+            "fresh": figures(fresh, fresh_refused, renewed) | {"memory": memory(UNSEEN, "fresh")},
+            "fresh_kinds": by_kind(fresh, renewed),
         },
     }
 
