@@ -217,10 +217,9 @@ def read_bounds_table() -> BoundsTable:
 def parse_bounds_table(table: Mapping[str, Any]) -> BoundsTable:
     """Build the table of the bounds of predicted step times, measured / predicted by kind of run, from the parsed TOML
     of bounds.toml."""
-    kinds = [RunKind(**each) for each in table["kinds"]]
     own = {name: RunKind(**each) for name, each in table.get("own", {}).items()}
-    numbers = {name: table[name] for name in ("widen", "narrow", "waiting")}
-    return BoundsTable(tuple(kinds), frozenset(table["engines"]), **numbers, own=own)
+    rest = {name: table[name] for name in ("widen", "narrow", "waiting")} | {"own": own}
+    return BoundsTable(tuple(RunKind(**each) for each in table["kinds"]), frozenset(table["engines"]), **rest)
 
 
 def bound_seconds(cluster: Cluster, step: StepProperties) -> tuple[float, float, float, Bounds]:
