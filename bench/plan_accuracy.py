@@ -23,12 +23,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from bench import plan_bounds
-from bench.plan_bounds import project, request
+from bench.plan_bounds import HELD_BACK, project, request
 from bench.published_runs import MEMORY, PUBLISHED, UNSEEN, Run, runs
 from meshwright.collectives.quantities import GIB
 from meshwright.errors import UserError
 from meshwright.layout import Layout
-from meshwright.planner.cost.bounds import Bounds, read_bounds_table
+from meshwright.planner.cost.bounds import Bounds, BoundsTable, read_bounds_table
 from meshwright.planner.cost.step_time import StepTime, default_precision, step_time
 from meshwright.planner.memory.rank_memory import fullest_rank, slack_fraction
 from meshwright.planner.problem import Problem
@@ -38,8 +38,6 @@ from meshwright.toml import read_packaged_toml
 Predictions = list[tuple[Run, StepTime]]
 LEAST_OF_A_SWEEP = 3
 Bounded = dict[str, list[Bounds]]
-HELD_BACK = ("MaxText", "PaxML", "Kubernetes", "Llama 3", "NVIDIA/NeMo docs")
-"""How the names of sources begin that no constant of the planner was fitted to."""
 
 
 def predicted(one: Run) -> StepTime:
@@ -176,12 +174,13 @@ def held_out(everything: dict[str, Predictions], judged: dict[str, Predictions] 
     """Return, by source, the bounds of its runs computed from the runs of other projects alone. judged: sources whose
     bounds are returned, `everything` by default."""
     found: Bounded = {}
-    tables: dict[str, plan_bounds.Table] = {}
+    tables: dict[str, BoundsTable] = {}
+    scored = plan_bounds.scores([pair for pairs in everything.values() for pair in pairs])
     for source, pairs in (everything if judged is None else judged).items():
         whose = project(pairs[0][0])
         if whose not in tables:
             others = [pair for each in everything.values() for pair in each if project(pair[0]) != whose]
-            tables[whose] = plan_bounds.table(others)
+            tables[whose] = plan_bounds.table(others, plan_bounds.conformal_shift(scored, whose))
         found[source] = [tables[whose].bounds(request(one, step)) for one, step in pairs]
     return found
 

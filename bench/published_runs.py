@@ -111,6 +111,12 @@ def runs(path: Path, metrics: Iterable[str] = TIMES, half: str | None = None) ->
                 yield row["source"], f"{row['model']}: {error}"
 
 
+def sources(path: Path, half: str) -> set[str]:
+    """Return the names of the sources of one part of a table."""
+    with path.open(newline="") as file:
+        return {row["source"] for row in csv.DictReader(file) if row["half"] == half}
+
+
 def run(row: dict[str, str], engine: Engine) -> Run:
     sequence, batch = int(row["seq"]), int(row["global_batch"])
     config = config_of(row)

@@ -138,14 +138,31 @@ def test_held_out_runs_lie_between_the_bounds():
     left_out = held_out(published)
     found = figures(published, refused, left_out)
     assert found["runs"] > 480 and found["share_refused"] < 0.01
-    assert found["bounds_hold"] >= 0.9 and found["held_out_bounds_hold"] >= 0.88
+    assert found["bounds_hold"] >= 0.94 and found["held_out_bounds_hold"] >= 0.88
     assert found["mean_error"] <= 0.08 and found["mean_error_of_sources"] <= 0.08
     back = summary({source: pairs for source, pairs in published.items() if source.startswith(HELD_BACK)}, left_out)
     assert back["runs"] == 44 and back["mean_error_of_sources"] <= 0.1
     dense = [source for name, source in found["sources"].items() if name.startswith("NVIDIA/dgxc") and "BF16" in name]
     assert len(dense) == 7 and all(source["mean_error"] <= 0.08 for source in dense)
     widths = sorted(step.high / step.low for pairs in published.values() for _, step in pairs)
-    assert widths[len(widths) // 2] < 1.42 and widths[0] < 1.3 < 1.6 < widths[-1]  # by kind of run and share of waiting
+    assert widths[len(widths) // 2] < 1.54 and widths[0] < 1.3 < 1.6 < widths[-1]  # by kind of run and share of waiting
+
+
+def test_broadcasts_of_parameters_take_a_latency_for_each_rank():
+    """InternLM's updated parameters: in a sharding group of 8 they take as long as an all-gather, over 1,024 devices
+    each of as many broadcasts waits for the hops of the whole ring (published: 7.2 s a step in place of 4.5)."""
+    measured = {one.layouts[0]: one for one in runs(UNSEEN, half="development") if isinstance(one, Run)}
+    for name, longer in (("dp1024 zero1 hs8 mb4", (0.0, 0.05)), ("dp1024 zero1 mb4", (1.0, 6.0))):
+        one = measured[Layout.parse(name)]
+        times = [
+            step_time(
+                one.config, one.layouts[0], one.cluster, one.sequence, one.batch,
+                engine=dataclasses.replace(one.engine, broadcasts=each),
+            ).seconds
+            for each in (False, True)
+        ]  # fmt: skip
+        assert one.engine.name == "internlm" and one.engine.broadcasts
+        assert longer[0] <= times[1] - times[0] <= longer[1], (name, times)
 
 
 def test_runs_that_nothing_was_chosen_by_are_predicted_less_well():

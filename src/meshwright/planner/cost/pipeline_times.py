@@ -269,5 +269,4 @@ class PipelineTimes:
 
 def add_parts(times: Floats) -> Floats:
     """Return `times`, seconds [..., parts, candidates], summed over the parts."""
-    found: Floats = times[..., 0, :] if times.shape[-2] == 1 else times.sum(axis=-2)
-    return found
+    return np.asarray(times[..., 0, :] if times.shape[-2] == 1 else times.sum(axis=-2))
