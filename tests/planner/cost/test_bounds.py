@@ -67,6 +67,7 @@ def test_conformal_shift_counts_projects_and_not_their_runs():
     assert plan_bounds.conformal_shift(many) == 1.0 + 89 / 100  # the 90th of 99 projects: 90 % of 100
     assert plan_bounds.conformal_shift(many[:105]) == 3.0  # of six, the farthest: no quantile above it is known
     assert plan_bounds.conformal_shift(many[:105], "one") == 1.04
+    assert plan_bounds.conformal_shift(many[100:110]) == 1.09  # the 10th of 10: the 9th would hold 82 %
     assert plan_bounds.conformal_shift([]) == plan_bounds.conformal_shift([("one", 0.9)]) == 1.0
 
 
