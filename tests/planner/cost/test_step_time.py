@@ -117,6 +117,19 @@ def test_layer_times_match_publication(shared_data: Path):
     assert seen == 10
 
 
+def test_engines_of_development_runs_are_priced_as_their_sources_say():
+    """InternLM's and FlagPerf's runs took 14 and 16 % longer than as the engine of NVIDIA's recipes."""
+    found, refused = priced(UNSEEN, verbose=False, half="development")
+    errors = {
+        source: sum(abs(step.seconds / one.seconds - 1) for one, step in pairs) / len(pairs)
+        for source, pairs in found.items()
+    }
+    for name in ("InternLM/InternLM", "FlagOpen/FlagPerf training/nvidia, Megatron"):
+        [error] = [error for source, error in errors.items() if source.startswith(name)]
+        assert error < 0.08, (name, error)
+    assert refused == []
+
+
 def test_published_runs_are_predicted(shared_data: Path, tmp_path: Path):
     with (shared_data / "measured" / "training_runs.csv").open() as file:
         lines = file.readlines()
@@ -165,15 +178,16 @@ def test_broadcasts_of_parameters_take_a_latency_for_each_rank():
         assert longer[0] <= times[1] - times[0] <= longer[1], (name, times)
 
 
-def test_runs_that_nothing_was_chosen_by_are_predicted_less_well():
-    """The test half of bench/data/unseen_runs.csv, whose sources have no part in rates or bounds."""
+@pytest.mark.parametrize(("part", "count", "sources", "holds"), [("test", 165, 11, 0.7), ("fresh", 48, 6, 0.88)])
+def test_runs_that_nothing_was_chosen_by_are_predicted_less_well(part: str, count: int, sources: int, holds: float):
+    """Two parts of bench/data/unseen_runs.csv, whose sources have no part in rates or bounds."""
     other, _ = priced(UNSEEN, verbose=False, half="development")
-    tested, refused = priced(UNSEEN, verbose=False, half="test")
+    tested, refused = priced(UNSEEN, verbose=False, half=part)
     found = figures(tested, refused, held_out(other, tested))
-    assert found["runs"] == 165 and found["share_refused"] < 0.03
-    assert found["mean_error"] <= 0.14 and found["mean_error_of_sources"] <= 0.14 and found["bounds_hold"] >= 0.65
+    assert found["runs"] == count and found["share_refused"] < 0.03
+    assert found["mean_error"] <= 0.14 and found["mean_error_of_sources"] <= 0.14 and found["bounds_hold"] >= holds
     known = {one.source for one in runs(PUBLISHED) if isinstance(one, Run)}
-    assert len(tested) == 11 and not set(tested) & (known | set(other))
+    assert len(tested) == sources and not set(tested) & (known | set(other))
 
 
 @pytest.mark.parametrize("table", [PUBLISHED, UNSEEN], ids=["published", "unseen"])
