@@ -36,7 +36,7 @@ SOURCES = {
     "nanotron, 1B to 80B on 8 to 256 H100, 126 layouts (ultra-scale playbook)": "nanotron",
     "FSDP of fms-fsdp, Automodel, TinyLlama": "fms-fsdp|Automodel|TinyLlama",
     "Megatron-DeepSpeed: BLOOM, MT-NLG 530B, GPT-NeoX-20B": "tr11-176B|Megatron-Turing|NeoX",
-    "MaxText, Llama 2 70B on 64 to 2,048 H100, bf16 and fp8 (all but queries, keys and values is recomputed; priced as all)": "MaxText",
+    "MaxText, Llama 2 70B on 64 to 2,048 H100, bf16 and fp8 (priced as if all were recomputed)": "MaxText",
     "PaxML, 5B and 175B on 16 to 2,048 H100 and A100": "PaxML",
     "NeMo, sequences of 4,096 to 1,048,576 tokens, fp8, H100": "long_sequence",
     "NeMo, fine-tuning, fp8, H100": "finetuning",

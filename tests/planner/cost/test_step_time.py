@@ -158,7 +158,7 @@ def test_held_out_runs_lie_between_the_bounds():
     dense = [source for name, source in found["sources"].items() if name.startswith("NVIDIA/dgxc") and "BF16" in name]
     assert len(dense) == 7 and all(source["mean_error"] <= 0.08 for source in dense)
     widths = sorted(step.high / step.low for pairs in published.values() for _, step in pairs)
-    assert widths[len(widths) // 2] < 1.58 and widths[0] < 1.35 < 1.6 < widths[-1]  # by kind of run and share of waiting
+    assert widths[len(widths) // 2] < 1.58 and widths[0] < 1.35 < 1.6 < widths[-1]  # by kind and share of waiting
 
 
 def test_broadcasts_of_parameters_take_a_latency_for_each_rank():
