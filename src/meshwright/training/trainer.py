@@ -81,7 +81,6 @@ class Trainer:
         searching = self.loss_scale.update(outcome.loss, outcome.finite)
         if not searching:
             self.skipped_in_a_row = 0 if outcome.finite else self.skipped_in_a_row + 1
-        self.parallel.zero_gradients()
         self.steps_done += 1
         clock.mark("update")
         return outcome
