@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -17,7 +18,6 @@ from meshwright.comm.faults import Fault, Faults
 from meshwright.comm.named_programs import NamedPrograms
 from meshwright.comm.programs import Executable
 from meshwright.comm.record import Record
-from meshwright.comm.wrong_groups import list_axis_groups
 from meshwright.errors import RankLost, UserError
 from meshwright.flight_recorder.call_ring import get_process_writer
 from meshwright.layout import Layout
@@ -151,6 +151,20 @@ def find_axis(key: str) -> Axis:
     """Return the axis of this process whose `Axis.key` is `key`. Called in custom operators, which accept strings but
     no Python objects."""
     return _axes[key][-1]
+
+
+def list_axis_groups(layout: Layout, name: str) -> list[tuple[int, ...]]:
+    """Return all groups of ranks along the mesh axis or sub-axis `name` of a layout, as tuples of global ranks.
+
+    name: "dp", "tp/2" (blocks of 2 consecutive ranks of tp) or "pp[0,3]" (ranks at indices 0 and 3 of pp).
+    """
+    if match := re.fullmatch(r"(\w+)/(\d+)", name):
+        size = int(match[2])
+        whole = layout.groups(match[1])
+        return [ranks[start : start + size] for ranks in whole for start in range(0, len(ranks), size)]
+    if match := re.fullmatch(r"(\w+)\[([\d,]+)\]", name):
+        return [tuple(ranks[int(place)] for place in match[2].split(",")) for ranks in layout.groups(match[1])]
+    return layout.groups(name)
 
 
 class Mesh:
