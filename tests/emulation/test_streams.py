@@ -32,9 +32,9 @@ from meshwright.training import trainer
 from meshwright.verification.cases import CaseBuilder
 from meshwright.verification.grid import GRID
 from meshwright.verification.problem import Problem
-from meshwright.verification.ranks import RankResult, run_rank
+from meshwright.verification.ranks import RankResult, _VerificationRun, run_rank
 from tests.conftest import exhaustive
-from tests.emulation.streams import StreamFault, StreamRanks
+from tests.emulation.streams import ComputeStream, StreamFault, StreamRanks
 from tests.flight_recorder.circular_wait import find_circular_wait
 
 LAYOUTS = (  # every axis, ZeRO stage and kind of activation checkpointing, and each kind of schedule
@@ -320,3 +320,52 @@ def test_weight_gradient_that_waits_for_a_call_is_added_at_the_end_of_its_pass()
         mock.patch.object(parallel_step, "find_overlapped_weights", lambda model, mesh: set(model.parameters())),
     ):
         assert find_difference(plain, train(ranks, Layout.parse(text))) is None
+
+
+# --- the outcome of a step
+
+
+def launch_steps(problem: Problem, text: str, unfinished: int) -> list[tuple[float, float, bool]]:
+    """Launch steps of which `unfinished` are not finished when the next is launched. Return for each its loss, its
+    gradient norm, and True if the device still computes later work when the host knows these."""
+    layout = Layout.parse(text)
+    mesh = Mesh.create(layout)
+    this = _VerificationRun(problem, layout, mesh, None)._make_trainer()
+    this.updates_early = True
+    found = []
+
+    def finish() -> None:
+        outcome, stream = this.finish_step(), backend.current_stream(mesh.device)
+        ahead = isinstance(stream, ComputeStream) and stream.host < stream.device
+        found.append((outcome.loss, outcome.gradient_norm, ahead))
+
+    with mock.patch.object(this.task, "prefetch_step"):
+        for step in range(problem.steps):
+            this.launch_step()
+            if step >= unfinished:
+                finish()
+        for _ in range(unfinished):
+            finish()
+    mesh.close()
+    return found
+
+
+@pytest.mark.parametrize("text", ["dp2 zero1", "tp2", *exhaustive("dp2 zero3", "pp2 mb4")])
+def test_outcome_of_a_step_is_read_while_the_device_computes_the_next(text: str):
+    layout = Layout.parse(text)
+    problem = replace(make_problem(layout), steps=4)
+    with EmulatedRanks(layout.world_size) as ranks:
+        plain = ranks.run(launch_steps, problem, text, 0)
+    for unfinished, seed in ((0, 1), (1, 2), (1, 3)):
+        with StreamRanks(layout.world_size, seed=seed) as ranks:
+            found = ranks.run(launch_steps, problem, text, unfinished)
+        for here, there in zip(found, plain, strict=True):
+            assert [each[:2] for each in here] == [each[:2] for each in there]
+            assert [ahead for *_, ahead in here[:-1]] == [unfinished == 1] * 3
+
+
+def test_outcome_that_is_read_before_its_copy_has_arrived_is_detected():
+    problem = replace(make_problem(Layout.parse("dp2 zero1")), steps=2)
+    with StreamRanks(2) as ranks, edited(trainer.Trainer, "_copy_outcome", "event.synchronize()", "pass"):
+        found = ranks.run(launch_steps, problem, "dp2 zero1", 1)
+    assert all(loss != loss for loss, *_ in found[0])
