@@ -369,3 +369,75 @@ def test_outcome_that_is_read_before_its_copy_has_arrived_is_detected():
     with StreamRanks(2) as ranks, edited(trainer.Trainer, "_copy_outcome", "event.synchronize()", "pass"):
         found = ranks.run(launch_steps, problem, "dp2 zero1", 1)
     assert all(loss != loss for loss, *_ in found[0])
+
+
+# --- gathered parameters
+
+
+def find_most_gathered(text: str) -> dict[str, list[tuple[int, int]]]:
+    """Train on a layout with ZeRO-3 on simulated streams. Return for each kind of FSDP unit ("layers", "embedding",
+    "head") on each rank: how many units of this kind had memory for gathered parameters at once at most, and in how
+    many different sizes."""
+    units: dict[int, list[zero.FsdpUnit]] = {}
+    most: dict[tuple[int, str], int] = {}
+    start, reshard = zero.FsdpUnit.start_all_gather, zero.FsdpUnit.reshard
+
+    def count(unit: zero.FsdpUnit) -> None:
+        of_rank = units.setdefault(id(unit.axes.shard.communicator), [])
+        if unit not in of_rank:
+            of_rank.append(unit)
+        held = [each for each in of_rank if each.parameters.untyped_storage().nbytes()]
+        for kind in {each.flat.name.split(".")[0] for each in held}:
+            here = sum(each.flat.name.split(".")[0] == kind for each in held)
+            key = id(unit.axes.shard.communicator), kind
+            most[key] = max(most.get(key, 0), here)
+
+    def start_counted(unit: zero.FsdpUnit) -> None:
+        start(unit)
+        count(unit)
+
+    def reshard_counted(unit: zero.FsdpUnit) -> None:
+        reshard(unit)
+        count(unit)
+
+    layout = Layout.parse(text)
+    problem = make_problem(layout)
+    problem = replace(problem, config=replace(problem.config, layers=8))
+    with (
+        StreamRanks(layout.world_size, seed=5) as ranks,
+        mock.patch.object(zero.FsdpUnit, "start_all_gather", start_counted),
+        mock.patch.object(zero.FsdpUnit, "reshard", reshard_counted),
+    ):
+        ranks.run(run_rank, problem, text)
+    found: dict[str, list[tuple[int, int]]] = {}
+    for (rank, kind), counted in most.items():
+        sizes = {each._bytes for each in units[rank] if each.flat.name.split(".")[0] == kind}
+        found.setdefault(kind, []).append((counted, len(sizes)))
+    return found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("dp2 zero3", "dp2 zero3 mb2 ac:full", "dp2 zero3 pp2:zb-v mb4"),
+        *exhaustive("dp2 zero3 tp2 ac:selective", "dp4 zero3 hs2 mb2", "dp2 zero3 pp2 mb4"),
+    ],
+)
+def test_zero_3_holds_at_most_two_gathered_layers_of_one_size(text: str):
+    found = find_most_gathered(text)
+    assert len(found["layers"]) == Layout.parse(text).world_size
+    assert set(found["layers"]) == {(2, 1)}, found
+    for kind in ("embedding", "head"):
+        assert all(counted == 1 for counted, _ in found.get(kind, []))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "old"),
+    [
+        (zero.ParameterPrefetcher, "leave", "unit.reshard()"),
+        (zero.ParameterPrefetcher, "_leave_backward", "unit.reshard()"),
+    ],
+)
+def test_layer_that_stays_gathered_is_counted(owner: Any, name: str, old: str):
+    with edited(owner, name, old, "pass"):
+        assert max(counted for counted, _ in find_most_gathered("dp2 zero3")["layers"]) > 2
