@@ -419,18 +419,18 @@ def infinity_on_rank_1_in_step_3(run: loop.Run) -> None:
     """One gradient of rank 1 alone overflows in step 3. Each rank logs the loss scale and its master weights after
     every step."""
     keep_states(run)
-    step = run.trainer.launch_step
+    finish = run.trainer.finish_step
 
     def spoil(parallel: ZeroEngine, number: int) -> None:
         if number == 3 and on_rank(run, 1):
             parallel.shards[0].gradient[1] = torch.inf
 
-    def watched(**options: Any) -> Any:
-        verdict = step(**options)
+    def watched() -> Any:
+        verdict = finish()
         sums = [float(shard.master.double().sum()) for shard in run.trainer.parallel.shards]
         run.journal.log(f"scale {run.trainer.loss_scale.value:g}")
         run.journal.log(f"masters {sums}")
         return verdict
 
     _at_finish(run, spoil)
-    run.trainer.launch_step = watched  # type: ignore[method-assign]
+    run.trainer.finish_step = watched  # type: ignore[method-assign]
