@@ -22,6 +22,7 @@ from meshwright.emulation.ranks import EmulatedRanks
 from meshwright.flight_recorder.call_log import RankCalls
 from meshwright.flight_recorder.call_ring import get_process_writer
 from meshwright.layout import Layout
+from meshwright.model.experts import Mixture
 from meshwright.model.weight_gradients import WAITING
 from meshwright.parallel import context, pipeline, zero
 from meshwright.parallel import step as parallel_step
@@ -441,3 +442,29 @@ def test_zero_3_holds_at_most_two_gathered_layers_of_one_size(text: str):
 def test_layer_that_stays_gathered_is_counted(owner: Any, name: str, old: str):
     with edited(owner, name, old, "pass"):
         assert max(counted for counted, _ in find_most_gathered("dp2 zero3")["layers"]) > 2
+
+
+# --- dispatch of tokens and the shared expert
+
+
+@pytest.mark.parametrize("text", ["dp2 ep2", *exhaustive("dp2 tp2 ep2", "dp2 ep2 mb2 ac:full")])
+def test_shared_expert_is_computed_while_dispatched_tokens_are_in_flight(text: str):
+    """In forward and in backward."""
+    layout, plain = Layout.parse(text), train_plain(text)
+    in_flight: dict[str, list[bool]] = {"forward": [], "backward": []}
+    forward_shared = Mixture._forward_shared
+
+    def watch(mixture: Mixture, x_BSH: torch.Tensor) -> torch.Tensor:
+        launched = mixture.experts.dispatcher.ep.communicator.launched_rows
+        in_flight["forward"].append(bool(launched))
+        y_BSH = forward_shared(mixture, x_BSH)
+        if y_BSH.requires_grad:
+            y_BSH.register_hook(lambda _: in_flight["backward"].append(bool(launched)))
+        in_flight["forward"].append(bool(launched))
+        return y_BSH
+
+    with StreamRanks(layout.world_size, seed=7) as ranks, mock.patch.object(Mixture, "_forward_shared", watch):
+        assert find_difference(plain, train(ranks, layout)) is None
+        assert find_circular_wait(read_calls(ranks)) is None
+    for found in in_flight.values():
+        assert len(found) >= layout.world_size * make_problem(layout).steps and all(found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -68,7 +67,9 @@ class Communicator:
         self.around: Callable[[str], AbstractContextManager[Any]] = nullcontext
         """Returns the context manager in which a site's calls are posted; a profile labels their kernels with it."""
         self.meanwhile: Callable[[], None] | None = None
-        """Called while a call of backward is in flight for which backward waits: queues other work on the device."""
+        """Called while a call of backward is in flight: queues other work on the device."""
+        self.launched_rows: dict[str, tuple[Any, torch.Tensor]] = {}
+        """Key of each axis over which rows are in flight (`operators.launch_rows`) -> handle and received rows."""
 
     @contextmanager
     def record_new_groups(self, everybody: tuple[int, ...], first: tuple[int, ...], operation: str) -> Iterator[None]:
@@ -151,20 +152,6 @@ def find_axis(key: str) -> Axis:
     """Return the axis of this process whose `Axis.key` is `key`. Called in custom operators, which accept strings but
     no Python objects."""
     return _axes[key][-1]
-
-
-def list_axis_groups(layout: Layout, name: str) -> list[tuple[int, ...]]:
-    """Return all groups of ranks along the mesh axis or sub-axis `name` of a layout, as tuples of global ranks.
-
-    name: "dp", "tp/2" (blocks of 2 consecutive ranks of tp) or "pp[0,3]" (ranks at indices 0 and 3 of pp).
-    """
-    if match := re.fullmatch(r"(\w+)/(\d+)", name):
-        size = int(match[2])
-        whole = layout.groups(match[1])
-        return [ranks[start : start + size] for ranks in whole for start in range(0, len(ranks), size)]
-    if match := re.fullmatch(r"(\w+)\[([\d,]+)\]", name):
-        return [tuple(ranks[int(place)] for place in match[2].split(",")) for ranks in layout.groups(match[1])]
-    return layout.groups(name)
 
 
 class Mesh:
@@ -295,8 +282,8 @@ class Mesh:
         sub-axis of the block that contains this rank. Collective over all ranks, with the same arguments, because it
         creates process groups."""
         axis: Axis = getattr(self, name)
-        title = f"{name}/{size}"
-        return axis if size == axis.size else self._make_axis(title, list_axis_groups(self.layout, title)) or axis
+        blocks = [part[at : at + size] for part in self.layout.groups(name) for at in range(0, len(part), size)]
+        return axis if size == axis.size else self._make_axis(f"{name}/{size}", blocks) or axis
 
     def make_subset_axis(self, name: str, indices: Sequence[int]) -> Axis | None:
         """Return the sub-axis of the ranks at the given `indices` (from 0) along the mesh axis `name`, such as "pp";
@@ -305,7 +292,7 @@ class Mesh:
         """
         everywhere = len(indices) == getattr(self, name).size
         title = name if everywhere else f"{name}[{','.join(map(str, indices))}]"
-        return self._make_axis(title, list_axis_groups(self.layout, title))
+        return self._make_axis(title, [tuple(ranks[at] for at in indices) for ranks in self.layout.groups(name)])
 
     def _make_axis(self, name: str, groups: Iterable[tuple[int, ...]]) -> Axis | None:
         """Create a process group for each of `groups` (tuples of global ranks). Return an axis called `name` over the

@@ -90,14 +90,9 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any,
-        hidden_TH: Tensor,
-        weight_VH: Tensor,
-        bias_V: Tensor | None,
-        targets_T: Tensor,
-        head: OutputHead,
-        mode: _Mode,
-    ) -> Tensor:
+        context: Any, hidden_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_T: Tensor,
+        head: OutputHead, mode: _Mode,
+    ) -> Tensor:  # fmt: skip
         """Return the cross-entropy (nats): the sum over tokens, a scalar, or with `mode.of_tokens` the loss of each
         token, [T].
 

@@ -171,43 +171,35 @@ class Run:
     def _finish_step(self, step: _LaunchedStep, validates: bool = False) -> tuple[StepOutcome, Validation | None]:
         """Wait for the outcome of a launched step, validate if `validates`, and log the step. Return the outcome, and
         the result of the validation (None without one). Collective."""
-        outcome = self.trainer.finish_step()
+        trainer = self.trainer
+        outcome = trainer.finish_step()
         finished = time.perf_counter()
         seconds = finished - max(step.begun, self._finished_at)
         self._finished_at = finished
         if outcome.finite:
             self.journal.sent_bytes, self.journal.sent_bytes_by_axis = step.sent
         if step.profiled:
-            self.profile.after_step(self.trainer, ending=outcome.stop)
+            self.profile.after_step(trainer, ending=outcome.stop)
         validation = None
         if validates:
             self.journal.memory.stop()
-            validation = self.trainer.task.validate()
+            validation = trainer.task.validate()
         # Before the save, so that every step is recorded.
         if self.journal.leader:
-            self.journal.record_step(self._record_step(step, outcome, seconds, validation))
+            record = StepRecord(
+                step=step.number,
+                outcome=outcome,
+                learning_rate=learning_rate(step.number - 1, self.recipe.train),
+                skipped_steps=trainer.skipped,
+                validation=validation,
+                seconds=seconds,
+                seconds_by_part=trainer.clock.seconds(),
+                waiting_seconds=trainer.clock.compute_waiting_seconds(),
+                next_loss_scale=trainer.loss_scale.value if trainer.loss_scale.dynamic else None,
+                profiled=step.profiled,
+            )
+            self.journal.record_step(record)
         return outcome, validation
-
-    def _record_step(
-        self, step: _LaunchedStep, outcome: StepOutcome, seconds: float, validation: Validation | None
-    ) -> StepRecord:
-        """Build the log record of a step that has just been finished.
-
-        outcome: loss, gradient norm and flags of the step; seconds: duration of the step without validation;
-        validation: result of the validation after the step (None: no validation)."""
-        trainer = self.trainer
-        return StepRecord(
-            step=step.number,
-            outcome=outcome,
-            learning_rate=learning_rate(step.number - 1, self.recipe.train),
-            skipped_steps=trainer.skipped,
-            validation=validation,
-            seconds=seconds,
-            seconds_by_part=trainer.clock.seconds(),
-            waiting_seconds=trainer.clock.compute_waiting_seconds(),
-            next_loss_scale=trainer.loss_scale.value if trainer.loss_scale.dynamic else None,
-            profiled=step.profiled,
-        )
 
     def _make_result(self) -> dict[str, Any]:
         """Build the result document (JSON dict of figures and checkpoint paths) after the last step of the run. It

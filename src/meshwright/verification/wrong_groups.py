@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Sequence
 
-from meshwright.comm.mesh import list_axis_groups
 from meshwright.layout import Layout
+
+
+def list_axis_groups(layout: Layout, name: str) -> list[tuple[int, ...]]:
+    """Return all groups of ranks along the mesh axis or sub-axis `name` of a layout, as tuples of global ranks.
+
+    name: "dp", "tp/2" (blocks of 2 consecutive ranks of tp) or "pp[0,3]" (ranks at indices 0 and 3 of pp).
+    """
+    if match := re.fullmatch(r"(\w+)/(\d+)", name):
+        size = int(match[2])
+        whole = layout.groups(match[1])
+        return [ranks[start : start + size] for ranks in whole for start in range(0, len(ranks), size)]
+    if match := re.fullmatch(r"(\w+)\[([\d,]+)\]", name):
+        return [tuple(ranks[int(place)] for place in match[2].split(",")) for ranks in layout.groups(match[1])]
+    return layout.groups(name)
 
 
 def make_wrong_groups(layout: Layout, name: str, equal: bool, alike: Sequence[Hashable]) -> list[tuple[int, ...]]:
